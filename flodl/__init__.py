@@ -1,0 +1,1 @@
+"""flodl: a fluent graph builder for PyTorch, a tree of named sub-graphs, observation, and training."""

@@ -1,0 +1,153 @@
+"""The errors this project raises on purpose, and what each of them carries.
+
+    FlodlError
+    ├── GraphError            a graph that cannot be built, addressed or run
+    │   ├── GraphBuildError   every fault found by ``build()``, at once (``.faults``)
+    │   └── GraphPathError    a dotted path that leads nowhere (``.path``, ``.segment``)
+    ├── ConfigError           a configuration value that is missing, wrong or not understood (``.problems``)
+    ├── CheckpointError       a weight file that is damaged or does not fit the model (``.problems``)
+    │   └── UnsafeFileError   a file whose contents would run code, or that points outside its folder
+    ├── TokenizerError        a tokenizer file or a text that cannot be turned into tokens
+    ├── HubError              a name that cannot be resolved to a folder of files
+    ├── PredictError          a prediction that cannot be made as asked
+    ├── ExportError           a folder that cannot be written
+    ├── ParityError           two sides that were to be equal and are not
+    ├── DataError             a data file or a batch that is not what training needs
+    ├── TrainError            a training run that cannot start or go on
+    └── DeviceError           a device that is absent or not able to do what was asked
+
+Messages have four beats: where it happened, what was found, what was expected, what to do.
+Faults of one kind are collected and raised once; the parts are kept as attributes so that
+programs and tests read fields and not prose. Every error survives pickling, because training
+sends them between processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "DeviceError",
+    "ExportError",
+    "FlodlError",
+    "GraphBuildError",
+    "GraphError",
+    "GraphPathError",
+    "HubError",
+    "ParityError",
+    "PredictError",
+    "TokenizerError",
+    "TrainError",
+    "UnsafeFileError",
+    "capped",
+    "nearest",
+    "printable",
+]
+
+
+class FlodlError(RuntimeError):
+    """Any error that this project raises on purpose.
+
+    Args:
+        message: the four beats in plain words.
+        **details: what a program may want to read; each becomes an attribute.
+    """
+
+    def __init__(self, message: str, **details: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self.details = details
+        for name, value in details.items():
+            setattr(self, name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        # Reached only for names that were never set; the annotation lets callers read details by name.
+        raise AttributeError(f"{type(self).__name__} carries no {name!r}; it has {sorted(vars(self))}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.message, self.details)
+
+
+def _rebuild(kind: type[FlodlError], message: str, details: dict[str, Any]) -> FlodlError:
+    return kind(message, **details)
+
+
+class GraphError(FlodlError):
+    """A graph that cannot be built, addressed or run."""
+
+
+class GraphBuildError(GraphError):
+    """Every fault that ``build()`` found, each naming its step; ``faults`` lists them."""
+
+
+class GraphPathError(GraphError):
+    """A dotted path that leads nowhere; ``path`` is the whole path, ``segment`` the failing part."""
+
+
+class ConfigError(FlodlError):
+    """A configuration that is missing values, holds wrong ones, or asks for what is not supported."""
+
+
+class CheckpointError(FlodlError):
+    """A weight file that is damaged, or that does not fit the model it is loaded into."""
+
+
+class UnsafeFileError(CheckpointError):
+    """A file that would run code when read, or that points outside its own folder."""
+
+
+class TokenizerError(FlodlError):
+    """A tokenizer file that cannot be used, or a text that cannot be turned into tokens."""
+
+
+class HubError(FlodlError):
+    """A repository name or file that cannot be resolved."""
+
+
+class PredictError(FlodlError):
+    """A prediction that cannot be made as asked."""
+
+
+class ExportError(FlodlError):
+    """A folder that cannot be written."""
+
+
+class ParityError(FlodlError):
+    """Two sides that were to be equal and are not."""
+
+
+class DataError(FlodlError):
+    """A data file or a batch that is not what training needs."""
+
+
+class TrainError(FlodlError):
+    """A training run that cannot start or cannot go on."""
+
+
+class DeviceError(FlodlError):
+    """A device that is absent, or that cannot do what was asked of it."""
+
+
+def capped(items: Sequence[str], limit: int = 20, indent: str = "  ") -> str:
+    """Return ``items`` one to a line, at most ``limit`` of them, the rest as a count."""
+    lines = [f"{indent}{item}" for item in items[:limit]]
+    if len(items) > limit:
+        lines.append(f"{indent}... and {len(items) - limit} more")
+    return "\n".join(lines)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return ``", did you mean 'x'?"`` for the closest known spelling, or an empty string."""
+    match = get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f", did you mean {match[0]!r}?" if match else ""
+
+
+def printable(text: str, limit: int = 120) -> str:
+    """Return ``text`` quoted, without control characters and cut to ``limit``: safe to print from any file."""
+    shown = text if len(text) <= limit else text[: limit - 3] + "..."
+    return repr(shown)

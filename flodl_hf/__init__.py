@@ -1,0 +1,1 @@
+"""flodl_hf: Hugging Face encoder checkpoints both ways."""
