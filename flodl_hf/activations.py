@@ -1,0 +1,88 @@
+"""The activation functions that ``hidden_act`` may name, with the arithmetic transformers gives each name.
+
+Names that share a curve but not their rounding (``gelu_new`` and ``gelu_pytorch_tanh``) are kept
+apart, because equality to the bit is decided by the order of operations.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+__all__ = ["ACTIVATIONS", "Activation"]
+
+_TANH_SCALE = math.sqrt(2.0 / math.pi)
+
+
+def _gelu_new(x: Tensor) -> Tensor:
+    return 0.5 * x * (1.0 + torch.tanh(_TANH_SCALE * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+def _gelu_accurate(x: Tensor) -> Tensor:
+    return 0.5 * x * (1 + torch.tanh(_TANH_SCALE * (x + 0.044715 * torch.pow(x, 3))))
+
+
+def _gelu_fast(x: Tensor) -> Tensor:
+    return 0.5 * x * (1.0 + torch.tanh(x * 0.7978845608 * (1.0 + 0.044715 * x * x)))
+
+
+def _gelu_python(x: Tensor) -> Tensor:
+    return x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0)))
+
+
+def _gelu_python_tanh(x: Tensor) -> Tensor:
+    return x * 0.5 * (1.0 + torch.tanh(_TANH_SCALE * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def _laplace(x: Tensor) -> Tensor:
+    return 0.5 * (1.0 + torch.erf((x - 0.707107).div(0.282095 * math.sqrt(2.0))))
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_10": lambda x: torch.clip(F.gelu(x), -10, 10),
+    "gelu_accurate": _gelu_accurate,
+    "gelu_fast": _gelu_fast,
+    "gelu_new": _gelu_new,
+    "gelu_python": _gelu_python,
+    "gelu_python_tanh": _gelu_python_tanh,
+    "gelu_pytorch_tanh": _gelu_tanh,
+    "hardswish": F.hardswish,
+    "laplace": _laplace,
+    "leaky_relu": F.leaky_relu,
+    "linear": lambda x: x,
+    "mish": F.mish,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu": F.relu,
+    "relu2": lambda x: torch.square(F.relu(x)),
+    "relu6": F.relu6,
+    "sigmoid": torch.sigmoid,
+    "silu": F.silu,
+    "sqrtsoftplus": lambda x: F.softplus(x).sqrt(),
+    "swish": F.silu,
+    "tanh": torch.tanh,
+}
+
+
+class Activation(nn.Module):
+    """An activation by its name in `ACTIVATIONS`, shapes kept."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return the activation of ``hidden``, same shape."""
+        return ACTIVATIONS[self.name](hidden)
+
+    def extra_repr(self) -> str:
+        """Show the name in ``print(model)``."""
+        return self.name

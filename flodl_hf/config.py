@@ -1,0 +1,314 @@
+"""``config.json`` as read: the family's settings in our words, labels, and the text it came from.
+
+Decides what a configuration means for every family alike (labels, problem type, ties, the strict
+reading of the JSON); a family's own rows stand in its file. The source text is kept, so that export
+writes back what was read and patches only what was changed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flodl.errors import ConfigError, nearest, printable
+from flodl_hf.config_rows import COMMON_INERT, boolean, one_of, read_rows, refuse, triage
+from flodl_hf.config_rows import Row as Row
+from flodl_hf.families import FAMILIES
+from flodl_hf.family import Family
+
+__all__ = ["MAX_CONFIG_BYTES", "PROBLEM_TYPES", "ModelConfig", "family_of", "read_json"]
+
+MAX_CONFIG_BYTES = 1_000_000  # the largest on the Hub are label lists of some ten thousand entries
+MAX_LABELS = 100_000
+PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
+_SHARED_ROWS = (
+    Row("problem_type", "problem_type", one_of(None, *PROBLEM_TYPES), None),
+    Row("tie_words", "tie_word_embeddings", boolean(), True),
+)
+_SHARED_KEYS = ("problem_type", "tie_word_embeddings", "id2label", "label2id", "num_labels")
+
+
+class ModelConfig:
+    """The configuration of one model.
+
+    Reads like a transformers config (``config.hidden_size``, ``config.id2label``, any key of the
+    file) and like ours (``config.encoder`` is the family's own frozen record).
+
+    Attributes:
+        family: the architecture.
+        encoder: its settings in our words.
+        labels: label names by id.
+        problem_type: "regression", "single_label_classification", "multi_label_classification" or None.
+        tie_words: whether the masked-word decoder is the word table.
+        source: the JSON as read, unknown keys included.
+        text: the file's text, or None when the config was made in memory.
+        where: the file's path, for messages.
+    """
+
+    def __init__(
+        self,
+        family: Family,
+        encoder: Any,
+        labels: Sequence[str],
+        *,
+        problem_type: str | None = None,
+        tie_words: bool = True,
+        source: Mapping[str, Any] | None = None,
+        text: str | None = None,
+        where: str = "config",
+    ) -> None:
+        self.family = family
+        self.encoder = encoder
+        self.labels = tuple(labels)
+        self.problem_type = problem_type
+        self.tie_words = tie_words
+        self.source: dict[str, Any] = dict(source or {})
+        self.text = text
+        self.where = where
+
+    @classmethod
+    def from_text(cls, text: str, where: str = "config.json", ignore_config_keys: Sequence[str] = ()) -> ModelConfig:
+        """Return the configuration that this JSON describes.
+
+        Raises:
+            ConfigError: not JSON, an unknown ``model_type``, or values that are missing, wrong or not
+                understood; all faults are listed at once in ``problems``.
+        """
+        source = read_json(text, where)
+        return cls.from_dict(source, where=where, text=text, ignore_config_keys=ignore_config_keys)
+
+    @classmethod
+    def from_dict(
+        cls,
+        source: Mapping[str, Any],
+        *,
+        where: str = "config",
+        text: str | None = None,
+        ignore_config_keys: Sequence[str] = (),
+    ) -> ModelConfig:
+        """Return the configuration that this mapping describes; see `from_text`."""
+        family = family_of(source, where)
+        problems: list[str] = []
+        fields = read_rows(source, family.rows, problems)
+        shared = read_rows(source, _SHARED_ROWS, problems)
+        labels = _labels(source, problems)
+        used = [row.key for row in family.rows] + list(_SHARED_KEYS)
+        # A family's own word on a key comes before the common one.
+        own = {entry.key for entry in family.inert}
+        inert = [*family.inert, *(entry for entry in COMMON_INERT if entry.key not in own)]
+        triage(source, used, inert, problems, ignore_config_keys)
+        if not problems:
+            _consistent(fields, source, problems)
+        if problems:
+            raise refuse(problems, where, family.model_type)
+        try:
+            encoder = family.config(**fields)
+        except ValueError as fault:  # a family's own rules between fields
+            raise refuse([str(fault)], where, family.model_type) from None
+        return cls(family, encoder, labels, source=source, text=text, where=where, **shared)
+
+    @classmethod
+    def for_model(cls, model_type: str, **values: Any) -> ModelConfig:
+        """Return a configuration made in memory: ``for_model("bert", hidden_size=64, ...)`` with HF's keys.
+
+        ``labels=["no", "yes"]`` is a short way to give ``id2label``.
+        """
+        labels = values.pop("labels", None)
+        if labels is not None:
+            values["id2label"] = {str(i): name for i, name in enumerate(labels)}
+        return cls.from_dict({"model_type": model_type, **values}, where="for_model(...)")
+
+    @classmethod
+    def from_pretrained(cls, name_or_path: str | Path, **options: Any) -> ModelConfig:
+        """Return the configuration of a folder or Hub repository; options as in ``AutoModel.from_pretrained``."""
+        from flodl_hf.auto import read_config
+
+        return read_config(name_or_path, **options)
+
+    @property
+    def model_type(self) -> str:
+        """The family's word."""
+        return self.family.model_type
+
+    @property
+    def id2label(self) -> dict[int, str]:
+        """Label names by id."""
+        return dict(enumerate(self.labels))
+
+    @property
+    def label2id(self) -> dict[str, int]:
+        """Ids by label name; of two labels with one name the first counts."""
+        result: dict[str, int] = {}
+        for index, name in enumerate(self.labels):
+            result.setdefault(name, index)
+        return result
+
+    @property
+    def num_labels(self) -> int:
+        """How many labels there are."""
+        return len(self.labels)
+
+    @property
+    def max_tokens(self) -> int | None:
+        """The longest row of tokens that the position table allows; None where there is no table."""
+        positions = getattr(self.encoder, "max_positions", None)
+        return None if not positions else positions - self.family.extra_positions
+
+    def changed(
+        self, *, labels: Sequence[str] | None = None, problem_type: str | None = None
+    ) -> ModelConfig:
+        """Return a copy with other labels or another problem type; the source text stays for export to patch."""
+        if problem_type is not None and problem_type not in PROBLEM_TYPES:
+            raise ConfigError(
+                f"problem_type={problem_type!r}; expected one of {', '.join(PROBLEM_TYPES)}", problems=["problem_type"]
+            )
+        return ModelConfig(
+            self.family,
+            self.encoder,
+            self.labels if labels is None else labels,
+            problem_type=problem_type or self.problem_type,
+            tie_words=self.tie_words,
+            source=self.source,
+            text=self.text,
+            where=self.where,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the configuration with HF's keys: what was read, with labels and problem type as they are now."""
+        result = dict(self.source)
+        for row in self.family.rows:
+            value = getattr(self.encoder, row.field)
+            if row.key not in result and value != row.default:
+                result[row.key] = value
+        result["model_type"] = self.source.get("model_type", self.model_type)
+        result.update(self.label_changes())
+        if self.problem_type is not None:
+            result["problem_type"] = self.problem_type
+        return result
+
+    def label_changes(self) -> dict[str, Any]:
+        """Return ``id2label`` and ``label2id`` where the labels differ from what the source says, else nothing."""
+        if self.source and tuple(_labels(self.source, [])) == self.labels:
+            return {}
+        return {"id2label": {str(k): v for k, v in self.id2label.items()}, "label2id": self.label2id}
+
+    def __getattr__(self, name: str) -> Any:
+        # Reached only for names without an attribute: HF's keys, first as rows, then as the file has them.
+        if name.startswith("__") or "source" not in self.__dict__:
+            raise AttributeError(name)
+        for row in self.family.rows:
+            if name in (row.key, row.field):
+                return getattr(self.encoder, row.field)
+        if name in self.source:
+            return self.source[name]
+        if name == "tie_word_embeddings":
+            return self.tie_words
+        known = [row.key for row in self.family.rows] + list(self.source)
+        raise AttributeError(f"{self.where} has no setting {name!r}{nearest(name, known)}")
+
+    def __repr__(self) -> str:
+        return f"ModelConfig({self.model_type}, {self.encoder}, labels={list(self.labels)[:6]})"
+
+
+def family_of(source: Mapping[str, Any], where: str) -> Family:
+    """Return the family that ``model_type`` names.
+
+    Raises:
+        ConfigError: no such key, or a type that is not among the families; the nearest is suggested.
+    """
+    known = {family.model_type: family for family in FAMILIES}
+    model_type = source.get("model_type")
+    if isinstance(model_type, str) and model_type in known:
+        return known[model_type]
+    found = "is missing" if model_type is None else f"is {printable(str(model_type), 60)}"
+    hint = nearest(model_type, known) if isinstance(model_type, str) else ""
+    raise ConfigError(
+        f"{where}: model_type {found}{hint}; expected one of {', '.join(known)}. "
+        "Encoders of other types are not supported.",
+        where=where,
+        problems=["model_type"],
+        known=list(known),
+    )
+
+
+def read_json(text: str | bytes, where: str) -> dict[str, Any]:
+    """Return the object that ``text`` holds, read strictly.
+
+    Raises:
+        ConfigError: too large, not UTF-8, not JSON, not an object, a key twice, NaN, or nested too deeply.
+    """
+
+    def fault(found: str) -> ConfigError:
+        return ConfigError(f"{where}: {found}; expected a JSON object. Fetch the file again or correct it.", where=where, problems=[found])
+
+    if len(text) > MAX_CONFIG_BYTES:
+        raise fault(f"{len(text)} bytes, above the limit of {MAX_CONFIG_BYTES}")
+    if isinstance(text, bytes):
+        try:
+            text = text.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise fault(f"not UTF-8 text at byte {error.start}") from None
+
+    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(items)
+        if len(result) != len(items):
+            names = [name for name, _ in items]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise fault(f"key {printable(twice)} stands twice")
+        return result
+
+    def constant(word: str) -> Any:
+        raise fault(f"the value {word}, which JSON does not have")
+
+    try:
+        value = json.loads(text, object_pairs_hook=pairs, parse_constant=constant)
+    except ConfigError:
+        raise
+    except RecursionError:
+        raise fault("nested too deeply") from None
+    except ValueError as error:
+        raise fault(f"not JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise fault(f"a JSON {type(value).__name__}")
+    return value
+
+
+def _labels(source: Mapping[str, Any], problems: list[str]) -> list[str]:
+    """Return label names by id: gaps and absent names become LABEL_i, as transformers names them."""
+    names = source.get("id2label")
+    stated = source.get("num_labels")
+    if stated is not None and (isinstance(stated, bool) or not isinstance(stated, int) or not 0 < stated <= MAX_LABELS):
+        problems.append(f"num_labels: found {printable(repr(stated), 40)}; expected a whole number from 1 to {MAX_LABELS}")
+        return []
+    if names is None:
+        return [f"LABEL_{i}" for i in range(stated or 2)]
+    if not isinstance(names, Mapping) or len(names) > MAX_LABELS:
+        problems.append(f"id2label: found {printable(repr(names), 60)}; expected a table of at most {MAX_LABELS} names by id")
+        return []
+    by_id: dict[int, str] = {}
+    for key, name in names.items():
+        index = int(key) if str(key).isascii() and str(key).isdigit() and len(str(key)) < 8 else -1
+        if index < 0 or index >= (stated or MAX_LABELS) or not isinstance(name, (str, int, float)) or index in by_id:
+            problems.append(
+                f"id2label: found {printable(str(key), 40)}: {printable(repr(name), 40)}; expected one name for each id "
+                f"from 0{'' if stated is None else f' to num_labels - 1 = {stated - 1}'}"
+            )
+            return []
+        by_id[index] = str(name)
+    size = stated or (max(by_id) + 1 if by_id else 2)
+    if size > MAX_LABELS or size > 4 * len(by_id) + 64:
+        problems.append(f"id2label: ids reach {size - 1} but only {len(by_id)} are named; expected ids 0 to n-1")
+        return []
+    return [by_id.get(i, f"LABEL_{i}") for i in range(size)]
+
+
+def _consistent(fields: Mapping[str, Any], source: Mapping[str, Any], problems: list[str]) -> None:
+    """Append what single values cannot show: heads that do not divide the width, ids outside the vocabulary."""
+    hidden, heads = fields.get("hidden_size"), fields.get("num_heads")
+    if hidden and heads and hidden % heads:
+        problems.append(f"num_attention_heads: found {heads}; expected a divisor of the hidden size {hidden}")
+    pad, vocab = fields.get("pad_token_id"), fields.get("vocab_size")
+    if pad is not None and vocab is not None and pad >= vocab:
+        problems.append(f"pad_token_id: found {pad}; expected an id below vocab_size {vocab}")

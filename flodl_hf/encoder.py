@@ -1,0 +1,196 @@
+"""The encoder that the families share, as graphs: embeddings, a stack of blocks, a pooler.
+
+A family's file chains these parts and says where it departs. Names given here are the vocabulary of
+every family: ``embeddings.word``, ``layers.3.attention.query``, ``layers.3.feed_forward.up``.
+Shapes: ids ``(batch, seq)`` or ``(tokens,)``; states with one more dimension, ``hidden_size`` wide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from flodl.graph import FlowBuilder, Graph
+from flodl_hf.activations import Activation
+from flodl_hf.attention import SelfAttention
+from flodl_hf.layout import Layout
+
+__all__ = [
+    "BlockConfig",
+    "Embeddings",
+    "FeedForward",
+    "FirstToken",
+    "bert_block",
+    "chain",
+    "pooler",
+    "post_norm_block",
+    "stack",
+]
+
+
+class Embeddings(nn.Module):
+    """Words, token types and positions summed, normalised and dropped.
+
+    Args:
+        vocab_size: rows of the word table.
+        size: width of each table.
+        norm_eps: epsilon of the layer norm.
+        dropout: probability of dropping a value, in [0, 1).
+        max_positions: rows of the position table; 0 for none.
+        type_vocab_size: rows of the token type table; 0 for none.
+        pad_token_id: the word row that gets no gradient; None for none.
+        positions_after_pad: count positions over the ids that are not padding, starting after
+            ``pad_token_id`` (RoBERTa), rather than from 0 along the row.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        size: int,
+        norm_eps: float,
+        dropout: float,
+        *,
+        max_positions: int = 0,
+        type_vocab_size: int = 0,
+        pad_token_id: int | None = None,
+        positions_after_pad: bool = False,
+    ) -> None:
+        super().__init__()
+        self.pad_token_id = pad_token_id
+        self.positions_after_pad = positions_after_pad
+        self.word = nn.Embedding(vocab_size, size, padding_idx=pad_token_id)
+        position_padding = pad_token_id if positions_after_pad else None
+        self.position = nn.Embedding(max_positions, size, padding_idx=position_padding) if max_positions else None
+        self.token_type = nn.Embedding(type_vocab_size, size) if type_vocab_size else None
+        self.norm = nn.LayerNorm(size, eps=norm_eps)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        layout: Layout | None = None,
+    ) -> Tensor:
+        """Return the embedded tokens, ``(..., size)``. Absent ``token_type_ids`` are zeros."""
+        assert layout is not None
+        states = self.word(input_ids)
+        if self.token_type is not None:
+            states = states + self.token_type(input_ids.new_zeros(()).expand_as(input_ids) if token_type_ids is None else token_type_ids)
+        if self.position is not None:
+            states = states + self.position(self._positions(input_ids, layout) if position_ids is None else position_ids)
+        return self.dropout(self.norm(states))
+
+    def _positions(self, ids: Tensor, layout: Layout) -> Tensor:
+        if not self.positions_after_pad:
+            return layout.positions(ids)
+        real = ids.ne(self.pad_token_id).long()
+        return layout.running_count(real) * real + self.pad_token_id
+
+
+class FeedForward(nn.Module):
+    """Two projections with an activation between, applied to each token alone.
+
+    Args:
+        hidden_size: width in and out.
+        intermediate_size: width between.
+        activation: a name of `flodl_hf.activations.ACTIVATIONS`.
+        dropout: probability of dropping an output value, in [0, 1).
+    """
+
+    def __init__(self, hidden_size: int, intermediate_size: int, activation: str, dropout: float) -> None:
+        super().__init__()
+        self.up = nn.Linear(hidden_size, intermediate_size)
+        self.activation = Activation(activation)
+        self.down = nn.Linear(intermediate_size, hidden_size)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return the transformed states, shaped like ``hidden``."""
+        return self.dropout(self.down(self.activation(self.up(hidden))))
+
+
+class FirstToken(nn.Module):
+    """The state of each text's first token."""
+
+    def forward(self, hidden: Tensor, layout: Layout) -> Tensor:
+        """Return ``(texts, hidden)``."""
+        return layout.first(hidden)
+
+
+def post_norm_block(attention: nn.Module, feed_forward: nn.Module, hidden_size: int, norm_eps: float) -> Graph:
+    """Return one encoder layer: attend, add, normalise, transform, add, normalise (Devlin et al. 2018)."""
+    return (
+        FlowBuilder()
+        .input("layout")
+        .also(attention, name="attention").using("layout")
+        .through(nn.LayerNorm(hidden_size, eps=norm_eps), name="attention_norm")
+        .also(feed_forward, name="feed_forward")
+        .through(nn.LayerNorm(hidden_size, eps=norm_eps), name="feed_forward_norm")
+        .build()
+    )  # fmt: skip
+
+
+class BlockConfig(Protocol):
+    """The fields that every family's config has under these names, because the shared block needs them."""
+
+    @property
+    def hidden_size(self) -> int: ...  # noqa: D102
+    @property
+    def num_heads(self) -> int: ...  # noqa: D102
+    @property
+    def intermediate_size(self) -> int: ...  # noqa: D102
+    @property
+    def activation(self) -> str: ...  # noqa: D102
+    @property
+    def hidden_dropout(self) -> float: ...  # noqa: D102
+    @property
+    def attention_dropout(self) -> float: ...  # noqa: D102
+    @property
+    def norm_eps(self) -> float: ...  # noqa: D102
+
+
+def bert_block(config: BlockConfig) -> Graph:
+    """Return the block that BERT, RoBERTa, DistilBERT and ALBERT share."""
+    c = config
+    return post_norm_block(
+        SelfAttention(c.hidden_size, c.num_heads, c.attention_dropout, c.hidden_dropout),
+        FeedForward(c.hidden_size, c.intermediate_size, c.activation, c.hidden_dropout),
+        c.hidden_size,
+        c.norm_eps,
+    )
+
+
+def stack(blocks: Iterable[nn.Module]) -> Graph:
+    """Return the blocks one after another, named ``0``, ``1``, ...; a block given twice shares its tensors."""
+    flow = FlowBuilder().input("layout").label("layers")
+    for index, block in enumerate(blocks):
+        flow = flow.through(block, name=str(index)).using("layout")
+    return flow.build()
+
+
+def chain(embeddings: nn.Module, layers: Graph) -> Graph:
+    """Return the encoder: ids in, token states out, with the optional inputs every family takes."""
+    return (
+        FlowBuilder(embeddings, name="embeddings")
+        .label("encoder")
+        .input("token_type_ids", "position_ids", default=None)
+        .input("layout")
+        .using("token_type_ids", "position_ids", "layout")
+        .through(layers, name="layers").using("layout")
+        .build()
+    )  # fmt: skip
+
+
+def pooler(hidden_size: int, activation: str = "tanh", dropout: float | None = None) -> Graph:
+    """Return the pooler: the first token's state through a projection and an activation."""
+    flow = FlowBuilder(FirstToken(), name="first").input("layout").using("layout")
+    if dropout is not None:
+        flow = flow.through(nn.Dropout(dropout), name="dropout")
+    return (
+        flow.through(nn.Linear(hidden_size, hidden_size), name="dense")
+        .through(Activation(activation), name="activation")
+        .build()
+    )

@@ -1,0 +1,159 @@
+"""BERT (Devlin et al. 2018, https://arxiv.org/abs/1810.04805).
+
+The encoder that the shared parts are modelled on; it departs from them in nothing:
+
+* learned positions counted from 0 along the row, token types for the second text;
+* a pooler (projection and tanh on the first token) that classification reads;
+* the masked-word decoder is the word table, with a bias of its own that files hold under two names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flodl.graph import Graph
+from flodl_hf.config_rows import Row, activation, count, epsilon, fraction, optional, token_id
+from flodl_hf.encoder import Embeddings, bert_block, chain, pooler, stack
+from flodl_hf.family import Family, FamilyHead, Ignored
+from flodl_hf.heads import bodies
+from flodl_hf.keys import KeyRow, Tie
+
+__all__ = ["FAMILY", "BertConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BertConfig:
+    """The settings of a BERT encoder."""
+
+    vocab_size: int
+    """Rows of the word table."""
+    hidden_size: int
+    """Width of a token's state."""
+    num_layers: int
+    """Blocks in the stack."""
+    num_heads: int
+    """Attention heads of a block; divides ``hidden_size``."""
+    intermediate_size: int
+    """Width inside the feed-forward part."""
+    max_positions: int
+    """Rows of the position table: the longest row of tokens."""
+    type_vocab_size: int
+    """Rows of the token type table."""
+    activation: str = "gelu"
+    """Name of the feed-forward activation."""
+    hidden_dropout: float = 0.1
+    """Probability of dropping a value of a state, in [0, 1)."""
+    attention_dropout: float = 0.1
+    """Probability of dropping an attention weight, in [0, 1)."""
+    classifier_dropout: float | None = None
+    """Probability of dropping a classifier's input; None takes ``hidden_dropout``."""
+    norm_eps: float = 1e-12
+    """Epsilon of every layer norm."""
+    pad_token_id: int | None = 0
+    """The word row that gets no gradient."""
+
+
+# fmt: off
+CONFIG = (
+    Row("vocab_size",         "vocab_size",                   count(most=10_000_000)),
+    Row("hidden_size",        "hidden_size",                  count()),
+    Row("num_layers",         "num_hidden_layers",            count(most=1024)),
+    Row("num_heads",          "num_attention_heads",          count(most=4096)),
+    Row("intermediate_size",  "intermediate_size",            count(most=1_000_000)),
+    Row("max_positions",      "max_position_embeddings",      count(most=1_000_000)),
+    Row("type_vocab_size",    "type_vocab_size",              count(most=65_536)),
+    Row("activation",         "hidden_act",                   activation(), "gelu"),
+    Row("hidden_dropout",     "hidden_dropout_prob",          fraction(), 0.1),
+    Row("attention_dropout",  "attention_probs_dropout_prob", fraction(), 0.1),
+    Row("classifier_dropout", "classifier_dropout",           optional(fraction()), None),
+    Row("norm_eps",           "layer_norm_eps",               epsilon(), 1e-12),
+    Row("pad_token_id",       "pad_token_id",                 optional(token_id()), 0),
+)
+
+KEYS = (
+    KeyRow("encoder.embeddings.word",                 "bert.embeddings.word_embeddings"),
+    KeyRow("encoder.embeddings.position",             "bert.embeddings.position_embeddings"),
+    KeyRow("encoder.embeddings.token_type",           "bert.embeddings.token_type_embeddings"),
+    KeyRow("encoder.embeddings.norm",                 "bert.embeddings.LayerNorm"),
+    KeyRow("encoder.layers.{i}.attention.query",      "bert.encoder.layer.{i}.attention.self.query"),
+    KeyRow("encoder.layers.{i}.attention.key",        "bert.encoder.layer.{i}.attention.self.key"),
+    KeyRow("encoder.layers.{i}.attention.value",      "bert.encoder.layer.{i}.attention.self.value"),
+    KeyRow("encoder.layers.{i}.attention.output",     "bert.encoder.layer.{i}.attention.output.dense"),
+    KeyRow("encoder.layers.{i}.attention_norm",       "bert.encoder.layer.{i}.attention.output.LayerNorm"),
+    KeyRow("encoder.layers.{i}.feed_forward.up",      "bert.encoder.layer.{i}.intermediate.dense"),
+    KeyRow("encoder.layers.{i}.feed_forward.down",    "bert.encoder.layer.{i}.output.dense"),
+    KeyRow("encoder.layers.{i}.feed_forward_norm",    "bert.encoder.layer.{i}.output.LayerNorm"),
+    KeyRow("pooler.dense",                            "bert.pooler.dense"),
+)
+
+MASKED_LM_KEYS = (
+    KeyRow("head.dense",        "cls.predictions.transform.dense"),
+    KeyRow("head.norm",         "cls.predictions.transform.LayerNorm"),
+    KeyRow("head.decoder",      "cls.predictions.decoder"),
+    KeyRow("head.decoder.bias", "cls.predictions.bias"),
+)
+
+IGNORED = (
+    Ignored("bert.embeddings.position_ids",   "positions are counted, not stored"),
+    Ignored("bert.embeddings.token_type_ids", "zeros are made when needed"),
+    Ignored("cls.seq_relationship.weight",    "next-sentence prediction is not one of the heads"),
+    Ignored("cls.seq_relationship.bias",      "next-sentence prediction is not one of the heads"),
+)
+# fmt: on
+
+
+def embeddings(c: BertConfig) -> Embeddings:
+    """Return the sum of words, token types and positions."""
+    return Embeddings(
+        c.vocab_size, c.hidden_size, c.norm_eps, c.hidden_dropout,
+        max_positions=c.max_positions, type_vocab_size=c.type_vocab_size, pad_token_id=c.pad_token_id,
+    )  # fmt: skip
+
+
+def encoder(c: BertConfig) -> Graph:
+    """Return the graph from ids to token states."""
+    return chain(embeddings(c), stack(bert_block(c) for _ in range(c.num_layers)))
+
+
+def classifier_dropout(c: BertConfig) -> float:
+    """Return the dropout before a classifier."""
+    return c.hidden_dropout if c.classifier_dropout is None else c.classifier_dropout
+
+
+HEADS = {
+    "sequence_classification": FamilyHead(
+        body=lambda c, labels: bodies.linear(c.hidden_size, labels, classifier_dropout(c)),
+        keys=(KeyRow("head.classifier", "classifier"),),
+        pooled=True,
+        classifier="head.classifier",
+    ),
+    "token_classification": FamilyHead(
+        body=lambda c, labels: bodies.linear(c.hidden_size, labels, classifier_dropout(c)),
+        keys=(KeyRow("head.classifier", "classifier"),),
+        classifier="head.classifier",
+    ),
+    "question_answering": FamilyHead(
+        body=lambda c, labels: bodies.linear(c.hidden_size, labels, None, name="spans"),
+        keys=(KeyRow("head.spans", "qa_outputs"),),
+    ),
+    "masked_lm": FamilyHead(
+        body=lambda c, _: bodies.lm(c.hidden_size, c.hidden_size, c.vocab_size, c.activation, c.norm_eps),
+        keys=MASKED_LM_KEYS,
+        ties=(Tie("encoder.embeddings.word.weight", "head.decoder.weight"),),
+        aliases=(("cls.predictions.decoder.bias", "cls.predictions.bias"),),
+    ),
+}
+
+FAMILY = Family(
+    model_type="bert",
+    class_prefix="Bert",
+    base_prefix="bert",
+    config=BertConfig,
+    rows=CONFIG,
+    keys=KEYS,
+    ignored=IGNORED,
+    encoder=encoder,
+    pooler=lambda c: pooler(c.hidden_size),
+    heads=HEADS,
+    pretraining={"BertForPreTraining": "masked_lm"},
+)

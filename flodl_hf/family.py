@@ -1,0 +1,98 @@
+"""What a family has to state, and nothing about any particular one.
+
+A `Family` joins the tables of one architecture: how its configuration is read, how its tensors are
+named, how its encoder is chained, and which body each task takes. Everything else (loading, export,
+prediction, parity, the generated docs) is computed from these records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from flodl.graph import Graph
+from flodl_hf.config_rows import Inert, Row
+from flodl_hf.keys import KeyMap, KeyRow, Tie
+
+__all__ = ["Family", "FamilyHead", "Ignored"]
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """A tensor that a file may hold and the model does not use, by its Hugging Face name, with the reason."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class FamilyHead:
+    """What one task looks like in one family.
+
+    Args:
+        body: ``body(config, num_labels)`` returns the head's graph: hidden states and ``layout`` in, logits out.
+        keys: rows of the head's tensors, ours below ``head``.
+        pooled: the head reads the pooler's output rather than the token states.
+        classifier: our name of the layer whose rows are the labels; a different label count renews this layer.
+        ties: tensors that are one when the configuration ties words.
+        aliases: Hugging Face names under which a file may repeat a tensor: ``(alias, canonical)``.
+    """
+
+    body: Callable[[Any, int], Graph]
+    keys: tuple[KeyRow, ...]
+    pooled: bool = False
+    classifier: str | None = None
+    ties: tuple[Tie, ...] = ()
+    aliases: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture.
+
+    Args:
+        model_type: the word in ``config.json``.
+        class_prefix: how class names of the family begin, as in ``BertForMaskedLM``.
+        base_prefix: what tensor names of the encoder begin with in a file of a task model.
+        config: the frozen dataclass of the encoder's settings, in our words.
+        rows: how ``config.json`` becomes ``config``.
+        inert: keys that change nothing in this family.
+        keys: rows of embeddings, layers and pooler; their names carry ``base_prefix``.
+        ignored: tensors that may be in a file and are not used.
+        encoder: ``encoder(config)`` returns the graph from ids to token states.
+        pooler: ``pooler(config)`` returns the graph from token states to one state a text, or None.
+        heads: what each task takes, by the task's name.
+        indices: what fills the holes of key rows, one mapping a layer.
+        pretraining: further class names found in ``architectures``, with the task each is read as.
+        pads_right_only: positions are counted from the row's start, so rows must be filled on the right.
+        extra_positions: rows of the position table that no token uses.
+        uses_token_types: whether a second text is marked by token types.
+    """
+
+    model_type: str
+    class_prefix: str
+    base_prefix: str
+    config: type[Any]
+    rows: tuple[Row, ...]
+    keys: tuple[KeyRow, ...]
+    encoder: Callable[[Any], Graph]
+    heads: Mapping[str, FamilyHead]
+    pooler: Callable[[Any], Graph] | None = None
+    inert: tuple[Inert, ...] = ()
+    ignored: tuple[Ignored, ...] = ()
+    indices: Callable[[Any], Sequence[Mapping[str, int]]] = field(
+        default=lambda config: [{"i": i} for i in range(config.num_layers)]
+    )
+    pretraining: Mapping[str, str] = field(default_factory=dict)
+    extra_positions: int = 0
+    uses_token_types: bool = True
+
+    def key_map(self, config: Any, head: str) -> KeyMap:
+        """Return the names of this family's model for one task (or ``"base"``)."""
+        rows = self.keys if head == "base" else (*self.keys, *self.heads[head].keys)
+        return KeyMap(rows, self.indices(config))
+
+    def renamed(self, model_type: str, class_prefix: str, **changes: Any) -> Family:
+        """Return an alias: the same architecture under another ``model_type`` and class prefix."""
+        return replace(self, model_type=model_type, class_prefix=class_prefix, **changes)

@@ -1,0 +1,62 @@
+"""The few shapes that a task's classifier comes in; each family says which one it uses.
+
+Every body is a graph from states to logits with the input ``layout``. States are the token states
+``(..., hidden)``, or the pooler's output ``(texts, hidden)`` where the family says ``pooled``.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from flodl.graph import FlowBuilder, Graph
+from flodl_hf.activations import Activation
+from flodl_hf.encoder import FirstToken
+
+__all__ = ["first_token_mlp", "linear", "lm"]
+
+
+def linear(hidden_size: int, num_labels: int, dropout: float | None, name: str = "classifier") -> Graph:
+    """Return dropout (None: none at all) and one projection: a label score for each state."""
+    classifier = nn.Linear(hidden_size, num_labels)
+    if dropout is None:
+        return FlowBuilder(classifier, name=name).input("layout").build()
+    return FlowBuilder(nn.Dropout(dropout), name="dropout").input("layout").through(classifier, name=name).build()
+
+
+def first_token_mlp(
+    hidden_size: int, num_labels: int, *, dropout_in: float | None, activation: str, dropout_out: float
+) -> Graph:
+    """Return the first token's state through a projection, an activation, dropout and the label projection.
+
+    Args:
+        hidden_size: width of the states.
+        num_labels: scores out.
+        dropout_in: dropout before the first projection; None for none.
+        activation: between the projections.
+        dropout_out: dropout before the label projection.
+    """
+    flow = FlowBuilder(FirstToken(), name="first").input("layout").using("layout")
+    if dropout_in is not None:
+        flow = flow.through(nn.Dropout(dropout_in), name="dropout_in")
+    return (
+        flow.through(nn.Linear(hidden_size, hidden_size), name="dense")
+        .through(Activation(activation), name="activation")
+        .through(nn.Dropout(dropout_out), name="dropout")
+        .through(nn.Linear(hidden_size, num_labels), name="classifier")
+        .build()
+    )
+
+
+def lm(hidden_size: int, embedding_size: int, vocab_size: int, activation: str, norm_eps: float) -> Graph:
+    """Return the masked-word head: projection, activation, norm, then a score for every word.
+
+    The decoder's table is the word embedding itself where the configuration ties them.
+    """
+    return (
+        FlowBuilder(nn.Linear(hidden_size, embedding_size), name="dense")
+        .input("layout")
+        .through(Activation(activation), name="activation")
+        .through(nn.LayerNorm(embedding_size, eps=norm_eps), name="norm")
+        .through(nn.Linear(embedding_size, vocab_size), name="decoder")
+        .build()
+    )
