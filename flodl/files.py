@@ -1,0 +1,90 @@
+"""Opening files that may be hostile, and writing files that are never half there.
+
+Decides how a path becomes a descriptor (regular files only, opened without waiting) and how
+bytes become a file (a temporary sibling, synced, then renamed over the target). What the bytes
+mean is left to the callers; a whole folder published at once is the export room's matter.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+
+from flodl.errors import CheckpointError, printable
+
+__all__ = ["open_regular", "write_atomically"]
+
+
+def open_regular(path: str | os.PathLike[str]) -> int:
+    """Return a read-only descriptor of the regular file at ``path``; the caller closes it.
+
+    Symbolic links are followed, because the Hub cache is made of them; a caller that must stay
+    inside a folder resolves the path first. The descriptor is opened without waiting, so a named
+    pipe is refused instead of hanging.
+
+    Raises:
+        CheckpointError: nothing there, not readable, or not a regular file.
+    """
+    shown = printable(os.fspath(path), 400)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise CheckpointError(
+            f"{shown}: cannot be opened ({reason}); expected a readable file; check the path.",
+            path=os.fspath(path),
+        ) from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise CheckpointError(
+            f"{shown}: is a folder, pipe, socket or device; expected a regular file; pass the file itself.",
+            path=os.fspath(path),
+        )
+    return descriptor
+
+
+def write_atomically(path: str | os.PathLike[str], chunks: Iterable[bytes | memoryview]) -> None:
+    """Write ``chunks`` to ``path`` so that a reader sees the old file or the whole new one.
+
+    The bytes go to a temporary sibling, are synced to disk, and the sibling is renamed over the
+    target; then the folder is synced. A file that was there keeps its permission bits, a new one
+    gets those of the process's umask. When anything fails the sibling is removed and the target is
+    as it was.
+
+    Raises:
+        OSError: the folder is missing or not writable, or the disk is full.
+        Exception: whatever producing ``chunks`` raised.
+    """
+    target = Path(path)
+    sibling = target.with_name(f".{target.name[:200]}.{secrets.token_hex(6)}.tmp")
+    descriptor = os.open(sibling, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            for chunk in chunks:
+                file.write(chunk)
+            file.flush()
+            if target.is_file() and hasattr(os, "fchmod"):
+                os.fchmod(file.fileno(), stat.S_IMODE(target.stat().st_mode))
+            os.fsync(file.fileno())
+        os.replace(sibling, target)
+    except BaseException:
+        sibling.unlink(missing_ok=True)
+        raise
+    _sync_folder(target.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    # The rename itself lasts only once the folder is on disk; some systems cannot open a folder.
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        pass
+    finally:
+        os.close(descriptor)
