@@ -1,0 +1,118 @@
+"""One weight file, opened: what it declares, and its tensors.
+
+Decides the interface that a safetensors file and a ``.bin`` file share.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from flodl.errors import CheckpointError, capped, printable
+from flodl.safetensors_header import read_header
+
+from .manifest import DTYPES, SourceFile
+from .read import Extent, read_extents, read_extents_into
+
+__all__ = ["SafetensorsShard", "Shard"]
+
+
+class Shard(Protocol):
+    """An open weight file; ``parse`` comes first and reads no weights."""
+
+    file: SourceFile
+    metadata: Mapping[str, str]
+    entries: Mapping[str, tuple[str, tuple[int, ...]]]
+    """Tensor name to (dtype name, shape), in the order of their bytes."""
+    ties: Mapping[str, str]
+    """A name to the earlier name whose bytes it shares."""
+
+    def parse(self) -> None:
+        """Read and check everything but the weights."""
+        ...
+
+    def read(self, names: Sequence[str], *, separate: bool) -> list[Tensor]:
+        """Return the tensors of ``names``, in that order, in memory of their own."""
+        ...
+
+    def read_into(self, name: str, tensor: Tensor) -> None:
+        """Fill ``tensor``, contiguous, on the CPU, of the stored dtype and shape."""
+        ...
+
+    def close(self) -> None:
+        """Release the file; closing twice is harmless."""
+        ...
+
+
+class SafetensorsShard:
+    """An open safetensors file.
+
+    Args:
+        descriptor: the open file, which the shard closes.
+        name: its name in the folder.
+        where: its path, for messages.
+    """
+
+    def __init__(self, descriptor: int, name: str, where: str) -> None:
+        self.file = SourceFile(name, os.fstat(descriptor).st_size)
+        self.metadata: Mapping[str, str] = {}
+        self.entries: Mapping[str, tuple[str, tuple[int, ...]]] = {}
+        self.ties: Mapping[str, str] = {}
+        self._where = where
+        self._descriptor: int | None = descriptor
+        self._extents: dict[str, Extent] = {}
+
+    def parse(self) -> None:
+        """Read and check the header.
+
+        Raises:
+            CheckpointError: a damaged header, or a number type that torch does not have.
+        """
+        descriptor = self._open_descriptor()
+        header = read_header(descriptor, name=self._where)
+        unknown = [
+            f"{printable(n)}: {header.tensors[n].dtype}"
+            for n in header.order
+            if header.tensors[n].dtype not in DTYPES
+        ]
+        if unknown:
+            raise CheckpointError(
+                f"{self._where}: {len(unknown)} tensors have a number type that torch cannot hold:\n"
+                f"{capped(unknown)}\nexpected one of {', '.join(DTYPES)}; convert the checkpoint",
+                path=self._where,
+                problems=unknown,
+            )
+        self.file = SourceFile(self.file.name, self.file.size, os.pread(descriptor, header.data_start, 0))
+        self.metadata = header.metadata
+        for name in header.order:
+            info = header.tensors[name]
+            start = header.data_start + info.start
+            self._extents[name] = Extent(name, info.dtype, info.shape, start, info.num_bytes)
+        self.entries = {name: (extent.dtype, extent.shape) for name, extent in self._extents.items()}
+
+    def read(self, names: Sequence[str], *, separate: bool) -> list[Tensor]:
+        """Return the tensors of ``names``, in that order, in memory of their own."""
+        extents = [self._extents[name] for name in names]
+        return read_extents(self._open_descriptor(), self._where, extents, separate=separate)
+
+    def read_into(self, name: str, tensor: Tensor) -> None:
+        """Fill ``tensor``, contiguous, on the CPU, of the stored dtype and shape."""
+        read_extents_into(self._open_descriptor(), self._where, [self._extents[name]], [tensor])
+
+    def close(self) -> None:
+        """Release the file; closing twice is harmless."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _open_descriptor(self) -> int:
+        if self._descriptor is None:
+            raise CheckpointError(
+                f"{self._where}: is closed; read its tensors before the checkpoint is closed",
+                path=self._where,
+                problems=["closed"],
+            )
+        return self._descriptor
