@@ -1,0 +1,152 @@
+"""A tokenizer of the tokenizers library, made safe to keep: loaded, bounded, frozen, its failures explained.
+
+Decides: what is refused at load, that padding and truncation sections never act, and how an encoding becomes
+a row.
+Leaves to others: settings files, windows, padding.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import tokenizers
+
+from flodl.errors import TokenizerError, printable
+
+from .guard import MAX_GROWTH, check_texts, growth, guarded
+from .rows import Row
+from .source import parse_json
+from .words import joins_words, rows_from_joined
+
+__all__ = ["Backend", "load_json"]
+
+
+def load_json(data: bytes, where: str) -> tokenizers.Tokenizer:
+    """Return the tokenizer that the bytes of a ``tokenizer.json`` define.
+
+    Raises:
+        TokenizerError: if the definition is damaged.
+    """
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise TokenizerError(
+            f"{where}: byte {error.start} is not UTF-8; fetch the file again", where=where
+        ) from error
+    try:
+        return tokenizers.Tokenizer.from_str(text)
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        reason = str(error) or type(error).__name__
+    # Sections that never act must not make a good vocabulary unusable.
+    value = parse_json(data, where)
+    if value.get("padding") or value.get("truncation"):
+        value.update(padding=None, truncation=None)
+        with guarded(where, "the tokenizer definition is damaged; fetch the file again"):
+            return tokenizers.Tokenizer.from_str(json.dumps(value))
+    raise TokenizerError(
+        f"{where}: not a usable tokenizer definition: {printable(reason, 300)}; fetch the file again, "
+        "or delete it if vocabulary files are beside it",
+        where=where,
+        reason=reason,
+    )
+
+
+def _row(encoding: tokenizers.Encoding, fast: bool) -> Row:
+    return Row(
+        ids=encoding.ids,
+        type_ids=encoding.type_ids,
+        offsets=() if fast else encoding.offsets,
+        word_ids=() if fast else encoding.word_ids,
+        sequence_ids=encoding.sequence_ids,
+        special=[flag == 1 for flag in encoding.special_tokens_mask],
+    )
+
+
+class Backend:
+    """A frozen tokenizer of the tokenizers library; every method may be called from any thread."""
+
+    def __init__(self, inner: tokenizers.Tokenizer, where: str) -> None:
+        """Take over ``inner``, which no one else may change afterwards.
+
+        Args:
+            inner: the tokenizer.
+            where: where it came from, for messages.
+
+        Raises:
+            TokenizerError: if its normalizer could exhaust memory on a short text.
+        """
+        self.where = where
+        with guarded(where, "the tokenizer definition is damaged; fetch it again"):
+            padding = inner.padding or {}
+            # Both change the tokenizer, which is why they are called here once and never again.
+            inner.no_padding()
+            inner.no_truncation()
+            normalizer = inner.normalizer.__getstate__() if inner.normalizer else b"{}"
+            pre_tokenizer = inner.pre_tokenizer.__getstate__() if inner.pre_tokenizer else b"{}"
+        factor = growth(normalizer)
+        if factor > MAX_GROWTH:
+            raise TokenizerError(
+                f"{where}: the normalizer can turn one character into {factor}; at most {MAX_GROWTH} are "
+                "allowed, "
+                "because a short text could exhaust memory; do not use this file",
+                where=where,
+                found=factor,
+                expected=MAX_GROWTH,
+            )
+        self.inner = inner
+        self.pad_token: str | None = padding.get("pad_token")
+        self.joins_words = joins_words(pre_tokenizer)
+        self.is_bpe = type(inner.model).__name__ == "BPE"
+
+    def encodings(
+        self,
+        texts: Sequence[Any],
+        pairs: Sequence[Any] | None = None,
+        *,
+        words: bool = False,
+        special: bool = True,
+        fast: bool = False,
+    ) -> list[tokenizers.Encoding]:
+        """Return one encoding for each text or pair.
+
+        Args:
+            texts: strings, or lists of words.
+            pairs: as many second texts.
+            words: the texts are lists of words.
+            special: add the template's special tokens.
+            fast: leave out offsets and word numbers.
+        """
+        if pairs is not None and len(pairs) != len(texts):
+            raise TokenizerError(
+                f"{len(texts)} texts and {len(pairs)} second texts; pass one second text for each text",
+                found=len(pairs),
+                expected=len(texts),
+            )
+        batch = list(texts) if pairs is None else list(zip(texts, pairs, strict=True))
+        with guarded("encoding", "the tokenizer cannot treat one of the texts", texts, pairs):
+            run = self.inner.encode_batch_fast if fast else self.inner.encode_batch
+            return run(batch, is_pretokenized=words, add_special_tokens=special)
+
+    def rows(
+        self,
+        texts: Sequence[Any],
+        pairs: Sequence[Any] | None = None,
+        *,
+        words: bool = False,
+        special: bool = True,
+        fast: bool = False,
+    ) -> list[Row]:
+        """Return one uncut row for each text or pair; arguments as in [encodings][]."""
+        if not words or not self.joins_words:
+            found = self.encodings(texts, pairs, words=words, special=special, fast=fast)
+            return [_row(encoding, fast) for encoding in found]
+        check_texts(texts, "text")
+        check_texts(pairs or (), "second text")
+        first = [" ".join(text) for text in texts]
+        second = None if pairs is None else [" ".join(text) for text in pairs]
+        found = self.encodings(first, second, special=special)
+        return rows_from_joined([_row(encoding, False) for encoding in found], texts, pairs)

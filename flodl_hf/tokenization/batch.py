@@ -1,0 +1,92 @@
+"""What a caller may pass to a tokenizer, brought into one form; and lists turned into arrays.
+
+Decides: which arguments are one text and which a batch, and what is told to a caller who mixes them up.
+Leaves to others: tokenization and padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flodl.errors import TokenizerError, nearest
+
+__all__ = ["as_batch", "as_tensors", "check_batch", "option"]
+
+
+def option(table: Mapping[Any, Any], value: Any, name: str) -> Any:
+    """Return what ``table`` says about an option's value, or raise with the values there are."""
+    if isinstance(value, (bool, str)) and value in table:
+        return table[value]
+    known = [key for key in table if isinstance(key, str)]
+    raise TokenizerError(
+        f"{name} is {value!r}, expected True, False or one of {known}{nearest(str(value), known)}",
+        field=name,
+        found=value,
+        expected=known,
+    )
+
+
+def check_batch(texts: Any, name: str, words: bool) -> None:
+    """Raise unless ``texts`` is a sequence of strings, or of lists of words: a lone string is neither."""
+    if isinstance(texts, (str, bytes)) or not hasattr(texts, "__len__") or not hasattr(texts, "__getitem__"):
+        raise TokenizerError(
+            f"{name}: found {type(texts).__name__}, expected a list of texts; put a single text into a list",
+            field=name,
+            found=type(texts).__name__,
+        )
+    if words:
+        for index, text in enumerate(texts):
+            if isinstance(text, (str, bytes)) or not isinstance(text, Sequence):
+                raise TokenizerError(
+                    f"{name}: element {index} is {type(text).__name__}, expected a list of words; "
+                    "split it, or leave words=False",
+                    field=name,
+                    position=index,
+                    found=type(text).__name__,
+                )
+
+
+def as_batch(text: Any, pair: Any, words: bool) -> tuple[Sequence[Any], Sequence[Any] | None, bool]:
+    """Return texts, second texts, and whether a single text was passed.
+
+    Args:
+        text: a string, a list of strings or of pairs; with ``words`` a list of words or a list of such lists.
+        pair: the like, or ``None``.
+        words: the texts are split into words.
+    """
+    if words:
+        single = isinstance(text, (list, tuple)) and (not text or isinstance(text[0], str))
+    else:
+        single = not isinstance(text, (list, tuple))
+    texts = [text] if single else text
+    pairs = None if pair is None else [pair] if single else pair
+    if not single and pair is None and not words and texts and all(_is_pair(item) for item in texts):
+        texts, pairs = [item[0] for item in texts], [item[1] for item in texts]
+    check_batch(texts, "text", words)
+    if pairs is not None:
+        check_batch(pairs, "text_pair", words)
+    return texts, pairs, single
+
+
+def _is_pair(item: Any) -> bool:
+    return isinstance(item, (list, tuple)) and len(item) == 2
+
+
+def as_tensors(data: Mapping[str, list[Any]], kind: str) -> dict[str, Any]:
+    """Return the entries as 64-bit integer tensors (``"pt"``) or arrays (``"np"``)."""
+    if kind not in ("pt", "np"):
+        raise TokenizerError(f"return_tensors is {kind!r}, expected 'pt', 'np' or None", found=kind)
+    widths = sorted({len(ids) for ids in data["input_ids"]})
+    if len(widths) > 1:
+        raise TokenizerError(
+            f"rows of {widths[0]} to {widths[-1]} tokens do not make a tensor; pass padding=True",
+            found=widths,
+        )
+    if kind == "np":
+        import numpy
+
+        return {key: numpy.asarray(values, dtype=numpy.int64) for key, values in data.items()}
+    import torch
+
+    return {key: torch.tensor(values, dtype=torch.int64) for key, values in data.items()}

@@ -1,0 +1,260 @@
+"""One tokenized window as a record, and where a long token sequence is cut into windows.
+
+Decides: window boundaries, overlap, which tokens repeat in each window, what "truncated" means.
+Leaves to others: turning text into tokens, padding, tensors, and how answers from windows are merged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from flodl.errors import TokenizerError
+
+__all__ = ["Cut", "Overflow", "Row", "cut_rows", "plan_windows"]
+
+Cut = Literal["first", "second", "longest"]
+Overflow = Literal["windows", "truncate", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sequence of tokens ready for a model, special tokens included, without padding.
+
+    Attributes:
+        ids: token ids.
+        type_ids: segment of each token (0 or 1).
+        offsets: for each token ``(start, end)`` in characters of the text it came from, ``(0, 0)`` for
+            special tokens. For pre-split words, characters of the word. Empty if offsets were not asked for.
+        word_ids: for each token the number of its word within its sequence, ``None`` for special tokens.
+            Empty if offsets were not asked for.
+        sequence_ids: 0 for the first text, 1 for the second, ``None`` for special tokens.
+        special: whether the token was added by the template around the texts.
+        window: position of this row among the windows of its text.
+        first_token: first token of the cut sequence that this row holds, counted without special tokens.
+        last_token: one past the last such token.
+        truncated: whether tokens of the text are in no window at all.
+    """
+
+    ids: Sequence[int]
+    type_ids: Sequence[int]
+    offsets: Sequence[tuple[int, int]]
+    word_ids: Sequence[int | None]
+    sequence_ids: Sequence[int | None]
+    special: Sequence[bool]
+    window: int = 0
+    first_token: int = 0
+    last_token: int = 0
+    truncated: bool = False
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+def plan_windows(
+    length: int, capacity: int, stride: int, word_ids: Sequence[int | None] | None = None
+) -> list[tuple[int, int]]:
+    """Return half-open token ranges of at most ``capacity`` that cover ``range(length)`` and overlap.
+
+    With ``word_ids`` neighbours overlap by at least ``stride`` tokens, and a range starts and ends between
+    words if a word border lies near enough; a stride above three quarters of the capacity is lowered to that.
+    Without, ranges are ``capacity`` long and ``capacity - stride`` apart, as the tokenizers library cuts
+    them.
+
+    Args:
+        length: number of tokens.
+        capacity: most tokens in one window; positive.
+        stride: tokens that neighbouring windows share.
+        word_ids: word of each token, or ``None`` to cut anywhere.
+    """
+    if length <= capacity:
+        return [(0, length)]
+    if word_ids is None:
+        windows = []
+        for start in range(0, length, capacity - stride):
+            windows.append((start, min(start + capacity, length)))
+            if start + capacity >= length:
+                break
+        return windows
+
+    stride = min(stride, capacity * 3 // 4)
+    # Both searches stay within half of what a window advances, so the number of windows is bounded.
+    advance = capacity - stride
+    search = min(max(stride, capacity // 8), advance // 2)
+
+    def border(position: int) -> bool:
+        before, after = word_ids[position - 1], word_ids[position]
+        return before is None or after is None or before != after
+
+    windows = []
+    start = covered = 0
+    while start + capacity < length:
+        hard = start + capacity
+        lowest = max(hard - search, covered + 1)
+        end = next((p for p in range(hard, lowest - 1, -1) if border(p)), hard)
+        windows.append((start, end))
+        covered = end
+        wanted = end - stride
+        lowest = max(start + 1, wanted - advance // 4)
+        start = next((p for p in range(wanted, lowest - 1, -1) if border(p)), wanted)
+    windows.append((start, length))
+    return windows
+
+
+def _span(row: Row, sequence: int, where: str) -> tuple[int, int]:
+    """Return the half-open token range of one text within ``row``."""
+    count = row.sequence_ids.count(sequence)
+    if not count:
+        return (0, 0)
+    start = row.sequence_ids.index(sequence)
+    if any(found != sequence for found in row.sequence_ids[start : start + count]):
+        raise TokenizerError(
+            f"{where}: the tokenizer's template puts special tokens inside a text, which cannot be cut "
+            "into windows; "
+            "pass a shorter text, or raise max_tokens",
+            where=where,
+        )
+    return start, start + count
+
+
+def _slice(row: Row, keep: list[range], window: int, first: int, last: int, truncated: bool) -> Row:
+    def pick(values: Sequence) -> list:
+        out: list = []
+        if values:
+            for part in keep:
+                out.extend(values[part.start : part.stop])
+        return out
+
+    return Row(
+        ids=pick(row.ids),
+        type_ids=pick(row.type_ids),
+        offsets=pick(row.offsets),
+        word_ids=pick(row.word_ids),
+        sequence_ids=pick(row.sequence_ids),
+        special=pick(row.special),
+        window=window,
+        first_token=first,
+        last_token=last,
+        truncated=truncated,
+    )
+
+
+def _too_long(where: str, total: int, max_tokens: int, why: str, remedy: str) -> TokenizerError:
+    return TokenizerError(
+        f"{where}: {total} tokens with special tokens, {why}; at most {max_tokens} fit; {remedy}",
+        where=where,
+        found=total,
+        expected=max_tokens,
+    )
+
+
+def cut_rows(
+    row: Row,
+    max_tokens: int | None,
+    *,
+    stride: int = 0,
+    cut: Cut = "first",
+    overflow: Overflow = "windows",
+    snap: bool = True,
+    side: Literal["left", "right"] = "right",
+    where: str = "text",
+) -> list[Row]:
+    """Return the windows of ``row``, each with its special tokens and at most ``max_tokens`` long.
+
+    Args:
+        row: the whole text, or pair, as one uncut row.
+        max_tokens: most tokens in a window, special tokens counted; ``None`` leaves the row whole.
+        stride: tokens of the cut text that neighbouring windows share.
+        cut: which text is cut; the other one is repeated in every window. ``"longest"`` (truncation only)
+            shortens the longer of the two.
+        overflow: make windows, drop what does not fit, or raise.
+        snap: start and end windows between words where possible.
+        side: which end is dropped when truncating.
+        where: what to call the text in an error.
+
+    Raises:
+        TokenizerError: if the part that is not cut leaves no room, or if ``overflow`` is ``"error"`` and it
+            does not fit.
+    """
+    total = len(row.ids)
+    if cut == "longest" and overflow == "windows":
+        raise TokenizerError(
+            f"{where}: cut='longest' only truncates; use cut='first' or 'second' for windows"
+        )
+    sequence = 1 if cut == "second" else 0
+    if max_tokens is None or total <= max_tokens:
+        return [_whole(row, sequence)]
+    if overflow == "error":
+        raise _too_long(
+            where, total, max_tokens, "and overflow is 'error'", "shorten it, or let it be cut into windows"
+        )
+    if cut == "longest":
+        return [_truncate_longest(row, max_tokens, side, where)]
+
+    start, stop = _span(row, sequence, where)
+    length = stop - start
+    capacity = max_tokens - (total - length)
+    if capacity < 1:
+        raise _too_long(
+            where,
+            total,
+            max_tokens,
+            f"of which {total - length} are not to be cut",
+            "raise max_tokens, shorten the other text, or cut the other one",
+        )
+    if overflow == "truncate":
+        first = 0 if side == "right" else length - capacity
+        ranges = [(first, first + capacity)]
+    else:
+        if not snap and stride >= capacity:
+            raise TokenizerError(
+                f"{where}: windows hold {capacity} tokens of this text and are to share {stride}; "
+                "the stride must be smaller: lower it, or raise max_tokens",
+                where=where,
+                found=stride,
+                expected=capacity,
+            )
+        words = row.word_ids[start:stop] if snap and row.word_ids else None
+        ranges = plan_windows(length, capacity, stride, words)
+    return [
+        _slice(
+            row,
+            [range(start), range(start + a, start + b), range(stop, total)],
+            number,
+            a,
+            b,
+            overflow == "truncate",
+        )
+        for number, (a, b) in enumerate(ranges)
+    ]
+
+
+def _whole(row: Row, sequence: int) -> Row:
+    count = row.sequence_ids.count(sequence)
+    return Row(
+        row.ids, row.type_ids, row.offsets, row.word_ids, row.sequence_ids, row.special, last_token=count
+    )
+
+
+def _truncate_longest(row: Row, max_tokens: int, side: str, where: str) -> Row:
+    spans = [_span(row, 0, where), _span(row, 1, where)]
+    lengths = [stop - start for start, stop in spans]
+    room = max_tokens - (len(row.ids) - sum(lengths))
+    if room < 0:
+        raise _too_long(
+            where, len(row.ids), max_tokens, "and the special tokens alone are more", "raise max_tokens"
+        )
+    short, long = sorted(lengths)
+    # The rule of the tokenizers library: the longer text gives way until both are equal, then both do.
+    long = short if short > room else max(short, room - short)
+    if short + long > room:
+        short, long = room // 2, room // 2 + room % 2
+    kept = [long, short] if lengths[0] > lengths[1] else [short, long]
+    kept = [min(keep, length) for keep, length in zip(kept, lengths, strict=True)]
+    dropped: set[int] = set()
+    for (start, stop), keep in zip(spans, kept, strict=True):
+        dropped.update(range(start + keep, stop) if side == "right" else range(start, stop - keep))
+    parts = [range(i, i + 1) for i in range(len(row.ids)) if i not in dropped]
+    first = 0 if side == "right" else lengths[0] - kept[0]
+    return _slice(row, parts, 0, first, first + kept[0], True)

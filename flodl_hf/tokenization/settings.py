@@ -1,0 +1,203 @@
+"""What a tokenizer's JSON files say besides the vocabulary: special tokens, length limit, padding side.
+
+Decides: which file wins (``tokenizer_config.json``, then ``special_tokens_map.json``, then the family's
+custom, then the vocabulary), and that a special token which the vocabulary lacks is no special token.
+Leaves to others: the vocabulary itself and the padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from flodl.errors import TokenizerError, nearest
+
+from .source import parse_json
+
+__all__ = ["FAMILY_TOKENS", "ROLES", "Settings", "guess_model_type", "read_settings"]
+
+ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+_BERT = {
+    "unk_token": "[UNK]",
+    "sep_token": "[SEP]",
+    "pad_token": "[PAD]",
+    "cls_token": "[CLS]",
+    "mask_token": "[MASK]",
+}
+_ROBERTA = {
+    "bos_token": "<s>",
+    "eos_token": "</s>",
+    "unk_token": "<unk>",
+    "sep_token": "</s>",
+    "pad_token": "<pad>",
+    "cls_token": "<s>",
+    "mask_token": "<mask>",
+}
+FAMILY_TOKENS: dict[str, dict[str, str]] = {
+    "bert": _BERT,
+    "distilbert": _BERT,
+    "roberta": _ROBERTA,
+    "xlm-roberta": _ROBERTA,
+    "camembert": _ROBERTA,
+    "albert": {
+        **_BERT,
+        "bos_token": "[CLS]",
+        "eos_token": "[SEP]",
+        "unk_token": "<unk>",
+        "pad_token": "<pad>",
+    },
+    "deberta-v2": {**_BERT, "bos_token": "[CLS]", "eos_token": "[SEP]"},
+}
+
+# Families whose models take no segment ids, so that their tokenizers return none unless asked.
+_WITHOUT_TYPE_IDS = {"distilbert", "roberta", "xlm-roberta", "camembert"}
+
+_CLASSES = {
+    "bert": "bert",
+    "distilbert": "distilbert",
+    "roberta": "roberta",
+    "xlmroberta": "xlm-roberta",
+    "camembert": "camembert",
+    "albert": "albert",
+    "debertav2": "deberta-v2",
+}
+
+# Writers without a limit store int(1e30) here; no supported model comes near a million positions.
+_NO_LIMIT = 10**6
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the tokenizer's settings files say, after defaults.
+
+    Attributes:
+        special: role (``"mask_token"``) to token, only for tokens that the vocabulary holds.
+        extra_special: further special tokens that the files name.
+        model_max_length: longest input in tokens, or ``None`` if no limit is stated.
+        padding_side: ``"left"`` or ``"right"``.
+        truncation_side: ``"left"`` or ``"right"``.
+        clean_up: whether decoding removes the space before punctuation.
+        type_ids: whether segment ids are returned by default.
+        model_type: family, if known.
+    """
+
+    special: Mapping[str, str]
+    extra_special: tuple[str, ...] = ()
+    model_max_length: int | None = None
+    padding_side: str = "right"
+    truncation_side: str = "right"
+    clean_up: bool = False
+    type_ids: bool = True
+    model_type: str | None = None
+    raw: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+
+def guess_model_type(config: Mapping[str, Any], tokenizer_config: Mapping[str, Any]) -> str | None:
+    """Return the family named by ``config.json``, else by the tokenizer's class, else ``None``."""
+    stated = config.get("model_type")
+    if isinstance(stated, str) and stated:
+        return stated
+    name = tokenizer_config.get("tokenizer_class")
+    if isinstance(name, str):
+        return _CLASSES.get(name.removesuffix("Fast").removesuffix("Tokenizer").lower())
+    return None
+
+
+def _content(value: Any) -> str | None:
+    if isinstance(value, Mapping):
+        value = value.get("content")
+    return value if isinstance(value, str) and value else None
+
+
+def _side(config: Mapping[str, Any], key: str, where: str, default: str = "right") -> str:
+    value = config.get(key, default)
+    if value not in ("left", "right"):
+        raise TokenizerError(
+            f"{where}: {key} is {value!r}, expected 'left' or "
+            f"'right'{nearest(str(value), ('left', 'right'))}; "
+            "correct the file",
+            where=where,
+            field=key,
+            found=value,
+        )
+    return value
+
+
+def _max_length(config: Mapping[str, Any], where: str) -> int | None:
+    value = config.get("model_max_length")
+    if value is None or (isinstance(value, (int, float)) and value > _NO_LIMIT):
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 1 or value != int(value):
+        raise TokenizerError(
+            f"{where}: model_max_length is {value!r}, expected a positive number of tokens; correct the file",
+            where=where,
+            field="model_max_length",
+            found=value,
+        )
+    return int(value)
+
+
+def read_settings(
+    files: Mapping[str, bytes],
+    known: Callable[[str], bool],
+    *,
+    folder: str,
+    model_type: str | None,
+    config: Mapping[str, Any],
+    pad_token: str | None = None,
+) -> Settings:
+    """Return the settings that ``files`` state.
+
+    Args:
+        files: the tokenizer files of a folder.
+        known: whether the vocabulary holds a token.
+        folder: where the files came from, for messages.
+        model_type: family, if the caller knows it.
+        config: the model's ``config.json``, or an empty mapping.
+        pad_token: pad token named by the padding section of ``tokenizer.json``.
+
+    Raises:
+        TokenizerError: if a settings file is damaged or holds an impossible value.
+    """
+    where = f"{folder}/tokenizer_config.json"
+    stated = parse_json(files["tokenizer_config.json"], where) if "tokenizer_config.json" in files else {}
+    mapped: dict[str, Any] = {}
+    if "special_tokens_map.json" in files:
+        mapped = parse_json(files["special_tokens_map.json"], f"{folder}/special_tokens_map.json")
+    family = model_type or guess_model_type(config, stated)
+    custom = FAMILY_TOKENS.get(family or "", {})
+    fallback = {"pad_token": pad_token} if pad_token else {}
+    special = {}
+    for role in ROLES:
+        sources = [stated.get(role), mapped.get(role), fallback.get(role), custom.get(role)]
+        if not custom:
+            sources += [tokens.get(role) for tokens in (_BERT, _ROBERTA)]
+        token = next((token for token in map(_content, sources) if token and known(token)), None)
+        if token is not None:
+            special[role] = token
+    extra: list[str] = []
+    for source in (stated, mapped):
+        for key in ("extra_special_tokens", "additional_special_tokens"):
+            values = source.get(key)
+            values = (
+                values.values() if isinstance(values, Mapping) else values if isinstance(values, list) else ()
+            )
+            extra += [
+                token for token in map(_content, values) if token and known(token) and token not in extra
+            ]
+    names = stated.get("model_input_names")
+    stated_inputs = isinstance(names, list)
+    type_ids = "token_type_ids" in names if stated_inputs else family not in _WITHOUT_TYPE_IDS
+    return Settings(
+        special=special,
+        extra_special=tuple(extra),
+        model_max_length=_max_length(stated, where),
+        padding_side=_side(stated, "padding_side", where),
+        truncation_side=_side(stated, "truncation_side", where),
+        clean_up=stated.get("clean_up_tokenization_spaces") is True,
+        type_ids=type_ids,
+        model_type=family,
+        raw=stated,
+    )

@@ -1,0 +1,126 @@
+"""The tokenizer files of a folder, read once into memory, and JSON read within bounds.
+
+Decides: which file names count as tokenizer files, size limits, what a damaged JSON file is told.
+Leaves to others: what the files mean.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from flodl.errors import TokenizerError, printable
+
+__all__ = ["TOKENIZER_FILES", "parse_json", "read_bytes", "read_source", "write_files"]
+
+# What is copied with a checkpoint, and nothing else: the order is that of the documentation.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.txt",
+    "vocab.json",
+    "merges.txt",
+    "sentencepiece.bpe.model",
+    "spm.model",
+    "spiece.model",
+)
+
+# The largest tokenizer.json among the supported families (XLM-R, 250,002 pieces) is 17 MB.
+MAX_BYTES = 64 * 1024 * 1024
+
+
+def read_bytes(path: Path, limit: int = MAX_BYTES) -> bytes:
+    """Return the contents of a regular file of at most ``limit`` bytes.
+
+    Raises:
+        TokenizerError: if it is missing, not a regular file (a pipe would block for ever), or too large.
+    """
+    try:
+        # Links are followed: the Hub's cache is made of them.
+        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise TokenizerError(
+            f"{path}: cannot be read: {reason}; check the path and its permissions",
+            path=str(path),
+            reason=reason,
+        ) from error
+    with os.fdopen(handle, "rb") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise TokenizerError(
+                f"{path}: is not a regular file; put the tokenizer file itself there", path=str(path)
+            )
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise TokenizerError(
+            f"{path}: larger than {limit} bytes, the limit for tokenizer files; check that it is what its "
+            "name says",
+            path=str(path),
+            found=status.st_size,
+            expected=limit,
+        )
+    return data
+
+
+def read_source(folder: Path) -> dict[str, bytes]:
+    """Return the tokenizer files that ``folder`` holds, by name, byte for byte."""
+    if not folder.is_dir():
+        raise TokenizerError(
+            f"{folder}: is not a folder; pass the folder that holds the tokenizer files", path=str(folder)
+        )
+    return {name: read_bytes(folder / name) for name in TOKENIZER_FILES if os.path.lexists(folder / name)}
+
+
+def parse_json(data: bytes, where: str) -> dict[str, Any]:
+    """Return the JSON object in ``data``.
+
+    Raises:
+        TokenizerError: if it is not UTF-8, not JSON, nested too deeply, or not an object.
+    """
+    try:
+        value = json.loads(data.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise TokenizerError(
+            f"{where}: byte {error.start} is not UTF-8; save the file as UTF-8, or fetch it again",
+            where=where,
+        ) from error
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise TokenizerError(
+            f"{where}: not valid JSON: {printable(reason)}; fetch the file again", where=where, reason=reason
+        ) from error
+    if not isinstance(value, dict):
+        raise TokenizerError(
+            f"{where}: holds a JSON {type(value).__name__}, expected an object; fetch the file again",
+            where=where,
+        )
+    return value
+
+
+def write_files(files: Mapping[str, bytes], folder: Path) -> tuple[str, ...]:
+    """Write ``files`` into ``folder``, each beside its target and then renamed; return their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for name, data in files.items():
+        handle, temporary = tempfile.mkstemp(prefix=f".{name}.", dir=folder)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+            # mkstemp makes files that only the owner may read; a checkpoint is shared like any other file.
+            umask = os.umask(0)
+            os.umask(umask)
+            os.chmod(temporary, 0o666 & ~umask)
+            os.replace(temporary, folder / name)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+        written.append(str(folder / name))
+    return tuple(written)

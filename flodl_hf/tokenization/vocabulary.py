@@ -1,0 +1,230 @@
+"""What a tokenizer knows apart from encoding: its tokens, their ids, the special ones, and ids back to text.
+
+Decides: how ids become text, and what a tokenizer that does not belong to a model is told.
+Leaves to others: loading, encoding, windows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import Any
+
+from flodl.errors import TokenizerError, capped, printable
+
+from .backend import Backend
+from .guard import guarded
+from .settings import ROLES, Settings
+
+__all__ = ["Vocabulary"]
+
+_CLEAN_UP = (
+    (" .", "."),
+    (" ?", "?"),
+    (" !", "!"),
+    (" ,", ","),
+    (" ' ", "'"),
+    (" n't", "n't"),
+    (" 'm", "'m"),
+    (" 's", "'s"),
+    (" 've", "'ve"),
+    (" 're", "'re"),
+)
+
+
+class Vocabulary:
+    """The tokens of a loaded tokenizer and their roles; nothing in it changes."""
+
+    def __init__(self, backend: Backend, settings: Settings, folder: str) -> None:
+        """Combine a loaded tokenizer with its settings.
+
+        Args:
+            backend: the loaded tokenizer.
+            settings: what its settings files say.
+            folder: where both came from, for messages.
+        """
+        self._backend = backend
+        self._inner = backend.inner
+        self._settings = settings
+        self._folder = folder
+
+    # What it is
+
+    is_fast = True
+
+    def __len__(self) -> int:
+        return self.vocab_size
+
+    def __bool__(self) -> bool:
+        return True
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included."""
+        return self._inner.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def source_folder(self) -> str:
+        """Where the tokenizer came from."""
+        return self._folder
+
+    @property
+    def settings(self) -> Settings:
+        """What the settings files say, after defaults."""
+        return self._settings
+
+    @property
+    def model_max_length(self) -> int | None:
+        """Longest input in tokens as ``tokenizer_config.json`` states it, or ``None``."""
+        return self._settings.model_max_length
+
+    @property
+    def padding_side(self) -> str:
+        """Where padding goes, ``"left"`` or ``"right"``."""
+        return self._settings.padding_side
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """Role (``"mask_token"``) to token, for the roles that have one."""
+        return dict(self._settings.special)
+
+    @cached_property
+    def all_special_ids(self) -> list[int]:
+        """Ids of every special token, those with a role first."""
+        named = [self._settings.special[role] for role in ROLES if role in self._settings.special]
+        ids = [self._inner.token_to_id(token) for token in (*named, *self._settings.extra_special)]
+        flagged = [i for i, token in sorted(self._inner.get_added_tokens_decoder().items()) if token.special]
+        return list(dict.fromkeys(i for i in (*ids, *flagged) if i is not None))
+
+    @property
+    def all_special_tokens(self) -> list[str]:
+        """The tokens of [all_special_ids][]."""
+        return self._tokens_of(self.all_special_ids)
+
+    def _role_id(self, role: str) -> int | None:
+        token = self._settings.special.get(role)
+        return None if token is None else self._inner.token_to_id(token)
+
+    pad_token = property(
+        lambda self: self._settings.special.get("pad_token"), doc="Padding token, or ``None``."
+    )
+    mask_token = property(
+        lambda self: self._settings.special.get("mask_token"), doc="Mask token, or ``None``."
+    )
+    cls_token = property(
+        lambda self: self._settings.special.get("cls_token"), doc="First token, or ``None``."
+    )
+    sep_token = property(lambda self: self._settings.special.get("sep_token"), doc="Separator, or ``None``.")
+    unk_token = property(
+        lambda self: self._settings.special.get("unk_token"), doc="Unknown token, or ``None``."
+    )
+    bos_token = property(
+        lambda self: self._settings.special.get("bos_token"), doc="Begin token, or ``None``."
+    )
+    eos_token = property(lambda self: self._settings.special.get("eos_token"), doc="End token, or ``None``.")
+    pad_token_id = property(
+        lambda self: self._role_id("pad_token"), doc="Id of the padding token, or ``None``."
+    )
+    mask_token_id = property(
+        lambda self: self._role_id("mask_token"), doc="Id of the mask token, or ``None``."
+    )
+    cls_token_id = property(
+        lambda self: self._role_id("cls_token"), doc="Id of the first token, or ``None``."
+    )
+    sep_token_id = property(lambda self: self._role_id("sep_token"), doc="Id of the separator, or ``None``.")
+    unk_token_id = property(
+        lambda self: self._role_id("unk_token"), doc="Id of the unknown token, or ``None``."
+    )
+    bos_token_id = property(
+        lambda self: self._role_id("bos_token"), doc="Id of the begin token, or ``None``."
+    )
+    eos_token_id = property(lambda self: self._role_id("eos_token"), doc="Id of the end token, or ``None``.")
+
+    def get_vocab(self) -> dict[str, int]:
+        """Return token to id, added tokens included."""
+        return self._inner.get_vocab(with_added_tokens=True)
+
+    def num_special_tokens_to_add(self, pair: bool = False) -> int:
+        """Return how many special tokens one text (or a pair) is given."""
+        return self._inner.num_special_tokens_to_add(pair)
+
+    def check_fits(self, vocab_rows: int) -> None:
+        """Raise if a token has no row in an embedding of ``vocab_rows`` rows.
+
+        Raises:
+            TokenizerError: naming the tokens with the highest ids (``worst``: pairs of id and token).
+        """
+        ids = {i: token for token, i in self.get_vocab().items()}
+        # A template may hold ids that the vocabulary does not.
+        for encoding in (*self._backend.encodings([""]), *self._backend.encodings([""], [""])):
+            for i, token in zip(encoding.ids, encoding.tokens, strict=True):
+                ids.setdefault(i, token)
+        worst = sorted(((i, token) for i, token in ids.items() if i >= vocab_rows), reverse=True)
+        if worst:
+            listed = capped([f"id {i}: {printable(token, 60)}" for i, token in worst], limit=5)
+            raise TokenizerError(
+                f"{self._folder}: {len(worst)} of {len(ids)} tokens have ids for which the embedding has "
+                "no row "
+                f"(it has {vocab_rows}):\n{listed}\n"
+                "use the tokenizer that belongs to this checkpoint, or enlarge the embedding",
+                where=self._folder,
+                found=worst[0][0] + 1,
+                expected=vocab_rows,
+                worst=worst[:20],
+            )
+
+    # Ids to text
+
+    def _tokens_of(self, ids: Sequence[int]) -> list[str]:
+        with guarded("converting ids", "pass ids of this tokenizer"):
+            return [self._inner.id_to_token(i) or "" for i in ids]
+
+    def token_to_id(self, token: str) -> int | None:
+        """Return the id of a token, or ``None`` if the vocabulary lacks it."""
+        with guarded("looking up a token", "pass a string", [token]):
+            return self._inner.token_to_id(token)
+
+    def convert_tokens_to_ids(self, tokens: str | Iterable[str]) -> Any:
+        """Return the id of a token or the ids of several; unknown ones give the unknown token's id."""
+        if isinstance(tokens, str):
+            found = self.token_to_id(tokens)
+            return self.unk_token_id if found is None else found
+        return [self.convert_tokens_to_ids(token) for token in tokens]
+
+    def convert_ids_to_tokens(self, ids: int | Iterable[int], skip_special_tokens: bool = False) -> Any:
+        """Return the token of an id or the tokens of several, ``""`` for ids that the vocabulary lacks."""
+        if not isinstance(ids, Iterable):
+            return self._tokens_of([int(ids)])[0]
+        skip = set(self.all_special_ids) if skip_special_tokens else ()
+        return self._tokens_of([i for i in map(int, ids) if i not in skip])
+
+    def decode(
+        self,
+        token_ids: Any,
+        skip_special_tokens: bool = False,
+        clean_up_tokenization_spaces: bool | None = None,
+    ) -> str:
+        """Return the text of one sequence of ids.
+
+        Args:
+            token_ids: an id, a list, an array or a tensor of one dimension.
+            skip_special_tokens: leave special tokens out.
+            clean_up_tokenization_spaces: drop the space before punctuation and contractions; by default as
+                ``tokenizer_config.json`` says, and never for byte-level BPE, whose spaces are those of the
+                text.
+        """
+        ids = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
+        ids = [ids] if isinstance(ids, int) else [int(i) for i in ids]
+        with guarded("decoding", "pass ids of this tokenizer, none of them negative"):
+            text = self._inner.decode(ids, skip_special_tokens=skip_special_tokens)
+        clean = (
+            self._settings.clean_up if clean_up_tokenization_spaces is None else clean_up_tokenization_spaces
+        )
+        if clean and not self._backend.is_bpe:
+            for old, new in _CLEAN_UP:
+                text = text.replace(old, new)
+        return text
+
+    def batch_decode(self, sequences: Any, skip_special_tokens: bool = False, **options: Any) -> list[str]:
+        """Return the text of each sequence of ids; options as in [decode][]."""
+        return [self.decode(ids, skip_special_tokens, **options) for ids in sequences]

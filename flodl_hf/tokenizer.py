@@ -1,0 +1,413 @@
+"""The tokenizer: text to token ids and windows, ids back to text, frozen after loading.
+
+Decides: that ``tokenizer.json`` is obeyed as it stands, except its padding and truncation sections, which are
+kept for saving and never acted on (padding and cutting happen here, so one tokenizer serves any number of
+threads).
+Leaves to others: vocabulary files without ``tokenizer.json`` (``tokenization/build.py``), where windows are
+cut (``tokenization/rows.py``), names on the Hub (``hub.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import tokenizers
+
+from flodl.errors import TokenizerError
+
+from .tokenization.backend import Backend, load_json
+from .tokenization.batch import as_batch, as_tensors, check_batch, option
+from .tokenization.encoded import Encoded, pad_rows
+from .tokenization.rows import Cut, Overflow, Row, cut_rows
+from .tokenization.settings import guess_model_type, read_settings
+from .tokenization.source import TOKENIZER_FILES, parse_json, read_bytes, read_source, write_files
+from .tokenization.vocabulary import Vocabulary
+
+__all__ = ["TOKENIZER_FILES", "Encoded", "Row", "Tokenizer"]
+
+_TRUNCATIONS: dict[Any, Cut | None] = {
+    False: None,
+    "do_not_truncate": None,
+    True: "longest",
+    "longest_first": "longest",
+    "only_first": "first",
+    "only_second": "second",
+}
+_PADDINGS: dict[Any, str | None] = {
+    False: None,
+    "do_not_pad": None,
+    True: "longest",
+    "longest": "longest",
+    "max_length": "max_length",
+}
+
+
+class Tokenizer(Vocabulary):
+    """Turns text into rows of token ids and back; frozen after loading, safe to share between threads.
+
+    Make one with [from_folder][] or [from_pretrained][]. ``AutoTokenizer`` is another name of this class.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        files: Mapping[str, bytes] | None = None,
+        folder: str | os.PathLike[str] = "tokenizer",
+        model_type: str | None = None,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Take over ``backend``: no one else may change it afterwards.
+
+        Args:
+            backend: a tokenizer of the tokenizers library.
+            files: the files it came from, by name; they are written back byte for byte.
+            folder: where it came from, for messages.
+            model_type: family, if known.
+            config: the model's ``config.json``, if known.
+
+        Raises:
+            TokenizerError: if a settings file is damaged, or the normalizer would exhaust memory.
+        """
+        self._files = dict(files or {})
+        self._config = dict(config or {})
+        frozen = Backend(backend, str(folder))
+        settings = read_settings(
+            self._files,
+            lambda token: backend.token_to_id(token) is not None,
+            folder=str(folder),
+            model_type=model_type,
+            config=self._config,
+            pad_token=frozen.pad_token,
+        )
+        super().__init__(frozen, settings, str(folder))
+        self._sealed = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_sealed" in self.__dict__:
+            raise AttributeError(f"a loaded tokenizer does not change; load another one to set {name!r}")
+        super().__setattr__(name, value)
+
+    # Loading and saving
+
+    @classmethod
+    def from_folder(cls, folder: str | os.PathLike[str], *, model_type: str | None = None) -> Tokenizer:
+        """Return the tokenizer whose files are in ``folder``.
+
+        ``tokenizer.json`` is used where there is one; otherwise the tokenizer is built from ``vocab.txt``,
+        ``vocab.json`` with ``merges.txt``, or a sentencepiece model.
+
+        Args:
+            folder: folder with the tokenizer files.
+            model_type: family, such as ``"bert"``; read from ``config.json`` or ``tokenizer_config.json`` if
+                not given.
+
+        Raises:
+            TokenizerError: if there is no tokenizer in the folder, or its files are damaged.
+        """
+        path = Path(folder)
+        files = read_source(path)
+        config: Mapping[str, Any] = {}
+        # A damaged config.json is reported by those who need it; here it only helps to guess the family.
+        with contextlib.suppress(TokenizerError):
+            config = parse_json(read_bytes(path / "config.json"), str(path / "config.json"))
+        return cls.from_files(files, folder=path, model_type=model_type, config=config)
+
+    @classmethod
+    def from_files(
+        cls,
+        files: Mapping[str, bytes],
+        *,
+        folder: str | os.PathLike[str] = "tokenizer",
+        model_type: str | None = None,
+        config: Mapping[str, Any] | None = None,
+    ) -> Tokenizer:
+        """Return the tokenizer that ``files`` (name to contents) define; arguments as in [from_folder][]."""
+        if "tokenizer.json" in files:
+            backend = load_json(files["tokenizer.json"], f"{folder}/tokenizer.json")
+        else:
+            from .tokenization.build import build_backend
+
+            stated = {}
+            if "tokenizer_config.json" in files:
+                stated = parse_json(files["tokenizer_config.json"], f"{folder}/tokenizer_config.json")
+            family = model_type or guess_model_type(config or {}, stated)
+            backend = build_backend(files, folder=str(folder), model_type=family, settings=stated)
+        return cls(backend, files=files, folder=folder, model_type=model_type, config=config)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str | os.PathLike[str],
+        *,
+        revision: str | None = None,
+        subfolder: str = "",
+        token: str | bool | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        local_files_only: bool = False,
+    ) -> Tokenizer:
+        """Return the tokenizer of a local folder or of a repository on the Hub.
+
+        Args:
+            name_or_path: folder, ``"owner/name"`` or ``"owner/name@revision"``.
+            revision: branch, tag or commit.
+            subfolder: folder inside the repository.
+            token: access token; ``None`` takes the one that is logged in.
+            cache_dir: where downloads are kept.
+            local_files_only: open no network connection.
+
+        Raises:
+            HubError: if the name cannot be resolved.
+            TokenizerError: if there is no usable tokenizer.
+        """
+        from .hub import resolve
+
+        found = resolve(
+            name_or_path,
+            revision=revision,
+            subfolder=subfolder,
+            token=token,
+            cache_dir=cache_dir,
+            local_files_only=local_files_only,
+            files=(*TOKENIZER_FILES, "config.json"),
+        )
+        return cls.from_folder(found.folder)
+
+    def files(self) -> dict[str, bytes]:
+        """Return the tokenizer files as the source had them, and a ``tokenizer.json`` in any case."""
+        out = dict(self._files)
+        if "tokenizer.json" not in out:
+            out["tokenizer.json"] = self.to_json().encode("utf-8")
+        return out
+
+    def to_json(self) -> str:
+        """Return the definition as the text of a ``tokenizer.json``."""
+        if "tokenizer.json" in self._files:
+            return self._files["tokenizer.json"].decode("utf-8-sig")
+        return self._inner.to_str(pretty=True)
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> tuple[str, ...]:
+        """Write [files][] into ``folder``, each beside its target and then renamed; return the paths."""
+        return write_files(self.files(), Path(folder))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restore, (
+            type(self),
+            self._inner.to_str(),
+            self._files,
+            self._folder,
+            self._settings.model_type,
+            self._config,
+        )
+
+    def __deepcopy__(self, memo: Any) -> Tokenizer:
+        return self
+
+    def __repr__(self) -> str:
+        return (
+            f"Tokenizer({self._folder!r}, vocab_size={self.vocab_size}, "
+            f"model_max_length={self.model_max_length}, "
+            f"padding_side={self.padding_side!r}, special_tokens={dict(self._settings.special)!r})"
+        )
+
+    # Text to ids
+
+    def encode_rows(
+        self,
+        texts: Sequence[str] | Sequence[Sequence[str]],
+        pairs: Sequence[str] | Sequence[Sequence[str]] | None = None,
+        *,
+        max_tokens: int | None = None,
+        stride: int = 0,
+        cut: Cut | None = None,
+        words: bool = False,
+        add_special_tokens: bool = True,
+        overflow: Overflow = "windows",
+        snap: bool = True,
+        offsets: bool = True,
+    ) -> list[list[Row]]:
+        """Return for each text its windows in order, without padding.
+
+        Args:
+            texts: texts, or lists of words with ``words=True``.
+            pairs: second texts, one for each text.
+            max_tokens: most tokens in a window, special tokens included; ``None`` never cuts.
+            stride: tokens that neighbouring windows share.
+            cut: which text is cut; by default the second of a pair, else the first. ``"longest"`` only
+                truncates.
+            words: the texts are split into words already. ``offsets`` then count characters within the word.
+            add_special_tokens: put the template's special tokens around the texts.
+            overflow: what happens to a text that does not fit: windows, dropping its end, or an error.
+            snap: start and end windows between words where a border is near (see ``plan_windows``).
+            offsets: fill ``Row.offsets`` and ``Row.word_ids``; without them encoding is faster.
+
+        Raises:
+            TokenizerError: for a text that is not a valid string, or that does not fit with
+                ``overflow="error"``.
+        """
+        check_batch(texts, "texts", words)
+        if pairs is not None:
+            check_batch(pairs, "pairs", words)
+        cut = cut or ("first" if pairs is None else "second")
+        if cut == "second" and pairs is None:
+            raise TokenizerError("cut is 'second', but there are no second texts; pass pairs, or cut='first'")
+        if stride < 0 or (max_tokens is not None and max_tokens < 1):
+            raise TokenizerError(
+                f"max_tokens is {max_tokens} and stride is {stride}; expected max_tokens > 0 <= stride"
+            )
+        if not len(texts):
+            return []
+        rows = self._backend.rows(texts, pairs, words=words, special=add_special_tokens, fast=not offsets)
+        out = []
+        for index, row in enumerate(rows):
+            if (
+                snap
+                and overflow == "windows"
+                and not offsets
+                and max_tokens is not None
+                and len(row) > max_tokens
+            ):
+                # Word borders are needed to cut this one.
+                second = None if pairs is None else [pairs[index]]
+                row = self._backend.rows([texts[index]], second, words=words, special=add_special_tokens)[0]
+            out.append(
+                cut_rows(
+                    row,
+                    max_tokens,
+                    stride=stride,
+                    cut=cut,
+                    overflow=overflow,
+                    snap=snap,
+                    side="left" if self._settings.truncation_side == "left" else "right",
+                    where=f"text {index}",
+                )
+            )
+        return out
+
+    def __call__(
+        self,
+        text: Any,
+        text_pair: Any = None,
+        *,
+        add_special_tokens: bool = True,
+        padding: bool | str = False,
+        truncation: bool | str | None = None,
+        max_length: int | None = None,
+        stride: int = 0,
+        is_split_into_words: bool = False,
+        pad_to_multiple_of: int | None = None,
+        padding_side: str | None = None,
+        return_tensors: Literal["pt", "np"] | None = None,
+        return_token_type_ids: bool | None = None,
+        return_attention_mask: bool = True,
+        return_overflowing_tokens: bool = False,
+        return_special_tokens_mask: bool = False,
+        return_offsets_mapping: bool = False,
+    ) -> Encoded:
+        """Return model inputs for one text or a batch; arguments and ids are those of transformers.
+
+        Args:
+            text: a string, a list of strings, a list of pairs, or (lists of) words with
+                ``is_split_into_words``.
+            text_pair: second text or texts.
+            add_special_tokens: put the template's special tokens around the texts.
+            padding: ``True`` or ``"longest"``, ``"max_length"``, or ``False``.
+            truncation: ``True`` (the longer text gives way), ``"only_first"``, ``"only_second"`` or
+                ``False``.
+            max_length: limit in tokens; by default ``model_max_length``.
+            stride: tokens shared by neighbours when overflowing tokens are returned.
+            is_split_into_words: the texts are lists of words.
+            pad_to_multiple_of: round the padded length up.
+            padding_side: overrides the tokenizer's.
+            return_tensors: ``"pt"``, ``"np"``, or lists.
+            return_token_type_ids: by default as the family's models take them.
+            return_attention_mask: include ``attention_mask``.
+            return_overflowing_tokens: return what truncation cut off as further rows, with
+                ``overflow_to_sample_mapping``.
+            return_special_tokens_mask: include ``special_tokens_mask``.
+            return_offsets_mapping: include ``offset_mapping``.
+
+        Raises:
+            TokenizerError: for invalid texts or options, or rows of unequal length with ``return_tensors``.
+        """
+        if truncation is None:
+            truncation = "longest_first" if max_length is not None and padding is False else False
+        cut = option(_TRUNCATIONS, truncation, "truncation")
+        pad = option(_PADDINGS, padding, "padding")
+        texts, pairs, single = as_batch(text, text_pair, is_split_into_words)
+        limit = max_length if max_length is not None else self._settings.model_max_length
+        side = "left" if self._settings.truncation_side == "left" else "right"
+        if cut == "longest" and (pairs is None or return_overflowing_tokens):
+            cut = "first"
+        whole = self._backend.rows(texts, pairs, words=is_split_into_words, special=add_special_tokens)
+        rows: list[Row] = []
+        samples: list[int] = []
+        for index, row in enumerate(whole):
+            if cut is not None and limit is not None:
+                overflow: Overflow = "windows" if return_overflowing_tokens else "truncate"
+                cut_up = cut_rows(
+                    row,
+                    limit,
+                    stride=stride,
+                    cut=cut,
+                    overflow=overflow,
+                    snap=False,
+                    side=side,
+                    where=f"text {index}",
+                )
+            else:
+                cut_up = [row]
+            rows += cut_up
+            samples += [index] * len(cut_up)
+        width = None
+        if pad == "longest":
+            width = max((len(row) for row in rows), default=0)
+        elif pad == "max_length":
+            width = limit
+        pad_id = self.pad_token_id
+        if pad_id is None:
+            if width is not None and any(len(row) < width for row in rows):
+                raise TokenizerError(
+                    f"{self._folder}: there is no padding token; name one as pad_token in "
+                    "tokenizer_config.json, "
+                    "or encode without padding"
+                )
+            pad_id = 0
+        data, lead = pad_rows(
+            rows,
+            width,
+            multiple=pad_to_multiple_of,
+            side=padding_side or self._settings.padding_side,
+            pad_id=pad_id,
+            type_ids=self._settings.type_ids if return_token_type_ids is None else return_token_type_ids,
+            attention=return_attention_mask,
+            special=return_special_tokens_mask,
+            offsets=return_offsets_mapping,
+        )
+        if return_overflowing_tokens:
+            data["overflow_to_sample_mapping"] = samples
+        if return_tensors is not None:
+            data = as_tensors(data, return_tensors)
+        elif single and not return_overflowing_tokens:
+            data = {key: values[0] for key, values in data.items()}
+        return Encoded(data, rows, lead, self._tokens_of)
+
+    def encode(self, text: str, text_pair: str | None = None, **options: Any) -> list[int]:
+        """Return the ids of one text or pair; options as in calling the tokenizer."""
+        return list(self(text, text_pair, **options).input_ids)
+
+    def tokenize(self, text: str, pair: str | None = None, *, add_special_tokens: bool = False) -> list[str]:
+        """Return the tokens of a text as strings."""
+        second = None if pair is None else [pair]
+        return self._backend.encodings([text], second, special=add_special_tokens)[0].tokens
+
+
+def _restore(
+    kind: type[Tokenizer], text: str, files: Any, folder: str, model_type: Any, config: Any
+) -> Tokenizer:
+    backend = tokenizers.Tokenizer.from_str(text)
+    return kind(backend, files=files, folder=folder, model_type=model_type, config=config)
