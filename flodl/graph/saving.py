@@ -1,0 +1,54 @@
+"""What of a graph goes into a checkpoint, and the configuration written beside it.
+
+How the files look is decided in `flodl.checkpoint`.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from flodl.checkpoint import LoadReport
+    from flodl.graph.graph import Graph
+
+__all__ = ["load", "save", "stored_tensors"]
+
+
+def stored_tensors(graph: Graph) -> dict[str, Tensor]:
+    """Return parameters and persistent buffers by name, tied ones once under their first name."""
+    found: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, value in graph.state_dict(keep_vars=True).items():
+        if isinstance(value, Tensor) and id(value) not in seen:
+            seen.add(id(value))
+            found[name] = value
+    return found
+
+
+def save(graph: Graph, path: str | os.PathLike[str]) -> None:
+    """Write the tensors with the structural hash, and the source configuration beside them if there is one."""
+    from flodl.checkpoint import save_tensors
+    from flodl.files import write_atomically
+
+    tensors = {name: value.detach() for name, value in stored_tensors(graph).items()}
+    save_tensors(path, tensors, structural_hash=graph.structural_hash())
+    config = graph.source_config()
+    if config is not None:
+        write_atomically(_sidecar(Path(path)), [config.encode()])
+
+
+def load(graph: Graph, path: str | os.PathLike[str]) -> LoadReport:
+    """Copy a checkpoint into the graph after checking that it was made for this structure."""
+    from flodl.checkpoint import load_into, load_tensors
+
+    named: dict[str, Any] = stored_tensors(graph)
+    return load_into(named, load_tensors(path), expected_hash=graph.structural_hash())
+
+
+def _sidecar(path: Path) -> Path:
+    name = path.name.removesuffix(".gz").removesuffix(".fdl").removesuffix(".safetensors")
+    return path.with_name(f"{name}.config.json")
