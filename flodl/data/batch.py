@@ -1,0 +1,135 @@
+"""What a loader hands over: named parts of one batch, found by name or by position.
+
+This file decides how parts are addressed, moved and cut. How rows become parts is decided in ``collate``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from flodl.errors import DataError, nearest
+
+__all__ = ["Batch", "move"]
+
+
+class Batch:
+    """Named parts of one batch.
+
+    ``batch["labels"]`` and ``batch[1]`` give a part; ``x, y = batch`` unpacks; ``model(**batch)`` passes
+    the parts by name. A part is usually a tensor, but texts stay a list.
+
+    Args:
+        parts: name to value, in order.
+        num_rows: samples in this batch. 0 is possible: the empty share of a rank, whose tensors have no rows.
+        indices: the row numbers in the data set, on the host, shape ``(num_rows,)``.
+    """
+
+    __slots__ = ("_parts", "indices", "num_rows")
+
+    def __init__(
+        self, parts: Mapping[str, Any], num_rows: int, indices: NDArray[np.int64] | None = None
+    ) -> None:
+        self._parts = dict(parts)
+        self.num_rows = int(num_rows)
+        self.indices = np.empty(0, dtype=np.int64) if indices is None else indices
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names of the parts, in order."""
+        return tuple(self._parts)
+
+    def keys(self) -> tuple[str, ...]:
+        """Return the names of the parts, so that ``**batch`` works."""
+        return self.names
+
+    def items(self) -> list[tuple[str, Any]]:
+        """Return ``(name, part)`` pairs, in order."""
+        return list(self._parts.items())
+
+    def has(self, name: str) -> bool:
+        """Return whether there is a part of this name."""
+        return name in self._parts
+
+    __contains__ = has
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a part, or ``default`` where there is none of this name."""
+        return self._parts.get(name, default)
+
+    def __getitem__(self, key: str | int) -> Any:
+        if isinstance(key, str):
+            if key in self._parts:
+                return self._parts[key]
+            known = ", ".join(self.names) or "none"
+            raise DataError(
+                f"batch: no part {key!r}{nearest(key, self.names)}; this batch has: {known}",
+                name=key,
+                names=self.names,
+            )
+        if not -len(self) <= key < len(self):
+            # IndexError, because it ends a loop over positions in Python's own protocol
+            raise IndexError(
+                f"batch: no part {key}; this batch has {len(self)} parts: {', '.join(self.names)}"
+            )
+        return self._parts[self.names[key]]
+
+    def __len__(self) -> int:
+        """Return the number of parts; ``num_rows`` counts samples."""
+        return len(self._parts)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._parts.values())
+
+    def __repr__(self) -> str:
+        shown = [
+            f"{n}: {tuple(p.shape)} {p.dtype}" if isinstance(p, torch.Tensor) else f"{n}: {type(p).__name__}"
+            for n, p in self._parts.items()
+        ]
+        return f"Batch({self.num_rows} rows; {', '.join(shown)})"
+
+    def into_parts(self) -> tuple[tuple[str, ...], tuple[Any, ...]]:
+        """Return names and parts, in order."""
+        return self.names, tuple(self._parts.values())
+
+    def with_parts(self, **parts: Any) -> Batch:
+        """Return a batch with some parts added or replaced."""
+        return Batch({**self._parts, **parts}, self.num_rows, self.indices)
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
+        """Return this batch with its tensors on ``device``."""
+        moved = {n: move(p, device, non_blocking=non_blocking) for n, p in self._parts.items()}
+        return Batch(moved, self.num_rows, self.indices)
+
+    def pin_memory(self) -> Batch:
+        """Return this batch with its host tensors in page-locked memory."""
+        pinned = {
+            n: p.pin_memory() if isinstance(p, torch.Tensor) and p.device.type == "cpu" else p
+            for n, p in self._parts.items()
+        }
+        return Batch(pinned, self.num_rows, self.indices)
+
+    def num_bytes(self) -> int:
+        """Return the bytes that the tensors of this batch take."""
+        return sum(p.numel() * p.element_size() for p in self if isinstance(p, torch.Tensor))
+
+    def emptied(self) -> Batch:
+        """Return a batch of the same parts without rows: what a rank gets whose share is empty."""
+        parts = {}
+        for name, part in self._parts.items():
+            if name == "cu_seqlens":
+                parts[name] = part[:1]
+            elif isinstance(part, torch.Tensor) and part.dim():
+                parts[name] = part[:0]
+            else:
+                parts[name] = [] if isinstance(part, list) else part
+        return Batch(parts, 0)
+
+
+def move(part: Any, device: torch.device | str, *, non_blocking: bool = False) -> Any:
+    """Return ``part`` on ``device`` if it is a tensor, as it is otherwise."""
+    return part.to(device, non_blocking=non_blocking) if isinstance(part, torch.Tensor) else part
