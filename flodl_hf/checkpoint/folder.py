@@ -130,7 +130,8 @@ class Checkpoint:
             )
         if problems:
             raise CheckpointError(
-                f"{self.manifest.folder / stored.file}: {printable(name)} does not fit: {'; '.join(problems)}; "
+                f"{self.manifest.folder / stored.file}: {printable(name)} does not fit: "
+                f"{'; '.join(problems)}; "
                 f"give a tensor like the stored one",
                 path=str(self.manifest.folder / stored.file),
                 problems=problems,

@@ -99,8 +99,8 @@ class Folder:
         fault = plain_name_fault(name)
         if fault is not None:
             raise UnsafeFileError(
-                f"{self.path}: names the file {printable(str(name))}, which is {fault}; expected "
-                f"the plain name of a file in the same folder; do not use this folder unless you know who made it",
+                f"{self.path}: names the file {printable(str(name))}, which is {fault}; "
+                f"expected the plain name of a file in the same folder; do not use this folder unless you know who made it",
                 path=str(self.path),
                 problems=[f"{printable(str(name))}: {fault}"],
             )
