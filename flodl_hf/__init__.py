@@ -1,1 +1,45 @@
-"""flodl_hf: Hugging Face encoder checkpoints both ways."""
+"""flodl_hf: Hugging Face encoder checkpoints both ways.
+
+    from flodl_hf import AutoModelForSequenceClassification
+
+    model = AutoModelForSequenceClassification.from_pretrained("a folder or a Hub name")
+    model.predict(["I love this"])
+    model.save_pretrained("out")
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from flodl_hf.auto import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForMaskedLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    load,
+)
+
+if TYPE_CHECKING:
+    from flodl_hf.tokenizer import Tokenizer as AutoTokenizer
+
+__all__ = [
+    "AutoConfig",
+    "AutoModel",
+    "AutoModelForMaskedLM",
+    "AutoModelForQuestionAnswering",
+    "AutoModelForSequenceClassification",
+    "AutoModelForTokenClassification",
+    "AutoTokenizer",
+    "load",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # The tokenizer library is only imported by those who ask for it.
+    if name == "AutoTokenizer":
+        from flodl_hf.tokenizer import Tokenizer
+
+        return Tokenizer
+    raise AttributeError(f"module 'flodl_hf' has no attribute {name!r}")

@@ -1,0 +1,157 @@
+"""From ``config.json`` to a class: the only dispatch in the package.
+
+``AutoModelFor...`` name the task themselves; `load` takes it from the file's ``architectures``. The
+family always comes from ``model_type``. No registry, no entry points: two tuples, read in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Generic, NoReturn, TypeVar
+
+from flodl.errors import ConfigError, nearest
+from flodl_hf.config import ModelConfig
+from flodl_hf.heads import HEADS
+from flodl_hf.heads.base import BaseModel
+from flodl_hf.heads.head import Head
+from flodl_hf.heads.masked_lm import MaskedLM
+from flodl_hf.heads.question_answering import QuestionAnswerer
+from flodl_hf.heads.sequence_classification import SequenceClassifier
+from flodl_hf.heads.token_classification import TokenClassifier
+from flodl_hf.loading import head_of
+from flodl_hf.model import EncoderModel
+from flodl_hf.source import CONFIG_NAME, read_config_file, resolve_folder
+
+__all__ = [
+    "AutoConfig",
+    "AutoModel",
+    "AutoModelForMaskedLM",
+    "AutoModelForQuestionAnswering",
+    "AutoModelForSequenceClassification",
+    "AutoModelForTokenClassification",
+    "head_named",
+    "load",
+    "read_config",
+]
+
+AutoConfig = ModelConfig
+ModelT = TypeVar("ModelT", bound=EncoderModel)
+
+
+class _Door(Generic[ModelT]):
+    """A name users know, in front of the class that does the work."""
+
+    _model: type[ModelT]
+
+    def __init__(self) -> NoReturn:
+        name = type(self).__name__
+        raise TypeError(f"{name} is not made by calling it; use {name}.from_pretrained(...) or {name}.from_config(...)")
+
+    @classmethod
+    def from_pretrained(cls, name_or_path: str | Path, **options: Any) -> ModelT:
+        """Return the model that a folder or Hub repository holds; see `EncoderModel.from_pretrained`."""
+        return cls._model.from_pretrained(name_or_path, **options)
+
+    @classmethod
+    def from_config(cls, config: ModelConfig, **options: Any) -> ModelT:
+        """Return a model with fresh random weights; see `EncoderModel.from_config`."""
+        return cls._model.from_config(config, **options)
+
+
+class AutoModel(_Door[BaseModel]):
+    """The encoder alone: token states, and embeddings of whole texts."""
+
+    _model = BaseModel
+
+
+class AutoModelForSequenceClassification(_Door[SequenceClassifier]):
+    """Labels for whole texts."""
+
+    _model = SequenceClassifier
+
+
+class AutoModelForTokenClassification(_Door[TokenClassifier]):
+    """Labels for tokens: named entities."""
+
+    _model = TokenClassifier
+
+
+class AutoModelForQuestionAnswering(_Door[QuestionAnswerer]):
+    """The span of a context that answers a question."""
+
+    _model = QuestionAnswerer
+
+
+class AutoModelForMaskedLM(_Door[MaskedLM]):
+    """The word behind each mask."""
+
+    _model = MaskedLM
+
+
+def head_named(name: str) -> Head:
+    """Return a head by its name, its short name or its class suffix.
+
+    Raises:
+        ConfigError: there is none; the nearest is suggested.
+    """
+    for head in HEADS:
+        if name in (head.name, head.short, head.hf_suffix):
+            return head
+    known = [word for head in HEADS for word in (head.short, head.name)]
+    raise ConfigError(
+        f"no head {name!r}{nearest(name, known)}; expected one of {', '.join(h.short for h in HEADS)}", problems=[name]
+    )
+
+
+def load(name_or_path: str | Path, *, head: str = "auto", **options: Any) -> EncoderModel:
+    """Return the model for the task that the folder was written for.
+
+    Args:
+        name_or_path: a local folder or a Hub repository.
+        head: a head's name to load it for another task; "auto" reads ``architectures``.
+        **options: as in `EncoderModel.from_pretrained`.
+
+    Raises:
+        ConfigError: ``architectures`` names no task of ours.
+    """
+    if head != "auto":
+        return head_named(head).model.from_pretrained(name_or_path, **options)
+    config = read_config(name_or_path, **{k: v for k, v in options.items() if k in _HUB_OPTIONS})
+    architectures = config.source.get("architectures")
+    found = head_of(config.family, architectures)
+    if found is None:
+        raise ConfigError(
+            f"{config.where}: architectures is {architectures!r}, which names none of our tasks; expected "
+            f"{', '.join(config.family.class_prefix + h.hf_suffix for h in HEADS)}. "
+            "Say which one you want: head='seqcls', or use AutoModelFor...",
+            problems=["architectures"],
+        )
+    return head_named(found).model.from_pretrained(name_or_path, **options)
+
+
+_HUB_OPTIONS = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "ignore_config_keys")
+
+
+def read_config(
+    name_or_path: str | Path,
+    *,
+    revision: str | None = None,
+    subfolder: str = "",
+    token: str | bool | None = None,
+    cache_dir: str | Path | None = None,
+    local_files_only: bool = False,
+    ignore_config_keys: Sequence[str] = (),
+) -> ModelConfig:
+    """Return the configuration of a folder or Hub repository; only ``config.json`` is fetched."""
+    hub = {
+        "revision": revision,
+        "subfolder": subfolder,
+        "token": token,
+        "cache_dir": cache_dir,
+        "local_files_only": local_files_only,
+    }
+    folder, _ = resolve_folder(name_or_path, hub, (CONFIG_NAME,))
+    return read_config_file(folder, ignore_config_keys)
+
+

@@ -1,0 +1,56 @@
+"""What the heads have in common that give one tensor of scores: one call, with the loss on request."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from flodl_hf.model import EncoderModel
+from flodl_hf.outputs import MaskedLMOutput, SequenceClassificationOutput, TokenClassificationOutput
+
+__all__ = ["ScoringModel"]
+
+Scores = SequenceClassificationOutput | TokenClassificationOutput | MaskedLMOutput
+
+
+class ScoringModel(EncoderModel):
+    """An encoder whose head gives one tensor of scores."""
+
+    output: ClassVar[type[Scores]]
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        *,
+        output_hidden_states: bool = False,
+        return_dict: bool = True,
+    ) -> Scores | tuple[Any, ...]:
+        """Return the scores, and the loss if labels were given.
+
+        Args:
+            input_ids: token ids, ``(batch, seq)``.
+            attention_mask: 1 for tokens to keep, ``(batch, seq)``; None keeps all.
+            token_type_ids: 0 for the first text, 1 for the second, ``(batch, seq)``.
+            position_ids: places in the position table, ``(batch, seq)``; None counts them.
+            labels: what `loss` of this head takes.
+            output_hidden_states: also return the states after the embeddings and each layer.
+            return_dict: False gives a tuple.
+
+        Raises:
+            PredictError: ids that are not ``(batch, seq)``, or a label that has no class.
+        """
+        logits, _, stages = self.run_graph(
+            input_ids, attention_mask, token_type_ids, position_ids, hidden_states=output_hidden_states
+        )
+        loss = None if labels is None else self.loss(logits, labels)
+        output = self.output(loss, logits, stages)
+        return output if return_dict else output.to_tuple()
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the mean loss of ``logits`` against ``labels``, a scalar."""
+        raise NotImplementedError(f"{type(self).__name__} has no loss")

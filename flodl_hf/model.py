@@ -1,0 +1,286 @@
+"""A model: a graph with its configuration, tokenizer and source, called as transformers' models are.
+
+Decides how a graph is put together for a task, how it is filled from a folder, and how a call with
+Hugging Face's keyword arguments becomes a call of the graph. What a task returns and computes
+stands in its head's file; which classes exist for which folder is `flodl_hf.auto`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from flodl.errors import CheckpointError, ConfigError, PredictError
+from flodl.graph import FlowBuilder, Graph
+from flodl_hf.config import ModelConfig
+from flodl_hf.layout import Padded
+from flodl_hf.loading import LoadReport
+
+if TYPE_CHECKING:
+    from flodl_hf.source import Source
+    from flodl_hf.tokenizer import Tokenizer
+
+__all__ = ["EncoderModel", "build_graph"]
+
+
+def build_graph(config: ModelConfig, head: str, *, pooler: bool) -> Graph:
+    """Return the graph of one task: ids to token states, then the pooler and the head that it takes.
+
+    Args:
+        config: the model's configuration.
+        head: a head's name, or "base".
+        pooler: for "base", also compute the pooler's output (named ``pooler_output``).
+
+    Raises:
+        ConfigError: the family has no such head.
+    """
+    family = config.family
+    flow = (
+        FlowBuilder(family.encoder(config.encoder), name="encoder")
+        .input("token_type_ids", "position_ids", default=None)
+        .input("layout")
+        .using("token_type_ids", "position_ids", "layout")
+        .tag("last_hidden_state")
+    )
+    if head == "base":
+        if pooler and family.pooler is not None:
+            flow = flow.fork(family.pooler(config.encoder), name="pooler").using("layout").tag("pooler_output")
+        return flow.build()
+    spec = family.heads.get(head)
+    if spec is None:
+        raise ConfigError(f"{family.model_type} has no {head} head; it has {', '.join(family.heads)}", problems=[head])
+    if spec.pooled:
+        assert family.pooler is not None
+        flow = flow.through(family.pooler(config.encoder), name="pooler").using("layout").tag("pooler_output")
+    return flow.through(spec.body(config.encoder, config.num_labels), name="head").using("layout").build()
+
+
+class EncoderModel(nn.Module):
+    """An encoder with one task's head.
+
+    Made by ``from_pretrained`` or ``from_config``; called with Hugging Face's keyword arguments.
+
+    Attributes:
+        graph: the network, a plain `flodl.graph.Graph` with the same vocabulary in every family.
+        config: the configuration.
+        tokenizer: the folder's tokenizer, or None.
+        load_report: what became of every tensor, or None for a model made from a configuration.
+    """
+
+    head: ClassVar[str] = "base"
+    graph: Graph
+    config: ModelConfig
+    load_report: LoadReport | None
+
+    def __init__(self, config: ModelConfig, graph: Graph) -> None:
+        super().__init__()
+        self.config = config
+        self.graph = graph
+        self.load_report = None
+        self.source: Source | None = None
+        self._tokenizer: Tokenizer | None = None
+
+    # --- making ---------------------------------------------------------------------------------
+
+    @classmethod
+    def from_config(cls, config: ModelConfig, *, pooler: bool = True, dtype: torch.dtype | None = None) -> Self:
+        """Return a model with fresh random weights, initialised as transformers does (normal, ``initializer_range``)."""
+        model = cls(config, build_graph(config, cls.head, pooler=pooler))
+        scale = float(config.source.get("initializer_range", 0.02))
+        initialise(model.graph, (), scale)
+        tie_tensors(model.graph, declared_ties(config, cls.head))
+        if dtype is not None:
+            model.to(dtype)
+        return model
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str | Path,
+        *,
+        revision: str | None = None,
+        subfolder: str = "",
+        token: str | bool | None = None,
+        cache_dir: str | Path | None = None,
+        local_files_only: bool = False,
+        dtype: torch.dtype | str | None = None,
+        device: torch.device | str | None = None,
+        attention: str = "sdpa",
+        labels: Sequence[str] | None = None,
+        num_labels: int | None = None,
+        problem_type: str | None = None,
+        ignore_config_keys: Sequence[str] = (),
+    ) -> Self:
+        """Return the model that a folder or Hub repository holds; all of it, or an error that lists what is wrong.
+
+        Args:
+            name_or_path: a local folder, ``"owner/name"`` or ``"owner/name@revision"``.
+            revision: branch, tag or commit on the Hub.
+            subfolder: folder inside the repository.
+            token: Hub token; None takes the environment's.
+            cache_dir: where downloads are kept; None takes the Hub's cache.
+            local_files_only: open no connection.
+            dtype: cast the weights to this; None keeps each tensor as stored.
+            device: where to put the model; None is the CPU.
+            attention: "sdpa" (fused kernels) or "eager" (plain products).
+            labels: names of a new head's labels; a classifier of another size starts fresh.
+            num_labels: the same by number alone.
+            problem_type: "regression", "single_label_classification" or "multi_label_classification".
+            ignore_config_keys: keys of ``config.json`` to pass over although they are not understood.
+
+        Raises:
+            HubError: the name leads nowhere.
+            ConfigError: the configuration is wrong or not understood.
+            CheckpointError: tensors are missing, unexpected, mis-shaped or damaged.
+            TokenizerError: the tokenizer is damaged or has more tokens than the model.
+        """
+        from flodl_hf.source import load_model
+
+        return load_model(
+            cls,
+            name_or_path,
+            hub={
+                "revision": revision,
+                "subfolder": subfolder,
+                "token": token,
+                "cache_dir": cache_dir,
+                "local_files_only": local_files_only,
+            },
+            dtype=dtype,
+            device=device,
+            attention=attention,
+            labels=labels if labels is not None or num_labels is None else [f"LABEL_{i}" for i in range(num_labels)],
+            problem_type=problem_type,
+            ignore_config_keys=ignore_config_keys,
+        )
+
+    # --- calling --------------------------------------------------------------------------------
+
+    def run_graph(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        token_type_ids: Tensor | None,
+        position_ids: Tensor | None,
+        outputs: Sequence[str] = (),
+        *,
+        hidden_states: bool = False,
+    ) -> tuple[Tensor, dict[str, Tensor], tuple[Tensor, ...] | None]:
+        """Return the graph's result, the named outputs, and the states after each layer if asked for."""
+        if input_ids.dim() != 2:
+            shape = tuple(input_ids.shape)
+            raise PredictError(f"input_ids has shape {shape}; expected (batch, seq)", shape=shape)
+        given: dict[str, Any] = {
+            "token_type_ids": token_type_ids,
+            "position_ids": position_ids,
+            "layout": Padded.of(attention_mask),
+        }
+        states: list[Tensor] = []
+        hooks = [m.register_forward_hook(lambda _m, _a, out: states.append(out)) for m in self._stages()] if hidden_states else []
+        try:
+            if outputs:
+                result, named = self.graph(input_ids, **given, outputs=list(outputs))
+            else:
+                result, named = self.graph(input_ids, **given), {}
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return result, named, tuple(states) if hidden_states else None
+
+    def _stages(self) -> Iterable[nn.Module]:
+        encoder = self.graph.get_submodule("encoder")
+        layers = encoder.get_submodule("layers")
+        # A block that several layers share is hooked once and fires at each of its calls.
+        return [encoder.get_submodule("embeddings"), *dict.fromkeys(layers.children())]
+
+    def set_attention(self, implementation: str) -> Self:
+        """Choose "sdpa" or "eager" attention in every layer; returns the model."""
+        for module in self.modules():
+            if hasattr(module, "implementation"):
+                module.implementation = implementation  # type: ignore[assignment]
+        return self
+
+    # --- what belongs to it ---------------------------------------------------------------------
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer of the folder the model came from, or the one that was set."""
+        return self._tokenizer
+
+    @tokenizer.setter
+    def tokenizer(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(self.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the word table."""
+        return next(self.parameters()).dtype
+
+    @property
+    def num_labels(self) -> int:
+        """How many labels the configuration names."""
+        return self.config.num_labels
+
+    def save_pretrained(self, folder: str | Path, **options: Any) -> Path:
+        """Write the model as a Hugging Face folder; see `flodl_hf.export.export_model`."""
+        from flodl_hf.export import export_model
+
+        return export_model(self, folder, **options)
+
+
+def declared_ties(config: ModelConfig, head: str) -> tuple[Any, ...]:
+    """Return the ties of one head that the configuration asks for."""
+    if head == "base" or not config.tie_words:
+        return ()
+    return config.family.heads[head].ties
+
+
+def tie_tensors(graph: Graph, ties: Iterable[Any]) -> None:
+    """Make each tie's second name hold the first one's parameter."""
+    for tie in ties:
+        module, _, leaf = tie.also.rpartition(".")
+        setattr(graph.get_submodule(module), leaf, graph.get_parameter(tie.kept))
+
+
+def assign(graph: Graph, tensors: Mapping[str, Tensor]) -> None:
+    """Give each named parameter its tensor, without a copy."""
+    for name, tensor in tensors.items():
+        module, _, leaf = name.rpartition(".")
+        owner = graph.get_submodule(module)
+        if leaf not in owner._parameters:
+            raise CheckpointError(f"{name} is not a parameter of the model", name=name)
+        setattr(owner, leaf, nn.Parameter(tensor, requires_grad=tensor.is_floating_point()))
+
+
+def initialise(graph: nn.Module, only: Iterable[str], scale: float) -> None:
+    """Give fresh values to parameters as transformers does: normal weights, zero biases, norms at one.
+
+    Args:
+        graph: the network.
+        only: names to initialise; empty means all.
+        scale: standard deviation of weights.
+    """
+    chosen = set(only)
+    for prefix, module in graph.named_modules():
+        for leaf, parameter in module.named_parameters(recurse=False):
+            name = f"{prefix}.{leaf}" if prefix else leaf
+            if chosen and name not in chosen:
+                continue
+            with torch.no_grad():
+                if isinstance(module, nn.LayerNorm):
+                    parameter.fill_(1.0 if leaf == "weight" else 0.0)
+                elif leaf == "bias":
+                    parameter.zero_()
+                elif not isinstance(module, nn.PReLU):
+                    parameter.normal_(0.0, scale)
+                    if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+                        parameter[module.padding_idx].zero_()

@@ -1,0 +1,98 @@
+"""What model calls return: records with transformers' field names, readable by attribute, key or position."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+from torch import Tensor
+
+__all__ = [
+    "BaseOutput",
+    "MaskedLMOutput",
+    "Output",
+    "QuestionAnsweringOutput",
+    "SequenceClassificationOutput",
+    "TokenClassificationOutput",
+]
+
+
+@dataclass
+class Output:
+    """A record whose absent (None) fields are passed over when it is read by key or position."""
+
+    def keys(self) -> list[str]:
+        """Return the names of the fields that are there."""
+        return [f.name for f in fields(self) if getattr(self, f.name) is not None]
+
+    def values(self) -> list[Any]:
+        """Return the fields that are there."""
+        return [getattr(self, name) for name in self.keys()]
+
+    def items(self) -> list[tuple[str, Any]]:
+        """Return names with fields."""
+        return [(name, getattr(self, name)) for name in self.keys()]
+
+    def to_tuple(self) -> tuple[Any, ...]:
+        """Return the fields that are there as a tuple."""
+        return tuple(self.values())
+
+    def __getitem__(self, key: str | int | slice) -> Any:
+        if isinstance(key, str):
+            if key not in self.keys():
+                raise KeyError(key)
+            return getattr(self, key)
+        return self.to_tuple()[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def __len__(self) -> int:
+        return len(self.keys())
+
+
+@dataclass
+class BaseOutput(Output):
+    """Token states ``(batch, seq, hidden)`` and, where there is a pooler, one state a text ``(batch, hidden)``."""
+
+    last_hidden_state: Tensor
+    pooler_output: Tensor | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+
+
+@dataclass
+class SequenceClassificationOutput(Output):
+    """Label scores ``(batch, labels)`` before any activation; ``loss`` is a scalar when labels were given."""
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+
+
+@dataclass
+class TokenClassificationOutput(Output):
+    """Label scores of every token ``(batch, seq, labels)``; ``loss`` is a scalar when labels were given."""
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+
+
+@dataclass
+class QuestionAnsweringOutput(Output):
+    """Scores of each token to open and to close the answer, each ``(batch, seq)``."""
+
+    loss: Tensor | None = None
+    start_logits: Tensor | None = None
+    end_logits: Tensor | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+
+
+@dataclass
+class MaskedLMOutput(Output):
+    """Scores of every word at every token ``(batch, seq, vocab)``; ``loss`` is a scalar when labels were given."""
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    hidden_states: tuple[Tensor, ...] | None = None

@@ -1,0 +1,279 @@
+"""From a name to a filled model: resolve, read the configuration, match the headers, then read the bytes.
+
+Nothing is half done: every fault that headers can show is raised before a weight is read, and the
+model is handed out only when all of it is there. What was read is remembered as the model's
+`Source`, from which export writes it back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from flodl.errors import ConfigError, nearest
+from flodl_hf.checkpoint import Checkpoint, SourceManifest
+from flodl_hf.config import MAX_CONFIG_BYTES, ModelConfig
+from flodl_hf.loading import LoadReport, Plan, head_of, plan_load
+from flodl_hf.model import EncoderModel, assign, build_graph, initialise, tie_tensors
+
+if TYPE_CHECKING:
+    from flodl_hf.tokenizer import Tokenizer
+
+__all__ = ["Source", "load_model", "load_tokenizer", "read_config_file", "resolve_folder"]
+
+ModelT = TypeVar("ModelT", bound=EncoderModel)
+CONFIG_NAME = "config.json"
+# A folder with one of these has a tokenizer; asked here so that folders without one import none.
+VOCABULARY_FILES = (
+    "tokenizer.json",
+    "vocab.txt",
+    "vocab.json",
+    "sentencepiece.bpe.model",
+    "spm.model",
+    "spiece.model",
+)
+MODEL_FILES = (
+    *VOCABULARY_FILES,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "merges.txt",
+    CONFIG_NAME,
+    "*.safetensors",
+    "model.safetensors.index.json",
+    "modules.json",
+    "*/config.json",
+    "sentence_bert_config.json",
+    "config_sentence_transformers.json",
+)
+
+
+@dataclass
+class Source:
+    """What a model was read from, as far as writing it back needs it.
+
+    Attributes:
+        name: the repository or path as the caller gave it.
+        folder: the local folder.
+        commit: the resolved Hub commit, or None.
+        manifest: names, dtypes, shapes and order of the stored tensors.
+        placed: our name -> stored name.
+        duplicates: stored names that repeat another, ``(repeated, kept)``.
+        carried: stored tensors that the model does not use and an unchanged export writes back.
+        same_head: the file was written for the head that was loaded.
+        config_text: the text of ``config.json``.
+    """
+
+    name: str
+    folder: Path
+    commit: str | None
+    manifest: SourceManifest
+    placed: Mapping[str, str]
+    duplicates: tuple[tuple[str, str], ...] = ()
+    carried: Mapping[str, Tensor] = field(default_factory=dict)
+    same_head: bool = True
+    config_text: str = ""
+
+
+def resolve_folder(name_or_path: str | Path, hub: Mapping[str, Any], files: Sequence[str]) -> tuple[Path, str | None]:
+    """Return the local folder behind a name, and the Hub commit it was resolved to.
+
+    A folder that exists is taken as it is, without importing the Hub client.
+    """
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        subfolder = str(hub.get("subfolder") or "")
+        inside = path / subfolder if subfolder else path
+        if subfolder and not inside.resolve().is_relative_to(path.resolve()):
+            raise ConfigError(f"subfolder {subfolder!r} leads out of {path}", problems=[subfolder])
+        return inside, None
+    from flodl_hf.hub import resolve
+
+    resolved = resolve(str(name_or_path), files=list(files), **hub)
+    return Path(resolved.folder), resolved.commit
+
+
+def read_config_file(folder: Path, ignore_config_keys: Sequence[str] = ()) -> ModelConfig:
+    """Return the configuration of a local folder.
+
+    Raises:
+        ConfigError: no ``config.json``, or one that cannot be used.
+    """
+    path = folder / CONFIG_NAME
+    try:
+        if not path.is_file():
+            raise FileNotFoundError
+        with path.open("rb") as file:
+            data = file.read(MAX_CONFIG_BYTES + 1)
+    except OSError as fault:
+        reason = "does not exist" if isinstance(fault, FileNotFoundError) else f"cannot be read ({fault.strerror})"
+        present = sorted(p.name for p in folder.iterdir())[:12] if folder.is_dir() else []
+        raise ConfigError(
+            f"{path} {reason}; expected the configuration of a Hugging Face model. The folder holds: "
+            f"{', '.join(present) or 'nothing'}. Give the folder that holds config.json and the weights.",
+            where=str(path),
+            problems=["config.json"],
+        ) from None
+    if len(data) > MAX_CONFIG_BYTES:
+        raise ConfigError(
+            f"{path}: more than {MAX_CONFIG_BYTES} bytes; expected a configuration", where=str(path), problems=["size"]
+        )
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as fault:
+        raise ConfigError(
+            f"{path}: not UTF-8 text at byte {fault.start}; expected JSON", where=str(path), problems=["encoding"]
+        ) from None
+    return ModelConfig.from_text(text, str(path), ignore_config_keys)
+
+
+def load_model(
+    model_class: type[ModelT],
+    name_or_path: str | Path,
+    *,
+    hub: Mapping[str, Any],
+    dtype: torch.dtype | str | None,
+    device: torch.device | str | None,
+    attention: str,
+    labels: Sequence[str] | None,
+    problem_type: str | None,
+    ignore_config_keys: Sequence[str],
+) -> ModelT:
+    """Return the filled model; see `EncoderModel.from_pretrained` for arguments and errors."""
+    head = model_class.head
+    wanted = dtype_of(dtype)
+    folder, commit = resolve_folder(name_or_path, hub, MODEL_FILES)
+    config = read_config_file(folder, ignore_config_keys)
+    if labels is not None or problem_type is not None:
+        config = config.changed(labels=labels, problem_type=problem_type)
+    source_head = head_of(config.family, config.source.get("architectures"))
+
+    with Checkpoint.open(folder) as checkpoint:
+        stored = checkpoint.manifest.tensors
+        pooler = any("pooler" in name for name in stored)
+        with torch.device("meta"):
+            graph = build_graph(config, head, pooler=pooler)
+        targets = {name: tuple(tensor.shape) for name, tensor in graph.named_parameters(remove_duplicate=False)}
+        spec = None if head == "base" else config.family.heads[head]
+        plan = plan_load(
+            config.family,
+            config.family.key_map(config.encoder, head),
+            targets,
+            stored,
+            head=head,
+            source_head=source_head,
+            tie_words=config.tie_words,
+            where=str(folder),
+            renew=(spec.classifier,) if spec and spec.classifier and labels is not None else (),
+        )
+        tokenizer = load_tokenizer(folder, config)
+        same_head = source_head == head and not plan.report.new
+        carried_names = list(plan.report.ignored) if same_head else []
+        names = list(dict.fromkeys([*plan.placed.values(), *(a for pair in plan.duplicates for a in pair), *carried_names]))
+        values = checkpoint.read_all(names)
+        manifest = checkpoint.manifest
+
+    report = plan.report
+    ties = [*plan.ties, *settle_ties(plan, values, report)]
+    check_duplicates(plan, values, carried_names)
+    assign(graph, {ours: cast(values[name], wanted) for ours, name in plan.placed.items()})
+    if report.new:
+        scale = float(config.source.get("initializer_range", 0.02))
+        fresh = {name: torch.empty(targets[name], dtype=wanted or torch.float32) for name in report.new}
+        assign(graph, fresh)
+        initialise(graph, report.new, scale)
+    tie_tensors(graph, ties)
+    model = model_class(config, graph)
+    model.load_report = report
+    model.tokenizer = tokenizer
+    model.source = Source(
+        name=str(name_or_path),
+        folder=folder,
+        commit=commit,
+        manifest=manifest,
+        placed=plan.placed,
+        duplicates=plan.duplicates,
+        carried={name: values[name] for name in carried_names},
+        same_head=same_head,
+        config_text=config.text or "",
+    )
+    model.set_attention(attention_name(attention))
+    model.eval()
+    return model.to(device) if device is not None else model
+
+
+def settle_ties(plan: Plan, values: Mapping[str, Tensor], report: LoadReport) -> list[Any]:
+    """Return the ties whose two stored tensors are equal; record the others as untied."""
+    equal = []
+    for tie, kept, also in plan.compare:
+        if torch.equal(values[kept], values[also]):
+            equal.append(tie)
+        else:
+            report.untied = (*report.untied, tie.also)
+    report.tied = (*report.tied, *(tie.also for tie in equal))
+    return equal
+
+
+def check_duplicates(plan: Plan, values: Mapping[str, Tensor], carried_names: list[str]) -> None:
+    """Keep repeated tensors whose values differ, so that export writes what was read."""
+    for repeated, kept in plan.duplicates:
+        if not torch.equal(values[repeated], values[kept]):
+            plan.report.notes.append(f"{repeated} differs from {kept}; the latter is used, as transformers does")
+            carried_names.append(repeated)
+
+
+def load_tokenizer(folder: Path, config: ModelConfig) -> Tokenizer | None:
+    """Return the folder's tokenizer, or None where there are no tokenizer files.
+
+    Raises:
+        TokenizerError: damaged files, or a token whose id has no row in the word table.
+    """
+    if not any((folder / name).is_file() for name in VOCABULARY_FILES):
+        return None
+    from flodl_hf.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.from_folder(folder, model_type=config.model_type)
+    tokenizer.check_fits(config.encoder.vocab_size)
+    return tokenizer
+
+
+def dtype_of(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """Return a floating dtype from torch's or its name; None and "auto" keep what is stored.
+
+    Raises:
+        ConfigError: not a floating dtype.
+    """
+    if dtype is None or dtype == "auto":
+        return None
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        names = ("float32", "float16", "bfloat16", "float64")
+        hint = nearest(str(dtype), names)
+        raise ConfigError(f"dtype={dtype!r}{hint}; expected one of {', '.join(names)}", problems=["dtype"])
+    return found
+
+
+def attention_name(name: str) -> str:
+    """Return the attention implementation if it exists.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    from flodl_hf.attention import IMPLEMENTATIONS
+
+    if name not in IMPLEMENTATIONS:
+        raise ConfigError(
+            f"attention={name!r}{nearest(name, IMPLEMENTATIONS)}; expected one of {', '.join(IMPLEMENTATIONS)}",
+            problems=["attention"],
+        )
+    return name
+
+
+def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Return ``tensor`` in ``dtype``; the same tensor where nothing changes."""
+    return tensor if dtype is None or tensor.dtype == dtype else tensor.to(dtype)
