@@ -1,0 +1,78 @@
+"""Tensors as bytes, bytes as tensors, and the checks that both file formats share."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from flodl.errors import CheckpointError, capped, printable
+from flodl.safetensors_header import name_fault
+
+__all__ = ["bytes_of", "check_hash", "check_saveable", "refuse", "tensor_from"]
+
+_HASH = re.compile(r"[0-9a-f]{64}")
+
+
+def refuse(path: str, problems: list[str], remedy: str) -> NoReturn:
+    """Raise a CheckpointError that names the file and lists every problem."""
+    text = problems[0] if len(problems) == 1 else f"{len(problems)} faults:\n{capped(problems)}"
+    raise CheckpointError(f"{printable(path, 400)}: {text}\n{remedy}", problems=problems, path=path)
+
+
+def check_hash(structural_hash: str) -> str:
+    """Return the hash in lower case, empty when it is empty or all zero.
+
+    Raises:
+        ValueError: it is not 64 hexadecimal digits.
+    """
+    text = structural_hash.lower()
+    if text and not _HASH.fullmatch(text):
+        raise ValueError(f"structural hash {printable(structural_hash)}, expected 64 hexadecimal digits")
+    return "" if set(text) == {"0"} else text
+
+
+def check_saveable(
+    path: str, tensors: Mapping[str, Tensor], dtypes: Mapping[torch.dtype, object], kind: str
+) -> None:
+    """Raise one CheckpointError for all tensors that the format ``kind`` cannot keep as they are."""
+    known = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    problems: list[str] = []
+    for name, tensor in tensors.items():
+        fault = name_fault(name)
+        if fault:
+            problems.append(f"name {printable(name)} {fault}")
+        elif tensor.device.type == "meta":
+            problems.append(f"tensor {printable(name)} is on the meta device and has no values")
+        elif tensor.layout is not torch.strided:
+            problems.append(f"tensor {printable(name)} has layout {tensor.layout}, expected a dense tensor")
+        elif tensor.dtype not in dtypes:
+            problems.append(f"tensor {printable(name)} is {tensor.dtype}; {kind} holds {known}")
+        elif tensor.ndim > 8:
+            problems.append(f"tensor {printable(name)} has {tensor.ndim} dimensions, expected at most 8")
+    if problems:
+        refuse(path, problems, "Nothing was written. Rename, convert or leave out these tensors.")
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the tensor's values as little-endian bytes, without a copy where it is dense and on the CPU."""
+    dense = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return dense.reshape(-1).view(torch.uint8).numpy().data
+
+
+def tensor_from(data: memoryview | bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """Return a tensor that takes over ``data``.
+
+    Raises:
+        ValueError: torch cannot make this shape, or a boolean is neither 0 nor 1.
+    """
+    flat = torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8)
+    if dtype is torch.bool and flat.numel() and int(flat.max()) > 1:
+        raise ValueError(f"a boolean is stored as {int(flat.max())}, expected 0 or 1")
+    try:
+        return flat.view(dtype).reshape(shape)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"torch cannot make shape {shape} of {dtype}") from error
