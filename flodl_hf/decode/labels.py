@@ -1,0 +1,205 @@
+"""Label names, and the tagging scheme that they spell.
+
+This file decides how ``id2label`` becomes an ordered tuple, which scheme a label set uses (``B-PER`` is a
+tag, ``credit-card`` is a name), and which label may follow which. It leaves grouping to ``entities.py`` and
+the search for the best allowed sequence to ``constrained.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
+
+import numpy as np
+
+from flodl.errors import ConfigError, capped
+
+__all__ = ["OUTSIDE", "SchemeName", "TagScheme", "normalise_id2label"]
+
+SchemeName: TypeAlias = Literal["BIO", "BIOES", "BILOU", "BMES", "IO", "plain", "tags"]
+
+OUTSIDE = "O"
+
+# Codes of what a label says about its place in an entity, the same for all schemes.
+OUT, BEGIN, INSIDE, END, SINGLE = range(5)
+
+_CODES = {"B": BEGIN, "I": INSIDE, "M": INSIDE, "E": END, "L": END, "S": SINGLE, "U": SINGLE}
+
+
+def normalise_id2label(
+    id2label: Mapping[int, str] | Mapping[str, str] | Sequence[str] | None, num_labels: int | None = None
+) -> tuple[str, ...]:
+    """Return the label names in the order of their ids; ids without a name are called ``LABEL_<id>``.
+
+    Args:
+        id2label: names by id (JSON turns ids into strings, both are read), or names in order, or nothing.
+        num_labels: size of the head; without it the largest id decides.
+
+    Raises:
+        ConfigError: an id is no integer, is named twice, or lies outside the head; all faults at once.
+    """
+    if isinstance(id2label, str):
+        raise ConfigError(
+            f"id2label: found the text {id2label!r}; expected names by id or in order", problems=[id2label]
+        )
+    pairs = list(id2label.items()) if isinstance(id2label, Mapping) else list(enumerate(id2label or ()))
+    names: dict[int, str] = {}
+    problems: list[str] = []
+    for key, name in pairs:
+        text = str(key).strip()
+        if isinstance(key, bool) or not text.isdecimal() or not text.isascii():
+            problems.append(f"id {key!r} is not a whole number of at least 0")
+        elif not isinstance(name, str):
+            problems.append(f"id {key!r} is named {name!r}, which is not a text")
+        elif int(text) in names:
+            problems.append(f"id {text} is named twice: {names[int(text)]!r} and {name!r}")
+        elif num_labels is not None and int(text) >= num_labels:
+            problems.append(f"id {text} ({name!r}) lies outside the head of {num_labels} labels")
+        else:
+            names[int(text)] = name
+    size = num_labels if num_labels is not None else max(names, default=-1) + 1
+    if num_labels is None and size > 2 * len(names) + 1000:
+        problems.append(f"the largest id is {size - 1} but only {len(names)} labels are named")
+    if problems:
+        raise ConfigError(
+            f"id2label: {len(problems)} entries cannot be used:\n{capped(problems)}\n"
+            "Expected names for ids from 0 up to the number of labels; correct id2label in config.json.",
+            problems=problems,
+        )
+    return tuple(names.get(index, f"LABEL_{index}") for index in range(size))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TagScheme:
+    """A label set read as tags: for each id its part of an entity and the entity's name.
+
+    Schemes are told apart by the labels alone: ``IO`` (``I-PER``), ``BIO`` (``B-``, ``I-``), ``BIOES``
+        (besides
+    ``E-``, ``S-``), ``BILOU`` (``L-``, ``U-``), ``BMES`` (``M-``), ``plain`` (names such as ``PER`` or
+    ``credit-card`` with an outside label) and ``tags`` (names without an outside label, as in part-of-speech
+    tagging, where every word stands for itself).
+
+    Attributes:
+        name: the scheme.
+        labels: label names by id.
+        parts: code per id, ``(labels,)``: 0 outside, 1 begin, 2 inside, 3 end, 4 single.
+        entities: index into ``entity_names`` per id, ``(labels,)``.
+        entity_names: names without their prefix, the outside label included.
+        allowed: whether label ``j`` may follow label ``i``, ``(labels, labels)``.
+        may_start: whether a text may begin with the label, ``(labels,)``.
+        may_end: whether a text may end with the label, ``(labels,)``.
+    """
+
+    name: SchemeName
+    labels: tuple[str, ...]
+    parts: np.ndarray
+    entities: np.ndarray
+    entity_names: tuple[str, ...]
+    allowed: np.ndarray
+    may_start: np.ndarray
+    may_end: np.ndarray
+
+    @classmethod
+    def detect(cls, labels: Sequence[str], name: SchemeName | None = None) -> TagScheme:
+        """Return the scheme that ``labels`` (names by id) spell.
+
+        Args:
+            labels: label names in the order of their ids.
+            name: the scheme, where the labels alone would mislead; ``"plain"`` reads every label as a whole
+                name.
+
+        Raises:
+            ConfigError: ``name`` is no scheme.
+        """
+        if name is not None and name not in get_args(SchemeName):
+            raise ConfigError(
+                f"tag scheme: found {name!r}, expected one of {', '.join(get_args(SchemeName))}",
+                problems=[name],
+            )
+        split = [(None, label) if name in ("plain", "tags") else _split(label) for label in labels]
+        split = _keep_real_prefixes(labels, split)
+        found = name if name is not None else _scheme_of(labels, [letter for letter, _ in split if letter])
+        parts = np.array(
+            [
+                OUT
+                if label == OUTSIDE
+                else SINGLE
+                if found == "tags"
+                else _CODES[letter]
+                if letter
+                else INSIDE
+                for label, (letter, _) in zip(labels, split, strict=True)
+            ],
+            np.int8,
+        )
+        index = {entity: i for i, entity in enumerate(dict.fromkeys(entity for _, entity in split))}
+        names = tuple(index)
+        entities = np.array([index[entity] for _, entity in split], np.int64)
+        allowed, may_start, may_end = _transitions(parts, entities)
+        return cls(found, tuple(labels), parts, entities, names, allowed, may_start, may_end)
+
+
+def _split(label: str) -> tuple[str | None, str]:
+    """Return ``("B", "PER")`` for ``B-PER`` and ``B_PER``, ``(None, label)`` for anything else."""
+    if len(label) > 2 and label[0] in _CODES and label[1] in "-_":
+        return label[0], label[2:]
+    return None, label
+
+
+def _keep_real_prefixes(
+    labels: Sequence[str], split: list[tuple[str | None, str]]
+) -> list[tuple[str | None, str]]:
+    """Return the split with prefixes kept only where the label set as a whole uses them as tags.
+
+    ``E-mail`` beside ``B-PER`` is a name, because there is neither ``B-mail`` nor ``I-mail``. A label set in
+    which some names have no prefix uses tags only if one entity appears under two of them.
+    """
+    letters_of: dict[str, set[str]] = {}
+    for letter, entity in split:
+        if letter:
+            letters_of.setdefault(entity, set()).add(letter)
+    everyone = all(letter or label == OUTSIDE for label, (letter, _) in zip(labels, split, strict=True))
+    anchored = {entity for entity, letters in letters_of.items() if letters & {"B", "I"}}
+    paired = any(len(letters_of[entity]) > 1 for entity in anchored)
+    if not anchored or not (everyone or paired):
+        return [(None, label) for label in labels]
+    alone_ok = {entity for entity in letters_of if entity in anchored or (everyone and paired)}
+    return [
+        (letter, entity) if letter and entity in alone_ok else (None, label)
+        for label, (letter, entity) in zip(labels, split, strict=True)
+    ]
+
+
+def _scheme_of(labels: Sequence[str], letters: list[str]) -> SchemeName:
+    used = set(letters)
+    if not used:
+        return "plain" if OUTSIDE in labels else "tags"
+    if used & {"L", "U"}:
+        return "BILOU"
+    if "M" in used:
+        return "BMES"
+    if used & {"E", "S"}:
+        return "BIOES"
+    return "BIO" if "B" in used else "IO"
+
+
+def _transitions(parts: np.ndarray, entities: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return which label may follow which, may come first, may come last.
+
+    The rules are those of the parts an entity has: an entity without a begin label may begin with inside, one
+    without an end label may stop after begin or inside, one without a single label may stop after begin.
+    """
+    count = int(entities.max()) + 1 if len(entities) else 0
+    has = np.zeros((5, count), bool)
+    has[parts, entities] = True
+    of = has[:, entities]
+    opens = np.select(
+        [parts == INSIDE, parts == END], [~of[BEGIN], ~of[BEGIN] & ~of[INSIDE] & ~of[SINGLE]], default=True
+    )
+    closes = np.select([parts == BEGIN, parts == INSIDE], [~of[END] | ~of[SINGLE], ~of[END]], default=True)
+    leaves_open = (parts == BEGIN) | (parts == INSIDE)
+    goes_on = (parts == INSIDE) | (parts == END)
+    same = entities[:, None] == entities[None, :]
+    allowed = (closes[:, None] & opens[None, :]) | (leaves_open[:, None] & goes_on[None, :] & same)
+    return allowed, opens, closes

@@ -1,0 +1,177 @@
+"""What the decoders read of a tokenised text, and how logits of any layout line up with it.
+
+This file decides how the rows of a batch become flat arrays: which positions are content, where each of them
+    stands
+in its text, and which row of the logits belongs to it. It leaves to the text room how rows are made, to
+``windows.py`` which of several views of one token counts, and to every other file what an answer is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Protocol, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flodl.errors import PredictError
+
+__all__ = ["Content", "Logits", "TokenRow", "as_tensor", "content_of", "flat_logits", "owners_of"]
+
+Logits: TypeAlias = Tensor | np.ndarray | Sequence[Tensor] | Sequence[np.ndarray]
+"""Padded ``(rows, seq, ...)``, packed ``(tokens, ...)``, or one array ``(seq, ...)`` per row."""
+
+
+class TokenRow(Protocol):
+    """One model input: the tokens of one window of one text or pair, specials included, padding excluded."""
+
+    @property
+    def ids(self) -> Sequence[int]:
+        """Token ids."""
+        ...
+
+    @property
+    def offsets(self) -> Sequence[tuple[int, int]]:
+        """Character span of each token in its own original text; ``(0, 0)`` for added specials."""
+        ...
+
+    @property
+    def word_ids(self) -> Sequence[int | None]:
+        """Index of the word each token belongs to, counted over the whole text and not over the window."""
+        ...
+
+    @property
+    def sequence_ids(self) -> Sequence[int | None]:
+        """0 for the first text, 1 for the second, ``None`` for added specials."""
+        ...
+
+    @property
+    def special(self) -> Sequence[bool]:
+        """True for tokens that the tokenizer added."""
+        ...
+
+    @property
+    def first_token(self) -> int:
+        """Position of the window's first content token in the whole text's token stream."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Content:
+    """The content tokens of many rows as parallel arrays, in row order.
+
+    Attributes:
+        row: index of the row, ``(tokens,)``.
+        column: place in the row, specials counted, ``(tokens,)``.
+        position: place in the whole text's token stream, ``(tokens,)``.
+        offsets: character span in the original text, ``(tokens, 2)``.
+        word_ids: word index, -1 where the tokenizer gave none, ``(tokens,)``.
+        counts: number of content tokens of each row, ``(rows,)``.
+    """
+
+    row: np.ndarray
+    column: np.ndarray
+    position: np.ndarray
+    offsets: np.ndarray
+    word_ids: np.ndarray
+    counts: np.ndarray
+
+
+def as_tensor(values: Tensor | np.ndarray) -> Tensor:
+    """Return ``values`` as a tensor without gradient; arrays are shared, not copied, where that can be."""
+    return values.detach() if isinstance(values, Tensor) else torch.as_tensor(np.ascontiguousarray(values))
+
+
+def _integers(parts: Iterable[Sequence[int | None]], total: int) -> np.ndarray:
+    """Return the parts joined as int64, ``None`` as -1."""
+    values = (-1 if value is None else value for value in chain.from_iterable(parts))
+    return np.fromiter(values, np.int64, total)
+
+
+def content_of(rows: Sequence[TokenRow], sequence: int = 0) -> Content:
+    """Return the tokens of ``rows`` that belong to text number ``sequence`` (0 or 1), as arrays.
+
+    A special token written by hand inside a text counts as content, since it covers characters of that text.
+    """
+    lengths = np.fromiter((len(row.ids) for row in rows), np.int64, len(rows))
+    total = int(lengths.sum())
+    kept = np.flatnonzero(_integers((row.sequence_ids for row in rows), total) == sequence)
+    starts = np.cumsum(lengths) - lengths
+    row_of = np.repeat(np.arange(len(rows)), lengths)[kept]
+    counts = np.bincount(row_of, minlength=len(rows)).astype(np.int64)
+    rank = np.arange(len(kept)) - np.repeat(np.cumsum(counts) - counts, counts)
+    first = np.fromiter((row.first_token for row in rows), np.int64, len(rows))
+    pairs = chain.from_iterable(chain.from_iterable(row.offsets for row in rows))
+    offsets = np.fromiter(pairs, np.int64, 2 * total).reshape(total, 2)
+    return Content(
+        row=row_of,
+        column=kept - starts[row_of],
+        position=first[row_of] + rank,
+        offsets=offsets[kept],
+        word_ids=_integers((row.word_ids for row in rows), total)[kept],
+        counts=counts,
+    )
+
+
+def flat_logits(logits: Logits, rows: Sequence[TokenRow], trailing: int) -> tuple[Tensor, np.ndarray]:
+    """Return the logits as ``(positions, ...)`` and the place of each row's first token in them.
+
+    Args:
+        logits: padded on the right ``(rows, seq, ...)``, packed in row order ``(tokens, ...)``, or one array
+            per row.
+        rows: the model inputs, in the order of the logits.
+        trailing: dimensions after the token dimension: 1 for ``(..., labels)``, 0 for span logits.
+
+    Raises:
+        PredictError: the logits do not have the shape that the rows ask for.
+    """
+    lengths = np.fromiter((len(row.ids) for row in rows), np.int64, len(rows))
+    if not isinstance(logits, (Tensor, np.ndarray)):
+        parts = [as_tensor(part) for part in logits]
+        sizes = np.fromiter((part.shape[0] for part in parts), np.int64, len(parts))
+        if len(parts) != len(rows) or bool((sizes < lengths).any()):
+            raise _misfit([tuple(part.shape) for part in parts], lengths)
+        flat = torch.cat(parts) if parts else torch.zeros((0,) * (1 + trailing))
+        return flat, np.cumsum(sizes) - sizes
+    tensor = as_tensor(logits)
+    if tensor.ndim == 2 + trailing:
+        batch, width = int(tensor.shape[0]), int(tensor.shape[1])
+        if batch != len(rows) or (len(rows) and int(lengths.max()) > width):
+            raise _misfit(tuple(tensor.shape), lengths)
+        return tensor.reshape(batch * width, *tensor.shape[2:]), np.arange(batch, dtype=np.int64) * width
+    if tensor.ndim == 1 + trailing and int(tensor.shape[0]) == int(lengths.sum()):
+        return tensor, np.cumsum(lengths) - lengths
+    raise _misfit(tuple(tensor.shape), lengths)
+
+
+def _misfit(found: object, lengths: np.ndarray) -> PredictError:
+    longest = int(lengths.max()) if len(lengths) else 0
+    return PredictError(
+        f"decoding: logits of shape {found} do not fit {len(lengths)} rows of up to {longest} tokens; "
+        f"expected ({len(lengths)}, at least {longest}, ...) padded, ({int(lengths.sum())}, ...) packed, "
+        "or one array per row; pass the logits together with the rows they were computed from",
+        found=found,
+        lengths=lengths.tolist(),
+    )
+
+
+def owners_of(owners: Sequence[int] | None, rows: int, texts: int) -> np.ndarray:
+    """Return for each row the index of its text; without ``owners`` row ``i`` is text ``i``, or all are the
+    only text.
+
+    Raises:
+        PredictError: there is not one valid owner per row.
+    """
+    if owners is None:
+        owners = [0] * rows if texts == 1 else range(rows)
+    found = np.asarray(list(owners), np.int64)
+    if len(found) != rows or bool(((found < 0) | (found >= texts)).any()) or (rows and texts == 0):
+        raise PredictError(
+            f"decoding: {rows} rows of {texts} texts came with owners {found.tolist()[:20]}; "
+            f"expected one index below {texts} per row; pass owners=[text index of each row]",
+            owners=found.tolist(),
+        )
+    return found

@@ -1,0 +1,125 @@
+"""Overlapping windows put together again: every token of a text once, seen where it has most context.
+
+This file decides which window speaks for a token that several windows hold, and how pre-split words are
+joined into one text. It leaves cutting texts into windows to the text room and the reading of the merged
+tokens to ``entities.py`` and ``spans.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from flodl.errors import PredictError
+from flodl_hf.decode.rows import Content, TokenRow, content_of
+
+__all__ = ["JoinedWords", "TokenStream", "join_words", "merge_windows"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenStream:
+    """All tokens of many texts, each once, ordered by text and place.
+
+    Attributes:
+        row: the row whose window speaks for the token, ``(tokens,)``.
+        column: its place in that row, ``(tokens,)``.
+        text: index of the text, ``(tokens,)``, never falling.
+        position: place in the text's token stream, ``(tokens,)``.
+        offsets: character span in the text, ``(tokens, 2)``.
+        word_ids: word index, -1 for none, ``(tokens,)``.
+    """
+
+    row: np.ndarray
+    column: np.ndarray
+    text: np.ndarray
+    position: np.ndarray
+    offsets: np.ndarray
+    word_ids: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedWords:
+    """Pre-split words as one text, with the character span of each word in it."""
+
+    text: str
+    spans: tuple[tuple[int, int], ...]
+
+
+def join_words(words: Sequence[str], delimiter: str = " ") -> JoinedWords:
+    """Return the words joined by ``delimiter`` and where each of them stands in the joined text."""
+    spans, place = [], 0
+    for word in words:
+        spans.append((place, place + len(word)))
+        place += len(word) + len(delimiter)
+    return JoinedWords(delimiter.join(words), tuple(spans))
+
+
+def _context(content: Content, owners: np.ndarray) -> np.ndarray:
+    """Return each token's distance, in tokens, to the nearest edge of its window at which text was cut off.
+
+    The beginning and the end of a text are no such edges: nothing is missing beyond them.
+    """
+    counts = content.counts[content.row]
+    rank = np.arange(len(content.row)) - np.repeat(np.cumsum(content.counts) - content.counts, content.counts)
+    owner = owners[content.row]
+    total = np.zeros(int(owners.max()) + 1, np.int64)
+    np.maximum.at(total, owner, content.position + 1)
+    far = np.iinfo(np.int64).max
+    left = np.where(content.position == rank, far, rank)
+    ends_text = content.position - rank + counts == total[owner]
+    right = np.where(ends_text, far, counts - 1 - rank)
+    return np.minimum(left, right)
+
+
+def merge_windows(
+    rows: Sequence[TokenRow], owners: np.ndarray, *, sequence: int = 0, content: Content | None = None
+) -> TokenStream:
+    """Return the tokens of each text once; of several windows the one counts in which the token has most
+    context.
+
+    Context is the distance in tokens to the nearest edge where the window cuts the text; at equal distance
+    the earlier window counts.
+
+    Args:
+        rows: the windows of all texts.
+        owners: index of the text of each row, ``(rows,)``.
+        sequence: which of a pair's two texts was cut into windows.
+        content: ``content_of(rows, sequence)`` where the caller has it already.
+
+    Raises:
+        PredictError: the windows of a text leave a gap between them.
+    """
+    found = content_of(rows, sequence) if content is None else content
+    text = owners[found.row]
+    if len(np.unique(owners)) == len(owners) and (len(text) == 0 or bool((np.diff(text) >= 0).all())):
+        chosen = np.arange(len(text))
+    else:
+        order = np.lexsort((found.row, -_context(found, owners), found.position, text))
+        key_text, key_position = text[order], found.position[order]
+        first = np.ones(len(order), bool)
+        first[1:] = (key_text[1:] != key_text[:-1]) | (key_position[1:] != key_position[:-1])
+        chosen = order[first]
+    stream = TokenStream(
+        row=found.row[chosen],
+        column=found.column[chosen],
+        text=text[chosen],
+        position=found.position[chosen],
+        offsets=found.offsets[chosen],
+        word_ids=found.word_ids[chosen],
+    )
+    gap = (stream.text[1:] == stream.text[:-1]) & (stream.position[1:] != stream.position[:-1] + 1)
+    if bool(gap.any()):
+        at = int(np.flatnonzero(gap)[0])
+        raise PredictError(
+            f"windows of text {stream.text[at]}: tokens {stream.position[at] + 1} to "
+            f"{stream.position[at + 1] - 1} are in no window; "
+            "expected windows that touch or overlap; pass all windows of each text",
+            text=int(stream.text[at]),
+            missing=(int(stream.position[at]) + 1, int(stream.position[at + 1])),
+        )
+    return stream
