@@ -123,6 +123,8 @@ class Batch:
         for name, part in self._parts.items():
             if name == "cu_seqlens":
                 parts[name] = part[:1]
+            elif name == "max_length":
+                parts[name] = 0
             elif isinstance(part, torch.Tensor) and part.dim():
                 parts[name] = part[:0]
             else:

@@ -11,11 +11,10 @@ from typing import Any, Literal
 import torch
 
 from flodl.data.batches import BatchSource, source_of_rows
-from flodl.data.datasets import Collate
+from flodl.data.datasets import Collate, as_batches
 from flodl.data.distributed import DistributedPlan
 from flodl.data.loader import DataLoader, Transform
 from flodl.data.samplers import Sampler
-from flodl.errors import DataError
 
 __all__ = ["LoaderBuilder"]
 
@@ -108,12 +107,8 @@ class LoaderBuilder:
             return DataLoader(self._data, **self._settings)
         rank, shares, split = self._ranks
         settings = dict(self._settings)
-        if not hasattr(self._data, "__len__") or len(self._data) == 0:
-            raise DataError(
-                "DataLoader: the data is empty or has no length; expected at least one row", rows=0
-            )
         source = source_of_rows(
-            len(self._data),
+            len(as_batches(self._data, settings.get("collate"))),
             settings.pop("batch_size", None),
             settings.pop("batches", None),
             settings.pop("sampler", None),
