@@ -154,7 +154,7 @@ class ModelConfig:
     def max_tokens(self) -> int | None:
         """The longest row of tokens that the position table allows; None where there is no table."""
         positions = getattr(self.encoder, "max_positions", None)
-        return None if not positions else positions - self.family.extra_positions
+        return None if not positions else positions - self.family.unused_positions(self.encoder)
 
     def changed(
         self, *, labels: Sequence[str] | None = None, problem_type: str | None = None

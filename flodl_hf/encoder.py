@@ -22,6 +22,7 @@ __all__ = [
     "Embeddings",
     "FeedForward",
     "FirstToken",
+    "Repeated",
     "bert_block",
     "chain",
     "pooler",
@@ -164,14 +165,33 @@ def bert_block(config: BlockConfig) -> Graph:
 
 
 def stack(blocks: Iterable[nn.Module]) -> Graph:
-    """Return the blocks one after another, named ``0``, ``1``, ...; a block given twice shares its tensors."""
+    """Return the blocks one after another, named ``0``, ``1``, ..."""
     flow = FlowBuilder().input("layout").label("layers")
     for index, block in enumerate(blocks):
         flow = flow.through(block, name=str(index)).using("layout")
     return flow.build()
 
 
-def chain(embeddings: nn.Module, layers: Graph) -> Graph:
+class Repeated(nn.ModuleList):
+    """Blocks applied by a schedule that may name one several times; each is stored once, by its number.
+
+    Args:
+        blocks: the stored blocks, named ``0``, ``1``, ...
+        schedule: which block each application takes.
+    """
+
+    def __init__(self, blocks: Iterable[nn.Module], schedule: Iterable[int]) -> None:
+        super().__init__(blocks)
+        self.schedule = tuple(schedule)
+
+    def forward(self, hidden: Tensor, layout: Layout) -> Tensor:
+        """Return the states after the whole schedule, shaped like ``hidden``."""
+        for block in self.schedule:
+            hidden = self[block](hidden, layout=layout)
+        return hidden
+
+
+def chain(embeddings: nn.Module, layers: nn.Module) -> Graph:
     """Return the encoder: ids in, token states out, with the optional inputs every family takes."""
     return (
         FlowBuilder(embeddings, name="embeddings")

@@ -65,8 +65,7 @@ class Family:
         heads: what each task takes, by the task's name.
         indices: what fills the holes of key rows, one mapping a layer.
         pretraining: further class names found in ``architectures``, with the task each is read as.
-        pads_right_only: positions are counted from the row's start, so rows must be filled on the right.
-        extra_positions: rows of the position table that no token uses.
+        unused_positions: ``unused_positions(config)`` is how many rows of the position table no token uses.
         uses_token_types: whether a second text is marked by token types.
     """
 
@@ -85,7 +84,7 @@ class Family:
         default=lambda config: [{"i": i} for i in range(config.num_layers)]
     )
     pretraining: Mapping[str, str] = field(default_factory=dict)
-    extra_positions: int = 0
+    unused_positions: Callable[[Any], int] = field(default=lambda config: 0)
     uses_token_types: bool = True
 
     def key_map(self, config: Any, head: str) -> KeyMap:

@@ -1,0 +1,205 @@
+"""ALBERT (Lan et al. 2019, https://arxiv.org/abs/1909.11942).
+
+BERT's encoder with shared layers. It departs from BERT in:
+
+* the tables are ``embedding_size`` wide and a projection widens them to ``hidden_size``;
+* the stack repeats groups of blocks: layer i applies all blocks of group ``i * groups / layers``;
+* no dropout inside the feed-forward part, and no dropout at all by default;
+* the masked-word head narrows back to ``embedding_size``.
+
+Here a block is stored once, as ``layers.{k}``, however often the stack applies it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from flodl.graph import FlowBuilder, Graph
+from flodl_hf import bodies
+from flodl_hf.attention import SelfAttention
+from flodl_hf.config_rows import Inert, Row, activation, count, epsilon, fraction, optional, token_id
+from flodl_hf.encoder import Embeddings, FeedForward, Repeated, pooler, post_norm_block
+from flodl_hf.family import Family, FamilyHead, Ignored
+from flodl_hf.keys import KeyRow, Tie
+
+__all__ = ["FAMILY", "AlbertConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlbertConfig:
+    """The settings of an ALBERT encoder."""
+
+    vocab_size: int
+    """Rows of the word table."""
+    embedding_size: int
+    """Width of the tables."""
+    hidden_size: int
+    """Width of a token's state."""
+    num_layers: int
+    """How often a group of blocks is applied."""
+    num_groups: int = 1
+    """Groups of blocks with weights of their own."""
+    blocks_per_group: int = 1
+    """Blocks in a group."""
+    num_heads: int
+    """Attention heads of a block; divides ``hidden_size``."""
+    intermediate_size: int
+    """Width inside the feed-forward part."""
+    max_positions: int
+    """Rows of the position table: the longest row of tokens."""
+    type_vocab_size: int
+    """Rows of the token type table."""
+    activation: str = "gelu_new"
+    """Name of the feed-forward activation."""
+    hidden_dropout: float = 0.0
+    """Probability of dropping a value of a state, in [0, 1)."""
+    attention_dropout: float = 0.0
+    """Probability of dropping an attention weight, in [0, 1)."""
+    classifier_dropout: float | None = 0.1
+    """Probability of dropping a classifier's input; None takes ``hidden_dropout``."""
+    norm_eps: float = 1e-12
+    """Epsilon of every layer norm."""
+    pad_token_id: int | None = 0
+    """The word row that gets no gradient."""
+
+
+# fmt: off
+CONFIG = (
+    Row("vocab_size",         "vocab_size",                   count(most=10_000_000)),
+    Row("embedding_size",     "embedding_size",               count()),
+    Row("hidden_size",        "hidden_size",                  count()),
+    Row("num_layers",         "num_hidden_layers",            count(most=1024)),
+    Row("num_groups",         "num_hidden_groups",            count(most=1024), 1),
+    Row("blocks_per_group",   "inner_group_num",              count(most=64), 1),
+    Row("num_heads",          "num_attention_heads",          count(most=4096)),
+    Row("intermediate_size",  "intermediate_size",            count(most=1_000_000)),
+    Row("max_positions",      "max_position_embeddings",      count(most=1_000_000)),
+    Row("type_vocab_size",    "type_vocab_size",              count()),
+    Row("activation",         "hidden_act",                   activation(), "gelu_new"),
+    Row("hidden_dropout",     "hidden_dropout_prob",          fraction(), 0.0),
+    Row("attention_dropout",  "attention_probs_dropout_prob", fraction(), 0.0),
+    Row("classifier_dropout", "classifier_dropout_prob",      optional(fraction()), 0.1),
+    Row("norm_eps",           "layer_norm_eps",               epsilon(), 1e-12),
+    Row("pad_token_id",       "pad_token_id",                 optional(token_id()), 0),
+)
+
+INERT = (
+    Inert("down_scale_factor",  "a note of the first release"),
+    Inert("gap_size",           "a note of the first release"),
+    Inert("net_structure_type", "a note of the first release"),
+    Inert("num_memory_blocks",  "a note of the first release"),
+    Inert("layers_to_keep",     "a note of the first release"),
+)
+
+KEYS = (
+    KeyRow("encoder.embeddings.word",                "albert.embeddings.word_embeddings"),
+    KeyRow("encoder.embeddings.position",            "albert.embeddings.position_embeddings"),
+    KeyRow("encoder.embeddings.token_type",          "albert.embeddings.token_type_embeddings"),
+    KeyRow("encoder.embeddings.norm",                "albert.embeddings.LayerNorm"),
+    KeyRow("encoder.projection",                     "albert.encoder.embedding_hidden_mapping_in"),
+    KeyRow("encoder.layers.{i}.attention.query",     "albert.encoder.albert_layer_groups.{g}.albert_layers.{b}.attention.query"),
+    KeyRow("encoder.layers.{i}.attention.key",       "albert.encoder.albert_layer_groups.{g}.albert_layers.{b}.attention.key"),
+    KeyRow("encoder.layers.{i}.attention.value",     "albert.encoder.albert_layer_groups.{g}.albert_layers.{b}.attention.value"),
+    KeyRow("encoder.layers.{i}.attention.output",    "albert.encoder.albert_layer_groups.{g}.albert_layers.{b}.attention.dense"),
+    KeyRow("encoder.layers.{i}.attention_norm",      "albert.encoder.albert_layer_groups.{g}.albert_layers.{b}.attention.LayerNorm"),
+    KeyRow("encoder.layers.{i}.feed_forward.up",     "albert.encoder.albert_layer_groups.{g}.albert_layers.{b}.ffn"),
+    KeyRow("encoder.layers.{i}.feed_forward.down",   "albert.encoder.albert_layer_groups.{g}.albert_layers.{b}.ffn_output"),
+    KeyRow("encoder.layers.{i}.feed_forward_norm",   "albert.encoder.albert_layer_groups.{g}.albert_layers.{b}.full_layer_layer_norm"),
+    KeyRow("pooler.dense",                           "albert.pooler"),
+)
+
+MASKED_LM_KEYS = (
+    KeyRow("head.dense",        "predictions.dense"),
+    KeyRow("head.norm",         "predictions.LayerNorm"),
+    KeyRow("head.decoder",      "predictions.decoder"),
+    KeyRow("head.decoder.bias", "predictions.bias"),
+)
+
+IGNORED = (
+    Ignored("albert.embeddings.position_ids",   "positions are counted, not stored"),
+    Ignored("albert.embeddings.token_type_ids", "zeros are made when needed"),
+    Ignored("sop_classifier.classifier.weight", "sentence-order prediction is not one of the heads"),
+    Ignored("sop_classifier.classifier.bias",   "sentence-order prediction is not one of the heads"),
+)
+# fmt: on
+
+
+def indices(c: AlbertConfig) -> list[dict[str, int]]:
+    """Return which group and place each stored block has."""
+    size = c.blocks_per_group
+    return [{"i": g * size + b, "g": g, "b": b} for g in range(c.num_groups) for b in range(size)]
+
+
+def block(c: AlbertConfig) -> Graph:
+    """Return one block: BERT's, without dropout inside the feed-forward part."""
+    attention = SelfAttention(c.hidden_size, c.num_heads, c.attention_dropout, c.hidden_dropout)
+    feed_forward = FeedForward(c.hidden_size, c.intermediate_size, c.activation, 0.0)
+    return post_norm_block(attention, feed_forward, c.hidden_size, c.norm_eps)
+
+
+def encoder(c: AlbertConfig) -> Graph:
+    """Return the graph from ids to token states."""
+    embeddings = Embeddings(
+        c.vocab_size, c.embedding_size, c.norm_eps, c.hidden_dropout,
+        max_positions=c.max_positions, type_vocab_size=c.type_vocab_size, pad_token_id=c.pad_token_id,
+    )  # fmt: skip
+    size = c.blocks_per_group
+    blocks = [block(c) for _ in range(c.num_groups * size)]
+    # The reference divides as floats and cuts off; the same expression keeps odd counts the same.
+    groups = [int(layer / (c.num_layers / c.num_groups)) for layer in range(c.num_layers)]
+    layers = Repeated(blocks, [group * size + b for group in groups for b in range(size)])
+    return (
+        FlowBuilder(embeddings, name="embeddings")
+        .label("encoder")
+        .input("token_type_ids", "position_ids", default=None)
+        .input("layout")
+        .using("token_type_ids", "position_ids", "layout")
+        .through(nn.Linear(c.embedding_size, c.hidden_size), name="projection")
+        .through(layers, name="layers").using("layout")
+        .build()
+    )  # fmt: skip
+
+
+HEADS = {
+    "sequence_classification": FamilyHead(
+        body=lambda c, labels: bodies.linear(c.hidden_size, labels, c.classifier_dropout or 0.0),
+        keys=(KeyRow("head.classifier", "classifier"),),
+        pooled=True,
+        classifier="head.classifier",
+    ),
+    "token_classification": FamilyHead(
+        body=lambda c, labels: bodies.linear(
+            c.hidden_size, labels, c.hidden_dropout if c.classifier_dropout is None else c.classifier_dropout
+        ),
+        keys=(KeyRow("head.classifier", "classifier"),),
+        classifier="head.classifier",
+    ),
+    "question_answering": FamilyHead(
+        body=lambda c, labels: bodies.linear(c.hidden_size, labels, None, name="spans"),
+        keys=(KeyRow("head.spans", "qa_outputs"),),
+    ),
+    "masked_lm": FamilyHead(
+        body=lambda c, _: bodies.lm(c.hidden_size, c.embedding_size, c.vocab_size, c.activation, c.norm_eps),
+        keys=MASKED_LM_KEYS,
+        ties=(Tie("encoder.embeddings.word.weight", "head.decoder.weight"),),
+        aliases=(("predictions.decoder.bias", "predictions.bias"),),
+    ),
+}
+
+FAMILY = Family(
+    model_type="albert",
+    class_prefix="Albert",
+    base_prefix="albert",
+    config=AlbertConfig,
+    rows=CONFIG,
+    inert=INERT,
+    keys=KEYS,
+    ignored=IGNORED,
+    encoder=encoder,
+    pooler=lambda c: pooler(c.hidden_size),
+    heads=HEADS,
+    indices=indices,
+    pretraining={"AlbertForPreTraining": "masked_lm"},
+)

@@ -1,0 +1,161 @@
+"""DistilBERT (Sanh et al. 2019, https://arxiv.org/abs/1910.01108).
+
+BERT's encoder with fewer layers. It departs from BERT in:
+
+* no token types and no pooler;
+* no dropout on the attention's output, and an epsilon that is always 1e-12;
+* classification reads the first token through a projection and ReLU, with its own dropout;
+* question answering drops before its projection.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flodl.graph import Graph
+from flodl_hf import bodies
+from flodl_hf.attention import SelfAttention
+from flodl_hf.config_rows import Inert, Row, activation, count, fraction, optional, token_id
+from flodl_hf.encoder import Embeddings, FeedForward, chain, post_norm_block, stack
+from flodl_hf.family import Family, FamilyHead, Ignored
+from flodl_hf.keys import KeyRow, Tie
+
+__all__ = ["FAMILY", "DistilBertConfig"]
+
+NORM_EPS = 1e-12  # fixed in the reference implementation, not in its configuration
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistilBertConfig:
+    """The settings of a DistilBERT encoder."""
+
+    vocab_size: int
+    """Rows of the word table."""
+    hidden_size: int
+    """Width of a token's state."""
+    num_layers: int
+    """Blocks in the stack."""
+    num_heads: int
+    """Attention heads of a block; divides ``hidden_size``."""
+    intermediate_size: int
+    """Width inside the feed-forward part."""
+    max_positions: int
+    """Rows of the position table: the longest row of tokens."""
+    activation: str = "gelu"
+    """Name of the feed-forward activation."""
+    hidden_dropout: float = 0.1
+    """Probability of dropping a value of a state, in [0, 1)."""
+    attention_dropout: float = 0.1
+    """Probability of dropping an attention weight, in [0, 1)."""
+    span_dropout: float = 0.1
+    """Probability of dropping a value before the answer's projection, in [0, 1)."""
+    classifier_dropout: float = 0.2
+    """Probability of dropping a value before the text labels' projection, in [0, 1)."""
+    pad_token_id: int | None = 0
+    """The word row that gets no gradient."""
+
+
+# fmt: off
+CONFIG = (
+    Row("vocab_size",         "vocab_size",              count(most=10_000_000)),
+    Row("hidden_size",        "dim",                     count()),
+    Row("num_layers",         "n_layers",                count(most=1024)),
+    Row("num_heads",          "n_heads",                 count(most=4096)),
+    Row("intermediate_size",  "hidden_dim",              count(most=1_000_000)),
+    Row("max_positions",      "max_position_embeddings", count(most=1_000_000)),
+    Row("activation",         "activation",              activation(), "gelu"),
+    Row("hidden_dropout",     "dropout",                 fraction(), 0.1),
+    Row("attention_dropout",  "attention_dropout",       fraction(), 0.1),
+    Row("span_dropout",       "qa_dropout",              fraction(), 0.1),
+    Row("classifier_dropout", "seq_classif_dropout",     fraction(), 0.2),
+    Row("pad_token_id",       "pad_token_id",            optional(token_id()), 0),
+)
+
+INERT = (
+    Inert("sinusoidal_pos_embds", "how the position table was first filled; its values are in the weights"),
+    Inert("output_hidden_states", "an argument of the call here"),
+)
+
+KEYS = (
+    KeyRow("encoder.embeddings.word",               "distilbert.embeddings.word_embeddings"),
+    KeyRow("encoder.embeddings.position",           "distilbert.embeddings.position_embeddings"),
+    KeyRow("encoder.embeddings.norm",               "distilbert.embeddings.LayerNorm"),
+    KeyRow("encoder.layers.{i}.attention.query",    "distilbert.transformer.layer.{i}.attention.q_lin"),
+    KeyRow("encoder.layers.{i}.attention.key",      "distilbert.transformer.layer.{i}.attention.k_lin"),
+    KeyRow("encoder.layers.{i}.attention.value",    "distilbert.transformer.layer.{i}.attention.v_lin"),
+    KeyRow("encoder.layers.{i}.attention.output",   "distilbert.transformer.layer.{i}.attention.out_lin"),
+    KeyRow("encoder.layers.{i}.attention_norm",     "distilbert.transformer.layer.{i}.sa_layer_norm"),
+    KeyRow("encoder.layers.{i}.feed_forward.up",    "distilbert.transformer.layer.{i}.ffn.lin1"),
+    KeyRow("encoder.layers.{i}.feed_forward.down",  "distilbert.transformer.layer.{i}.ffn.lin2"),
+    KeyRow("encoder.layers.{i}.feed_forward_norm",  "distilbert.transformer.layer.{i}.output_layer_norm"),
+)
+
+MASKED_LM_KEYS = (
+    KeyRow("head.dense",   "vocab_transform"),
+    KeyRow("head.norm",    "vocab_layer_norm"),
+    KeyRow("head.decoder", "vocab_projector"),
+)
+
+IGNORED = (
+    Ignored("distilbert.embeddings.position_ids", "positions are counted, not stored"),
+)
+# fmt: on
+
+
+def block(c: DistilBertConfig) -> Graph:
+    """Return one layer: BERT's, without dropout on the attention's output."""
+    attention = SelfAttention(c.hidden_size, c.num_heads, c.attention_dropout, 0.0)
+    feed_forward = FeedForward(c.hidden_size, c.intermediate_size, c.activation, c.hidden_dropout)
+    return post_norm_block(attention, feed_forward, c.hidden_size, NORM_EPS)
+
+
+def encoder(c: DistilBertConfig) -> Graph:
+    """Return the graph from ids to token states."""
+    embeddings = Embeddings(
+        c.vocab_size, c.hidden_size, NORM_EPS, c.hidden_dropout,
+        max_positions=c.max_positions, pad_token_id=c.pad_token_id,
+    )  # fmt: skip
+    return chain(embeddings, stack(block(c) for _ in range(c.num_layers)))
+
+
+def _classification(c: DistilBertConfig, num_labels: int) -> Graph:
+    return bodies.first_token_mlp(
+        c.hidden_size, num_labels, dropout_in=None, activation="relu", dropout_out=c.classifier_dropout
+    )
+
+
+HEADS = {
+    "sequence_classification": FamilyHead(
+        body=_classification,
+        keys=(KeyRow("head.dense", "pre_classifier"), KeyRow("head.classifier", "classifier")),
+        classifier="head.classifier",
+    ),
+    "token_classification": FamilyHead(
+        body=lambda c, labels: bodies.linear(c.hidden_size, labels, c.hidden_dropout),
+        keys=(KeyRow("head.classifier", "classifier"),),
+        classifier="head.classifier",
+    ),
+    "question_answering": FamilyHead(
+        body=lambda c, labels: bodies.linear(c.hidden_size, labels, c.span_dropout, name="spans"),
+        keys=(KeyRow("head.spans", "qa_outputs"),),
+    ),
+    "masked_lm": FamilyHead(
+        body=lambda c, _: bodies.lm(c.hidden_size, c.hidden_size, c.vocab_size, c.activation, NORM_EPS),
+        keys=MASKED_LM_KEYS,
+        ties=(Tie("encoder.embeddings.word.weight", "head.decoder.weight"),),
+    ),
+}
+
+FAMILY = Family(
+    model_type="distilbert",
+    class_prefix="DistilBert",
+    base_prefix="distilbert",
+    config=DistilBertConfig,
+    rows=CONFIG,
+    inert=INERT,
+    keys=KEYS,
+    ignored=IGNORED,
+    encoder=encoder,
+    heads=HEADS,
+    uses_token_types=False,
+)

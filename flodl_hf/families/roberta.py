@@ -1,0 +1,88 @@
+"""RoBERTa (Liu et al. 2019, https://arxiv.org/abs/1907.11692).
+
+BERT's encoder under another prefix. It departs from BERT in:
+
+* positions are counted over the ids that are not padding and start after the padding id, so the
+  first ``pad_token_id + 1`` rows of the table are never a token's;
+* classification reads the first token through a projection and tanh of its own, not the pooler;
+* the masked-word head's activation is always the exact GELU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from flodl.graph import Graph
+from flodl_hf import bodies
+from flodl_hf.config_rows import count
+from flodl_hf.encoder import Embeddings, bert_block, chain, stack
+from flodl_hf.families import bert
+from flodl_hf.family import FamilyHead, Ignored
+from flodl_hf.keys import KeyRow, Tie
+
+__all__ = ["FAMILY", "RobertaConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RobertaConfig(bert.BertConfig):
+    """The settings of a RoBERTa encoder: BERT's, with padding at id 1."""
+
+    pad_token_id: int = 1
+    """The id that positions skip; its word and position rows get no gradient."""
+
+
+# fmt: off
+CONFIG = tuple(
+    replace(row, check=count(0, 10_000_000), default=1) if row.field == "pad_token_id" else row for row in bert.CONFIG
+)
+
+KEYS = tuple(KeyRow(row.ours, row.theirs.replace("bert.", "roberta.", 1)) for row in bert.KEYS)
+
+MASKED_LM_KEYS = (
+    KeyRow("head.dense",        "lm_head.dense"),
+    KeyRow("head.norm",         "lm_head.layer_norm"),
+    KeyRow("head.decoder",      "lm_head.decoder"),
+    KeyRow("head.decoder.bias", "lm_head.bias"),
+)
+
+IGNORED = (
+    Ignored("roberta.embeddings.position_ids",   "positions are counted, not stored"),
+    Ignored("roberta.embeddings.token_type_ids", "zeros are made when needed"),
+)
+# fmt: on
+
+
+def encoder(c: RobertaConfig) -> Graph:
+    """Return the graph from ids to token states."""
+    embeddings = Embeddings(
+        c.vocab_size, c.hidden_size, c.norm_eps, c.hidden_dropout, max_positions=c.max_positions,
+        type_vocab_size=c.type_vocab_size, pad_token_id=c.pad_token_id, positions_after_pad=True,
+    )  # fmt: skip
+    return chain(embeddings, stack(bert_block(c) for _ in range(c.num_layers)))
+
+
+def _classification(c: RobertaConfig, num_labels: int) -> Graph:
+    dropout = bert.classifier_dropout(c)
+    return bodies.first_token_mlp(c.hidden_size, num_labels, dropout_in=dropout, activation="tanh", dropout_out=dropout)
+
+
+HEADS = {
+    "sequence_classification": FamilyHead(
+        body=_classification,
+        keys=(KeyRow("head.dense", "classifier.dense"), KeyRow("head.classifier", "classifier.out_proj")),
+        classifier="head.classifier",
+    ),
+    "token_classification": bert.HEADS["token_classification"],
+    "question_answering": bert.HEADS["question_answering"],
+    "masked_lm": FamilyHead(
+        body=lambda c, _: bodies.lm(c.hidden_size, c.hidden_size, c.vocab_size, "gelu", c.norm_eps),
+        keys=MASKED_LM_KEYS,
+        ties=(Tie("encoder.embeddings.word.weight", "head.decoder.weight"),),
+        aliases=(("lm_head.decoder.bias", "lm_head.bias"),),
+    ),
+}
+
+FAMILY = bert.FAMILY.renamed(
+    "roberta", "Roberta", base_prefix="roberta", config=RobertaConfig, rows=CONFIG, keys=KEYS, ignored=IGNORED,
+    encoder=encoder, heads=HEADS, pretraining={}, unused_positions=lambda c: c.pad_token_id + 1,
+)  # fmt: skip

@@ -1,0 +1,12 @@
+"""XLM-RoBERTa (Conneau et al. 2019, https://arxiv.org/abs/1911.02116): RoBERTa with a vocabulary of a hundred languages.
+
+An alias: architecture, tensor names and configuration are RoBERTa's; only the names differ.
+"""
+
+from __future__ import annotations
+
+from flodl_hf.families import roberta
+
+__all__ = ["FAMILY"]
+
+FAMILY = roberta.FAMILY.renamed("xlm-roberta", "XLMRoberta")
