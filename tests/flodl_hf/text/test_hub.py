@@ -1,0 +1,471 @@
+"""A repository name becomes a folder of exactly the files that are needed, or an error that says what to do."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+
+from flodl.errors import HubError
+from flodl_hf.hub import resolve
+
+huggingface_hub = pytest.importorskip("huggingface_hub")
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+WEIGHTS = b"weights" * 1000
+FILES = {
+    "config.json": b'{"model_type": "bert"}',
+    "model.safetensors": WEIGHTS,
+    "tokenizer.json": b"{}",
+    "modules.json": b"[]",
+    "1_Pooling/config.json": b"{}",
+    "README.md": b"# not needed",
+    "onnx/model.safetensors": b"not needed",
+    "pytorch_model.bin": b"not needed",
+    "tf_model.h5": b"not needed",
+}
+
+
+class Hub:
+    """A fake Hub on the loopback interface; what it answers is set by its attributes."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, bytes] = dict(FILES)
+        self.served: dict[str, bytes] = {}
+        self.status: int | None = None
+        self.error_code = ""
+        self.token: str | None = None
+        self.requests: list[str] = []
+        self.tokens: set[str | None] = set()
+        hub = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+            def answer(self, status: int, body: bytes = b"", **headers: str) -> None:
+                self.send_response(status)
+                for name, value in headers.items():
+                    self.send_header(name.replace("_", "-"), value)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                if self.command != "HEAD":
+                    self.wfile.write(body)
+
+            def handle_any(self) -> None:
+                path = unquote(self.path.split("?")[0])
+                hub.requests.append(f"{self.command} {path}")
+                hub.tokens.add(self.headers.get("Authorization"))
+                if hub.status is not None:
+                    return self.answer(hub.status, b"{}", X_Error_Code=hub.error_code)
+                if hub.token and self.headers.get("Authorization") != f"Bearer {hub.token}":
+                    return self.answer(401, b"{}")
+                if path.startswith("/api/models/ada/tiny/revision/"):
+                    revision = path.rsplit("/", 1)[1]
+                    if revision not in ("main", "v1", COMMIT):
+                        return self.answer(404, b"{}", X_Error_Code="RevisionNotFound")
+                    siblings = [
+                        {
+                            "rfilename": name,
+                            "size": len(data),
+                            **(
+                                {
+                                    "lfs": {
+                                        "sha256": hashlib.sha256(data).hexdigest(),
+                                        "size": len(data),
+                                        "pointerSize": 1,
+                                    }
+                                }
+                                if name.endswith(".safetensors")
+                                else {"blobId": hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()}
+                            ),
+                        }
+                        for name, data in hub.files.items()
+                    ]
+                    body = json.dumps({"id": "ada/tiny", "sha": COMMIT, "siblings": siblings}).encode()
+                    return self.answer(200, body, Content_Type="application/json")
+                prefix = f"/ada/tiny/resolve/{COMMIT}/"
+                if path.startswith(prefix):
+                    name = path.removeprefix(prefix)
+                    if name not in hub.files:
+                        return self.answer(404, b"", X_Error_Code="EntryNotFound", X_Repo_Commit=COMMIT)
+                    announced, body = hub.files[name], hub.served.get(name, hub.files[name])
+                    etag = hashlib.sha256(announced).hexdigest()
+                    if self.command == "HEAD":
+                        self.send_response(200)
+                        self.send_header("ETag", f'"{etag}"')
+                        self.send_header("X-Repo-Commit", COMMIT)
+                        self.send_header("Content-Length", str(len(announced)))
+                        self.end_headers()
+                        return None
+                    return self.answer(200, body, ETag=f'"{etag}"', X_Repo_Commit=COMMIT)
+                return self.answer(404, b"{}", X_Error_Code="RepoNotFound")
+
+            do_GET = do_HEAD = handle_any
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+        self.thread = threading.Thread(
+            target=self.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+        )
+        self.thread.start()
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+        self.thread.join()
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    server = Hub()
+    _point_at(monkeypatch, server.url)
+    yield server
+    # Connections that the client keeps open would outlive the test.
+    close = getattr(huggingface_hub, "close_session", None)
+    if close is not None:
+        close()
+    server.close()
+
+
+def _point_at(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    monkeypatch.setattr(
+        constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}"
+    )
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_PROGRESS_BARS", True)
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def _names(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_only_the_needed_files_are_fetched(hub: Hub, tmp_path: Path) -> None:
+    found = resolve("ada/tiny", cache_dir=tmp_path)
+    assert _names(found.folder) == {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "modules.json",
+        "1_Pooling/config.json",
+    }
+    assert (found.folder / "model.safetensors").read_bytes() == WEIGHTS
+    assert (found.name, found.revision, found.commit) == ("ada/tiny", "main", COMMIT)
+
+
+def test_shards_are_taken_from_the_index(hub: Hub, tmp_path: Path) -> None:
+    del hub.files["model.safetensors"]
+    hub.files["model.safetensors.index.json"] = json.dumps(
+        {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    ).encode()
+    hub.files["model-00001-of-00002.safetensors"] = b"one"
+    hub.files["model-00002-of-00002.safetensors"] = b"two"
+    found = resolve("ada/tiny", cache_dir=tmp_path)
+    assert {name for name in _names(found.folder) if "model-" in name or "index" in name} == {
+        "model.safetensors.index.json",
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+    }
+    resolve("ada/tiny", cache_dir=tmp_path, local_files_only=True)
+    (found.folder / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(HubError) as caught:
+        resolve("ada/tiny", cache_dir=tmp_path, local_files_only=True)
+    assert caught.value.missing == ["model-00002-of-00002.safetensors"]
+
+
+def test_a_repository_with_only_bin_weights_gives_those(hub: Hub, tmp_path: Path) -> None:
+    del hub.files["model.safetensors"]
+    assert "pytorch_model.bin" in _names(resolve("ada/tiny", cache_dir=tmp_path).folder)
+
+
+def test_a_repository_without_readable_weights_says_which_there_are(hub: Hub, tmp_path: Path) -> None:
+    del hub.files["model.safetensors"], hub.files["pytorch_model.bin"]
+    with pytest.raises(HubError) as caught:
+        resolve("ada/tiny", cache_dir=tmp_path)
+    assert caught.value.others == ["onnx/model.safetensors", "tf_model.h5"]
+    assert "flodl-hf convert" in str(caught.value)
+    # A tokenizer alone can still be had.
+    assert _names(resolve("ada/tiny", cache_dir=tmp_path, files=("tokenizer.json",)).folder) == {
+        "tokenizer.json"
+    }
+
+
+def test_a_subfolder_is_the_root_of_what_is_fetched(hub: Hub, tmp_path: Path) -> None:
+    hub.files["onnx/config.json"] = b"{}"
+    found = resolve("ada/tiny", subfolder="onnx", cache_dir=tmp_path)
+    assert found.folder.name == "onnx"
+    assert _names(found.folder) == {"model.safetensors", "config.json"}
+    assert resolve("ada/tiny", subfolder="onnx", cache_dir=tmp_path, local_files_only=True) == found
+
+
+@pytest.mark.parametrize(
+    ("name", "revision"), [("ada/tiny@v1", None), ("ada/tiny", "v1"), ("ada/tiny@v1", "v1")]
+)
+def test_a_revision_may_stand_in_the_name(hub: Hub, tmp_path: Path, name: str, revision: str | None) -> None:
+    found = resolve(name, revision=revision, cache_dir=tmp_path)
+    assert (found.name, found.revision, found.commit) == ("ada/tiny", "v1", COMMIT)
+
+
+def test_two_different_revisions_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(HubError):
+        resolve("ada/tiny@v1", revision="main", cache_dir=tmp_path)
+
+
+class _NoSocket(socket.socket):
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        raise AssertionError("a socket was opened")
+
+
+_events: list[str] | None = None
+
+
+def _watch(event: str, arguments: object) -> None:
+    if _events is not None and event in ("socket.connect", "socket.getaddrinfo", "socket.bind"):
+        _events.append(event)
+
+
+sys.addaudithook(_watch)
+
+
+@pytest.mark.parametrize("switch", ["argument", "environment"])
+def test_offline_opens_no_socket(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, switch: str
+) -> None:
+    global _events
+    online = resolve("ada/tiny", cache_dir=tmp_path)
+    if switch == "environment":
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    only = {"local_files_only": switch == "argument"}
+    monkeypatch.setattr(socket, "socket", _NoSocket)
+    _events = []
+    try:
+        assert resolve("ada/tiny", cache_dir=tmp_path, **only) == online
+        with pytest.raises(HubError) as caught:
+            resolve("ada/other", cache_dir=tmp_path, **only)
+        events = _events
+    finally:
+        _events = None
+    assert events == []
+    assert caught.value.offline
+    assert "hf download ada/other" in str(caught.value)
+
+
+def test_the_socket_watch_sees_a_connection(hub: Hub, tmp_path: Path) -> None:
+    global _events
+    _events = []
+    try:
+        resolve("ada/tiny", cache_dir=tmp_path)
+        events = _events
+    finally:
+        _events = None
+    assert "socket.connect" in events
+
+
+def test_a_cached_commit_is_used_without_asking(hub: Hub, tmp_path: Path) -> None:
+    first = resolve("ada/tiny", cache_dir=tmp_path)
+    hub.requests.clear()
+    again = resolve("ada/tiny", revision=COMMIT, cache_dir=tmp_path)
+    assert again.folder == first.folder
+    assert hub.requests == []
+
+
+def test_a_second_load_asks_once_and_downloads_nothing(hub: Hub, tmp_path: Path) -> None:
+    resolve("ada/tiny", cache_dir=tmp_path)
+    hub.requests.clear()
+    resolve("ada/tiny", cache_dir=tmp_path)
+    assert hub.requests == ["GET /api/models/ada/tiny/revision/main"]
+
+
+@pytest.mark.parametrize("status", [500, 503, 429])
+def test_a_failing_server_leaves_the_cache_in_use(hub: Hub, tmp_path: Path, status: int) -> None:
+    first = resolve("ada/tiny", cache_dir=tmp_path)
+    hub.status = status
+    assert resolve("ada/tiny", cache_dir=tmp_path) == first
+    with pytest.raises(HubError) as caught:
+        resolve("ada/other", cache_dir=tmp_path)
+    assert str(status) in str(caught.value)
+
+
+def test_no_network_and_nothing_cached_says_so_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+    _point_at(monkeypatch, f"http://127.0.0.1:{port}")
+    with pytest.raises(HubError) as caught:
+        resolve("ada/tiny", cache_dir=tmp_path)
+    assert "cannot be reached" in str(caught.value)
+    assert "hf download ada/tiny" in str(caught.value)
+    assert caught.value.offline
+
+
+def test_an_unknown_repository_is_named(hub: Hub, tmp_path: Path) -> None:
+    with pytest.raises(HubError) as caught:
+        resolve("ada/absent", cache_dir=tmp_path)
+    assert caught.value.name == "ada/absent"
+    assert caught.value.status == 404
+    assert "no such repository" in str(caught.value)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def test_an_unknown_revision_is_named(hub: Hub, tmp_path: Path) -> None:
+    with pytest.raises(HubError) as caught:
+        resolve("ada/tiny@v9", cache_dir=tmp_path)
+    assert caught.value.revision == "v9"
+    assert "no such revision" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "words"),
+    [
+        (401, "", "token"),
+        (403, "", "token"),
+        (403, "GatedRepo", "granted on request"),
+        (401, "GatedRepo", "granted"),
+    ],
+)
+def test_refused_access_says_how_to_log_in(
+    hub: Hub, tmp_path: Path, status: int, code: str, words: str
+) -> None:
+    hub.status, hub.error_code = status, code
+    with pytest.raises(HubError) as caught:
+        resolve("ada/tiny", cache_dir=tmp_path)
+    assert caught.value.status == status
+    assert words in str(caught.value)
+    assert "hf auth login" in str(caught.value)
+
+
+def test_the_token_is_sent(hub: Hub, tmp_path: Path) -> None:
+    hub.token = "hf_secret"
+    assert resolve("ada/tiny", token="hf_secret", cache_dir=tmp_path).commit == COMMIT
+    assert hub.tokens == {"Bearer hf_secret"}
+
+
+@pytest.mark.parametrize(
+    "served",
+    [
+        b"tampered" * 875,
+        WEIGHTS[:-1],
+        WEIGHTS + b"x",
+    ],
+    ids=["other bytes", "short", "long"],
+)
+def test_a_file_altered_on_the_way_is_refused_and_not_kept(hub: Hub, tmp_path: Path, served: bytes) -> None:
+    assert served != WEIGHTS
+    hub.served["model.safetensors"] = served
+    with pytest.raises(HubError) as caught:
+        resolve("ada/tiny", cache_dir=tmp_path)
+    assert "model.safetensors" in str(caught.value)
+    kept = [
+        path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and ".incomplete" not in path.name
+    ]
+    assert served not in kept
+    hub.served.clear()
+    assert (resolve("ada/tiny", cache_dir=tmp_path).folder / "model.safetensors").read_bytes() == WEIGHTS
+
+
+def test_a_file_cut_short_in_the_cache_is_fetched_again(hub: Hub, tmp_path: Path) -> None:
+    weights = resolve("ada/tiny", cache_dir=tmp_path).folder / "model.safetensors"
+    weights.resolve().write_bytes(b"short")
+    assert (resolve("ada/tiny", cache_dir=tmp_path).folder / "model.safetensors").read_bytes() == WEIGHTS
+
+
+def test_a_local_folder_wins_and_needs_no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ada" / "tiny" / "sub").mkdir(parents=True)
+    monkeypatch.setattr(socket, "socket", _NoSocket)
+    assert resolve("ada/tiny").folder == Path("ada/tiny")
+    assert resolve(tmp_path / "ada" / "tiny", subfolder="sub").folder == tmp_path / "ada" / "tiny" / "sub"
+    for options in ({"subfolder": "absent"}, {"revision": "v1"}):
+        with pytest.raises(HubError):
+            resolve("ada/tiny", **options)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "a\nb",
+        "nul\0",
+        "../x",
+        "a/b/c",
+        "/absent/folder",
+        "./absent",
+        "ada/../tiny",
+        "ada/t..y",
+        "ada/tiny.git",
+        "-ada/tiny",
+        "ada/",
+        "ada/ti ny",
+        "ada/tıny",
+        "ada\\tiny",
+        "http://x/y",
+        "ada/" + "x" * 97,
+        "ada/tiny@",
+        "ada/tiny@../main",
+        "ada/tiny@a b",
+        "ada/tiny@/etc",
+        "ada/tiny@" + "x" * 300,
+    ],
+)
+def test_malformed_names_are_refused_before_any_request(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "socket", _NoSocket)
+    with pytest.raises(HubError):
+        resolve(name)
+
+
+@pytest.mark.parametrize("subfolder", ["..", "a/../b", "/etc", "a//b", "a\\b", "a\0", ".git", "a/"])
+def test_malformed_subfolders_are_refused(subfolder: str, tmp_path: Path) -> None:
+    with pytest.raises(HubError):
+        resolve(tmp_path, subfolder=subfolder)
+
+
+def test_the_usual_environment_variables_are_honoured(hub: Hub, tmp_path: Path) -> None:
+    hub.token = "hf_env"
+    environment = {
+        **os.environ,
+        "HF_HOME": str(tmp_path / "home"),
+        "HF_ENDPOINT": hub.url,
+        "HF_TOKEN": "hf_env",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    }
+    environment.pop("HF_HUB_CACHE", None)
+    code = "from flodl_hf.hub import resolve; print(resolve('ada/tiny').folder)"
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode == 0, run.stderr
+    assert Path(run.stdout.strip()).is_relative_to(tmp_path / "home" / "hub")
+    environment.update(HF_HUB_OFFLINE="1", HF_ENDPOINT="http://127.0.0.1:9")
+    offline = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert offline.stdout == run.stdout
+
+
+def test_a_local_folder_does_not_import_huggingface_hub(tmp_path: Path) -> None:
+    code = (
+        "import sys; from flodl_hf.hub import resolve; resolve(sys.argv[1]); "
+        "sys.exit('huggingface_hub' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=120).returncode == 0
