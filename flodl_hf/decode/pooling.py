@@ -113,7 +113,8 @@ def _names(pooling: Pooling | Sequence[Pooling]) -> list[str]:
     unknown = [name for name in names if name not in get_args(Pooling)]
     if unknown or not names:
         raise PredictError(
-            f"embeddings: pooling {unknown or 'nothing'}; expected one or more of {', '.join(get_args(Pooling))}",
+            f"embeddings: pooling {unknown or 'nothing'}; "
+            f"expected one or more of {', '.join(get_args(Pooling))}",
             pooling=names,
         )
     return names
@@ -122,7 +123,7 @@ def _names(pooling: Pooling | Sequence[Pooling]) -> list[str]:
 def _from_pooler(pooler_output: Tensor | None) -> Tensor:
     if pooler_output is None:
         raise PredictError(
-            "embeddings: pooling 'pooler' asks for a pooler, the model has none; use 'cls' or 'mean'"
+            "embeddings: pooling 'pooler' asks for a pooler, there is none; use 'cls' or 'mean'"
         )
     return _float(pooler_output)
 

@@ -95,10 +95,17 @@ def content_of(rows: Sequence[TokenRow], sequence: int = 0) -> Content:
     """Return the tokens of ``rows`` that belong to text number ``sequence`` (0 or 1), as arrays.
 
     A special token written by hand inside a text counts as content, since it covers characters of that text.
+
+    Raises:
+        PredictError: a row came without offsets.
     """
     lengths = np.fromiter((len(row.ids) for row in rows), np.int64, len(rows))
     total = int(lengths.sum())
     kept = np.flatnonzero(_integers((row.sequence_ids for row in rows), total) == sequence)
+    if any(len(row.offsets) != len(row.ids) for row in rows):
+        raise PredictError(
+            "decoding: rows without offsets; expected one span per token; encode the texts with offsets"
+        )
     starts = np.cumsum(lengths) - lengths
     row_of = np.repeat(np.arange(len(rows)), lengths)[kept]
     counts = np.bincount(row_of, minlength=len(rows)).astype(np.int64)

@@ -66,8 +66,9 @@ def question_answering(
     by_text: dict[str, dict[str, Any]] = {}
     for row, place, end_place in zip(rows, places.tolist(), end_places.tolist(), strict=True):
         size = len(row.ids)
+        # With the context first (padding on the left) the pipeline bars nothing, not even the question.
         allowed = np.array(
-            [s == sequence or i == cls_id for s, i in zip(row.sequence_ids, row.ids, strict=True)]
+            [sequence == 0 or s == 1 or i == cls_id for s, i in zip(row.sequence_ids, row.ids, strict=True)]
         )
         start = _normalised(flat_start[place : place + size], allowed)
         end = _normalised(flat_end[end_place : end_place + size], allowed)
@@ -90,7 +91,7 @@ def question_answering(
 
 
 def _normalised(logits: torch.Tensor, allowed: np.ndarray) -> np.ndarray:
-    """Return the soft-max over one window, tokens that are not allowed pushed down first; float16 stays float16."""
+    """Return the soft-max over one window, barred tokens pushed down first; float16 stays float16."""
     if logits.dtype == torch.bfloat16:
         logits = logits.float()
     values = np.where(allowed, logits.cpu().numpy(), _BARRED)

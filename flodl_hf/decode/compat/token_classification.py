@@ -173,7 +173,7 @@ def _word(pieces: list[_Piece], strategy: str, tokenizer: TokenizerFacts) -> _Pi
 
 
 def _tag(label: str) -> tuple[bool, str]:
-    """Return whether the label begins an entity, and the entity; a label without ``B-`` or ``I-`` continues one."""
+    """Return whether the label begins an entity, and the entity; labels without a tag continue one."""
     return label.startswith("B-"), label[2:] if label.startswith(("B-", "I-")) else label
 
 
