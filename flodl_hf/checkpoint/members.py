@@ -100,7 +100,8 @@ class Folder:
         if fault is not None:
             raise UnsafeFileError(
                 f"{self.path}: names the file {printable(str(name))}, which is {fault}; "
-                f"expected the plain name of a file in the same folder; do not use this folder unless you know who made it",
+                f"expected the plain name of a file in the same folder; "
+                f"do not use this folder unless you know who made it",
                 path=str(self.path),
                 problems=[f"{printable(str(name))}: {fault}"],
             )

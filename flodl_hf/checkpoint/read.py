@@ -91,7 +91,7 @@ def read_extents_into(
     descriptor: int, where: str, extents: Sequence[Extent], tensors: Sequence[Tensor]
 ) -> None:
     """Fill ``tensors``, which must be contiguous, on the CPU and of the stored dtype and shape."""
-    views = [memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy()) for tensor in tensors]
+    views = [tensor.detach().reshape(-1).view(torch.uint8).numpy().data for tensor in tensors]
     _fill(descriptor, where, extents, views)
 
 

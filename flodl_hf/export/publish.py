@@ -1,0 +1,326 @@
+"""A whole folder published at once: a reader sees the old one or the new one, never a mixture.
+
+Decides how a folder comes into being: it is written beside its target under a hidden name, synced, exchanged
+with the target in one step of the file system, and only then is the old one removed. What goes into the
+folder is the writer's.
+
+Names beside the target: ``.<name>.stage-<token>`` is being written, or waits to be removed after an exchange;
+``.<name>.old-<token>`` exists only where the file system cannot exchange, between two renames. Whoever writes
+holds a lock on the stage; the next publish to the same target removes stages that nobody holds and puts an
+orphaned old folder back.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Callable
+from contextlib import suppress
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from flodl.errors import ExportError, capped, printable
+
+__all__ = ["is_model_file", "publish_folder"]
+
+_MODEL_FILES = (
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "pytorch_model*.bin",
+    "pytorch_model*.bin.index.json",
+    "*config*.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.txt",
+    "vocab.json",
+    "merges.txt",
+    "*.model",
+    "modules.json",
+    "verification.json",
+    "README.md",
+    "LICENSE*",
+    "[0-9]*_*/*config*.json",  # the modules of a sentence-transformers folder
+    "[0-9]*_*/*.safetensors",
+    "[0-9]*_*/pytorch_model.bin",
+)
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_RENAME_EXCHANGE = 2  # linux/fs.h
+_AT_FDCWD = -100  # linux/fcntl.h
+_NOT_SUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM)
+
+
+def is_model_file(path: str) -> bool:
+    """Return whether ``path``, relative with ``/``, is a name that a model folder usually holds."""
+    depth = path.count("/")
+    return any(pattern.count("/") == depth and fnmatchcase(path, pattern) for pattern in _MODEL_FILES)
+
+
+def publish_folder(
+    target: str | os.PathLike[str],
+    writer: Callable[[Path], None],
+    *,
+    overwrite: bool = False,
+    needed_bytes: int = 0,
+    replaceable: Callable[[str], bool] = is_model_file,
+) -> Path:
+    """Let ``writer`` fill a new folder and put it in the place of ``target``, all or nothing.
+
+    An existing folder is replaced as a whole, never merged with. Whatever goes wrong before the exchange, and
+    a kill at any moment, leaves the old folder as it was.
+
+    Args:
+        target: the folder to publish; missing parents are made.
+        writer: given an empty folder, writes the files into it.
+        overwrite: replace a folder that is not empty.
+        needed_bytes: what the writer will write; refused at once where the disk has less.
+        replaceable: asked about each file of a folder to be replaced, relative with ``/``; one strange file
+            has the folder refused, so that overwriting cannot delete what is not a model.
+
+    Returns:
+        The absolute path of the published folder.
+
+    Raises:
+        ExportError: ``target`` is a file, a link, a mount point, the current folder or one above it, or a
+            non-empty folder without ``overwrite`` or with strange files; or the disk is full or refuses.
+            ``path``, ``needed_bytes`` and ``free_bytes`` say where and what.
+        Exception: whatever ``writer`` raises, after its stage was removed.
+    """
+    place = Path(os.path.abspath(target))
+    _check_target(place, overwrite, replaceable)
+    made = _make_parents(place)
+    published = False
+    try:
+        _check_space(place, needed_bytes)
+        _sweep(place)
+        stage, lock = _new_stage(place)
+        try:
+            writer(stage)
+            _sync_tree(stage)
+            if place.exists():
+                os.chmod(stage, stat.S_IMODE(place.stat().st_mode))
+            # The target may have changed while the writer ran.
+            _check_target(place, overwrite, replaceable)
+            _swap(stage, place, overwrite)
+            published = True
+        finally:
+            # Before the swap this is the unfinished folder, after it the old one.
+            shutil.rmtree(stage, ignore_errors=True)
+            _unlock(lock)
+    except OSError as error:
+        raise _refused(place, error, needed_bytes) from error
+    finally:
+        if not published:
+            for parent in made:
+                with suppress(OSError):
+                    parent.rmdir()
+    return place
+
+
+def _check_target(place: Path, overwrite: bool, replaceable: Callable[[str], bool]) -> None:
+    def refuse(found: str, todo: str, problems: list[str] | None = None) -> ExportError:
+        return ExportError(
+            f"{place}: found {found}, expected a new or empty folder; {todo}",
+            path=str(place),
+            problems=problems or [found],
+        )
+
+    try:
+        mode = os.lstat(place).st_mode
+    except FileNotFoundError:
+        return
+    except NotADirectoryError:
+        raise refuse("a path that runs through a file", "choose another folder") from None
+    if stat.S_ISLNK(mode):
+        raise refuse(f"a link to {os.readlink(place)}", "give the folder that it leads to")
+    if not stat.S_ISDIR(mode):
+        raise refuse("a file", "choose another name, or remove the file")
+    if os.path.ismount(place):
+        raise refuse("a mount point", "choose a folder inside it")
+    if Path.cwd().is_relative_to(place.resolve()):
+        # An exchanged folder is deleted, and the process would stand in it.
+        raise refuse("the current folder, or one above it", "choose a folder inside it, or start elsewhere")
+    files = sorted(_files(place))
+    if files and not overwrite:
+        raise refuse(f"a folder with {len(files)} files", "choose another, or allow overwriting")
+    strange = [name for name in files if not replaceable(name)]
+    if strange:
+        shown = [printable(name) for name in strange]
+        raise refuse(
+            f"{len(strange)} files that do not belong to a model:\n{capped(shown, 8)}\n",
+            "overwriting would delete them; move them away, or choose another folder",
+            shown,
+        )
+
+
+def _files(folder: Path) -> list[str]:
+    """Return every entry below ``folder`` that is not a folder, and every empty folder."""
+    found: list[str] = []
+    for root, folders, files in os.walk(folder):
+        base = Path(root).relative_to(folder)
+        found += [(base / name).as_posix() for name in files]
+        found += [(base / name).as_posix() for name in folders if (Path(root) / name).is_symlink()]
+        if not folders and not files and base.parts:
+            found.append(base.as_posix())
+    return found
+
+
+def _make_parents(place: Path) -> list[Path]:
+    """Make the missing parents; return those that were made, deepest first."""
+    missing = [parent for parent in place.parents if not parent.exists()]
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _refused(place, error, 0) from error
+    return missing
+
+
+def _check_space(place: Path, needed: int) -> None:
+    free = shutil.disk_usage(place.parent).free
+    if needed > free:
+        raise ExportError(
+            f"{place}: needs {needed:,} bytes, found {free:,} free; expected room for the whole new folder "
+            f"beside the old one; free some space, or choose another disk",
+            path=str(place),
+            problems=["not enough space"],
+            needed_bytes=needed,
+            free_bytes=free,
+        )
+
+
+def _refused(place: Path, error: OSError, needed: int) -> ExportError:
+    try:
+        free = shutil.disk_usage(place.parent).free
+    except OSError:
+        free = 0
+    at = f" at {error.filename}" if error.filename else ""
+    if error.errno in _DISK_FULL:
+        todo = "free some space, raise the limit, or choose another disk"
+    else:
+        todo = "check that the folder above may be written"
+    need = f", {needed:,} needed" if needed else ""
+    return ExportError(
+        f"{place}: cannot be written: {error.strerror or error}{at} ({free:,} bytes free{need}); "
+        f"expected to write a folder and rename it; nothing was changed; {todo}",
+        path=str(place),
+        problems=[str(error)],
+        needed_bytes=needed,
+        free_bytes=free,
+        errno=error.errno,
+    )
+
+
+def _new_stage(place: Path) -> tuple[Path, int | None]:
+    while True:
+        stage = place.with_name(f".{place.name[:180]}.stage-{secrets.token_hex(8)}")
+        os.mkdir(stage)  # not tempfile: its 0700 would become the mode of the published folder
+        lock = _lock(stage, wait=True)
+        # A sweep may have taken the new folder for a stale one, before it was locked.
+        if lock is None or (stage.exists() and os.path.samestat(os.fstat(lock), stage.stat())):
+            return stage, lock
+        _unlock(lock)
+
+
+def _sweep(place: Path) -> None:
+    """Remove what dead writers to this target left, and put back an old folder whose successor never came."""
+    prefix = f".{place.name[:180]}."
+    for entry in sorted(place.parent.iterdir()):
+        if entry.is_symlink() or not entry.name.startswith(prefix) or not entry.is_dir():
+            continue
+        kind = entry.name.removeprefix(prefix)
+        if not kind.startswith(("stage-", "old-")):
+            continue
+        lock = _lock(entry, wait=False)
+        if lock is None:
+            continue
+        try:
+            if kind.startswith("old-") and not os.path.lexists(place):
+                os.rename(entry, place)
+            else:
+                shutil.rmtree(entry, ignore_errors=True)
+        finally:
+            _unlock(lock)
+
+
+def _lock(folder: Path, *, wait: bool) -> int | None:
+    """Return a descriptor that holds the lock of ``folder``, None if it is taken or there are no locks here.
+
+    The system releases it with the process, however that ends.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        return None
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _unlock(lock: int | None) -> None:
+    if lock is not None:
+        os.close(lock)
+
+
+def _sync_tree(folder: Path) -> None:
+    for root, _, files in os.walk(folder, topdown=False):
+        for name in files:
+            path = os.path.join(root, name)
+            if not os.path.islink(path):
+                _sync(path)
+        _sync(root)
+
+
+def _sync(path: str | os.PathLike[str]) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems cannot sync a folder; an I/O error of the disk must be heard.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _swap(stage: Path, place: Path, overwrite: bool) -> None:
+    """Put ``stage`` where ``place`` is; what was there ends up at ``stage``."""
+    if not overwrite or not os.path.lexists(place):
+        # Replaces nothing or an empty folder, and fails on one that another process filled meanwhile.
+        os.rename(stage, place)
+    elif not _exchange(stage, place):
+        # No exchange here. Between these two renames the target is missing; the next publish puts it back.
+        old = stage.with_name(stage.name.replace(".stage-", ".old-"))
+        os.rename(place, old)
+        try:
+            os.rename(stage, place)
+        except BaseException:
+            os.rename(old, place)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
+    _sync(place.parent)
+
+
+def _exchange(source: Path, target: Path) -> bool:
+    """Exchange two names in one step; return False where the system or the file system cannot."""
+    import ctypes
+
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError, TypeError):
+        return False
+    if renameat2(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), _RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in _NOT_SUPPORTED:
+        return False
+    raise OSError(code, os.strerror(code), str(target))
