@@ -7,7 +7,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 from flodl.graph.protocol import offered
 from flodl.graph.tree import nearest_graphs
@@ -59,4 +59,4 @@ def _structure(module: nn.Module) -> Any:
 
 
 def _shape(tensor: Any) -> list[int] | str:
-    return "lazy" if isinstance(tensor, UninitializedTensorMixin) else list(tensor.shape)
+    return "lazy" if is_lazy(tensor) else list(tensor.shape)

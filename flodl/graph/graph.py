@@ -14,8 +14,9 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from flodl.errors import GraphError, GraphPathError, nearest
+from flodl.errors import GraphError, GraphPathError
 from flodl.graph import saving, summary, traces, tree
+from flodl.graph.capture import require_value, run_captured
 from flodl.graph.children import ChildTable
 from flodl.graph.fingerprint import structural_hash
 from flodl.graph.nodes import Plan
@@ -88,6 +89,9 @@ class Graph(nn.Module):
         """Return the last stream's value; every built graph has a generated version of this."""
         raise GraphError("this graph has no forward pass; make graphs by FlowBuilder(...).build()")
 
+    def _forward_captured(self, *inputs: Any) -> tuple[Any, dict[str, Any]]:
+        raise GraphError("this graph has no forward pass; make graphs by FlowBuilder(...).build()")
+
     def forward_multi(self, inputs: Sequence[Any]) -> Any:
         """Return the result for all inputs given in order, the entry first.
 
@@ -103,52 +107,7 @@ class Graph(nn.Module):
         return self(*inputs)
 
     def _observed_forward(self, outputs: Sequence[str] | None, *inputs: Any) -> Any:
-        """Run with values kept: the watched ones until the next call, the asked ones for the caller."""
-        plan = self._plan
-        asked = [] if outputs is None else list(outputs)
-        distant = [self._output_target(name) for name in asked if plan.value_of(name) is None]
-        watched = self._watched
-        names = watched.union(name for name in asked if plan.value_of(name) is not None)
-        owners = [target.owner for target in distant]
-        before = [owner._watched for owner in owners]
-        for target in distant:
-            target.owner._watched |= {target.segment}
-        try:
-            captured: dict[str, Any] = {}
-            if names:
-                result, captured = self._variant(names)(self, *inputs)
-            else:
-                result = type(self).forward(self, *inputs)
-            values = {name: captured[name] for name in asked if name in captured}
-            values |= {target.path: target.owner._captured.get(target.segment) for target in distant}
-        finally:
-            for owner, kept in zip(reversed(owners), reversed(before), strict=True):
-                owner._watched = kept
-                owner._captured = {name: value for name, value in owner._captured.items() if name in kept}
-        if watched:
-            self._captured = {name: captured[name] for name in watched}
-        return result if outputs is None else (result, {name: values[name] for name in asked})
-
-    def _output_target(self, name: str) -> tree.Target:
-        if "." not in name:
-            known = [*self._plan.tags, *(node.name for node in self._plan.calls)]
-            raise GraphError(
-                f"graph call: no tag {name!r} to return{nearest(name, known)}", outputs=name, known=known
-            )
-        target = tree.resolve_one(self, name)
-        if target.owner.plan.value_of(target.segment) is None:
-            raise GraphPathError(
-                f"path {name!r} leads to no value: {target.segment!r} is neither a tag nor a node of its graph",
-                path=name,
-                segment=target.segment,
-            )
-        return target
-
-    def _variant(self, names: frozenset[str]) -> Callable[..., Any]:
-        function = self._variants.get(names)
-        if function is None:
-            function = self._variants[names] = compile_forward(forward_source(self._plan, names))
-        return function
+        return run_captured(self, outputs, inputs)
 
     def source(self, *outputs: str) -> str:
         """Return the generated forward pass as Python source, or the variant that also returns ``outputs``."""
@@ -162,15 +121,10 @@ class Graph(nn.Module):
         Raises:
             GraphError: when there is no such tag.
         """
-        for tag in tags:
-            members = self._plan.groups.get(tag, (tag,))
-            for member in members:
-                if self._plan.value_of(member) is None:
-                    raise GraphError(
-                        f"watch: no tag {member!r}{nearest(member, self._plan.tags)}", tag=member
-                    )
-            self._watched |= set(members)
-        self._variant(self._watched)
+        members = [m for tag in tags for m in self._plan.groups.get(tag, (tag,))]
+        for member in members:
+            require_value(self._plan, member, "watch")
+        self._watched |= frozenset(members)
         return self
 
     def unwatch(self, *tags: str) -> Graph:
@@ -191,8 +145,7 @@ class Graph(nn.Module):
         Raises:
             GraphError: when there is no such tag.
         """
-        if self._plan.value_of(tag) is None:
-            raise GraphError(f"tagged: no tag {tag!r}{nearest(tag, self._plan.tags)}", tag=tag)
+        require_value(self._plan, tag, "tagged")
         return self._captured.get(tag)
 
     def tagged_at(self, path: str) -> Any:
@@ -519,7 +472,12 @@ def _bare(plan: Plan) -> Graph:
     source = forward_source(plan)
     kind = _classes.get(source)
     if kind is None:
-        body = {"forward": compile_forward(source), "__module__": __name__, "__doc__": Graph.__doc__}
+        body = {
+            "forward": compile_forward(source),
+            "_forward_captured": compile_forward(forward_source(plan, plan.names)),
+            "__module__": __name__,
+            "__doc__": Graph.__doc__,
+        }
         kind = _classes[source] = type("Graph", (Graph,), body)
     return kind.__new__(kind)
 

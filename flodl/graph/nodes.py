@@ -81,7 +81,7 @@ class Input:
     name: str
     node: int
     required: bool = True
-    default: None | bool | int | float | str = None
+    default: bool | int | float | str | None = None
 
 
 @dataclass(frozen=True)
@@ -146,6 +146,11 @@ class Plan:
     def calls(self) -> tuple[Node, ...]:
         """Nodes that hold a module, in the order of execution."""
         return tuple(self.nodes[i] for i in self.order if self.nodes[i].name)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Every name that means a value: tags and the names of modules."""
+        return frozenset(self.tags) | {node.name for node in self.nodes if node.name}
 
     def value_of(self, name: str) -> int | None:
         """Return the index of the node whose value a tag or a node name means, or None."""
