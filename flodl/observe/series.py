@@ -1,0 +1,94 @@
+"""Two-stage storage of numbers: what this epoch brought so far, and one value for each epoch before.
+
+Scalars that live on a device stay there until somebody looks, so recording a loss does not stop the
+device at every step; looking moves a whole buffer at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from time import monotonic
+
+import torch
+from torch import Tensor
+
+from flodl.errors import GraphError
+from flodl.observe.sums import mean
+
+__all__ = ["Series"]
+
+
+class Series:
+    """Named buffers and their histories, in the order in which the names first came."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, list[float | Tensor]] = {}
+        self._history: dict[str, list[float]] = {}
+        self._flush_times: list[float] = []
+        self._started: float | None = None
+
+    def add(self, name: str, value: float | Tensor) -> None:
+        """Append one value to the buffer of ``name``.
+
+        Raises:
+            GraphError: a tensor with more or fewer than one element.
+        """
+        if isinstance(value, Tensor):
+            if value.numel() != 1:
+                raise GraphError(
+                    f"record {name!r}: a tensor of shape {tuple(value.shape)}, expected one value; "
+                    "reduce it, for example by collect_with(tag, Reduce.MEAN) or value.mean()",
+                    tag=name,
+                )
+            # Copied because the caller may go on writing into it.
+            value = value.detach().reshape(()).clone()
+        if self._started is None:
+            self._started = monotonic()
+        self._buffers.setdefault(name, []).append(value)
+
+    def buffer(self, name: str) -> list[float]:
+        """Return the values recorded since the last flush."""
+        return _numbers(self._buffers.get(name, []))
+
+    def history(self, name: str) -> list[float]:
+        """Return one value for each flush that had something for ``name``."""
+        return list(self._history.get(name, []))
+
+    def names(self) -> list[str]:
+        """Return every name that has a history, in the order of first recording."""
+        return [name for name in self._buffers if self._history.get(name)]
+
+    def flush(self, names: Iterable[str] | None = None) -> bool:
+        """Move the mean of each buffer to its history; return whether anything moved."""
+        moved = False
+        for name in list(self._buffers) if names is None else names:
+            values = self.buffer(name)
+            if values:
+                self._history.setdefault(name, []).append(mean(values))
+                self._buffers[name] = []
+                moved = True
+        if moved:
+            self._flush_times.append(self.elapsed_s())
+        return moved
+
+    def reset(self, names: Iterable[str] | None = None) -> None:
+        """Forget histories."""
+        for name in list(self._history) if names is None else names:
+            self._history.pop(name, None)
+
+    def elapsed_s(self) -> float:
+        """Return the seconds since the first value was recorded."""
+        return 0.0 if self._started is None else monotonic() - self._started
+
+    def flush_times_s(self) -> list[float]:
+        """Return when each flush that moved something happened, in seconds since the first value."""
+        return list(self._flush_times)
+
+
+def _numbers(values: list[float | Tensor]) -> list[float]:
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    moved: dict[int, float] = {}
+    for kind in {(tensor.device, tensor.dtype) for tensor in tensors}:
+        same = [tensor for tensor in tensors if (tensor.device, tensor.dtype) == kind]
+        moved.update(zip(map(id, same), torch.stack(same).tolist(), strict=True))
+    return [float(moved[id(value)]) if isinstance(value, Tensor) else float(value) for value in values]
