@@ -94,7 +94,9 @@ def attend(
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=q.shape[-1] ** -0.5)
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, dropout_p=dropout, scale=q.shape[-1] ** -0.5
+    )
 
 
 def _eager(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
@@ -108,7 +110,13 @@ def _eager(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float)
 
 
 def _packed(
-    query: Tensor, key: Tensor, value: Tensor, layout: Packed, num_heads: int, dropout: float, implementation: str
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: Packed,
+    num_heads: int,
+    dropout: float,
+    implementation: str,
 ) -> Tensor:
     split = (query.shape[0], num_heads, -1)
     q, k, v = (x.view(split) for x in (query, key, value))

@@ -46,7 +46,9 @@ class _Door(Generic[ModelT]):
 
     def __init__(self) -> NoReturn:
         name = type(self).__name__
-        raise TypeError(f"{name} is not made by calling it; use {name}.from_pretrained(...) or {name}.from_config(...)")
+        raise TypeError(
+            f"{name} is not made by calling it; use {name}.from_pretrained(...) or {name}.from_config(...)"
+        )
 
     @classmethod
     def from_pretrained(cls, name_or_path: str | Path, **options: Any) -> ModelT:
@@ -100,7 +102,8 @@ def head_named(name: str) -> Head:
             return head
     known = [word for head in HEADS for word in (head.short, head.name)]
     raise ConfigError(
-        f"no head {name!r}{nearest(name, known)}; expected one of {', '.join(h.short for h in HEADS)}", problems=[name]
+        f"no head {name!r}{nearest(name, known)}; expected one of {', '.join(h.short for h in HEADS)}",
+        problems=[name],
     )
 
 
@@ -153,5 +156,3 @@ def read_config(
     }
     folder, _ = resolve_folder(name_or_path, hub, (CONFIG_NAME,))
     return read_config_file(folder, ignore_config_keys)
-
-

@@ -69,7 +69,9 @@ class ModelConfig:
         self.where = where
 
     @classmethod
-    def from_text(cls, text: str, where: str = "config.json", ignore_config_keys: Sequence[str] = ()) -> ModelConfig:
+    def from_text(
+        cls, text: str, where: str = "config.json", ignore_config_keys: Sequence[str] = ()
+    ) -> ModelConfig:
         """Return the configuration that this JSON describes.
 
         Raises:
@@ -156,13 +158,12 @@ class ModelConfig:
         positions = getattr(self.encoder, "max_positions", None)
         return None if not positions else positions - self.family.unused_positions(self.encoder)
 
-    def changed(
-        self, *, labels: Sequence[str] | None = None, problem_type: str | None = None
-    ) -> ModelConfig:
+    def changed(self, *, labels: Sequence[str] | None = None, problem_type: str | None = None) -> ModelConfig:
         """Return a copy with other labels or another problem type; the source text stays for export to patch."""
         if problem_type is not None and problem_type not in PROBLEM_TYPES:
             raise ConfigError(
-                f"problem_type={problem_type!r}; expected one of {', '.join(PROBLEM_TYPES)}", problems=["problem_type"]
+                f"problem_type={problem_type!r}; expected one of {', '.join(PROBLEM_TYPES)}",
+                problems=["problem_type"],
             )
         return ModelConfig(
             self.family,
@@ -241,7 +242,11 @@ def read_json(text: str | bytes, where: str) -> dict[str, Any]:
     """
 
     def fault(found: str) -> ConfigError:
-        return ConfigError(f"{where}: {found}; expected a JSON object. Fetch the file again or correct it.", where=where, problems=[found])
+        return ConfigError(
+            f"{where}: {found}; expected a JSON object. Fetch the file again or correct it.",
+            where=where,
+            problems=[found],
+        )
 
     if len(text) > MAX_CONFIG_BYTES:
         raise fault(f"{len(text)} bytes, above the limit of {MAX_CONFIG_BYTES}")
@@ -279,18 +284,29 @@ def _labels(source: Mapping[str, Any], problems: list[str]) -> list[str]:
     """Return label names by id: gaps and absent names become LABEL_i, as transformers names them."""
     names = source.get("id2label")
     stated = source.get("num_labels")
-    if stated is not None and (isinstance(stated, bool) or not isinstance(stated, int) or not 0 < stated <= MAX_LABELS):
-        problems.append(f"num_labels: found {printable(repr(stated), 40)}; expected a whole number from 1 to {MAX_LABELS}")
+    if stated is not None and (
+        isinstance(stated, bool) or not isinstance(stated, int) or not 0 < stated <= MAX_LABELS
+    ):
+        problems.append(
+            f"num_labels: found {printable(repr(stated), 40)}; expected a whole number from 1 to {MAX_LABELS}"
+        )
         return []
     if names is None:
         return [f"LABEL_{i}" for i in range(stated or 2)]
     if not isinstance(names, Mapping) or len(names) > MAX_LABELS:
-        problems.append(f"id2label: found {printable(repr(names), 60)}; expected a table of at most {MAX_LABELS} names by id")
+        problems.append(
+            f"id2label: found {printable(repr(names), 60)}; expected a table of at most {MAX_LABELS} names by id"
+        )
         return []
     by_id: dict[int, str] = {}
     for key, name in names.items():
         index = int(key) if str(key).isascii() and str(key).isdigit() and len(str(key)) < 8 else -1
-        if index < 0 or index >= (stated or MAX_LABELS) or not isinstance(name, (str, int, float)) or index in by_id:
+        if (
+            index < 0
+            or index >= (stated or MAX_LABELS)
+            or not isinstance(name, (str, int, float))
+            or index in by_id
+        ):
             problems.append(
                 f"id2label: found {printable(str(key), 40)}: {printable(repr(name), 40)}; expected one name for each id "
                 f"from 0{'' if stated is None else f' to num_labels - 1 = {stated - 1}'}"
@@ -299,7 +315,9 @@ def _labels(source: Mapping[str, Any], problems: list[str]) -> list[str]:
         by_id[index] = str(name)
     size = stated or (max(by_id) + 1 if by_id else 2)
     if size > MAX_LABELS or size > 4 * len(by_id) + 64:
-        problems.append(f"id2label: ids reach {size - 1} but only {len(by_id)} are named; expected ids 0 to n-1")
+        problems.append(
+            f"id2label: ids reach {size - 1} but only {len(by_id)} are named; expected ids 0 to n-1"
+        )
         return []
     return [by_id.get(i, f"LABEL_{i}") for i in range(size)]
 

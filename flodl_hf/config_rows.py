@@ -162,12 +162,18 @@ def read_rows(
         try:
             fields[row.field] = row.check.accepts(source[row.key])
         except (ValueError, TypeError):
-            problems.append(f"{row.key}: found {printable(repr(source[row.key]), 60)}; expected {row.check.expected}")
+            problems.append(
+                f"{row.key}: found {printable(repr(source[row.key]), 60)}; expected {row.check.expected}"
+            )
     return fields
 
 
 def triage(
-    source: Mapping[str, Any], used: Sequence[str], inert: Sequence[Inert], problems: list[str], ignore: Sequence[str] = ()
+    source: Mapping[str, Any],
+    used: Sequence[str],
+    inert: Sequence[Inert],
+    problems: list[str],
+    ignore: Sequence[str] = (),
 ) -> None:
     """Append to ``problems`` every key of ``source`` that is neither used nor inert.
 
@@ -198,7 +204,7 @@ def refuse(problems: Sequence[str], where: str, model_type: str) -> ConfigError:
     return ConfigError(
         f"{where}: {len(problems)} problem(s) in this {model_type} configuration:\n{capped(list(problems))}\n"
         "Correct the values; a key that you know to be harmless can be passed over with "
-        "ignore_config_keys=(\"the_key\",).",
+        'ignore_config_keys=("the_key",).',
         where=where,
         model_type=model_type,
         problems=list(problems),
@@ -239,7 +245,11 @@ COMMON_INERT: tuple[Inert, ...] = (
     Inert("pruned_heads", "the tensors would not fit", ({}, [], None)),
     Inert("use_bfloat16", "an option of TPU training"),
     Inert("chunk_size_feed_forward", "trades memory for time and changes no number"),
-    Inert("position_embedding_type", "only learned absolute positions exist in these families", ("absolute", None)),
+    Inert(
+        "position_embedding_type",
+        "only learned absolute positions exist in these families",
+        ("absolute", None),
+    ),
     Inert("is_decoder", "these are encoders", (False, None)),
     Inert("is_encoder_decoder", "these are encoders", (False, None)),
     Inert("add_cross_attention", "these are encoders", (False, None)),
@@ -257,12 +267,33 @@ COMMON_INERT: tuple[Inert, ...] = (
     *(
         Inert(key, _GENERATION)
         for key in (
-            "bad_words_ids", "begin_suppress_tokens", "diversity_penalty", "do_sample", "early_stopping",
-            "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "forced_bos_token_id",
-            "forced_eos_token_id", "length_penalty", "max_length", "min_length", "no_repeat_ngram_size",
-            "num_beam_groups", "num_beams", "num_return_sequences", "output_scores", "prefix",
-            "remove_invalid_values", "repetition_penalty", "return_dict_in_generate", "suppress_tokens",
-            "temperature", "tf_legacy_loss", "top_k", "top_p", "typical_p",
+            "bad_words_ids",
+            "begin_suppress_tokens",
+            "diversity_penalty",
+            "do_sample",
+            "early_stopping",
+            "encoder_no_repeat_ngram_size",
+            "exponential_decay_length_penalty",
+            "forced_bos_token_id",
+            "forced_eos_token_id",
+            "length_penalty",
+            "max_length",
+            "min_length",
+            "no_repeat_ngram_size",
+            "num_beam_groups",
+            "num_beams",
+            "num_return_sequences",
+            "output_scores",
+            "prefix",
+            "remove_invalid_values",
+            "repetition_penalty",
+            "return_dict_in_generate",
+            "suppress_tokens",
+            "temperature",
+            "tf_legacy_loss",
+            "top_k",
+            "top_p",
+            "typical_p",
         )
     ),
 )

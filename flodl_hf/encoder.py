@@ -63,7 +63,9 @@ class Embeddings(nn.Module):
         self.positions_after_pad = positions_after_pad
         self.word = nn.Embedding(vocab_size, size, padding_idx=pad_token_id)
         position_padding = pad_token_id if positions_after_pad else None
-        self.position = nn.Embedding(max_positions, size, padding_idx=position_padding) if max_positions else None
+        self.position = (
+            nn.Embedding(max_positions, size, padding_idx=position_padding) if max_positions else None
+        )
         self.token_type = nn.Embedding(type_vocab_size, size) if type_vocab_size else None
         self.norm = nn.LayerNorm(size, eps=norm_eps)
         self.dropout = nn.Dropout(dropout)
@@ -79,9 +81,13 @@ class Embeddings(nn.Module):
         assert layout is not None
         states = self.word(input_ids)
         if self.token_type is not None:
-            states = states + self.token_type(input_ids.new_zeros(()).expand_as(input_ids) if token_type_ids is None else token_type_ids)
+            states = states + self.token_type(
+                input_ids.new_zeros(()).expand_as(input_ids) if token_type_ids is None else token_type_ids
+            )
         if self.position is not None:
-            states = states + self.position(self._positions(input_ids, layout) if position_ids is None else position_ids)
+            states = states + self.position(
+                self._positions(input_ids, layout) if position_ids is None else position_ids
+            )
         return self.dropout(self.norm(states))
 
     def _positions(self, ids: Tensor, layout: Layout) -> Tensor:
@@ -121,7 +127,9 @@ class FirstToken(nn.Module):
         return layout.first(hidden)
 
 
-def post_norm_block(attention: nn.Module, feed_forward: nn.Module, hidden_size: int, norm_eps: float) -> Graph:
+def post_norm_block(
+    attention: nn.Module, feed_forward: nn.Module, hidden_size: int, norm_eps: float
+) -> Graph:
     """Return one encoder layer: attend, add, normalise, transform, add, normalise (Devlin et al. 2018)."""
     return (
         FlowBuilder()

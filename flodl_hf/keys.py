@@ -58,7 +58,9 @@ class KeyMap:
             self._ours[ours] = theirs
             self._theirs[theirs] = ours
         if clashes:
-            raise CheckpointError("key rows collide, so names could not be read back: " + ", ".join(clashes), clashes=clashes)
+            raise CheckpointError(
+                "key rows collide, so names could not be read back: " + ", ".join(clashes), clashes=clashes
+            )
 
     @property
     def pairs(self) -> Mapping[str, str]:

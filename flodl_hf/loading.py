@@ -120,7 +120,9 @@ def head_of(family: Family, architectures: object) -> str | None:
 class _Names:
     """Every Hugging Face name that a file of this family may hold, and what it means for one head."""
 
-    def __init__(self, family: Family, config: object, key_map: KeyMap, targets: Iterable[str], head: str) -> None:
+    def __init__(
+        self, family: Family, config: object, key_map: KeyMap, targets: Iterable[str], head: str
+    ) -> None:
         self.family = family
         self.wanted = {theirs: ours for ours, theirs in key_map.names(targets).items()}
         own = () if head == "base" else family.heads[head].aliases
@@ -211,7 +213,13 @@ def plan_load(
     own_head = source_head is None or source_head == head
     placed: dict[str, str] = {}
     repeated: list[tuple[str, str]] = []
-    problems: dict[str, list[str]] = {"unexpected": [], "wrong shape": [], "wrong dtype": [], "named twice": [], "missing": []}
+    problems: dict[str, list[str]] = {
+        "unexpected": [],
+        "wrong shape": [],
+        "wrong dtype": [],
+        "named twice": [],
+        "missing": [],
+    }
     renew = tuple(renew)
     fresh: set[str] = set()
 
@@ -230,14 +238,20 @@ def plan_load(
             report.ignored[name] = f"written for the {source_head} head, and this is {head}"
             continue
         if tensor.dtype not in FLOATS:
-            problems["wrong dtype"].append(f"{name}: found {tensor.dtype}; expected one of {', '.join(FLOATS)}")
+            problems["wrong dtype"].append(
+                f"{name}: found {tensor.dtype}; expected one of {', '.join(FLOATS)}"
+            )
             continue
         if tuple(tensor.shape) != tuple(targets[ours]):
             if ours.startswith(renew) and renew:
                 fresh.add(ours)
-                report.ignored[name] = f"has shape {list(tensor.shape)}; the new labels need {list(targets[ours])}"
+                report.ignored[name] = (
+                    f"has shape {list(tensor.shape)}; the new labels need {list(targets[ours])}"
+                )
                 continue
-            problems["wrong shape"].append(f"{name}: found {list(tensor.shape)}; expected {list(targets[ours])}")
+            problems["wrong shape"].append(
+                f"{name}: found {list(tensor.shape)}; expected {list(targets[ours])}"
+            )
             continue
         if ours in placed:
             # The alias is what the reference reads, so it wins; equality is checked on the values.
@@ -265,12 +279,14 @@ def plan_load(
     covered = {tie.also for tie in ties}
     missing = [ours for ours in targets if ours not in placed and ours not in covered and ours not in fresh]
     head_names = [ours for ours in targets if ours.startswith("head.") and ours not in covered]
-    no_head = own_head is False or source_head is None and not any(ours in placed for ours in head_names)
+    no_head = own_head is False or (source_head is None and not any(ours in placed for ours in head_names))
     for ours in missing:
         group = "head." if ours.startswith("head.") else "pooler." if ours.startswith("pooler.") else None
-        whole = group is not None and not any(name in placed for name in targets if name.startswith(group) and name not in covered)
+        whole = group is not None and not any(
+            name in placed for name in targets if name.startswith(group) and name not in covered
+        )
         # A part that the file was never written with may start fresh; half of one may not.
-        if group == "head." and whole and no_head or group == "pooler." and whole and source_head != head:
+        if (group == "head." and whole and no_head) or (group == "pooler." and whole and source_head != head):
             fresh.add(ours)
         else:
             problems["missing"].append(f"{key_map.theirs(ours)} {list(targets[ours])}")
@@ -287,14 +303,20 @@ def plan_load(
     return Plan(placed, tuple(ties), tuple(compare), tuple(repeated), report)
 
 
-def _misfit(where: str, head: str, source_head: str | None, problems: dict[str, list[str]]) -> CheckpointError:
+def _misfit(
+    where: str, head: str, source_head: str | None, problems: dict[str, list[str]]
+) -> CheckpointError:
     groups = [f"{kind} ({len(lines)}):\n{capped(lines)}" for kind, lines in problems.items() if lines]
-    written = f", and the file says it was written for {source_head}" if source_head and source_head != head else ""
+    written = (
+        f", and the file says it was written for {source_head}" if source_head and source_head != head else ""
+    )
     advice = "Check that config.json and the weights belong together and that the download is complete."
     if problems["wrong shape"] and not problems["missing"]:
         advice = "Check num_labels / id2label and the sizes in config.json; to start with other labels, pass labels=[...]."
     return CheckpointError(
-        f"{where}: the tensors do not fit a {head} model{written}.\n" + "\n".join(groups) + f"\nNothing was loaded. {advice}",
+        f"{where}: the tensors do not fit a {head} model{written}.\n"
+        + "\n".join(groups)
+        + f"\nNothing was loaded. {advice}",
         where=where,
         problems=[line for lines in problems.values() for line in lines],
         groups=problems,

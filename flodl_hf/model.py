@@ -21,6 +21,7 @@ from flodl_hf.layout import Padded
 from flodl_hf.loading import LoadReport
 
 if TYPE_CHECKING:
+    from flodl_hf.sentence import SentenceRecipe
     from flodl_hf.source import Source
     from flodl_hf.tokenizer import Tokenizer
 
@@ -48,11 +49,15 @@ def build_graph(config: ModelConfig, head: str, *, pooler: bool) -> Graph:
     )
     if head == "base":
         if pooler and family.pooler is not None:
-            flow = flow.fork(family.pooler(config.encoder), name="pooler").using("layout").tag("pooler_output")
+            flow = (
+                flow.fork(family.pooler(config.encoder), name="pooler").using("layout").tag("pooler_output")
+            )
         return flow.build()
     spec = family.heads.get(head)
     if spec is None:
-        raise ConfigError(f"{family.model_type} has no {head} head; it has {', '.join(family.heads)}", problems=[head])
+        raise ConfigError(
+            f"{family.model_type} has no {head} head; it has {', '.join(family.heads)}", problems=[head]
+        )
     if spec.pooled:
         assert family.pooler is not None
         flow = flow.through(family.pooler(config.encoder), name="pooler").using("layout").tag("pooler_output")
@@ -72,6 +77,8 @@ class EncoderModel(nn.Module):
     """
 
     head: ClassVar[str] = "base"
+    per_text: ClassVar[bool] = False
+    """Whether the head scores whole texts rather than tokens."""
     graph: Graph
     config: ModelConfig
     load_report: LoadReport | None
@@ -83,16 +90,21 @@ class EncoderModel(nn.Module):
         self.load_report = None
         self.source: Source | None = None
         self._tokenizer: Tokenizer | None = None
+        self.sentence_recipe: SentenceRecipe | None = None
+        self._untouched: dict[str, int] = {}
 
     # --- making ---------------------------------------------------------------------------------
 
     @classmethod
-    def from_config(cls, config: ModelConfig, *, pooler: bool = True, dtype: torch.dtype | None = None) -> Self:
+    def from_config(
+        cls, config: ModelConfig, *, pooler: bool = True, dtype: torch.dtype | None = None
+    ) -> Self:
         """Return a model with fresh random weights, initialised as transformers does (normal, ``initializer_range``)."""
         model = cls(config, build_graph(config, cls.head, pooler=pooler))
         scale = float(config.source.get("initializer_range", 0.02))
         initialise(model.graph, (), scale)
         tie_tensors(model.graph, declared_ties(config, cls.head))
+        model.mark_untrained(name for name, _ in model.graph.named_parameters())
         if dtype is not None:
             model.to(dtype)
         return model
@@ -153,7 +165,9 @@ class EncoderModel(nn.Module):
             dtype=dtype,
             device=device,
             attention=attention,
-            labels=labels if labels is not None or num_labels is None else [f"LABEL_{i}" for i in range(num_labels)],
+            labels=labels
+            if labels is not None or num_labels is None
+            else [f"LABEL_{i}" for i in range(num_labels)],
             problem_type=problem_type,
             ignore_config_keys=ignore_config_keys,
         )
@@ -180,7 +194,11 @@ class EncoderModel(nn.Module):
             "layout": Padded.of(attention_mask),
         }
         states: list[Tensor] = []
-        hooks = [m.register_forward_hook(lambda _m, _a, out: states.append(out)) for m in self._stages()] if hidden_states else []
+        hooks = (
+            [m.register_forward_hook(lambda _m, _a, out: states.append(out)) for m in self._stages()]
+            if hidden_states
+            else []
+        )
         try:
             if outputs:
                 result, named = self.graph(input_ids, **given, outputs=list(outputs))
@@ -203,6 +221,75 @@ class EncoderModel(nn.Module):
             if hasattr(module, "implementation"):
                 module.implementation = implementation  # type: ignore[assignment]
         return self
+
+    def mark_untrained(self, names: Iterable[str]) -> None:
+        """Remember tensors that hold random values, until something writes to them."""
+        self._untouched = {name: self.graph.get_parameter(name)._version for name in names}
+
+    @property
+    def untrained(self) -> list[str]:
+        """Names of tensors that still hold the random values they were made with."""
+        return [
+            name
+            for name, version in self._untouched.items()
+            if self.graph.get_parameter(name)._version == version
+        ]
+
+    def ready(self, task: str, *, untrained: bool = False) -> Tokenizer:
+        """Return the tokenizer if the model can predict.
+
+        Args:
+            task: the method that asks, for the message.
+            untrained: go on although parts of the model hold random values.
+
+        Raises:
+            PredictError: there is no tokenizer, or parts of the model were never trained.
+        """
+        fresh = [] if untrained else self.untrained
+        if fresh:
+            raise PredictError(
+                f"{task}: {len(fresh)} tensors of this model are new and untrained ({', '.join(fresh[:4])}"
+                f"{', ...' if len(fresh) > 4 else ''}), so its answers would be random. Load a checkpoint that was "
+                "written for this task, train the model, or pass untrained=True.",
+                untrained=fresh,
+            )
+        if self.tokenizer is None:
+            raise PredictError(
+                f"{task}: the model has no tokenizer, because its folder holds none; put tokenizer.json (or vocab.txt, "
+                "vocab.json and merges.txt, a sentencepiece model) beside the weights, or set model.tokenizer."
+            )
+        return self.tokenizer
+
+    @property
+    def max_tokens(self) -> int | None:
+        """The longest row of tokens that the model and its tokenizer allow; None where nothing bounds it."""
+        bounds = [self.config.max_tokens, self.tokenizer.model_max_length if self.tokenizer else None]
+        return min((bound for bound in bounds if bound), default=None)
+
+    def compute_loss(self, encoding: Mapping[str, Tensor], labels: Any) -> Tensor:
+        """Return the loss of one batch, a scalar with its gradient.
+
+        Args:
+            encoding: what the tokenizer returned: ``input_ids``, ``attention_mask``, ...
+            labels: the head's labels; for question answering a pair of start and end positions.
+
+        Raises:
+            PredictError: the head has no loss.
+        """
+        names = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
+        inputs = {
+            name: torch.as_tensor(encoding[name], device=self.device) for name in names if name in encoding
+        }
+        if not self.config.family.uses_token_types:
+            inputs.pop("token_type_ids", None)
+        if self.head == "base":
+            raise PredictError("compute_loss: the encoder alone has no loss; load a task's model")
+        if self.head == "question_answering":
+            starts, ends = labels
+            given = {"start_positions": torch.as_tensor(starts), "end_positions": torch.as_tensor(ends)}
+        else:
+            given = {"labels": torch.as_tensor(labels, device=self.device)}
+        return self(**inputs, **given).loss
 
     # --- what belongs to it ---------------------------------------------------------------------
 

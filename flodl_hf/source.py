@@ -20,6 +20,7 @@ from flodl_hf.checkpoint import Checkpoint, SourceManifest
 from flodl_hf.config import MAX_CONFIG_BYTES, ModelConfig
 from flodl_hf.loading import LoadReport, Plan, head_of, plan_load
 from flodl_hf.model import EncoderModel, assign, build_graph, initialise, tie_tensors
+from flodl_hf.sentence import read_recipe, transformer_folder
 
 if TYPE_CHECKING:
     from flodl_hf.tokenizer import Tokenizer
@@ -80,7 +81,9 @@ class Source:
     config_text: str = ""
 
 
-def resolve_folder(name_or_path: str | Path, hub: Mapping[str, Any], files: Sequence[str]) -> tuple[Path, str | None]:
+def resolve_folder(
+    name_or_path: str | Path, hub: Mapping[str, Any], files: Sequence[str]
+) -> tuple[Path, str | None]:
     """Return the local folder behind a name, and the Hub commit it was resolved to.
 
     A folder that exists is taken as it is, without importing the Hub client.
@@ -111,7 +114,9 @@ def read_config_file(folder: Path, ignore_config_keys: Sequence[str] = ()) -> Mo
         with path.open("rb") as file:
             data = file.read(MAX_CONFIG_BYTES + 1)
     except OSError as fault:
-        reason = "does not exist" if isinstance(fault, FileNotFoundError) else f"cannot be read ({fault.strerror})"
+        reason = (
+            "does not exist" if isinstance(fault, FileNotFoundError) else f"cannot be read ({fault.strerror})"
+        )
         present = sorted(p.name for p in folder.iterdir())[:12] if folder.is_dir() else []
         raise ConfigError(
             f"{path} {reason}; expected the configuration of a Hugging Face model. The folder holds: "
@@ -121,13 +126,17 @@ def read_config_file(folder: Path, ignore_config_keys: Sequence[str] = ()) -> Mo
         ) from None
     if len(data) > MAX_CONFIG_BYTES:
         raise ConfigError(
-            f"{path}: more than {MAX_CONFIG_BYTES} bytes; expected a configuration", where=str(path), problems=["size"]
+            f"{path}: more than {MAX_CONFIG_BYTES} bytes; expected a configuration",
+            where=str(path),
+            problems=["size"],
         )
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as fault:
         raise ConfigError(
-            f"{path}: not UTF-8 text at byte {fault.start}; expected JSON", where=str(path), problems=["encoding"]
+            f"{path}: not UTF-8 text at byte {fault.start}; expected JSON",
+            where=str(path),
+            problems=["encoding"],
         ) from None
     return ModelConfig.from_text(text, str(path), ignore_config_keys)
 
@@ -147,7 +156,8 @@ def load_model(
     """Return the filled model; see `EncoderModel.from_pretrained` for arguments and errors."""
     head = model_class.head
     wanted = dtype_of(dtype)
-    folder, commit = resolve_folder(name_or_path, hub, MODEL_FILES)
+    root, commit = resolve_folder(name_or_path, hub, MODEL_FILES)
+    folder = transformer_folder(root)
     config = read_config_file(folder, ignore_config_keys)
     if labels is not None or problem_type is not None:
         config = config.changed(labels=labels, problem_type=problem_type)
@@ -158,7 +168,9 @@ def load_model(
         pooler = any("pooler" in name for name in stored)
         with torch.device("meta"):
             graph = build_graph(config, head, pooler=pooler)
-        targets = {name: tuple(tensor.shape) for name, tensor in graph.named_parameters(remove_duplicate=False)}
+        targets = {
+            name: tuple(tensor.shape) for name, tensor in graph.named_parameters(remove_duplicate=False)
+        }
         spec = None if head == "base" else config.family.heads[head]
         plan = plan_load(
             config.family,
@@ -174,7 +186,11 @@ def load_model(
         tokenizer = load_tokenizer(folder, config)
         same_head = source_head == head and not plan.report.new
         carried_names = list(plan.report.ignored) if same_head else []
-        names = list(dict.fromkeys([*plan.placed.values(), *(a for pair in plan.duplicates for a in pair), *carried_names]))
+        names = list(
+            dict.fromkeys(
+                [*plan.placed.values(), *(a for pair in plan.duplicates for a in pair), *carried_names]
+            )
+        )
         values = checkpoint.read_all(names)
         manifest = checkpoint.manifest
 
@@ -189,8 +205,10 @@ def load_model(
         initialise(graph, report.new, scale)
     tie_tensors(graph, ties)
     model = model_class(config, graph)
+    model.mark_untrained(report.new)
     model.load_report = report
     model.tokenizer = tokenizer
+    model.sentence_recipe = read_recipe(root)
     model.source = Source(
         name=str(name_or_path),
         folder=folder,
@@ -223,7 +241,9 @@ def check_duplicates(plan: Plan, values: Mapping[str, Tensor], carried_names: li
     """Keep repeated tensors whose values differ, so that export writes what was read."""
     for repeated, kept in plan.duplicates:
         if not torch.equal(values[repeated], values[kept]):
-            plan.report.notes.append(f"{repeated} differs from {kept}; the latter is used, as transformers does")
+            plan.report.notes.append(
+                f"{repeated} differs from {kept}; the latter is used, as transformers does"
+            )
             carried_names.append(repeated)
 
 

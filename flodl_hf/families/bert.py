@@ -12,10 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flodl.graph import Graph
+from flodl_hf import bodies
 from flodl_hf.config_rows import Row, activation, count, epsilon, fraction, optional, token_id
 from flodl_hf.encoder import Embeddings, bert_block, chain, pooler, stack
 from flodl_hf.family import Family, FamilyHead, Ignored
-from flodl_hf import bodies
 from flodl_hf.keys import KeyRow, Tie
 
 __all__ = ["FAMILY", "BertConfig"]

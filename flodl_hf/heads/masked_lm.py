@@ -5,16 +5,40 @@ Transformers' class: ``BertForMaskedLM`` and its siblings.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+import torch
 from torch import Tensor
 
+from flodl.errors import PredictError
 from flodl_hf.heads.head import Head
 from flodl_hf.heads.losses import check_labels, token_loss
 from flodl_hf.heads.scoring import ScoringModel
 from flodl_hf.outputs import MaskedLMOutput
 
-__all__ = ["HEAD", "MaskedLM"]
+if TYPE_CHECKING:
+    from flodl_hf.tokenizer import Row, Tokenizer
+
+__all__ = ["HEAD", "Fill", "MaskedLM"]
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """One proposal for one mask.
+
+    Attributes:
+        token: the word or word piece as text.
+        score: its probability, from 0 to 1; of several tokens the product.
+        token_ids: its ids.
+        sequence: the text with this mask filled; other masks stay.
+    """
+
+    token: str
+    score: float
+    token_ids: tuple[int, ...]
+    sequence: str
 
 
 class MaskedLM(ScoringModel):
@@ -32,6 +56,159 @@ class MaskedLM(ScoringModel):
         """
         check_labels(labels, logits.shape[-1])
         return token_loss(logits, labels, upcast=True)
+
+    def fill_mask(
+        self,
+        texts: str | Sequence[str],
+        *,
+        top_k: int = 5,
+        targets: Sequence[str] | None = None,
+        untrained: bool = False,
+        compat: Literal["transformers"] | None = None,
+    ) -> list[Any]:
+        """Return for each mask of a text its most probable words, best first; for several texts a list of that.
+
+        Masks of one text are filled independently. In a long text the window around each mask is read.
+
+        Args:
+            texts: one text or several, each with at least one mask token.
+            top_k: proposals for each mask.
+            targets: words to choose from instead of the whole vocabulary; a word of several tokens is scored
+                with as many masks.
+            untrained: predict although parts of the model hold random values.
+            compat: "transformers" gives the dictionaries of its pipeline.
+
+        Raises:
+            PredictError: a text has no mask, ``top_k`` is below 1, or the model has no tokenizer or an untrained
+                head.
+        """
+        tokenizer = self.ready("fill_mask", untrained=untrained)
+        if tokenizer.mask_token is None or tokenizer.mask_token_id is None:
+            raise PredictError(
+                "fill_mask: the tokenizer has no mask token; name one in tokenizer_config.json"
+            )
+        if isinstance(texts, str):
+            return self._fill(tokenizer, texts, top_k, targets, compat)
+        return [self._fill(tokenizer, text, top_k, targets, compat) for text in texts]
+
+    def _fill(
+        self, tokenizer: Tokenizer, text: str, top_k: int, targets: Sequence[str] | None, compat: str | None
+    ) -> list[Any]:
+        from flodl_hf.decode import decode_masks
+        from flodl_hf.decode.compat import fill_mask
+        from flodl_hf.runtime import Engine
+
+        rows, places = self._masked_rows(tokenizer, text)
+        engine = Engine(self)
+        if compat is not None:
+            logits = engine.scores_at(rows, places)
+            ids = [_target_ids(tokenizer, word)[0] for word in targets] if targets else None
+            return fill_mask(
+                torch.cat(logits), list(rows[0].ids), mask_id=tokenizer.mask_token_id or 0, pad_id=tokenizer.pad_token_id,
+                decode=lambda i, skip: tokenizer.decode(i, skip_special_tokens=skip), top_k=top_k, targets=ids,
+            )  # fmt: skip
+        if targets is not None:
+            return self._fill_targets(tokenizer, engine, text, top_k, targets, rows, places)
+        proposals = decode_masks(torch.cat(engine.scores_at(rows, places)), top_k=top_k)
+        return [
+            [
+                Fill(
+                    word := _written(tokenizer, fill.tokens),
+                    fill.score,
+                    fill.tokens,
+                    _put(tokenizer, text, n, word),
+                )
+                for fill in fills
+            ]
+            for n, fills in enumerate(proposals)
+        ]
+
+    def _fill_targets(
+        self,
+        tokenizer: Tokenizer,
+        engine: Any,
+        text: str,
+        top_k: int,
+        targets: Sequence[str],
+        rows: list[Row],
+        places: list[list[int]],
+    ) -> list[Any]:
+        from flodl_hf.decode import decode_targets
+
+        ids = [_target_ids(tokenizer, word) for word in targets]
+        masks = sum(map(len, places))
+        sizes = sorted({len(i) for i in ids})
+        scores: list[Tensor] = []
+        at: dict[tuple[int, int], list[int]] = {}  # (mask, size) -> rows of the joined scores
+        total = 0
+        for size in sizes:
+            for mask in range(masks):
+                widened = _put(tokenizer, text, mask, (tokenizer.mask_token or "") * size)
+                wide_rows, wide_places = (
+                    (rows, places) if size == 1 else self._masked_rows(tokenizer, widened)
+                )
+                joined = torch.cat(engine.scores_at(wide_rows, wide_places))
+                at[mask, size] = list(range(total + mask, total + mask + size))
+                scores.append(joined)
+                total += len(joined)
+        order = [at[mask, len(i)] for mask in range(masks) for i in ids]
+        proposals = decode_targets(torch.cat(scores), ids, places=order, top_k=top_k)
+        return [
+            [
+                Fill(
+                    targets[fill.target or 0],
+                    fill.score,
+                    fill.tokens,
+                    _put(tokenizer, text, n, targets[fill.target or 0]),
+                )
+                for fill in fills
+            ]
+            for n, fills in enumerate(proposals)
+        ]
+
+    def _masked_rows(self, tokenizer: Tokenizer, text: str) -> tuple[list[Row], list[list[int]]]:
+        """Return windows that hold every mask once, and the masks' places in each."""
+        mask = tokenizer.mask_token_id
+        limit = self.max_tokens
+        windows = tokenizer.encode_rows([text], max_tokens=limit, stride=(limit or 0) // 4, snap=False)[0]
+        best: dict[int, tuple[int, int, int]] = {}  # place in the text -> (context, window, place in the row)
+        for n, row in enumerate(windows):
+            lead = next((i for i, s in enumerate(row.sequence_ids) if s is not None), 0)
+            for place, token in enumerate(row.ids):
+                if token != mask or row.sequence_ids[place] is None:
+                    continue
+                context = min(place, len(row.ids) - 1 - place)
+                whole = row.first_token + place - lead
+                if whole not in best or context > best[whole][0]:
+                    best[whole] = (context, n, place)
+        if not best:
+            raise PredictError(
+                f"fill_mask: the text has no {tokenizer.mask_token}; put one where a word is to be found"
+            )
+        kept: dict[int, list[int]] = {}
+        for whole in sorted(best):
+            _, n, place = best[whole]
+            kept.setdefault(n, []).append(place)
+        return [windows[n] for n in kept], list(kept.values())
+
+
+def _target_ids(tokenizer: Tokenizer, word: str) -> list[int]:
+    ids = tokenizer.encode(word, add_special_tokens=False)
+    if not ids:
+        raise PredictError(f"fill_mask: the target {word!r} has no tokens; expected a word", target=word)
+    return ids
+
+
+def _written(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    return tokenizer.decode(list(ids)).strip()
+
+
+def _put(tokenizer: Tokenizer, text: str, mask: int, word: str) -> str:
+    """Return ``text`` with its mask number ``mask`` replaced."""
+    parts = text.split(tokenizer.mask_token or "")
+    before = (tokenizer.mask_token or "").join(parts[: mask + 1])
+    after = (tokenizer.mask_token or "").join(parts[mask + 1 :])
+    return before + word + after
 
 
 HEAD = Head("masked_lm", "ForMaskedLM", MaskedLM, "mlm")

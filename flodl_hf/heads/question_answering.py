@@ -5,16 +5,25 @@ Transformers' class: ``BertForQuestionAnswering`` and its siblings.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from torch import Tensor
 
+from flodl.errors import PredictError
 from flodl_hf.heads.head import Head
 from flodl_hf.heads.losses import span_loss
 from flodl_hf.model import EncoderModel
 from flodl_hf.outputs import QuestionAnsweringOutput
 
+if TYPE_CHECKING:
+    pass
+
 __all__ = ["HEAD", "QuestionAnswerer"]
+
+# What models are trained on for SQuAD (Devlin et al. 2018, the released script): windows and their overlap.
+WINDOW_TOKENS = 384
+STRIDE = 128
 
 
 class QuestionAnswerer(EncoderModel):
@@ -61,6 +70,121 @@ class QuestionAnswerer(EncoderModel):
         """Return start and end scores, each ``(...)``, of the head's ``(..., 2)``."""
         start, end = logits.split(1, dim=-1)
         return start.squeeze(-1).contiguous(), end.squeeze(-1).contiguous()
+
+    def answer(self, question: str, context: str, *, top_k: int = 1, **options: Any) -> Any:
+        """Return the best span of ``context``; a list of the best with ``top_k`` above 1.
+
+        ``text`` is exactly ``context[start:end]``. Options are those of `answer_batch`.
+        """
+        found = self.answer_batch([(question, context)], top_k=top_k, **options)
+        answers = next(iter(found))
+        return answers[0] if top_k == 1 and isinstance(answers, list) and answers else answers
+
+    def answer_batch(
+        self,
+        pairs: Iterable[tuple[str, str] | Mapping[str, str]],
+        *,
+        top_k: int = 1,
+        max_answer_length: int = 30,
+        no_answer: bool = False,
+        null_margin: float = 0.0,
+        whole_words: bool = True,
+        distinct: Literal["span", "place", "text"] = "place",
+        window_tokens: int = WINDOW_TOKENS,
+        stride: int = STRIDE,
+        strict: bool = False,
+        untrained: bool = False,
+        compat: Literal["transformers-4.57"] | None = None,
+    ) -> list[Any] | Iterator[Any]:
+        """Return for each question and context its answers, best first.
+
+        A context of any length is read in overlapping windows, over which probabilities are normalised
+        once, so that scores of one context can be compared.
+
+        Args:
+            pairs: ``(question, context)``, also as ``{"question": ..., "context": ...}``; an iterator gives an
+                iterator.
+            top_k: most answers of a context.
+            max_answer_length: most tokens of an answer.
+            no_answer: whether "there is no answer" may be returned.
+            null_margin: how much likelier, in nats, no answer has to be.
+            whole_words: widen answers that begin or end inside a word.
+            distinct: which answers count as one: overlapping ("place"), of one wording ("text"), or only equal
+                spans ("span").
+            window_tokens: most tokens of a window, question and specials included.
+            stride: tokens that neighbouring windows share.
+            strict: raise on a context that does not fit into one window.
+            untrained: answer although parts of the model hold random values.
+            compat: "transformers-4.57" repeats the pipeline that transformers has since removed.
+
+        Raises:
+            PredictError: the model has no tokenizer or an untrained head, a context without text, or an option
+                that makes no sense.
+        """
+        from flodl_hf.decode import decode_answers_batch
+        from flodl_hf.decode.compat import question_answering
+        from flodl_hf.runtime import Engine
+        from flodl_hf.runtime.inputs import encode
+        from flodl_hf.runtime.stream import stream
+
+        tokenizer = self.ready("answer", untrained=untrained)
+        width = min(window_tokens, self.max_tokens or window_tokens)
+
+        def step(chunk: list[Any]) -> list[Any]:
+            questions, contexts = _questions(chunk)
+            encoded = encode(
+                tokenizer, questions, contexts, max_tokens=width, stride=min(stride, width // 2), strict=strict,
+                offsets=True,
+            )  # fmt: skip
+            scores = Engine(self).scores(encoded.rows)
+            start, end = [row[:, 0] for row in scores], [row[:, 1] for row in scores]
+            if compat is None:
+                return decode_answers_batch(
+                    start, end, encoded.rows, contexts, owners=encoded.owners, top_k=top_k,
+                    max_answer_length=max_answer_length, no_answer=no_answer, null_margin=null_margin,
+                    whole_words=whole_words, distinct=distinct,
+                )  # fmt: skip
+            results = []
+            for place, context in enumerate(contexts):
+                own = [i for i, owner in enumerate(encoded.owners) if owner == place]
+                results.append(
+                    question_answering(
+                        [start[i] for i in own],
+                        [end[i] for i in own],
+                        [encoded.rows[i] for i in own],
+                        context,
+                        cls_id=tokenizer.cls_token_id,
+                        top_k=top_k,
+                        max_answer_len=max_answer_length,
+                        handle_impossible_answer=no_answer,
+                        align_to_words=whole_words,
+                    )  # fmt: skip
+                )
+            return results
+
+        return stream(pairs, step, window=256)
+
+
+def _questions(chunk: Sequence[Any]) -> tuple[list[str], list[str]]:
+    """Return questions and contexts.
+
+    Raises:
+        PredictError: an item is no pair of texts, or one of the two is empty.
+    """
+    questions, contexts = [], []
+    for place, item in enumerate(chunk):
+        pair = (item.get("question"), item.get("context")) if isinstance(item, Mapping) else item
+        if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and all(isinstance(p, str) for p in pair)):
+            raise PredictError(
+                f"answer: item {place} is {type(item).__name__}; expected (question, context)", place=place
+            )
+        question, context = pair
+        if not question.strip() or not context.strip():
+            empty = "question" if not question.strip() else "context"
+            raise PredictError(f"answer: the {empty} of item {place} is empty; expected text", place=place)
+        questions.append(question)
+        contexts.append(context)
+    return questions, contexts
 
 
 HEAD = Head("question_answering", "ForQuestionAnswering", QuestionAnswerer, "qa")

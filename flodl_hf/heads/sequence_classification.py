@@ -5,14 +5,20 @@ Transformers' class: ``BertForSequenceClassification`` and its siblings.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+import torch
 from torch import Tensor
 
 from flodl_hf.heads.head import Head
 from flodl_hf.heads.losses import check_labels, classification_loss
 from flodl_hf.heads.scoring import ScoringModel
 from flodl_hf.outputs import SequenceClassificationOutput
+
+if TYPE_CHECKING:
+    from flodl_hf.decode import Classification, Ranked
+    from flodl_hf.runtime.inputs import Encoded, Text
 
 __all__ = ["HEAD", "SequenceClassifier"]
 
@@ -21,6 +27,7 @@ class SequenceClassifier(ScoringModel):
     """An encoder that labels whole texts; logits are ``(batch, labels)``."""
 
     head: ClassVar[str] = "sequence_classification"
+    per_text: ClassVar[bool] = True
     output = SequenceClassificationOutput
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -34,5 +41,150 @@ class SequenceClassifier(ScoringModel):
             check_labels(labels, self.num_labels)
         return classification_loss(logits, labels, self.config.problem_type)
 
+    def predict(
+        self,
+        texts: Text | Iterable[Text],
+        *,
+        top_k: int | None = None,
+        threshold: float | Sequence[float] | Mapping[str, float] | None = None,
+        function_to_apply: str | None = None,
+        strict: bool = False,
+        untrained: bool = False,
+        compat: Literal["transformers"] | None = None,
+    ) -> list[Any] | Iterator[Any]:
+        """Return for each text its labels with scores, best first.
 
-HEAD = Head("sequence_classification", "ForSequenceClassification", SequenceClassifier, "seqcls", labelled=True)
+        A text longer than the model takes is read in windows and its scores are the mean of theirs,
+        weighted by their tokens; ``windows`` of each result says how many there were.
+
+        Args:
+            texts: texts, or pairs ``(a, b)``; an iterator gives an iterator. One text alone gives its labels.
+            top_k: most labels of a text; None for all.
+            threshold: least score of a label, for all or by label.
+            function_to_apply: "softmax", "sigmoid" or "none" instead of what the configuration says.
+            strict: raise on a text that does not fit into one window.
+            untrained: predict although parts of the model hold random values.
+            compat: "transformers" gives the dictionaries of its pipeline.
+
+        Raises:
+            PredictError: the model has no tokenizer or an untrained head, or an option makes no sense.
+            TokenizerError: a text is not a valid string, or too long with ``strict``.
+        """
+        from flodl_hf.decode import decode_classes
+        from flodl_hf.decode.compat import text_classification
+        from flodl_hf.runtime.stream import stream
+
+        self.ready("predict", untrained=untrained)
+
+        def step(chunk: list[Text]) -> list[list[Classification]] | list[Any]:
+            encoded = self._encode(chunk, strict=strict or compat is not None)
+            logits = self._logits(encoded)
+            if compat is not None:
+                return text_classification(
+                    logits, self.config.labels, problem_type=self.config.problem_type,
+                    function_to_apply=function_to_apply, top_k=top_k,
+                )  # fmt: skip
+            return decode_classes(
+                logits, self.config.labels, problem_type=self.config.problem_type,
+                function_to_apply=function_to_apply, top_k=top_k, threshold=threshold,
+                owners=encoded.owners, weights=encoded.counts, texts=len(chunk),
+            )  # fmt: skip
+
+        if _single(texts):
+            return step([texts])[0]  # type: ignore[list-item]
+        return stream(texts, step)  # type: ignore[arg-type]
+
+    def zero_shot(
+        self,
+        texts: str | Sequence[str],
+        labels: Sequence[str],
+        *,
+        template: str = "This example is {}.",
+        multi_label: bool = False,
+        strict: bool = False,
+        compat: Literal["transformers"] | None = None,
+    ) -> list[Any] | dict[str, Any]:
+        """Return for each text the labels that a natural language inference model sees in it, best first.
+
+        All pairs of texts and labels are run as one flat list.
+
+        Args:
+            texts: one text or several.
+            labels: the candidate labels.
+            template: the hypothesis, with ``{}`` where the label goes.
+            multi_label: whether several labels may be true at once.
+            strict: raise on a text that does not fit into one window.
+            compat: "transformers" gives the dictionaries of its pipeline.
+
+        Raises:
+            PredictError: no labels, a template without ``{}``, or a model without an entailment label.
+        """
+        from flodl.errors import PredictError
+        from flodl_hf.decode import contradiction_id, decode_zero_shot, entailment_id
+        from flodl_hf.decode.compat import zero_shot_classification
+
+        self.ready("zero_shot")
+        sequences = [texts] if isinstance(texts, str) else list(texts)
+        if not labels or "{}" not in template:
+            raise PredictError(
+                "zero_shot: expected at least one label, and a template that has {} where the label goes"
+            )
+        pairs = [(text, template.format(label)) for text in sequences for label in labels]
+        encoded = self._encode(pairs, strict=strict or compat is not None, cut="first")
+        logits = self._logits(encoded)
+        if compat is not None:
+            found = zero_shot_classification(
+                logits, sequences, labels, self.config.labels, multi_label=multi_label
+            )
+            return found[0] if isinstance(texts, str) else found
+        entailment = entailment_id(self.config.labels)
+        results = decode_zero_shot(
+            logits, [labels] * len(sequences), entailment=entailment,
+            contradiction=contradiction_id(self.config.labels, entailment), multi_label=multi_label,
+            owners=encoded.owners, weights=encoded.counts,
+        )  # fmt: skip
+        return results[0] if isinstance(texts, str) else results
+
+    def rerank(self, query: str, documents: Sequence[str], *, top_k: int | None = None) -> list[Ranked]:
+        """Return the documents that fit the query, best first, with their places in the list.
+
+        Args:
+            query: what is looked for.
+            documents: what may fit; a long one is as good as its best window.
+            top_k: most documents; None for all.
+
+        Raises:
+            PredictError: the model has more than one label.
+        """
+        from flodl_hf.decode import decode_ranking
+
+        self.ready("rerank")
+        encoded = self._encode([(query, document) for document in documents])
+        return decode_ranking(
+            self._logits(encoded), top_k=top_k, owners=encoded.owners, documents=len(documents)
+        )
+
+    def _encode(self, items: Sequence[Text], *, strict: bool = False, cut: str | None = None) -> Encoded:
+        from flodl_hf.runtime.inputs import encode, split_pairs
+
+        tokenizer = self.tokenizer
+        assert tokenizer is not None
+        firsts, seconds = split_pairs(items, "predict")
+        return encode(tokenizer, firsts, seconds, max_tokens=self.max_tokens, strict=strict, cut=cut)
+
+    def _logits(self, encoded: Encoded) -> Tensor:
+        from flodl_hf.runtime import Engine
+
+        rows = Engine(self).scores(encoded.rows)
+        return torch.stack(rows) if rows else torch.zeros(0, self.num_labels)
+
+
+def _single(texts: Any) -> bool:
+    return isinstance(texts, (str, Mapping)) or (
+        isinstance(texts, tuple) and len(texts) == 2 and all(isinstance(part, str) for part in texts)
+    )
+
+
+HEAD = Head(
+    "sequence_classification", "ForSequenceClassification", SequenceClassifier, "seqcls", labelled=True
+)

@@ -5,7 +5,8 @@ Transformers' class: ``BertForTokenClassification`` and its siblings.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from torch import Tensor
 
@@ -14,7 +15,14 @@ from flodl_hf.heads.losses import check_labels, token_loss
 from flodl_hf.heads.scoring import ScoringModel
 from flodl_hf.outputs import TokenClassificationOutput
 
+if TYPE_CHECKING:
+    from flodl_hf.decode.entities import Aggregation
+    from flodl_hf.runtime.inputs import Encoded
+
 __all__ = ["HEAD", "TokenClassifier"]
+
+# Tokens that neighbouring windows share: more than any entity, so that each is seen whole with context.
+STRIDE = 64
 
 
 class TokenClassifier(ScoringModel):
@@ -32,6 +40,113 @@ class TokenClassifier(ScoringModel):
         """
         check_labels(labels, self.num_labels)
         return token_loss(logits, labels)
+
+    def predict(
+        self,
+        texts: str | Iterable[str] | Iterable[Sequence[str]],
+        *,
+        aggregation: Aggregation = "first",
+        ignore_labels: Collection[str] = ("O",),
+        constrained: bool = False,
+        words: bool = False,
+        stride: int = STRIDE,
+        strict: bool = False,
+        untrained: bool = False,
+        compat: Literal["transformers"] | None = None,
+    ) -> list[Any] | Iterator[Any]:
+        """Return for each text its entities in order: label, score, word, start, end; ``text[start:end]`` is the word.
+
+        A text longer than the model takes is read in overlapping windows; each token is judged where it has
+        most context, so nothing is lost or doubled at a seam.
+
+        Args:
+            texts: texts; lists of words with ``words``; an iterator gives an iterator. One text alone gives its
+                entities.
+            aggregation: what carries a label: "first" (a word has its first token's), "average", "max",
+                "simple" (each token its own), or "none" (one result a token).
+            ignore_labels: labels that are left out.
+            constrained: take the best sequence of labels that the tag scheme allows.
+            words: texts are lists of words; ``words`` of each entity then says which.
+            stride: tokens that neighbouring windows share.
+            strict: raise on a text that does not fit into one window.
+            untrained: predict although parts of the model hold random values.
+            compat: "transformers" gives the dictionaries of its pipeline, and its flaws.
+
+        Raises:
+            PredictError: the model has no tokenizer or an untrained head, or an option makes no sense.
+            TokenizerError: a text is not a valid string, or too long with ``strict``.
+        """
+        from flodl_hf.decode import TagScheme, decode_entities_batch, join_words
+        from flodl_hf.runtime import Engine
+        from flodl_hf.runtime.inputs import encode
+        from flodl_hf.runtime.stream import stream
+
+        tokenizer = self.ready("predict", untrained=untrained)
+        scheme = TagScheme.detect(self.config.labels)
+
+        def step(chunk: list[Any]) -> list[Any]:
+            encoded = encode(
+                tokenizer, chunk, max_tokens=self.max_tokens, stride=self._stride(stride), words=words,
+                strict=strict, offsets=True,
+            )  # fmt: skip
+            joined = [join_words(text) for text in chunk] if words else None
+            plain = [text.text for text in joined] if joined else chunk
+            spans = [text.spans for text in joined] if joined else None
+            logits = Engine(self).scores(encoded.rows)
+            if compat is not None:
+                return self._as_transformers(logits, encoded, plain, spans, aggregation, ignore_labels)
+            return decode_entities_batch(
+                logits, encoded.rows, plain, scheme, owners=encoded.owners, aggregation=aggregation,
+                ignore_labels=ignore_labels, constrained=constrained, word_spans=spans,
+            )  # fmt: skip
+
+        single = isinstance(texts, str) or (
+            words and isinstance(texts, Sequence) and len(texts) > 0 and isinstance(texts[0], str)
+        )
+        if single:
+            return step([texts])[0]
+        return stream(texts, step)
+
+    def _stride(self, stride: int) -> int:
+        # Windows that barely advance would take for ever; half a window is the most they may share.
+        return stride if self.max_tokens is None else min(stride, max(0, (self.max_tokens - 2) // 2))
+
+    def _as_transformers(
+        self,
+        logits: list[Tensor],
+        encoded: Encoded,
+        texts: Sequence[str],
+        spans: Sequence[Any] | None,
+        aggregation: str,
+        ignore_labels: Collection[str],
+    ) -> list[Any]:
+        from flodl_hf.decode.compat import token_classification
+        from flodl_hf.decode.compat.token_classification import TokenizerFacts
+
+        tokenizer = self.tokenizer
+        assert tokenizer is not None
+        facts = TokenizerFacts(
+            token=lambda i: tokenizer.convert_ids_to_tokens(i),
+            join=tokenizer.convert_tokens_to_string,
+            has_prefix=tokenizer.continuing_prefix is not None,
+            unk_id=tokenizer.unk_token_id,
+        )
+        results = []
+        for place, text in enumerate(texts):
+            own = [i for i, owner in enumerate(encoded.owners) if owner == place]
+            results.append(
+                token_classification(
+                    [logits[i] for i in own],
+                    [encoded.rows[i] for i in own],
+                    text,
+                    self.config.labels,
+                    facts,
+                    aggregation_strategy=aggregation,
+                    ignore_labels=ignore_labels,
+                    word_spans=None if spans is None else spans[place],
+                )  # fmt: skip
+            )
+        return results
 
 
 HEAD = Head("token_classification", "ForTokenClassification", TokenClassifier, "tokcls", labelled=True)

@@ -1,0 +1,152 @@
+"""Folders of sentence-transformers: what their small files say about pooling, read and written.
+
+``modules.json`` lists a transformer, a pooling, and perhaps a normalisation; anything else (a dense
+layer, say) would change the vectors and is refused when embeddings are asked for.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flodl.errors import ConfigError, printable
+
+__all__ = ["SentenceRecipe", "read_recipe", "recipe_files", "transformer_folder"]
+
+_MODES = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len",
+    "pooling_mode_weightedmean_tokens": "weighted_mean",
+    "pooling_mode_lasttoken": "last_token",
+}
+_NEW_MODES = {
+    "lasttoken": "last_token",
+    "weightedmean": "weighted_mean",
+    "mean_sqrt_len_tokens": "mean_sqrt_len",
+}
+_LIMIT = 1_000_000
+
+
+@dataclass(frozen=True)
+class SentenceRecipe:
+    """How a folder makes a vector of a text.
+
+    Attributes:
+        pooling: the poolings whose results are joined, in order.
+        normalize: whether vectors are scaled to length 1.
+        max_tokens: most tokens that are read, or None.
+        lower_case: whether texts are lower-cased first.
+    """
+
+    pooling: tuple[Any, ...] = ("mean",)
+    normalize: bool = False
+    max_tokens: int | None = None
+    lower_case: bool = False
+
+
+def _modules(root: Path) -> list[dict[str, Any]]:
+    value = _read(root / "modules.json")
+    if not isinstance(value, list) or not all(
+        isinstance(m, dict) and isinstance(m.get("type"), str) for m in value
+    ):
+        raise ConfigError(
+            f"{root / 'modules.json'}: expected a list of modules with their types", problems=["modules.json"]
+        )
+    return value
+
+
+def _read(path: Path) -> Any:
+    try:
+        if path.stat().st_size > _LIMIT:
+            raise ValueError("too large")
+        return json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as fault:
+        raise ConfigError(
+            f"{path}: cannot be read as JSON ({fault})", where=str(path), problems=[path.name]
+        ) from None
+
+
+def _inside(root: Path, part: object) -> Path:
+    place = root / str(part or "")
+    if not place.resolve().is_relative_to(root.resolve()):
+        raise ConfigError(
+            f"{root / 'modules.json'}: the path {printable(str(part))} leads out of the folder",
+            problems=[str(part)],
+        )
+    return place
+
+
+def transformer_folder(root: Path) -> Path:
+    """Return the folder that holds the weights: ``root``, or what its ``modules.json`` names."""
+    if (root / "config.json").is_file() or not (root / "modules.json").is_file():
+        return root
+    modules = _modules(root)
+    return _inside(root, modules[0].get("path")) if modules else root
+
+
+def read_recipe(root: Path) -> SentenceRecipe | None:
+    """Return what ``modules.json`` says, or None where there is none.
+
+    Raises:
+        ConfigError: a module that is not understood, or files that are damaged.
+    """
+    if not (root / "modules.json").is_file():
+        return None
+    pooling: tuple[Any, ...] = ("mean",)
+    normalize = False
+    for module in _modules(root):
+        kind = module["type"].rsplit(".", 1)[-1]
+        if kind == "Pooling":
+            pooling = _pooling(_inside(root, module.get("path")) / "config.json")
+        elif kind == "Normalize":
+            normalize = True
+        elif kind != "Transformer":
+            raise ConfigError(
+                f"{root / 'modules.json'}: module {printable(module['type'])} is not supported; expected Transformer, "
+                "Pooling and Normalize. Load the transformer's own folder to use it without.",
+                problems=[module["type"]],
+            )
+    bounds = root / "sentence_bert_config.json"
+    settings = _read(bounds) if bounds.is_file() else {}
+    length = settings.get("max_seq_length")
+    return SentenceRecipe(
+        pooling,
+        normalize,
+        length if isinstance(length, int) and length > 0 else None,
+        settings.get("do_lower_case") is True,
+    )
+
+
+def _pooling(path: Path) -> tuple[Any, ...]:
+    settings = _read(path)
+    stated = settings.get("pooling_mode")
+    if isinstance(stated, str):
+        stated = [stated]
+    if isinstance(stated, list):
+        return tuple(_NEW_MODES.get(name, name) for name in stated)
+    chosen = tuple(name for key, name in _MODES.items() if settings.get(key) is True)
+    return chosen or ("mean",)
+
+
+def recipe_files(recipe: SentenceRecipe, hidden_size: int) -> dict[str, bytes]:
+    """Return the small files of a sentence-transformers folder whose weights lie at its root."""
+    prefix = "sentence_transformers.models."
+    modules = [
+        {"idx": 0, "name": "0", "path": "", "type": prefix + "Transformer"},
+        {"idx": 1, "name": "1", "path": "1_Pooling", "type": prefix + "Pooling"},
+    ]
+    if recipe.normalize:
+        modules.append({"idx": 2, "name": "2", "path": "2_Normalize", "type": prefix + "Normalize"})
+    pooling: dict[str, Any] = {"word_embedding_dimension": hidden_size}
+    pooling |= {key: name in recipe.pooling for key, name in _MODES.items()}
+    files = {"modules.json": modules, "1_Pooling/config.json": pooling}
+    if recipe.max_tokens is not None:
+        files["sentence_bert_config.json"] = {
+            "max_seq_length": recipe.max_tokens,
+            "do_lower_case": recipe.lower_case,
+        }
+    return {name: (json.dumps(value, indent=2) + "\n").encode() for name, value in files.items()}
