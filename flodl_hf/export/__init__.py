@@ -7,7 +7,9 @@ publish    a folder put in place in one step
 convert    a ``.bin`` checkpoint written as safetensors
 """
 
+from .convert import convert_bin
 from .json_text import patch_json
+from .model import export_model
 from .publish import is_model_file, publish_folder
 from .state import WritePlan, plan_state, write_state
 from .write import WrittenFile, verify_files, write_bytes, write_safetensors
@@ -15,6 +17,8 @@ from .write import WrittenFile, verify_files, write_bytes, write_safetensors
 __all__ = [
     "WritePlan",
     "WrittenFile",
+    "convert_bin",
+    "export_model",
     "is_model_file",
     "patch_json",
     "plan_state",

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from flodl.errors import ExportError, capped, printable
@@ -38,7 +39,7 @@ DEFAULT_SHARD_SIZE = 5_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class FilePlan:
-    """One file to write: name, tensors in order, metadata, and the source's header to use if it still fits."""
+    """One file to write: name, tensors in order, metadata, and the source's header if it may still fit."""
 
     file: str
     names: tuple[str, ...]
@@ -90,8 +91,8 @@ def plan_state(
         manifest: the source. One of ``.bin`` files says nothing about order and ties; it is treated as none.
         ties: a name to the name that it is tied to and that is kept. Either of the two may be missing in
             ``tensors``.
-        max_shard_size: cut above this size, in bytes or as ``"500MB"`` (powers of 1000); None keeps the layout
-            of the source, or cuts at `DEFAULT_SHARD_SIZE`.
+        max_shard_size: cut above this size, in bytes or as ``"500MB"`` (powers of 1000); None keeps the
+            layout of the source, or cuts at `DEFAULT_SHARD_SIZE`.
         metadata: header pairs for files without a source; ``{"format": "pt"}`` by default, which other
             readers ask for.
 
@@ -206,7 +207,9 @@ def _resolve_ties(
     dropped: dict[str, str] = {}
     dangling: list[str] = []
     for alias, kept in ties.items():
-        held = tensors.get(kept, tensors.get(alias))
+        held, other = tensors.get(kept, tensors.get(alias)), tensors.get(alias)
+        if held is not None and other is not None and not _same_numbers(held, other):
+            continue  # declared by the family, but this checkpoint has them apart: both are written
         if held is None:
             if alias in known or kept in known:
                 dangling.append(f"{printable(alias)}: tied to {printable(kept)}, and neither was given")
@@ -246,6 +249,18 @@ def _resolve_ties(
             problems=problems,
         )
     return available, dropped
+
+
+def _same_numbers(one: Tensor, other: Tensor) -> bool:
+    if one is other:
+        return True
+    if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
+        return False
+    if one.data_ptr() == other.data_ptr() and one.stride() == other.stride():
+        return True
+    # By bytes: a NaN equals itself, and the two zeros differ.
+    bits = (tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other))
+    return torch.equal(*bits)
 
 
 def _source_files(

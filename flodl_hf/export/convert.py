@@ -1,0 +1,108 @@
+"""A folder of ``.bin`` weights written once more as safetensors, nothing executed on the way.
+
+Decides which of several names for one tensor is kept where no family says so: that of an embedding, because
+it is the one that the reference keeps, else the first by the alphabet.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from flodl.errors import ExportError
+from flodl_hf.checkpoint import Checkpoint
+from flodl_hf.checkpoint.members import Folder
+
+from .publish import is_model_file, publish_folder
+from .state import plan_state, write_state
+from .write import WrittenFile, verify_files
+
+__all__ = ["convert_bin", "kept_names"]
+
+_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
+_COPY_LIMIT = 1 << 30
+
+
+def convert_bin(
+    folder: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    ties: Mapping[str, str] | None = None,
+    max_shard_size: int | str | None = None,
+    overwrite: bool = False,
+) -> list[WrittenFile]:
+    """Write the ``.bin`` checkpoint in ``folder`` to ``out`` as safetensors; return the weight files written.
+
+    Config, tokenizer and other model files of the folder are copied byte for byte. The new folder appears as
+    a whole and is read again before it does.
+
+    Args:
+        folder: holds ``pytorch_model.bin``, or its index and shards.
+        out: a new or empty folder.
+        ties: a name to the name that it is tied to and that is kept, as the family declares it.
+        max_shard_size: cut the weights above this size, see `plan_state`.
+        overwrite: replace ``out`` if it is a model folder.
+
+    Raises:
+        UnsafeFileError: a weight file asks for more than building tensors.
+        CheckpointError: the folder holds no usable ``.bin`` weights.
+        ExportError: ``out`` cannot be written.
+    """
+    with Checkpoint.open(folder, layout="bin") as source:
+        aliases = kept_names(source.manifest.ties, ties or {})
+        tensors = {name: tensor for name, tensor in source.read_all().items() if name not in aliases}
+        plan = plan_state(tensors, ties=ties, max_shard_size=max_shard_size)
+    copies = _other_files(Path(folder))
+    written: list[WrittenFile] = []
+
+    def write(stage: Path) -> None:
+        for name, data in copies.items():
+            (stage / name).write_bytes(data)
+        written.extend(write_state(stage, plan))
+        verify_files(stage, written)
+
+    needed = plan.nbytes + sum(map(len, copies.values()))
+    publish_folder(out, write, overwrite=overwrite, needed_bytes=needed)
+    return written
+
+
+def kept_names(stored: Mapping[str, str], declared: Mapping[str, str]) -> dict[str, str]:
+    """Return each name to leave out, with the name that keeps its tensor.
+
+    Args:
+        stored: a name to the first name that has the very same storage in the file.
+        declared: the family's ties, name to kept name; they decide where they speak.
+    """
+    groups: dict[str, list[str]] = {}
+    for name, first in stored.items():
+        groups.setdefault(first, [first]).append(name)
+    result: dict[str, str] = {}
+    for names in groups.values():
+        wanted = [name for name in names if name not in declared] or names
+        kept = min(wanted, key=lambda name: ("embed" not in name, name))
+        result.update({name: kept for name in names if name != kept})
+    return result
+
+
+def _other_files(folder: Path) -> dict[str, bytes]:
+    """Return the model files of ``folder`` besides its weights; their links are held to the same rule."""
+    opened = Folder(folder)
+    try:
+        copies: dict[str, bytes] = {}
+        for entry in sorted(folder.iterdir()):
+            if entry.is_dir() or not is_model_file(entry.name) or entry.name.endswith(_WEIGHTS):
+                continue
+            with os.fdopen(opened.open(entry.name), "rb") as file:
+                data = file.read(_COPY_LIMIT + 1)
+            if len(data) > _COPY_LIMIT:
+                raise ExportError(
+                    f"{entry}: larger than {_COPY_LIMIT:,} bytes, expected a config or tokenizer file; "
+                    f"move it away",
+                    path=str(entry),
+                    problems=["too large"],
+                )
+            copies[entry.name] = data
+        return copies
+    finally:
+        opened.close()
