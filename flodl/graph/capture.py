@@ -1,7 +1,7 @@
 """Values of tags on request: handed out with one call, or kept from call to call.
 
-Nothing is kept unless somebody asked, because a kept value keeps its memory and its history alive. The ordinary
-forward pass comes here only when there is something to keep.
+Nothing is kept unless somebody asked, because a kept value keeps its memory and its history alive. The
+ordinary forward pass comes here only when there is something to keep.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The structural hash: equal for graphs of one architecture, whatever their weights, dtype, device or label."""
+"""The structural hash: equal for graphs of one architecture, whatever their weights, dtype or device."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ What a path means is decided in `tree`, what the source looks like in `source`, 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakValueDictionary
 
@@ -35,7 +35,7 @@ class Graph(nn.Module):
     """A built graph. Make one by `FlowBuilder`, not by calling this class.
 
     Call it as ``graph(x)``, with further declared inputs in order or by name: ``graph(x, mask=m)``. With
-    ``outputs=["tag", "child.tag"]`` it returns ``(result, {"tag": value, ...})``; values pass through untouched,
+    ``outputs=["tag", "child.tag"]`` it returns ``(result, {"tag": value, ...})``. Values pass through untouched,
     whatever they are.
 
     Children are named by ``name=``, else by tag, else by node id, so ``state_dict()`` reads
@@ -110,13 +110,13 @@ class Graph(nn.Module):
         return run_captured(self, outputs, inputs)
 
     def source(self, *outputs: str) -> str:
-        """Return the generated forward pass as Python source, or the variant that also returns ``outputs``."""
+        """Return the generated forward pass as Python source, or its variant that gives ``outputs`` too."""
         return forward_source(self._plan, outputs)
 
     # values on request
 
     def watch(self, *tags: str) -> Graph:
-        """Keep the values of tags (or groups) from the next call on, for `tagged`; this keeps their memory alive.
+        """Keep the values of tags (or groups) from the next call on, for `tagged`, and so their memory alive.
 
         Raises:
             GraphError: when there is no such tag.
@@ -232,7 +232,7 @@ class Graph(nn.Module):
         return sorted(self._plan.internal)
 
     def structural_hash(self) -> str:
-        """Return the SHA-256 of the structure, 64 hex digits; weights, dtype, device and label are not in it."""
+        """Return the SHA-256 of the structure, 64 hex digits; neither weights nor label are in it."""
         return structural_hash(self)
 
     def short_hash(self) -> str:
@@ -340,7 +340,7 @@ class Graph(nn.Module):
         return summary.tree_summary(self)
 
     def param_summary(self) -> str:
-        """Return a table of parameter elements for each child and for the graph's own, trainable and frozen."""
+        """Return a table of parameter elements, for each child and the rest, trainable and frozen."""
         return summary.param_summary(self)
 
     # files
@@ -389,17 +389,21 @@ class Graph(nn.Module):
             self._observer = Observer(self)
         return self._observer
 
+    def record(self, tag: str, values: Iterable[float | Tensor]) -> None:
+        """Append values that are no outputs of the graph to the buffer of ``tag``."""
+        self.observe.record(tag, values)
+
     def record_scalar(self, tag: str, value: float) -> None:
         """Append a value that is no output of the graph, such as a loss, to the buffer of ``tag``."""
         self.observe.record_scalar(tag, value)
 
     def collect(self, *tags: Any) -> None:
-        """Append the scalar values of tags to their buffers; tags named here are watched from the next call on."""
+        """Append the scalar values of tags to their buffers; what is named here is watched from then on."""
         self.observe.collect(*tags)
 
-    def collect_with(self, *tags_and_reduce: Any) -> None:
-        """Append reduced values of tags to their buffers."""
-        self.observe.collect_with(*tags_and_reduce)
+    def collect_with(self, *tags_and_reduce: Any, reduce: Any = None) -> None:
+        """Append values of tags, reduced to one number by ``reduce``, to their buffers."""
+        self.observe.collect_with(*tags_and_reduce, reduce=reduce)
 
     def flush(self, *tags: Any) -> None:
         """Move the mean of each buffer to its history, here and in labelled children."""
@@ -413,8 +417,8 @@ class Graph(nn.Module):
         """Return the histories of several metrics, groups opened."""
         return self.observe.trends(*tags)
 
-    def latest_metrics(self) -> Any:
-        """Return the last value of each metric, own ones first and then those of children as ``label.metric``."""
+    def latest_metrics(self) -> list[tuple[str, float]]:
+        """Return the last value of each metric: own ones, then those of children as ``label.metric``."""
         return self.observe.latest_metrics()
 
     def record_at(self, path: str, value: float) -> None:
@@ -437,8 +441,8 @@ class Graph(nn.Module):
         return f"label={self.label!r}, inputs=({inputs})" if self.label else f"inputs=({inputs})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The text of the forward pass is generated anew from the plan, so no file ever holds code. Kept values lose
-        # their history, which belongs to the run that made them and could be neither copied nor pickled.
+        # The text of the forward pass is generated anew from the plan, so no file ever holds code. Kept values
+        # lose their history, which belongs to the run that made them and could be neither copied nor pickled.
         state = dict(self.__dict__)
         state.pop("_steps")
         state.update(

@@ -70,8 +70,8 @@ class MapSlices(Map):
         """
         if x.dim() < 2 or x.shape[-1] % self.count:
             raise GraphError(
-                f"map.slices({self.count}): the input has shape {tuple(x.shape)}; it needs at least two dimensions "
-                f"and a last one divisible by {self.count}",
+                f"map.slices({self.count}): the input has shape {tuple(x.shape)}; it needs at least two "
+                f"dimensions and a last one divisible by {self.count}",
                 shape=tuple(x.shape),
                 count=self.count,
             )

@@ -30,7 +30,7 @@ def stored_tensors(graph: Graph) -> dict[str, Tensor]:
 
 
 def save(graph: Graph, path: str | os.PathLike[str]) -> None:
-    """Write the tensors with the structural hash, and the source configuration beside them if there is one."""
+    """Write the tensors with the structural hash, and beside them the source configuration, if any."""
     from flodl.checkpoint import save_tensors
     from flodl.files import write_atomically
 

@@ -31,8 +31,8 @@ def missing_inputs(**given: Any) -> GraphError:
     """Return the error that names the arguments a call left out."""
     absent = [name for name, value in given.items() if value is Missing]
     return GraphError(
-        f"graph call: missing {', '.join(map(repr, absent))}; give every required input, by name or in the order "
-        f"{', '.join(given)}",
+        f"graph call: missing {', '.join(map(repr, absent))}; give every required input, by name or in "
+        f"the order {', '.join(given)}",
         missing=absent,
     )
 
@@ -214,7 +214,7 @@ class _Writer:
         return last
 
     def _inlined(self) -> set[int]:
-        """Return the module nodes that are written into the sum which alone reads them, in unchanged order."""
+        """Return the module nodes that are written into the sum which alone reads them, order kept."""
         plan = self.plan
         readers: dict[int, int] = {}
         for node in plan.nodes:
@@ -233,7 +233,7 @@ class _Writer:
             node = plan.nodes[index]
             if node.kind not in ("add", "merge"):
                 continue
-            # Walking back from the sum keeps evaluation in the planned order: operands are computed left to right.
+            # Walking back from the sum keeps the planned order: operands are computed left to right.
             before = place - 1
             for operand in reversed([self._source(i) for i in node.inputs]):
                 if (

@@ -23,7 +23,8 @@ def _lines(graph: Graph, depth: int) -> list[str]:
     elements = sum(p.numel() for p in graph.parameters())
     tags = ", ".join(tag for tag in plan.tags if tag not in plan.internal)
     hidden = len(plan.internal)
-    line = f"{'  ' * depth}{graph.label or '(unlabelled)'} [{graph.short_hash()}] {len(plan.calls)} modules, {elements:,} parameters"
+    line = f"{'  ' * depth}{graph.label or '(unlabelled)'} [{graph.short_hash()}]"
+    line += f" {len(plan.calls)} modules, {elements:,} parameters"
     line += f", tags: {tags}" if tags else ""
     line += f", {hidden} internal" if hidden else ""
     return [line, *(below for child in graph.tree_children().values() for below in _lines(child, depth + 1))]

@@ -38,8 +38,8 @@ class Switch(nn.Module):
         branches = self.branches
         if choice.numel() != 1:
             raise GraphError(
-                f"switch: the router gives {choice.numel()} values of shape {tuple(choice.shape)}; one decision is taken "
-                "for the whole batch, so it has to give one index",
+                f"switch: the router gives {choice.numel()} values of shape {tuple(choice.shape)}; one "
+                "decision is taken for the whole batch, so it has to give one index",
                 shape=tuple(choice.shape),
             )
         index = int(choice.item())

@@ -161,8 +161,8 @@ def target_module(target: Target) -> nn.Module:
     if target.module is None:
         node = target.owner.plan.nodes[target.owner.plan.tags[target.segment]]
         raise GraphPathError(
-            f"path {target.path!r}: the tag {target.segment!r} names the value of {node.id} (made by {node.verb}), "
-            "which holds no module; give the module a name, as in also(module, name=...), and use that",
+            f"path {target.path!r}: the tag {target.segment!r} names the value of {node.id} (made by "
+            f"{node.verb}), which holds no module; give the module a name, as in also(module, name=...), and use that",
             path=target.path,
             segment=target.segment,
         )
@@ -175,11 +175,11 @@ def _descend(at: Target, segment: str, path: str, depth: int) -> list[Target]:
     if graph is None:
         if at.module is None:
             raise GraphPathError(
-                f"path {path!r}: {at.segment!r} is a value without a module, so nothing called {segment!r} lies below it",
+                f"path {path!r}: {at.segment!r} is a value without a module, so nothing lies below it",
                 path=path,
                 segment=segment,
             )
-        children = {name: child for name, child in at.module.named_children()}
+        children = dict(at.module.named_children())
         if segment in children:
             return [_module_target(here, at.owner, segment, children[segment])]
         return _range_or_raise(at, segment, path, list(children))
@@ -191,7 +191,7 @@ def _descend(at: Target, segment: str, path: str, depth: int) -> list[Target]:
     if segment in plan.tags:
         if depth > 0 and segment in plan.internal:
             raise GraphPathError(
-                f"path {path!r}: {segment!r} is internal to {_called(graph)} and cannot be reached from a parent; "
+                f"path {path!r}: {segment!r} is internal to {_called(graph)} and out of reach of parents; "
                 "ask the graph that owns it",
                 path=path,
                 segment=segment,

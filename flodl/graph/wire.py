@@ -133,12 +133,10 @@ class _Wiring:
 
     def _from_(self, module: nn.Module | None, name: str | None) -> None:
         if module is None:
-            node = self._node("identity", [0])
+            self.current = [self._node("identity", [0]).index]
         else:
             node = self._module_node(module, [0], name)
-        self.current, self.targets = [node.index], [node.index]
-        if module is None:
-            self.targets = []
+            self.current, self.targets = [node.index], [node.index]
 
     def _through(self, module: nn.Module, name: str | None) -> None:
         node = self._module_node(module, self._stream(), name)
@@ -395,7 +393,7 @@ class _Wiring:
         return True
 
     def _source(self, tag: str) -> int | None:
-        """Return the node that provides a tag: itself, a reader of the last call's value, or None for a later input."""
+        """Return the node that provides a tag, a reader of its last value, or None for a later input."""
         if tag in self.draft.tags:
             return self.draft.tags[tag]
         if tag in self.later_inputs:
