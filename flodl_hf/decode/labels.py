@@ -154,6 +154,7 @@ def _keep_real_prefixes(
 
     ``E-mail`` beside ``B-PER`` is a name, because there is neither ``B-mail`` nor ``I-mail``. A label set in
     which some names have no prefix uses tags only if one entity appears under two of them.
+    ``S-LOC`` without ``B-LOC`` is a tag where other entities have ``S-`` and ``B-``.
     """
     letters_of: dict[str, set[str]] = {}
     for letter, entity in split:
@@ -164,9 +165,9 @@ def _keep_real_prefixes(
     paired = any(len(letters_of[entity]) > 1 for entity in anchored)
     if not anchored or not (everyone or paired):
         return [(None, label) for label in labels]
-    alone_ok = {entity for entity in letters_of if entity in anchored or (everyone and paired)}
+    tag_letters = {letter for entity in anchored for letter in letters_of[entity]}
     return [
-        (letter, entity) if letter and entity in alone_ok else (None, label)
+        (letter, entity) if letter and (entity in anchored or letter in tag_letters) else (None, label)
         for label, (letter, entity) in zip(labels, split, strict=True)
     ]
 

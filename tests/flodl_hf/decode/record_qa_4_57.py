@@ -17,7 +17,12 @@ from typing import Any
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import BertConfig, BertForQuestionAnswering, PreTrainedTokenizerFast, QuestionAnsweringPipeline
+from transformers import (
+    BertConfig,
+    BertForQuestionAnswering,
+    PreTrainedTokenizerFast,
+    QuestionAnsweringPipeline,
+)
 
 CORPUS = [
     "Ada Lovelace lived in London and wrote the first program for the Analytical Engine.",
@@ -121,7 +126,9 @@ def cases() -> list[dict[str, Any]]:
     return found
 
 
-def recorded(case: dict[str, Any], tokenizer: PreTrainedTokenizerFast, net: BertForQuestionAnswering) -> dict[str, Any]:
+def recorded(
+    case: dict[str, Any], tokenizer: PreTrainedTokenizerFast, net: BertForQuestionAnswering
+) -> dict[str, Any]:
     pipe = QuestionAnsweringPipeline(model=net, tokenizer=tokenizer, device="cpu")
     seen: list[dict[str, Any]] = []
     original = pipe.postprocess

@@ -1,0 +1,104 @@
+"""Label names are read in order, and tagging schemes are told from plain names."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from itertools import product
+
+import pytest
+
+from flodl.errors import ConfigError
+from flodl_hf.decode import TagScheme, normalise_id2label
+
+
+@pytest.mark.parametrize(
+    ("id2label", "size", "names"),
+    [
+        ({"0": "O", "1": "B-PER"}, None, ("O", "B-PER")),
+        ({1: "b", 0: "a"}, 2, ("a", "b")),
+        ({"0": "a", "2": "c"}, 4, ("a", "LABEL_1", "c", "LABEL_3")),
+        (["x", "y"], 2, ("x", "y")),
+        (None, 2, ("LABEL_0", "LABEL_1")),
+        ({}, None, ()),
+    ],
+)
+def test_id2label_becomes_names_in_order(id2label, size, names) -> None:
+    assert normalise_id2label(id2label, size) == names
+
+
+def test_all_faults_of_id2label_are_told_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        normalise_id2label({"-1": "a", "1": "b", "7": "c", 1: "d", "x": "e", "0": 3}, 3)  # type: ignore[dict-item]
+    assert len(caught.value.problems) == 5
+    assert pickle.loads(pickle.dumps(caught.value)).problems == caught.value.problems
+
+
+def test_an_absurd_id_does_not_make_an_absurd_list() -> None:
+    with pytest.raises(ConfigError):
+        normalise_id2label({"0": "a", "99999999999": "b"})
+
+
+@pytest.mark.parametrize(
+    ("labels", "scheme", "entities"),
+    [
+        (["O", "B-PER", "I-PER", "B-LOC", "I-LOC"], "BIO", ["O", "PER", "PER", "LOC", "LOC"]),
+        (["O", "B_PER", "I_PER"], "BIO", ["O", "PER", "PER"]),
+        (["O", "I-PER", "I-LOC"], "IO", ["O", "PER", "LOC"]),
+        (["O", "B-X", "I-X", "E-X", "S-X"], "BIOES", ["O", "X", "X", "X", "X"]),
+        (["B-X", "L-X", "I-X", "O", "U-X"], "BILOU", ["X", "X", "X", "O", "X"]),
+        (["O", "B-X", "M-X", "E-X", "S-X"], "BMES", ["O", "X", "X", "X", "X"]),
+        (["O", "credit-card", "e-mail"], "plain", ["O", "credit-card", "e-mail"]),
+        (["O", "E-mail", "S-bahn"], "plain", ["O", "E-mail", "S-bahn"]),
+        (["O", "I-94", "passport"], "plain", ["O", "I-94", "passport"]),
+        (["O", "B-PER", "I-PER", "E-mail"], "BIO", ["O", "PER", "PER", "E-mail"]),
+        (["O", "B-PER", "I-PER", "X", "[SEP]"], "BIO", ["O", "PER", "PER", "X", "[SEP]"]),
+        (["O", "B-X", "I-X", "E-X", "S-X", "S-Y"], "BIOES", ["O", "X", "X", "X", "X", "Y"]),
+        (["O", "B-credit-card", "I-credit-card"], "BIO", ["O", "credit-card", "credit-card"]),
+        (["NOUN", "VERB"], "tags", ["NOUN", "VERB"]),
+        (["O", "PER"], "plain", ["O", "PER"]),
+    ],
+)
+def test_schemes_are_told_from_the_labels(labels, scheme, entities) -> None:
+    found = TagScheme.detect(labels)
+    assert found.name == scheme
+    assert [found.entity_names[e] for e in found.entities] == entities
+
+
+def test_a_scheme_can_be_stated_and_an_unknown_one_is_refused() -> None:
+    assert TagScheme.detect(["O", "B-cell", "I-cell"], "plain").entity_names == ("O", "B-cell", "I-cell")
+    with pytest.raises(ConfigError):
+        TagScheme.detect(["O"], "BIOX")  # type: ignore[arg-type]
+
+
+# What a legal tag sequence of one entity looks like, as patterns over the letters.
+GRAMMARS = {
+    ("O", "B", "I"): r"(O|BI*)*",
+    ("O", "I"): r"[OI]*",
+    ("O", "B", "I", "E", "S"): r"(O|S|BI*E)*",
+    ("O", "B", "I", "L", "U"): r"(O|U|BI*L)*",
+    ("O", "B", "M", "E", "S"): r"(O|S|BM*E)*",
+}
+
+
+@pytest.mark.parametrize("letters", GRAMMARS, ids="".join)
+def test_transitions_allow_exactly_the_legal_sequences(letters: tuple[str, ...]) -> None:
+    scheme = TagScheme.detect([letter if letter == "O" else f"{letter}-X" for letter in letters])
+    pattern = re.compile(GRAMMARS[letters])
+    counted = 0
+    for length in range(1, 6):
+        for path in product(range(len(letters)), repeat=length):
+            allowed = bool(scheme.may_start[path[0]] and scheme.may_end[path[-1]]) and all(
+                scheme.allowed[a, b] for a, b in zip(path, path[1:], strict=False)
+            )
+            legal = pattern.fullmatch("".join(letters[i] for i in path)) is not None
+            assert allowed == legal, [letters[i] for i in path]
+            counted += legal
+    assert counted > 10
+
+
+def test_inside_never_continues_another_entity() -> None:
+    scheme = TagScheme.detect(["O", "B-PER", "I-PER", "B-LOC", "I-LOC"])
+    assert not scheme.allowed[1, 4]
+    assert scheme.allowed[1, 2]
+    assert not scheme.allowed[0, 2]
