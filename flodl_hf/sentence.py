@@ -7,7 +7,8 @@ layer, say) would change the vectors and is refused when embeddings are asked fo
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +41,14 @@ class SentenceRecipe:
         normalize: whether vectors are scaled to length 1.
         max_tokens: most tokens that are read, or None.
         lower_case: whether texts are lower-cased first.
+        files: the small files as read, by name, to be written back unchanged.
     """
 
     pooling: tuple[Any, ...] = ("mean",)
     normalize: bool = False
     max_tokens: int | None = None
     lower_case: bool = False
+    files: Mapping[str, bytes] = field(default_factory=dict)
 
 
 def _modules(root: Path) -> list[dict[str, Any]]:
@@ -98,10 +101,13 @@ def read_recipe(root: Path) -> SentenceRecipe | None:
         return None
     pooling: tuple[Any, ...] = ("mean",)
     normalize = False
+    read = ["modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"]
     for module in _modules(root):
         kind = module["type"].rsplit(".", 1)[-1]
         if kind == "Pooling":
-            pooling = _pooling(_inside(root, module.get("path")) / "config.json")
+            place = _inside(root, module.get("path")) / "config.json"
+            pooling = _pooling(place)
+            read.append(place.relative_to(root).as_posix())
         elif kind == "Normalize":
             normalize = True
         elif kind != "Transformer":
@@ -113,11 +119,13 @@ def read_recipe(root: Path) -> SentenceRecipe | None:
     bounds = root / "sentence_bert_config.json"
     settings = _read(bounds) if bounds.is_file() else {}
     length = settings.get("max_seq_length")
+    at_root = transformer_folder(root) == root
     return SentenceRecipe(
         pooling,
         normalize,
         length if isinstance(length, int) and length > 0 else None,
         settings.get("do_lower_case") is True,
+        {name: (root / name).read_bytes() for name in read if (root / name).is_file()} if at_root else {},
     )
 
 

@@ -1,0 +1,204 @@
+"""A model written as a Hugging Face folder: weights, configuration, tokenizer, all or nothing.
+
+Decides which names, which ``config.json`` and which other files a folder gets. An unchanged model is
+written back as it was read; what changed is patched into what was read. Ordering and bytes are
+`state` and `write`, putting the folder in place is `publish`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from flodl.errors import ExportError
+from flodl_hf.export.json_text import patch_json
+from flodl_hf.export.publish import publish_folder
+from flodl_hf.export.state import WritePlan, plan_state, write_state
+from flodl_hf.export.write import WrittenFile, verify_files, write_bytes
+from flodl_hf.loading import canonical_names
+
+if TYPE_CHECKING:
+    from flodl_hf.model import EncoderModel
+
+__all__ = ["architecture", "config_text", "export_model", "stored_tensors"]
+
+DTYPE_NAMES = {
+    torch.float32: "float32",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.float64: "float64",
+}
+
+
+def export_model(
+    model: EncoderModel,
+    folder: str | Path,
+    *,
+    overwrite: bool = False,
+    max_shard_size: int | str | None = None,
+    extra_files: Mapping[str, bytes] | None = None,
+) -> Path:
+    """Write ``model`` to ``folder`` in one step, reopen it and compare every byte; return the folder.
+
+    A model that was not changed gives the tensor names, order, dtypes and bytes it was read from, and
+    the same ``config.json``. A trained or relabelled one gives today's Hugging Face names, and
+    ``config.json`` with the changed values patched in.
+
+    Args:
+        model: any model of this package.
+        folder: where to; parents are made.
+        overwrite: replace a folder that holds a model.
+        max_shard_size: cut the weights above this size, as ``"5GB"`` or bytes; None keeps the source's layout.
+        extra_files: further files to put beside, by name.
+
+    Raises:
+        ExportError: the folder is in use or not empty, the disk is full or refuses, or what was written
+            does not read back as the same bytes. An older folder is then as it was.
+    """
+    plan = plan_state(
+        stored_tensors(model), model.source.manifest if model.source and _keeps_names(model) else None,
+        ties=stored_ties(model), max_shard_size=max_shard_size, metadata={"format": "pt"},
+    )  # fmt: skip
+    others = {"config.json": config_text(model).encode()} | _tokenizer_files(model) | _recipe(model)
+    others |= dict(extra_files or {})
+    written: list[WrittenFile] = []
+    target = publish_folder(
+        folder,
+        _writer(plan, others, written),
+        overwrite=overwrite,
+        needed_bytes=plan.nbytes + sum(map(len, others.values())),
+    )
+    verify_files(target, written)
+    return target
+
+
+def _writer(
+    plan: WritePlan, others: Mapping[str, bytes], written: list[WrittenFile]
+) -> Callable[[Path], None]:
+    def write(stage: Path) -> None:
+        written.extend(write_state(stage, plan))
+        for name, data in others.items():
+            place = stage / name
+            place.parent.mkdir(parents=True, exist_ok=True)
+            file = write_bytes(place, data)
+            written.append(WrittenFile(name, file.size, file.sha256))
+
+    return write
+
+
+def _keeps_names(model: EncoderModel) -> bool:
+    """Return whether the model is still the one its source was written for, so that its names stay."""
+    return model.source is not None and model.source.same_head
+
+
+def stored_tensors(model: EncoderModel) -> dict[str, Tensor]:
+    """Return every tensor to write under the name it gets in the file, ties and carried tensors included."""
+    state = {name: value.detach() for name, value in model.graph.named_parameters(remove_duplicate=False)}
+    tied = {tie.also for tie in _live_ties(model)}
+    source = model.source
+    if source is not None and source.same_head:
+        result = {source.placed[ours]: value for ours, value in state.items() if ours in source.placed}
+        for repeated, kept in source.duplicates:
+            if kept in result:
+                result[repeated] = result[kept]
+        by_tie = {tie.also: tie.kept for tie in _live_ties(model)}
+        unplaced = [ours for ours in state if ours not in source.placed and ours not in by_tie]
+        if unplaced:
+            raise ExportError(
+                f"export: tensors without a stored name: {', '.join(unplaced[:5])}", problems=unplaced
+            )
+        # A file that holds both names of a tie gets both again.
+        for also, kept in by_tie.items():
+            names = [
+                name for name in source.manifest.tensors if _canonical(model, name) == _theirs(model, also)
+            ]
+            result |= {name: state[kept] for name in names if name not in result}
+        return result | dict(source.carried)
+    names = canonical_names(
+        model.config.family, model.config.family.key_map(model.config.encoder, model.head),
+        [name for name in state if name not in tied], bare=model.head == "base",
+    )  # fmt: skip
+    result = {theirs: state[ours] for ours, theirs in names.items()}
+    if model.head != "base" and not model.config.tie_words:
+        # Untied, the reference keeps both names of a repeated tensor as tensors of their own.
+        for alias, canonical in model.config.family.heads[model.head].aliases:
+            result[alias] = result[canonical].clone()
+    return result
+
+
+def stored_ties(model: EncoderModel) -> dict[str, str]:
+    """Return, by stored name, which repeated names hold the tensor of another."""
+    source = model.source
+    if source is None or not source.same_head:
+        return {}
+    ties = {repeated: kept for repeated, kept in source.duplicates if repeated not in source.carried}
+    for tie in _live_ties(model):
+        kept = source.placed.get(tie.kept)
+        for name in source.manifest.tensors:
+            if kept is not None and name != kept and _canonical(model, name) == _theirs(model, tie.also):
+                ties[name] = kept
+    return ties
+
+
+def _live_ties(model: EncoderModel) -> list[Any]:
+    """Return the declared ties whose two names do hold one tensor."""
+    if model.head == "base":
+        return []
+    parameters = dict(model.graph.named_parameters(remove_duplicate=False))
+    ties = model.config.family.heads[model.head].ties
+    return [tie for tie in ties if parameters[tie.kept] is parameters[tie.also]]
+
+
+def _theirs(model: EncoderModel, ours: str) -> str:
+    return model.config.family.key_map(model.config.encoder, model.head).theirs(ours)
+
+
+def _canonical(model: EncoderModel, stored: str) -> str:
+    """Return a stored name in today's spelling, where the load report knows another."""
+    report = model.load_report
+    return stored if report is None else report.renamed.get(stored, stored)
+
+
+def config_text(model: EncoderModel) -> str:
+    """Return the text of ``config.json``: the source's, with what changed patched in."""
+    config = model.config
+    changes: dict[str, Any] = dict(config.label_changes())
+    if changes and "num_labels" in config.source:
+        changes["num_labels"] = config.num_labels
+    if config.problem_type is not None and config.source.get("problem_type") != config.problem_type:
+        changes["problem_type"] = config.problem_type
+    if not _keeps_names(model):
+        changes["architectures"] = [architecture(model)]
+    dtype = DTYPE_NAMES.get(model.dtype)
+    for key in ("dtype", "torch_dtype"):
+        if dtype is not None and config.source.get(key) not in (None, dtype):
+            changes[key] = dtype
+    if config.text is None:
+        base = config.to_dict() | {"dtype": dtype} if dtype else config.to_dict()
+        return json.dumps(base | changes, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+    return patch_json(config.text, changes)
+
+
+def architecture(model: EncoderModel) -> str:
+    """Return the class name that transformers loads this model with."""
+    from flodl_hf.auto import head_named
+
+    return model.config.family.class_prefix + head_named(model.head).hf_suffix
+
+
+def _tokenizer_files(model: EncoderModel) -> dict[str, bytes]:
+    return {} if model.tokenizer is None else model.tokenizer.files()
+
+
+def _recipe(model: EncoderModel) -> dict[str, bytes]:
+    from flodl_hf.sentence import recipe_files
+
+    recipe = model.sentence_recipe
+    if recipe is None or model.head != "base":
+        return {}
+    return dict(recipe.files) or recipe_files(recipe, model.config.encoder.hidden_size)
