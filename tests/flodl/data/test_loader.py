@@ -1,7 +1,9 @@
 """The loader: modes agree, positions come back to the bit, the worker stops and speaks up."""
 
+import functools
 import gc
 import json
+import operator
 import pickle
 import threading
 import time
@@ -75,7 +77,7 @@ def test_tensors_are_resident_and_rows_stream():
     assert not DataLoader(tensors(), 5, mode="streaming").is_resident
     forced = DataLoader([{"y": i} for i in range(ROWS)], 5, mode="resident")
     assert forced.is_resident
-    assert sorted(sum(ids(forced), [])) == list(range(ROWS))
+    assert sorted(functools.reduce(operator.iadd, ids(forced), [])) == list(range(ROWS))
 
 
 def test_rows_that_cannot_be_resident_are_refused_with_the_way_out():
@@ -234,7 +236,7 @@ def test_new_shares_reach_the_loader_and_a_saved_run_brings_them_back():
     for loader in loaders:
         loader.seek(0, 0)
     used += next(iter(loaders[0]))["y"].tolist()
-    state = [json.loads(json.dumps(loader.state_dict())) for loader in (loaders[0],)][0]
+    state = next(json.loads(json.dumps(loader.state_dict())) for loader in (loaders[0],))
     state1 = json.loads(json.dumps(loaders[1].state_dict()))
     _, again = made()
     again[0].load_state_dict(state)
@@ -370,7 +372,7 @@ def test_names_must_match_the_parts():
         tensors(),
         tuple(tensors().values()),
         torch.utils.data.TensorDataset(*tensors().values()),
-        [dict(x=a, y=b) for a, b in zip(*tensors().values(), strict=True)],
+        [{"x": a, "y": b} for a, b in zip(*tensors().values(), strict=True)],
         list(zip(*(t.numpy() for t in tensors().values()), strict=True)),
         TensorRows(tensors()),
     ],
@@ -399,8 +401,8 @@ def test_objects_that_fetch_batches_or_many_rows_are_asked_once_a_batch():
         def __getitems__(self, indices):
             return [{"y": i} for i in indices]
 
-    assert sorted(sum(ids(DataLoader(Whole(), 4), "0"), [])) == list(range(6))
-    assert sorted(sum(ids(DataLoader(Many(), 4)), [])) == list(range(6))
+    assert sorted(functools.reduce(operator.iadd, ids(DataLoader(Whole(), 4), "0"), [])) == list(range(6))
+    assert sorted(functools.reduce(operator.iadd, ids(DataLoader(Many(), 4)), [])) == list(range(6))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,201 @@
+"""Mean squared error, Pearson and Spearman correlation of predicted numbers.
+
+Sums are kept in double precision and merged by the rule of Chan, Golub and LeVeque ("Updating formulae and
+a pairwise algorithm for computing sample variances", 1979), so that neither large means nor many batches
+cost digits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flodl.errors import DataError
+
+__all__ = ["Pearson", "Spearman", "SquaredError"]
+
+
+def _columns(predictions: Tensor, labels: Tensor, where: str) -> tuple[Tensor, Tensor]:
+    x, y = predictions.detach().reshape(-1), labels.detach().reshape(-1)
+    if x.numel() != y.numel():
+        raise DataError(
+            f"{where}: {x.numel()} predictions for {y.numel()} labels; expected one for each",
+            predictions=x.numel(),
+            labels=y.numel(),
+        )
+    return x.double(), y.to(x.device).double()
+
+
+class SquaredError:
+    """The mean squared and mean absolute error: ``mse``, ``rmse``, ``mae`` and ``count``."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything summed."""
+        self._sums = torch.zeros(3, dtype=torch.float64)
+
+    def update(self, predictions: Tensor, labels: Tensor) -> None:
+        """Add a batch of numbers, any shape, as many predictions as labels."""
+        x, y = _columns(predictions, labels, "SquaredError")
+        d = x - y
+        count = torch.full((), float(d.numel()), dtype=torch.float64, device=d.device)
+        self._sums = self._sums.to(d.device) + torch.stack([(d * d).sum(), d.abs().sum(), count])
+
+    def merge(self, other: SquaredError) -> None:
+        """Add what another rank has summed."""
+        self._sums = self._sums + other._sums.to(self._sums.device)
+
+    def compute(self) -> dict[str, float]:
+        """Return ``mse``, ``rmse``, ``mae`` and ``count``; NaN before anything was seen."""
+        squares, absolutes, count = self._sums.tolist()
+        mse = squares / count if count else math.nan
+        return {
+            "mse": mse,
+            "rmse": math.sqrt(mse),
+            "mae": absolutes / count if count else math.nan,
+            "count": count,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sums; JSON-able."""
+        return {"sums": self._sums.tolist()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over sums."""
+        self._sums = torch.tensor(state["sums"], dtype=torch.float64)
+
+
+class Pearson:
+    """The linear correlation of predictions and labels: ``pearson`` and ``count``.
+
+    It is NaN where it is not defined: fewer than two samples, or all predictions or all labels equal.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything summed."""
+        # count, mean x, mean y, and the sums of squared and crossed distances to the means: xx, yy, xy
+        self._moments = torch.zeros(6, dtype=torch.float64)
+
+    def update(self, predictions: Tensor, labels: Tensor) -> None:
+        """Add a batch of numbers, any shape, as many predictions as labels."""
+        x, y = _columns(predictions, labels, "Pearson")
+        if not x.numel():
+            return
+        mean_x, mean_y = x.mean(), y.mean()
+        dx, dy = x - mean_x, y - mean_y
+        count = torch.full((), float(x.numel()), dtype=torch.float64, device=x.device)
+        self._add(torch.stack([count, mean_x, mean_y, (dx * dx).sum(), (dy * dy).sum(), (dx * dy).sum()]))
+
+    def merge(self, other: Pearson) -> None:
+        """Add what another rank has summed."""
+        self._add(other._moments)
+
+    def _add(self, more: Tensor) -> None:
+        mine = self._moments.to(more.device)
+        n, m = mine[0], more[0]
+        total = n + m
+        # both empty: keep the zeros without dividing by them, and without asking the device which case it is
+        safe = total.clamp(min=1.0)
+        gap = more[1:3] - mine[1:3]
+        means = mine[1:3] + gap * (m / safe)
+        cross = torch.stack([gap[0] * gap[0], gap[1] * gap[1], gap[0] * gap[1]]) * (n * m / safe)
+        self._moments = torch.cat([total[None], means, mine[3:] + more[3:] + cross])
+
+    def compute(self) -> dict[str, float]:
+        """Return ``pearson`` and ``count``."""
+        count, _, _, xx, yy, xy = self._moments.tolist()
+        # roots apart, because the product of two tiny sums may be 0
+        below = math.sqrt(xx) * math.sqrt(yy)
+        value = max(-1.0, min(1.0, xy / below)) if below > 0 else math.nan
+        return {"pearson": value, "count": count}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the moments; JSON-able."""
+        return {"moments": self._moments.tolist()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over moments."""
+        self._moments = torch.tensor(state["moments"], dtype=torch.float64)
+
+
+class Spearman:
+    """The correlation of ranks: ``spearman`` and ``count``. Ties share their mean rank.
+
+    Ranks need all values at once, so two numbers per sample are kept on the host, 16 bytes each sample.
+
+    Args:
+        max_values: samples to keep at most; more raise an error, because a correlation of a part would pass
+            for the whole.
+    """
+
+    def __init__(self, max_values: int = 5_000_000) -> None:
+        self.max_values = max_values
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all values."""
+        self._x: list[Tensor] = []
+        self._y: list[Tensor] = []
+        self._count = 0
+
+    def update(self, predictions: Tensor, labels: Tensor) -> None:
+        """Add a batch of numbers, any shape, as many predictions as labels.
+
+        Raises:
+            DataError: the bound is passed.
+        """
+        x, y = _columns(predictions, labels, "Spearman")
+        self._keep(x.cpu(), y.cpu())
+
+    def _keep(self, x: Tensor, y: Tensor) -> None:
+        if self._count + x.numel() > self.max_values:
+            raise DataError(
+                f"Spearman: {self._count + x.numel()} samples, at most {self.max_values} are kept; "
+                "raise max_values, or measure Pearson, which keeps none",
+                found=self._count + x.numel(),
+                expected=self.max_values,
+            )
+        self._x.append(x)
+        self._y.append(y)
+        self._count += x.numel()
+
+    def merge(self, other: Spearman) -> None:
+        """Add the values that another rank has kept."""
+        for x, y in zip(list(other._x), list(other._y), strict=True):
+            self._keep(x, y)
+
+    def compute(self) -> dict[str, float]:
+        """Return ``spearman`` and ``count``; NaN where it is not defined."""
+        ranks = Pearson()
+        if self._count:
+            ranks.update(_ranks(torch.cat(self._x)), _ranks(torch.cat(self._y)))
+        return {"spearman": ranks.compute()["pearson"], "count": float(self._count)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the values; JSON-able, and as long as the data set."""
+        return {
+            "x": torch.cat(self._x).tolist() if self._x else [],
+            "y": torch.cat(self._y).tolist() if self._y else [],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over values."""
+        self.reset()
+        self._keep(
+            torch.tensor(state["x"], dtype=torch.float64), torch.tensor(state["y"], dtype=torch.float64)
+        )
+
+
+def _ranks(values: Tensor) -> Tensor:
+    _, group, size = torch.unique(values, return_inverse=True, return_counts=True)
+    last = size.cumsum(0).double()
+    return (last - (size.double() - 1) / 2)[group]
