@@ -1,0 +1,128 @@
+"""How far apart two tokens stand, and the table that holds a state for each distance.
+
+The table is shared by all layers; each layer projects it by itself. Distances are query minus key,
+counted in tokens of one text. Near ones have a row each, far ones share rows that widen with the
+logarithm of the distance (He et al. 2021, https://arxiv.org/abs/2111.09543, the v2 code release).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from flodl_hf.layout import Layout, Packed
+
+__all__ = ["Relative", "RelativePositions", "bucketed", "table_rows"]
+
+
+class Relative(NamedTuple):
+    """What every layer needs to know about distances in one call.
+
+    Attributes:
+        table: a state for each row of the table, ``(2 * span, hidden)``.
+        rows: the table row of each distance from ``-(length - 1)`` to ``length - 1``, ``(2 * length - 1,)``.
+        index: the same spread out for every pair of tokens, ``(length, length)``, query by key.
+        length: tokens of the longest text.
+        reach: distances up to this one have a row of their own in the table.
+    """
+
+    table: Tensor
+    rows: Tensor
+    index: Tensor
+    length: int
+    reach: int
+
+    def index_for(self, length: int) -> Tensor:
+        """Return the table row for every pair of tokens of a text, ``(length, length)``, query by key.
+
+        Only differences of places count, so a shorter text reads the corner of the longest one's.
+        """
+        return self.index[:length, :length]
+
+    def rows_for(self, length: int) -> Tensor:
+        """Return the table row of each distance in a text of this length, ``(2 * length - 1,)``."""
+        cut = self.length - length
+        return self.rows[cut : 2 * self.length - 1 - cut]
+
+
+def bucketed(distance: Tensor, buckets: int, max_distance: int) -> Tensor:
+    """Return distances with the far ones merged: whole numbers kept in float32.
+
+    Up to ``mid = buckets // 2`` a distance stands for itself. Beyond, it becomes
+    ``mid + ceil(log(distance / mid) / log((max_distance - 1) / mid) * (mid - 1))``, with its sign.
+    The order of operations is the reference's, because ``ceil`` turns a last-bit difference into a
+    whole row.
+
+    Args:
+        distance: whole numbers of any shape.
+        buckets: how many rows each sign has, at least 2.
+        max_distance: the distance that falls into the last bucket, plus one.
+    """
+    mid = buckets // 2
+    near = (distance < mid) & (distance > -mid)
+    size = torch.where(near, torch.full((), mid - 1, dtype=distance.dtype, device=distance.device), distance.abs())
+    scale = torch.log(torch.tensor((max_distance - 1) / mid))
+    far = torch.ceil(torch.log(size / mid) / scale * (mid - 1)) + mid
+    return torch.where(size <= mid, distance.type_as(far), far * torch.sign(distance))
+
+
+def table_rows(length: int, span: int, buckets: int, max_distance: int, device: torch.device | None = None) -> Tensor:
+    """Return the table row of each distance from ``-(length - 1)`` to ``length - 1``, ``(2 * length - 1,)``.
+
+    Args:
+        length: tokens of a text.
+        span: rows that each sign of the table has.
+        buckets: as in `bucketed`; below 1 every distance up to ``span`` has its own row.
+        max_distance: as in `bucketed`.
+        device: where to make it.
+    """
+    distance = torch.arange(1 - length, length, device=device)
+    if buckets > 0 and max_distance > 0:
+        distance = bucketed(distance, buckets, max_distance).to(torch.long)
+    return torch.clamp(distance + span, 0, 2 * span - 1)
+
+
+class RelativePositions(nn.Module):
+    """The table of distances, normalised once a call and handed to every layer.
+
+    Args:
+        hidden_size: width of a row.
+        span: rows that each sign has; 0 for no relative attention at all.
+        buckets: how many rows share the distances of one sign; below 1 each distance has its own.
+        max_distance: the distance that falls into the last bucket, plus one.
+        norm_eps: epsilon of the table's layer norm; None for no norm.
+    """
+
+    def __init__(
+        self, hidden_size: int, span: int, buckets: int, max_distance: int, norm_eps: float | None
+    ) -> None:
+        super().__init__()
+        self.span = span
+        self.buckets = buckets
+        self.max_distance = max_distance
+        self.embeddings = nn.Embedding(2 * span, hidden_size) if span else None
+        # Files of models without relative attention may hold the norm too; it is kept so that they can be written back.
+        self.norm = None if norm_eps is None else nn.LayerNorm(hidden_size, eps=norm_eps)
+
+    def forward(self, hidden: Tensor, layout: Layout) -> Relative | None:
+        """Return the table and its index for texts of ``layout``; None without relative attention.
+
+        Args:
+            hidden: token states ``(batch, seq, hidden)`` or ``(tokens, hidden)``; only length and device are read.
+            layout: which tokens belong together.
+        """
+        if self.embeddings is None:
+            return None
+        table = self.embeddings.weight if self.norm is None else self.norm(self.embeddings.weight)
+        length = layout.max_length if isinstance(layout, Packed) else hidden.shape[1]
+        rows = table_rows(length, self.span, self.buckets, self.max_distance, hidden.device)
+        # Row i of the windows over the reversed rows holds distances i - length + 1 .. i, so the last comes first.
+        index = rows.flip(0).unfold(0, length, 1).flip(0)
+        reach = self.buckets // 2 if self.buckets > 0 else self.span - 1
+        return Relative(table, rows, index, length, reach)
+
+    def extra_repr(self) -> str:
+        """Show the distances in ``print(model)``."""
+        return f"span={self.span}, buckets={self.buckets}, max_distance={self.max_distance}"

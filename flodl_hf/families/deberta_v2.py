@@ -1,0 +1,393 @@
+"""DeBERTa v2 and v3 (He et al. 2020, https://arxiv.org/abs/2006.03654; 2021, https://arxiv.org/abs/2111.09543).
+
+Both go by the ``model_type`` "deberta-v2". Departures from the shared encoder:
+
+* attention scores content and relative position apart, from one table of distances that is
+  normalised once a call and projected by every layer (`flodl_hf.disentangled`);
+* absolute positions are an option; embeddings may be narrower than the states; filling is zeroed;
+* a convolution over the embeddings may join the output of the first layer (v2-xlarge);
+* classification has a pooler of its own, which belongs to the head and not to the encoder;
+* the masked-word head exists in two forms that files name differently (``legacy``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from flodl.errors import ConfigError
+from flodl.graph import FlowBuilder, Graph
+from flodl_hf import bodies
+from flodl_hf.activations import Activation
+from flodl_hf.config_rows import (
+    Check, Inert, Row, activation, boolean, count, epsilon, fraction, one_of, optional, token_id,
+)  # fmt: skip
+from flodl_hf.disentangled import DisentangledAttention, RelativePositions
+from flodl_hf.disentangled.parts import Convolution, MaskedEmbeddings, Shift
+from flodl_hf.encoder import FeedForward
+from flodl_hf.family import Family, FamilyHead, Ignored
+from flodl_hf.keys import KeyRow, Tie
+
+__all__ = ["FAMILY", "DebertaConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DebertaConfig:
+    """The settings of a DeBERTa-v2 encoder."""
+
+    vocab_size: int
+    """Rows of the word table."""
+    hidden_size: int
+    """Width of a token's state."""
+    num_layers: int
+    """Blocks in the stack."""
+    num_heads: int
+    """Attention heads of a block; divides ``hidden_size``."""
+    intermediate_size: int
+    """Width inside the feed-forward part."""
+    head_size: int | None = None
+    """Width of a head as some files state it; has to be ``hidden_size / num_heads``."""
+    max_positions: int = 512
+    """Rows of the position table where there is one; the range of distances where none is stated."""
+    type_vocab_size: int = 0
+    """Rows of the token type table; 0 for none."""
+    embedding_size: int | None = None
+    """Width of the tables; None for ``hidden_size``. Another width adds a projection."""
+    absolute_positions: bool = True
+    """Whether learned positions are added to the words."""
+    relative_attention: bool = False
+    """Whether distances between tokens are scored."""
+    position_kinds: tuple[str, ...] = ()
+    """Which scores distances give: "c2p" (content to position) and "p2c" (position to content)."""
+    position_buckets: int = -1
+    """Rows of the distance table for each sign, far distances sharing; below 1 each distance has its own."""
+    max_relative_positions: int = -1
+    """Distances told apart, in tokens; below 1 for ``max_positions``."""
+    share_keys: bool = False
+    """Whether distances go through the projections of content."""
+    relative_norm: str = "none"
+    """"layer_norm" to normalise the distance table, "none" to leave it."""
+    conv_kernel_size: int = 0
+    """Tokens that the convolution sees, odd; 0 for no convolution."""
+    conv_groups: int = 1
+    """Groups of channels in the convolution; divides ``hidden_size``."""
+    conv_activation: str = "tanh"
+    """Name of the convolution's activation."""
+    activation: str = "gelu"
+    """Name of the feed-forward activation."""
+    hidden_dropout: float = 0.1
+    """Probability of dropping a value of a state, in [0, 1)."""
+    attention_dropout: float = 0.1
+    """Probability of dropping an attention weight, in [0, 1)."""
+    pooler_size: int | None = None
+    """Width of the classification pooler as files state it; has to be ``hidden_size``."""
+    pooler_dropout: float = 0.0
+    """Probability of dropping a value before the classification pooler, in [0, 1)."""
+    pooler_activation: str = "gelu"
+    """Name of the classification pooler's activation."""
+    classifier_dropout: float | None = None
+    """Probability of dropping a value after the classification pooler; None takes ``hidden_dropout``."""
+    legacy_head: bool = True
+    """Which masked-word head: True for BERT's, False for the one Microsoft's files hold."""
+    tie_words: bool = True
+    """Whether the masked-word decoder is the word table."""
+    norm_eps: float = 1e-7
+    """Epsilon of every layer norm."""
+    pad_token_id: int | None = 0
+    """The word row that gets no gradient."""
+
+    def __post_init__(self) -> None:
+        faults = []
+        head_size = self.hidden_size // self.num_heads
+        if self.head_size not in (None, head_size):
+            faults.append(f"attention_head_size: found {self.head_size}; expected hidden_size / heads = {head_size}")
+        if self.hidden_size % self.conv_groups and self.conv_kernel_size:
+            faults.append(f"conv_groups: found {self.conv_groups}; expected a divisor of hidden_size {self.hidden_size}")
+        if faults:
+            raise ValueError("; ".join(faults))
+
+    @property
+    def max_distance(self) -> int:
+        """Distances told apart, in tokens."""
+        return self.max_relative_positions if self.max_relative_positions > 0 else self.max_positions
+
+    @property
+    def span(self) -> int:
+        """Rows that each sign of the distance table has; 0 without relative attention."""
+        if not self.relative_attention:
+            return 0
+        return self.position_buckets if self.position_buckets > 0 else self.max_distance
+
+
+def _kinds(value: Any) -> tuple[str, ...]:
+    """Return the kinds of position score that ``pos_att_type`` names: null, "p2c|c2p" or a list."""
+    names = value.lower().split("|") if isinstance(value, str) else value or []
+    if not isinstance(names, (list, tuple)):
+        raise ValueError
+    kinds = tuple(name.strip() for name in names if name)
+    if any(kind not in ("c2p", "p2c") for kind in kinds):
+        raise ValueError
+    return kinds
+
+
+def _relative_norm(value: Any) -> str:
+    parts = {part.strip() for part in value.lower().split("|")} if isinstance(value, str) else set()
+    if not parts or not parts <= {"layer_norm", "none"}:
+        raise ValueError
+    return "layer_norm" if "layer_norm" in parts else "none"
+
+
+def _range(least: int) -> Check:
+    """A whole number from ``least``, or one below 1 for "not set"."""
+
+    def accepts(value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or 1 <= value < least or abs(value) > 1_000_000:
+            raise ValueError
+        return value
+
+    return Check(f"a whole number from {least} to 1000000, or -1 for none", accepts)
+
+
+KINDS = Check('null, "c2p", "p2c", "p2c|c2p" or a list of these', _kinds)
+NORM = Check('"layer_norm" or "none"', _relative_norm)
+
+# fmt: off
+CONFIG = (
+    Row("vocab_size",             "vocab_size",                   count(most=10_000_000)),
+    Row("hidden_size",            "hidden_size",                  count()),
+    Row("num_layers",             "num_hidden_layers",            count(most=1024)),
+    Row("num_heads",              "num_attention_heads",          count(most=4096)),
+    Row("head_size",              "attention_head_size",          optional(count()), None),
+    Row("intermediate_size",      "intermediate_size",            count(most=1_000_000)),
+    Row("max_positions",          "max_position_embeddings",      count(most=1_000_000), 512),
+    Row("type_vocab_size",        "type_vocab_size",              count(0), 0),
+    Row("embedding_size",         "embedding_size",               optional(count()), None),
+    Row("absolute_positions",     "position_biased_input",        boolean(), True),
+    Row("relative_attention",     "relative_attention",           boolean(), False),
+    Row("position_kinds",         "pos_att_type",                 KINDS, ()),
+    Row("position_buckets",       "position_buckets",             _range(2), -1),
+    Row("max_relative_positions", "max_relative_positions",       _range(2), -1),
+    Row("share_keys",             "share_att_key",                boolean(), False),
+    Row("relative_norm",          "norm_rel_ebd",                 NORM, "none"),
+    Row("conv_kernel_size",       "conv_kernel_size",             one_of(0, *range(1, 256, 2)), 0),
+    Row("conv_groups",            "conv_groups",                  count(), 1),
+    Row("conv_activation",        "conv_act",                     activation(), "tanh"),
+    Row("activation",             "hidden_act",                   activation(), "gelu"),
+    Row("hidden_dropout",         "hidden_dropout_prob",          fraction(), 0.1),
+    Row("attention_dropout",      "attention_probs_dropout_prob", fraction(), 0.1),
+    Row("pooler_size",            "pooler_hidden_size",           optional(count()), None),
+    Row("pooler_dropout",         "pooler_dropout",               fraction(), 0.0),
+    Row("pooler_activation",      "pooler_hidden_act",            activation(), "gelu"),
+    Row("classifier_dropout",     "cls_dropout",                  optional(fraction()), None),
+    Row("legacy_head",            "legacy",                       boolean(), True),
+    Row("tie_words",              "tie_word_embeddings",          boolean(), True),
+    Row("norm_eps",               "layer_norm_eps",               epsilon(), 1e-7),
+    Row("pad_token_id",           "pad_token_id",                 optional(token_id()), 0),
+)
+
+INERT = (
+    Inert("classifier_dropout",   "classifiers of this family take cls_dropout and hidden_dropout_prob"),
+    Inert("padding_idx",          "an older name; pad_token_id says it"),
+    Inert("summary_type",         "a note of summary heads; this family pools its first token"),
+    Inert("summary_use_proj",     "a note of summary heads"),
+    Inert("summary_activation",   "a note of summary heads; pooler_hidden_act says it"),
+    Inert("summary_last_dropout", "a note of summary heads; pooler_dropout says it"),
+    Inert("z_steps",              "extra passes of the last layer in pre-training, which no released code runs", (0, 1)),
+)
+
+KEYS = (
+    KeyRow("encoder.embeddings.word",              "deberta.embeddings.word_embeddings"),
+    KeyRow("encoder.embeddings.position",          "deberta.embeddings.position_embeddings"),
+    KeyRow("encoder.embeddings.token_type",        "deberta.embeddings.token_type_embeddings"),
+    KeyRow("encoder.embeddings.projection",        "deberta.embeddings.embed_proj"),
+    KeyRow("encoder.embeddings.norm",              "deberta.embeddings.LayerNorm"),
+    KeyRow("encoder.relative.embeddings",          "deberta.encoder.rel_embeddings"),
+    KeyRow("encoder.relative.norm",                "deberta.encoder.LayerNorm"),
+    KeyRow("encoder.layers.{i}.attention.query",     "deberta.encoder.layer.{i}.attention.self.query_proj"),
+    KeyRow("encoder.layers.{i}.attention.key",       "deberta.encoder.layer.{i}.attention.self.key_proj"),
+    KeyRow("encoder.layers.{i}.attention.value",     "deberta.encoder.layer.{i}.attention.self.value_proj"),
+    KeyRow("encoder.layers.{i}.attention.pos_key",   "deberta.encoder.layer.{i}.attention.self.pos_key_proj"),
+    KeyRow("encoder.layers.{i}.attention.pos_query", "deberta.encoder.layer.{i}.attention.self.pos_query_proj"),
+    KeyRow("encoder.layers.{i}.attention.output",    "deberta.encoder.layer.{i}.attention.output.dense"),
+    KeyRow("encoder.layers.{i}.attention_norm",      "deberta.encoder.layer.{i}.attention.output.LayerNorm"),
+    KeyRow("encoder.layers.{i}.feed_forward.up",     "deberta.encoder.layer.{i}.intermediate.dense"),
+    KeyRow("encoder.layers.{i}.feed_forward.down",   "deberta.encoder.layer.{i}.output.dense"),
+    KeyRow("encoder.layers.{i}.feed_forward_norm",   "deberta.encoder.layer.{i}.output.LayerNorm"),
+    KeyRow("encoder.layers.0.conv.filter",         "deberta.encoder.conv.conv"),
+    KeyRow("encoder.layers.0.conv.norm",           "deberta.encoder.conv.LayerNorm"),
+)
+
+MASKED_LM_KEYS = (
+    KeyRow("head.dense",        "cls.predictions.transform.dense"),
+    KeyRow("head.norm",         "cls.predictions.transform.LayerNorm"),
+    KeyRow("head.decoder",      "cls.predictions.decoder"),
+    KeyRow("head.decoder.bias", "cls.predictions.bias"),
+    # The form of `legacy: false`; its decoder is the word table and has no name in files.
+    KeyRow("head.lm_dense",     "lm_predictions.lm_head.dense"),
+    KeyRow("head.lm_norm",      "lm_predictions.lm_head.LayerNorm"),
+    KeyRow("head.lm_bias",      "lm_predictions.lm_head"),
+)
+
+_REPLACED = "part of replaced-token detection in pre-training, which is not one of the heads"
+_LEGACY = "the masked-word head of `legacy: true`, and this configuration asks for the other"
+_NEW = "the masked-word head of `legacy: false`; set that in config.json to use it"
+_NO_TABLE = "position_biased_input is off: only distances count"
+
+IGNORED = (
+    Ignored("deberta.embeddings.position_ids",               "positions are counted, not stored"),
+    Ignored("deberta.embeddings.position_embeddings.weight", _NO_TABLE),
+    *(
+        Ignored(f"mask_predictions.{name}", _REPLACED)
+        for name in ("dense.weight", "dense.bias", "LayerNorm.weight", "LayerNorm.bias", "classifier.weight", "classifier.bias")
+    ),
+    *(
+        Ignored(f"lm_predictions.lm_head.{name}", _NEW)
+        for name in ("dense.weight", "dense.bias", "LayerNorm.weight", "LayerNorm.bias", "bias")
+    ),
+    *(
+        Ignored(f"cls.predictions.{name}", _LEGACY)
+        for name in (
+            "transform.dense.weight", "transform.dense.bias", "transform.LayerNorm.weight", "transform.LayerNorm.bias",
+            "bias",
+        )
+    ),
+)
+# fmt: on
+
+
+def embeddings(c: DebertaConfig) -> MaskedEmbeddings:
+    """Return words, and positions and token types where there are any, as wide as the states."""
+    return MaskedEmbeddings(
+        c.vocab_size, c.embedding_size or c.hidden_size, c.hidden_size, c.norm_eps, c.hidden_dropout,
+        max_positions=c.max_positions if c.absolute_positions else 0,
+        type_vocab_size=c.type_vocab_size, pad_token_id=c.pad_token_id,
+    )  # fmt: skip
+
+
+def block(c: DebertaConfig, index: int) -> Graph:
+    """Return one layer: attend, add, normalise, transform, add, normalise; the first one may add the convolution."""
+    attention = DisentangledAttention(
+        c.hidden_size, c.num_heads, c.attention_dropout, c.hidden_dropout,
+        kinds=c.position_kinds, relative=c.relative_attention, share_keys=c.share_keys,
+    )  # fmt: skip
+    flow = (
+        FlowBuilder().tag("below")
+        .input("layout", "relative")
+        .also(attention, name="attention").using("layout", "relative")
+        .through(nn.LayerNorm(c.hidden_size, eps=c.norm_eps), name="attention_norm")
+        .also(FeedForward(c.hidden_size, c.intermediate_size, c.activation, c.hidden_dropout), name="feed_forward")
+        .through(nn.LayerNorm(c.hidden_size, eps=c.norm_eps), name="feed_forward_norm")
+    )  # fmt: skip
+    if index == 0 and c.conv_kernel_size:
+        conv = Convolution(
+            c.hidden_size, c.conv_kernel_size, c.conv_groups, c.conv_activation, c.norm_eps, c.hidden_dropout
+        )
+        flow = flow.through(conv, name="conv").using("layout", "below")
+    return flow.build()
+
+
+def encoder(c: DebertaConfig) -> Graph:
+    """Return the graph from ids to token states."""
+    layers = FlowBuilder().input("layout", "relative").label("layers")
+    for index in range(c.num_layers):
+        layers = layers.through(block(c, index), name=str(index)).using("layout", "relative")
+    norm_eps = c.norm_eps if c.relative_norm == "layer_norm" else None
+    relative = RelativePositions(c.hidden_size, c.span, c.position_buckets, c.max_distance, norm_eps)
+    return (
+        FlowBuilder(embeddings(c), name="embeddings")
+        .label("encoder")
+        .input("token_type_ids", "position_ids", default=None)
+        .input("layout")
+        .using("token_type_ids", "position_ids", "layout")
+        .fork(relative, name="relative").tag("distances").using("layout")
+        .through(layers.build(), name="layers").using("layout", relative="distances")
+        .build()
+    )  # fmt: skip
+
+
+def classifier(c: DebertaConfig, num_labels: int) -> Graph:
+    """Return the head of whole texts: the family's pooler and a label for each text.
+
+    Raises:
+        ConfigError: the file states a pooler of another width than the states.
+    """
+    if c.pooler_size not in (None, c.hidden_size):
+        raise ConfigError(
+            f"pooler_hidden_size: found {c.pooler_size}; expected the width of the states, {c.hidden_size}. The pooler "
+            "reads a token's state, so another width cannot be computed; correct config.json.",
+            problems=["pooler_hidden_size"],
+        )
+    dropout = c.hidden_dropout if c.classifier_dropout is None else c.classifier_dropout
+    return bodies.first_token_mlp(
+        c.hidden_size, num_labels, dropout_in=c.pooler_dropout, activation=c.pooler_activation, dropout_out=dropout
+    )
+
+
+def masked_lm(c: DebertaConfig, _: int) -> Graph:
+    """Return the masked-word head in the form that ``legacy`` asks for.
+
+    Raises:
+        ConfigError: the newer form without ties, or with a word table of another width than the states.
+    """
+    if c.legacy_head:
+        return bodies.lm(c.hidden_size, c.embedding_size or c.hidden_size, c.vocab_size, c.activation, c.norm_eps)
+    if not c.tie_words:
+        raise ConfigError(
+            "legacy: found false with tie_word_embeddings false; expected true, because that head has no decoder but "
+            "the word table. Use legacy: true for a decoder of its own.",
+            problems=["legacy", "tie_word_embeddings"],
+        )
+    if c.embedding_size not in (None, c.hidden_size):
+        raise ConfigError(
+            f"legacy: found false with embedding_size {c.embedding_size}; expected embedding_size = hidden_size = "
+            f"{c.hidden_size}, because that head multiplies the states by the word table. Use legacy: true.",
+            problems=["legacy", "embedding_size"],
+        )
+    return (
+        FlowBuilder(nn.Linear(c.hidden_size, c.hidden_size), name="lm_dense")
+        .input("layout")
+        .through(Activation(c.activation), name="activation")
+        .through(nn.LayerNorm(c.hidden_size, eps=c.norm_eps), name="lm_norm")
+        .through(nn.Linear(c.hidden_size, c.vocab_size, bias=False), name="decoder")
+        .through(Shift(c.vocab_size), name="lm_bias")
+        .build()
+    )
+
+
+HEADS = {
+    "sequence_classification": FamilyHead(
+        body=classifier,
+        keys=(KeyRow("head.dense", "pooler.dense"), KeyRow("head.classifier", "classifier")),
+        classifier="head.classifier",
+    ),
+    "token_classification": FamilyHead(
+        body=lambda c, labels: bodies.linear(c.hidden_size, labels, c.hidden_dropout),
+        keys=(KeyRow("head.classifier", "classifier"),),
+        classifier="head.classifier",
+    ),
+    "question_answering": FamilyHead(
+        body=lambda c, labels: bodies.linear(c.hidden_size, labels, None, name="spans"),
+        keys=(KeyRow("head.spans", "qa_outputs"),),
+    ),
+    "masked_lm": FamilyHead(
+        body=masked_lm,
+        keys=MASKED_LM_KEYS,
+        ties=(Tie("encoder.embeddings.word.weight", "head.decoder.weight"),),
+        aliases=(("cls.predictions.decoder.bias", "cls.predictions.bias"),),
+    ),
+}
+
+FAMILY = Family(
+    model_type="deberta-v2",
+    class_prefix="DebertaV2",
+    base_prefix="deberta",
+    config=DebertaConfig,
+    rows=CONFIG,
+    inert=INERT,
+    keys=KEYS,
+    ignored=IGNORED,
+    encoder=encoder,
+    heads=HEADS,
+)
