@@ -18,7 +18,7 @@ __all__ = ["csv_text", "number_text", "write_csv", "write_html", "write_log"]
 
 
 def write_csv(path: str | PathLike[str], trends: Iterable[Trend]) -> None:
-    """Write ``epoch`` from 1 and a column for each trend; blank where it has ended or is not finite.
+    """Write ``epoch`` from 1 and a column for each trend; blank where it has no finite value.
 
     Raises:
         GraphError: there are no values.
@@ -41,7 +41,8 @@ def write_html(path: str | PathLike[str], title: str, trends: Iterable[Trend]) -
         GraphError: there are no values.
     """
     columns = _filled(trends, path)
-    page = curves_page(title, {trend.name: trend.values() for trend in columns})
+    epochs = range(_num_epochs(columns))
+    page = curves_page(title, {t.name: [t.by_epoch().get(epoch) for epoch in epochs] for t in columns})
     write_atomically(path, [page.encode()])
 
 
@@ -55,9 +56,10 @@ def write_log(
     """
     columns = _filled(trends, path)
     lines: list[str] = []
-    for epoch in range(max(map(len, columns))):
+    cells = [(trend.name, trend.by_epoch()) for trend in columns]
+    for epoch in range(_num_epochs(columns)):
         parts = [f"epoch {epoch + 1:>{len(str(total))}}"]
-        parts += [f"{t.name}={metric_text(t.values()[epoch])}" for t in columns if epoch < len(t)]
+        parts += [f"{name}={metric_text(cell[epoch])}" for name, cell in cells if epoch in cell]
         if epoch < len(flush_times_s):
             end = flush_times_s[epoch]
             begin = flush_times_s[epoch - 1] if epoch else 0.0
@@ -78,6 +80,10 @@ def csv_text(rows: Iterable[Sequence[str]]) -> bytes:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue().encode()
+
+
+def _num_epochs(columns: list[Trend]) -> int:
+    return max(max(trend.by_epoch(), default=-1) for trend in columns) + 1
 
 
 def _filled(trends: Iterable[Trend], path: str | PathLike[str]) -> list[Trend]:

@@ -173,11 +173,11 @@ class Observer:
 
     def latest_metrics_local(self) -> list[tuple[str, float]]:
         """Return ``(name, newest value)`` of this graph alone."""
-        return [(name, self._metrics.history(name)[-1]) for name in self._metrics.names()]
+        return [(name, self.trend(name).latest()) for name in self._metrics.names()]
 
     def trend(self, tag: str) -> Trend:
         """Return the history of a metric; empty when it has none."""
-        return Trend(self._metrics.history(tag), tag)
+        return _trend(self._metrics, tag)
 
     def trends(self, *tags: Names) -> TrendGroup:
         """Return the histories of several metrics; of all when none is named."""
@@ -244,7 +244,7 @@ class Observer:
 
     def timing_trend(self, tag: str) -> Trend:
         """Return the history of a node's seconds, by tag or else by node id; ``total`` for the call."""
-        return Trend(self._timings.history(tag), tag)
+        return _trend(self._timings, tag)
 
     def timing_trends(self, *tags: Names) -> TrendGroup:
         """Return the histories of several timings; of all when none is named."""
@@ -318,6 +318,11 @@ class Observer:
         if not name:
             raise GraphPathError(f"path {path!r} has an empty last segment", path=path, segment=name)
         return (self._graph.subgraph(prefix).observe if prefix else self), name
+
+
+def _trend(series: Series, name: str) -> Trend:
+    history = series.history(name)
+    return Trend(history.values(), name, history)
 
 
 def _flat(names: Iterable[Any]) -> list[str]:

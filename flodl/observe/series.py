@@ -23,7 +23,8 @@ class Series:
 
     def __init__(self) -> None:
         self._buffers: dict[str, list[float | Tensor]] = {}
-        self._history: dict[str, list[float]] = {}
+        self._history: dict[str, dict[int, float]] = {}
+        self._epoch = 0
         self._flush_times: list[float] = []
         self._started: float | None = None
 
@@ -50,29 +51,39 @@ class Series:
         """Return the values recorded since the last flush."""
         return _numbers(self._buffers.get(name, []))
 
-    def history(self, name: str) -> list[float]:
-        """Return one value for each flush that had something for ``name``."""
-        return list(self._history.get(name, []))
+    def history(self, name: str) -> dict[int, float]:
+        """Return one value, by epoch from 0, for each flush that had something for ``name``."""
+        return dict(self._history.get(name, {}))
 
     def names(self) -> list[str]:
         """Return every name that has a history, in the order of first recording."""
         return [name for name in self._buffers if self._history.get(name)]
 
     def flush(self, names: Iterable[str] | None = None) -> bool:
-        """Move the mean of each buffer to its history; return whether anything moved."""
-        moved = False
-        for name in list(self._buffers) if names is None else names:
-            values = self.buffer(name)
-            if values:
-                self._history.setdefault(name, []).append(mean(values))
-                self._buffers[name] = []
-                moved = True
-        if moved:
+        """Move the mean of each buffer to its history; return whether anything moved.
+
+        A flush of everything closes an epoch, so a metric that is absent in one has a gap there. Names
+        flushed one by one count each for itself.
+        """
+        means = {
+            name: mean(values)
+            for name in (list(self._buffers) if names is None else names)
+            if (values := self.buffer(name))
+        }
+        nexts = {name: max(self._epoch, max(self._history.get(name, ()), default=-1) + 1) for name in means}
+        shared = max(nexts.values(), default=0)
+        for name, value in means.items():
+            self._history.setdefault(name, {})[shared if names is None else nexts[name]] = value
+            self._buffers[name] = []
+        if means:
             self._flush_times.append(self.elapsed_s())
-        return moved
+            self._epoch = shared + 1 if names is None else self._epoch
+        return bool(means)
 
     def reset(self, names: Iterable[str] | None = None) -> None:
-        """Forget histories."""
+        """Forget histories; forgetting all begins again at the first epoch."""
+        if names is None:
+            self._epoch, self._flush_times = 0, []
         for name in list(self._history) if names is None else names:
             self._history.pop(name, None)
 

@@ -22,11 +22,13 @@ class Trend:
     Args:
         values: the history.
         name: the metric.
+        epochs: the epoch of each value, from 0; without gaps when None.
     """
 
-    def __init__(self, values: Iterable[float], name: str = "") -> None:
+    def __init__(self, values: Iterable[float], name: str = "", epochs: Iterable[int] | None = None) -> None:
         self.name = name
         self._values = tuple(values)
+        self._epochs = tuple(range(len(self._values)) if epochs is None else epochs)
 
     def __len__(self) -> int:
         return len(self._values)
@@ -40,6 +42,10 @@ class Trend:
     def values(self) -> list[float]:
         """Return the whole history."""
         return list(self._values)
+
+    def by_epoch(self) -> dict[int, float]:
+        """Return each value under its epoch, from 0; an epoch without the metric is not there."""
+        return dict(zip(self._epochs, self._values, strict=True))
 
     def last(self, window: int) -> list[float]:
         """Return the last ``window`` values, fewer when there are not as many; all for 0."""
