@@ -78,7 +78,7 @@ def test_a_long_text_has_the_weighted_mean_of_its_windows() -> None:
     short, long = decode_classes(logits, ["a", "b"], owners=[1, 0, 1], weights=[30, 7, 10])
     assert [c.windows for c in short + long] == [1, 1, 2, 2]
     p, q = exp(2) / (exp(2) + 1), 1 / (exp(3) + 1)
-    assert dict((c.label, c.score) for c in long)["a"] == pytest.approx((30 * p + 10 * q) / 40)
+    assert {c.label: c.score for c in long}["a"] == pytest.approx((30 * p + 10 * q) / 40)
     assert short == decode_classes(logits[1:2], ["a", "b"])[0]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import pairwise, product
 from types import SimpleNamespace
 
 import numpy as np
@@ -189,7 +189,7 @@ def test_bytes_of_one_character_are_never_parted() -> None:
     logits = sure([0, 1, 3, 1, 3, 0], 5)
     for aggregation in ("simple", "first", "average", "max"):
         found = decode_entities(logits[None], [row(tokens)], text, BIO, aggregation=aggregation)
-        assert all(a.end <= b.start for a, b in zip(found, found[1:], strict=False))
+        assert all(a.end <= b.start for a, b in pairwise(found))
         assert {e.word for e in found} == {"🎉"}
 
 
@@ -256,7 +256,7 @@ def test_the_constrained_path_is_the_best_of_all_legal_ones(seed, lengths) -> No
         def weight(path, place=place):
             if not (scheme.may_start[path[0]] and scheme.may_end[path[-1]]):
                 return -np.inf
-            if not all(scheme.allowed[a, b] for a, b in zip(path, path[1:], strict=False)):
+            if not all(scheme.allowed[a, b] for a, b in pairwise(path)):
                 return -np.inf
             return sum(np.log(probabilities[place + i, label]) for i, label in enumerate(path))
 
@@ -360,7 +360,7 @@ def test_windows_change_nothing_and_every_entity_is_in_its_place(
         assert 0.0 <= entity.score <= 1.0
         assert 0 <= entity.words[0] < entity.words[1]
     if aggregation != "none":
-        assert all(a.end <= b.start for a, b in zip(whole, whole[1:], strict=False))
+        assert all(a.end <= b.start for a, b in pairwise(whole))
         covered = "".join(e.word for e in whole)
         assert "".join(covered.split()) == "".join(text.split())
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 
@@ -89,7 +89,7 @@ def test_transitions_allow_exactly_the_legal_sequences(letters: tuple[str, ...])
     for length in range(1, 6):
         for path in product(range(len(letters)), repeat=length):
             allowed = bool(scheme.may_start[path[0]] and scheme.may_end[path[-1]]) and all(
-                scheme.allowed[a, b] for a, b in zip(path, path[1:], strict=False)
+                scheme.allowed[a, b] for a, b in pairwise(path)
             )
             legal = pattern.fullmatch("".join(letters[i] for i in path)) is not None
             assert allowed == legal, [letters[i] for i in path]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from math import exp, log
 from types import SimpleNamespace
 
@@ -61,7 +62,7 @@ def test_the_end_is_never_before_the_start_nor_too_far_behind() -> None:
     )
     assert len(found) == 15
     assert found[0].text in ("Ada", "London")
-    assert all(a.score >= b.score for a, b in zip(found, found[1:], strict=False))
+    assert all(a.score >= b.score for a, b in itertools.pairwise(found))
     short = decode_answers(
         [logits(start)],
         [logits(end)],
@@ -146,7 +147,7 @@ def test_the_margin_says_how_much_surer_no_answer_must_be() -> None:
         found = decode_answers(parts, parts, rows, TEXT, no_answer=True, null_margin=margin)
         assert [a.no_answer for a in found] == [first]
     found = decode_answers(parts, parts, rows, TEXT, no_answer=True, null_margin=2.01, top_k=9)
-    assert [a.text for a in found][0] == "London"
+    assert next(a.text for a in found) == "London"
     assert sum(a.no_answer for a in found) == 1
 
 
