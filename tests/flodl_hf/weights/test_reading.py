@@ -1,0 +1,215 @@
+"""What is read equals what the format's own library reads, and stays so whatever happens to the file."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from flodl.errors import CheckpointError
+from flodl_hf.checkpoint import Checkpoint, place, read
+from flodl_hf.checkpoint.manifest import DTYPES
+
+# The library's own reader knows no names for these.
+DTYPE_LIST = [dtype for name, dtype in DTYPES.items() if "FNUZ" not in name and "E8M0" not in name]
+NAMES = st.text(st.characters(exclude_categories=("Cs", "Cc", "Zl", "Zp")), min_size=1, max_size=20).filter(
+    lambda name: name != "__metadata__"
+)
+SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
+
+
+def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    count = torch.Size(shape).numel() * dtype.itemsize
+    raw = torch.randint(0, 2 if dtype == torch.bool else 256, (count,), generator=generator, dtype=torch.uint8)
+    return raw.view(dtype).reshape(shape)
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    """Equal in dtype, shape and every byte: a NaN equals itself."""
+    bits = [t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other)]
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(*bits)
+
+
+TABLES = st.dictionaries(
+    NAMES, st.builds(random_tensor, st.sampled_from(DTYPE_LIST), SHAPES, st.integers(0, 2**31)), min_size=1, max_size=6
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(table=TABLES, separate=st.booleans())
+def test_reads_what_safetensors_wrote(
+    tmp_path_factory: pytest.TempPathFactory, table: dict[str, Tensor], separate: bool
+) -> None:
+    folder = tmp_path_factory.mktemp("table")
+    safetensors.torch.save_file(table, folder / "model.safetensors")
+    with Checkpoint.open(folder) as source:
+        found = source.read_all(separate=separate)
+        assert set(found) == set(source.manifest.tensors) == set(table)
+        assert all(same(found[name], table[name]) for name in table)
+        assert all(tensor.data_ptr() % 64 == 0 for tensor in found.values())
+        for name in table:
+            assert same(source.read(name), table[name])
+            filled = torch.zeros_like(table[name])
+            source.read_into(name, filled)
+            assert same(filled, table[name])
+        stored = source.manifest.tensors
+        assert [stored[name].position for name in found] == list(range(len(table)))
+        assert sum(found[name].nbytes for name in found) == source.manifest.nbytes
+
+
+@pytest.mark.parametrize("task", [1, 7, 64, 1000])
+def test_pieces_and_threads_give_the_same_bytes(
+    single: Path, tensors: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch, task: int
+) -> None:
+    monkeypatch.setattr(read, "_TASK_BYTES", task)
+    monkeypatch.setattr(read, "_MAX_VECTORS", 2)
+    monkeypatch.setattr(read, "_usable_cpus", lambda: 4)
+    with Checkpoint.open(single) as source:
+        found = source.read_all()
+    assert all(same(found[name], tensors[name]) for name in tensors)
+
+
+def test_files_come_in_order_whatever_was_asked(sharded: Path, tensors: dict[str, Tensor]) -> None:
+    wanted = sorted(tensors, reverse=True)[:4]
+    with Checkpoint.open(sharded) as source:
+        order = [name for name in source.manifest.tensors if name in wanted]
+        assert list(source.read_all(wanted)) == order
+        streamed = list(source.tensors(wanted))
+        assert [name for name, _ in streamed] == order
+        assert all(same(tensor, tensors[name]) for name, tensor in streamed)
+        assert source.read_all([]) == {}
+
+
+@pytest.mark.parametrize("fate", ["truncated", "overwritten", "deleted"])
+def test_nothing_that_happens_to_the_file_reaches_the_tensors(
+    single: Path, tensors: dict[str, Tensor], fate: str
+) -> None:
+    with Checkpoint.open(single) as source:
+        found = source.read_all()
+    file = single / "model.safetensors"
+    if fate == "truncated":
+        os.truncate(file, 10)
+    elif fate == "overwritten":
+        size = file.stat().st_size
+        with open(file, "r+b") as target:
+            target.write(b"\xff" * size)
+    else:
+        file.unlink()
+    assert all(same(found[name], tensors[name]) for name in tensors)
+
+
+def test_a_file_cut_after_opening_is_an_error(single: Path) -> None:
+    with Checkpoint.open(single) as source:
+        os.truncate(single / "model.safetensors", (single / "model.safetensors").stat().st_size - 100)
+        with pytest.raises(CheckpointError) as caught:
+            source.read_all()
+    assert caught.value.problems == ["truncated while reading"]
+    assert caught.value.path.endswith("model.safetensors")
+
+
+def test_a_folder_exchanged_after_opening_is_not_mixed(tmp_path: Path, sharded: Path, tensors: dict[str, Tensor]) -> None:
+    with Checkpoint.open(sharded) as source:
+        sharded.rename(tmp_path / "old")
+        sharded.mkdir()
+        found = source.read_all()
+    assert all(same(found[name], tensors[name]) for name in tensors)
+
+
+def test_one_tensor_does_not_drag_its_neighbours_along(single: Path) -> None:
+    with Checkpoint.open(single) as source:
+        found = source.read_all()
+    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in found.values())
+    first, second = list(found.values())[:2]
+    kept = second.clone()
+    with torch.no_grad():
+        first.zero_()
+    assert same(second, kept)
+
+
+def test_unknown_names_are_listed_with_near_ones(single: Path) -> None:
+    with Checkpoint.open(single) as source, pytest.raises(CheckpointError) as caught:
+        source.read_all(["classifier.wieght", "nothing"])
+    assert caught.value.missing == ["classifier.wieght", "nothing"]
+    assert "did you mean 'classifier.weight'" in caught.value.problems[0]
+
+
+def test_reading_after_close_says_so(single: Path) -> None:
+    source = Checkpoint.open(single)
+    source.close()
+    source.close()
+    with pytest.raises(CheckpointError, match="is closed"):
+        source.read_all()
+
+
+def test_open_descriptors_are_given_back(single: Path, sharded: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for folder in (single, sharded):
+        with Checkpoint.open(folder) as source:
+            source.read_all()
+        (folder / "model.safetensors").unlink(missing_ok=True)
+        for shard in folder.glob("*-00002-*"):
+            shard.write_bytes(b"broken")
+        with pytest.raises(CheckpointError):
+            Checkpoint.open(folder)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+class TestPlace:
+    def test_meta_targets_are_given_the_tensors_and_ties_share_one(
+        self, single: Path, tensors: dict[str, Tensor]
+    ) -> None:
+        targets = {"word": torch.empty(11, 6, device="meta"), "decoder": torch.empty(11, 6, device="meta")}
+        rename = dict.fromkeys(targets, "bert.embeddings.word_embeddings.weight")
+        with Checkpoint.open(single) as source:
+            found = place(targets, source, rename)
+        assert found["word"] is found["decoder"]
+        assert same(found["word"], tensors["bert.embeddings.word_embeddings.weight"])
+
+    def test_filled_targets_are_filled_in_place(self, single: Path, tensors: dict[str, Tensor]) -> None:
+        target = torch.nn.Parameter(torch.zeros(6, 6))
+        name = "bert.encoder.layer.0.attention.self.query.weight"
+        with Checkpoint.open(single) as source:
+            found = place({name: target}, source)
+        assert found[name] is target
+        assert same(target.data, tensors[name])
+
+    def test_a_dtype_is_asked_for_and_spares_integers(self, single: Path, tensors: dict[str, Tensor]) -> None:
+        targets = {name: tensor.to("meta") for name, tensor in tensors.items()}
+        with Checkpoint.open(single) as source:
+            found = place(targets, source, dtype=torch.float32)
+        assert {tensor.dtype for tensor in found.values()} == {torch.float32, torch.int64}
+        assert torch.equal(found["classifier.weight"], tensors["classifier.weight"].float())
+
+    def test_every_misfit_is_listed_and_nothing_is_touched(self, single: Path) -> None:
+        filled = torch.zeros(6, 6)
+        targets = {
+            "bert.encoder.layer.0.attention.self.query.weight": filled,
+            "classifier.weight": torch.empty(2, 6, device="meta"),
+            "absent": torch.empty(1, device="meta"),
+            "classifier.bias": torch.zeros(3),
+        }
+        with Checkpoint.open(single) as source, pytest.raises(CheckpointError) as caught:
+            place(targets, source)
+        assert caught.value.problems == [
+            "classifier.weight: shape [3, 6] in the file, [2, 6] in the model",
+            "absent: missing",
+            "classifier.bias: dtype F64 in the file, torch.float32 in the model; ask for it with dtype=",
+        ]
+        assert torch.equal(filled, torch.zeros(6, 6))
+
+
+def test_read_into_checks_shape_and_dtype(single: Path, tensors: dict[str, Tensor]) -> None:
+    with Checkpoint.open(single) as source:
+        with pytest.raises(CheckpointError) as caught:
+            source.read_into("classifier.weight", torch.zeros(6, 3))
+        assert len(caught.value.problems) == 2
+        into = torch.zeros(6, 3).t()
+        source.read_into("classifier.weight", into, cast=True)
+    assert torch.equal(into, tensors["classifier.weight"].float())
