@@ -37,6 +37,8 @@ def _names(draft: Draft) -> list[Fault]:
             continue
         if not isinstance(name, str) or not name or "." in name:
             faults.append(_at(node, f"the name {name!r} has to be a non-empty string without dots"))
+        elif keyword.iskeyword(name):
+            faults.append(_at(node, f"the name {name!r} is a word of Python, which torch.export cannot write"))
         elif name in owners:
             faults.append(_at(node, f"the name {name!r} belongs to {owners[name].id} already"))
         elif name in _reserved():

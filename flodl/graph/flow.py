@@ -105,9 +105,9 @@ class FlowBuilder:
     def using(self, *tags: str | Iterable[str], **renamed: str) -> FlowBuilder:
         """Pass tagged values to the last module as keyword arguments.
 
-        ``using("ctx")`` passes the value tagged ``ctx`` as ``ctx=``; ``using(mask="attention_mask")`` passes the
-        value tagged ``attention_mask`` as ``mask=``. A tag that stands later in the chain gives its value of
-        the *previous* call: zeros shaped like the module's input at first.
+        ``using("ctx")`` passes the value tagged ``ctx`` as ``ctx=``; ``using(mask="attention_mask")`` passes
+        the value tagged ``attention_mask`` as ``mask=``. A tag that stands later in the chain gives its
+        value of the *previous* call: zeros shaped like the module's input at first.
         """
         pairs = [(t, t) for t in _flat(tags)] + list(renamed.items())
         return self._record("using", pairs=tuple(pairs))

@@ -35,8 +35,8 @@ class Graph(nn.Module):
     """A built graph. Make one by `FlowBuilder`, not by calling this class.
 
     Call it as ``graph(x)``, with further declared inputs in order or by name: ``graph(x, mask=m)``. With
-    ``outputs=["tag", "child.tag"]`` it returns ``(result, {"tag": value, ...})``. Values pass through untouched,
-    whatever they are.
+    ``outputs=["tag", "child.tag"]`` it returns ``(result, {"tag": value, ...})``. Values pass through
+    untouched, whatever they are.
 
     Children are named by ``name=``, else by tag, else by node id, so ``state_dict()`` reads
     ``<node name>.<leaf>``.

@@ -162,7 +162,7 @@ def target_module(target: Target) -> nn.Module:
         node = target.owner.plan.nodes[target.owner.plan.tags[target.segment]]
         raise GraphPathError(
             f"path {target.path!r}: the tag {target.segment!r} names the value of {node.id} (made by "
-            f"{node.verb}), which holds no module; give the module a name, as in also(module, name=...), and use that",
+            f"{node.verb}), which holds no module; name the module, as in also(module, name=...), and use that",
             path=target.path,
             segment=target.segment,
         )
