@@ -1,0 +1,353 @@
+"""A written folder, reopened and compared: with its source, and with what transformers makes of both.
+
+Each check is one small function and one line of the result; all of them together are a receipt that
+can be kept beside the weights (``verification.json``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from flodl.errors import FlodlError
+from flodl_hf.checkpoint import Checkpoint
+from flodl_hf.source import read_config_file
+
+if TYPE_CHECKING:
+    from flodl_hf.model import EncoderModel
+
+__all__ = ["RECEIPT", "Check", "Verification", "verify_export"]
+
+RECEIPT = "verification.json"
+Status = Literal["pass", "fail", "not run"]
+
+# The largest difference between our logits and transformers' that still passes, by dtype. Equal bits are
+# expected and reported as such; the bound leaves room for another torch build, not for another function.
+BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 5e-3}
+
+
+@dataclass
+class Check:
+    """One comparison.
+
+    Attributes:
+        name: what was compared.
+        status: "pass", "fail" or "not run".
+        detail: in words, with the reason where it did not run.
+        measured: the largest difference, where there is one.
+    """
+
+    name: str
+    status: Status
+    detail: str
+    measured: float | None = None
+
+
+@dataclass
+class Verification:
+    """All checks of one folder."""
+
+    folder: str
+    source: str | None
+    checks: list[Check] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def passed(self) -> bool:
+        """Whether no check failed and at least one ran."""
+        return any(c.status == "pass" for c in self.checks) and not any(
+            c.status == "fail" for c in self.checks
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the receipt as JSON types."""
+        return {"passed": self.passed, **asdict(self)}
+
+
+def verify_export(
+    folder: str | Path,
+    *,
+    source: str | Path | None = None,
+    model: EncoderModel | None = None,
+    receipt: bool = True,
+    command: str | None = None,
+) -> Verification:
+    """Return what reopening ``folder`` shows.
+
+    The folder is opened strictly and loaded by us; with a ``source``, names, dtypes and bytes of all
+    tensors and the configuration are compared; where transformers is installed, it loads the folder and
+    its names, token ids and outputs are compared with those it gives for the source, and with ours.
+
+    Args:
+        folder: the export.
+        source: local folder that it was exported from.
+        model: the live model that was exported; without it the folder is loaded.
+        receipt: write ``verification.json`` into the folder.
+        command: the command that asked, for the receipt.
+    """
+    place = Path(folder)
+    base = None if source is None else Path(source)
+    result = Verification(str(place.name), None if base is None else str(source))
+    run = _Run(place, base, model, result)
+    for check in CHECKS:
+        try:
+            result.checks.extend(check(run))
+        except FlodlError as fault:
+            result.checks.append(Check(_name(check), "fail", str(fault)))
+        if result.checks and result.checks[-1].status == "fail" and check in ESSENTIAL:
+            break
+    result.facts = _facts(run, command)
+    if receipt and place.is_dir():
+        _write_receipt(place, result)
+    return result
+
+
+class _Run:
+    """What the checks share: the two folders and models, each loaded once."""
+
+    def __init__(
+        self, place: Path, base: Path | None, model: EncoderModel | None, result: Verification
+    ) -> None:
+        self.place, self.base, self.result = place, base, result
+        self._model = model
+        self.live = model is not None
+        self._references: dict[Path, Any] = {}
+
+    @property
+    def model(self) -> EncoderModel:
+        if self._model is None:
+            from flodl_hf.auto import load
+
+            self._model = load(self.place)
+        return self._model
+
+    @property
+    def architecture(self) -> str:
+        return read_config_file(self.place).source["architectures"][0]
+
+    def reference(self, folder: Path) -> Any:
+        from flodl_hf.parity.reference import load_reference
+
+        if folder not in self._references:
+            with Checkpoint.open(folder) as opened:
+                pooler = any("pooler" in name for name in opened.manifest.tensors)
+            self._references[folder] = load_reference(folder, self.architecture, pooler=pooler)
+        return self._references[folder]
+
+
+def _opens(run: _Run) -> Iterator[Check]:
+    with Checkpoint.open(run.place) as opened:
+        count = len(opened.manifest.tensors)
+    report = run.model.load_report
+    extra = (
+        ""
+        if report is None or not report.ignored
+        else f", {len(report.ignored)} of them not used by the model"
+    )
+    yield Check("opens", "pass", f"{count} tensors{extra}, loaded as {run.model.head}")
+
+
+def _bytes(run: _Run) -> Iterator[Check]:
+    if run.base is None:
+        yield Check("tensors equal the source's", "not run", "no source was given")
+        return
+    with Checkpoint.open(run.place) as ours, Checkpoint.open(run.base) as theirs:
+        a, b = ours.manifest.tensors, theirs.manifest.tensors
+        lost, added = [n for n in b if n not in a], [n for n in a if n not in b]
+        other = [n for n in a if n in b and (a[n].dtype != b[n].dtype or a[n].shape != b[n].shape)]
+        both = [n for n in a if n in b and n not in other]
+        left, right = ours.read_all(both), theirs.read_all(both)
+        differing = [n for n in both if not torch.equal(_raw(left[n]), _raw(right[n]))]
+    faults = [
+        f"{len(names)} {what} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
+        for what, names in (
+            ("lost", lost),
+            ("added", added),
+            ("of another dtype or shape", other),
+            ("with other bytes", differing),
+        )
+        if names
+    ]
+    yield Check(
+        "tensors equal the source's",
+        "fail" if faults else "pass",
+        "; ".join(faults) or f"{len(both)} tensors: names, dtypes, shapes and bytes",
+    )
+    here, there = read_config_file(run.place).source, read_config_file(run.base).source
+    changed = sorted(key for key in {*here, *there} if here.get(key, ...) != there.get(key, ...))
+    yield Check(
+        "config.json equals the source's",
+        "fail" if changed else "pass",
+        f"changed: {', '.join(changed)}" if changed else f"{len(here)} values",
+    )
+
+
+def _keys(run: _Run) -> Iterator[Check]:
+    found = run.reference(run.place)
+    allowed = run.reference(run.base).unexpected if run.base is not None else []
+    # A source written for more heads than one gives the same surplus names on both sides.
+    surplus = [name for name in found.unexpected if name not in allowed]
+    faults = [
+        f"{len(n)} {what}: {', '.join(n[:4])}"
+        for what, n in (("missing", found.missing), ("unexpected", surplus))
+        if n
+    ]
+    shared = len(found.unexpected) - len(surplus)
+    detail = "0 missing, 0 unexpected" + (f" ({shared} surplus names as in the source)" if shared else "")
+    yield Check("transformers loads every key", "fail" if faults else "pass", "; ".join(faults) or detail)
+
+
+def _tokens(run: _Run) -> Iterator[Check]:
+    from flodl_hf.parity.inputs import AWKWARD_TEXTS
+    from flodl_hf.parity.reference import reference_ids, version
+
+    if run.model.tokenizer is None:
+        yield Check("token ids", "not run", "the folder has no tokenizer")
+        return
+    texts = list(AWKWARD_TEXTS)
+    theirs = reference_ids(run.place, texts)
+    if run.base is not None:
+        same = theirs == reference_ids(run.base, texts)
+        yield Check(
+            "transformers' token ids equal the source's", "pass" if same else "fail", f"{len(texts)} texts"
+        )
+    ours = [list(row[0].ids) for row in run.model.tokenizer.encode_rows(texts)]
+    parted = [text for text, a, b in zip(texts, ours, theirs, strict=True) if a != b]
+    # tokenizer.json is the truth; transformers 5 rebuilds some tokenizers from class code instead.
+    detail = f"{len(texts)} texts" if not parted else (
+        f"transformers {version()} gives other ids for {len(parted)} of {len(texts)} texts, e.g. {parted[0]!r}; "
+        "tokenizer.json is obeyed here"
+    )  # fmt: skip
+    yield Check("our token ids equal transformers'", "pass" if not parted else "not run", detail)
+
+
+def _outputs(run: _Run) -> Iterator[Check]:
+    from flodl_hf.parity.inputs import awkward_batches
+
+    exported = run.reference(run.place)
+    model, training = run.model, run.model.training
+    model.eval()
+    gap, equal, count = 0.0, True, 0
+    source_equal = True
+    device = model.device
+    for batch in awkward_batches(model.config):
+        expected = exported(batch.inputs)
+        if run.base is not None:
+            again = run.reference(run.base)(batch.inputs)
+            source_equal &= all(torch.equal(expected[k], again[k]) for k in expected)
+        with torch.no_grad():
+            found = dict(model(**{k: v.to(device) for k, v in batch.inputs.items()}).items())
+        for key in expected:
+            if not isinstance(expected[key], Tensor):
+                continue
+            mine = found[key].cpu()
+            equal &= torch.equal(mine, expected[key])
+            gap = max(gap, float((mine.double() - expected[key].double()).abs().max()))
+            count += 1
+    model.train(training)
+    if run.base is not None:
+        yield Check(
+            "transformers' outputs equal the source's",
+            "pass" if source_equal else "fail",
+            f"{count} outputs, to the bit",
+        )
+    bound = BOUNDS.get(model.dtype, 1e-5)
+    what = "the live model's" if run.live else "our"
+    verdict: Status = "pass" if gap <= bound else "fail"
+    yield Check(
+        f"{what} outputs equal transformers'",
+        verdict,
+        f"{count} outputs, {'equal to the bit' if equal else f'largest difference {gap:.3g}, bound {bound:g}'}",
+        gap,
+    )
+
+
+def _with_transformers(check: Callable[[_Run], Iterator[Check]]) -> Callable[[_Run], Iterator[Check]]:
+    def run_if_installed(run: _Run) -> Iterator[Check]:
+        from flodl_hf.parity.reference import available
+
+        if not available():
+            return iter(
+                [
+                    Check(
+                        _name(check),
+                        "not run",
+                        "transformers is not installed: pip install 'flodl-hf[parity]'",
+                    )
+                ]
+            )
+        return check(run)
+
+    run_if_installed.__name__ = check.__name__
+    return run_if_installed
+
+
+CHECKS: Sequence[Callable[[_Run], Iterator[Check]]] = (
+    _opens,
+    _bytes,
+    _with_transformers(_keys),
+    _with_transformers(_tokens),
+    _with_transformers(_outputs),
+)
+ESSENTIAL = CHECKS[:1]
+
+
+def _name(check: Callable[..., Any]) -> str:
+    return check.__name__.strip("_")
+
+
+def _raw(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _facts(run: _Run, command: str | None) -> dict[str, Any]:
+    from flodl_hf.parity.reference import available, version
+
+    files = (
+        sorted(p for p in run.place.rglob("*") if p.is_file() and p.name != RECEIPT)
+        if run.place.is_dir()
+        else []
+    )
+    model = run._model
+    return {
+        "sha256": {p.relative_to(run.place).as_posix(): _sha256(p) for p in files},
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": version() if available() else None,
+            "flodl-hf": _own_version(),
+        },
+        "device": None if model is None else str(model.device),
+        "dtype": None if model is None else str(model.dtype).removeprefix("torch."),
+        "command": command,
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def _own_version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("flodl-hf")
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _write_receipt(folder: Path, result: Verification) -> None:
+    from flodl.files import write_atomically
+
+    write_atomically(folder / RECEIPT, [(json.dumps(result.to_dict(), indent=2) + "\n").encode()])

@@ -1,0 +1,155 @@
+"""The reference side: transformers, imported here and nowhere else, and only when something is compared."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flodl.errors import ParityError
+
+__all__ = ["Reference", "available", "load_reference", "make_checkpoint", "reference_ids", "version"]
+
+
+def available() -> bool:
+    """Return whether transformers is installed."""
+    return find_spec("transformers") is not None
+
+
+def version() -> str:
+    """Return the version of transformers that is compared with."""
+    return _transformers().__version__
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise ParityError(
+            "transformers is not installed, and it is what is compared with; "
+            "install it with: pip install 'flodl-hf[parity]'"
+        ) from None
+    return transformers
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Hold back transformers' progress bars and load tables; what they say is read from its return values."""
+    transformers = _transformers()
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    transformers.utils.logging.disable_progress_bar()
+    transformers.logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+@dataclass
+class Reference:
+    """A model of transformers and what its loading reported.
+
+    Attributes:
+        model: in evaluation mode.
+        missing: names that the file lacks.
+        unexpected: names that the model does not take.
+    """
+
+    model: Any
+    missing: list[str]
+    unexpected: list[str]
+
+    def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the outputs of one batch by name, without gradients."""
+        with torch.no_grad():
+            return dict(self.model(**inputs).items())
+
+
+def load_reference(
+    folder: str | Path,
+    architecture: str,
+    *,
+    attention: str = "sdpa",
+    dtype: torch.dtype | None = None,
+    pooler: bool = True,
+) -> Reference:
+    """Return what transformers makes of a folder.
+
+    Args:
+        folder: a local folder.
+        architecture: class name, as in ``config.json``.
+        attention: "sdpa" or "eager".
+        dtype: dtype of the weights; None keeps the file's.
+        pooler: for base models, whether the file has a pooler.
+
+    Raises:
+        ParityError: transformers has no such class.
+    """
+    transformers = _transformers()
+    kind = getattr(transformers, architecture, None)
+    if kind is None:
+        raise ParityError(f"transformers {version()} has no class {architecture}", architecture=architecture)
+    # A family that has only the eager implementation says so itself.
+    options: dict[str, Any] = {
+        "attn_implementation": attention if getattr(kind, "_supports_sdpa", False) else "eager"
+    }
+    if not pooler and architecture.endswith("Model"):
+        options["add_pooling_layer"] = False
+    with quiet():
+        model, info = kind.from_pretrained(
+            str(folder), output_loading_info=True, dtype=dtype or "auto", local_files_only=True, **options
+        )
+    # transformers leaves tensors mapped at whatever offset the file has, and the product of one row with a
+    # matrix rounds differently for other alignments (measured: 4.5e-8 on a real checkpoint). A copy puts
+    # both sides on the allocator's alignment, so that what is compared is the arithmetic.
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
+    return Reference(model.eval(), sorted(info["missing_keys"]), sorted(info["unexpected_keys"]))
+
+
+def reference_ids(folder: str | Path, texts: list[str]) -> list[list[int]]:
+    """Return the ids that transformers' ``AutoTokenizer`` gives each text."""
+    with quiet():
+        tokenizer = _transformers().AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    return [tokenizer(text)["input_ids"] for text in texts]
+
+
+def make_checkpoint(
+    folder: str | Path,
+    architecture: str,
+    settings: Mapping[str, Any],
+    *,
+    seed: int = 0,
+    scale: float | None = None,
+) -> Path:
+    """Write a checkpoint with random weights, made and saved by transformers; return its folder.
+
+    Args:
+        folder: where to.
+        architecture: class name.
+        settings: keyword arguments of its configuration.
+        seed: of the weights.
+        scale: redraw every tensor from a normal distribution of this deviation, so that biases and norms are
+            not at their special values; None keeps transformers' own initialisation.
+    """
+    transformers = _transformers()
+    kind = getattr(transformers, architecture)
+    torch.manual_seed(seed)
+    with quiet():
+        model = kind(kind.config_class(**settings))
+        if scale is not None:
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    centre = 1.0 if "norm" in name.lower() and name.endswith("weight") else 0.0
+                    parameter.normal_(centre, scale)
+        model.save_pretrained(str(folder))
+    return Path(folder)
