@@ -104,7 +104,9 @@ class DisentangledAttention(nn.Module):
         q, k, v = (x.view(batch, length, self.num_heads, -1).transpose(1, 2).reshape(batch * self.num_heads, length, -1)
                    for x in (query, key, value))  # fmt: skip
         index = None if relative is None else relative.index_for(length)
-        scores = disentangled_scores(q, k, tables, index, self.terms).view(batch, self.num_heads, length, length)
+        scores = disentangled_scores(q, k, tables, index, self.terms).view(
+            batch, self.num_heads, length, length
+        )
         if pairs is not None:
             # The dtype's lowest number rather than -inf: a row without any real token stays finite.
             scores = scores.masked_fill(~pairs, torch.finfo(scores.dtype).min)

@@ -60,7 +60,9 @@ class MaskedEmbeddings(nn.Module):
         assert layout is not None
         states = self.word(input_ids)
         if self.position is not None:
-            states = states + self.position(layout.positions(input_ids) if position_ids is None else position_ids)
+            states = states + self.position(
+                layout.positions(input_ids) if position_ids is None else position_ids
+            )
         if self.token_type is not None:
             zeros = input_ids.new_zeros(()).expand_as(input_ids)
             states = states + self.token_type(zeros if token_type_ids is None else token_type_ids)
@@ -86,7 +88,13 @@ class Convolution(nn.Module):
     """
 
     def __init__(
-        self, hidden_size: int, kernel_size: int, groups: int, activation: str, norm_eps: float, dropout: float
+        self,
+        hidden_size: int,
+        kernel_size: int,
+        groups: int,
+        activation: str,
+        norm_eps: float,
+        dropout: float,
     ) -> None:
         super().__init__()
         padding = (kernel_size - 1) // 2

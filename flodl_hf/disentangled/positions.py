@@ -62,13 +62,17 @@ def bucketed(distance: Tensor, buckets: int, max_distance: int) -> Tensor:
     """
     mid = buckets // 2
     near = (distance < mid) & (distance > -mid)
-    size = torch.where(near, torch.full((), mid - 1, dtype=distance.dtype, device=distance.device), distance.abs())
+    size = torch.where(
+        near, torch.full((), mid - 1, dtype=distance.dtype, device=distance.device), distance.abs()
+    )
     scale = torch.log(torch.tensor((max_distance - 1) / mid))
     far = torch.ceil(torch.log(size / mid) / scale * (mid - 1)) + mid
     return torch.where(size <= mid, distance.type_as(far), far * torch.sign(distance))
 
 
-def table_rows(length: int, span: int, buckets: int, max_distance: int, device: torch.device | None = None) -> Tensor:
+def table_rows(
+    length: int, span: int, buckets: int, max_distance: int, device: torch.device | None = None
+) -> Tensor:
     """Return the table row of each distance from ``-(length - 1)`` to ``length - 1``, ``(2 * length - 1,)``.
 
     Args:

@@ -65,7 +65,9 @@ def disentangled_scores(
     return scores if position is None else scores + position
 
 
-def _looked_up(states: Tensor, table: Tensor, index: Tensor, scale: Tensor, *, by_key: bool = False) -> Tensor:
+def _looked_up(
+    states: Tensor, table: Tensor, index: Tensor, scale: Tensor, *, by_key: bool = False
+) -> Tensor:
     """Return ``states . table[index] / scale`` for every pair, query by key, ``(G, S, S)``."""
     narrow = states.dtype == torch.float16
     rows = (table / scale if narrow else table).repeat(states.shape[0] // table.shape[0], 1, 1)
