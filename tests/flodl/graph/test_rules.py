@@ -1,0 +1,337 @@
+"""What each verb means by its place in the chain, and every fault that `build()` reports."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flodl import FixedSelector, FlowBuilder, GraphBuildError, GraphError, SoftmaxRouter, StateAdd, ThresholdHalt
+
+W = 4
+
+
+def lin() -> nn.Linear:
+    return nn.Linear(W, W)
+
+
+class Takes(nn.Module):
+    """Adds every reference it accepts, scaled, so that each of them shows in the result."""
+
+    def forward(self, x: Tensor, a: Tensor | float = 0.0, b: Tensor | float = 0.0) -> Tensor:
+        return x + 10 * a + 100 * b
+
+
+class Times(nn.Module):
+    """Multiplies by a fixed number."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+class Needs(nn.Module):
+    """Cannot be called without its second argument."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return x * mask
+
+
+def one(value: float = 1.0) -> Tensor:
+    return torch.full((1, 1), value)
+
+
+# the order of calls
+
+
+def test_using_after_also_feeds_the_module_and_tag_names_the_sum() -> None:
+    graph = FlowBuilder(Times(2)).tag("a").also(Takes()).using("a").tag("sum").build()
+    result, values = graph(one(), outputs=["sum"])
+    assert result.item() == 2 + (2 + 10 * 2)
+    assert values["sum"] is result
+
+
+def test_a_fork_leaves_the_stream_alone() -> None:
+    graph = FlowBuilder(Times(2)).tag("a").fork(Takes()).using("a").tag("side").through(Times(3)).build()
+    result, values = graph(one(), outputs=["side"])
+    assert result.item() == 6
+    assert values["side"].item() == 22
+
+
+@pytest.mark.parametrize(
+    "then",
+    [
+        lambda f: f.through(Times(3)),
+        lambda f: f.also(Times(2)),
+        lambda f: f.also_with(Times(1), Times(2)),
+        lambda f: f.split(Times(1), Times(2)).merge(),
+        lambda f: f.map(Times(3)).each(),
+        lambda f: f.loop_body(Times(3)).for_n(1),
+        lambda f: f.switch(FixedSelector(0), Times(3), Times(4)),
+    ],
+)
+def test_a_fork_that_was_not_tagged_at_once_gets_no_later_tag(then: Callable[[FlowBuilder], FlowBuilder]) -> None:
+    graph = then(FlowBuilder(Times(1)).fork(Times(50))).tag("x").build()
+    assert graph(one(), outputs=["x"])[1]["x"].item() == 3
+
+
+def test_a_second_tag_after_a_fork_names_the_stream() -> None:
+    graph = FlowBuilder(Times(2)).fork(Times(3)).tag("side").tag("main").build()
+    values = graph(one(), outputs=["side", "main"])[1]
+    assert (values["side"].item(), values["main"].item()) == (6, 2)
+
+
+def test_using_after_split_feeds_every_branch() -> None:
+    graph = FlowBuilder(Times(1)).tag("a").split(Takes(), Takes()).using("a").tag_group("h").merge("add").build()
+    result, values = graph(one(), outputs=["h_0", "h_1"])
+    assert (values["h_0"].item(), values["h_1"].item(), result.item()) == (11, 11, 22)
+    assert graph.plan.groups == {"h": ("h_0", "h_1")}
+
+
+@pytest.mark.parametrize(("how", "expected"), [("add", 9.0), ("mean", 3.0)])
+def test_merge(how: str, expected: float) -> None:
+    graph = FlowBuilder().split(Times(2), Times(3), Times(4)).merge(how).build()  # pyright: ignore[reportArgumentType]
+    assert graph(one()).item() == pytest.approx(expected)
+
+
+def test_using_after_an_input_still_feeds_the_module_before_it() -> None:
+    graph = FlowBuilder(Takes()).input("a").using("a").input("b").using("b").build()
+    assert graph(one(), one(2), one(3)).item() == 1 + 20 + 300
+
+
+def test_an_input_may_be_read_before_it_is_declared() -> None:
+    graph = FlowBuilder(Takes()).using("a").input("a").build()
+    assert not graph.has_state()
+    assert [graph(one(), one(v)).item() for v in (2, 3)] == [21, 31]
+
+
+def test_references_can_be_renamed_and_given_as_a_list() -> None:
+    graph = FlowBuilder(Times(2)).tag("u").through(Times(2)).tag("v").through(Takes()).using(a="u", b="v").build()
+    assert graph(one()).item() == 4 + 20 + 400
+    graph = FlowBuilder().input(["a", "b"]).through(Takes()).using(["a", "b"]).using().build()
+    assert graph(one(), one(), one()).item() == 111
+
+
+def test_several_tags_may_name_one_value() -> None:
+    graph = FlowBuilder(Times(2)).tag("u").tag("v").through(Takes()).using(a="u", b="v").build()
+    assert graph(one()).item() == 2 + 20 + 200
+    assert [n for n, _ in graph.named_children()] == ["u", "takes_2"]
+
+
+def test_one_module_may_stand_in_two_places() -> None:
+    shared = lin()
+    graph = FlowBuilder(shared).through(shared).build()
+    x = torch.randn(2, W)
+    assert torch.equal(graph(x), shared(shared(x)))
+    assert len(list(graph.parameters())) == 2
+
+
+def test_ids_count_every_node_of_the_builder() -> None:
+    graph = FlowBuilder(lin()).also(lin()).input("c").split(lin(), lin()).merge().through(Takes()).using(a="late").tag("late").build()
+    assert [n.id for n in graph.plan.nodes] == [
+        "input", "linear_1", "linear_2", "add_3", "input_c_4", "linear_5", "linear_6", "merge_7", "takes_8", "state_read_late_9",
+    ]  # fmt: skip
+
+
+def test_a_module_can_choose_the_prefix_of_its_ids() -> None:
+    class Odd(nn.Identity):
+        flodl_name = "even"
+
+    assert next(n for n, _ in FlowBuilder(Odd()).build().named_children()) == "even_1"
+
+
+def test_levels_follow_the_longest_way_from_the_inputs() -> None:
+    plan = FlowBuilder(lin()).split(lin(), lin()).merge().build().plan
+    assert [[plan.nodes[i].id for i in level] for level in plan.levels] == [
+        ["input"], ["linear_1"], ["linear_2", "linear_3"], ["merge_4"],
+    ]  # fmt: skip
+
+
+# faults
+
+FAULTS: list[tuple[str, Callable[[], FlowBuilder], list[tuple[str, tuple[str, ...]]]]] = [
+    ("open streams at the end", lambda: FlowBuilder(lin()).split(lin(), lin()), [("split", ("2 open streams", "merge"))]),
+    ("open streams before through", lambda: FlowBuilder(lin()).split(lin(), lin()).through(lin()), [("through", ("2 streams", "merge"))]),
+    ("open streams before map", lambda: FlowBuilder(lin()).split(lin(), lin()).map(lin()).each(), [("each", ("2 streams",))]),
+    ("duplicate tag", lambda: FlowBuilder(lin()).tag("a").through(lin()).tag("a"), [("tag", ("'a'", "already"))]),
+    ("tag on open streams", lambda: FlowBuilder(lin()).split(lin(), lin()).tag("a").merge(), [("tag", ("tag_group", "merge"))]),
+    ("tag with a dot", lambda: FlowBuilder(lin()).tag("a.b"), [("tag", ("'a.b'", "dots"))]),
+    ("empty tag", lambda: FlowBuilder(lin()).tag(""), [("tag", ("non-empty",))]),
+    ("unresolved references", lambda: FlowBuilder(StateAdd()).using("ghost", "spook").tag("ghots"), [("using", ("'ghost'", "'ghots'")), ("using", ("'spook'",))]),
+    ("merge without split", lambda: FlowBuilder(lin()).merge(), [("merge", ("one stream",))]),
+    ("unknown merge", lambda: FlowBuilder().split(lin(), lin()).merge("max"), [("merge", ("'max'", "mean"))]),  # pyright: ignore[reportArgumentType]
+    ("split of one", lambda: FlowBuilder(lin()).split(lin()), [("split", ("1 modules",))]),
+    ("split names", lambda: FlowBuilder().split(lin(), lin(), names=["a"]).merge(), [("split", ("1 names", "2 modules"))]),
+    ("using after nothing", lambda: FlowBuilder().input("a").using("a"), [("using", ("nothing to feed",))]),
+    ("using after merge", lambda: FlowBuilder().tag("a").split(lin(), lin()).merge().using("a"), [("using", ("takes no references",))]),
+    ("keyword not taken", lambda: FlowBuilder(lin()).tag("ctx").through(lin()).using("ctx"), [("through", ("Linear", "'ctx'"))]),
+    ("keyword taken twice", lambda: FlowBuilder(Takes()).input("a", "b").using("a", a="b"), [("using", ("'a'", "twice"))]),
+    ("keyword is the stream", lambda: FlowBuilder(Takes()).input("c").using(x="c"), [("from", ("multiple values", "Takes"))]),
+    ("keyword missing", lambda: FlowBuilder(Needs()), [("from", ("'mask'", "Needs"))]),
+    ("keyword is no word", lambda: FlowBuilder(StateAdd()).input("a").tag("no-word").through(StateAdd()).using("no-word"), [("through", ("'no-word'", "rename"))]),
+    ("router without keywords", lambda: FlowBuilder(lin()).tag("c").gate(lin(), lin(), lin()).using("c"), [("gate", ("router", "'c'"))]),
+    ("selector without keywords", lambda: FlowBuilder(lin()).tag("c").switch(FixedSelector(0), lin(), lin()).using("c"), [("switch", ("router", "'c'"))]),
+    ("loop body without keywords", lambda: FlowBuilder(lin()).tag("c").loop_body(lin()).for_n(2).using("c"), [("for_n", ("'c'", "Linear"))]),
+    ("expert that needs more", lambda: FlowBuilder(lin()).gate(SoftmaxRouter(W, 2), lin(), Needs()), [("gate", ("'mask'",))]),
+    ("nested graph input not fed", lambda: FlowBuilder(FlowBuilder(lin()).input("c").build(), name="n").input("d").using("d"), [("from", ("'d'",))]),
+    ("circle", lambda: FlowBuilder(Takes()).tag("a").using("a"), [("from", ("'a'", "before tag"))]),
+    ("circle through a sum", lambda: FlowBuilder(lin()).also(Takes()).tag("a").using("a"), [("also", ("previous call",))]),
+    ("gate of one", lambda: FlowBuilder(lin()).gate(SoftmaxRouter(W, 1), lin()), [("gate", ("1 experts",))]),
+    ("switch of none", lambda: FlowBuilder(lin()).switch(FixedSelector(0)), [("switch", ("0 branches",))]),
+    ("no iterations", lambda: FlowBuilder(lin()).loop_body(lin()).for_n(0), [("for_n", ("0", "at least 1"))]),
+    ("no iterations while", lambda: FlowBuilder(lin()).loop_body(lin()).while_cond(ThresholdHalt(1), 0), [("while_cond", ("at least 1",))]),
+    ("no iterations until", lambda: FlowBuilder(lin()).loop_body(lin()).until_cond(ThresholdHalt(1), -1), [("until_cond", ("-1",))]),
+    ("no slices", lambda: FlowBuilder(lin()).map(lin()).slices(0), [("slices", ("at least 1",))]),
+    ("over an unknown tag", lambda: FlowBuilder(lin()).tag("hers").map(lin()).over("herz"), [("over", ("'herz'", "'hers'"))]),
+    ("over a later tag", lambda: FlowBuilder(lin()).map(lin()).over("late").tag("late"), [("over", ("'late'", "earlier"))]),
+    ("input clashes with a tag", lambda: FlowBuilder(lin()).tag("a").input("a"), [("input", ("'a'", "taken"))]),
+    ("input clashes with the entry", lambda: FlowBuilder(lin(), entry="x").input("x"), [("input", ("'x'", "taken"))]),
+    ("input of a strange name", lambda: FlowBuilder(lin()).input("a b"), [("input", ("'a b'",))]),
+    ("input of a reserved name", lambda: FlowBuilder(lin()).input("outputs"), [("input", ("'outputs'",))]),
+    ("default that is no constant", lambda: FlowBuilder(lin()).input("a", default=[]), [("input", ("[]", "None"))]),
+    ("group of one stream", lambda: FlowBuilder(lin()).tag_group("g"), [("tag_group", ("tag('g')",))]),
+    ("duplicate group", lambda: FlowBuilder().split(lin(), lin()).tag_group("g").tag_group("g").merge(), [("tag_group", ("'g'", "already"))]),
+    ("group named as a tag", lambda: FlowBuilder(lin()).tag("g").split(lin(), lin()).tag_group("g").merge(), [("tag_group", ("name of a tag",))]),
+    ("member named as a tag", lambda: FlowBuilder(lin()).tag("g_1").split(lin(), lin()).tag_group("g").merge(), [("tag_group", ("'g_1'", "already"))]),
+    ("a class for a module", lambda: FlowBuilder(lin()).through(nn.GELU), [("through", ("class GELU", "GELU("))]),  # pyright: ignore[reportArgumentType]
+    ("a function for a module", lambda: FlowBuilder(lin()).through(torch.relu), [("through", ("nn.Module",))]),  # pyright: ignore[reportArgumentType]
+    ("a text for an expert", lambda: FlowBuilder(lin()).gate(SoftmaxRouter(W, 2), lin(), "no"), [("gate", ("expert 1", "str"))]),  # pyright: ignore[reportArgumentType]
+    ("duplicate name", lambda: FlowBuilder(lin(), name="a").through(lin(), name="a"), [("through", ("'a'", "linear_1"))]),
+    ("name that is another's tag", lambda: FlowBuilder(lin()).also(lin(), name="s").tag("s"), [("also", ("'s'", "add_3"))]),
+    ("name of an attribute", lambda: FlowBuilder(lin(), name="forward"), [("from", ("'forward'", "name="))]),
+    ("tag of an attribute", lambda: FlowBuilder(lin()).tag("half"), [("from", ("'half'", "name="))]),
+    ("name that is a word of Python", lambda: FlowBuilder(lin(), name="in"), [("from", ("'in'",))]),
+    ("loop never ended", lambda: _left_open("loop_body"), [("loop_body", ("for_n", "never ended"))]),
+    ("map never ended", lambda: _left_open("map"), [("map", ("slices", "never ended"))]),
+    ("internal of nothing", lambda: FlowBuilder(lin()).tag("abc").internal("abd"), [("internal", ("'abd'", "'abc'"))]),
+    ("empty label", lambda: FlowBuilder(lin()).label(""), [("label", ("non-empty",))]),
+    ("label with a dot", lambda: FlowBuilder(_labelled("a.b")), [("from", ("'a.b'", "dot"))]),
+    ("two equal labels", lambda: FlowBuilder(_labelled("a")).through(_labelled("a")), [("through", ("'a'", "graph_1"))]),
+    ("label equal to a tag", lambda: FlowBuilder(lin()).tag("a").through(_labelled("a")), [("through", ("'a'", "linear_1"))]),
+]  # fmt: skip
+
+
+def _labelled(label: str) -> nn.Module:
+    return FlowBuilder(lin()).label(label).build()
+
+
+def _left_open(verb: str) -> FlowBuilder:
+    flow = FlowBuilder(lin())
+    getattr(flow, verb)(lin())
+    return flow.through(lin())
+
+
+@pytest.mark.parametrize(("make", "expected"), [case[1:] for case in FAULTS], ids=[case[0] for case in FAULTS])
+def test_fault(make: Callable[[], FlowBuilder], expected: list[tuple[str, tuple[str, ...]]]) -> None:
+    flow = make()
+    with pytest.raises(GraphBuildError) as caught:
+        flow.build()
+    faults = caught.value.faults
+    assert [fault.verb for fault in faults] == [verb for verb, _ in expected], faults
+    for fault, (_, words) in zip(faults, expected, strict=True):
+        assert fault.position >= 1
+        for word in words:
+            assert word in str(fault)
+        assert str(fault) in str(caught.value)
+
+
+def test_all_faults_are_reported_together_in_the_order_of_their_steps() -> None:
+    flow = FlowBuilder(lin()).merge().tag("a").tag("a").through(lin()).using("nobody").gate(lin(), lin())
+    with pytest.raises(GraphBuildError) as caught:
+        flow.build()
+    faults = caught.value.faults
+    assert [(f.position, f.verb) for f in faults] == [(2, "merge"), (4, "tag"), (5, "through"), (6, "using"), (7, "gate")]
+    assert faults[2].node == "linear_3"
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert again.faults == faults
+
+
+def test_one_child_used_twice_is_one_child() -> None:
+    child = _labelled("a")
+    graph = FlowBuilder(child).through(child).build()
+    assert list(graph.tree_children()) == ["a"]
+
+
+# the call
+
+
+def test_missing_and_surplus_inputs_are_named() -> None:
+    graph = FlowBuilder(Takes()).input("a", "b").using("a", "b").build()
+    with pytest.raises(GraphError, match="'b'") as caught:
+        graph(one(), one())
+    assert caught.value.missing == ["b"]
+    with pytest.raises(GraphError) as caught:
+        graph()
+    assert caught.value.missing == ["input", "a", "b"]
+    with pytest.raises(GraphError, match="expected 3 inputs .*got 2"):
+        graph.forward_multi([one(), one()])
+    with pytest.raises(TypeError, match="c"):
+        graph(one(), one(), one(), c=one())
+
+
+@pytest.mark.parametrize("default", [None, True, 3, 2.5, "text"])
+def test_a_default_is_used_when_the_input_is_left_out(default: object) -> None:
+    seen: list[object] = []
+
+    class Reads(nn.Module):
+        def forward(self, x: Tensor, a: object) -> Tensor:
+            seen.append(a)
+            return x
+
+    graph = FlowBuilder(Reads()).input("a", default=default).using("a").build()
+    graph(one())
+    graph(one(), a="other")
+    assert seen == [default, "other"]
+
+
+def test_a_graph_is_made_only_by_a_builder() -> None:
+    from flodl import Graph
+
+    with pytest.raises(GraphError, match="FlowBuilder"):
+        Graph()
+
+
+def test_the_traceback_shows_the_step_that_failed() -> None:
+    import traceback
+
+    graph = FlowBuilder(lin(), name="first").through(nn.Linear(9, 9), name="second").build()
+    with pytest.raises(RuntimeError) as caught:
+        graph(torch.zeros(1, W))
+    assert "x = second(x)" in "".join(traceback.format_exception(caught.value))
+
+
+def test_values_are_let_go_after_their_last_use() -> None:
+    import gc
+    import weakref
+
+    alive: list[weakref.ref[Tensor]] = []
+    counts: list[int] = []
+
+    class Watches(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            counts.append(sum(ref() is not None for ref in alive))
+            y = x + 1
+            alive.append(weakref.ref(y))
+            return y
+
+    flow = FlowBuilder(Watches())
+    for _ in range(5):
+        flow.through(Watches())
+    gc.disable()
+    try:
+        with torch.no_grad():
+            flow.build()(one())
+    finally:
+        gc.enable()
+    assert max(counts) == 1
+
+
+def test_verbose_prints_the_tree(capsys: pytest.CaptureFixture[str]) -> None:
+    FlowBuilder(lin()).tag("abc").label("net").verbose().build()
+    assert "net" in capsys.readouterr().err
