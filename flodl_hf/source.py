@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from flodl.errors import ConfigError, nearest
-from flodl_hf.checkpoint import Checkpoint, SourceManifest
+from flodl.graph import Graph
+from flodl_hf.checkpoint import Checkpoint, SourceManifest, StoredTensor
 from flodl_hf.config import MAX_CONFIG_BYTES, ModelConfig
 from flodl_hf.loading import LoadReport, Plan, head_of, plan_load
 from flodl_hf.model import EncoderModel, assign, build_graph, initialise, tie_tensors
@@ -25,7 +26,7 @@ from flodl_hf.sentence import read_recipe, transformer_folder
 if TYPE_CHECKING:
     from flodl_hf.tokenizer import Tokenizer
 
-__all__ = ["Source", "load_model", "load_tokenizer", "read_config_file", "resolve_folder"]
+__all__ = ["Source", "load_model", "load_tokenizer", "plan_folder", "read_config_file", "resolve_folder"]
 
 ModelT = TypeVar("ModelT", bound=EncoderModel)
 CONFIG_NAME = "config.json"
@@ -38,6 +39,7 @@ VOCABULARY_FILES = (
     "spm.model",
     "spiece.model",
 )
+BIN_FILES = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
 MODEL_FILES = (
     *VOCABULARY_FILES,
     "tokenizer_config.json",
@@ -161,30 +163,12 @@ def load_model(
     config = read_config_file(folder, ignore_config_keys)
     if labels is not None or problem_type is not None:
         config = config.changed(labels=labels, problem_type=problem_type)
-    source_head = head_of(config.family, config.source.get("architectures"))
 
     with Checkpoint.open(folder) as checkpoint:
         stored = checkpoint.manifest.tensors
-        pooler = any("pooler" in name for name in stored)
-        with torch.device("meta"):
-            graph = build_graph(config, head, pooler=pooler)
-        targets = {
-            name: tuple(tensor.shape) for name, tensor in graph.named_parameters(remove_duplicate=False)
-        }
-        spec = None if head == "base" else config.family.heads[head]
-        plan = plan_load(
-            config.family,
-            config.family.key_map(config.encoder, head),
-            targets,
-            stored,
-            head=head,
-            source_head=source_head,
-            tie_words=config.tie_words,
-            where=str(folder),
-            renew=(spec.classifier,) if spec and spec.classifier and labels is not None else (),
-        )
+        plan, graph = plan_folder(config, head, stored, str(folder), relabelled=labels is not None)
         tokenizer = load_tokenizer(folder, config)
-        same_head = source_head == head and not plan.report.new
+        same_head = plan.report.source_head == head and not plan.report.new
         carried_names = list(plan.report.ignored) if same_head else []
         names = list(
             dict.fromkeys(
@@ -200,7 +184,8 @@ def load_model(
     assign(graph, {ours: cast(values[name], wanted) for ours, name in plan.placed.items()})
     if report.new:
         scale = float(config.source.get("initializer_range", 0.02))
-        fresh = {name: torch.empty(targets[name], dtype=wanted or torch.float32) for name in report.new}
+        shapes = {name: graph.get_parameter(name).shape for name in report.new}
+        fresh = {name: torch.empty(shape, dtype=wanted or torch.float32) for name, shape in shapes.items()}
         assign(graph, fresh)
         initialise(graph, report.new, scale)
     tie_tensors(graph, ties)
@@ -223,6 +208,45 @@ def load_model(
     model.set_attention(attention_name(attention))
     model.eval()
     return model.to(device) if device is not None else model
+
+
+def plan_folder(
+    config: ModelConfig,
+    head: str,
+    stored: Mapping[str, StoredTensor],
+    where: str,
+    *,
+    relabelled: bool = False,
+) -> tuple[Plan, Graph]:
+    """Return which stored tensor fills which of ours, and the graph that is to be filled, without any memory.
+
+    Args:
+        config: the folder's configuration.
+        head: the task.
+        stored: the files' tensors, from their headers.
+        where: the folder, for messages.
+        relabelled: the labels were given by the caller, so a classifier of another size may start fresh.
+
+    Raises:
+        CheckpointError: tensors are missing, unexpected or mis-shaped.
+        ConfigError: the family has no such head.
+    """
+    pooler = any("pooler" in name for name in stored)
+    with torch.device("meta"):
+        graph = build_graph(config, head, pooler=pooler)
+    spec = None if head == "base" else config.family.heads[head]
+    plan = plan_load(
+        config.family,
+        config.family.key_map(config.encoder, head),
+        {name: tuple(tensor.shape) for name, tensor in graph.named_parameters(remove_duplicate=False)},
+        stored,
+        head=head,
+        source_head=head_of(config.family, config.source.get("architectures")),
+        tie_words=config.tie_words,
+        where=where,
+        renew=(spec.classifier,) if spec and spec.classifier and relabelled else (),
+    )
+    return plan, graph
 
 
 def settle_ties(plan: Plan, values: Mapping[str, Tensor], report: LoadReport) -> list[Any]:

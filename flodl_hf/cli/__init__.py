@@ -1,0 +1,23 @@
+"""The command line, ``flodl-hf``: one file a command, results on stdout, progress on stderr.
+
+Exit status: 0 done or passed, 1 failed, 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import sys
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Run the command line."""
+    try:
+        import rich  # noqa: F401
+        import typer  # noqa: F401
+    except ImportError as missing:
+        sys.stderr.write(f"flodl-hf needs {missing.name} for its command line: pip install 'flodl-hf[cli]'\n")
+        raise SystemExit(2) from None
+    from flodl_hf.cli.app import app
+
+    app()

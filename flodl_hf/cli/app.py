@@ -1,0 +1,35 @@
+"""The commands put together, and what they share: options, errors, and where output goes."""
+
+from __future__ import annotations
+
+import typer
+
+from flodl_hf.cli import convert, demo, export, inspect, predict, verify_export
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    name="flodl-hf",
+    help="Hugging Face encoders both ways: load, predict, export, and prove it.\n\n"
+    "MODEL is a local folder or a Hub name such as owner/name or owner/name@revision.",
+    no_args_is_help=True,
+    add_completion=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback(invoke_without_command=True)
+def options(
+    version: bool = typer.Option(False, "--version", "-V", help="Show the version and leave."),
+) -> None:
+    """Hugging Face encoders both ways: load, predict, export, and prove it."""
+    if version:
+        from importlib.metadata import version as installed
+
+        typer.echo(installed("flodl-hf"))
+        raise typer.Exit()
+
+
+for module in (demo, predict, inspect, export, verify_export, convert):
+    app.command(name=module.NAME)(module.command)

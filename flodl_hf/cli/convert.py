@@ -1,0 +1,52 @@
+"""``flodl-hf convert``: ``pytorch_model.bin`` to safetensors, without executing a pickle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flodl_hf.cli.shared import Json, Local, Model, Revision, emit_json, reporting
+
+if TYPE_CHECKING:
+    from flodl_hf.config import ModelConfig
+
+NAME = "convert"
+
+
+@reporting
+def command(
+    model: Model,
+    out: Annotated[Path, typer.Option("--out", "-o", help="The folder to write.")],
+    force: Annotated[bool, typer.Option("--force", help="Replace a folder that holds a model.")] = False,
+    revision: Revision = None,
+    local_files_only: Local = False,
+    json_output: Json = False,
+) -> None:
+    """Write the weights of a .bin checkpoint as safetensors, with its configuration and tokenizer beside.
+
+    The pickle in the file is read by a parser that knows tensors and nothing else; nothing in it runs.
+    """
+    from flodl_hf.export.convert import convert_bin
+    from flodl_hf.source import BIN_FILES, MODEL_FILES, read_config_file, resolve_folder
+
+    hub = {"revision": revision, "local_files_only": local_files_only}
+    folder, _ = resolve_folder(model, hub, (*MODEL_FILES, *BIN_FILES))
+    written = convert_bin(folder, out, ties=stored_ties(read_config_file(folder)), overwrite=force)
+    if json_output:
+        emit_json({"folder": str(written)})
+    else:
+        typer.echo(str(written))
+
+
+def stored_ties(config: ModelConfig) -> dict[str, str]:
+    """Return, by stored name, the repeated names that transformers leaves out of a file."""
+    ties: dict[str, str] = {}
+    if not config.tie_words:
+        return ties
+    for head, spec in config.family.heads.items():
+        names = config.family.key_map(config.encoder, head)
+        ties |= {names.theirs(tie.also): names.theirs(tie.kept) for tie in spec.ties}
+        ties |= dict(spec.aliases)
+    return ties

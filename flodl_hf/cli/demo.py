@@ -1,0 +1,4 @@
+"""placeholder"""
+NAME="demo"
+def command() -> None:
+    """Placeholder."""

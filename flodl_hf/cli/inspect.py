@@ -1,0 +1,93 @@
+"""``flodl-hf inspect``: what a checkpoint holds and how it would be read, from headers alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from flodl_hf.cli.shared import Json, Local, Model, Revision, emit_json, reporting
+
+NAME = "inspect"
+
+
+@reporting
+def command(
+    model: Model,
+    head: Annotated[
+        str, typer.Option(help="Read it for this head: auto, base, seqcls, tokcls, qa or mlm.")
+    ] = "auto",
+    tokenizer: Annotated[
+        bool, typer.Option("--tokenizer", help="Compare the tokenizer's files with each other.")
+    ] = False,
+    tensors: Annotated[
+        bool, typer.Option("--tensors", help="List every tensor with our name for it.")
+    ] = False,
+    revision: Revision = None,
+    local_files_only: Local = False,
+    json_output: Json = False,
+) -> None:
+    """Show family, head, dtypes, tensors, tokenizer and labels; no weight is read."""
+    facts = describe(model, head, {"revision": revision, "local_files_only": local_files_only})
+    if tokenizer:
+        from flodl_hf.tokenization.compare import compare_sources
+
+        facts["tokenizer_differences"] = [str(d) for d in compare_sources(Path(facts["folder"]))]
+    if json_output:
+        emit_json(facts)
+        return
+    for key, value in facts.items():
+        if key == "matched" and not tensors:
+            typer.echo(f"{'matched':<14}{len(value)} tensors")
+        elif isinstance(value, dict):
+            typer.echo(f"{key:<14}{len(value)}")
+            for name, what in value.items():
+                typer.echo(f"  {name}: {what}")
+        elif isinstance(value, list):
+            typer.echo(f"{key:<14}{', '.join(map(str, value)) if value else 'none'}")
+        else:
+            typer.echo(f"{key:<14}{value}")
+
+
+def describe(name: str, head: str, hub: dict[str, Any]) -> dict[str, Any]:
+    """Return what the headers and the configuration say, as JSON types.
+
+    Raises:
+        FlodlError: the checkpoint cannot be read for this head; the message says what is wrong.
+    """
+    from flodl_hf.auto import head_named
+    from flodl_hf.checkpoint import Checkpoint
+    from flodl_hf.loading import head_of
+    from flodl_hf.sentence import transformer_folder
+    from flodl_hf.source import MODEL_FILES, VOCABULARY_FILES, plan_folder, read_config_file, resolve_folder
+
+    root, commit = resolve_folder(name, hub, MODEL_FILES)
+    folder = transformer_folder(root)
+    config = read_config_file(folder)
+    written_for = head_of(config.family, config.source.get("architectures"))
+    wanted = (written_for or "base") if head == "auto" else head_named(head).name
+    with Checkpoint.open(folder) as opened:
+        stored = opened.manifest.tensors
+        plan, _ = plan_folder(config, wanted, stored, str(folder))
+        layout, size = opened.manifest.layout, sum(t.nbytes for t in stored.values())
+    report = plan.report
+    return {
+        "folder": str(folder),
+        "commit": commit,
+        "family": config.model_type,
+        "written_for": written_for or "unknown",
+        "head": wanted,
+        "layout": layout,
+        "bytes": size,
+        "dtypes": report.dtypes,
+        "matched": report.matched,
+        "renamed": report.renamed,
+        "ignored": report.ignored,
+        "missing": list(report.new),
+        "tied": list(report.tied),
+        "tokenizer": [f for f in VOCABULARY_FILES if (folder / f).is_file()],
+        "max_tokens": config.max_tokens,
+        "problem_type": config.problem_type,
+        "labels": list(config.labels) if wanted.endswith("classification") else [],
+    }

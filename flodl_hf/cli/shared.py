@@ -1,0 +1,95 @@
+"""What every command does alike: report faults, print JSON, show progress, and name common options."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, is_dataclass
+from functools import wraps
+from typing import Annotated, Any, ParamSpec, TypeVar
+
+import typer
+
+from flodl.errors import FlodlError
+
+__all__ = ["Json", "Local", "Model", "Revision", "emit_json", "progress", "reporting", "say", "track"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
+
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A local folder or a Hub name: owner/name[@revision].")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")]
+Local = Annotated[
+    bool, typer.Option("--local-files-only", help="Open no connection; use what is on this machine.")
+]
+
+
+def reporting(command: Callable[P, R]) -> Callable[P, R]:
+    """Return ``command`` with our errors as one message on stderr and exit status 1, and Ctrl-C as 130."""
+
+    @wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return command(*args, **kwargs)
+        except FlodlError as fault:
+            if kwargs.get("json_output"):
+                emit_json({"error": type(fault).__name__, "message": str(fault)})
+            typer.echo(f"{type(fault).__name__}: {fault}", err=True)
+            raise typer.Exit(1) from None
+        except KeyboardInterrupt:
+            typer.echo("interrupted", err=True)
+            raise typer.Exit(130) from None
+        except BrokenPipeError:
+            # The reader of our output has seen enough.
+            sys.stderr.close()
+            raise typer.Exit(0) from None
+
+    return run
+
+
+def plain(value: Any) -> Any:
+    """Return dataclasses and tuples as JSON types."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    if isinstance(value, (list, tuple)):
+        return [plain(v) for v in value]
+    return value
+
+
+def emit_json(value: Any) -> None:
+    """Print ``value`` as one JSON document on stdout."""
+    typer.echo(json.dumps(plain(value), ensure_ascii=False, indent=2))
+
+
+def say(text: str) -> None:
+    """Print a line of progress on stderr."""
+    typer.echo(text, err=True)
+
+
+def track(items: Iterable[T], what: str, total: int | None = None) -> Iterator[T]:
+    """Yield ``items`` with a progress bar on stderr where that is a terminal."""
+    from rich.console import Console
+    from rich.progress import track as rich_track
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield from items
+        return
+    yield from rich_track(items, description=what, total=total, console=console)
+
+
+def progress() -> Any:
+    """Return a rich progress display on stderr, hidden where that is no terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    return Progress(
+        TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn(),
+        TimeRemainingColumn(), console=console, disable=not console.is_terminal,
+    )  # fmt: skip

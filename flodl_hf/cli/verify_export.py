@@ -1,0 +1,62 @@
+"""``flodl-hf verify-export``: an exported folder, reopened and compared."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flodl_hf.cli.shared import Json, Local, emit_json, reporting, say
+
+NAME = "verify-export"
+MARKS = {"pass": "pass", "fail": "FAIL", "not run": "  - "}
+
+
+@reporting
+def command(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The exported folder.")],
+    source: Annotated[
+        str | None, typer.Option(help="What it was exported from: a folder or a Hub name.")
+    ] = None,
+    no_source: Annotated[
+        bool, typer.Option("--no-source", help="There is no source (a fine-tuned model).")
+    ] = False,
+    no_receipt: Annotated[
+        bool, typer.Option("--no-receipt", help="Do not write verification.json into the folder.")
+    ] = False,
+    local_files_only: Local = False,
+    json_output: Json = False,
+) -> None:
+    """Compare names, dtypes and bytes with the source, then keys, token ids and outputs with transformers.
+
+    Writes a receipt (verification.json). Exit status 0 if everything passed, 1 if anything failed.
+    """
+    if source is not None and no_source:
+        typer.echo("give --source or --no-source, not both", err=True)
+        raise typer.Exit(2)
+    from flodl_hf.export.verify import RECEIPT, verify_export
+    from flodl_hf.sentence import transformer_folder
+    from flodl_hf.source import MODEL_FILES, resolve_folder
+
+    base = None
+    if source is not None:
+        base, _ = resolve_folder(source, {"local_files_only": local_files_only}, MODEL_FILES)
+        base = transformer_folder(base)
+    elif not no_source:
+        say(
+            "no --source was given, so nothing says what the bytes should be; comparing with transformers alone"
+        )
+    result = verify_export(
+        folder, source=base, receipt=not no_receipt, command=" ".join(["flodl-hf", *sys.argv[1:]])
+    )
+    if json_output:
+        emit_json(result.to_dict())
+    else:
+        for check in result.checks:
+            typer.echo(f"{MARKS[check.status]}  {check.name}: {check.detail}")
+        typer.echo("passed" if result.passed else "FAILED")
+        if not no_receipt and folder.is_dir():
+            say(f"receipt: {folder / RECEIPT}")
+    raise typer.Exit(0 if result.passed else 1)
