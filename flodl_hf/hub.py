@@ -126,9 +126,7 @@ def resolve(
     """
     text = os.fspath(name_or_path)
     if not isinstance(text, str) or not text or any(ord(char) < 32 or ord(char) == 127 for char in text):
-        raise HubError(
-            f"{text!r}: not a name; pass a folder, 'owner/name' or 'owner/name@revision'", name=str(text)
-        )
+        raise HubError(f"{text!r}: not a name; pass a folder, 'owner/name' or 'owner/name@revision'", name=str(text))
     if subfolder and not _plain(subfolder, _SUBFOLDER):
         raise HubError(
             f"subfolder {printable(subfolder)}: expected names separated by '/', relative and without '..'",
@@ -143,14 +141,11 @@ def resolve(
     if exists:
         return _local(path, subfolder, revision)
     if isinstance(name_or_path, os.PathLike) or text.startswith((".", "/", "~", "\\")) or text.count("/") > 1:
-        raise HubError(
-            f"{text}: no such folder; check the path, or pass a repository as 'owner/name'", name=text
-        )
+        raise HubError(f"{text}: no such folder; check the path, or pass a repository as 'owner/name'", name=text)
     name, at, stated = text.partition("@")
     if at and revision is not None and revision != stated:
         raise HubError(
-            f"{text}: the name asks for revision {stated!r} and the argument for {revision!r}; give one of "
-            "them",
+            f"{text}: the name asks for revision {stated!r} and the argument for {revision!r}; give one of them",
             name=name,
             revision=revision,
         )
@@ -195,21 +190,16 @@ def _plain(text: str, grammar: re.Pattern[str]) -> bool:
 
 def _local(path: Path, subfolder: str, revision: str | None) -> Resolved:
     if not path.is_dir():
-        raise HubError(
-            f"{path}: is a file; pass the folder that holds config.json and the weights", name=str(path)
-        )
+        raise HubError(f"{path}: is a file; pass the folder that holds config.json and the weights", name=str(path))
     if revision not in (None, "main"):
         raise HubError(
-            f"{path}: a local folder has no revision {revision!r}; leave revision out, or pass a "
-            "repository name",
+            f"{path}: a local folder has no revision {revision!r}; leave revision out, or pass a repository name",
             name=str(path),
             revision=revision,
         )
     folder = path / subfolder if subfolder else path
     if not folder.is_dir():
-        raise HubError(
-            f"{path}: has no folder {subfolder!r}; check subfolder", name=str(path), subfolder=subfolder
-        )
+        raise HubError(f"{path}: has no folder {subfolder!r}; check subfolder", name=str(path), subfolder=subfolder)
     return Resolved(folder)
 
 
@@ -245,9 +235,7 @@ def _select(request: _Request, names: Iterable[str]) -> list[str]:
     if _WEIGHTS in request.files:
         weights = _weights(inside)
         if not weights:
-            others = sorted(
-                name for name in inside if re.search(r"\.(safetensors|bin|h5|msgpack|onnx|pt|ot)$", name)
-            )
+            others = sorted(name for name in inside if re.search(r"\.(safetensors|bin|h5|msgpack|onnx|pt|ot)$", name))
             raise request.error(
                 f"no {_WEIGHTS}, {_WEIGHTS}.index.json or pytorch_model.bin"
                 + (f" in {request.subfolder}/" if request.subfolder else "")
@@ -292,9 +280,7 @@ def _from_cache(request: _Request, why: str) -> Resolved:
                 missing=missing,
             )
     elif not any(_matches(name, pattern) for name in present for pattern in request.files):
-        raise request.error(
-            f"in the cache without any of {', '.join(request.files)}, and {why}", remedy, offline=True
-        )
+        raise request.error(f"in the cache without any of {', '.join(request.files)}, and {why}", remedy, offline=True)
     return Resolved(folder, request.name, request.revision, commit)
 
 
@@ -335,9 +321,7 @@ def _from_hub(request: _Request) -> Resolved:
         _explain(request, cause)
     commit = info.sha or ""
     if not _COMMIT.fullmatch(commit):
-        raise request.error(
-            f"the server answered with commit {printable(commit)}", "check HF_ENDPOINT: this is no Hub"
-        )
+        raise request.error(f"the server answered with commit {printable(commit)}", "check HF_ENDPOINT: this is no Hub")
     siblings = {sibling.rfilename: sibling for sibling in info.siblings or ()}
     wanted = _select(request, siblings)
     if not wanted:
@@ -459,9 +443,7 @@ def _explain(request: _Request, cause: BaseException, filename: str | None = Non
     status = next((s for s in map(_status, _chain(cause)) if s is not None), None)
     login = "log in with `hf auth login`, set HF_TOKEN, or pass token="
     if "GatedRepoError" in names:
-        error = request.error(
-            f"{what}access is granted on request", f"ask for it on the model's page, then {login}"
-        )
+        error = request.error(f"{what}access is granted on request", f"ask for it on the model's page, then {login}")
     elif "RevisionNotFoundError" in names:
         error = request.error("the repository has no such revision", "check the branch, tag or commit")
     elif status in (401, 403) and "RepositoryNotFoundError" not in names:
@@ -476,9 +458,7 @@ def _explain(request: _Request, cause: BaseException, filename: str | None = Non
     elif "HFValidationError" in names:
         error = request.error(f"{what}not a valid name", "a repository is 'owner/name'")
     elif "FileMetadataError" in names or isinstance(cause, (ValueError, KeyError, TypeError)):
-        error = request.error(
-            f"{what}the server's answer is no Hub answer ({_reason(cause)})", "check HF_ENDPOINT"
-        )
+        error = request.error(f"{what}the server's answer is no Hub answer ({_reason(cause)})", "check HF_ENDPOINT")
     elif "OSError" in names and getattr(cause, "errno", None) in (28, 30, 13):
         error = request.error(
             f"{what}the cache {request.cache} cannot be written ({_reason(cause)})",
@@ -487,7 +467,6 @@ def _explain(request: _Request, cause: BaseException, filename: str | None = Non
     else:
         error = request.error(
             f"{what}the download failed ({_reason(cause)})",
-            "try again; with the files at hand, pass their folder, or local_files_only=True if they are "
-            "cached",
+            "try again; with the files at hand, pass their folder, or local_files_only=True if they are cached",
         )
     raise HubError(error.message, **{**error.details, "status": status}) from cause

@@ -264,13 +264,7 @@ class Tokenizer(Vocabulary):
         rows = self._backend.rows(texts, pairs, words=words, special=add_special_tokens, fast=not offsets)
         out = []
         for index, row in enumerate(rows):
-            if (
-                snap
-                and overflow == "windows"
-                and not offsets
-                and max_tokens is not None
-                and len(row) > max_tokens
-            ):
+            if snap and overflow == "windows" and not offsets and max_tokens is not None and len(row) > max_tokens:
                 # Word borders are needed to cut this one.
                 second = None if pairs is None else [pairs[index]]
                 row = self._backend.rows([texts[index]], second, words=words, special=add_special_tokens)[0]
@@ -406,8 +400,6 @@ class Tokenizer(Vocabulary):
         return self._backend.encodings([text], second, special=add_special_tokens)[0].tokens
 
 
-def _restore(
-    kind: type[Tokenizer], text: str, files: Any, folder: str, model_type: Any, config: Any
-) -> Tokenizer:
+def _restore(kind: type[Tokenizer], text: str, files: Any, folder: str, model_type: Any, config: Any) -> Tokenizer:
     backend = tokenizers.Tokenizer.from_str(text)
     return kind(backend, files=files, folder=folder, model_type=model_type, config=config)

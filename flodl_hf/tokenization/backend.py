@@ -32,9 +32,7 @@ def load_json(data: bytes, where: str) -> tokenizers.Tokenizer:
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise TokenizerError(
-            f"{where}: byte {error.start} is not UTF-8; fetch the file again", where=where
-        ) from error
+        raise TokenizerError(f"{where}: byte {error.start} is not UTF-8; fetch the file again", where=where) from error
     try:
         return tokenizers.Tokenizer.from_str(text)
     except (KeyboardInterrupt, SystemExit, GeneratorExit):

@@ -97,15 +97,11 @@ class Encoded(Mapping[str, Any]):
                 return at + self._lead[batch_index]
         return None
 
-    def word_to_tokens(
-        self, batch_index: int, word_index: int, sequence_index: int = 0
-    ) -> tuple[int, int] | None:
+    def word_to_tokens(self, batch_index: int, word_index: int, sequence_index: int = 0) -> tuple[int, int] | None:
         """Return the half-open range of positions of a word's tokens, or ``None`` if it has none."""
         row = self._rows[batch_index]
         found = [
-            at
-            for at, word in enumerate(row.word_ids)
-            if word == word_index and row.sequence_ids[at] == sequence_index
+            at for at, word in enumerate(row.word_ids) if word == word_index and row.sequence_ids[at] == sequence_index
         ]
         if not found:
             return None
@@ -114,9 +110,7 @@ class Encoded(Mapping[str, Any]):
 
     def to(self, device: Any) -> Encoded:
         """Return the same entries with every tensor on ``device``."""
-        moved = {
-            key: value.to(device) if hasattr(value, "to") else value for key, value in self._data.items()
-        }
+        moved = {key: value.to(device) if hasattr(value, "to") else value for key, value in self._data.items()}
         return Encoded(moved, self._rows, self._lead, self._tokens)
 
 

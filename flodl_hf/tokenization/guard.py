@@ -7,11 +7,14 @@ refused because they would exhaust memory. Leaves to others: what to do with the
 from __future__ import annotations
 
 import json
+from base64 import b64decode
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from flodl.errors import TokenizerError, printable
+
+from .charsmap import longest_replacement
 
 __all__ = ["MAX_GROWTH", "check_text", "check_texts", "growth", "guarded"]
 
@@ -21,9 +24,7 @@ MAX_GROWTH = 64
 
 
 @contextmanager
-def guarded(
-    where: str, remedy: str, texts: Sequence[Any] = (), pairs: Sequence[Any] | None = None
-) -> Iterator[None]:
+def guarded(where: str, remedy: str, texts: Sequence[Any] = (), pairs: Sequence[Any] | None = None) -> Iterator[None]:
     """Turn whatever the block raises into a ``TokenizerError`` that says where and what to do.
 
     A panic in the Rust code does not derive from ``Exception``, so ``except Exception`` would let it through.
@@ -64,8 +65,7 @@ def check_text(text: Any, where: str) -> None:
     """Raise ``TokenizerError`` if ``text`` is not a string, or holds half of a surrogate pair."""
     if not isinstance(text, str):
         raise TokenizerError(
-            f"{where}: found {type(text).__name__}, expected str; decode bytes, and drop or fill missing "
-            "values first",
+            f"{where}: found {type(text).__name__}, expected str; decode bytes, and drop or fill missing values first",
             where=where,
             found=type(text).__name__,
             expected="str",
@@ -105,8 +105,18 @@ def growth(normalizer: Any) -> int:
         content = len(str(normalizer.get("content", "")))
         pattern = normalizer.get("pattern")
         literal = pattern.get("String") if isinstance(pattern, dict) else None
-        # A regular expression or an empty pattern may match between any two characters.
-        return max(1, -(-content // len(literal))) if literal else content + 1
+        if literal:
+            return max(1, -(-content // len(literal)))
+        # A regular expression or an empty pattern may match between any two characters. One character put
+        # there at most doubles a text, which is no danger and is what honest definitions do.
+        return 1 if content <= 1 else content + 1
+    if kind == "Precompiled":
+        try:
+            table = b64decode(normalizer.get("precompiled_charsmap") or "", validate=True)
+        except (ValueError, TypeError):
+            return 1
+        return max(1, longest_replacement(table))
     if kind == "Prepend":
-        return 1 + len(str(normalizer.get("prepend", "")))
+        # Once for each text, so only a long one counts.
+        return max(1, len(str(normalizer.get("prepend", ""))) // 8)
     return 1

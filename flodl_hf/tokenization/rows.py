@@ -179,9 +179,7 @@ def cut_rows(
     """
     total = len(row.ids)
     if cut == "longest" and overflow == "windows":
-        raise TokenizerError(
-            f"{where}: cut='longest' only truncates; use cut='first' or 'second' for windows"
-        )
+        raise TokenizerError(f"{where}: cut='longest' only truncates; use cut='first' or 'second' for windows")
     sequence = 1 if cut == "second" else 0
     if max_tokens is None or total <= max_tokens:
         return [_whole(row, sequence)]
@@ -232,9 +230,7 @@ def cut_rows(
 
 def _whole(row: Row, sequence: int) -> Row:
     count = row.sequence_ids.count(sequence)
-    return Row(
-        row.ids, row.type_ids, row.offsets, row.word_ids, row.sequence_ids, row.special, last_token=count
-    )
+    return Row(row.ids, row.type_ids, row.offsets, row.word_ids, row.sequence_ids, row.special, last_token=count)
 
 
 def _truncate_longest(row: Row, max_tokens: int, side: str, where: str) -> Row:
@@ -242,9 +238,7 @@ def _truncate_longest(row: Row, max_tokens: int, side: str, where: str) -> Row:
     lengths = [stop - start for start, stop in spans]
     room = max_tokens - (len(row.ids) - sum(lengths))
     if room < 0:
-        raise _too_long(
-            where, len(row.ids), max_tokens, "and the special tokens alone are more", "raise max_tokens"
-        )
+        raise _too_long(where, len(row.ids), max_tokens, "and the special tokens alone are more", "raise max_tokens")
     short, long = sorted(lengths)
     # The rule of the tokenizers library: the longer text gives way until both are equal, then both do.
     long = short if short > room else max(short, room - short)

@@ -15,7 +15,7 @@ from flodl.errors import TokenizerError, nearest
 
 from .source import parse_json
 
-__all__ = ["FAMILY_TOKENS", "ROLES", "Settings", "guess_model_type", "read_settings"]
+__all__ = ["FAMILY_TOKENS", "ROLES", "Settings", "class_family", "guess_model_type", "read_settings"]
 
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -99,6 +99,11 @@ def guess_model_type(config: Mapping[str, Any], tokenizer_config: Mapping[str, A
     stated = config.get("model_type")
     if isinstance(stated, str) and stated:
         return stated
+    return class_family(tokenizer_config)
+
+
+def class_family(tokenizer_config: Mapping[str, Any]) -> str | None:
+    """Return the family of ``tokenizer_class``, or ``None`` if that is absent or unknown."""
     name = tokenizer_config.get("tokenizer_class")
     if isinstance(name, str):
         return _CLASSES.get(name.removesuffix("Fast").removesuffix("Tokenizer").lower())
@@ -181,12 +186,8 @@ def read_settings(
     for source in (stated, mapped):
         for key in ("extra_special_tokens", "additional_special_tokens"):
             values = source.get(key)
-            values = (
-                values.values() if isinstance(values, Mapping) else values if isinstance(values, list) else ()
-            )
-            extra += [
-                token for token in map(_content, values) if token and known(token) and token not in extra
-            ]
+            values = values.values() if isinstance(values, Mapping) else values if isinstance(values, list) else ()
+            extra += [token for token in map(_content, values) if token and known(token) and token not in extra]
     names = stated.get("model_input_names")
     stated_inputs = isinstance(names, list)
     type_ids = "token_type_ids" in names if stated_inputs else family not in _WITHOUT_TYPE_IDS

@@ -55,14 +55,11 @@ def read_bytes(path: Path, limit: int = MAX_BYTES) -> bytes:
     with os.fdopen(handle, "rb") as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
-            raise TokenizerError(
-                f"{path}: is not a regular file; put the tokenizer file itself there", path=str(path)
-            )
+            raise TokenizerError(f"{path}: is not a regular file; put the tokenizer file itself there", path=str(path))
         data = file.read(limit + 1)
     if len(data) > limit:
         raise TokenizerError(
-            f"{path}: larger than {limit} bytes, the limit for tokenizer files; check that it is what its "
-            "name says",
+            f"{path}: larger than {limit} bytes, the limit for tokenizer files; check that it is what its name says",
             path=str(path),
             found=status.st_size,
             expected=limit,

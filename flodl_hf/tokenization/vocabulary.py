@@ -105,39 +105,19 @@ class Vocabulary:
         token = self._settings.special.get(role)
         return None if token is None else self._inner.token_to_id(token)
 
-    pad_token = property(
-        lambda self: self._settings.special.get("pad_token"), doc="Padding token, or ``None``."
-    )
-    mask_token = property(
-        lambda self: self._settings.special.get("mask_token"), doc="Mask token, or ``None``."
-    )
-    cls_token = property(
-        lambda self: self._settings.special.get("cls_token"), doc="First token, or ``None``."
-    )
+    pad_token = property(lambda self: self._settings.special.get("pad_token"), doc="Padding token, or ``None``.")
+    mask_token = property(lambda self: self._settings.special.get("mask_token"), doc="Mask token, or ``None``.")
+    cls_token = property(lambda self: self._settings.special.get("cls_token"), doc="First token, or ``None``.")
     sep_token = property(lambda self: self._settings.special.get("sep_token"), doc="Separator, or ``None``.")
-    unk_token = property(
-        lambda self: self._settings.special.get("unk_token"), doc="Unknown token, or ``None``."
-    )
-    bos_token = property(
-        lambda self: self._settings.special.get("bos_token"), doc="Begin token, or ``None``."
-    )
+    unk_token = property(lambda self: self._settings.special.get("unk_token"), doc="Unknown token, or ``None``.")
+    bos_token = property(lambda self: self._settings.special.get("bos_token"), doc="Begin token, or ``None``.")
     eos_token = property(lambda self: self._settings.special.get("eos_token"), doc="End token, or ``None``.")
-    pad_token_id = property(
-        lambda self: self._role_id("pad_token"), doc="Id of the padding token, or ``None``."
-    )
-    mask_token_id = property(
-        lambda self: self._role_id("mask_token"), doc="Id of the mask token, or ``None``."
-    )
-    cls_token_id = property(
-        lambda self: self._role_id("cls_token"), doc="Id of the first token, or ``None``."
-    )
+    pad_token_id = property(lambda self: self._role_id("pad_token"), doc="Id of the padding token, or ``None``.")
+    mask_token_id = property(lambda self: self._role_id("mask_token"), doc="Id of the mask token, or ``None``.")
+    cls_token_id = property(lambda self: self._role_id("cls_token"), doc="Id of the first token, or ``None``.")
     sep_token_id = property(lambda self: self._role_id("sep_token"), doc="Id of the separator, or ``None``.")
-    unk_token_id = property(
-        lambda self: self._role_id("unk_token"), doc="Id of the unknown token, or ``None``."
-    )
-    bos_token_id = property(
-        lambda self: self._role_id("bos_token"), doc="Id of the begin token, or ``None``."
-    )
+    unk_token_id = property(lambda self: self._role_id("unk_token"), doc="Id of the unknown token, or ``None``.")
+    bos_token_id = property(lambda self: self._role_id("bos_token"), doc="Id of the begin token, or ``None``.")
     eos_token_id = property(lambda self: self._role_id("eos_token"), doc="Id of the end token, or ``None``.")
 
     def get_vocab(self) -> dict[str, int]:
@@ -217,9 +197,7 @@ class Vocabulary:
         ids = [ids] if isinstance(ids, int) else [int(i) for i in ids]
         with guarded("decoding", "pass ids of this tokenizer, none of them negative"):
             text = self._inner.decode(ids, skip_special_tokens=skip_special_tokens)
-        clean = (
-            self._settings.clean_up if clean_up_tokenization_spaces is None else clean_up_tokenization_spaces
-        )
+        clean = self._settings.clean_up if clean_up_tokenization_spaces is None else clean_up_tokenization_spaces
         if clean and not self._backend.is_bpe:
             for old, new in _CLEAN_UP:
                 text = text.replace(old, new)

@@ -1,0 +1,137 @@
+"""Special and added tokens of a tokenizer built from vocabulary files, and the template around a text.
+
+Decides: which tokens are taken out of a text before it is segmented, their ids, and where special tokens
+stand.
+Leaves to others: the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, processors
+
+from flodl.errors import TokenizerError, capped, printable
+
+from .settings import ROLES
+from .source import parse_json
+
+__all__ = ["add_roles", "add_stated", "content", "frame"]
+
+
+def content(value: Any) -> str | None:
+    """Return the text of a token as settings files write it: a string, or an object with ``content``."""
+    if isinstance(value, Mapping):
+        value = value.get("content")
+    return value if isinstance(value, str) and value else None
+
+
+def _flag(value: Any, name: str, default: bool) -> bool:
+    return value[name] if isinstance(value, Mapping) and isinstance(value.get(name), bool) else default
+
+
+def _token(text: str, stated: Any, *, special: bool, takes_space: bool = False) -> AddedToken:
+    # Matched in the text as it is written: what normalization does to a marker is of no use to anyone.
+    return AddedToken(
+        text,
+        lstrip=_flag(stated, "lstrip", takes_space),
+        rstrip=_flag(stated, "rstrip", False),
+        single_word=_flag(stated, "single_word", False),
+        normalized=False,
+        special=special,
+    )
+
+
+def add_roles(
+    tokenizer: Tokenizer, tokens: Mapping[str, str], stated: Mapping[str, Any], *, mask_takes_space: bool
+) -> None:
+    """Make the token of every role special; one that the vocabulary lacks gets the next free id.
+
+    Args:
+        tokenizer: what is changed.
+        tokens: token by role.
+        stated: what the settings files say about each role.
+        mask_takes_space: whether the mask token swallows the space before it by default.
+    """
+    for role in ROLES:
+        if role in tokens:
+            takes_space = mask_takes_space and role == "mask_token"
+            added = _token(tokens[role], stated.get(role), special=True, takes_space=takes_space)
+            tokenizer.add_special_tokens([added])
+
+
+def add_stated(tokenizer: Tokenizer, files: Mapping[str, bytes], settings: Mapping[str, Any], folder: str) -> None:
+    """Add what ``added_tokens.json`` and ``added_tokens_decoder`` state, under the ids stated there.
+
+    Raises:
+        TokenizerError: if a stated id cannot be had.
+    """
+    wanted: dict[int, tuple[str, Any]] = {}
+    faults: list[str] = []
+    if "added_tokens.json" in files:
+        for text, number in parse_json(files["added_tokens.json"], f"{folder}/added_tokens.json").items():
+            if isinstance(number, bool) or not isinstance(number, int) or number < 0 or not text:
+                faults.append(f"added_tokens.json: {printable(text, 40)} has id {printable(str(number), 40)}")
+            else:
+                wanted[number] = (text, None)
+    decoder = settings.get("added_tokens_decoder")
+    for number, stated in decoder.items() if isinstance(decoder, Mapping) else ():
+        text = content(stated)
+        if not isinstance(number, str) or not number.isdecimal() or len(number) > 10 or text is None:
+            faults.append(f"tokenizer_config.json: added_tokens_decoder has the entry {printable(str(number), 40)}")
+        else:
+            wanted[int(number)] = (text, stated)
+    for number, (text, stated) in sorted(wanted.items()):
+        special = _flag(stated, "special", False)
+        token = _token(text, stated, special=special)
+        found = tokenizer.token_to_id(text)
+        if found is None:
+            tokenizer.add_tokens([token])
+            found = tokenizer.token_to_id(text)
+        elif special:
+            tokenizer.add_special_tokens([token])
+        if found != number:
+            faults.append(f"{printable(text, 40)} is stated as id {number} and comes to id {found}")
+    if faults:
+        raise TokenizerError(
+            f"{folder}: added tokens do not fit the vocabulary:\n{capped(faults)}\n"
+            "fetch vocabulary and added tokens from the same place",
+            where=folder,
+            problems=faults,
+        )
+
+
+def frame(tokenizer: Tokenizer, template: str, tokens: Mapping[str, str], folder: str, *, prefix: bool) -> None:
+    """Set where special tokens stand around one text or two.
+
+    Args:
+        tokenizer: what is changed.
+        template: ``"bert"`` (one separator, segments 0 and 1), ``"doubled"`` (two separators, one segment) or
+            ``"roberta"`` (the same, with offsets that leave out leading spaces).
+        tokens: token by role.
+        folder: where the vocabulary came from, for messages.
+        prefix: whether a space is put before a text.
+    """
+    first, last = tokens["cls_token"], tokens["sep_token"]
+    first_id, last_id = tokenizer.token_to_id(first), tokenizer.token_to_id(last)
+    if first_id is None or last_id is None:
+        raise TokenizerError(
+            f"{folder}: the vocabulary lacks {printable(first, 40)} or {printable(last, 40)}; "
+            "name the right cls_token and sep_token in tokenizer_config.json",
+            where=folder,
+        )
+    special = [(first, first_id), (last, last_id)]
+    if template == "roberta":
+        tokenizer.post_processor = processors.RobertaProcessing(
+            (last, last_id), (first, first_id), trim_offsets=True, add_prefix_space=prefix
+        )
+        return
+    # Given as lists, because a token may hold the characters that separate the parts of a template string.
+    if template == "bert":
+        single = [f"{first}:0", "$A:0", f"{last}:0"]
+        pair = [*single, "$B:1", f"{last}:1"]
+    else:
+        single = [f"{first}:0", "$A:0", f"{last}:0"]
+        pair = [*single, f"{last}:0", "$B:0", f"{last}:0"]
+    tokenizer.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=special)

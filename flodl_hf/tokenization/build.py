@@ -1,0 +1,305 @@
+"""A tokenizer built from vocabulary files, without transformers and without sentencepiece.
+
+Decides: which family's rules apply, which special tokens there are, and their ids.
+Leaves to others: reading sentencepiece models (``sentencepiece.py``), normalization (``pipeline.py``),
+settings files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+)
+
+from flodl.errors import TokenizerError, capped, printable
+
+from . import pipeline
+from .added import add_roles, add_stated, content, frame
+from .guard import guarded
+from .plain_files import read_merges, read_vocab_json, read_vocab_txt
+from .sentencepiece import BPE, BYTE, CONTROL, NORMAL, USER_DEFINED, SentencePieceModel, read_model
+from .settings import FAMILY_TOKENS, ROLES, class_family
+from .source import TOKENIZER_FILES, parse_json
+
+__all__ = ["build_backend"]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What a builder gets to see.
+
+    Attributes:
+        files: file contents by name.
+        folder: where they came from, for messages.
+        settings: ``tokenizer_config.json``.
+        tokens: special tokens by role, after the family's defaults.
+    """
+
+    files: Mapping[str, bytes]
+    folder: str
+    settings: Mapping[str, Any]
+    tokens: Mapping[str, str]
+
+    def flag(self, name: str, default: bool) -> bool:
+        """Return a boolean setting, the default if it is absent or null."""
+        value = self.settings.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise TokenizerError(
+                f"{self.folder}/tokenizer_config.json: {name} is {value!r}, expected true or false; correct the file",
+                where=self.folder,
+                field=name,
+                found=value,
+            )
+        return value
+
+
+def _bert(source: Source) -> Tokenizer:
+    vocab = read_vocab_txt(source.files["vocab.txt"], f"{source.folder}/vocab.txt")
+    unknown = source.tokens["unk_token"]
+    _require(source, vocab, ("unk_token", "cls_token", "sep_token"), "vocab.txt")
+    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token=unknown))
+    strip = source.settings.get("strip_accents")
+    tokenizer.normalizer = normalizers.BertNormalizer(
+        clean_text=True,
+        handle_chinese_chars=source.flag("tokenize_chinese_chars", True),
+        strip_accents=None if strip is None else source.flag("strip_accents", False),
+        lowercase=source.flag("do_lower_case", True),
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece(prefix="##")
+    return tokenizer
+
+
+def _roberta(source: Source) -> Tokenizer:
+    vocab = read_vocab_json(source.files["vocab.json"], f"{source.folder}/vocab.json")
+    merges = read_merges(source.files["merges.txt"], f"{source.folder}/merges.txt", vocab)
+    _require(source, vocab, ("cls_token", "sep_token"), "vocab.json")
+    tokenizer = Tokenizer(
+        models.BPE(vocab, merges, continuing_subword_prefix="", end_of_word_suffix="", fuse_unk=False)
+    )
+    prefix = source.flag("add_prefix_space", False)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _segmenter(model: SentencePieceModel, vocab: Sequence[tuple[str, float]], unknown: int) -> Tokenizer:
+    """Return a tokenizer with the segmentation model alone, ``vocab`` being in the order of ids."""
+    if model.algorithm == BPE:
+        ids = {text: index for index, (text, _) in enumerate(vocab)}
+        return Tokenizer(
+            models.BPE(
+                ids,
+                _merges(model, ids),
+                unk_token=vocab[unknown][0],
+                fuse_unk=True,
+                byte_fallback=model.byte_fallback,
+            )
+        )
+    return Tokenizer(models.Unigram(list(vocab), unknown, model.byte_fallback))
+
+
+def _merges(model: SentencePieceModel, ids: Mapping[str, int]) -> list[tuple[str, str]]:
+    """Return merges by which BPE arrives at the pieces, best score first."""
+    usable = {piece.text for piece in model.pieces if piece.kind in (NORMAL, USER_DEFINED)} & set(ids)
+    ranked = sorted((piece for piece in model.pieces if piece.text in usable), key=lambda piece: -piece.score)
+    return [
+        (piece.text[:cut], piece.text[cut:])
+        for piece in ranked
+        for cut in range(1, len(piece.text))
+        if piece.text[:cut] in usable and piece.text[cut:] in usable
+    ]
+
+
+def _scores(model: SentencePieceModel) -> list[tuple[str, float]]:
+    """Return the pieces with scores that make Unigram treat each kind as sentencepiece does."""
+    normal = [piece.score for piece in model.pieces if piece.kind == NORMAL] or [0.0]
+    lowest, highest = min(normal), max(normal)
+    out = []
+    for piece in model.pieces:
+        if piece.kind == USER_DEFINED:
+            # sentencepiece's rule: such a symbol beats any other way to cover its bytes.
+            score = max(len(piece.text.encode("utf-8")) * highest - 0.1, lowest)
+        elif piece.kind == NORMAL:
+            score = piece.score
+        else:
+            # Never matched in text: byte pieces by their spelling, the others because they are added tokens.
+            score = lowest if piece.kind == BYTE else 0.0
+        out.append((piece.text, score))
+    return out
+
+
+def _read_spm(source: Source, name: str) -> tuple[SentencePieceModel, str]:
+    where = f"{source.folder}/{name}"
+    return read_model(source.files[name], where), where
+
+
+def _finish(
+    tokenizer: Tokenizer,
+    model: SentencePieceModel,
+    where: str,
+    before: list[normalizers.Normalizer],
+    split_punctuation: bool = False,
+) -> Tokenizer:
+    tokenizer.normalizer = pipeline.normalizer(model, where, before, split_punctuation)
+    words = pipeline.splitter(model, split_punctuation)
+    if words is not None:
+        tokenizer.pre_tokenizer = words
+    tokenizer.decoder = pipeline.decoder()
+    controls = [piece.text for piece in model.pieces if piece.kind == CONTROL]
+    tokenizer.add_special_tokens(
+        [AddedToken(t, normalized=False, special=True) for t in controls if tokenizer.token_to_id(t) is not None]
+    )
+    return tokenizer
+
+
+def _fairseq(source: Source, name: str, head: list[tuple[str, float]], skip: int) -> Tokenizer:
+    """Return a tokenizer numbered as in fairseq: ``head``, then the pieces but the first ``skip``."""
+    model, where = _read_spm(source, name)
+    if len(model.pieces) <= skip or any(piece.kind == NORMAL for piece in model.pieces[:3]) or model.unk_id != 0:
+        raise TokenizerError(
+            f"{where}: starts with {[piece.text for piece in model.pieces[:3]]}, expected the unknown "
+            "piece and two "
+            "control pieces; it belongs to another family: state the right tokenizer_class in "
+            "tokenizer_config.json",
+            where=where,
+        )
+    vocab = [*head, *_scores(model)[skip:], (source.tokens["mask_token"], 0.0)]
+    unknown = next(i for i, (text, _) in enumerate(vocab) if text == source.tokens["unk_token"])
+    return _finish(_segmenter(model, vocab, unknown), model, where, [])
+
+
+def _xlm_roberta(source: Source) -> Tokenizer:
+    roles = ("bos_token", "pad_token", "eos_token", "unk_token")
+    return _fairseq(source, "sentencepiece.bpe.model", [(source.tokens[role], 0.0) for role in roles], skip=3)
+
+
+def _camembert(source: Source) -> Tokenizer:
+    tokens = source.tokens
+    head = ["<s>NOTUSED", tokens["pad_token"], "</s>NOTUSED", tokens["unk_token"], "<unk>NOTUSED"]
+    tokenizer = _fairseq(source, "sentencepiece.bpe.model", [(text, 0.0) for text in head], skip=1)
+    unused = [text for text in head if text.endswith("NOTUSED")]
+    tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in unused])
+    return tokenizer
+
+
+def _albert(source: Source) -> Tokenizer:
+    model, where = _read_spm(source, "spiece.model")
+    vocab = []
+    for text, score in _scores(model):
+        # ALBERT takes "9," apart wherever it meets it; a hopeless score keeps such pieces from being chosen.
+        digit_comma = len(text) > 1 and text[-1] == "," and text[-2].isdigit()
+        vocab.append((text, score - 100 if digit_comma else score))
+    cleaning = pipeline.albert_cleaning(
+        keep_accents=source.flag("keep_accents", False), lower=source.flag("do_lower_case", True)
+    )
+    return _finish(_segmenter(model, vocab, model.unk_id), model, where, cleaning)
+
+
+def _deberta(source: Source) -> Tokenizer:
+    model, where = _read_spm(source, "spm.model")
+    before = pipeline.lowercase() if source.flag("do_lower_case", False) else []
+    split = source.flag("split_by_punct", False)
+    return _finish(_segmenter(model, _scores(model), model.unk_id), model, where, before, split)
+
+
+@dataclass(frozen=True, slots=True)
+class _Recipe:
+    """How a family's tokenizer is made: from which files, by what, with which tokens around a text."""
+
+    files: tuple[str, ...]
+    build: Callable[[Source], Tokenizer]
+    template: str
+    mask_takes_space: bool
+
+
+_RECIPES = {
+    "bert": _Recipe(("vocab.txt",), _bert, "bert", False),
+    "distilbert": _Recipe(("vocab.txt",), _bert, "bert", False),
+    "roberta": _Recipe(("vocab.json", "merges.txt"), _roberta, "roberta", True),
+    "xlm-roberta": _Recipe(("sentencepiece.bpe.model",), _xlm_roberta, "doubled", True),
+    "camembert": _Recipe(("sentencepiece.bpe.model",), _camembert, "doubled", True),
+    "albert": _Recipe(("spiece.model",), _albert, "bert", True),
+    "deberta-v2": _Recipe(("spm.model",), _deberta, "bert", False),
+}
+
+
+def _require(source: Source, vocab: Mapping[str, int], roles: Sequence[str], name: str) -> None:
+    missing = [f"{role} {printable(source.tokens[role], 40)}" for role in roles if source.tokens[role] not in vocab]
+    if missing:
+        raise TokenizerError(
+            f"{source.folder}/{name}: lacks\n{capped(missing)}\n"
+            "fetch the file again, or name the right tokens in tokenizer_config.json",
+            where=f"{source.folder}/{name}",
+            missing=missing,
+        )
+
+
+def _choose(files: Mapping[str, bytes], folder: str, model_type: str | None, settings: Mapping[str, Any]) -> str:
+    """Return whose rules apply: the tokenizer's class decides, else the model's family, else the files."""
+    present = [family for family, recipe in _RECIPES.items() if all(name in files for name in recipe.files)]
+    for family in (class_family(settings), model_type):
+        if family in present:
+            return family
+    if not present:
+        raise TokenizerError(
+            f"{folder}: there is no tokenizer; expected tokenizer.json, vocab.txt, vocab.json with "
+            "merges.txt, "
+            "sentencepiece.bpe.model, spm.model or spiece.model; copy the tokenizer files of the "
+            "checkpoint there",
+            where=folder,
+            found=sorted(files),
+            expected=TOKENIZER_FILES,
+        )
+    # Both readings of sentencepiece.bpe.model are plausible, and their ids differ.
+    if present == ["xlm-roberta", "camembert"] and model_type is None:
+        raise TokenizerError(
+            f"{folder}: sentencepiece.bpe.model may be of XLM-RoBERTa or of CamemBERT, which number it "
+            "differently; "
+            "pass model_type, or put config.json beside it",
+            where=folder,
+            found=present,
+        )
+    return present[0]
+
+
+def build_backend(
+    files: Mapping[str, bytes], *, folder: str, model_type: str | None, settings: Mapping[str, Any]
+) -> Tokenizer:
+    """Return the tokenizer that vocabulary files define.
+
+    Args:
+        files: tokenizer files by name.
+        folder: where they came from, for messages.
+        model_type: family of the model, if known.
+        settings: ``tokenizer_config.json``.
+
+    Raises:
+        TokenizerError: if there are no vocabulary files, or they are damaged.
+    """
+    family = _choose(files, folder, model_type, settings)
+    recipe = _RECIPES[family]
+    mapped: Mapping[str, Any] = {}
+    if "special_tokens_map.json" in files:
+        mapped = parse_json(files["special_tokens_map.json"], f"{folder}/special_tokens_map.json")
+    stated = {role: settings.get(role) or mapped.get(role) for role in ROLES}
+    tokens = {**FAMILY_TOKENS[family], **{role: text for role, v in stated.items() if (text := content(v))}}
+    source = Source(files, folder, settings, tokens)
+    with guarded(folder, "the vocabulary files are damaged; fetch them again"):
+        tokenizer = recipe.build(source)
+        # First those whose ids are stated: a role's token that the vocabulary lacks takes the next free id.
+        add_stated(tokenizer, files, settings, folder)
+        add_roles(tokenizer, tokens, stated, mask_takes_space=recipe.mask_takes_space)
+        frame(tokenizer, recipe.template, tokens, folder, prefix=source.flag("add_prefix_space", False))
+    return tokenizer

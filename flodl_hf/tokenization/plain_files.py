@@ -1,0 +1,126 @@
+"""Vocabularies in text files: ``vocab.txt``, ``vocab.json`` and ``merges.txt``, checked line by line.
+
+Decides: which of them are damaged. Leaves to others: what a vocabulary is used for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from flodl.errors import TokenizerError, capped, printable
+
+__all__ = ["read_merges", "read_vocab_json", "read_vocab_txt"]
+
+# Ids are 32-bit numbers in the tokenizers library, and rows of an embedding in every model.
+_MAX_ID = 10_000_000
+
+
+def _text(data: bytes, where: str) -> str:
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise TokenizerError(
+            f"{where}: byte {error.start} is not UTF-8; save the file as UTF-8, or fetch it again",
+            where=where,
+        ) from error
+
+
+def _lines(data: bytes, where: str) -> list[str]:
+    # Only line feeds end a line: vocabularies hold other characters that str.splitlines would split at.
+    lines = _text(data, where).replace("\r\n", "\n").split("\n")
+    while lines and not lines[-1]:
+        lines.pop()
+    return lines
+
+
+def _raise(where: str, faults: list[str], remedy: str) -> None:
+    if faults:
+        raise TokenizerError(
+            f"{where}: {len(faults)} faults:\n{capped(faults, 10)}\n{remedy}", where=where, problems=faults
+        )
+
+
+def read_vocab_txt(data: bytes, where: str) -> dict[str, int]:
+    """Return token to id from a file with one token a line, the first being id 0.
+
+    Raises:
+        TokenizerError: if the file is empty, or a token occurs twice.
+    """
+    vocab: dict[str, int] = {}
+    faults = []
+    for number, token in enumerate(_lines(data, where)):
+        if token in vocab:
+            faults.append(f"line {number + 1}: {printable(token, 40)} is on line {vocab[token] + 1} already")
+        vocab.setdefault(token, number)
+    if not vocab:
+        faults.append("the file is empty")
+    _raise(where, faults, "every token needs one id; fetch the file again")
+    return vocab
+
+
+def read_vocab_json(data: bytes, where: str) -> dict[str, int]:
+    """Return token to id from a JSON object.
+
+    Raises:
+        TokenizerError: if it is not an object of distinct small numbers, or a token occurs twice.
+    """
+    faults: list[str] = []
+
+    def pairs(items: list[tuple[str, object]]) -> dict[str, object]:
+        out: dict[str, object] = {}
+        for key, value in items:
+            if key in out:
+                faults.append(f"{printable(key, 40)} occurs twice")
+            out[key] = value
+        return out
+
+    try:
+        value = json.loads(_text(data, where), object_pairs_hook=pairs)
+    except (ValueError, RecursionError) as error:
+        raise TokenizerError(
+            f"{where}: not valid JSON: {printable(str(error))}; fetch the file again", where=where
+        ) from error
+    if not isinstance(value, dict) or not value:
+        raise TokenizerError(
+            f"{where}: expected an object of tokens and ids, found {type(value).__name__}; fetch the file again",
+            where=where,
+        )
+    owner: dict[int, str] = {}
+    for token, number in value.items():
+        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < _MAX_ID:
+            faults.append(f"{printable(token, 40)} has id {printable(str(number), 40)}")
+        elif number in owner:
+            faults.append(f"{printable(token, 40)} and {printable(owner[number], 40)} both have id {number}")
+        else:
+            owner[number] = token
+    _raise(where, faults, f"ids are distinct numbers from 0 to {_MAX_ID - 1}; fetch the file again")
+    return {token: number for number, token in owner.items()}
+
+
+def read_merges(data: bytes, where: str, vocab: Mapping[str, int]) -> list[tuple[str, str]]:
+    """Return the merges of byte-level BPE in order of rank.
+
+    Args:
+        data: contents of ``merges.txt``.
+        where: its name, for messages.
+        vocab: token to id; both parts and their union must be in it.
+
+    Raises:
+        TokenizerError: if a line is not two tokens of the vocabulary whose union is one as well.
+    """
+    merges: list[tuple[str, str]] = []
+    faults = []
+    for number, line in enumerate(_lines(data, where), start=1):
+        if number == 1 and line.startswith("#version"):
+            continue
+        parts = line.split(" ")
+        if len(parts) != 2 or not all(parts):
+            faults.append(f"line {number}: {printable(line, 40)} is not two tokens with a space between")
+            continue
+        unknown = [token for token in (*parts, "".join(parts)) if token not in vocab]
+        if unknown:
+            faults.append(f"line {number}: {printable(unknown[0], 40)} is not in the vocabulary")
+        merges.append((parts[0], parts[1]))
+    _raise(where, faults, "fetch vocab.json and merges.txt from the same place")
+    return merges
