@@ -1,7 +1,7 @@
 """Where an answer lies in the windows of its context, and back.
 
-Decides when a window holds an answer, and what a window without one is given to learn. How answers from several
-windows are weighed against each other is the decoder's affair.
+Decides when a window holds an answer, and what a window without one is given to learn. How answers from
+several windows are weighed against each other is the decoder's affair.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def answer_positions(
         ]
         for win in with_offsets(windows)
     ]
-    # Compared with the other windows rather than with the answer's own ends, because an answer may begin or end
-    # with characters that no token has.
+    # Compared with the other windows rather than with the answer's own ends, because an answer may begin or
+    # end with characters that no token has.
     spots = [win.offsets[i] for win, held in zip(windows, touched, strict=True) for i in held]
     first = min((a for a, _ in spots), default=0)
     last = max((b for _, b in spots), default=0)
@@ -62,7 +62,7 @@ def answer_positions(
 
 
 def answer_span(window: TokenWindow, first: int, last: int, *, sequence: int = 1) -> Extent | None:
-    """Return the characters of tokens ``first`` to ``last``, or None if they are not a stretch of the context."""
+    """Return the characters of tokens ``first`` to ``last``, or None if they are no stretch of the context."""
     if not 0 <= first <= last < len(window.offsets):
         return None
     if window.sequence_ids[first] != sequence or window.sequence_ids[last] != sequence:

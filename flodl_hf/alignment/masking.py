@@ -1,7 +1,7 @@
 """Which tokens a masked language model has to guess.
 
-Decides how many tokens are chosen, whether whole words are, and what stands in their place. The choice depends on
-the random numbers handed in alone, so a row is masked anew in each epoch and alike in each run.
+Decides how many tokens are chosen, whether whole words are, and what stands in their place. The choice
+depends on the random numbers handed in alone, so a row is masked anew in each epoch and alike in each run.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def mask_tokens(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return token ids with some hidden, and labels that ask for them, -100 everywhere else; both ``(seq,)``.
 
-    Of the tokens of the text a share of ``probability`` (rounded, at least one) is chosen; of these 80 % become
-    the mask token, 10 % a random token, and 10 % stay (Devlin et al., "BERT", 2019, section 3.1).
+    Of the tokens of the text a share of ``probability`` (rounded, at least one) is chosen; of these 80 %
+    become the mask token, 10 % a random token, and 10 % stay (Devlin et al., "BERT", 2019, section 3.1).
 
     Args:
         ids: token ids, special ones included.
@@ -84,7 +84,7 @@ def mask_tokens(
 
 
 def _groups(free: list[int], words: Sequence[int | None] | None) -> list[list[int]]:
-    """Return the positions that are chosen together; words are neighbours, since numbers start anew in a pair."""
+    """Return positions chosen together; only neighbours, since word numbers start anew in a pair."""
     if words is None:
         return [[i] for i in free]
     groups: list[list[int]] = []

@@ -1,7 +1,7 @@
 """From tags of words, or spans of characters, to labels of tokens, and back.
 
-Every word is spoken for by its first token; all other tokens, special ones included, get -100, which losses and
-metrics leave out. Where words lie is decided in ``units``; what a span is, in ``flodl.metrics.spans``.
+Every word is spoken for by its first token; all other tokens, special ones included, get -100, which losses
+and metrics leave out. Where words lie is decided in ``units``; what a span is, in ``flodl.metrics.spans``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def align_tags(
         tags: a tag for each unit.
         label_ids: label number of each tag.
         label_all: label every token of a unit; after a first ``B-x`` come ``I-x`` where that label exists.
-        once: label each unit in one window only, the one with the most context, so that a metric counts it once.
+        once: label each unit in one window only, the one with the most context, so that a metric counts it
+            once.
 
     Raises:
         DataError: there is not one tag for each unit, or tags have no label; ``problems`` lists these.
@@ -60,9 +61,7 @@ def align_tags(
             problems=problems,
         )
     starts = [label_ids[tag] for tag in tags]
-    follow = [
-        label_ids.get("I" + tag[1:], label_ids[tag]) if tag[:2] == "B-" else label_ids[tag] for tag in tags
-    ]
+    follow = [label_ids.get("I" + tag[1:], label_ids[tag]) if tag[:2] == "B-" else label_ids[tag] for tag in tags]
     labels: list[list[int]] = []
     for number, (row, flags) in enumerate(zip(units.unit, units.first, strict=True)):
         line = [IGNORE] * len(row)
@@ -133,8 +132,8 @@ def tags_of_spans(
         extents: characters of each unit, ``(-1, -1)`` for a unit that is in no window.
         spans: ``(start, end, label)``, in any order.
         scheme: how spans are written as tags.
-        misfit: what to do with a span that begins or ends inside a unit: widen it to the whole unit and report
-            it, or raise.
+        misfit: what to do with a span that begins or ends inside a unit: widen it to the whole unit and
+            report it, or raise.
 
     Raises:
         DataError: spans share a unit, hold no characters, or fit badly with ``misfit="error"``; ``problems``
@@ -178,9 +177,7 @@ def tags_of_spans(
     return SpanTags(tags, widened, missing)
 
 
-def read_spans(
-    extents: Sequence[Extent], tags: Sequence[str], scheme: Scheme | None = None
-) -> list[TextSpan]:
+def read_spans(extents: Sequence[Extent], tags: Sequence[str], scheme: Scheme | None = None) -> list[TextSpan]:
     """Return ``(start, end, label)`` in characters for each span that the tags of units make.
 
     Args:

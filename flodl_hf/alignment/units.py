@@ -1,8 +1,8 @@
 """Where the words, or the tokens, of one text lie in its windows.
 
 Decides which token speaks for a word, in which window a word has the most context, and what characters a word
-has. Works on rows that are already tokenized, by their offsets and word numbers alone; cutting into windows is
-decided in ``tokenization.rows``.
+has. Works on rows that are already tokenized, by their offsets and word numbers alone; cutting into windows
+is decided in ``tokenization.rows``.
 """
 
 from __future__ import annotations
@@ -36,6 +36,16 @@ class TokenWindow(Protocol):
     @property
     def sequence_ids(self) -> Sequence[int | None]:
         """Return the text that each token belongs to."""
+        ...
+
+    @property
+    def first_token(self) -> int:
+        """Return how many tokens of the cut text come before this window."""
+        ...
+
+    @property
+    def last_token(self) -> int:
+        """Return how many tokens of the cut text come before the end of this window."""
         ...
 
 
@@ -109,14 +119,14 @@ def word_units(
             found=highest,
             expected=count,
         )
-    return _units(windows, keys, count, text, None if extents is None else list(extents))
+    return _units(windows, keys, sequence, count, text, None if extents is None else list(extents))
 
 
 def token_units(windows: Sequence[TokenWindow], *, sequence: int = 0, text: str | None = None) -> Units:
     """Return each token of one text as a unit of its own, numbered by position in the text.
 
-    Tokens that share their characters, as the bytes of one sign do, are one unit. Tokens without characters are
-    none.
+    Tokens that share their characters, as the bytes of one sign do, are one unit. Tokens without characters
+    are none.
 
     Args:
         windows: all windows of the text.
@@ -127,15 +137,12 @@ def token_units(windows: Sequence[TokenWindow], *, sequence: int = 0, text: str 
         DataError: the rows have no offsets.
     """
     spots = [
-        [
-            _trimmed(o, text) if s == sequence else (0, 0)
-            for o, s in zip(win.offsets, win.sequence_ids, strict=True)
-        ]
+        [_trimmed(o, text) if s == sequence else (0, 0) for o, s in zip(win.offsets, win.sequence_ids, strict=True)]
         for win in with_offsets(windows)
     ]
     known = sorted({spot for row in spots for spot in row if spot[1] > spot[0]})
     number = {spot: k for k, spot in enumerate(known)}
-    return _units(windows, [[number.get(spot) for spot in row] for row in spots], len(known), text, known)
+    return _units(windows, [[number.get(spot) for spot in row] for row in spots], sequence, len(known), text, known)
 
 
 def with_offsets(windows: Sequence[TokenWindow]) -> Sequence[TokenWindow]:
@@ -148,37 +155,30 @@ def with_offsets(windows: Sequence[TokenWindow]) -> Sequence[TokenWindow]:
 def _units(
     windows: Sequence[TokenWindow],
     keys: list[list[int | None]],
+    sequence: int,
     count: int,
     text: str | None,
     known: list[Extent] | None,
 ) -> Units:
-    spots = [[_trimmed(offset, text) for offset in win.offsets] for win in windows]
-    start, end = [-1] * count, [-1] * count
-    for row, line in zip(keys, spots, strict=True):
-        for unit, (a, b) in zip(row, line, strict=True):
+    start, end, speaker = [-1] * count, [-1] * count, [-1] * count
+    places = _places(windows, sequence)
+    for win, row, line in zip(windows, keys, places, strict=True):
+        for unit, offset, place in zip(row, win.offsets, line, strict=True):
             if unit is not None:
+                a, b = _trimmed(offset, text)
                 start[unit] = a if start[unit] < 0 else min(start[unit], a)
                 end[unit] = max(end[unit], b)
-    # A window may begin inside a unit. The first token is the one at the unit's first character; where several
-    # tokens share that character, a window that holds fewer of them than another has lost the first.
-    sharing = [[0] * count for _ in windows]
-    for row, line, share in zip(keys, spots, sharing, strict=True):
-        for unit, (a, _) in zip(row, line, strict=True):
-            if unit is not None and a == start[unit]:
-                share[unit] += 1
-    most = [max((share[u] for share in sharing), default=0) for u in range(count)]
+                speaker[unit] = place if speaker[unit] < 0 else min(speaker[unit], place)
     first: list[list[bool]] = []
     owner, best = [-1] * count, [-1] * count
-    for number, (row, line, share) in enumerate(zip(keys, spots, sharing, strict=True)):
-        seen: set[int] = set()
+    for number, (row, line) in enumerate(zip(keys, places, strict=True)):
         flags = [False] * len(row)
         inside = [i for i, unit in enumerate(row) if unit is not None]
         for i in inside:
             unit = row[i]
             assert unit is not None
+            flags[i] = line[i] == speaker[unit]
             context = min(i - inside[0], inside[-1] - i)
-            flags[i] = unit not in seen and line[i][0] == start[unit] and share[unit] == most[unit]
-            seen.add(unit)
             if flags[i] and context > best[unit]:
                 best[unit], owner[unit] = context, number
         first.append(flags)
@@ -186,9 +186,26 @@ def _units(
     return Units(keys, first, [e if owner[u] >= 0 else (-1, -1) for u, e in enumerate(found)], owner)
 
 
-def _overlapped(
-    window: TokenWindow, extents: Sequence[Extent], sequence: int, text: str | None
-) -> list[int | None]:
+def _places(windows: Sequence[TokenWindow], sequence: int) -> list[list[int]]:
+    """Return for each window and token its place among the tokens of the whole text, -1 outside the text."""
+    held = [[o for o, s in zip(w.offsets, w.sequence_ids, strict=True) if s == sequence] for w in windows]
+    # A text that is repeated in every window, as a question is, was not cut. Counts tell it from a text of
+    # which every window looks alike.
+    cut = any(part != held[0] for part in held) or all(
+        len(part) == win.last_token - win.first_token for part, win in zip(held, windows, strict=True)
+    )
+    places = []
+    for win in windows:
+        at = win.first_token if cut else 0
+        line = []
+        for owner in win.sequence_ids:
+            line.append(at if owner == sequence else -1)
+            at += owner == sequence
+        places.append(line)
+    return places
+
+
+def _overlapped(window: TokenWindow, extents: Sequence[Extent], sequence: int, text: str | None) -> list[int | None]:
     starts = [a for a, _ in extents]
     found: list[int | None] = []
     for offset, owner in zip(window.offsets, window.sequence_ids, strict=True):

@@ -1,0 +1,325 @@
+"""Alignment comes back: words, spans and answers survive the way to token labels and home, through any windows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flodl.data import Rng
+from flodl.errors import DataError
+from flodl_hf.alignment import (
+    IGNORE,
+    align_tags,
+    answer_positions,
+    answer_span,
+    join_words,
+    mask_tokens,
+    read_spans,
+    read_tags,
+    tags_of_spans,
+    token_units,
+    word_units,
+)
+from flodl_hf.tokenization.rows import Cut, Row, cut_rows
+
+LABELS = {"O": 0, "B-per": 1, "I-per": 2, "B-loc": 3, "I-loc": 4}
+NAMES = list(LABELS)
+
+
+def row_of(words, *, joined, space=False, question=0):
+    """Return a row as a tokenizer would give it: each word is a list of piece lengths (0 repeats a character)."""
+    offsets: list = [(0, 0)]
+    word_ids: list = [None]
+    sequence_ids: list = [None]
+    for q in range(question):
+        offsets.append((q, q + 1))
+        word_ids.append(q)
+        sequence_ids.append(0)
+    if question:
+        offsets.append((0, 0))
+        word_ids.append(None)
+        sequence_ids.append(None)
+    at = 0
+    for number, pieces in enumerate(words):
+        start = at if joined else 0
+        inner = start
+        for k, size in enumerate(pieces):
+            begin = inner - 1 if size == 0 and inner > start else inner
+            end = begin + max(size, 1)
+            lead = space and joined and k == 0 and number > 0
+            offsets.append((begin - lead, end))
+            word_ids.append(number)
+            sequence_ids.append(1 if question else 0)
+            inner = end
+        at = inner + 1
+    offsets.append((0, 0))
+    word_ids.append(None)
+    sequence_ids.append(None)
+    n = len(offsets)
+    return Row(list(range(n)), [0] * n, offsets, word_ids, sequence_ids, [s is None for s in sequence_ids])
+
+
+def surface(words):
+    return ["x" * sum(max(s, 1) if i == 0 or s else 0 for i, s in enumerate(w)) for w in words]
+
+
+pieces = st.lists(st.integers(0, 3), min_size=1, max_size=4)
+word_lists = st.lists(pieces, min_size=1, max_size=12)
+
+
+def windows_of(data, row, cut: Cut = "first"):
+    fixed = sum(s is None for s in row.sequence_ids) + (row.sequence_ids.count(0) if cut == "second" else 0)
+    room = data.draw(st.integers(4, 14))
+    return cut_rows(row, fixed + room, stride=data.draw(st.integers(0, 2)), snap=data.draw(st.booleans()), cut=cut)
+
+
+# --------------------------------------------------------------------------------------------------- words
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.data())
+def test_tags_of_words_come_back_through_any_windows(data):
+    words = data.draw(word_lists)
+    tags = [data.draw(st.sampled_from(NAMES)) for _ in words]
+    mode = data.draw(st.sampled_from(["split", "joined", "joined with space"]))
+    row = row_of(words, joined=mode != "split", space=mode.endswith("space"))
+    windows = windows_of(data, row)
+    if mode == "split":
+        units = word_units(windows, num_words=len(words))
+    else:
+        text, extents = join_words(surface(words))
+        units = word_units(windows, extents=extents, text=text)
+    label_all = data.draw(st.booleans())
+    labels = align_tags(units, tags, LABELS, label_all=label_all)
+    assert units.missing == []
+    assert read_tags(units, labels, NAMES) == tags
+    once = align_tags(units, tags, LABELS, once=True)
+    assert sorted(x for line in once for x in line if x != IGNORE) == sorted(LABELS[t] for t in tags)
+    assert read_tags(units, once, NAMES) == tags
+    for window, line in zip(windows, labels, strict=True):
+        assert all(x == IGNORE for x, s in zip(line, window.special, strict=True) if s)
+        if label_all and window.window == 0:
+            assert all(x != IGNORE for x, s in zip(line, window.special, strict=True) if not s)
+
+
+def test_only_the_first_piece_speaks_unless_all_are_asked():
+    row = row_of([[2], [2, 1, 1]], joined=False)
+    units = word_units([row])
+    assert align_tags(units, ["O", "B-per"], LABELS) == [[-100, 0, 1, -100, -100, -100]]
+    assert align_tags(units, ["O", "B-per"], LABELS, label_all=True) == [[-100, 0, 1, 2, 2, -100]]
+    assert align_tags(units, ["I-loc", "O"], LABELS, label_all=True) == [[-100, 4, 0, 0, 0, -100]]
+
+
+def test_a_window_that_begins_inside_a_word_does_not_speak_for_it():
+    row = row_of([[1, 1, 1, 1, 1]], joined=False)
+    windows = cut_rows(row, 5, stride=1, snap=False)
+    labels = align_tags(word_units(windows), ["B-per"], LABELS)
+    assert [[x for x in line if x != IGNORE] for line in labels] == [[1], []]
+
+
+def test_the_bytes_of_one_sign_split_over_windows_have_one_speaker():
+    row = row_of([[1, 0, 0, 0]], joined=False)
+    windows = cut_rows(row, 5, stride=2, snap=False)
+    assert len(windows) > 1
+    labels = align_tags(word_units(windows), ["B-per"], LABELS)
+    assert [x for line in labels for x in line if x != IGNORE] == [1]
+
+
+def test_words_without_a_token_are_reported_and_filled():
+    row = row_of([[1], [1], [1], [1]], joined=False)
+    window = cut_rows(row, 4, overflow="truncate")
+    units = word_units(window, num_words=4)
+    assert units.missing == [2, 3]
+    labels = align_tags(units, ["B-per", "I-per", "B-loc", "O"], LABELS)
+    assert read_tags(units, labels, NAMES, fill="?") == ["B-per", "I-per", "?", "?"]
+
+
+def test_words_of_the_second_text_of_a_pair():
+    row = row_of([[1], [2]], joined=True, question=2)
+    units = word_units([row], sequence=1)
+    assert align_tags(units, ["O", "B-per"], LABELS) == [[-100, -100, -100, -100, 0, 1, -100]]
+
+
+# --------------------------------------------------------------------------------------------------- spans
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.data())
+def test_spans_come_back_through_any_windows(data):
+    words = data.draw(word_lists)
+    text, extents = join_words(surface(words))
+    scheme = data.draw(st.sampled_from(["IOB2", "IOBES", "BILOU"]))
+    unit = data.draw(st.sampled_from(["word", "token"]))
+    row = row_of(words, joined=True, space=data.draw(st.booleans()))
+    windows = windows_of(data, row)
+    units = token_units(windows, text=text) if unit == "token" else word_units(windows, extents=extents, text=text)
+    edges = sorted(data.draw(st.sets(st.integers(0, len(words)), min_size=0, max_size=6)))
+    spans = [
+        (extents[a][0], extents[b - 1][1], data.draw(st.sampled_from(["per", "loc"])))
+        for a, b in zip(edges[::2], edges[1::2], strict=False)
+    ]
+    made = tags_of_spans(units.extents, spans, scheme)
+    names = ["O", *(f"{p}-{t}" for p in "BIESLU" for t in ("per", "loc"))]
+    labels = align_tags(units, made.tags, {name: k for k, name in enumerate(names)})
+    tags = read_tags(units, labels, names)
+    assert not made.missing
+    overlapping_pieces = unit == "token" and any(0 in w for w in words)
+    assert overlapping_pieces or not made.widened
+    assert read_spans(units.extents, tags, scheme) == spans
+
+
+def test_a_span_inside_a_word_is_widened_and_said_or_refused():
+    extents = [(0, 4), (5, 9)]
+    made = tags_of_spans(extents, [(6, 9, "loc")])
+    assert made.tags == ["O", "B-loc"]
+    assert made.widened == [((6, 9, "loc"), (5, 9, "loc"))]
+    with pytest.raises(DataError) as caught:
+        tags_of_spans(extents, [(6, 9, "loc"), (0, 2, "per")], misfit="error")
+    assert len(caught.value.problems) == 2
+
+
+def test_white_space_around_a_span_is_no_misfit():
+    assert tags_of_spans([(0, 4), (5, 9)], [(4, 10, "loc")]).widened == []
+
+
+def test_spans_that_cannot_be_tags_are_all_named():
+    with pytest.raises(DataError) as caught:
+        tags_of_spans([(0, 4), (5, 9)], [(0, 6, "a"), (5, 9, "b"), (3, 3, "c"), (-2, 1, "d")])
+    assert len(caught.value.problems) == 3
+    assert tags_of_spans([(0, 4)], [(20, 30, "a")]).missing == [(20, 30, "a")]
+
+
+def test_each_scheme_writes_its_letters():
+    extents = [(0, 1), (1, 2), (2, 3), (4, 5)]
+    spans = [(0, 3, "a"), (4, 5, "b")]
+    tags = {s: tags_of_spans(extents, spans, s).tags for s in ("IO", "IOB2", "IOBES", "BILOU")}  # type: ignore[arg-type]
+    assert tags == {
+        "IO": ["I-a", "I-a", "I-a", "I-b"],
+        "IOB2": ["B-a", "I-a", "I-a", "B-b"],
+        "IOBES": ["B-a", "I-a", "E-a", "S-b"],
+        "BILOU": ["B-a", "I-a", "L-a", "U-b"],
+    }
+
+
+# ------------------------------------------------------------------------------------------------- answers
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.data())
+def test_answers_come_back_from_every_window_that_holds_them(data):
+    words = data.draw(word_lists)
+    _, extents = join_words(surface(words))
+    row = row_of(words, joined=True, question=3)
+    first = data.draw(st.integers(0, len(words) - 1))
+    last = data.draw(st.integers(first, len(words) - 1))
+    answer = (extents[first][0], extents[last][1])
+    windows = windows_of(data, row, cut="second")
+    positions = answer_positions(windows, answer)
+    for window, (a, b) in zip(windows, positions, strict=True):
+        seen = {o for o, s in zip(window.offsets, window.sequence_ids, strict=True) if s == 1}
+        inside = [o for o, s in zip(row.offsets, row.sequence_ids, strict=True) if s == 1]
+        inside = {o for o in inside if o[0] < answer[1] and o[1] > answer[0]}
+        if (a, b) == (0, 0):
+            assert not inside <= seen
+        else:
+            assert answer_span(window, a, b) == answer
+    if len(windows) == 1:
+        assert positions[0] != (0, 0)
+
+
+def test_questions_without_an_answer_point_outside():
+    row = row_of([[1], [1]], joined=True, question=2)
+    assert answer_positions([row, row], None, outside=-100) == [(-100, -100)] * 2
+    assert answer_positions([row], (90, 95)) == [(0, 0)]
+    # offsets of the question are not those of the context
+    assert answer_positions([row], (0, 1)) == [(4, 4)]
+    assert answer_span(row, 1, 4) is None
+    assert answer_span(row, 5, 4) is None
+    with pytest.raises(DataError):
+        answer_positions([row], (3, 3))
+
+
+def test_an_answer_may_begin_with_characters_that_no_token_has():
+    row = row_of([[2], [2]], joined=True, question=1)
+    assert answer_positions([row], (2, 5)) == [(4, 4)]
+
+
+# ------------------------------------------------------------------------------------------------- masking
+
+
+@settings(max_examples=80, deadline=None)
+@given(word_lists, st.floats(0.01, 1), st.booleans(), st.integers(0, 99))
+def test_masking_is_told_by_its_labels_and_spares_special_tokens(words, probability, whole, seed):
+    row = row_of(words, joined=False)
+
+    def masked():
+        return mask_tokens(
+            row.ids, row.special, mask_id=999, random_ids=[500, 501], rng=Rng(seed, "mask", 0, 7),
+            probability=probability, words=row.word_ids if whole else None,
+        )  # fmt: skip
+
+    hidden, labels = masked()
+    assert [a.tolist() for a in masked()] == [hidden.tolist(), labels.tolist()]
+    chosen = labels != IGNORE
+    ids = np.array(row.ids)
+    assert (labels[chosen] == ids[chosen]).all()
+    assert (hidden[~chosen] == ids[~chosen]).all()
+    assert not chosen[np.array(row.special)].any()
+    assert np.isin(hidden[chosen & (hidden != ids)], [999, 500, 501]).all()
+    free = len(ids) - sum(row.special)
+    wanted = max(1, int(probability * free + 0.5))
+    if whole:
+        by_word = {w: {bool(c) for c, x in zip(chosen, row.word_ids, strict=True) if x == w} for w in range(len(words))}
+        assert all(len(states) == 1 for states in by_word.values())
+        assert 1 <= chosen.sum() <= max(wanted, min(map(len, words)))
+    else:
+        assert chosen.sum() == wanted
+
+
+def test_masking_shares_are_eighty_ten_ten_and_change_with_the_epoch():
+    ids, special = [7] * 20000, [False] * 20000
+
+    def masked(epoch):
+        return mask_tokens(ids, special, mask_id=1, random_ids=100000, rng=Rng(1, "mask", epoch))
+
+    hidden, labels = masked(0)
+    chosen = hidden[labels != IGNORE]
+    assert chosen.size == 3000
+    assert abs((chosen == 1).mean() - 0.8) < 0.03
+    assert abs((chosen == 7).mean() - 0.1) < 0.02
+    assert (masked(1)[1] != labels).any()
+
+
+def test_word_numbers_that_start_anew_do_not_join_two_texts():
+    hidden, labels = mask_tokens(
+        [5, 6, 0, 7, 8], [False, False, True, False, False],
+        mask_id=99, random_ids=10, rng=Rng(0), probability=0.5, words=[0, 0, None, 0, 0], mask_share=1, random_share=0,
+    )  # fmt: skip
+    assert hidden.tolist() in ([99, 99, 0, 7, 8], [5, 6, 0, 99, 99])
+    assert (labels != IGNORE).sum() == 2
+
+
+def test_a_row_of_special_tokens_stays():
+    hidden, labels = mask_tokens([1, 2], [True, True], mask_id=9, random_ids=5, rng=Rng(0))
+    assert hidden.tolist() == [1, 2]
+    assert labels.tolist() == [IGNORE, IGNORE]
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda: align_tags(word_units([row_of([[1]], joined=False)]), ["O", "O"], LABELS),
+        lambda: align_tags(word_units([row_of([[1]], joined=False)]), ["B-pre"], LABELS),
+        lambda: word_units([row_of([[1], [1]], joined=False)], num_words=1),
+        lambda: word_units([Row([1], [0], [], [], [0], [False])]),
+        lambda: token_units([Row([1], [0], [], [], [0], [False])]),
+        lambda: mask_tokens([1], [], mask_id=1, random_ids=1, rng=Rng(0)),
+        lambda: mask_tokens([1], [False], mask_id=1, random_ids=1, rng=Rng(0), probability=0),
+        lambda: mask_tokens([1], [False], mask_id=1, random_ids=1, rng=Rng(0), mask_share=0.95),
+    ],
+)
+def test_what_does_not_fit_is_refused(act):
+    with pytest.raises(DataError):
+        act()
