@@ -1,0 +1,11 @@
+"""Several ranks as one: starting them, sharing work out, deciding when to average, and averaging.
+
+Built on `torch.distributed`, under torchrun or with ranks of our own; nothing here knows of loops,
+losses or files, which are `flodl.train`'s.
+"""
+
+from flodl.distributed.cadence import DivergenceGuard, ElChe
+from flodl.distributed.group import Ranks, join_ranks
+from flodl.distributed.launch import Crew, RankError, launch
+
+__all__ = ["Crew", "DivergenceGuard", "ElChe", "RankError", "Ranks", "join_ranks", "launch"]

@@ -1,0 +1,285 @@
+"""How ranks become one: sums of gradients, weighted means of parameters and buffers.
+
+When this happens is decided in `flodl.distributed.policy`. Buffers that hold floating-point numbers
+(BatchNorm's running statistics) are averaged by weight as a change against their last common value,
+so that one which nobody changed keeps its bits. Whole-number buffers (``num_batches_tracked``) take
+the largest value over ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from flodl.distributed.group import Ranks
+from flodl.errors import TrainError
+
+__all__ = ["BufferMean", "Flight", "GradientSum", "ParameterMean", "fingerprints", "model_tensors"]
+
+BUCKET = 1 << 24
+"""Elements that travel in one collective: 64 MiB of float32, enough to fill a link, little to hold twice."""
+
+
+def model_tensors(model: nn.Module) -> list[torch.Tensor]:
+    """Return all parameters and buffers, each once, in a fixed order."""
+    return [*model.parameters(), *model.buffers()]
+
+
+def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[int]]:
+    """Yield positions of tensors that may travel together: one dtype and device, about `BUCKET` elements."""
+    groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        groups.setdefault((tensor.dtype, tensor.device), []).append(place)
+    for places in groups.values():
+        bucket: list[int] = []
+        size = 0
+        for place in places:
+            if bucket and size + tensors[place].numel() > BUCKET:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(place)
+            size += tensors[place].numel()
+        yield bucket
+
+
+def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def _parts(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    pieces = flat.split([tensor.numel() for tensor in like])
+    return [piece.view_as(tensor) for piece, tensor in zip(pieces, like, strict=True)]
+
+
+class GradientSum:
+    """Sums gradients over ranks in place; a parameter that no rank used keeps no gradient.
+
+    Args:
+        model: its trainable parameters are asked for at every call, so unfreezing takes effect.
+    """
+
+    def __init__(self, ranks: Ranks, model: nn.Module) -> None:
+        self.ranks, self.model = ranks, model
+
+    @torch.no_grad()
+    def __call__(self, totals: torch.Tensor) -> torch.Tensor:
+        """Sum gradients, and return ``totals`` (float64, 1-dimensional) summed over ranks."""
+        if self.ranks.solo:
+            return totals
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        lacking = [i for i, p in enumerate(parameters) if p.grad is None]
+        used = torch.ones(len(parameters), dtype=torch.float64, device=totals.device)
+        used[lacking] = 0.0
+        small = self.ranks.sum_(torch.cat([totals, used]))
+        totals, used = small[: len(totals)], small[len(totals) :]
+        for places in _buckets(parameters):
+            members = [parameters[i] for i in places]
+            grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in members]
+            flat = self.ranks.sum_(_flat(grads))
+            for parameter, total in zip(members, _parts(flat, members), strict=True):
+                if parameter.grad is not None:
+                    parameter.grad.copy_(total)
+                else:
+                    parameter.grad = total.clone()
+        if lacking:
+            # Reading the counts makes the host wait for the device, so only a rank that must know does.
+            for i, users in zip(lacking, used[lacking].tolist(), strict=True):
+                if users == 0:
+                    parameters[i].grad = None
+        return totals
+
+
+class BufferMean:
+    """Averages the buffers of a model over ranks; the call waits, ``begin`` and ``finish`` do not."""
+
+    def __init__(self, ranks: Ranks, model: nn.Module) -> None:
+        self.ranks, self.model = ranks, model
+        self.refresh()
+
+    def _floats(self) -> list[torch.Tensor]:
+        return [b for b in self.model.buffers() if b.is_floating_point()]
+
+    def _whole(self) -> list[torch.Tensor]:
+        return [b for b in self.model.buffers() if not b.is_floating_point() and b.dtype != torch.bool]
+
+    def __call__(self, weight: float) -> None:
+        """Replace buffers by their mean; ``weight`` is this rank's work since the last call."""
+        if self.ranks.solo:
+            return
+        handles = self.begin(weight)
+        with self.ranks.naming_the_dead():
+            for handle in handles:
+                handle.wait()
+        self.finish()
+
+    @torch.no_grad()
+    def begin(self, weight: float) -> list[Any]:
+        """Send the changes since the last common values; returns handles to wait for."""
+        floats, whole = self._floats(), self._whole()
+        handles = []
+        self._sent_change = self._sent_whole = None
+        if floats:
+            change = _flat([b.to(torch.float64) - c for b, c in zip(floats, self._common, strict=True)])
+            # a constant infinity minus itself is NaN; it has not changed
+            self._sent_change = change.nan_to_num_(nan=0.0)
+            self._sum = torch.cat([change * weight, change.new_tensor([weight])])
+            handles.append(dist.all_reduce(self._sum, async_op=True))
+        if whole:
+            self._sent_whole = _flat([b.to(torch.int64) for b in whole])
+            self._max = self._sent_whole.clone()
+            handles.append(dist.all_reduce(self._max, op=dist.ReduceOp.MAX, async_op=True))
+        return handles
+
+    @torch.no_grad()
+    def finish(self, *, keep_progress: bool = False) -> None:
+        """Move the buffers to what arrived, adding what changed here since `begin` if asked."""
+        floats, whole = self._floats(), self._whole()
+        if self._sent_change is not None:
+            mean = self._sum[:-1] / self._sum[-1].clamp(min=torch.finfo(torch.float64).tiny)
+            steps = zip(floats, self._common, _parts(mean, floats), _parts(self._sent_change, floats), strict=True)
+            for buffer, common, step, sent in steps:
+                since = buffer.to(torch.float64) - common - sent if keep_progress else None
+                # rounded to what a checkpoint holds, so that a resumed run starts from the same bits
+                moved = torch.where(step == 0, common, common + step).to(buffer.dtype)
+                common.copy_(moved)
+                buffer.copy_(common if since is None else torch.where(since == 0, common, common + since))
+        if self._sent_whole is not None:
+            gained = _parts(self._max - self._sent_whole, whole)
+            for buffer, gain in zip(whole, gained, strict=True):
+                buffer.add_(gain.to(buffer.dtype))
+
+    def refresh(self) -> None:
+        """Take the present buffers as common to all ranks, after they were loaded or broadcast."""
+        self._common = [b.detach().to(torch.float64, copy=True) for b in self._floats()]
+
+
+@dataclass
+class Flight:
+    """An averaging under way: what was sent, and the handles to wait for."""
+
+    ranks: Ranks
+    members: list[list[torch.Tensor]]
+    sent: list[torch.Tensor]
+    sums: list[torch.Tensor]
+    table: torch.Tensor
+    handles: list[Any]
+
+    def landed(self) -> bool:
+        """Return whether every collective is done."""
+        return all(handle.is_completed() for handle in self.handles)
+
+    def wait(self) -> None:
+        """Wait until every collective is done."""
+        with self.ranks.naming_the_dead():
+            for handle in self.handles:
+                handle.wait()
+
+
+class ParameterMean:
+    """Averages trainable parameters and buffers over ranks, weighted by work, at once or while training goes on.
+
+    Args:
+        on_cpu: send parameters through host memory (gloo) whatever the device.
+    """
+
+    def __init__(self, ranks: Ranks, model: nn.Module, *, on_cpu: bool = False) -> None:
+        self.ranks, self.model, self.on_cpu = ranks, model, on_cpu
+        self.buffers = BufferMean(ranks, model)
+
+    @torch.no_grad()
+    def begin(self, weight: float, row: Sequence[float]) -> Flight:
+        """Send this rank's parameters and its ``row`` of figures; returns at once.
+
+        Args:
+            weight: this rank's work since the last averaging.
+            row: figures that every rank will see; the same length everywhere.
+        """
+        ranks = self.ranks
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        members, sent, sums, handles = [], [], [], []
+        for places in _buckets(parameters):
+            bucket = [parameters[i] for i in places]
+            flat = _flat(bucket)
+            if self.on_cpu:
+                flat = flat.cpu()
+            scaled = torch.cat([flat * weight, flat.new_tensor([weight])])
+            handles.append(ranks.sum_async(scaled))
+            members.append(bucket)
+            sent.append(flat)
+            sums.append(scaled)
+        handles += self.buffers.begin(weight)
+        table = torch.zeros(ranks.world, len(row), dtype=torch.float64)
+        table[ranks.rank] = torch.tensor(row, dtype=torch.float64)
+        handles.append(ranks.sum_async(table))
+        return Flight(ranks, members, sent, sums, table, handles)
+
+    @torch.no_grad()
+    def finish(self, flight: Flight, *, keep_progress: bool) -> tuple[list[list[float]], float]:
+        """Move parameters and buffers to the mean that ``flight`` brought.
+
+        Args:
+            keep_progress: add what this rank learnt since `begin` to the mean, instead of dropping it.
+
+        Returns:
+            The rows of all ranks, and ``norm(sent - mean) / norm(mean)`` of this rank.
+        """
+        flight.wait()
+        drift = size = 0.0
+        for bucket, sent, total in zip(flight.members, flight.sent, flight.sums, strict=True):
+            mean = total[:-1] / total[-1].clamp(min=torch.finfo(total.dtype).tiny)
+            drift += float((sent - mean).square().sum(dtype=torch.float64))
+            size += float(mean.square().sum(dtype=torch.float64))
+            target = mean - sent if keep_progress else mean
+            for parameter, value in zip(bucket, _parts(target.to(bucket[0].device), bucket), strict=True):
+                if keep_progress:
+                    parameter.add_(value)
+                else:
+                    parameter.copy_(value)
+        self.buffers.finish(keep_progress=keep_progress)
+        return flight.table.tolist(), (drift / size) ** 0.5 if size > 0 else 0.0
+
+
+@torch.no_grad()
+def fingerprints(model: nn.Module) -> torch.Tensor:
+    """Return one number per parameter that changes with any of its bits, float64 ``(parameters,)``."""
+    marks = []
+    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    for parameter in model.parameters():
+        bits = parameter.detach().contiguous().view(-1).view(whole[parameter.element_size()])
+        # 52 bits survive the trip through float64
+        place = torch.arange(1, bits.numel() + 1, device=bits.device, dtype=torch.int64)
+        marks.append((bits.to(torch.int64) * place).sum() & ((1 << 52) - 1))
+    return torch.stack(marks).to(torch.float64) if marks else torch.zeros(0, dtype=torch.float64)
+
+
+def check_equal(ranks: Ranks, model: nn.Module, step: int) -> None:
+    """Compare the parameters of all ranks bit by bit.
+
+    Raises:
+        TrainError: they differ; ``rank`` and ``tensors`` name where.
+    """
+    if ranks.solo:
+        return
+    marks = fingerprints(model)
+    table = torch.zeros(ranks.world, marks.numel(), dtype=torch.float64, device=marks.device)
+    table[ranks.rank] = marks
+    rows = ranks.sum_(table)
+    middle = rows.median(dim=0).values
+    if bool((rows == rows[0]).all()):
+        return
+    names = [name for name, _ in model.named_parameters()]
+    odd = [r for r in range(ranks.world) if bool((rows[r] != middle).any())] or [0]
+    bad = [names[i] for i in torch.nonzero((rows != middle).any(dim=0)).flatten().tolist()]
+    raise TrainError(
+        f"step {step}: the parameters of rank {odd[0]} differ from the others' in {', '.join(bad[:5])}"
+        f"{f' and {len(bad) - 5} more' if len(bad) > 5 else ''}. Expected equal bits after a common step. "
+        "Look for memory faults, or for code that treats ranks differently; go on from the last checkpoint.",
+        rank=odd[0],
+        tensors=bad,
+        step=step,
+    )

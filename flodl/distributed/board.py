@@ -1,0 +1,74 @@
+"""What each rank is doing right now, readable after it died: phase, step and pulse in shared memory.
+
+A rank writes; the launcher (or, under torchrun, the other ranks through the store) reads. A phase is
+one of `PHASES`, kept as a number so that a rank killed by SIGKILL still leaves it behind.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from multiprocessing.context import BaseContext
+from typing import Any
+
+__all__ = ["PHASES", "Board"]
+
+PHASES = (
+    "spawn",
+    "rendezvous",
+    "model build",
+    "first broadcast",
+    "data",
+    "forward",
+    "backward",
+    "reduce",
+    "optimiser",
+    "averaging",
+    "checkpoint",
+    "evaluation",
+    "callback",
+    "shutdown",
+    "done",
+)
+_CELLS = 3  # pulse, phase, step
+
+
+class Board:
+    """One row per rank of (pulse, phase, step), in memory that all local processes share.
+
+    Args:
+        world: number of ranks.
+        cells: the shared array; a private one is made when None.
+    """
+
+    def __init__(self, world: int, cells: Any = None) -> None:
+        self.world = world
+        self._cells = cells if cells is not None else (ctypes.c_double * (_CELLS * world))()
+
+    @classmethod
+    def shared(cls, world: int, context: BaseContext) -> Board:
+        """Return a board that survives being passed to a child process."""
+        return cls(world, context.Array(ctypes.c_double, _CELLS * world, lock=False))
+
+    def beat(self, rank: int) -> None:
+        """Record that ``rank`` is alive now, by the monotonic clock that all processes of a host share."""
+        self._cells[_CELLS * rank] = time.monotonic()
+
+    def enter(self, rank: int, phase: str, step: int | None = None) -> None:
+        """Record what ``rank`` begins to do."""
+        self._cells[_CELLS * rank + 1] = PHASES.index(phase)
+        if step is not None:
+            self._cells[_CELLS * rank + 2] = step
+
+    def phase(self, rank: int) -> str:
+        """Return the last phase that ``rank`` entered."""
+        return PHASES[int(self._cells[_CELLS * rank + 1])]
+
+    def step(self, rank: int) -> int:
+        """Return the last step that ``rank`` entered."""
+        return int(self._cells[_CELLS * rank + 2])
+
+    def silence_s(self, rank: int) -> float:
+        """Return the seconds since the last pulse of ``rank``; 0 before its first."""
+        beat = self._cells[_CELLS * rank]
+        return max(0.0, time.monotonic() - beat) if beat else 0.0

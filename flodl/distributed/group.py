@@ -1,0 +1,266 @@
+"""The ranks of one run as a process sees them: who am I, how many are we, and the few collectives we use.
+
+Everything goes through `torch.distributed`; with one rank every operation is the identity and no
+process group exists. What is sent, when and why is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flodl.distributed.board import PHASES, Board
+from flodl.errors import DeviceError, TrainError
+
+__all__ = ["Ranks", "join_ranks", "under_torchrun"]
+
+PULSE_S = 0.5
+
+
+@dataclass
+class Ranks:
+    """This process among its peers.
+
+    Attributes:
+        rank: own number, 0 is the one that writes files and reports.
+        world: how many there are.
+        local_rank: own number on this host.
+        device: where this rank computes.
+        store: key-value store that all ranks share; None with one rank.
+        board: what each rank of this host is doing.
+        attempt: how many times the run has been restarted.
+    """
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    store: Any = None
+    board: Board = field(default_factory=lambda: Board(1))
+    attempt: int = 0
+    pipe: Any = None
+    _pulse: _Pulse | None = None
+
+    @property
+    def solo(self) -> bool:
+        """Whether this is the only rank."""
+        return self.world == 1
+
+    def phase(self, phase: str, step: int | None = None) -> None:
+        """Record what this rank begins to do, for the report if it dies."""
+        self.board.enter(self.rank % self.board.world, phase, step)
+
+    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Replace ``tensor`` by its sum over ranks, in place, and return it."""
+        if not self.solo:
+            with self.naming_the_dead():
+                dist.all_reduce(tensor)
+        return tensor
+
+    def sum_async(self, tensor: torch.Tensor) -> Any:
+        """Start `sum_` and return its handle (``is_completed()``, ``wait()``), None with one rank."""
+        return None if self.solo else dist.all_reduce(tensor, async_op=True)
+
+    def copy_from(self, source: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Overwrite ``tensors`` by those of rank ``source``."""
+        if not self.solo:
+            with self.naming_the_dead():
+                for tensor in tensors:
+                    dist.broadcast(tensor, source)
+
+    def table(self, row: Sequence[float]) -> list[list[float]]:
+        """Return the rows that all ranks gave, by rank; every row must have the same length."""
+        if self.solo:
+            return [[float(value) for value in row]]
+        cells = torch.zeros(self.world, len(row), dtype=torch.float64)
+        cells[self.rank] = torch.tensor(row, dtype=torch.float64)
+        if not dist.get_backend().startswith("nccl"):
+            return self.sum_(cells).tolist()
+        return self.sum_(cells.to(self.device)).cpu().tolist()
+
+    def tell(self, value: Any, source: int = 0) -> Any:
+        """Return the JSON value that rank ``source`` gave, on every rank."""
+        if self.solo:
+            return value
+        text = json.dumps(value).encode() if self.rank == source else b""
+        [size] = self.table([len(text)])[source]
+        data = torch.zeros(int(size), dtype=torch.uint8)
+        if self.rank == source:
+            data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        if dist.get_backend().startswith("nccl"):
+            data = data.to(self.device)
+        self.copy_from(source, [data])
+        return json.loads(bytes(data.cpu().tolist()))
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the JSON values of all ranks, by rank, on every rank."""
+        return [self.tell(value, source) for source in range(self.world)]
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        self.table([1.0])
+
+    def leave(self) -> None:
+        """Stop the pulse and take the process group down."""
+        self.phase("done")
+        if self._pulse is not None:
+            self._pulse.stop()
+        if not self.solo and dist.is_initialized():
+            dist.destroy_process_group()
+
+    @contextlib.contextmanager
+    def naming_the_dead(self) -> Iterator[None]:
+        """Turn the transport's error (a port number) into one that names the rank that went silent."""
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:
+            if isinstance(error, TrainError) or not _is_lost_peer(error):
+                raise
+            lost = self._pulse.silent_peers() if self._pulse is not None else {}
+            who = "; ".join(f"rank {r}: {what}" for r, what in lost.items()) or "a peer that cannot be named"
+            raise TrainError(
+                f"rank {self.rank}, step {self.board.step(self.rank % self.board.world)}: "
+                f"lost contact in a collective with {who}. Expected all {self.world} ranks to take part. "
+                "See the log of that rank for the cause; start again with resume to go on from "
+                f"the last checkpoint. Transport said: {error}",
+                rank=self.rank,
+                lost=sorted(lost),
+                cause=str(error),
+            ) from error
+
+
+def _is_lost_peer(error: BaseException) -> bool:
+    text = str(error).lower()
+    signs = ("connection", "closed by peer", "reset by peer", "timed out", "timeout", "broken pipe", "gloo", "nccl")
+    return isinstance(error, dist.DistError) or any(sign in text for sign in signs)
+
+
+class _Pulse:
+    """A thread that says "alive" twice a second and leaves when the parent is gone."""
+
+    def __init__(self, ranks: Ranks, parent: int | None) -> None:
+        self.ranks, self.parent = ranks, parent
+        self._last: dict[int, str] = {}
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="flodl-pulse", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        ranks = self.ranks
+        while True:
+            ranks.board.beat(ranks.rank % ranks.board.world)
+            if self.parent is not None and os.getppid() != self.parent:
+                os._exit(1)  # an orphan must not go on computing for nobody
+            if ranks.store is not None:
+                with contextlib.suppress(Exception):  # a store that is gone is the collective's error to report
+                    ranks.store.set(f"pulse/{ranks.attempt}/{ranks.rank}", self._state())
+            if self._ended.wait(PULSE_S):
+                return
+
+    def _state(self) -> str:
+        board, row = self.ranks.board, self.ranks.rank % self.ranks.board.world
+        self._count = getattr(self, "_count", 0) + 1
+        return f"{self._count}|{board.phase(row)}|{board.step(row)}|{os.getpid()}|{socket.gethostname()}"
+
+    def silent_peers(self, watch_s: float = 1.6) -> dict[int, str]:
+        """Return what is known of the ranks whose pulse does not move while we watch."""
+        store, attempt = self.ranks.store, self.ranks.attempt
+        keys = {r: f"pulse/{attempt}/{r}" for r in range(self.ranks.world) if r != self.ranks.rank}
+        try:
+            before = {r: store.get(k).decode() for r, k in keys.items() if store.check([k])}
+            self._ended.wait(watch_s)
+            after = {r: store.get(k).decode() for r, k in keys.items() if store.check([k])}
+        except Exception as error:  # the store lives in rank 0 or the agent
+            return {0: f"the store does not answer ({type(error).__name__}), its host is gone"}
+        silent = {}
+        for rank, text in after.items():
+            if before.get(rank) == text:
+                _, phase, step, pid, host = text.split("|")
+                silent[rank] = f"no pulse, last seen in phase '{phase}', step {step}, pid {pid} on {host}"
+        return silent
+
+    def stop(self) -> None:
+        self._ended.set()
+        self._thread.join(timeout=2)
+
+
+def under_torchrun() -> bool:
+    """Return whether a launcher has already given this process its rank."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def pick_device(device: str | torch.device | None, local_rank: int) -> torch.device:
+    """Return the device of a local rank: as asked, else its CUDA device, else the CPU.
+
+    Raises:
+        DeviceError: a CUDA device was asked for and is not there.
+    """
+    if device is None or str(device) == "auto":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        return torch.device("cuda", local_rank % count) if count else torch.device("cpu")
+    found = torch.device(device)
+    if found.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        index = found.index if found.index is not None else (local_rank % count if count else 0)
+        if index >= count:
+            raise DeviceError(
+                f"device: found {count} CUDA devices, expected cuda:{index} to exist. "
+                "Ask for fewer devices, or for device='cpu'.",
+                device=str(found),
+                count=count,
+            )
+        return torch.device("cuda", index)
+    return found
+
+
+def join_ranks(
+    *,
+    rank: int = 0,
+    world: int = 1,
+    local_rank: int = 0,
+    device: str | torch.device | None = None,
+    store: Any = None,
+    board: Board | None = None,
+    attempt: int = 0,
+    parent: int | None = None,
+    timeout_s: float = 600.0,
+) -> Ranks:
+    """Return this process's `Ranks` with the process group up; the group is left by ``Ranks.leave``.
+
+    Under torchrun (or any launcher that sets ``RANK`` and ``WORLD_SIZE``) call it without arguments.
+    CPU tensors always travel by gloo; CUDA tensors by NCCL.
+
+    Args:
+        timeout_s: how long a collective waits for a peer that is alive before it gives up.
+    """
+    if store is None and under_torchrun():
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        local_rank = int(os.environ.get("LOCAL_RANK", rank))
+        attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    chosen = pick_device(device, local_rank)
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    if world == 1:
+        return Ranks(0, 1, 0, chosen, board=board or Board(1), attempt=attempt)
+    ranks = Ranks(rank, world, local_rank, chosen, board=board or Board(world), attempt=attempt)
+    ranks.phase("rendezvous")
+    backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
+    if not dist.is_initialized():
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s))
+    shared = store if store is not None else dist.distributed_c10d._get_default_store()
+    ranks.store = dist.PrefixStore("flodl", shared)
+    ranks._pulse = _Pulse(ranks, parent)
+    return ranks
+
+
+assert len(set(PHASES)) == len(PHASES)

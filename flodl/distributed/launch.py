@@ -1,0 +1,376 @@
+"""Starting ranks on this host, watching them, and saying who failed, where and why.
+
+The launcher owns the rendezvous store, so it outlives every rank. A rank that dies is noticed by its
+process ending, one that is frozen by its pulse; the others are then stopped, and one error names the
+rank, its phase, its step and its traceback. Nothing here knows of models.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flodl.distributed.board import Board
+from flodl.distributed.group import join_ranks
+from flodl.errors import TrainError
+
+__all__ = ["Crew", "RankError", "launch"]
+
+_PR_SET_PDEATHSIG = 1
+
+
+class RankError(TrainError):
+    """A rank that failed; ``rank``, ``pid``, ``phase``, ``step``, ``reason`` and ``trace`` say how."""
+
+
+@dataclass
+class _Member:
+    process: Any
+    pipe: Connection
+    ended: bool = False
+
+
+class Crew:
+    """Ranks that were started together; made by `launch`.
+
+    ``poll`` reads what they sent, ``wait`` returns their results, ``stop`` ends them.
+
+    Attributes:
+        on_message: called in this process with ``(rank, message)`` for whatever a rank sends through
+            ``ranks.pipe``; a result other than None is sent back to that rank.
+        attempt: how many times the ranks have been started again after a failure.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        *,
+        ranks: int,
+        device: str | Sequence[str] | None,
+        start: str,
+        timeout_s: float,
+        frozen_after_s: float,
+        max_restarts: int,
+        on_message: Callable[[int, Any], Any] | None,
+    ) -> None:
+        self.fn, self.args, self.world, self.start = fn, args, ranks, start
+        devices = [device] * ranks if device is None or isinstance(device, str) else list(device)
+        if len(devices) != ranks:
+            raise TrainError(
+                f"launch: found {len(devices)} devices for {ranks} ranks; give one for each.",
+                devices=devices,
+                ranks=ranks,
+            )
+        self.devices, self.timeout_s, self.frozen_after_s = devices, timeout_s, frozen_after_s
+        self.max_restarts, self.on_message = max_restarts, on_message
+        self.attempt = 0
+        self.failures: list[RankError] = []
+        self.results: dict[int, Any] = {}
+        self._start()
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context(self.start)
+        self.board = Board.shared(self.world, context)
+        self._store = None  # a store left from before the failure, with its threads
+        self.results = {}
+        self._members: list[_Member] = []
+        try:
+            for rank in range(self.world):
+                ours, theirs = context.Pipe()
+                seat = _Seat(rank, self.world, self.devices[rank], self.attempt, self.timeout_s, os.getpid())
+                process = context.Process(
+                    target=_rank_main, args=(self.fn, self.args, seat, self.board, theirs), daemon=True
+                )
+                with warnings.catch_warnings():
+                    # Python warns of fork beside threads; whoever chose "fork" has been told in `launch`.
+                    warnings.simplefilter("ignore", DeprecationWarning)
+                    process.start()
+                theirs.close()
+                self._members.append(_Member(process, ours))
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            self.stop()
+            raise TrainError(
+                f"launch: the function or one of its arguments cannot be sent to a new process ({error}). "
+                "Expected functions defined at the top of a module, and no lambda. "
+                "Move them there, start with start='fork' (CPU only), or run the script under torchrun.",
+                cause=str(error),
+            ) from error
+        # Only now: a process forked beside the store's threads may inherit a lock that one of them holds.
+        self._store = dist.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=self.timeout_s)
+        )
+        for rank in range(self.world):
+            self.send(rank, self._store.port)
+
+    @property
+    def alive(self) -> list[int]:
+        """The ranks whose process runs."""
+        return [rank for rank, member in enumerate(self._members) if member.process.is_alive()]
+
+    @property
+    def pids(self) -> list[int]:
+        """The process number of each rank."""
+        return [member.process.pid for member in self._members]
+
+    def send(self, rank: int, message: Any) -> None:
+        """Send ``message`` to a rank; one that is gone is passed over."""
+        with contextlib.suppress(OSError):
+            self._members[rank].pipe.send(message)
+
+    def poll(self, timeout_s: float = 0.0) -> bool:
+        """Handle what the ranks sent and how they ended; return whether all are done.
+
+        Raises:
+            RankError: a rank failed and no restart is left.
+            SystemExit: every rank saved and left on a signal.
+        """
+        pending = [m for m in self._members if not m.ended]
+        if not pending:
+            return True
+        ready = wait([m.pipe for m in pending], timeout_s)
+        for rank, member in enumerate(self._members):
+            if not member.ended and member.pipe in ready:
+                self._read(rank, member)
+        self._look_for_frozen()
+        if all(member.ended for member in self._members):
+            for member in self._members:
+                member.process.join()
+            self._store = None
+            codes = {member.process.exitcode for member in self._members}
+            if codes <= {128 + signal.SIGTERM, 128 + signal.SIGINT}:
+                raise SystemExit(max(codes))
+            return True
+        return False
+
+    def _read(self, rank: int, member: _Member) -> None:
+        try:
+            kind, body = member.pipe.recv()
+        except (EOFError, ConnectionError, OSError):
+            self._ended(rank, member)
+            return
+        if kind == "result":
+            self.results[rank] = body
+        elif kind == "failure":
+            self._failed(rank, reason=body["reason"], trace=body["trace"])
+        elif self.on_message is not None:
+            answer = self.on_message(rank, (kind, body))
+            if answer is not None:
+                self.send(rank, answer)
+
+    def _ended(self, rank: int, member: _Member) -> None:
+        member.ended = True
+        member.process.join(timeout=5)
+        code = member.process.exitcode
+        if rank in self.results or code in (128 + signal.SIGTERM, 128 + signal.SIGINT):
+            return
+        if code is not None and code < 0:
+            name = signal.Signals(-code).name
+            hint = " (the kernel does this when memory runs out)" if name == "SIGKILL" else ""
+            self._failed(rank, reason=f"killed by {name}{hint}")
+        else:
+            self._failed(rank, reason=f"left with exit code {code} before its work was done")
+
+    def _look_for_frozen(self) -> None:
+        for rank, member in enumerate(self._members):
+            if member.ended:
+                continue
+            silent = self.board.silence_s(rank)
+            stopped = _is_stopped(member.process.pid)
+            if silent > self.frozen_after_s and (stopped or silent > 15 * self.frozen_after_s):
+                self._failed(rank, reason=f"frozen: no pulse for {silent:.0f} s")
+
+    def _failed(self, rank: int, *, reason: str, trace: str = "") -> None:
+        board, member = self.board, self._members[rank]
+        error = RankError(
+            f"rank {rank} of {self.world} (pid {member.process.pid}) failed in phase '{board.phase(rank)}', "
+            f"step {board.step(rank)}: {reason}. The other ranks were stopped. "
+            "Start again with resume to go on from the last checkpoint."
+            + (f"\nTraceback of rank {rank}:\n{trace}" if trace else ""),
+            rank=rank,
+            pid=member.process.pid,
+            phase=board.phase(rank),
+            step=board.step(rank),
+            reason=reason,
+            trace=trace,
+        )
+        self.stop()
+        self.failures.append(error)
+        if self.attempt >= self.max_restarts:
+            raise error
+        self.attempt += 1
+        self._start()
+
+    def wait(self) -> list[Any]:
+        """Return what ``fn`` returned on each rank, by rank.
+
+        A SIGTERM or SIGINT that arrives meanwhile is passed on to the ranks, which save and leave.
+        """
+        with self.passing_signals():
+            while not self.poll(timeout_s=0.5):
+                pass
+        return [self.results.get(rank) for rank in range(self.world)]
+
+    @contextlib.contextmanager
+    def passing_signals(self) -> Any:
+        """Pass SIGTERM and SIGINT on to the ranks while inside; a second signal ends them at once."""
+        old: dict[int, Any] = {}
+        seen = 0
+
+        def forward(number: int, _frame: Any) -> None:
+            nonlocal seen
+            seen += 1
+            for member in self._members:
+                if member.process.is_alive():
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(member.process.pid, signal.SIGKILL if seen > 1 else number)
+            if seen > 1:
+                raise SystemExit(128 + number)
+
+        with contextlib.suppress(ValueError):  # only the main thread may set handlers
+            for number in (signal.SIGTERM, signal.SIGINT):
+                old[number] = signal.signal(number, forward)
+        try:
+            yield
+        finally:
+            for number, handler in old.items():
+                signal.signal(number, handler)
+
+    def stop(self) -> None:
+        """End every rank that still runs, at once."""
+        for member in self._members:
+            if member.process.is_alive():
+                member.process.kill()
+        for member in self._members:
+            member.process.join(timeout=5)
+            member.ended = True
+            member.pipe.close()
+        self._store = None
+
+
+@dataclass(frozen=True)
+class _Seat:
+    rank: int
+    world: int
+    device: str | None
+    attempt: int
+    timeout_s: float
+    parent: int
+
+
+def _rank_main(fn: Callable[..., Any], args: tuple[Any, ...], seat: _Seat, board: Board, pipe: Connection) -> None:
+    _die_with_parent(seat.parent)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    board.beat(seat.rank)
+    code = 1
+    try:
+        torch.set_num_threads(max(1, torch.get_num_threads() // seat.world))
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        port = pipe.recv()
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=seat.timeout_s))
+        ranks = join_ranks(
+            rank=seat.rank,
+            world=seat.world,
+            local_rank=seat.rank,
+            device=seat.device,
+            store=dist.PrefixStore(f"attempt{seat.attempt}", store),
+            board=board,
+            attempt=seat.attempt,
+            parent=seat.parent,
+            timeout_s=seat.timeout_s,
+        )
+        ranks.pipe = pipe
+        result = fn(ranks, *args)
+        ranks.leave()
+        pipe.send(("result", result))
+        code = 0
+    except SystemExit as leaving:
+        code = leaving.code if isinstance(leaving.code, int) else 1
+        if code == 0:
+            pipe.send(("result", None))
+    except BaseException as error:
+        # A peer's death shows in every survivor as a lost connection; waiting a moment lets the
+        # launcher hear of the cause first.
+        if isinstance(error, TrainError) and hasattr(error, "lost"):
+            time.sleep(1.0)
+        with contextlib.suppress(OSError):
+            pipe.send(("failure", {"reason": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}))
+    finally:
+        pipe.close()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    # Not through the interpreter's shutdown: native threads of a broken process group may hang there.
+    os._exit(code)
+
+
+def _die_with_parent(parent: int) -> None:
+    """Ask the kernel to kill this process when the thread that started it ends."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+def _is_stopped(pid: int) -> bool:
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as stat:
+        return stat.read().rsplit(")", 1)[1].split()[0] in "Tt"
+    return False
+
+
+def launch(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    *,
+    ranks: int,
+    device: str | Sequence[str] | None = None,
+    start: str = "spawn",
+    timeout_s: float = 600.0,
+    frozen_after_s: float = 8.0,
+    max_restarts: int = 0,
+    on_message: Callable[[int, Any], Any] | None = None,
+) -> Crew:
+    """Return a running crew of ``ranks`` processes on this host, each calling ``fn(ranks, *args)``.
+
+    Args:
+        fn: called with this rank's `Ranks` first. Must be importable by a new process unless
+            ``start="fork"``.
+        device: one device for all, or one for each; None gives each rank its own CUDA device, or the CPU.
+        start: ``"spawn"``, or ``"fork"`` for CPU ranks of a process in which torch uses one thread.
+        timeout_s: how long a collective waits for a live peer.
+        frozen_after_s: a rank that the system has stopped is given up after this long without a pulse
+            (one that is merely silent after 15 times as long).
+        max_restarts: how often the whole crew is started again after a rank failed.
+
+    Raises:
+        TrainError: ``fn`` cannot be sent to a new process.
+
+    The ranks end when the thread that called this ends.
+    """
+    return Crew(
+        fn,
+        args,
+        ranks=ranks,
+        device=device,
+        start=start,
+        timeout_s=timeout_s,
+        frozen_after_s=frozen_after_s,
+        max_restarts=max_restarts,
+        on_message=on_message,
+    )

@@ -1,0 +1,451 @@
+"""When ranks meet: `Sync` at every step, `Cadence` when the slowest has done its share, `Async` when ready.
+
+A policy hands this rank its turns, is told after each step, and decides whether to average. It owns
+the place in the epoch. How averaging is done is `flodl.distributed.average`'s, how many batches a
+round has is `flodl.distributed.cadence`'s, what a turn holds is the feed's.
+
+Sync: every rank takes its share of every turn and gradients are summed inside the step; all ranks are
+equal after each step. Cadence and Async: whole turns are dealt from a counter in the shared store, so
+each is taken exactly once whatever the speeds; ranks step on their own and their parameters are
+averaged, weighted by samples. Cadence waits for the average; Async lets it travel while it trains on
+and adds the average's change when it arrives. Both end every epoch with one average for all.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from flodl.distributed.average import Flight, ParameterMean, check_equal
+from flodl.distributed.cadence import DivergenceGuard, ElChe
+from flodl.distributed.group import Ranks
+from flodl.distributed.shares import chunk_size, ratios_from_ms, wants_chunk
+from flodl.errors import TrainError
+
+__all__ = ["POLICIES", "Knobs", "LocalSteps", "Round", "Sync", "choose_policy"]
+
+POLICIES = ("sync", "cadence", "async")
+CALIBRATION_STEPS = 10
+REBALANCE_STEPS = 50
+
+
+@dataclass(frozen=True, kw_only=True)
+class Knobs:
+    """The settings of policies; the meanings of the ElChe ones stand in `flodl.distributed.cadence`.
+
+    Attributes:
+        backend: ``"nccl"`` averages on the devices, ``"cpu"`` through host memory; None takes the device's.
+        shares: Sync only: fixed part of each batch per rank; ``"measured"`` follows speed; None is equal.
+        anchor: batches of the slowest rank in the first round.
+        max_anchor: upper bound of the anchor.
+        overhead_target: wanted sync time over compute time.
+        max_batch_diff: how many batches a rank may be ahead of the slowest in one round, and how much a
+            count may change at once; None for no bound, 0 for lockstep.
+        max_overshoot: Async: batches that a rank may do beyond its count before it waits; None adapts.
+        speed_hint: ``(slow rank, ratio)`` known before anything is measured.
+        divergence_threshold: see `DivergenceGuard`; None turns the guard off.
+        check_every: Sync: compare the parameters of all ranks bit by bit every so many steps; 0 never.
+    """
+
+    backend: str | None = None
+    shares: str | tuple[float, ...] | None = None
+    anchor: int = 10
+    max_anchor: int | None = None
+    overhead_target: float = 0.10
+    max_batch_diff: int | None = None
+    max_overshoot: int | None = None
+    speed_hint: tuple[int, float] | None = None
+    divergence_threshold: float | None = 0.05
+    check_every: int = 200
+
+
+@dataclass(frozen=True)
+class Round:
+    """One averaging, as every rank knows it afterwards.
+
+    Attributes:
+        number: counted from 1.
+        batches: turns of each rank since the last one.
+        work_ms: compute time of each rank in them.
+        sync_ms: this rank's time in the averaging, waiting included.
+        wait_ms: the part of it spent until the last rank had come.
+        divergence: the largest drift over ranks that is known.
+        held: whether all ranks are equal now and none has work under way.
+        all_dry: whether no rank has a turn of the epoch left.
+        flags: sums over ranks of the flags that were raised.
+        cadence: the controller after it.
+    """
+
+    number: int
+    batches: tuple[int, ...]
+    work_ms: tuple[float, ...]
+    sync_ms: float
+    wait_ms: float
+    divergence: float
+    held: bool
+    all_dry: bool
+    flags: tuple[float, ...]
+    cadence: ElChe
+
+
+class Sync:
+    """Every rank takes a share of every turn; nothing to average afterwards.
+
+    Args:
+        ranks: who takes part.
+        knobs: ``shares`` and ``check_every`` matter here.
+    """
+
+    name = "sync"
+    shares_gradients = True
+
+    def __init__(self, ranks: Ranks, model: nn.Module, knobs: Knobs) -> None:
+        self.ranks, self.model, self.knobs = ranks, model, knobs
+        self.position = 0
+        self.steps = 0
+        given = knobs.shares
+        if isinstance(given, tuple) and len(given) != ranks.world:
+            raise TrainError(
+                f"shares: found {len(given)} for {ranks.world} ranks; give one for each.",
+                shares=given,
+                world=ranks.world,
+            )
+        self.ratios = given if isinstance(given, tuple) else (1.0,) * ranks.world
+        self._ms = 0.0
+        self._samples = 0
+
+    def turns(self, total: int) -> Iterator[tuple[list[int], tuple[float, ...] | None]]:
+        """Yield ``(turns to do next, shares)`` until the epoch's ``total`` turns are done."""
+        while self.position < total:
+            last = total
+            if self.knobs.shares == "measured" and not self.ranks.solo:
+                due = CALIBRATION_STEPS if self.steps < CALIBRATION_STEPS else REBALANCE_STEPS
+                last = min(total, self.position + due)
+            yield list(range(self.position, last)), None if self.ranks.solo else self.ratios
+
+    def after_step(self, turn: int, samples: int, compute_ms: float, flags: Sequence[float]) -> Round | None:
+        """Be told that this rank did its part of ``turn``; Sync has no rounds."""
+        self.position = turn + 1
+        self.steps += 1
+        self._ms += compute_ms
+        self._samples += samples
+        if self.knobs.check_every and self.steps % self.knobs.check_every == 0:
+            check_equal(self.ranks, self.model, self.steps)
+        if self.knobs.shares == "measured" and not self.ranks.solo and self._due():
+            rows = self.ranks.table([self._ms / self._samples if self._samples else 0.0])
+            self.ratios = tuple(ratios_from_ms([row[0] for row in rows]))
+            self._ms, self._samples = 0.0, 0
+        return None
+
+    def _due(self) -> bool:
+        return self.steps == CALIBRATION_STEPS or self.steps % REBALANCE_STEPS == 0
+
+    def close_epoch(self, flags: Sequence[float]) -> list[Round]:
+        """Return to the first turn, for the next epoch."""
+        self.position = 0
+        return []
+
+    @property
+    def lr_step(self) -> int:
+        """The step number that schedules see."""
+        return self.steps
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place in the epoch and the shares, as JSON values; equal on all ranks."""
+        return {"position": self.position, "steps": self.steps, "ratios": list(self.ratios)}
+
+    def own_state(self) -> dict[str, Any]:
+        """Return what only this rank knows."""
+        return {"ms": self._ms, "samples": self._samples}
+
+    def load_state_dict(self, state: dict[str, Any], own: Sequence[dict[str, Any]]) -> None:
+        """Take up a saved place; ``own`` has what each saved rank knew."""
+        self.position, self.steps = state["position"], state["steps"]
+        if len(state["ratios"]) == self.ranks.world:
+            self.ratios = tuple(state["ratios"])
+        if self.ranks.rank < len(own):
+            self._ms, self._samples = own[self.ranks.rank]["ms"], own[self.ranks.rank]["samples"]
+
+
+class LocalSteps:
+    """Cadence and Async: ranks step on their own and meet to average.
+
+    All ranks go through the same rounds in the same order. What is decided about a round (to hold, to
+    end the epoch) follows from the rows that all ranks exchanged in it, so all decide alike.
+
+    Args:
+        overlap: Async: train on while the average travels.
+
+    Attributes:
+        due: told the turns done by all ranks and the summed flags, says whether all ranks must stand
+            still and equal soon, for a checkpoint or to stop; set by the trainer.
+    """
+
+    shares_gradients = False
+
+    def __init__(self, ranks: Ranks, model: nn.Module, knobs: Knobs, *, overlap: bool) -> None:
+        self.ranks, self.knobs, self.overlap = ranks, knobs, overlap
+        self.name = "async" if overlap else "cadence"
+        self.due: Callable[[int, Sequence[float]], bool] = lambda steps, flags: any(flags)
+        self.cadence = _first_cadence(ranks, knobs)
+        self.guard = DivergenceGuard(knobs.divergence_threshold or 0.0)
+        on_cpu = knobs.backend == "cpu" or ranks.device.type == "cpu"
+        self.mean = ParameterMean(ranks, model, on_cpu=on_cpu)
+        self.round = 0
+        self.steps = 0  # turns of all ranks up to the last averaging
+        self.epoch = 0
+        self.cursor = 0  # turns of the epoch before this one are taken, as of the last averaging
+        self.pending: list[int] = []  # taken by this rank and not yet done
+        self.total = 0
+        self.overshoot = 3 if knobs.max_overshoot is None else knobs.max_overshoot
+        self._base = 0  # where the epoch's counter in the store starts
+        self._claimed = 0
+        self._done, self._samples, self._ms = 0, 0, 0.0  # since the last averaging was sent or landed
+        self._drift = self._sync_ms = 0.0
+        self._ready = self._hold = self._dry = False
+        self._flight: Flight | None = None
+        self._sent = (0, 0, 0.0)
+
+    @property
+    def lr_step(self) -> int:
+        """The step number that schedules see: all ranks' turns as far as known."""
+        return self.steps + self._done
+
+    # ---- dealing turns -------------------------------------------------------------------------------
+
+    def turns(self, total: int) -> Iterator[tuple[list[int], tuple[float, ...] | None]]:
+        """Yield runs of turns that this rank alone does, until the pool of the epoch is empty."""
+        self.total, self._dry = total, False
+        while True:
+            if not self.pending:
+                self.pending = self._take()
+            if not self.pending:
+                self._dry = True
+                return
+            yield list(self.pending), None
+
+    def _take(self) -> list[int]:
+        key = f"turns/{self.ranks.attempt}/{self.epoch}/{self._base}"
+        store, rank = self.ranks.store, self.ranks.rank
+        left = self.total - self._base - store.add(key, 0)
+        if not wants_chunk(left, self.cadence.ms, rank):
+            return []
+        size = chunk_size(left, self.cadence.counts, rank)
+        last = self._base + store.add(key, size)
+        self._claimed = min(last, self.total)
+        return list(range(min(last - size, self.total), self._claimed))
+
+    # ---- meeting -------------------------------------------------------------------------------------
+
+    def after_step(self, turn: int, samples: int, compute_ms: float, flags: Sequence[float]) -> Round | None:
+        """Be told that this rank did ``turn``; average if it is time, and return the round then."""
+        self.pending.remove(turn)
+        self._done += 1
+        self._samples += samples
+        self._ms += compute_ms
+        if self._flight is not None:
+            ahead = self._done - self._sent[0]
+            if self._flight.landed() or ahead >= max(1, self.overshoot) or any(flags):
+                return self._land(flags)
+            return None
+        if not self._ready and (self._has_done_its_share() or any(flags)):
+            self._raise_hand()
+        if not self._ready:
+            return None
+        together = self.ranks.store.add(self._key(), 0) >= self.ranks.world
+        if together and self.overlap:
+            self._send(flags)
+        elif together or self._is_too_far_ahead():
+            self._send(flags)
+            return self._land(flags)
+        return None
+
+    def _has_done_its_share(self) -> bool:
+        if self.overlap or not self.cadence.calibrated:
+            return self._done >= self.cadence.counts[self.ranks.rank]
+        return self._ms >= self.cadence.anchor_wall_ms
+
+    def _is_too_far_ahead(self) -> bool:
+        """Return whether this rank must wait for the others now."""
+        count = self.cadence.counts[self.ranks.rank]
+        if self.knobs.max_batch_diff is not None:
+            return self._done >= count + self.knobs.max_batch_diff
+        # Cadence gives every rank about the same time for its count, so twice the count means a stalled peer
+        return self._done >= (count + self.overshoot if self.overlap else 2 * count)
+
+    def _raise_hand(self) -> None:
+        self._ready = True
+        self.ranks.store.add(self._key(), 1)
+
+    def _key(self) -> str:
+        return f"ready/{self.ranks.attempt}/{self.round}"
+
+    def _send(self, flags: Sequence[float]) -> None:
+        self.ranks.phase("averaging")
+        self._sent = (self._done, self._samples, self._ms)
+        figures = (self._drift, self._sync_ms, float(self._dry), self._claimed)
+        # A rank without work still takes part, with next to no weight, so that no sum of weights is zero.
+        self._flight = self.mean.begin(max(float(self._samples), 1e-6), [*self._sent, *figures, *flags])
+
+    def _land(self, flags: Sequence[float]) -> Round:
+        """Take the average in; where it showed that all must stand still, go through one more, waiting."""
+        begin = time.perf_counter()
+        flight, self._flight, self._ready = self._flight, None, False
+        assert flight is not None
+        self.ranks.phase("averaging")
+        done, samples, ms = self._sent
+        flight.wait()
+        wait_ms = (time.perf_counter() - begin) * 1e3
+        rows, self._drift = self.mean.finish(flight, keep_progress=self._done > done)
+        self._sync_ms = (time.perf_counter() - begin) * 1e3
+        self._done, self._samples, self._ms = self._done - done, self._samples - samples, self._ms - ms
+        columns = list(zip(*rows, strict=True))
+        batches = tuple(int(n) for n in columns[0])
+        # Waiting for the slowest rank is no cost of communication, and the last to come did not wait.
+        self.cadence = self.cadence.report_timing(columns[2], batches, min(columns[4]))
+        self._steer(max(columns[3]))
+        self.round += 1
+        self.steps += sum(batches)
+        self.cursor = max(self.cursor, int(max(columns[6])))
+        summed = [float(sum(column)) for column in columns[7:]]
+        all_dry = all(columns[5])
+        held = not self.overlap or self._hold or all_dry
+        self._hold = not held and self.due(self.steps, summed)
+        if self._hold:
+            self._send(flags)
+            return self._land(flags)
+        return Round(
+            number=self.round,
+            batches=batches,
+            work_ms=tuple(columns[2]),
+            sync_ms=self._sync_ms,
+            wait_ms=wait_ms,
+            divergence=max(columns[3]),
+            held=held,
+            all_dry=all_dry,
+            flags=tuple(summed),
+            cadence=self.cadence,
+        )
+
+    def _steer(self, divergence: float) -> None:
+        if self.knobs.divergence_threshold is None:
+            return
+        self.guard, verdict = self.guard.observe(divergence)
+        if verdict == "nudge":
+            self.cadence = self.cadence.nudge_anchor_down(0.5)
+        if self.overlap and self.knobs.max_overshoot is None and verdict == "stable":
+            self.overshoot = min(self.overshoot + 1, min(15, max(3, self.total // 50)))
+
+    def close_epoch(self, flags: Sequence[float]) -> Iterator[Round]:
+        """Average, waiting, until every rank is out of turns; then go to the next epoch's first turn.
+
+        Yields:
+            Each round; the last one has ``all_dry``. A caller that stops in between leaves the place in
+            the epoch as it was at that round.
+        """
+        while True:
+            if self._flight is None:
+                if not self._ready:
+                    self._raise_hand()
+                self._send(flags)
+            last = self._land(flags)
+            if last.all_dry:
+                self._next_epoch()
+                yield last
+                return
+            yield last
+
+    def _next_epoch(self) -> None:
+        self.epoch += 1
+        self.cursor = self._base = self._claimed = 0
+        self.pending, self._dry = [], False
+
+    # ---- state ---------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what all ranks know after a held round, as JSON values."""
+        return {
+            "round": self.round,
+            "steps": self.steps,
+            "epoch": self.epoch,
+            "cursor": self.cursor,
+            "cadence": self.cadence.to_dict(),
+            "divergence": list(self.guard.recent),
+            "overshoot": self.overshoot,
+        }
+
+    def own_state(self) -> dict[str, Any]:
+        """Return what only this rank knows: the turns that it took and has not done."""
+        return {"pending": list(self.pending), "drift": self._drift, "sync_ms": self._sync_ms}
+
+    def load_state_dict(self, state: dict[str, Any], own: Sequence[dict[str, Any]]) -> None:
+        """Take up a saved place; ``own`` has what each saved rank knew, of any number of ranks."""
+        self.round, self.steps, self.epoch = state["round"], state["steps"], state["epoch"]
+        self.cursor = self._base = self._claimed = state["cursor"]
+        self.overshoot = state["overshoot"]
+        self.guard = DivergenceGuard(self.guard.threshold, tuple(state["divergence"]))
+        if len(own) == self.ranks.world:
+            mine = own[self.ranks.rank]
+            self.cadence = ElChe.from_dict(state["cadence"])
+            self.pending, self._drift, self._sync_ms = list(mine["pending"]), mine["drift"], mine["sync_ms"]
+        else:
+            left = [turn for part in own for turn in part["pending"]]
+            self.pending = left[self.ranks.rank :: self.ranks.world]
+
+
+def _first_cadence(ranks: Ranks, knobs: Knobs) -> ElChe:
+    cadence = ElChe.start(ranks.world, knobs.anchor).with_overhead_target(knobs.overhead_target)
+    if knobs.max_anchor is not None:
+        cadence = cadence.with_max_anchor(knobs.max_anchor)
+    if knobs.speed_hint is not None:
+        cadence = cadence.with_speed_ratio(*knobs.speed_hint)
+    return cadence.with_max_batch_diff(knobs.max_batch_diff or None)
+
+
+def choose_policy(ranks: Ranks, wanted: str | None, slowdown: float = 1.0) -> str:
+    """Return the policy that all ranks will follow.
+
+    Without a wish: Sync for one rank or equal ranks, Cadence when device names differ or one rank
+    needs more than 1.3 times as long as another for the same small piece of work.
+
+    Raises:
+        TrainError: the wish is no policy.
+    """
+    if wanted is not None and wanted not in POLICIES:
+        raise TrainError(f"policy: found {wanted!r}, expected one of {', '.join(POLICIES)}.", found=wanted)
+    if ranks.solo:
+        return "sync"
+    if wanted is not None:
+        return wanted
+    cuda = ranks.device.type == "cuda"
+    name = torch.cuda.get_device_name(ranks.device) if cuda else "cpu"
+    names = ranks.gather(name)
+    # Ranks on CPUs of one kind differ only by what else runs there; a probe would measure noise.
+    speed = [row[0] for row in ranks.table([(_probe_ms(ranks.device) if cuda else 1.0) * slowdown])]
+    return "cadence" if len(set(names)) > 1 or max(speed) > 1.3 * min(speed) else "sync"
+
+
+def _probe_ms(device: torch.device) -> float:
+    """Return the milliseconds of a few matrix products, the least of five tries."""
+    square = torch.randn(2048, 2048, device=device)
+    tries = []
+    for _ in range(6):
+        torch.cuda.synchronize(device)
+        begin = time.perf_counter()
+        for _ in range(4):
+            square @ square
+        torch.cuda.synchronize(device)
+        tries.append((time.perf_counter() - begin) * 1e3)
+    return min(tries[1:])
+
+
+def make_policy(name: str, ranks: Ranks, model: nn.Module, knobs: Knobs) -> Sync | LocalSteps:
+    """Return the policy of this name, as `choose_policy` gave it."""
+    if name == "sync":
+        return Sync(ranks, model, knobs)
+    return LocalSteps(ranks, model, knobs, overlap=name == "async")

@@ -1,0 +1,60 @@
+"""Training: one trainer for one device or many, exact steps, state that resumes to the bit.
+
+The pieces: `Trainer` (the loop), `Step` (one optimiser step), `Loss` (a sum and a count), `Settings`,
+events to subscribe to, optimiser factories and parameter groups. How ranks share work is in
+`flodl.distributed`; what batches are in `flodl.data`.
+"""
+
+from flodl.train.builder import TrainerBuilder
+from flodl.train.events import (
+    EpochMetrics,
+    EvalDone,
+    Event,
+    Events,
+    RunDone,
+    RunStarted,
+    Saved,
+    SaveFailed,
+    StepDone,
+    Synced,
+    Warned,
+)
+from flodl.train.handle import Handle, Trained
+from flodl.train.loss import Loss
+from flodl.train.optimizers import OptimizerFactory, adamw, layerwise_decay, parameter_groups, sgd
+from flodl.train.own_loop import OwnLoop
+from flodl.train.precision import Precision
+from flodl.train.replicas import Replicas
+from flodl.train.settings import Settings
+from flodl.train.step import Step, StepResult
+from flodl.train.trainer import Trainer
+
+__all__ = [
+    "EpochMetrics",
+    "EvalDone",
+    "Event",
+    "Events",
+    "Handle",
+    "Loss",
+    "OptimizerFactory",
+    "OwnLoop",
+    "Precision",
+    "Replicas",
+    "RunDone",
+    "RunStarted",
+    "SaveFailed",
+    "Saved",
+    "Settings",
+    "Step",
+    "StepDone",
+    "StepResult",
+    "Synced",
+    "Trained",
+    "Trainer",
+    "TrainerBuilder",
+    "Warned",
+    "adamw",
+    "layerwise_decay",
+    "parameter_groups",
+    "sgd",
+]

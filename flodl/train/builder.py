@@ -1,0 +1,378 @@
+"""The fluent form of a run whose loop is ours: say what, then ``run()`` it on one device or on many.
+
+Each method returns the builder. What the settings mean stands in `flodl.train.settings`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from flodl.distributed.group import Ranks, join_ranks, under_torchrun
+from flodl.distributed.launch import launch
+from flodl.errors import TrainError
+from flodl.train.evaluate import Callbacks
+from flodl.train.events import EpochMetrics, Event
+from flodl.train.feed import as_feed
+from flodl.train.handle import Handle, Trained
+from flodl.train.settings import Settings, make_settings
+from flodl.train.step import TrainStep
+from flodl.train.trainer import OptimizerMaker, Trainer, _seed
+
+__all__ = ["TrainerBuilder"]
+
+Subscriber = tuple[Callable[[Any], Any], tuple[type, ...]]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every rank is told: all that makes a run, of importable functions where ranks are processes."""
+
+    model_factory: Callable[[torch.device], nn.Module]
+    optimizer_factory: OptimizerMaker
+    train_step: TrainStep
+    settings: Settings
+    data: Any = None
+    data_options: Mapping[str, Any] = field(default_factory=dict)
+    eval_data: Any = None
+    eval_options: Mapping[str, Any] = field(default_factory=dict)
+    callbacks: Callbacks = field(default_factory=Callbacks)
+    listening: bool = False
+
+    def trainer(self, ranks: Ranks) -> Trainer:
+        """Return this rank's trainer."""
+        settings = self.settings
+        if ranks.attempt:
+            settings = replace(settings, resume=True)
+        _seed(settings.seed)
+        device = ranks.device
+        feed = as_feed(
+            self.data,
+            device,
+            batch_size=settings.batch_size,
+            seed=settings.seed,
+            shuffle=settings.shuffle,
+            drop_last=settings.drop_last,
+            accumulate=settings.accumulate,
+            micro_batch_size=settings.micro_batch_size,
+            **self.data_options,
+        )
+        callbacks = self.callbacks
+        if self.eval_data is not None:
+            size = settings.micro_batch_size or settings.batch_size
+            own = as_feed(self.eval_data, device, **{"batch_size": size, "shuffle": False, **self.eval_options})
+            callbacks = replace(callbacks, eval_data=own)
+        ranks.phase("model build")
+        return Trainer(
+            self.model_factory(device),
+            self.optimizer_factory,
+            self.train_step,
+            settings=settings,
+            ranks=ranks,
+            feed=feed,
+            callbacks=callbacks,
+        )
+
+
+class TrainerBuilder:
+    """Made by `Trainer.builder`."""
+
+    def __init__(
+        self,
+        model_factory: Callable[[torch.device], nn.Module],
+        optimizer_factory: OptimizerMaker,
+        train_step: TrainStep,
+    ) -> None:
+        self._plan = Plan(model_factory, optimizer_factory, train_step, Settings())
+        self._devices: int | Sequence[str] | str | None = None
+        self._start = "spawn"
+        self._metrics_fn: Callable[[EpochMetrics], Any] | None = None
+        self._subscribers: list[Subscriber] = []
+
+    def set(self, **settings: Any) -> TrainerBuilder:
+        """Set any fields of `flodl.train.Settings` or `flodl.distributed.policy.Knobs` by name.
+
+        Raises:
+            TrainError: there is no such setting.
+        """
+        self._plan = replace(self._plan, settings=make_settings(settings, self._plan.settings))
+        return self
+
+    def _call(self, **functions: Any) -> TrainerBuilder:
+        self._plan = replace(self._plan, callbacks=replace(self._plan.callbacks, **functions))
+        return self
+
+    # ---- data ----------------------------------------------------------------------------------------
+
+    def dataset(self, data: Any, *, collate: Any = None, batches: Any = None) -> TrainerBuilder:
+        """Train on ``data``: anything that `flodl.data.DataLoader` takes, such a loader, or a torch loader.
+
+        Args:
+            collate: makes a batch of rows.
+            batches: a source of batches (token budget, length groups) instead of ``batch_size``.
+        """
+        options = {k: v for k, v in (("collate", collate), ("batches", batches)) if v is not None}
+        self._plan = replace(self._plan, data=data, data_options=options)
+        return self
+
+    def batch_size(self, samples: int) -> TrainerBuilder:
+        """Put this many samples into a batch: one step of all ranks (Sync) or of one rank (Cadence, Async)."""
+        return self.set(batch_size=samples)
+
+    def accumulate(self, batches: int) -> TrainerBuilder:
+        """Take one optimiser step for so many batches."""
+        return self.set(accumulate=batches)
+
+    def micro_batch_size(self, samples: int) -> TrainerBuilder:
+        """Send at most so many samples through the model at once."""
+        return self.set(micro_batch_size=samples)
+
+    def num_epochs(self, epochs: int) -> TrainerBuilder:
+        """Pass so often over the data."""
+        return self.set(num_epochs=epochs)
+
+    def max_steps(self, steps: int) -> TrainerBuilder:
+        """Stop after so many optimiser steps."""
+        return self.set(max_steps=steps)
+
+    def seed(self, seed: int) -> TrainerBuilder:
+        """Decide all random numbers by ``seed``."""
+        return self.set(seed=seed)
+
+    def evaluate(
+        self, step: Callable[[nn.Module, Any], Any], data: Any, *, every: int | None = None, **options: Any
+    ) -> TrainerBuilder:
+        """Evaluate after each epoch, or every so many steps, the ranks sharing the work.
+
+        Args:
+            step: ``step(model, batch)`` gives ``{name: (sum, count)}``, or a loss like a training step.
+            data: like that of `dataset`.
+            **options: ``batch_size``, ``collate``, ``batches`` of the evaluation data.
+        """
+        self._plan = replace(self._plan, eval_data=data, eval_options=options)
+        return self._call(eval_step=step).set(eval_every=every)
+
+    def eval_fn(self, call: Callable[[nn.Module], Mapping[str, float]]) -> TrainerBuilder:
+        """Evaluate by ``call(model) -> {name: value}`` on rank 0; the others wait and get the values."""
+        return self._call(eval_fn=call)
+
+    # ---- ranks ---------------------------------------------------------------------------------------
+
+    def devices(self, devices: int | Sequence[str] | str, *, start: str = "spawn") -> TrainerBuilder:
+        """Train on so many local devices, or on these; each gets a process of ours. Under torchrun not needed.
+
+        Args:
+            devices: a number (CUDA devices where there are any, else CPU ranks), or a list such as
+                ``["cuda:0", "cuda:2"]`` or ``["cpu", "cpu"]``.
+            start: ``"spawn"``, or ``"fork"`` for CPU ranks, which allows lambdas.
+        """
+        self._devices, self._start = devices, start
+        return self
+
+    def policy(self, name: str) -> TrainerBuilder:
+        """Follow ``"sync"``, ``"cadence"`` or ``"async"``; by default Sync, and Cadence on unequal devices."""
+        return self.set(policy=name.lower())
+
+    def backend(self, name: str) -> TrainerBuilder:
+        """Average parameters on the devices (``"nccl"``) or through host memory (``"cpu"``).
+
+        Raises:
+            TrainError: another name.
+        """
+        if name not in ("nccl", "cpu", "gloo"):
+            raise TrainError(f"backend: found {name!r}, expected 'nccl' or 'cpu'.", found=name)
+        return self.set(backend="cpu" if name == "gloo" else name)
+
+    def anchor(self, batches: int) -> TrainerBuilder:
+        """Let the slowest rank do so many batches in the first round."""
+        return self.set(anchor=batches)
+
+    def max_anchor(self, batches: int) -> TrainerBuilder:
+        """Bound the batches of the slowest rank in a round."""
+        return self.set(max_anchor=batches)
+
+    def overhead_target(self, part: float) -> TrainerBuilder:
+        """Spend at most this part of compute time on averaging."""
+        return self.set(overhead_target=part)
+
+    def speed_hint(self, slow: int, ratio: float) -> TrainerBuilder:
+        """Say in advance that all ranks but ``slow`` are ``ratio`` times as fast."""
+        return self.set(speed_hint=(slow, ratio))
+
+    def max_batch_diff(self, batches: int) -> TrainerBuilder:
+        """Let no rank run more than so many batches ahead in a round."""
+        return self.set(max_batch_diff=batches)
+
+    def max_overshoot(self, batches: int) -> TrainerBuilder:
+        """Async: let ranks do so many batches while an average travels."""
+        return self.set(max_overshoot=batches)
+
+    def shares(self, shares: Sequence[float] | str) -> TrainerBuilder:
+        """Sync: give ranks these parts of each batch, or ``"measured"`` ones that follow their speed."""
+        return self.set(shares=shares if isinstance(shares, str) else tuple(shares))
+
+    partition_ratios = shares
+
+    def divergence_threshold(self, figure: float) -> TrainerBuilder:
+        """Average more often when ranks drift apart by more than this."""
+        return self.set(divergence_threshold=figure)
+
+    def no_divergence_guard(self) -> TrainerBuilder:
+        """Do not watch how far ranks drift apart."""
+        return self.set(divergence_threshold=None)
+
+    def slowdown(self, rank: int, factor: float) -> TrainerBuilder:
+        """Make ``rank`` so many times slower than it is, for experiments."""
+        return self.set(slowdown={**self._plan.settings.slowdown, rank: factor})
+
+    # ---- numbers -------------------------------------------------------------------------------------
+
+    def precision(self, name: str) -> TrainerBuilder:
+        """Train in ``"fp32"``, ``"tf32"``, ``"bf16"`` or ``"fp16"``."""
+        return self.set(precision=name)
+
+    def max_grad_norm(self, norm: float) -> TrainerBuilder:
+        """Clip the gradient of the whole step to this 2-norm."""
+        return self.set(max_grad_norm=norm)
+
+    def scheduler(self, schedule: Any) -> TrainerBuilder:
+        """Set learning rates by ``schedule.lr(step)``; a function of the number of ranks may return it."""
+        return self.set(schedule=schedule)
+
+    def lr_scale_ratio(self, ratio: float) -> TrainerBuilder:
+        """Multiply learning rates by ``1 + (ranks - 1) * ratio``; 0 by default."""
+        return self.set(lr_scale_ratio=ratio)
+
+    def on_nan(self, what: str) -> TrainerBuilder:
+        """``"stop"`` or ``"skip"`` when a loss or gradient is not finite."""
+        return self.set(on_nan=what)
+
+    def early_stopping(self, metric: str, patience: int = 3) -> TrainerBuilder:
+        """Stop after ``patience`` evaluations without a better ``metric``; ``"-loss"`` where less is better."""
+        return self.set(early_stopping=(metric, patience))
+
+    # ---- state and callbacks -------------------------------------------------------------------------
+
+    def checkpoints(
+        self,
+        folder: str,
+        *,
+        every: int | None = None,
+        keep_last: int = 2,
+        keep_best: str | None = None,
+        resume: bool = True,
+        allow_change: Sequence[str] = (),
+    ) -> TrainerBuilder:
+        """Save into ``folder`` after each epoch and every so many steps, and go on from there when run again."""
+        return self.set(
+            folder=str(folder),
+            save_every=every,
+            keep_last=keep_last,
+            keep_best=keep_best,
+            resume=resume,
+            allow_change=tuple(allow_change),
+        )
+
+    def max_restarts(self, times: int) -> TrainerBuilder:
+        """Start ranks again from the last checkpoint after a failure, at most so often."""
+        return self.set(max_restarts=times)
+
+    def timeline(self, path: str) -> TrainerBuilder:
+        """Write when each rank computed and waited, to ``<path>.json`` and ``<path>.csv``."""
+        return self.set(timeline=str(path))
+
+    def epoch_fn(self, call: Callable[[int, Trainer], Any]) -> TrainerBuilder:
+        """Call ``call(epoch, trainer)`` on every rank before each epoch; may unfreeze, set rates, stop."""
+        return self._call(epoch_fn=call)
+
+    def checkpoint_fn(self, call: Callable[[int, nn.Module], Any], every: int = 1) -> TrainerBuilder:
+        """Call ``call(epochs done, model)`` on rank 0 after every so many epochs."""
+        return self._call(checkpoint_fn=call).set(checkpoint_every=every)
+
+    def metrics_fn(self, call: Callable[[EpochMetrics], Any]) -> TrainerBuilder:
+        """Call ``call(metrics)`` in this process after each epoch; returning False stops the run."""
+        self._metrics_fn = call
+        return self
+
+    def subscribe(self, call: Callable[[Any], Any], *kinds: type[Event]) -> TrainerBuilder:
+        """Call ``call(event)`` in this process for rank 0's events of these kinds, of all kinds when none is named."""
+        self._subscribers.append((call, kinds))
+        return self
+
+    # ---- running -------------------------------------------------------------------------------------
+
+    def run(self) -> Handle:
+        """Begin the run and return its handle.
+
+        With one device, or under torchrun, this process trains before it returns. With several devices
+        ranks train in processes of their own; call ``join`` soon, since they report through it.
+
+        Raises:
+            TrainError: data or batch size are missing, or something cannot be sent to a new process.
+        """
+        plan = self._plan
+        missing = [name for name, absent in (("dataset", plan.data is None),) if absent]
+        if missing:
+            raise TrainError(f"run: found no {', '.join(missing)}; call .{missing[0]}(...) first.", missing=missing)
+        world = self._world()
+        if world == 1 or under_torchrun():
+            return self._run_here(plan)
+        return self._run_ranks(plan, world)
+
+    def _world(self) -> int:
+        if self._devices is None:
+            return 1
+        if isinstance(self._devices, int):
+            return self._devices
+        return 1 if isinstance(self._devices, str) else len(self._devices)
+
+    def _run_here(self, plan: Plan) -> Handle:
+        device = self._devices if isinstance(self._devices, str) else None
+        if isinstance(self._devices, (list, tuple)):
+            device = self._devices[0]
+        ranks = join_ranks(device=device, timeout_s=plan.settings.timeout_s)
+        handle = Handle(world=ranks.world)
+        plan = replace(plan, callbacks=replace(plan.callbacks, metrics_fn=self._metrics_fn))
+        try:
+            trainer = plan.trainer(ranks)
+            trainer.events.subscribe(handle.note, EpochMetrics)
+            for call, kinds in self._subscribers:
+                trainer.events.subscribe(call, *kinds)
+            trainer.fit()
+        finally:
+            ranks.leave()
+        handle.finish(Trained.of(trainer.model), trainer.model)
+        return handle
+
+    def _run_ranks(self, plan: Plan, world: int) -> Handle:
+        handle = Handle(world=world, metrics_fn=self._metrics_fn, subscribers=self._subscribers)
+        settings = plan.settings
+        if settings.max_restarts and settings.folder is None:
+            raise TrainError(
+                "max_restarts: found no folder for checkpoints; expected one, to go on from. Call .checkpoints(folder)."
+            )
+        devices = None if isinstance(self._devices, (int, str)) else self._devices
+        handle.crew = launch(
+            _run_rank,
+            (replace(plan, listening=bool(self._subscribers)),),
+            ranks=world,
+            device=devices,
+            start=self._start,
+            timeout_s=settings.timeout_s,
+            frozen_after_s=settings.frozen_after_s,
+            max_restarts=settings.max_restarts,
+            on_message=handle.on_message,
+        )
+        return handle
+
+
+def _run_rank(ranks: Ranks, plan: Plan) -> bytes | None:
+    trainer = plan.trainer(ranks)
+    if plan.listening and ranks.rank == 0:
+        trainer.events.subscribe(lambda event: ranks.pipe.send(("event", event)))
+    trainer.fit()
+    return Trained.of(trainer.model).to_bytes() if ranks.rank == 0 else None

@@ -1,0 +1,130 @@
+"""Evaluation between training steps: sums and counts over ranks, so that no logits are kept."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from flodl.distributed.group import Ranks
+from flodl.train.events import EpochMetrics
+from flodl.train.feed import Feed
+from flodl.train.loss import as_loss, batch_len
+from flodl.train.precision import Precision
+from flodl.train.tally import Tally
+
+__all__ = ["Callbacks", "Evaluator"]
+
+
+@dataclass
+class Callbacks:
+    """Functions of the user that the loop calls; `flodl.train.builder.TrainerBuilder` says when.
+
+    ``metrics_fn``, ``checkpoint_fn`` only look on: an error in them is reported once and training goes
+    on. An error in the others, which take part in training, ends the run.
+    """
+
+    epoch_fn: Callable[[int, Any], Any] | None = None
+    checkpoint_fn: Callable[[int, nn.Module], Any] | None = None
+    metrics_fn: Callable[[EpochMetrics], Any] | None = None
+    eval_fn: Callable[[nn.Module], Mapping[str, float]] | None = None
+    eval_step: Callable[[nn.Module, Any], Any] | None = None
+    eval_data: Feed | None = None
+    warned: set[str] = field(default_factory=set)
+
+
+class Evaluator:
+    """Evaluates, remembers the last figures, and says when they have stopped improving.
+
+    Args:
+        early_stopping: ``(metric, patience)``; a leading ``-`` where less is better.
+
+    Attributes:
+        found: the last figures.
+        at_step: the step at which they were taken.
+    """
+
+    def __init__(self, callbacks: Callbacks, early_stopping: tuple[str, int] | None) -> None:
+        self.callbacks, self.early_stopping = callbacks, early_stopping
+        self.found: dict[str, float] = {}
+        self.at_step = 0
+        self.best: float | None = None
+        self.waits = 0
+
+    def run(self, model: nn.Module, ranks: Ranks, precision: Precision, step: int) -> dict[str, float] | None:
+        """Return the figures of ``model``, equal on all ranks; None where nothing is to be evaluated."""
+        calls = self.callbacks
+        self.at_step = step
+        if calls.eval_fn is None and calls.eval_step is None:
+            return None
+        ranks.phase("evaluation")
+        found: dict[str, float] = {}
+        modes = [(module, module.training) for module in model.modules()]
+        model.eval()
+        try:
+            with torch.no_grad():
+                if calls.eval_step is not None and calls.eval_data is not None:
+                    found |= self._shares(calls.eval_step, calls.eval_data, model, ranks, precision)
+                if calls.eval_fn is not None:
+                    own = {k: float(v) for k, v in calls.eval_fn(model).items()} if ranks.rank == 0 else {}
+                    found |= ranks.tell(own)
+        finally:
+            for module, mode in modes:
+                module.training = mode
+        self.found = found
+        self._watch(found)
+        return found
+
+    def _shares(
+        self,
+        eval_step: Callable[[nn.Module, Any], Any],
+        data: Feed,
+        model: nn.Module,
+        ranks: Ranks,
+        precision: Precision,
+    ) -> dict[str, float]:
+        """Return means over the whole evaluation set, of which each rank takes every world-th batch."""
+        own = Tally()
+        for _, batches in data.work(0, range(ranks.rank, data.turns(0), ranks.world), None):
+            for batch in batches:
+                with precision.context():
+                    given = eval_step(model, batch)
+                if not isinstance(given, Mapping):
+                    loss = as_loss(given, batch_len(batch))
+                    given = {"eval_loss": loss.totals().tolist(), **loss.metrics}
+                for name, (total, count) in given.items():
+                    own.record(name, float(total), float(count))
+        parts = ranks.gather(own.sums)
+        means = {}
+        for name in sorted({name for part in parts for name in part}):
+            total, count = (sum(part.get(name, (0.0, 0.0))[i] for part in parts) for i in (0, 1))
+            means[name] = total / count if count else math.nan
+        return means
+
+    def _watch(self, found: Mapping[str, float]) -> None:
+        if self.early_stopping is None:
+            return
+        name = self.early_stopping[0]
+        value = (-1.0 if name.startswith("-") else 1.0) * found.get(name.lstrip("-"), math.nan)
+        if self.best is None or value > self.best:
+            self.best, self.waits = value, 0
+        else:
+            self.waits += 1
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether the metric has not improved for as many evaluations as early stopping allows."""
+        return self.early_stopping is not None and self.waits >= self.early_stopping[1]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the figures and the best so far, as JSON values."""
+        return {"found": self.found, "at_step": self.at_step, "best": self.best, "waits": self.waits}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up a saved state."""
+        self.found, self.at_step = dict(state["found"]), state["at_step"]
+        self.best, self.waits = state["best"], state["waits"]

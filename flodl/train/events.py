@@ -1,0 +1,193 @@
+"""The typed records that a training run emits, and the bus that hands them to whoever subscribed.
+
+The loop knows no progress bar, monitor, log file or timeline; each of them is a subscriber.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+__all__ = [
+    "EpochDone",
+    "EpochMetrics",
+    "EvalDone",
+    "Event",
+    "Events",
+    "RunDone",
+    "RunStarted",
+    "SaveFailed",
+    "Saved",
+    "StepDone",
+    "Synced",
+    "Warned",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Anything that happened; ``at_s`` is the monotonic clock in seconds, comparable on one host."""
+
+    at_s: float = field(default_factory=time.monotonic)
+    rank: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the record as JSON values, with its kind under ``event``."""
+        return {"event": type(self).__name__, **asdict(self)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStarted(Event):
+    """The run begins or goes on: how much work is known to lie ahead."""
+
+    world: int
+    policy: str
+    epochs: int
+    steps_per_epoch: int
+    step: int = 0
+    epoch: int = 0
+    resumed_from: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepDone(Event):
+    """One optimiser step on this rank.
+
+    ``loss`` is the mean over all counted items of the step; ``count`` their number (over ranks under
+    Sync); ``samples`` those of this rank; ``compute_ms`` excludes waiting for other ranks.
+    """
+
+    step: int
+    epoch: int
+    loss: float
+    count: float
+    samples: int
+    lr: float
+    grad_norm: float
+    compute_ms: float
+    wall_ms: float
+    skipped: bool = False
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Synced(Event):
+    """Parameters were averaged: ``batches`` and ``wall_ms`` of each rank since the last time,
+    ``sync_ms`` this rank's time in it, ``wait_ms`` the part spent waiting for peers.
+    """
+
+    step: int
+    epoch: int
+    round: int
+    batches: tuple[int, ...]
+    work_ms: tuple[float, ...]
+    sync_ms: float
+    wait_ms: float
+    divergence: float
+    anchor: int
+    counts: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalDone(Event):
+    """The model was evaluated."""
+
+    step: int
+    epoch: int
+    metrics: Mapping[str, float]
+    wall_ms: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochMetrics(Event):
+    """One epoch over all ranks: means weighted by count, times in milliseconds of wall clock.
+
+    ``share`` is each rank's part of the samples, ``throughput`` its samples per millisecond of compute.
+    """
+
+    epoch: int
+    step: int
+    loss: float
+    metrics: Mapping[str, float]
+    samples: int
+    epoch_ms: float
+    share: tuple[float, ...]
+    throughput: tuple[float, ...]
+    eval: Mapping[str, float] = field(default_factory=dict)
+
+
+EpochDone = EpochMetrics
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved(Event):
+    """A checkpoint is complete on disk."""
+
+    step: int
+    path: str
+    bytes: int
+    wall_ms: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveFailed(Event):
+    """A checkpoint could not be written; earlier ones are untouched and the run goes on."""
+
+    step: int
+    path: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Warned(Event):
+    """Something that the user should know and that does not stop the run."""
+
+    step: int
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunDone(Event):
+    """The run ended by itself: ``reason`` is ``"finished"``, ``"stopped"`` or ``"signal"``."""
+
+    step: int
+    epoch: int
+    reason: str
+
+
+class Events:
+    """Hands each record to its subscribers, in the order in which they subscribed."""
+
+    def __init__(self, rank: int = 0) -> None:
+        self.rank = rank
+        self._subscribers: list[tuple[Callable[[Any], Any], tuple[type, ...]]] = []
+        self._failed: set[int] = set()
+
+    def subscribe(self, call: Callable[[Any], Any], *kinds: type[Event]) -> Callable[[], None]:
+        """Call ``call(event)`` for every event of these kinds (all when none is named).
+
+        Returns:
+            A function that ends the subscription.
+        """
+        entry = (call, kinds or (Event,))
+        self._subscribers.append(entry)
+        return lambda: self._subscribers.remove(entry) if entry in self._subscribers else None
+
+    def emit(self, event: Event) -> None:
+        """Hand ``event`` on; a subscriber that raises is reported once and does not stop the run."""
+        for call, kinds in tuple(self._subscribers):
+            if not isinstance(event, kinds):
+                continue
+            try:
+                call(event)
+            except Exception as error:
+                if id(call) not in self._failed:
+                    self._failed.add(id(call))
+                    warnings.warn(
+                        f"a subscriber of training events raised {type(error).__name__}: {error}; "
+                        "training goes on, further errors of this subscriber are not shown",
+                        RuntimeWarning,
+                    )

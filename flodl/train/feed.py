@@ -1,0 +1,238 @@
+"""What the loop eats: an epoch as numbered turns, each turn one optimiser step's worth of batches.
+
+A turn is a set number of consecutive batches of a loader. Under Sync every rank takes its share of
+each batch of a turn; under Cadence and Async a rank takes whole turns. A turn is found again by its
+number alone, so the place in an epoch is one number (or a few, where ranks took turns out of order).
+Which batches exist is decided in `flodl.data`, who takes which turn in `flodl.distributed.policy`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from flodl.data import DataLoader
+from flodl.data.stream import Stream
+from flodl.distributed.shares import ranges, split
+from flodl.errors import DataError, TrainError
+from flodl.train.loss import batch_len
+
+__all__ = ["Feed", "RowFeed", "Share", "StreamFeed", "as_feed", "to_device"]
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of each batch that one rank takes: ``ratios`` has one number per rank, no part is beneath ``least``."""
+
+    rank: int
+    ratios: tuple[float, ...]
+    least: int = 1
+
+    def of(self, total: int) -> tuple[int, int]:
+        """Return the half-open range of this rank in ``total`` items."""
+        return ranges(split(total, self.ratios, self.least))[self.rank]
+
+
+class Feed(Protocol):
+    """Turns of an epoch, by number."""
+
+    def turns(self, epoch: int) -> int:
+        """Return how many turns ``epoch`` has."""
+        ...
+
+    def work(self, epoch: int, turns: Iterable[int], share: Share | None) -> Iterator[tuple[int, list[Any]]]:
+        """Yield ``(turn, micro-batches)`` for ascending ``turns``; the list is empty where a share is."""
+        ...
+
+    def identity(self) -> dict[str, Any]:
+        """Return what defines the order of the data, as JSON values."""
+        ...
+
+
+class RowFeed:
+    """A feed over a `flodl.data.DataLoader`: any row of any epoch can be fetched at once.
+
+    Args:
+        accumulate: batches of the loader in one turn.
+        micro_batch_size: at most this many rows go through the model together; None for no bound.
+    """
+
+    def __init__(self, loader: DataLoader, *, accumulate: int = 1, micro_batch_size: int | None = None) -> None:
+        self.loader, self.accumulate, self.micro_batch_size = loader, accumulate, micro_batch_size
+
+    def turns(self, epoch: int) -> int:
+        """Return how many turns ``epoch`` has, the ragged last one included."""
+        return -(-len(self.loader.plan(epoch)) // self.accumulate)
+
+    def identity(self) -> dict[str, Any]:
+        """Return what defines the order of rows and the size of a step."""
+        rows = {"rows": self.loader.num_rows, "data_seed": self.loader.seed, "accumulate": self.accumulate}
+        return {**rows, **{f"order.{k}": v for k, v in self.loader.batches.identity().items()}}
+
+    def _micro(self, epoch: int, turn: int, share: Share | None) -> Iterator[tuple[int, np.ndarray]]:
+        plan = self.loader.plan(epoch)
+        for number in range(turn * self.accumulate, min((turn + 1) * self.accumulate, len(plan))):
+            rows = plan[number]
+            if share is not None:
+                first, last = share.of(len(rows))
+                rows = rows[first:last]
+            size = self.micro_batch_size or max(1, len(rows))
+            for start in range(0, len(rows), size):
+                yield number, rows[start : start + size]
+
+    def work(self, epoch: int, turns: Iterable[int], share: Share | None) -> Iterator[tuple[int, list[Any]]]:
+        """Yield ``(turn, micro-batches)``; batches are made ahead where the loader streams to a device."""
+        loader = self.loader
+
+        def make(item: Any) -> Any:
+            number, rows = item
+            return loader._make({number: rows}, epoch, number)  # type: ignore[arg-type]
+
+        plans = [(turn, list(self._micro(epoch, turn, share))) for turn in turns]
+        resident = loader.is_resident
+        # On a CPU nothing is won by working ahead, and data that draws from torch's global generator
+        # must draw in the order of training to resume to the bit.
+        depth = 0 if resident or loader.device.type == "cpu" else loader.prefetch
+        if depth and any(items for _, items in plans):
+            flat = (item for _, items in plans for item in items)
+            stream = Stream(make, flat, depth, loader._placement)  # type: ignore[arg-type]
+            for turn, items in plans:
+                yield turn, [next(stream) for _ in items]
+            return
+        for turn, items in plans:
+            made = [make(item) for item in items]
+            if not resident:
+                made = [loader._placement.receive(*loader._placement.send(batch)) for batch in made]
+            yield turn, made
+
+
+class StreamFeed:
+    """A feed over anything that can be iterated once per epoch; every rank must see the same batches.
+
+    A rank reads past batches that are not its own, and a resumed run reads up to its place again, so
+    a loader that can fetch any batch (`flodl.data.DataLoader`) is better where reading is dear.
+
+    Args:
+        loader: ``len()`` gives the batches of an epoch. ``set_epoch(epoch)`` is called where it exists.
+    """
+
+    def __init__(
+        self, loader: Any, device: torch.device, *, accumulate: int = 1, micro_batch_size: int | None = None
+    ) -> None:
+        self.loader, self.device = loader, device
+        self.accumulate, self.micro_batch_size = accumulate, micro_batch_size
+        try:
+            self._length = len(loader)
+        except TypeError:
+            raise DataError(
+                f"trainer: found {type(loader).__name__} without a length; expected a loader whose len() is the "
+                "number of batches in an epoch. Wrap it in flodl.data.DataLoader, or put it into a list."
+            ) from None
+
+    def turns(self, epoch: int) -> int:
+        """Return how many turns an epoch has, the ragged last one included."""
+        return -(-self._length // self.accumulate)
+
+    def identity(self) -> dict[str, Any]:
+        """Return the number of batches and the size of a step, all that is known here."""
+        return {"batches": self._length, "accumulate": self.accumulate}
+
+    def work(self, epoch: int, turns: Iterable[int], share: Share | None) -> Iterator[tuple[int, list[Any]]]:
+        """Yield ``(turn, micro-batches)``, reading past the turns that are not asked for."""
+        wanted = sorted(turns)
+        if not wanted:
+            return
+        for target in (self.loader, getattr(self.loader, "sampler", None)):
+            if hasattr(target, "set_epoch"):
+                target.set_epoch(epoch)  # type: ignore[union-attr]
+        source = self.loader.epoch(epoch) if hasattr(self.loader, "epoch") else iter(self.loader)
+        chosen, held = set(wanted), []
+        for number, batch in enumerate(source):
+            turn = number // self.accumulate
+            if turn not in chosen:
+                if turn > wanted[-1]:
+                    break
+                continue
+            held += [to_device(part, self.device) for part in self._cut(batch, share)]
+            if (number + 1) % self.accumulate == 0 or number + 1 == self._length:
+                yield turn, held
+                held = []
+
+    def _cut(self, batch: Any, share: Share | None) -> list[Any]:
+        first, last = share.of(batch_len(batch)) if share is not None else (0, batch_len(batch))
+        size = self.micro_batch_size or max(1, last - first)
+        if (first, last) == (0, batch_len(batch)) and size >= last:
+            return [batch]
+        return [_slice(batch, start, min(start + size, last), batch_len(batch)) for start in range(first, last, size)]
+
+
+def _slice(batch: Any, first: int, last: int, total: int) -> Any:
+    if isinstance(batch, torch.Tensor):
+        return batch[first:last] if batch.dim() and batch.shape[0] == total else batch
+    if isinstance(batch, Mapping):
+        return {name: _slice(part, first, last, total) for name, part in batch.items()}
+    if isinstance(batch, (list, tuple)):
+        cut = [_slice(part, first, last, total) for part in batch]
+        return type(batch)(*cut) if hasattr(batch, "_fields") else type(batch)(cut)
+    if is_dataclass(batch) and not isinstance(batch, type):
+        return replace(batch, **{name: _slice(part, first, last, total) for name, part in vars(batch).items()})
+    if isinstance(batch, (int, float, str, bool, type(None))):
+        return batch
+    raise TrainError(
+        f"trainer: a batch of type {type(batch).__name__} cannot be cut into shares or micro-batches. Expected "
+        "tensors in mappings, sequences or dataclasses. Use flodl.data.DataLoader, which cuts rows before it "
+        "makes batches.",
+        found=type(batch).__name__,
+    )
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Return ``batch`` with every tensor in it on ``device``."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if hasattr(batch, "to") and callable(batch.to):
+        return batch.to(device)
+    if isinstance(batch, Mapping):
+        return {name: to_device(part, device) for name, part in batch.items()}
+    if isinstance(batch, (list, tuple)):
+        moved = [to_device(part, device) for part in batch]
+        return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
+    if is_dataclass(batch) and not isinstance(batch, type):
+        return replace(batch, **{name: to_device(part, device) for name, part in vars(batch).items()})
+    return batch
+
+
+def as_feed(
+    data: Any,
+    device: torch.device,
+    *,
+    batch_size: int | None = None,
+    seed: int = 42,
+    shuffle: bool = True,
+    drop_last: bool = False,
+    batches: Any = None,
+    collate: Any = None,
+    accumulate: int = 1,
+    micro_batch_size: int | None = None,
+) -> RowFeed | StreamFeed:
+    """Return the feed over a loader, or over a data set cut into batches of ``batch_size``."""
+    sizes: Any = {"accumulate": accumulate, "micro_batch_size": micro_batch_size}
+    if isinstance(data, DataLoader):
+        return RowFeed(data, **sizes)
+    if isinstance(data, torch.utils.data.DataLoader) or (batch_size is None and batches is None):
+        return StreamFeed(data, device, **sizes)
+    options: dict[str, Any] = (
+        {"batches": batches}
+        if batches is not None
+        else {"batch_size": batch_size, "shuffle": shuffle, "drop_last": drop_last}
+    )
+    return RowFeed(DataLoader(data, seed=seed, device=device, collate=collate, **options), **sizes)
+
+
+def take(feed: Feed, epoch: int, turns: Sequence[int]) -> list[Any]:
+    """Return the micro-batches of these turns in one list."""
+    return [batch for _, batches in feed.work(epoch, turns, None) for batch in batches]

@@ -1,0 +1,161 @@
+"""What the caller of a run holds: metrics as they come, and the trained state at the end."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from safetensors.torch import load as parse_tensors
+from safetensors.torch import save as format_tensors
+from torch import nn
+
+from flodl.distributed.launch import Crew
+from flodl.train.events import EpochMetrics, Events
+from flodl.train.state import load_model, model_state
+
+__all__ = ["Handle", "Trained"]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The end of a run, on the CPU, by name.
+
+    Attributes:
+        parameters: every parameter.
+        buffers: every persistent buffer.
+        metrics: the figures of each epoch that this process saw.
+    """
+
+    parameters: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+    metrics: list[EpochMetrics] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Trained:
+        """Return copies of the state of ``model``."""
+        state = model_state(model)
+        names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        return cls({k: v for k, v in state.items() if k in names}, {k: v for k, v in state.items() if k not in names})
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return parameters and buffers together."""
+        return {**self.parameters, **self.buffers}
+
+    def load_into(self, model: nn.Module) -> nn.Module:
+        """Copy the state into ``model`` and return it.
+
+        Raises:
+            CheckpointError: names, shapes or dtypes differ.
+        """
+        load_model(model, self.state_dict())
+        return model
+
+    def to_bytes(self) -> bytes:
+        """Return the state as safetensors, to be sent to another process."""
+        marked = {f"p:{k}": v for k, v in self.parameters.items()} | {f"b:{k}": v for k, v in self.buffers.items()}
+        return format_tensors(marked)
+
+    @classmethod
+    def from_bytes(cls, data: bytes, metrics: Sequence[EpochMetrics] = ()) -> Trained:
+        """Return what `to_bytes` was given."""
+        state = parse_tensors(data)
+        kinds = {mark: {k[2:]: v for k, v in state.items() if k.startswith(mark)} for mark in ("p:", "b:")}
+        return cls(kinds["p:"], kinds["b:"], list(metrics))
+
+
+class Handle:
+    """A run that was begun; made by ``TrainerBuilder.run``.
+
+    Ranks in processes of their own are listened to while a method of this object waits, and by nothing
+    else: call ``join``, or ask for metrics until there are none.
+
+    Attributes:
+        world_size: number of ranks.
+        model: the trained model, where this process trained it; None otherwise.
+    """
+
+    def __init__(
+        self,
+        *,
+        world: int,
+        metrics_fn: Callable[[EpochMetrics], Any] | None = None,
+        subscribers: Sequence[tuple[Callable[[Any], Any], tuple[type, ...]]] = (),
+    ) -> None:
+        self.world_size = world
+        self.crew: Crew | None = None
+        self.model: nn.Module | None = None
+        self._metrics_fn = metrics_fn
+        self._events = Events()
+        self._failed = False
+        for call, kinds in subscribers:
+            self._events.subscribe(call, *kinds)
+        self._queue: deque[EpochMetrics] = deque()
+        self._seen: list[EpochMetrics] = []
+        self._trained: Trained | None = None
+
+    def note(self, metrics: EpochMetrics) -> None:
+        """Take in the figures of an epoch."""
+        self._queue.append(metrics)
+        self._seen.append(metrics)
+
+    def on_message(self, rank: int, message: tuple[str, Any]) -> Any:
+        """Handle what a rank sent; the answer to an epoch's figures is whether to go on."""
+        kind, body = message
+        if kind == "event":
+            self._events.emit(body)
+            return None
+        self.note(body)
+        if self._metrics_fn is None:
+            return True
+        try:
+            return self._metrics_fn(body) is not False
+        except Exception as error:
+            if not self._failed:
+                import warnings
+
+                warnings.warn(f"metrics_fn raised {type(error).__name__}: {error}; training goes on", RuntimeWarning)
+            self._failed = True
+            return True
+
+    def finish(self, trained: Trained, model: nn.Module | None = None) -> None:
+        """Be told how the run ended."""
+        self._trained = Trained(trained.parameters, trained.buffers, list(self._seen))
+        self.model = model
+
+    def poll_metrics(self) -> list[EpochMetrics]:
+        """Return the figures of the epochs that ended since the last call, without waiting."""
+        if self._trained is None and self.crew is not None:
+            self.crew.poll()
+        out = list(self._queue)
+        self._queue.clear()
+        return out
+
+    def next_metrics(self) -> EpochMetrics | None:
+        """Wait for the next epoch's figures and return them; None when the run is over."""
+        while not self._queue and self._trained is None and self.crew is not None:
+            with self.crew.passing_signals():
+                over = self.crew.poll(timeout_s=0.5)
+            if over:
+                break
+        return self._queue.popleft() if self._queue else None
+
+    def join(self) -> Trained:
+        """Wait for the end of the run and return the trained state.
+
+        Raises:
+            RankError: a rank failed; it says which, where and why.
+            SystemExit: the run was ended by SIGTERM (143) or SIGINT (130) and has saved its state.
+        """
+        if self._trained is None:
+            assert self.crew is not None
+            data = self.crew.wait()[0]
+            self._trained = Trained.from_bytes(data, self._seen)
+        return self._trained
+
+    def abort(self) -> None:
+        """End the ranks at once, without saving."""
+        if self.crew is not None:
+            self.crew.stop()

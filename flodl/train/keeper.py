@@ -1,0 +1,313 @@
+"""Checkpoints on disk: written beside and renamed, by a background thread, checked before use, pruned.
+
+A checkpoint is a folder ``step-00000120`` with safetensors and JSON files and, written last, a
+``manifest.json`` that lists each file with its length and SHA-256. It appears under its name only when
+complete. Each rank writes its own files into the common stage; rank 0 waits for word of all of them,
+writes the manifest and renames. What is in a checkpoint is decided in `flodl.train.state`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as parse_tensors
+from safetensors.torch import save as format_tensors
+
+from flodl.distributed.group import Ranks
+from flodl.errors import CheckpointError, TrainError
+from flodl.train.events import Event, Saved, SaveFailed, Warned
+
+__all__ = ["Checkpoint", "Keeper", "read_checkpoint"]
+
+_NAME = re.compile(r"step-(\d+)(?:\.(\d+))?$")
+_FORMAT = "flodl-run/1"
+Files = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint as read back: ``tensors`` and ``values`` by file name without suffix."""
+
+    path: Path
+    step: int
+    world: int
+    metrics: Mapping[str, float]
+    tensors: Mapping[str, Mapping[str, torch.Tensor]] = field(repr=False)
+    values: Mapping[str, Any] = field(repr=False)
+
+
+def _sync_folder(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _write(path: Path, data: bytes) -> dict[str, Any]:
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
+def _format(content: Any) -> tuple[str, bytes]:
+    """Return the suffix and bytes of one file: tensors as safetensors, all else as JSON."""
+    if content and all(isinstance(value, torch.Tensor) for value in content.values()):
+        return ".safetensors", format_tensors(dict(content))
+    return ".json", json.dumps(content, indent=1).encode()
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Return the checkpoint at ``path`` after comparing every file with the manifest.
+
+    Raises:
+        CheckpointError: a file is missing, cut, changed or unreadable.
+    """
+
+    def fault(what: str) -> CheckpointError:
+        return CheckpointError(
+            f"checkpoint {path}: {what}. Expected the files that its manifest lists, unchanged. "
+            "Use an earlier checkpoint.",
+            path=str(path),
+            problems=[what],
+        )
+
+    try:
+        manifest = json.loads((path / "manifest.json").read_bytes())
+        listed = manifest["files"]
+        if manifest["format"] != _FORMAT:
+            raise fault(f"format {manifest['format']!r} is not {_FORMAT!r}")
+        tensors, values = {}, {}
+        for name, entry in listed.items():
+            if "/" in name or name.startswith("."):
+                raise fault(f"the manifest names {name!r}, outside the folder")
+            data = (path / name).read_bytes()
+            if len(data) != entry["bytes"] or hashlib.sha256(data).hexdigest() != entry["sha256"]:
+                raise fault(f"{name} is not as it was written")
+            stem, suffix = name.rsplit(".", 1)
+            if suffix == "safetensors":
+                tensors[stem] = parse_tensors(data)
+            else:
+                values[stem] = json.loads(data)
+        return Checkpoint(path, manifest["step"], manifest["world"], manifest["metrics"], tensors, values)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        raise fault(f"{type(error).__name__}: {error}") from error
+
+
+class Keeper:
+    """Saves and finds the checkpoints of one run in one folder.
+
+    Args:
+        folder: shared by all ranks; made if needed.
+        keep_last: how many of the newest stay.
+        best: name of a metric; the checkpoint with its best value stays as well. A leading ``-`` means
+            that less is better (``"-loss"``).
+    """
+
+    def __init__(
+        self, folder: str | os.PathLike[str], ranks: Ranks, *, keep_last: int = 2, best: str | None = None
+    ) -> None:
+        self.folder, self.ranks = Path(folder), ranks
+        self.keep_last, self.best = max(1, keep_last), best
+        self._thread: threading.Thread | None = None
+        self._events: list[Event] = []
+        self._serial = 0
+        self._lock: int | None = None
+        if ranks.rank == 0:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._hold_folder()
+            for left in [*self.folder.glob(".stage-*"), *self.folder.glob(".gone-*")]:
+                shutil.rmtree(left, ignore_errors=True)
+        ranks.barrier()
+
+    def _hold_folder(self, patience_s: float = 10.0) -> None:
+        """Take the folder's lock, which the kernel frees when this process ends, however it ends."""
+        self._lock = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        until = time.monotonic() + patience_s
+        while True:
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except OSError:
+                if time.monotonic() > until:
+                    raise TrainError(
+                        f"checkpoints: another run is writing to {self.folder}. Expected to be alone there. "
+                        "Wait for it, or give another folder.",
+                        folder=str(self.folder),
+                    ) from None
+                time.sleep(0.1)
+
+    # ---- writing -------------------------------------------------------------------------------------
+
+    def save(self, files: Files, *, step: int, metrics: Mapping[str, float], wait: bool = False) -> None:
+        """Begin to write ``files`` (this rank's part) as the checkpoint of ``step``; every rank calls this.
+
+        Contents must not change afterwards. An earlier save that is still under way is waited for.
+        """
+        self.join()
+        self._serial += 1
+        self._thread = threading.Thread(
+            target=self._save, args=(dict(files), step, dict(metrics), self._serial), name="flodl-save"
+        )
+        self._thread.start()
+        if wait:
+            self.join()
+
+    def join(self) -> None:
+        """Wait for the save under way, if any."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def news(self) -> list[Event]:
+        """Return what happened in the background since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    def close(self) -> None:
+        """Finish writing and free the folder."""
+        self.join()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _save(self, files: dict[str, Any], step: int, metrics: dict[str, float], serial: int) -> None:
+        begin = time.monotonic()
+        stage = self.folder / f".stage-{step:08d}-{self.ranks.attempt}-{serial}"
+        report: dict[str, Any] = {"files": {}}
+        try:
+            stage.mkdir(parents=True, exist_ok=True)
+            for stem, content in files.items():
+                suffix, data = _format(content)
+                report["files"][stem + suffix] = _write(stage / (stem + suffix), data)
+        except Exception as error:
+            report["error"] = f"rank {self.ranks.rank}: {type(error).__name__}: {error}{_space(self.folder, error)}"
+        key = f"save/{self.ranks.attempt}/{serial}"
+        if self.ranks.rank != 0:
+            with contextlib.suppress(Exception):  # rank 0 is gone; the next collective says so
+                self.ranks.store.set(f"{key}/{self.ranks.rank}", json.dumps(report))
+            return
+        try:
+            reports = [report, *self._others(key)]
+            faults = [r["error"] for r in reports if "error" in r]
+            if faults:
+                raise OSError("; ".join(faults))
+            listed = {name: entry for r in reports for name, entry in r["files"].items()}
+            absent = [name for name in listed if not (stage / name).is_file()]
+            if absent:
+                raise OSError(f"{', '.join(absent)} did not appear here; all ranks must share this folder")
+            manifest = {"format": _FORMAT, "step": step, "world": self.ranks.world, "metrics": metrics, "files": listed}
+            _write(stage / "manifest.json", json.dumps(manifest, indent=1).encode())
+            _sync_folder(stage)
+            target = self._free_name(step)
+            os.rename(stage, target)
+            _sync_folder(self.folder)
+            size = sum(entry["bytes"] for entry in listed.values())
+            self._events.append(
+                Saved(step=step, path=str(target), bytes=size, wall_ms=(time.monotonic() - begin) * 1e3)
+            )
+            self._prune()
+        except Exception as error:
+            shutil.rmtree(stage, ignore_errors=True)
+            self._events.append(SaveFailed(step=step, path=str(self.folder), reason=str(error)))
+
+    def _others(self, key: str, patience_s: float = 300.0) -> list[dict[str, Any]]:
+        reports, until = [], time.monotonic() + patience_s
+        for rank in range(1, self.ranks.world):
+            # Asking again and again, since a blocking request would keep the loop from the store.
+            while not self.ranks.store.check([f"{key}/{rank}"]):
+                if time.monotonic() > until:
+                    raise OSError(f"rank {rank} did not write its part within {patience_s:.0f} s")
+                time.sleep(0.01)
+            reports.append(json.loads(self.ranks.store.get(f"{key}/{rank}")))
+        return reports
+
+    def _free_name(self, step: int) -> Path:
+        name, turn = self.folder / f"step-{step:08d}", 0
+        while name.exists():
+            turn += 1
+            name = self.folder / f"step-{step:08d}.{turn}"
+        return name
+
+    def _prune(self) -> None:
+        found = self.names()
+        keep = set(found[-self.keep_last :])
+        best = self.best_path()
+        for path in found:
+            if path in keep or path == best:
+                continue
+            gone = self.folder / f".gone-{path.name}"
+            with contextlib.suppress(OSError):
+                os.rename(path, gone)  # so that no reader finds half of it
+                shutil.rmtree(gone)
+
+    # ---- reading -------------------------------------------------------------------------------------
+
+    def names(self) -> list[Path]:
+        """Return the checkpoints in the folder, oldest first."""
+        found = [(m, path) for path in self.folder.glob("step-*") if (m := _NAME.match(path.name))]
+        return [path for m, path in sorted(found, key=lambda e: (int(e[0][1]), int(e[0][2] or 0)))]
+
+    def best_path(self) -> Path | None:
+        """Return the checkpoint with the best value of the metric, the earliest on ties."""
+        if self.best is None:
+            return None
+        name, sign = self.best.lstrip("-"), -1.0 if self.best.startswith("-") else 1.0
+        scored = []
+        for path in self.names():
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                value = json.loads((path / "manifest.json").read_bytes())["metrics"].get(name)
+                if value is not None:
+                    scored.append((sign * value, path))
+        return max(scored, key=lambda e: e[0])[1] if scored else None
+
+    def latest(self, tell: Callable[[Event], None]) -> Checkpoint | None:
+        """Return the newest checkpoint that is whole, None where there is none at all.
+
+        Args:
+            tell: is told of each damaged one that was passed over.
+
+        Raises:
+            CheckpointError: there are checkpoints and none is whole.
+        """
+        faults = []
+        for path in reversed(self.names()):
+            try:
+                return read_checkpoint(path)
+            except CheckpointError as error:
+                faults.append(error)
+                tell(Warned(step=0, message=f"{error.message} Going on from the one before it."))
+        if faults:
+            raise CheckpointError(
+                f"resume: none of the {len(faults)} checkpoints in {self.folder} is whole; the newest: "
+                f"{faults[0].message} Start in another folder to train from the beginning.",
+                problems=[error.message for error in faults],
+            )
+        return None
+
+
+def _space(folder: Path, error: Exception) -> str:
+    if not isinstance(error, OSError):
+        return ""
+    with contextlib.suppress(OSError):
+        return f" ({shutil.disk_usage(folder).free / 1e6:.1f} MB free at {folder})"
+    return ""
+
+
+RunFiles = Callable[[], Files]

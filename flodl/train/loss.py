@@ -1,0 +1,110 @@
+"""What a training step returns: a sum of losses and how many there were.
+
+Only sums and counts add up across micro-batches and ranks. A mean does not: the mean of means is
+wrong as soon as two micro-batches hold different numbers of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from flodl.errors import TrainError
+
+__all__ = ["Loss", "as_loss", "batch_len"]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The loss of one micro-batch as a sum and a count.
+
+    Attributes:
+        sum: 0-dimensional tensor, the sum of the losses of all counted items.
+        count: how many items were counted: samples, or tokens whose label is not ignored. A number
+            or a 0-dimensional tensor.
+        metrics: further figures as ``name: (sum, count)``; reported as means weighted by count.
+        is_mean: whether ``sum`` holds the mean instead; set by `mean`.
+    """
+
+    sum: torch.Tensor
+    count: int | float | torch.Tensor
+    metrics: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
+    is_mean: bool = False
+
+    @classmethod
+    def mean(
+        cls,
+        value: torch.Tensor,
+        count: int | float | torch.Tensor,
+        metrics: Mapping[str, tuple[Any, Any]] | None = None,
+    ) -> Loss:
+        """Return the loss whose mean over ``count`` items is ``value``."""
+        return cls(value, count, metrics or {}, is_mean=True)
+
+    def as_sum(self) -> torch.Tensor:
+        """Return the sum, which adds up over micro-batches."""
+        return torch.where(_positive(self.count), self.sum * self.count, 0.0) if self.is_mean else self.sum
+
+    def as_mean(self) -> torch.Tensor:
+        """Return the mean; 0 where nothing was counted, though the mean of nothing is NaN."""
+        if self.is_mean:
+            return self.sum
+        count = self.count.clamp(min=1) if isinstance(self.count, torch.Tensor) else max(self.count, 1)
+        return self.sum / count
+
+    def totals(self) -> torch.Tensor:
+        """Return ``(sum, count)`` without gradient, float64 ``(2,)``, on the device of the loss."""
+        value = self.as_sum().detach().to(torch.float64)
+        return torch.stack([value, torch.as_tensor(self.count, dtype=torch.float64, device=value.device)])
+
+
+def _positive(count: Any) -> Any:
+    return count > 0 if isinstance(count, torch.Tensor) else torch.tensor(count > 0)
+
+
+def as_loss(value: Any, samples: int) -> Loss:
+    """Return what a training step gave as a `Loss`.
+
+    Args:
+        value: a `Loss`; a pair ``(sum, count)``; or a mean over the samples of the micro-batch as a
+            tensor, or an output that holds one as ``.loss``.
+        samples: number of samples in the micro-batch, the count of a plain mean.
+
+    Raises:
+        TrainError: none of these, or not a single number.
+    """
+    if isinstance(value, tuple) and len(value) == 2:
+        value = Loss(*value)
+    elif not isinstance(value, (Loss, torch.Tensor)) and isinstance(getattr(value, "loss", None), torch.Tensor):
+        value = Loss.mean(value.loss, samples)
+    elif isinstance(value, torch.Tensor):
+        value = Loss.mean(value, samples)
+    if not isinstance(value, Loss) or not isinstance(value.sum, torch.Tensor) or value.sum.numel() != 1:
+        shape = tuple(value.sum.shape) if isinstance(value, Loss) and isinstance(value.sum, torch.Tensor) else None
+        raise TrainError(
+            f"train_step: found {type(value).__name__}{f' of shape {shape}' if shape else ''}; expected "
+            "Loss(sum, count), a pair (sum, count), or a mean loss as a tensor with one element.",
+            found=type(value).__name__,
+        )
+    return value
+
+
+def batch_len(batch: Any) -> int:
+    """Return the number of samples in a batch: its ``num_rows`` if it says so, else the length of
+    dimension 0 of its first tensor, else 1.
+    """
+    said = getattr(batch, "num_rows", None)
+    if isinstance(said, int):
+        return said
+    if isinstance(batch, torch.Tensor):
+        return batch.shape[0] if batch.dim() else 1
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
+    if not parts and hasattr(batch, "__dict__"):
+        parts = [v for v in vars(batch).values() if isinstance(v, torch.Tensor)]
+    for part in parts:
+        if isinstance(part, (torch.Tensor, Mapping, list, tuple)):
+            return batch_len(part)
+    return 1

@@ -1,0 +1,145 @@
+"""Optimiser factories and parameter groups: which parameters move, how fast, with which decay.
+
+The optimisers are torch's own. A factory takes what ``torch.optim`` takes, so any of its classes
+serves as well; those here choose the fused kernel where the parameters' device has one, and can be
+sent to other processes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from flodl.errors import TrainError
+
+__all__ = ["OptimizerFactory", "adamw", "layerwise_decay", "parameter_groups", "sgd"]
+
+FUSED = {torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad}
+
+
+@dataclass(frozen=True)
+class OptimizerFactory:
+    """Calls ``kind(parameters, **options)``, fused on CUDA where the optimiser can be."""
+
+    kind: type[torch.optim.Optimizer]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __call__(self, parameters: Iterable[Any]) -> torch.optim.Optimizer:
+        """Return the optimiser of these parameters or groups."""
+        groups = list(parameters)
+        options = dict(self.options)
+        tensors = [p for g in groups for p in (g["params"] if isinstance(g, Mapping) else [g])]
+        if "fused" not in options and self.kind in FUSED and tensors and all(t.is_cuda for t in tensors):
+            options["fused"] = True
+        return self.kind(groups, **options)
+
+
+def adamw(
+    lr: float,
+    *,
+    weight_decay: float = 0.01,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    **options: Any,
+) -> OptimizerFactory:
+    """Return a factory of ``torch.optim.AdamW`` (decoupled weight decay, Loshchilov and Hutter 2019)."""
+    return OptimizerFactory(
+        torch.optim.AdamW, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps, **options}
+    )
+
+
+def sgd(
+    lr: float, *, momentum: float = 0.0, weight_decay: float = 0.0, nesterov: bool = False, **options: Any
+) -> OptimizerFactory:
+    """Return a factory of ``torch.optim.SGD``."""
+    return OptimizerFactory(
+        torch.optim.SGD, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov, **options}
+    )
+
+
+def parameter_groups(
+    model: nn.Module,
+    rules: Sequence[tuple[str, Mapping[str, Any]]] = (),
+    *,
+    no_decay: Sequence[str] = ("*bias", "*norm.weight", "*norm*.weight"),
+) -> list[dict[str, Any]]:
+    """Return groups of the trainable parameters, for ``torch.optim``; each parameter in exactly one.
+
+    Args:
+        rules: pairs of a path and the options of what lies there. A path is a prefix of a parameter's
+            name (``"encoder.layers.3"``) or a shell pattern (``"*.attention.*"``); of several that
+            match, the last decides.
+        no_decay: patterns of the parameters that get ``weight_decay=0``; biases and norms by default.
+
+    Raises:
+        TrainError: a path that matches no parameter, trainable or not.
+    """
+    named = list(model.named_parameters())
+    unused = [path for path, _ in rules if not any(_lies_in(name, path) for name, _ in named)]
+    if unused:
+        raise TrainError(
+            f"parameter_groups: no parameter lies at {', '.join(unused)}; "
+            f"the model has names like {', '.join(name for name, _ in named[:4])}.",
+            paths=unused,
+        )
+    groups: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for name, parameter in named:
+        if not parameter.requires_grad:
+            continue
+        options: dict[str, Any] = {}
+        for path, given in rules:
+            if _lies_in(name, path):
+                options.update(given)
+        if any(fnmatchcase(name, pattern) for pattern in no_decay):
+            options["weight_decay"] = 0.0
+        key = tuple(sorted(options.items()))
+        groups.setdefault(key, {"params": [], **options})["params"].append(parameter)
+    return list(groups.values())
+
+
+def _lies_in(name: str, path: str) -> bool:
+    return name == path or name.startswith(path + ".") or fnmatchcase(name, path)
+
+
+def layerwise_decay(
+    model: nn.Module,
+    lr: float,
+    decay: float,
+    *,
+    layers: str = "encoder.layers",
+    lowest: Sequence[str] = ("encoder.embeddings",),
+    no_decay: Sequence[str] = ("*bias", "*norm.weight", "*norm*.weight"),
+) -> list[dict[str, Any]]:
+    """Return groups in which layer i of n learns at ``lr * decay ** (n - i)`` and the head at ``lr``.
+
+    Embeddings, beneath layer 0, get ``lr * decay ** (n + 1)`` (discriminative fine-tuning, Howard and
+    Ruder 2018). A schedule given to the trainer scales all groups alike.
+
+    Args:
+        layers: path whose numbered children are the layers.
+        lowest: paths beneath layer 0.
+
+    Raises:
+        TrainError: there are no numbered layers at ``layers``.
+    """
+    pattern = re.compile(rf"{re.escape(layers)}\.(\d+)\.")
+    found = {int(m[1]) for name, _ in model.named_parameters() if (m := pattern.match(name))}
+    if not found:
+        raise TrainError(
+            f"layerwise_decay: found no numbered layers at {layers!r}; give layers= the path.", path=layers
+        )
+    depth = max(found) + 1
+    rules: list[tuple[str, Mapping[str, Any]]] = [("*", {"lr": lr})]
+    names = [name for name, _ in model.named_parameters()]
+    rules += [(p, {"lr": lr * decay ** (depth + 1)}) for p in lowest if any(_lies_in(n, p) for n in names)]
+    rules += [(f"{layers}.{i}", {"lr": lr * decay ** (depth - i)}) for i in sorted(found)]
+    return parameter_groups(model, rules, no_decay=no_decay)
+
+
+GroupFactory = Callable[[nn.Module], list[dict[str, Any]]]

@@ -1,0 +1,148 @@
+"""The trainer for a loop that the user writes: batches out, gradients in, everything else as in `Trainer`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from flodl.distributed.policy import Sync
+from flodl.errors import TrainError
+from flodl.train.feed import as_feed
+from flodl.train.loss import as_loss, batch_len
+from flodl.train.step import StepResult
+from flodl.train.trainer import Trainer
+
+__all__ = ["OwnLoop"]
+
+
+class OwnLoop(Trainer):
+    """Made by `Trainer.setup`. Iterate ``epochs`` and ``epoch``, call ``backward`` on losses and ``step``."""
+
+    _samples = 0
+    _batches = 0
+    _turn: int | None = None
+    _last = False
+    _begun = False
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """Yield the epochs from the present one (after a resume: where it stopped) to ``count`` - 1."""
+        self._begin_once()
+        with self.signals:
+            while self.epoch_number < count and not self.stopping:
+                yield self.epoch_number
+        self._end_run()
+
+    def _begin_once(self) -> None:
+        if not self._begun:
+            self._begun = True
+            self._begin_run()
+
+    def epoch(self, loader: Any) -> Iterator[Any]:
+        """Yield this rank's batches of the present epoch, on its device; call `step` for each.
+
+        With ``accumulate`` or ``micro_batch_size`` several batches make one step; `step` then acts at
+        the last of them and returns None before.
+
+        Args:
+            loader: a `flodl.data.DataLoader`, or anything with a length that yields batches and yields
+                the same on every rank.
+
+        Raises:
+            TrainError: a batch cannot be cut into shares.
+            SystemExit: SIGTERM or SIGINT came; the state is saved.
+        """
+        settings = self.settings
+        self.feed = as_feed(
+            loader,
+            self.ranks.device,
+            batch_size=settings.batch_size,
+            seed=settings.seed,
+            shuffle=settings.shuffle,
+            drop_last=settings.drop_last,
+            accumulate=settings.accumulate,
+            micro_batch_size=settings.micro_batch_size,
+        )
+        self._begin_once()
+        self._mark = time.perf_counter()
+        for turn, batches in self._work(self.feed):
+            self.rates.set(self.policy.lr_step)
+            self._samples = self._batches = 0
+            if not batches:  # too few samples for every rank; the others still need this one
+                self._finish(turn)
+            for place, batch in enumerate(batches):
+                self._turn, self._last = turn, place + 1 == len(batches)
+                self._samples += batch_len(batch)
+                self._batches += 1
+                self.ranks.phase("forward", self.policy.lr_step)
+                timer = self.step_.timed()
+                timer.__enter__()
+                self._timer = timer
+                yield batch
+                if self._turn is not None:  # the caller did not step
+                    self.step()
+            if self.stopping:
+                return
+        self._end_epoch()
+
+    def backward(self, loss: Any, count: float | None = None) -> None:
+        """Add the gradient of one batch, exactly for any split into micro-batches and ranks.
+
+        Args:
+            loss: what a ``train_step`` may return, see `flodl.train.Loss`.
+            count: how many items a plain mean stands for; None for the samples of the batch.
+        """
+        if isinstance(loss, torch.Tensor) and count is None and self._batches > 1:
+            count = self._samples - sum(self._earlier)
+        samples = self._samples - sum(self._earlier)
+        self._earlier.append(samples)
+        self.ranks.phase("backward")
+        self.step_.backward(as_loss(loss, int(count) if count is not None else samples), samples)
+
+    def step(self) -> StepResult | None:
+        """Take one optimiser step over all ranks and clear gradients; None while batches of it are to come.
+
+        After a plain ``loss.backward()`` the gradients count as means over the samples of the batch.
+
+        Raises:
+            TrainError: called without a batch from `epoch`, or after a plain ``backward()`` on one of
+                several micro-batches, whose weight cannot be known.
+        """
+        if self._turn is None:
+            raise TrainError("step: there is no batch to step for. Expected one step() for each batch of epoch().")
+        self._timer.__exit__(None, None, None)
+        if not self._last:
+            self._turn = None
+            return None
+        turn, self._turn = self._turn, None
+        return self._finish(turn)
+
+    def _finish(self, turn: int) -> StepResult:
+        step = self.step_
+        if not self._earlier and self._batches:
+            if self._batches > 1:
+                raise TrainError(
+                    f"step: {self._batches} micro-batches were given out and loss.backward() was called on them directly, "
+                    "so their weights are unknown. Call trainer.backward(loss) instead."
+                )
+            step.own_gradients(float(self._samples))
+        self._earlier = []
+        result = step.update(step=self.policy.lr_step, flags=self._flags())
+        self._after_step(turn, result)
+        return result
+
+    @property
+    def _earlier(self) -> list[int]:
+        """Samples of the batches of this step whose gradient has been added."""
+        return self.__dict__.setdefault("_added", [])
+
+    @_earlier.setter
+    def _earlier(self, value: list[int]) -> None:
+        self.__dict__["_added"] = value
+
+    @property
+    def is_sync(self) -> bool:
+        """Whether all ranks step together."""
+        return isinstance(self.policy, Sync)

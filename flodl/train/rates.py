@@ -1,0 +1,72 @@
+"""The learning rate of each parameter group: a pure schedule, times the group's own scale."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from flodl.errors import TrainError
+from flodl.train.events import EpochMetrics
+
+__all__ = ["Rates"]
+
+
+class Rates:
+    """Sets learning rates from ``schedule.lr(step)``.
+
+    A group keeps its ratio to the optimiser's default rate (layer-wise decay, a faster head) as
+    ``lr_scale`` while the schedule moves all of them.
+
+    Args:
+        schedule: has ``lr(step)``; None leaves the rates as they are.
+        world: number of ranks.
+        ratio: the rate is multiplied by ``1 + (world - 1) * ratio``; once, where there is no schedule.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, schedule: Any, world: int, ratio: float) -> None:
+        if schedule is not None and not hasattr(schedule, "lr"):
+            raise TrainError(
+                f"schedule: found {type(schedule).__name__}; expected an object with lr(step), such as those of "
+                "flodl.train.schedule, or a function of the number of ranks that returns one."
+            )
+        self.optimizer, self.schedule = optimizer, schedule
+        self.factor = 1 + (world - 1) * ratio
+        base = optimizer.defaults.get("lr")
+        for group in optimizer.param_groups:
+            group.setdefault("lr_scale", float(group["lr"]) / float(base) if base else 1.0)
+            if schedule is None and self.factor != 1:
+                group["lr"] = group["lr"] * self.factor
+
+    def set(self, step: int) -> None:
+        """Set the rates for the step with this number, counted from 0."""
+        if self.schedule is None:
+            return
+        rate = self.schedule.lr(step) * self.factor
+        for group in self.optimizer.param_groups:
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate * group["lr_scale"])
+            else:
+                group["lr"] = rate * group["lr_scale"]
+
+    def observe(self, metrics: EpochMetrics, name: str) -> None:
+        """Tell a schedule that waits for plateaus the figure ``name`` of an epoch."""
+        if not hasattr(self.schedule, "observe"):
+            return
+        known = {**metrics.metrics, **metrics.eval, "loss": metrics.loss}
+        if name not in known:
+            raise TrainError(
+                f"schedule_metric: found no figure {name!r} after epoch {metrics.epoch}; there are {', '.join(known)}.",
+                name=name,
+            )
+        self.schedule.observe(known[name])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the schedule's state, empty for a pure one."""
+        return self.schedule.state_dict() if hasattr(self.schedule, "state_dict") else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up a saved state."""
+        if state:
+            self.schedule.load_state_dict(dict(state))

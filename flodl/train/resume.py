@@ -1,0 +1,173 @@
+"""Which parts of a trainer make up a checkpoint, and what must agree before one is taken up again.
+
+Rank 0 writes what all ranks share: weights, counters, settings, and under Sync the optimiser. Every
+rank writes what is its own: random states, unfinished turns, and under Cadence and Async its optimiser.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from flodl.distributed.group import Ranks
+from flodl.errors import TrainError, capped
+from flodl.train.keeper import Checkpoint
+from flodl.train.state import (
+    load_model,
+    load_optimizer,
+    load_random,
+    model_state,
+    optimizer_state,
+    random_state,
+)
+from flodl.train.tally import Tally
+
+if TYPE_CHECKING:
+    from flodl.train.trainer import Trainer
+
+__all__ = ["check_same_model", "restore", "snapshot"]
+
+
+def check_same_model(ranks: Ranks, model: nn.Module) -> None:
+    """Compare names, shapes and dtypes of the model over ranks, before any collective would trip over them.
+
+    Raises:
+        TrainError: they differ; ``ranks_apart`` lists the ranks that differ from rank 0.
+    """
+    if ranks.solo:
+        return
+    lines = [f"{name} {t.dtype} {tuple(t.shape)} {t.requires_grad}" for name, t in model.named_parameters()]
+    lines += [f"{name} {t.dtype} {tuple(t.shape)}" for name, t in model.named_buffers()]
+    marks = ranks.gather(hashlib.sha256("\n".join(lines).encode()).hexdigest())
+    apart = [rank for rank, mark in enumerate(marks) if mark != marks[0]]
+    if apart:
+        raise TrainError(
+            f"the model of rank {', '.join(map(str, apart))} has other parameters or buffers than that of rank 0. "
+            "Expected every rank to build the same model; look for code that depends on the rank.",
+            ranks_apart=apart,
+        )
+
+
+def recipe(trainer: Trainer) -> dict[str, Any]:
+    """Return what decides the numbers of a run, as flat JSON values."""
+    data = trainer.feed.identity() if trainer.feed is not None else {}
+    return {
+        **trainer.settings.recipe(),
+        **{f"data.{name}": value for name, value in data.items()},
+        "policy": trainer.policy.name,
+        "world_size": trainer.ranks.world,
+        "optimizer": type(trainer.optimizer).__name__,
+    }
+
+
+def snapshot(trainer: Trainer) -> dict[str, Any]:
+    """Return this rank's files of a checkpoint, by name without suffix; contents are copies."""
+    rank, shared = trainer.ranks.rank, trainer.policy.shares_gradients
+    random_tensors, random_rest = random_state(trainer.ranks.device)
+    own_tensors = dict(random_tensors)
+    own: dict[str, Any] = {
+        "random": random_rest,
+        "tally": trainer.tally.to_dict(),
+        "policy": trainer.policy.own_state(),
+    }
+    files: dict[str, Any] = {}
+    if not shared or rank == 0:
+        tensors, rest = optimizer_state(trainer.model, trainer.optimizer)
+        if shared:
+            files["optimizer"] = tensors or {"empty": torch.zeros(0)}
+            files["optimizer-options"] = rest
+        else:
+            own_tensors |= {f"optimizer/{name}": tensor for name, tensor in tensors.items()}
+            own["optimizer"] = rest
+        own["precision"] = trainer.precision.state_dict()
+    if rank == 0:
+        files["model"] = model_state(trainer.model)
+        files["run"] = {
+            "epoch": trainer.epoch_number,
+            "policy": trainer.policy.state_dict(),
+            "schedule": trainer.rates.state_dict(),
+            "evaluator": trainer.evaluator.state_dict(),
+            "stopped": trainer.stopping and trainer.evaluator.is_spent,
+            "recipe": recipe(trainer),
+        }
+    return {**files, f"rank-{rank}": own_tensors, f"rank-{rank}-state": own}
+
+
+def restore(trainer: Trainer, saved: Checkpoint) -> None:
+    """Put the trainer where the checkpoint was taken.
+
+    Raises:
+        CheckpointError: it does not fit the model or the optimiser.
+        TrainError: a setting differs and is not in ``allow_change``; ``problems`` lists each.
+    """
+    run, world = saved.values["run"], saved.world
+    own = [saved.values[f"rank-{rank}-state"] for rank in range(world)]
+    policy = run["recipe"]["policy"]
+    if trainer.settings.policy is None and not trainer.ranks.solo and policy != trainer.policy.name:
+        trainer._use_policy(policy)
+    _compare(trainer, run["recipe"], saved)
+    if policy != trainer.policy.name and not _between_epochs(run["policy"]):
+        raise TrainError(
+            f"resume: {saved.path} was taken inside an epoch under policy {policy!r}, whose place in the data "
+            f"{trainer.policy.name!r} cannot take up. Resume with {policy!r}, or from a checkpoint between epochs.",
+            path=str(saved.path),
+        )
+    mine = min(trainer.ranks.rank, world - 1)
+    if trainer.ranks.rank >= world:
+        trainer.events.emit(_new_rank(trainer, world))
+    tensors = saved.tensors[f"rank-{mine}"]
+    load_model(trainer.model, saved.tensors["model"])
+    if "optimizer" in own[mine]:
+        part = {name.removeprefix("optimizer/"): t for name, t in tensors.items() if name.startswith("optimizer/")}
+        load_optimizer(trainer.model, trainer.optimizer, part, own[mine]["optimizer"])
+    else:
+        part = {name: t for name, t in saved.tensors["optimizer"].items() if name != "empty"}
+        load_optimizer(trainer.model, trainer.optimizer, part, saved.values["optimizer-options"])
+    trainer.precision.load_state_dict(own[mine].get("precision", own[0]["precision"]))
+    trainer.rates.load_state_dict(run["schedule"])
+    trainer.evaluator.load_state_dict(run["evaluator"])
+    trainer.epoch_number = run["epoch"]
+    trainer.stopping = run["stopped"]
+    if policy == trainer.policy.name:
+        trainer.policy.load_state_dict(run["policy"], [part["policy"] for part in own])
+    else:
+        trainer.policy.steps = run["policy"]["steps"]
+    if trainer.ranks.rank < world:
+        trainer.tally = Tally(**own[mine]["tally"])
+        load_random(trainer.ranks.device, tensors, own[mine]["random"])
+    trainer.model_was_replaced()
+
+
+def _between_epochs(policy: dict[str, Any]) -> bool:
+    return policy.get("position", policy.get("cursor")) == 0
+
+
+def _new_rank(trainer: Trainer, world: int) -> Any:
+    from flodl.train.events import Warned
+
+    return Warned(
+        rank=trainer.ranks.rank,
+        step=0,
+        message=f"the checkpoint was written by {world} ranks; rank {trainer.ranks.rank} starts its random generators anew",
+    )
+
+
+def _compare(trainer: Trainer, saved: dict[str, Any], where: Checkpoint) -> None:
+    present = recipe(trainer)
+    if not trainer.feed:
+        saved = {name: value for name, value in saved.items() if not name.startswith("data.")}
+    problems = [
+        f"{name}: was {saved.get(name)!r}, is {present.get(name)!r}"
+        for name in sorted(saved.keys() | present.keys())
+        if saved.get(name) != present.get(name) and name not in trainer.settings.allow_change
+    ]
+    if problems:
+        raise TrainError(
+            f"resume: the run in {where.path} was another:\n{capped(problems)}\nRestore these settings, or accept each "
+            "difference by name with allow_change.",
+            problems=problems,
+            path=str(where.path),
+        )

@@ -1,0 +1,132 @@
+"""Every setting of a training run with its default, in one frozen record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from torch import nn
+
+from flodl.distributed.policy import Knobs
+from flodl.errors import TrainError, nearest
+
+__all__ = ["Settings", "make_settings"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How a run is done. Nothing here changes by itself with the number of ranks.
+
+    Attributes:
+        num_epochs: passes over the data.
+        max_steps: stop after this many optimiser steps; None for no bound.
+        batch_size: samples of one batch. Under Sync that is one optimiser step of all ranks together;
+            under Cadence and Async each rank steps on batches of its own.
+        accumulate: batches in one optimiser step.
+        micro_batch_size: at most this many samples go through the model at once; bounds memory and
+            changes no number beyond rounding.
+        shuffle: a new order each epoch.
+        drop_last: leave out the ragged last batch; off, since nothing is dropped unasked.
+        seed: decides the order of data and, with the rank, all random generators.
+        policy: ``"sync"``, ``"cadence"``, ``"async"``; None chooses by the devices.
+        knobs: settings of the policy.
+        precision: ``"fp32"``, ``"tf32"``, ``"bf16"`` or ``"fp16"``.
+        max_grad_norm: clip the whole gradient to this 2-norm.
+        on_nan: ``"stop"`` or ``"skip"`` when loss or gradient is not finite.
+        compat: ``"transformers"`` reproduces the gradient inflation of that library's Trainer.
+        deterministic: ask torch for deterministic kernels, and fail where there is none.
+        checkpoint_activations: called with the model before training, to switch gradient
+            checkpointing on in it.
+        schedule: has ``lr(step)``; or a function of the number of ranks that returns such an object.
+        schedule_metric: the figure that a schedule with ``observe`` is told after each epoch.
+        lr_scale_ratio: multiply the learning rate by ``1 + (ranks - 1) * ratio``.
+        parameter_groups: ``groups(model)`` gives what the optimiser factory takes; None for the
+            trainable parameters in one group.
+        folder: where checkpoints go; None for none.
+        save_every: steps between checkpoints; None saves after epochs only.
+        save_epochs: save after each epoch.
+        keep_last: checkpoints kept.
+        keep_best: metric whose best checkpoint is kept as well; a leading ``-`` where less is better.
+        resume: go on from the newest whole checkpoint in ``folder`` if there is one.
+        allow_change: settings that may differ from the checkpoint's.
+        eval_every: steps between evaluations; None evaluates after epochs only.
+        early_stopping: ``(metric, patience)``: stop after so many evaluations without improvement.
+        checkpoint_every: epochs between calls of ``checkpoint_fn``.
+        slowdown: ``{rank: factor}``, simulated slow ranks for experiments.
+        timeline: file without suffix that gets the timeline as ``.json`` and ``.csv``.
+        timeout_s: how long a collective waits for a live rank.
+        frozen_after_s: silence after which a stopped rank is given up.
+        max_restarts: how often ranks that we started are started again after a failure.
+    """
+
+    num_epochs: int = 1
+    max_steps: int | None = None
+    batch_size: int | None = None
+    accumulate: int = 1
+    micro_batch_size: int | None = None
+    shuffle: bool = True
+    drop_last: bool = False
+    seed: int = 42
+    policy: str | None = None
+    knobs: Knobs = field(default_factory=Knobs)
+    precision: str = "fp32"
+    max_grad_norm: float | None = None
+    on_nan: str = "stop"
+    compat: str | None = None
+    deterministic: bool = False
+    checkpoint_activations: Callable[[nn.Module], Any] | None = None
+    schedule: Any = None
+    schedule_metric: str = "loss"
+    lr_scale_ratio: float = 0.0
+    parameter_groups: Callable[[nn.Module], list[dict[str, Any]]] | None = None
+    folder: str | None = None
+    save_every: int | None = None
+    save_epochs: bool = True
+    keep_last: int = 2
+    keep_best: str | None = None
+    resume: bool = False
+    allow_change: tuple[str, ...] = ()
+    eval_every: int | None = None
+    early_stopping: tuple[str, int] | None = None
+    checkpoint_every: int | None = None
+    slowdown: Mapping[int, float] = field(default_factory=dict)
+    timeline: str | None = None
+    timeout_s: float = 600.0
+    frozen_after_s: float = 8.0
+    max_restarts: int = 0
+
+    def recipe(self) -> dict[str, Any]:
+        """Return the settings that decide the numbers of a run, as JSON values; a resumed run compares them."""
+        names = (
+            "accumulate",
+            "micro_batch_size",
+            "seed",
+            "precision",
+            "max_grad_norm",
+            "on_nan",
+            "compat",
+            "lr_scale_ratio",
+        )
+        return {name: getattr(self, name) for name in names} | {
+            "schedule": repr(self.schedule) if not callable(self.schedule) else "function"
+        }
+
+
+def make_settings(given: Mapping[str, Any], base: Settings | None = None) -> Settings:
+    """Return ``base`` with the given values; names of `Knobs` fields go there.
+
+    Raises:
+        TrainError: a name that is neither; ``names`` lists them.
+    """
+    base = base or Settings()
+    known, knobs = {f.name for f in fields(Settings)}, {f.name for f in fields(Knobs)}
+    unknown = [name for name in given if name not in known | knobs]
+    if unknown:
+        shown = ", ".join(f"{name!r}{nearest(name, known | knobs)}" for name in unknown)
+        raise TrainError(
+            f"settings: there is no {shown}. Expected fields of Settings or of its policy's Knobs.", names=unknown
+        )
+    own = {name: value for name, value in given.items() if name in known}
+    own["knobs"] = replace(own.get("knobs", base.knobs), **{n: v for n, v in given.items() if n in knobs})
+    return replace(base, **own)

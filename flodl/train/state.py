@@ -1,0 +1,188 @@
+"""Everything a run needs to go on to the bit, as tensors and JSON values: nothing is pickled.
+
+Optimiser state is keyed by parameter name, so it does not depend on the order of groups. Random
+states are those of torch (CPU and this rank's device), numpy and Python. When states are taken and
+where they go is decided in `flodl.train.trainer` and `flodl.train.keeper`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from flodl.errors import CheckpointError, TrainError, capped
+
+__all__ = ["load_model", "load_optimizer", "load_random", "model_state", "optimizer_state", "random_state", "to_cpu"]
+
+Tensors = dict[str, torch.Tensor]
+
+
+def to_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous copy in host memory that later training does not change."""
+    return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def model_state(model: nn.Module) -> Tensors:
+    """Return copies of all parameters and persistent buffers by name.
+
+    Raises:
+        TrainError: the model keeps something other than tensors in its ``state_dict``.
+    """
+    state = model.state_dict()
+    odd = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
+    if odd:
+        raise TrainError(
+            f"checkpoint: the model's state holds other things than tensors: {', '.join(odd[:5])}. Expected tensors "
+            "only, since nothing is pickled; keep such values in buffers.",
+            names=odd,
+        )
+    return {name: to_cpu(value) for name, value in state.items()}
+
+
+def load_model(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Copy ``tensors`` into the model, after checking that names, shapes and dtypes are the same.
+
+    Raises:
+        CheckpointError: they are not; ``problems`` lists every difference and nothing was copied.
+    """
+    own = model.state_dict()
+    problems = [f"missing: {name}" for name in own if name not in tensors]
+    problems += [f"not in the model: {name}" for name in tensors if name not in own]
+    for name in own.keys() & tensors.keys():
+        a, b = own[name], tensors[name]
+        if a.shape != b.shape or a.dtype != b.dtype:
+            problems.append(f"{name}: saved {b.dtype} {tuple(b.shape)}, the model has {a.dtype} {tuple(a.shape)}")
+    if problems:
+        raise CheckpointError(
+            "resume: the checkpoint does not fit the model:\n"
+            + capped(sorted(problems))
+            + "\nBuild the model as it was.",
+            problems=sorted(problems),
+        )
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(tensors[name])
+
+
+def _named(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]:
+    """Return the optimiser's parameters with their names, in the optimiser's own order."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    listed = [p for group in optimizer.param_groups for p in group["params"]]
+    return [(names.get(id(p), f"unnamed.{i}"), p) for i, p in enumerate(listed)]
+
+
+def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Tensors, dict[str, Any]]:
+    """Return the optimiser's tensors as ``"<parameter>::<entry>"``, and the rest as JSON values."""
+    tensors: Tensors = {}
+    plain: dict[str, dict[str, Any]] = {}
+    for name, parameter in _named(model, optimizer):
+        for entry, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor):
+                tensors[f"{name}::{entry}"] = to_cpu(value)
+            else:
+                plain.setdefault(name, {})[entry] = _json(value, f"optimizer state {name}.{entry}")
+    names = {id(p): name for name, p in _named(model, optimizer)}
+    groups = []
+    for group in optimizer.param_groups:
+        options = {k: _json(v, f"optimizer option {k}") for k, v in group.items() if k != "params"}
+        groups.append({"params": [names[id(p)] for p in group["params"]], **options})
+    return tensors, {"kind": type(optimizer).__name__, "groups": groups, "plain": plain}
+
+
+def _json(value: Any, where: str) -> Any:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return {"tensor": value.item()}
+    if isinstance(value, tuple):
+        return {"tuple": [_json(part, where) for part in value]}
+    if isinstance(value, (list, dict)) and not value:
+        return value
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise TrainError(f"checkpoint: {where} is a {type(value).__name__}, which cannot be written as JSON.", where=where)
+
+
+def _unjson(value: Any) -> Any:
+    if isinstance(value, dict) and "tuple" in value:
+        return tuple(_unjson(part) for part in value["tuple"])
+    if isinstance(value, dict) and "tensor" in value:
+        return value["tensor"]
+    return value
+
+
+def load_optimizer(
+    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor], rest: Mapping[str, Any]
+) -> None:
+    """Put a saved state into the optimiser.
+
+    Raises:
+        CheckpointError: another kind of optimiser, or other parameters; ``problems`` lists them and
+            nothing was changed.
+    """
+    named = _named(model, optimizer)
+    known = dict(named)
+    saved = {name for group in rest["groups"] for name in group["params"]}
+    problems = (
+        [f"saved by {rest['kind']}, this is {type(optimizer).__name__}"]
+        if rest["kind"] != type(optimizer).__name__
+        else []
+    )
+    if len(rest["groups"]) != len(optimizer.param_groups):
+        problems.append(f"saved with {len(rest['groups'])} parameter groups, this has {len(optimizer.param_groups)}")
+    problems += [f"not saved: {name}" for name in known if name not in saved]
+    problems += [f"not optimised now: {name}" for name in sorted(saved) if name not in known]
+    if problems:
+        raise CheckpointError(
+            "resume: the saved optimiser state does not fit:\n" + capped(problems) + "\nBuild the optimiser as it was.",
+            problems=problems,
+        )
+    state: dict[nn.Parameter, dict[str, Any]] = {}
+    for key, tensor in tensors.items():
+        name, entry = key.rsplit("::", 1)
+        parameter = known[name]
+        # Step counters live on the CPU unless the optimiser is fused or capturable.
+        group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+        counter = entry == "step" and not (group.get("fused") or group.get("capturable"))
+        device = torch.device("cpu") if counter else parameter.device
+        state.setdefault(parameter, {})[entry] = tensor.clone().to(device)
+    for name, entries in rest["plain"].items():
+        state.setdefault(known[name], {}).update({k: _unjson(v) for k, v in entries.items()})
+    optimizer.state.clear()
+    # In the order of parameters, as the optimiser itself would have filled it.
+    for _, parameter in named:
+        if parameter in state:
+            optimizer.state[parameter] = state[parameter]
+    for group, options in zip(optimizer.param_groups, rest["groups"], strict=True):
+        for option, value in options.items():
+            if option == "params":
+                continue
+            if isinstance(group.get(option), torch.Tensor):
+                group[option].fill_(_unjson(value))
+            else:
+                group[option] = _unjson(value)
+
+
+def random_state(device: torch.device) -> tuple[Tensors, dict[str, Any]]:
+    """Return the states of all random generators of this process."""
+    kind, keys, place, has_gauss, gauss = np.random.get_state()
+    tensors = {"random.torch": torch.get_rng_state(), "random.numpy": torch.from_numpy(keys.astype(np.int64))}  # type: ignore[union-attr]
+    if device.type == "cuda":
+        tensors["random.cuda"] = torch.cuda.get_rng_state(device)
+    version, words, next_gauss = random.getstate()
+    rest = {"numpy": [kind, place, has_gauss, gauss], "python": [version, list(words), next_gauss]}
+    return tensors, rest
+
+
+def load_random(device: torch.device, tensors: Mapping[str, torch.Tensor], rest: Mapping[str, Any]) -> None:
+    """Set all random generators of this process to a saved state."""
+    torch.set_rng_state(tensors["random.torch"].clone())
+    if device.type == "cuda" and "random.cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["random.cuda"].clone(), device)
+    kind, place, has_gauss, gauss = rest["numpy"]
+    np.random.set_state((kind, tensors["random.numpy"].numpy().astype(np.uint32), place, has_gauss, gauss))
+    version, words, next_gauss = rest["python"]
+    random.setstate((version, tuple(words), next_gauss))

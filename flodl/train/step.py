@@ -1,0 +1,333 @@
+"""One optimiser step: forward, loss, backward over micro-batches; one sum over ranks; one division; clip; update.
+
+The exact-step contract lives here. Gradients of *sums* of losses are added up over micro-batches and
+ranks and divided once by the count of all of them, so the same samples give the same step however they
+were cut. A step whose samples are one micro-batch of one rank divides before the backward pass instead,
+which is the same number and, to the bit, what a plain ``mean().backward()`` loop computes.
+
+`Step.run` takes everything that varies as arguments and keeps everything else fixed, so that a
+captured device graph can stand in for it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from flodl.distributed.average import BufferMean, GradientSum
+from flodl.distributed.group import Ranks
+from flodl.errors import TrainError
+from flodl.train.loss import Loss, as_loss, batch_len
+from flodl.train.precision import Precision
+
+__all__ = ["Step", "StepResult", "TrainStep"]
+
+TrainStep = Callable[[nn.Module, Any], Any]
+MAX_OVERFLOWS = 50
+
+
+@dataclass
+class StepResult:
+    """What one step did.
+
+    Attributes:
+        loss: mean loss over ``count`` items, as computed before the update.
+        count: items counted, over ranks where gradients are summed over them.
+        samples: samples of this rank.
+        grad_norm: 2-norm of the whole gradient before clipping.
+        compute_ms: time of forward and backward on this rank.
+        applied: whether parameters moved.
+        reason: why not, when they did not.
+        flags: sums over ranks of the flags given to the step.
+        metrics: ``name: (sum, count)`` of this rank.
+    """
+
+    loss: float
+    count: float
+    samples: int
+    grad_norm: float
+    compute_ms: float
+    applied: bool = True
+    reason: str = ""
+    flags: list[float] = field(default_factory=list)
+    metrics: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+
+class Step:
+    """Turns micro-batches into one update of the parameters.
+
+    Args:
+        train_step: ``train_step(model, batch)``, see `flodl.train.loss.as_loss` for what it may return.
+        share_gradients: sum gradients over ranks (Sync); otherwise the step is this rank's own.
+        on_nan: ``"stop"`` raises when loss or gradient is not finite, ``"skip"`` leaves the step out.
+            Either way no rank applies it.
+        compat: ``"transformers"`` adds up the *means* of micro-batches and ranks without dividing, as
+            that library's Trainer does for encoder heads: the gradient is too large by accumulation
+            times processes. For recipes that were tuned to it.
+        slowdown: this rank sleeps so that its compute takes this many times as long; for experiments.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        train_step: TrainStep | None,
+        *,
+        ranks: Ranks,
+        precision: Precision,
+        share_gradients: bool = True,
+        max_grad_norm: float | None = None,
+        on_nan: str = "stop",
+        compat: str | None = None,
+        slowdown: float = 1.0,
+    ) -> None:
+        if on_nan not in ("stop", "skip") or compat not in (None, "transformers"):
+            raise TrainError(
+                f"Step: found on_nan={on_nan!r}, compat={compat!r}; expected 'stop' or 'skip', and None or "
+                "'transformers'.",
+                on_nan=on_nan,
+                compat=compat,
+            )
+        self.model, self.optimizer, self.train_step = model, optimizer, train_step
+        self.ranks, self.precision = ranks, precision
+        self.share_gradients = share_gradients and not ranks.solo
+        self.max_grad_norm, self.on_nan, self.compat, self.slowdown = max_grad_norm, on_nan, compat, slowdown
+        self._reduce = GradientSum(ranks, model)
+        self._buffers = (
+            BufferMean(ranks, model) if self.share_gradients and any(True for _ in model.buffers()) else None
+        )
+        self._unit = 1.0  # float16 sums are kept small by this power of two, which rounds nothing
+        self._unit_known = precision.scaler is None
+        self._overflows = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self._totals: torch.Tensor | None = None
+        self._samples = 0
+        self._compute_ms = 0.0
+        self._divided = self.compat is not None
+        self._spans: list[tuple[Any, Any]] = []
+        self._metrics: dict[str, list[Any]] = {}
+
+    def run(self, batches: Sequence[Any], *, step: int = 0, flags: Sequence[float] = ()) -> StepResult:
+        """Return the result of one optimiser step over ``batches``, this rank's micro-batches; may be none.
+
+        Args:
+            step: number of the step, for messages.
+            flags: figures that are summed over ranks along the way.
+
+        Raises:
+            TrainError: loss or gradient is not finite and ``on_nan`` is ``"stop"``.
+        """
+        assert self.train_step is not None
+        alone = len(batches) == 1 and not self.share_gradients
+        if not batches:
+            self._agree_on_unit(0.0)
+        for batch in batches:
+            self.ranks.phase("forward", step)
+            with self.timed():
+                with self.precision.context():
+                    loss = as_loss(self.train_step(self.model, batch), batch_len(batch))
+                self._agree_on_unit(loss.count)
+                self.ranks.phase("backward")
+                self.backward(loss, batch_len(batch), alone=alone)
+        return self.update(step=step, flags=flags)
+
+    def _agree_on_unit(self, count: Any) -> None:
+        """Choose, once, the power of two that keeps scaled float16 sums about as small as means."""
+        if self._unit_known:
+            return
+        rows = self.ranks.table([float(count)]) if self.share_gradients else [[float(count)]]
+        self._unit = 2.0 ** -math.ceil(math.log2(max(1.0, *(row[0] for row in rows))))
+        self._unit_known = True
+
+    def timed(self) -> _Timed:
+        """Return a context that adds its time to the compute time of this step."""
+        return _Timed(self)
+
+    def backward(self, loss: Loss, samples: int, *, alone: bool = False) -> None:
+        """Add the gradient of one micro-batch.
+
+        Args:
+            alone: this is the only micro-batch of the step, so it may be divided at once.
+        """
+        if not loss.sum.requires_grad:
+            raise TrainError(
+                "backward: the loss does not depend on any trainable parameter. Expected a loss computed from "
+                "the model's output with gradients on; look for no_grad, detach, or everything frozen.",
+            )
+        totals = loss.totals()
+        if self.compat == "transformers":
+            value = loss.as_mean()
+            totals = torch.stack([value.detach().to(torch.float64), torch.ones_like(totals[0])])
+        elif alone:
+            value, self._divided = loss.as_mean(), True
+        else:
+            value = loss.as_sum() * self._unit
+        scaler = self.precision.scaler
+        (scaler.scale(value) if scaler is not None else value).backward()
+        self._totals = totals if self._totals is None else self._totals + totals
+        self._samples += samples
+        for name, (total, count) in loss.metrics.items():
+            kept = self._metrics.setdefault(name, [0.0, 0.0])
+            kept[0] = kept[0] + (total.detach() if isinstance(total, torch.Tensor) else total)
+            kept[1] = kept[1] + (count.detach() if isinstance(count, torch.Tensor) else count)
+
+    def own_gradients(self, weight: float) -> None:
+        """Take gradients that the user's own ``backward()`` left as means, standing for ``weight`` items."""
+        grads = [p.grad for p in self._parameters() if p.grad is not None]
+        if self.share_gradients and self.compat is None and weight != 1:
+            torch._foreach_mul_(grads, float(weight))
+        else:
+            self._divided = True
+        self._totals = torch.tensor([0.0, weight], dtype=torch.float64, device=self.ranks.device)
+        self._samples = round(weight)
+
+    def update(self, *, step: int = 0, flags: Sequence[float] = ()) -> StepResult:
+        """Finish the step: sum over ranks, divide by the count, clip, move the parameters, clear gradients."""
+        device = self.ranks.device
+        own = self._totals if self._totals is not None else torch.zeros(2, dtype=torch.float64, device=device)
+        totals = torch.cat([own.to(device), torch.tensor([*flags, self._samples], dtype=torch.float64, device=device)])
+        if self.share_gradients:
+            self.ranks.phase("reduce")
+            totals = self._reduce(totals)
+            if self._buffers is not None:
+                self._buffers(float(self._samples))
+        self.ranks.phase("optimiser")
+        loss_sum, count, *rest = totals.tolist()
+        for start, end in self._spans:
+            end.synchronize()
+            self._compute_ms += start.elapsed_time(end)
+        result = StepResult(
+            loss_sum / count if count and self.compat is None else loss_sum,
+            count,
+            self._samples,
+            0.0,
+            self._compute_ms,
+            flags=rest[:-1],
+            metrics={name: (float(a), float(b)) for name, (a, b) in self._metrics.items()},
+        )
+        self._apply(result, step)
+        self.optimizer.zero_grad(set_to_none=True)
+        self._begin()
+        return result
+
+    def _apply(self, result: StepResult, step: int) -> None:
+        scaler = self.precision.scaler
+        grads = [p.grad for p in self._parameters() if p.grad is not None]
+        if not grads or result.count == 0:
+            result.applied, result.reason = False, "nothing was counted in this step"
+            return
+        if scaler is not None:
+            scaler.unscale_(self.optimizer)
+        if not self._divided:
+            _divide(grads, result.count * self._unit)
+        norm = get_total_norm(grads)
+        result.grad_norm = float(norm)
+        if scaler is not None and math.isfinite(result.loss) and not math.isfinite(result.grad_norm):
+            self._overflow(result, step)
+            return
+        if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
+            self._not_finite(result, step)
+            if scaler is not None:
+                scaler.update()
+            return
+        if self.max_grad_norm is not None:
+            clip_grads_with_norm_(self._parameters(), self.max_grad_norm, norm)
+        if scaler is not None:
+            scaler.step(self.optimizer)
+            scaler.update()
+            self._overflows = 0
+        else:
+            self.optimizer.step()
+
+    def _overflow(self, result: StepResult, step: int) -> None:
+        """Leave out a step whose scaled float16 gradient overflowed; the scale halves."""
+        scaler = self.precision.scaler
+        assert scaler is not None
+        scaler.step(self.optimizer)  # sees the infinities and does nothing
+        scaler.update()
+        result.applied, result.reason = False, f"float16 overflow, loss scale now {scaler.get_scale():g}"
+        self._overflows += 1
+        if self._overflows >= MAX_OVERFLOWS:
+            raise TrainError(
+                f"step {step}: the float16 gradient overflowed {self._overflows} times in a row, at a loss scale of "
+                f"{scaler.get_scale():g}. Expected it to fit after a few halvings. Train in bf16 or fp32.",
+                step=step,
+            )
+
+    def _not_finite(self, result: StepResult, step: int) -> None:
+        what = "loss" if not math.isfinite(result.loss) else "gradient"
+        named = [
+            name
+            for name, p in self.model.named_parameters()
+            if p.grad is not None and not bool(torch.isfinite(p.grad).all())
+        ]
+        where = f" (first in {named[0]})" if named else ""
+        result.applied, result.reason = False, f"{what} is not finite{where}"
+        if self.on_nan == "skip":
+            return
+        raise TrainError(
+            f"rank {self.ranks.rank}, step {step}: the {what} is {result.loss if what == 'loss' else result.grad_norm}"
+            f"{where}; expected a finite number. The step was not applied on any rank. Lower the learning rate, clip "
+            "(max_grad_norm), look at the batch, or go on without such steps with on_nan='skip'.",
+            rank=self.ranks.rank,
+            step=step,
+            tensor=named[0] if named else None,
+        )
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        return (p for p in self.model.parameters() if p.requires_grad)
+
+    def loaded(self) -> None:
+        """Be told that parameters and buffers were replaced from outside."""
+        if self._buffers is not None:
+            self._buffers.refresh()
+
+
+def _divide(grads: Sequence[torch.Tensor], count: float) -> None:
+    """Divide in place, each gradient by the count in its own precision."""
+    if count != 1:
+        torch._foreach_div_(list(grads), float(count))
+
+
+class _Timed:
+    """Measures compute, and stretches it where a slow rank is simulated.
+
+    On CUDA the time between two events counts, since the host runs ahead of the device; a simulated
+    slow rank waits for its device, so the host's clock serves it.
+    """
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+        self.cuda = step.ranks.device.type == "cuda"
+
+    def __enter__(self) -> None:
+        if self.cuda and self.step.slowdown > 1:
+            torch.cuda.synchronize(self.step.ranks.device)
+        if self.cuda and self.step.slowdown <= 1:
+            self.mark = torch.cuda.Event(enable_timing=True)
+            self.mark.record()
+        self.start = time.perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        step = self.step
+        if self.cuda and step.slowdown <= 1:
+            end = torch.cuda.Event(enable_timing=True)
+            end.record()
+            step._spans.append((self.mark, end))
+            return
+        if self.cuda:
+            torch.cuda.synchronize(step.ranks.device)
+        spent = time.perf_counter() - self.start
+        if step.slowdown > 1 and error[0] is None:
+            time.sleep(spent * (step.slowdown - 1))
+            spent *= step.slowdown
+        step._compute_ms += spent * 1e3

@@ -1,0 +1,84 @@
+"""What an epoch amounts to: sums and counts of one rank, and the figures of all ranks together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from flodl.train.events import EpochMetrics
+from flodl.train.step import StepResult
+
+__all__ = ["Tally", "epoch_metrics"]
+
+
+@dataclass
+class Tally:
+    """Running sums of one rank over the part of an epoch that it has done.
+
+    Attributes:
+        loss_sum: sum of losses; under Sync that of all ranks.
+        count: items that the losses stand for, likewise.
+        samples: samples of this rank.
+        compute_ms: its time in forward and backward.
+        wall_ms: its time in the epoch.
+        sums: ``name: [sum, count]`` of further figures of this rank.
+    """
+
+    loss_sum: float = 0.0
+    count: float = 0.0
+    samples: int = 0
+    compute_ms: float = 0.0
+    wall_ms: float = 0.0
+    sums: dict[str, list[float]] = field(default_factory=dict)
+
+    def add(self, result: StepResult, wall_ms: float) -> None:
+        """Count one step; one that was left out for a loss that is no number counts no loss."""
+        if result.applied:
+            self.loss_sum += result.loss * result.count
+            self.count += result.count
+        self.samples += result.samples
+        self.compute_ms += result.compute_ms
+        self.wall_ms += wall_ms
+        for name, (total, count) in result.metrics.items():
+            self.record(name, total, count)
+
+    def record(self, name: str, total: float, count: float = 1.0) -> None:
+        """Add to the figure ``name``."""
+        kept = self.sums.setdefault(name, [0.0, 0.0])
+        kept[0] += total
+        kept[1] += count
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the sums as JSON values."""
+        return asdict(self)
+
+
+def epoch_metrics(
+    parts: Sequence[dict[str, Any]], *, shared_loss: bool, epoch: int, step: int, evaluated: dict[str, float]
+) -> EpochMetrics:
+    """Return the figures of an epoch from the tallies of all ranks.
+
+    Args:
+        shared_loss: each rank's loss already stands for all ranks (Sync).
+    """
+    losses = parts[:1] if shared_loss else parts
+    count = sum(part["count"] for part in losses)
+    samples = sum(part["samples"] for part in parts)
+    names = sorted({name for part in parts for name in part["sums"]})
+    figures = {}
+    for name in names:
+        total = sum(part["sums"].get(name, (0.0, 0.0))[0] for part in parts)
+        weight = sum(part["sums"].get(name, (0.0, 0.0))[1] for part in parts)
+        figures[name] = total / weight if weight else float("nan")
+    return EpochMetrics(
+        epoch=epoch,
+        step=step,
+        loss=sum(part["loss_sum"] for part in losses) / count if count else float("nan"),
+        metrics=figures,
+        samples=samples,
+        epoch_ms=max(part["wall_ms"] for part in parts),
+        share=tuple(part["samples"] / samples if samples else 0.0 for part in parts),
+        throughput=tuple(part["samples"] / part["compute_ms"] if part["compute_ms"] else 0.0 for part in parts),
+        eval=evaluated,
+    )

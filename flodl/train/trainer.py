@@ -1,0 +1,484 @@
+"""The training loop, whole: epochs, steps, meetings of ranks, evaluation, checkpoints, leaving.
+
+The loop is the same on a CPU, a GPU, several GPUs and several hosts, and whether the user writes its
+body (`Trainer.setup`) or hands over a ``train_step`` (`Trainer.builder`). What a step computes is in
+`flodl.train.step`, who does which part of the data and when ranks meet in `flodl.distributed.policy`,
+what is saved in `flodl.train.resume`.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from flodl.distributed.average import model_tensors
+from flodl.distributed.group import Ranks, join_ranks
+from flodl.distributed.policy import LocalSteps, Round, Sync, choose_policy, make_policy
+from flodl.distributed.timeline import Timeline
+from flodl.errors import TrainError
+from flodl.train import resume
+from flodl.train.evaluate import Callbacks, Evaluator
+from flodl.train.events import EpochMetrics, EvalDone, Events, RunDone, RunStarted, StepDone, Synced, Warned
+from flodl.train.feed import Feed, Share
+from flodl.train.keeper import Keeper
+from flodl.train.optimizers import OptimizerFactory
+from flodl.train.precision import Precision
+from flodl.train.rates import Rates
+from flodl.train.settings import Settings, make_settings
+from flodl.train.signals import StopSignals
+from flodl.train.step import Step, StepResult, TrainStep
+from flodl.train.tally import Tally, epoch_metrics
+
+if TYPE_CHECKING:
+    from flodl.train.builder import TrainerBuilder
+    from flodl.train.own_loop import OwnLoop
+    from flodl.train.replicas import Replicas
+
+__all__ = ["Trainer"]
+
+OptimizerMaker = OptimizerFactory | Callable[[Any], torch.optim.Optimizer] | torch.optim.Optimizer
+
+
+class Trainer:
+    """Trains one model; on several ranks each process holds one of these.
+
+    Make one with `Trainer.setup` (you write the loop), `Trainer.builder` (you give functions), or use
+    `Trainer.wrap` for the bare collectives.
+
+    Attributes:
+        model: the model, on this rank's device.
+        optimizer: its optimiser.
+        ranks: this process among its peers; ``ranks.device`` is where batches should be.
+        events: subscribe here to what happens.
+        epoch_number: the epoch that is running or comes next, counted from 0.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: OptimizerMaker,
+        train_step: TrainStep | None = None,
+        *,
+        settings: Settings,
+        ranks: Ranks,
+        feed: Feed | None = None,
+        callbacks: Callbacks | None = None,
+    ) -> None:
+        self.settings, self.ranks, self.feed = settings, ranks, feed
+        self.callbacks = callbacks or Callbacks()
+        self.events = Events(ranks.rank)
+        ranks.phase("model build")
+        self.model = model.to(ranks.device)
+        resume.check_same_model(ranks, model)
+        ranks.phase("first broadcast")
+        with torch.no_grad():
+            ranks.copy_from(0, model_tensors(model))
+        _seed(settings.seed + ranks.rank)
+        if settings.deterministic:
+            torch.use_deterministic_algorithms(True)
+        if settings.checkpoint_activations is not None:
+            settings.checkpoint_activations(model)
+        self.optimizer = _make_optimizer(model, optimizer, settings)
+        self.precision = Precision(settings.precision, ranks.device)
+        schedule = settings.schedule(ranks.world) if callable(settings.schedule) else settings.schedule
+        self.rates = Rates(self.optimizer, schedule, ranks.world, settings.lr_scale_ratio)
+        self.epoch_number = 0
+        self.tally = Tally()
+        self.evaluator = Evaluator(self.callbacks, settings.early_stopping)
+        self.stopping = False
+        self.signals = StopSignals()
+        self._use_policy(choose_policy(ranks, settings.policy, settings.slowdown.get(ranks.rank, 1.0)))
+        self._train_step = train_step
+        self.keeper = (
+            Keeper(settings.folder, ranks, keep_last=settings.keep_last, best=settings.keep_best)
+            if settings.folder
+            else None
+        )
+        self.timeline = Timeline(ranks.rank) if settings.timeline else None
+        if self.timeline is not None:
+            self.events.subscribe(self.timeline.note)
+        self._saved_at = 0
+        self._mark = time.perf_counter()
+        self.resumed_from: str | None = None
+        # The statistics of a single row are no statistics: torch refuses them.
+        norms = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+        self._least = 2 if norms else 1
+
+    def _use_policy(self, name: str) -> None:
+        settings, ranks = self.settings, self.ranks
+        self.policy: Sync | LocalSteps = make_policy(name, ranks, self.model, settings.knobs)
+        if isinstance(self.policy, LocalSteps):
+            self.policy.due = lambda steps, flags: any(flags) or self._save_due() or self._out_of_steps()
+        self.step_ = Step(
+            self.model,
+            self.optimizer,
+            None,
+            ranks=ranks,
+            precision=self.precision,
+            share_gradients=self.policy.shares_gradients,
+            max_grad_norm=settings.max_grad_norm,
+            on_nan=settings.on_nan,
+            compat=settings.compat,
+            slowdown=settings.slowdown.get(ranks.rank, 1.0),
+        )
+
+    # ---- making one ----------------------------------------------------------------------------------
+
+    @staticmethod
+    def setup(model: nn.Module, *, optimizer: OptimizerMaker, ranks: Ranks | None = None, **settings: Any) -> OwnLoop:
+        """Return a trainer for a loop that you write; the same code runs on a CPU, a GPU, or under torchrun.
+
+        ::
+
+            trainer = Trainer.setup(model, optimizer=adamw(1e-3))
+            for epoch in trainer.epochs(3):
+                for batch in trainer.epoch(loader):
+                    loss = cross_entropy(model(batch["x"]), batch["y"])
+                    loss.backward()
+                    trainer.step()
+
+        Args:
+            model: moved to this rank's device; every rank starts from rank 0's numbers.
+            optimizer: a factory such as `flodl.train.adamw`, a ``torch.optim`` class with its options
+                bound, or an optimiser over the model's parameters.
+            ranks: who takes part; None asks the environment that torchrun sets, else this process alone.
+            **settings: fields of `flodl.train.Settings`.
+
+        Raises:
+            TrainError: a setting that does not exist, or ranks that built different models.
+        """
+        from flodl.train.own_loop import OwnLoop
+
+        chosen = make_settings(settings)
+        return OwnLoop(model, optimizer, settings=chosen, ranks=ranks or join_ranks(timeout_s=chosen.timeout_s))
+
+    @staticmethod
+    def setup_head(head: Any, *, optimizer: OptimizerMaker, **settings: Any) -> OwnLoop:
+        """Return `setup` of the graph that ``head`` holds (``head.graph``, an attribute or a method), or of ``head``."""
+        graph = getattr(head, "graph", head)
+        graph = graph if isinstance(graph, nn.Module) else graph()
+        return Trainer.setup(graph, optimizer=optimizer, **settings)
+
+    @staticmethod
+    def builder(
+        model_factory: Callable[[torch.device], nn.Module], optimizer_factory: OptimizerMaker, train_step: TrainStep
+    ) -> TrainerBuilder:
+        """Return a builder for a run whose loop is ours: add data and settings, then ``run().join()``.
+
+        Args:
+            model_factory: ``model_factory(device)`` gives the model.
+            optimizer_factory: ``optimizer_factory(parameters)`` gives the optimiser.
+            train_step: ``train_step(model, batch)`` gives a `flodl.train.Loss`, a pair ``(sum, count)``, or
+                the mean over the samples of the batch.
+        """
+        from flodl.train.builder import TrainerBuilder
+
+        return TrainerBuilder(model_factory, optimizer_factory, train_step)
+
+    @staticmethod
+    def wrap(*models: nn.Module, ranks: Ranks | None = None) -> Replicas:
+        """Return the bare collectives over ``models``, for loops with several of them (GANs and the like)."""
+        from flodl.train.replicas import Replicas
+
+        return Replicas(models, ranks or join_ranks())
+
+    # ---- the loop ------------------------------------------------------------------------------------
+
+    def fit(self) -> Trainer:
+        """Train until the last epoch or a reason to stop, and return self.
+
+        Raises:
+            TrainError: a loss is not finite (``on_nan="stop"``), a rank is lost, or a checkpoint does not fit.
+            SystemExit: SIGTERM or SIGINT came; the state is saved, the code is 143 or 130.
+        """
+        if self.feed is None or self._train_step is None:
+            raise TrainError(
+                "fit: found no data or no train_step; use Trainer.builder, or write the loop with epoch()."
+            )
+        self.step_.train_step = self._train_step
+        with self.signals:
+            self._begin_run()
+            while self.epoch_number < self.settings.num_epochs and not self.stopping:
+                self._call("epoch_fn", self.epoch_number, self, may_stop=True)
+                self._mark = time.perf_counter()
+                for turn, batches in self._work(self.feed):
+                    self.rates.set(self.policy.lr_step)
+                    result = self.step_.run(batches, step=self.policy.lr_step, flags=self._flags())
+                    self._after_step(turn, result)
+                    if self.stopping:
+                        break
+                if not self.stopping:
+                    self._end_epoch()
+            self._end_run()
+        return self
+
+    def _work(self, feed: Feed) -> Iterator[tuple[int, list[Any]]]:
+        """Yield this rank's part of what is left of the epoch, one optimiser step at a time."""
+        for turns, ratios in self.policy.turns(feed.turns(self.epoch_number)):
+            share = Share(self.ranks.rank, ratios, self._least) if ratios is not None else None
+            self.ranks.phase("data")
+            for turn, batches in feed.work(self.epoch_number, turns, share):
+                yield turn, batches
+                self.ranks.phase("data")
+
+    def _after_step(self, turn: int, result: StepResult) -> None:
+        flags = self._flags()
+        round_ = self.policy.after_step(turn, result.samples, result.compute_ms, flags)
+        now = time.perf_counter()
+        wall_ms, self._mark = (now - self._mark) * 1e3, now
+        self.tally.add(result, wall_ms)
+        if not result.applied:
+            self._warn(f"step {self.policy.lr_step}: not applied, {result.reason}")
+        self.events.emit(
+            StepDone(
+                rank=self.ranks.rank,
+                step=self.policy.lr_step,
+                epoch=self.epoch_number,
+                loss=result.loss,
+                count=result.count,
+                samples=result.samples,
+                lr=self.optimizer.param_groups[0]["lr"],
+                grad_norm=result.grad_norm,
+                compute_ms=result.compute_ms,
+                wall_ms=wall_ms,
+                skipped=not result.applied,
+                metrics={name: total / count for name, (total, count) in result.metrics.items() if count},
+            )
+        )
+        if round_ is not None:
+            self._met(round_)
+        elif isinstance(self.policy, Sync):
+            self._at_rest(result.flags)
+
+    def _met(self, round_: Round) -> None:
+        self.events.emit(
+            Synced(
+                rank=self.ranks.rank,
+                step=self.policy.lr_step,
+                epoch=self.epoch_number,
+                round=round_.number,
+                batches=round_.batches,
+                work_ms=round_.work_ms,
+                sync_ms=round_.sync_ms,
+                wait_ms=round_.wait_ms,
+                divergence=round_.divergence,
+                anchor=round_.cadence.anchor,
+                counts=round_.cadence.counts,
+            )
+        )
+        if round_.held and not round_.all_dry:
+            self._at_rest(round_.flags)
+
+    def _at_rest(self, flags: Any) -> None:
+        """All ranks are equal here and know the same; what they must decide alike is decided here."""
+        every = self.settings.eval_every
+        if every and self.policy.steps // every > self.evaluator.at_step // every:
+            self._evaluate()
+        if any(flags):
+            self.save(wait=True)
+            if flags[0]:
+                self._leave(128 + round(flags[1] / flags[0]))
+            self.stopping = True
+        elif self._save_due():
+            self.save()
+        self.stopping = self.stopping or self._out_of_steps()
+        self._tell_news()
+
+    def _flags(self) -> list[float]:
+        """Return what this rank wants all to know: a signal that came (as 1 and its number), a wish to stop."""
+        number = self.signals.number
+        return [float(bool(number)), float(number), float(self._wish_to_stop)]
+
+    _wish_to_stop = False
+
+    def stop(self) -> None:
+        """Ask all ranks to stop at their next meeting; state is saved."""
+        self._wish_to_stop = True
+
+    def _leave(self, code: int) -> None:
+        self.events.emit(
+            RunDone(rank=self.ranks.rank, step=self.policy.lr_step, epoch=self.epoch_number, reason="signal")
+        )
+        self._close()
+        raise SystemExit(code)
+
+    def _save_due(self) -> bool:
+        every = self.settings.save_every
+        return bool(self.keeper and every and self.policy.steps // every > self._saved_at // every)
+
+    def _out_of_steps(self) -> bool:
+        return self.settings.max_steps is not None and self.policy.steps >= self.settings.max_steps
+
+    def _end_epoch(self) -> None:
+        for round_ in self.policy.close_epoch(self._flags()):
+            self._met(round_)
+            if self.stopping:
+                return
+        self.tally.wall_ms += (time.perf_counter() - self._mark) * 1e3
+        self._mark = time.perf_counter()
+        done = self.epoch_number
+        self.epoch_number += 1
+        if self.evaluator.at_step != self.policy.steps:
+            self._evaluate()
+        metrics = epoch_metrics(
+            self.ranks.gather(self.tally.to_dict()),
+            shared_loss=self.step_.share_gradients,
+            epoch=done,
+            step=self.policy.steps,
+            evaluated=self.evaluator.found,
+        )
+        self.tally = Tally()
+        self.rates.observe(metrics, self.settings.schedule_metric)
+        self.events.emit(metrics)
+        wanted = self._tell_host(metrics)
+        every = self.settings.checkpoint_every
+        if every and (done + 1) % every == 0 and self.ranks.rank == 0:
+            self._call("checkpoint_fn", done + 1, self.model)
+        if any(row[0] for row in self.ranks.table([float(wanted is False or self._wish_to_stop)])):
+            self.stopping = True
+        if self.keeper and (self.settings.save_epochs or self.stopping):
+            self.save()
+        self._tell_news()
+
+    def _tell_host(self, metrics: EpochMetrics) -> Any:
+        """Hand the epoch's figures to ``metrics_fn``, which lives in the process that started the ranks."""
+        if self.ranks.rank != 0:
+            return None
+        if self.ranks.pipe is not None:
+            self.ranks.phase("callback")
+            self.ranks.pipe.send(("metrics", metrics))
+            return self.ranks.pipe.recv()
+        return self._call("metrics_fn", metrics)
+
+    def _evaluate(self) -> None:
+        found = self.evaluator.run(self.model, self.ranks, self.precision, self.policy.steps)
+        if found is None:
+            return
+        self.stopping = self.stopping or self.evaluator.is_spent
+        self.events.emit(
+            EvalDone(
+                rank=self.ranks.rank,
+                step=self.policy.steps,
+                epoch=self.epoch_number,
+                metrics=found,
+                wall_ms=(time.perf_counter() - self._mark) * 1e3,
+            )
+        )
+        self._mark = time.perf_counter()
+
+    def _call(self, name: str, *args: Any, may_stop: bool = False) -> Any:
+        """Call a function of the user; one that only looks on may fail without ending the run."""
+        call = getattr(self.callbacks, name)
+        if call is None:
+            return None
+        self.ranks.phase("callback")
+        try:
+            return call(*args)
+        except Exception as error:
+            if may_stop:
+                raise
+            if name not in self.callbacks.warned:
+                self.callbacks.warned.add(name)
+                self._warn(f"{name} raised {type(error).__name__}: {error}; training goes on")
+            return None
+
+    # ---- beginning and ending ------------------------------------------------------------------------
+
+    def _begin_run(self) -> None:
+        self.model.train()
+        self.restore()
+        feed = self.feed
+        self.events.emit(
+            RunStarted(
+                rank=self.ranks.rank,
+                world=self.ranks.world,
+                policy=self.policy.name,
+                epochs=self.settings.num_epochs,
+                steps_per_epoch=feed.turns(self.epoch_number) if feed is not None else 0,
+                step=self.policy.lr_step,
+                epoch=self.epoch_number,
+                resumed_from=self.resumed_from,
+            )
+        )
+        self._mark = time.perf_counter()
+
+    def _end_run(self) -> None:
+        if self.keeper and self._saved_at != self.policy.steps:
+            self.save()
+        reason = "finished" if self.epoch_number >= self.settings.num_epochs else "stopped"
+        self._close()
+        self.events.emit(RunDone(rank=self.ranks.rank, step=self.policy.steps, epoch=self.epoch_number, reason=reason))
+
+    def _close(self) -> None:
+        self.ranks.phase("shutdown")
+        if self.keeper is not None:
+            self.keeper.join()
+            self._tell_news()
+            self.keeper.close()
+        if self.timeline is not None:
+            parts = self.ranks.gather(self.timeline.to_dict())
+            if self.ranks.rank == 0:
+                Timeline.merge(parts).write(self.settings.timeline or "timeline")
+
+    def save(self, *, wait: bool = False) -> None:
+        """Write a checkpoint in the background; all ranks must call this at the same step."""
+        if self.keeper is None:
+            return
+        self.ranks.phase("checkpoint")
+        self._saved_at = self.policy.steps
+        self.keeper.save(resume.snapshot(self), step=self.policy.steps, metrics=self.evaluator.found, wait=wait)
+
+    def restore(self) -> bool:
+        """Go on from the newest whole checkpoint if the settings say so and there is one.
+
+        Raises:
+            CheckpointError: the checkpoints are damaged, or do not fit the model or optimiser.
+            TrainError: settings differ from the checkpoint's.
+        """
+        if self.keeper is None or not self.settings.resume:
+            return False
+        found = self.keeper.latest(self.events.emit)
+        paths = self.ranks.gather(str(found.path) if found is not None else None)
+        if len(set(paths)) > 1:
+            raise TrainError(
+                f"resume: ranks found different checkpoints ({paths}); they must share the folder.", paths=paths
+            )
+        if found is None:
+            return False
+        resume.restore(self, found)
+        self._saved_at = self.evaluator.at_step = self.policy.steps
+        self.resumed_from = str(found.path)
+        return True
+
+    def model_was_replaced(self) -> None:
+        """Be told that parameters and buffers were overwritten on all ranks alike."""
+        self.step_.loaded()
+        if isinstance(self.policy, LocalSteps):
+            self.policy.mean.buffers.refresh()
+
+    def _tell_news(self) -> None:
+        if self.keeper is not None:
+            for event in self.keeper.news():
+                self.events.emit(event)
+
+    def _warn(self, message: str) -> None:
+        self.events.emit(Warned(rank=self.ranks.rank, step=self.policy.lr_step, message=message))
+
+
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    random.seed(seed)
+
+
+def _make_optimizer(model: nn.Module, maker: OptimizerMaker, settings: Settings) -> torch.optim.Optimizer:
+    if isinstance(maker, torch.optim.Optimizer):
+        return maker
+    groups = settings.parameter_groups(model) if settings.parameter_groups is not None else None
+    return maker(groups if groups is not None else [p for p in model.parameters() if p.requires_grad])
