@@ -23,7 +23,7 @@ __all__ = ["require_value", "run_captured", "variant"]
 
 
 def variant(graph: Graph, names: frozenset[str]) -> Callable[..., Any]:
-    """Return a forward pass that gives ``(result, {name: value})`` for at least these names."""
+    """Return a forward pass that gives ``(result, {name: value})`` for these names (one at least)."""
     if torch.compiler.is_compiling():
         # Nothing can be written while a compiler traces; it drops the values that are not asked for.
         return type(graph)._forward_captured
@@ -41,9 +41,7 @@ def require_value(plan: Plan, name: str, verb: str) -> None:
     """
     if plan.value_of(name) is None:
         known = [*plan.tags, *(node.name for node in plan.calls)]
-        raise GraphError(
-            f"{verb}: the graph has no tag {name!r}{nearest(name, known)}", tag=name, known=known
-        )
+        raise GraphError(f"{verb}: the graph has no tag {name!r}{nearest(name, known)}", tag=name, known=known)
 
 
 def run_captured(graph: Graph, outputs: Sequence[str] | None, inputs: tuple[Any, ...]) -> Any:
@@ -68,7 +66,10 @@ def run_captured(graph: Graph, outputs: Sequence[str] | None, inputs: tuple[Any,
         require_value(graph.plan, name, "outputs")
     if distant:
         return _run_with_distant(graph, outputs, distant, local, inputs)
-    result, values = variant(graph, watched | frozenset(local))(graph, *inputs)
+    wanted = watched | frozenset(local)
+    if not wanted:
+        return graph.forward(*inputs), {}
+    result, values = variant(graph, wanted)(graph, *inputs)
     if watched:
         graph._captured = {name: values[name] for name in watched}
     return result, {name: values[name] for name in outputs}

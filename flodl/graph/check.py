@@ -42,9 +42,7 @@ def _names(draft: Draft) -> list[Fault]:
         elif name in owners:
             faults.append(_at(node, f"the name {name!r} belongs to {owners[name].id} already"))
         elif name in _reserved():
-            faults.append(
-                _at(node, f"the name {name!r} is an attribute of every graph; give another with name=")
-            )
+            faults.append(_at(node, f"the name {name!r} is an attribute of every graph; give another with name="))
         else:
             other = draft.tags.get(name)
             if other is not None and other != node.index:
@@ -71,9 +69,7 @@ def _keywords(draft: Draft) -> list[Fault]:
         names = tuple(r.keyword for r in node.references)
         wrong = [name for name in names if not name.isidentifier() or keyword.iskeyword(name)]
         for name in wrong:
-            faults.append(
-                _at(node, f"{name!r} cannot be a keyword argument; rename it: using(word={name!r})")
-            )
+            faults.append(_at(node, f"{name!r} cannot be a keyword argument; rename it: using(word={name!r})"))
         valid = tuple(name for name in names if name not in wrong)
         faults.extend(_at(node, problem) for problem in check_forward(node.module, valid))
     return faults
@@ -88,9 +84,7 @@ def _cycles(draft: Draft) -> list[Fault]:
     for node in draft.nodes:
         # Of the nodes left over, only those that feed on a later value by reference have closed a circle.
         late = [
-            r.tag
-            for r in node.references
-            if node.index not in done and r.source >= node.index and r.source not in done
+            r.tag for r in node.references if node.index not in done and r.source >= node.index and r.source not in done
         ]
         for tag in late:
             faults.append(
@@ -112,14 +106,10 @@ def _labels(draft: Draft) -> list[Fault]:
             continue
         for label, graph in labelled_children(node.module):
             if "." in label:
-                faults.append(
-                    _at(node, f"holds a graph labelled {label!r}; a label within a tree cannot hold a dot")
-                )
+                faults.append(_at(node, f"holds a graph labelled {label!r}; a label within a tree cannot hold a dot"))
             first, same = seen.setdefault(label, (node, graph))
             if same is not graph:
-                faults.append(
-                    _at(node, f"holds a graph labelled {label!r}, and so does {first.id}; label each anew")
-                )
+                faults.append(_at(node, f"holds a graph labelled {label!r}, and so does {first.id}; label each anew"))
             tagged = draft.tags.get(label)
             if tagged is not None and tagged != node.index:
                 faults.append(

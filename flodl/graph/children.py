@@ -70,6 +70,4 @@ class _Removed:
         self.name = name
 
     def __call__(self, *_: Any, **__: Any) -> Any:
-        raise GraphError(
-            f"graph call: the child {self.name!r} was removed; put a module in its place", child=self.name
-        )
+        raise GraphError(f"graph call: the child {self.name!r} was removed; put a module in its place", child=self.name)

@@ -81,9 +81,7 @@ def dot(graph: Graph, profile: Profile | None = None) -> str:
         for shape in shapes:
             if shape.level == level:
                 text = _quoted("\n".join(shape.lines))
-                out.append(
-                    f'    n{shape.index} [label={text}, shape={shape.shape}, fillcolor="{shape.fill}"];'
-                )
+                out.append(f'    n{shape.index} [label={text}, shape={shape.shape}, fillcolor="{shape.fill}"];')
         out.append("  }")
     for line in _lines(graph):
         style = {
@@ -107,11 +105,13 @@ def svg(graph: Graph, profile: Profile | None = None) -> str:
     boxes = {shape.index: _box(shape) for shape in shapes}
     joints = [(line.source, line.target) for line in lines if line.kind != "state"]
     layout = lay_out(boxes, joints)
-    states = sum(line.kind == "state" for line in lines)
+    looped = [line for line in lines if line.kind == "state"]
+    # Room on the right for the lines that lead back and for their names.
+    margin = 24 * len(looped) + max((7 * len(line.label) for line in looped), default=0)
     title = graph.label or "graph"
     if profile is not None:
         title = f"{title}. {_title(profile)}"
-    width, height = layout.width + 90 + 24 * states, layout.height + 30
+    width, height = layout.width + 90 + margin, layout.height + 30
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
         f'viewBox="-80 -30 {width:.0f} {height:.0f}" font-family="sans-serif" font-size="12">',
@@ -125,7 +125,6 @@ def svg(graph: Graph, profile: Profile | None = None) -> str:
             y = (top + bottom) / 2 + 14 * row
             out.append(f'<text x="-70" y="{y:.0f}" fill="#85929e" font-size="10">{_safe(text)}</text>')
     out += [_drawn_line(line, layout) for line in lines if line.kind != "state"]
-    looped = [line for line in lines if line.kind == "state"]
     out += [_drawn_state(line, layout, layout.width - 10 + 24 * i) for i, line in enumerate(looped)]
     out += [_drawn_shape(shape, layout.boxes[shape.index]) for shape in shapes]
     return "\n".join([*out, "</svg>", ""])
@@ -234,9 +233,11 @@ def _box(shape: _Shape) -> Box:
     # 7 units a character is the width of a 12-unit sans-serif; slanted shapes need more room around it.
     width = max(7.0 * len(line) for line in shape.lines) + 24
     height = 16.0 * len(shape.lines) + 14
-    if shape.shape in ("diamond", "circle", "ellipse"):
+    if shape.shape == "diamond":
+        width, height = width * 1.5, height * 1.6
+    elif shape.shape in ("circle", "ellipse"):
         width, height = width * 1.3, height * 1.35
-    elif shape.shape in ("house", "invhouse", "parallelogram", "doubleoctagon"):
+    elif shape.shape in ("house", "invhouse", "parallelogram", "doubleoctagon", "box3d"):
         width, height = width + 24, height + 10
     return Box(shape.level, max(width, 50.0), height)
 
@@ -253,8 +254,7 @@ def _drawn_shape(shape: _Shape, box: Box) -> str:
         )
     first = box.y - 8 * (len(shape.lines) - 1) + 4
     texts = "".join(
-        f'<text x="{box.x:.1f}" y="{first + 16 * i:.1f}">{_safe(line)}</text>'
-        for i, line in enumerate(shape.lines)
+        f'<text x="{box.x:.1f}" y="{first + 16 * i:.1f}">{_safe(line)}</text>' for i, line in enumerate(shape.lines)
     )
     return f'<g>{form}<g text-anchor="middle" fill="#1b2631">{texts}</g></g>'
 

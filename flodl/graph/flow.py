@@ -39,9 +39,7 @@ class FlowBuilder:
         >>> graph = FlowBuilder(nn.Linear(4, 8)).through(nn.GELU()).also(nn.Linear(8, 8)).tag("mixed").build()
     """
 
-    def __init__(
-        self, first: nn.Module | None = None, *, entry: str = "input", name: str | None = None
-    ) -> None:
+    def __init__(self, first: nn.Module | None = None, *, entry: str = "input", name: str | None = None) -> None:
         self._entry = entry
         self._steps: list[Step] = []
         self._verbose = False
@@ -70,9 +68,7 @@ class FlowBuilder:
         """Replace the stream by ``skip(stream) + main(stream)``; `using` feeds ``main``."""
         return self._record("also_with", skip=skip, main=main, name=name, skip_name=skip_name)
 
-    def split(
-        self, *modules: nn.Module | Iterable[nn.Module], names: Sequence[str] | None = None
-    ) -> FlowBuilder:
+    def split(self, *modules: nn.Module | Iterable[nn.Module], names: Sequence[str] | None = None) -> FlowBuilder:
         """Open one stream for each module, all reading the current one; `using` then feeds all of them."""
         return self._record("split", modules=_flat(modules), names=None if names is None else tuple(names))
 

@@ -53,6 +53,5 @@ class Gate(nn.Module):
     def check_keywords(self, keywords: tuple[str, ...]) -> list[str]:
         """Return what the router would not accept, and the experts that need more than the stream."""
         return [
-            f"{p}; the router of a gate receives what `using` names"
-            for p in check_forward(self.router, keywords)
+            f"{p}; the router of a gate receives what `using` names" for p in check_forward(self.router, keywords)
         ] + [problem for expert in self.experts for problem in check_forward(expert, ())]

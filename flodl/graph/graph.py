@@ -101,9 +101,7 @@ class Graph(nn.Module):
         expected = len(self._plan.inputs)
         if len(inputs) != expected:
             names = ", ".join(i.name for i in self._plan.inputs)
-            raise GraphError(
-                f"graph call: expected {expected} inputs ({names}), got {len(inputs)}", expected=expected
-            )
+            raise GraphError(f"graph call: expected {expected} inputs ({names}), got {len(inputs)}", expected=expected)
         return self(*inputs)
 
     def _observed_forward(self, outputs: Sequence[str] | None, *inputs: Any) -> Any:
@@ -156,9 +154,7 @@ class Graph(nn.Module):
         """
         target = tree.resolve_one(self, path)
         if target.kind is not PathKind.TAG:
-            raise GraphPathError(
-                f"path {path!r} names a {target.kind}, not a tag", path=path, segment=target.segment
-            )
+            raise GraphPathError(f"path {path!r} names a {target.kind}, not a tag", path=path, segment=target.segment)
         return target.owner.tagged(target.segment)
 
     # memory across calls
@@ -282,9 +278,7 @@ class Graph(nn.Module):
         """
         target = tree.resolve_one(self, path)
         if target.kind is not PathKind.SUBGRAPH or target.graph is None:
-            raise GraphPathError(
-                f"path {path!r} names a {target.kind}, not a graph", path=path, segment=target.segment
-            )
+            raise GraphPathError(f"path {path!r} names a {target.kind}, not a graph", path=path, segment=target.segment)
         return target.graph
 
     def validate_path(self, path: str) -> PathKind:
@@ -297,9 +291,7 @@ class Graph(nn.Module):
 
     def parameters_at(self, *paths: str) -> list[nn.Parameter]:
         """Return the parameters at the paths, each once."""
-        return list(
-            {id(p): p for target in self._targets(paths) for p in tree.target_parameters(target)}.values()
-        )
+        return list({id(p): p for target in self._targets(paths) for p in tree.target_parameters(target)}.values())
 
     def named_parameters_at(self, path: str) -> dict[str, Tensor]:
         """Return parameters by name: a graph's in its own namespace, a tag's as ``tag.leaf``."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 __all__ = ["Box", "Layout", "lay_out"]
 
@@ -126,8 +126,7 @@ def _reorder(rows: _Rows, *, downwards: bool) -> None:
     for row in rows.items if downwards else reversed(rows.items):
         place = {key: i / max(len(r) - 1, 1) for r in rows.items for i, key in enumerate(r)}
         wanted = {
-            key: sum(place[n] for n in near) / len(near) if (near := neighbours.get(key)) else place[key]
-            for key in row
+            key: sum(place[n] for n in near) / len(near) if (near := neighbours.get(key)) else place[key] for key in row
         }
         row.sort(key=wanted.__getitem__)
 
@@ -150,17 +149,14 @@ def _mean(x: Mapping[_Key, float], keys: list[_Key], otherwise: float) -> float:
     return sum(x[key] for key in keys) / len(keys) if keys else otherwise
 
 
-def _settle(
-    row: list[_Key], widths: Mapping[_Key, float], wanted: Mapping[_Key, float], x: dict[_Key, float]
-) -> None:
+def _settle(row: list[_Key], widths: Mapping[_Key, float], wanted: Mapping[_Key, float], x: dict[_Key, float]) -> None:
     """Place a row as near to what is wanted as keeping order and distance allows."""
-    # Pushing from the left and from the right and taking the mean keeps every distance and favours no side.
-    gaps = [0.0] + [(widths[a] + widths[b]) / 2 + _GAP for a, b in pairwise(row)]
-    rightwards: list[float] = []
-    for key, gap in zip(row, gaps, strict=True):
-        rightwards.append(max(wanted[key], rightwards[-1] + gap) if rightwards else wanted[key])
-    leftwards: list[float] = []
-    for key, gap in zip(reversed(row), [0.0, *reversed(gaps[1:])], strict=True):
-        leftwards.append(min(wanted[key], leftwards[-1] - gap) if leftwards else wanted[key])
-    for key, a, b in zip(row, rightwards, reversed(leftwards), strict=True):
-        x[key] = (a + b) / 2
+    gaps = [(widths[a] + widths[b]) / 2 + _GAP for a, b in pairwise(row)]
+    offsets = list(accumulate(gaps, initial=0.0))[: len(row)]
+    free = [wanted[key] - offset for key, offset in zip(row, offsets, strict=True)]
+    # Without the distances the order alone must hold; the mean of the lowest rising curve above and the
+    # highest below favours no side.
+    above = accumulate(free, max)
+    below = reversed(list(accumulate(reversed(free), min)))
+    for key, offset, a, b in zip(row, offsets, above, below, strict=True):
+        x[key] = offset + (a + b) / 2

@@ -38,9 +38,7 @@ class TraceEmit:
             GraphError: when ``name`` was published before in the same iteration.
         """
         if name in self._seen:
-            raise GraphError(
-                f"trace {name!r} is published twice in one iteration; publish it once a step", trace=name
-            )
+            raise GraphError(f"trace {name!r} is published twice in one iteration; publish it once a step", trace=name)
         self._seen.append(name)
         if self._traces is not None:
             self._traces.setdefault(name, []).append(value)
@@ -72,9 +70,7 @@ class Loop(nn.Module):
     def check_keywords(self, keywords: tuple[str, ...]) -> list[str]:
         """Return what the body would not accept, and what the condition would not."""
         if offered(self.body, "step"):
-            problems = check_callable(
-                self.body.step, f"{type(self.body).__name__}.step", ("x", "emit"), keywords
-            )
+            problems = check_callable(self.body.step, f"{type(self.body).__name__}.step", ("x", "emit"), keywords)
         else:
             problems = check_forward(self.body, keywords)
         return problems + (check_forward(self.condition, ()) if "condition" in self._modules else [])

@@ -162,9 +162,7 @@ class Plan:
     def levels(self) -> tuple[tuple[int, ...], ...]:
         """Node indices grouped by their distance from the inputs."""
         depth = max((node.level for node in self.nodes), default=0)
-        return tuple(
-            tuple(i for i in self.order if self.nodes[i].level == level) for level in range(depth + 1)
-        )
+        return tuple(tuple(i for i in self.order if self.nodes[i].level == level) for level in range(depth + 1))
 
 
 def kind_of(module: nn.Module) -> str:
@@ -211,9 +209,7 @@ def check_callable(
     else:
         accepted = {n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
         unknown = [k for k in keywords if k not in accepted]
-    problems = [
-        f"forward of {owner} does not take the keyword {k!r}; it is {owner}{signature}" for k in unknown
-    ]
+    problems = [f"forward of {owner} does not take the keyword {k!r}; it is {owner}{signature}" for k in unknown]
     try:
         if hooked:
             signature.bind_partial(*leading, **dict.fromkeys(k for k in keywords if k not in unknown))

@@ -36,9 +36,7 @@ def make_plan(draft: Draft) -> Plan:
     assert len(order) == len(draft.nodes), "a draft with a cycle is refused before it is planned"
 
     internal = {
-        t
-        for tag in draft.internal
-        for t in (*draft.groups.get(tag, ()), *([tag] if tag in draft.tags else ()))
+        t for tag in draft.internal for t in (*draft.groups.get(tag, ()), *([tag] if tag in draft.tags else ()))
     }
     internal |= {tag for tag in draft.tags if tag.startswith("_")}
     return Plan(

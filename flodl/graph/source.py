@@ -87,9 +87,7 @@ class _Writer:
             name = self._fresh(declared.name)
             assert name == declared.name, "input names are checked before a plan is made"
             self.values[declared.node] = name
-            default = (
-                "" if self.captured else f"={'_Missing' if declared.required else repr(declared.default)}"
-            )
+            default = "" if self.captured else f"={'_Missing' if declared.required else repr(declared.default)}"
             signature.append(f"{name}{default}")
         if self.captured:
             self.lines.append(f"def forward(self, {', '.join(signature)}):")
@@ -225,9 +223,7 @@ class _Writer:
             readers[self._source(index)] = readers.get(self._source(index), 0) + 1
         for tag in plan.memory:
             readers[self._source(plan.tags[tag])] = readers.get(self._source(plan.tags[tag]), 0) + 1
-        running = [
-            i for i in plan.order if plan.nodes[i].kind not in ("entry", "input", "identity", "state_read")
-        ]
+        running = [i for i in plan.order if plan.nodes[i].kind not in ("entry", "input", "identity", "state_read")]
         inline: set[int] = set()
         for place, index in enumerate(running):
             node = plan.nodes[index]
@@ -236,12 +232,7 @@ class _Writer:
             # Walking back from the sum keeps the planned order: operands are computed left to right.
             before = place - 1
             for operand in reversed([self._source(i) for i in node.inputs]):
-                if (
-                    before < 0
-                    or running[before] != operand
-                    or readers[operand] != 1
-                    or not plan.nodes[operand].name
-                ):
+                if before < 0 or running[before] != operand or readers[operand] != 1 or not plan.nodes[operand].name:
                     break
                 inline.add(operand)
                 before -= 1

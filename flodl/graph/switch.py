@@ -55,6 +55,5 @@ class Switch(nn.Module):
     def check_keywords(self, keywords: tuple[str, ...]) -> list[str]:
         """Return what the router would not accept, and the branches that need more than the stream."""
         return [
-            f"{p}; the router of a switch receives what `using` names"
-            for p in check_forward(self.router, keywords)
+            f"{p}; the router of a switch receives what `using` names" for p in check_forward(self.router, keywords)
         ] + [problem for branch in self.branches for problem in check_forward(branch, ())]

@@ -37,14 +37,10 @@ def read(graph: Graph, name: str) -> list[Tensor]:
         return list(tagged[0].legacy_traces)
     if published:
         return read_named(graph, name)
-    known = {tag for node, _ in loops for tag in node.tags} | {
-        n for _, loop in loops for n in loop.named_traces
-    }
+    known = {tag for node, _ in loops for tag in node.tags} | {n for _, loop in loops for n in loop.named_traces}
     ran = any(loop.legacy_traces or loop.named_traces for _, loop in loops)
     if ran and graph.plan.value_of(name) is None:
-        raise GraphError(
-            f"traces({name!r}): no loop left it{nearest(name, known)}; there are {sorted(known)}", trace=name
-        )
+        raise GraphError(f"traces: no loop left {name!r}{nearest(name, known)}; there are {sorted(known)}", trace=name)
     return next((list(loop.legacy_traces) for _, loop in loops if loop.legacy_traces), [])
 
 

@@ -141,9 +141,7 @@ def named_tensors(targets: list[Target], kind: str) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for target in targets:
         holder = target_module(target)
-        prefix = (
-            target.path if len(targets) > 1 else "" if target.kind is PathKind.SUBGRAPH else target.segment
-        )
+        prefix = target.path if len(targets) > 1 else "" if target.kind is PathKind.SUBGRAPH else target.segment
         tensors = holder.named_parameters(prefix) if kind == "parameters" else holder.named_buffers(prefix)
         found.update(tensors)
     return found

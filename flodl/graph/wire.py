@@ -87,11 +87,7 @@ class _Wiring:
         self.awaited: dict[str, Step] = {}
         # Inputs are there from the start of a call, so a reference may stand before their declaration.
         self.later_inputs = {
-            name
-            for step in steps
-            if step.verb == "input"
-            for name in step.args["names"]
-            if isinstance(name, str)
+            name for step in steps if step.verb == "input" for name in step.args["names"] if isinstance(name, str)
         }
         self.waiting: list[tuple[DraftNode, int, str]] = []
         self.step = steps[0]
@@ -166,9 +162,7 @@ class _Wiring:
         if names is not None and len(names) != len(modules):
             self._fault(f"{len(names)} names given for {len(modules)} modules")
             names = None
-        made = [
-            self._module_node(m, stream, names[i] if names else None).index for i, m in enumerate(modules)
-        ]
+        made = [self._module_node(m, stream, names[i] if names else None).index for i, m in enumerate(modules)]
         if made:
             self._advance(made, list(made))
 
@@ -184,9 +178,7 @@ class _Wiring:
         if self.fork is not None:
             index, self.fork = self.fork, None
         elif len(self.current) > 1:
-            self._fault(
-                f"{len(self.current)} streams are open; name them with tag_group({tag!r}), or merge() first"
-            )
+            self._fault(f"{len(self.current)} streams are open; name them with tag_group({tag!r}), or merge() first")
             return
         else:
             index = self.current[0]
@@ -220,9 +212,7 @@ class _Wiring:
         for name in names:
             taken = {declared.name for declared in self.draft.inputs}
             if name in self.draft.tags or name in taken or name in self.draft.groups:
-                self._fault(
-                    f"{name!r} is taken already; an input needs a name that no tag, group or input has"
-                )
+                self._fault(f"{name!r} is taken already; an input needs a name that no tag, group or input has")
                 continue
             if name in ("outputs", "self"):
                 self._fault(f"an input cannot be called {name!r}, which a graph's call uses itself")
@@ -239,9 +229,7 @@ class _Wiring:
             self._fault("there is nothing to feed; put it right after a step that holds a module")
             return
         if nodes[0].kind in ("add", "merge"):
-            self._fault(
-                "a merge takes no references; put it after the step whose module reads them", node=nodes[0]
-            )
+            self._fault("a merge takes no references; put it after the step whose module reads them", node=nodes[0])
             return
         for keyword, tag in pairs:
             if not self._is_name(tag):
@@ -295,9 +283,7 @@ class _Wiring:
     def _each(self, batched: bool) -> None:
         begun = self._begun()
         body = self._checked(begun.args["body"], "body")
-        self._composite(
-            "map", MapWhole(body) if batched else MapRows(body), self._stream(), begun.args["name"]
-        )
+        self._composite("map", MapWhole(body) if batched else MapRows(body), self._stream(), begun.args["name"])
 
     def _over(self, tag: str, batched: bool) -> None:
         begun = self._begun()
@@ -331,14 +317,10 @@ class _Wiring:
 
     def _fault(self, problem: str, *, node: DraftNode | None = None, step: Step | None = None) -> None:
         step = step or self.step
-        self.draft.faults.append(
-            Fault(step.position, step.verb.rstrip("_"), node.id if node else "", problem)
-        )
+        self.draft.faults.append(Fault(step.position, step.verb.rstrip("_"), node.id if node else "", problem))
 
     def _append(self, kind: str, id_: str, **fields: Any) -> DraftNode:
-        node = DraftNode(
-            len(self.draft.nodes), id_, kind, position=self.step.position, verb=self.step.verb, **fields
-        )
+        node = DraftNode(len(self.draft.nodes), id_, kind, position=self.step.position, verb=self.step.verb, **fields)
         self.draft.nodes.append(node)
         return node
 
@@ -358,9 +340,7 @@ class _Wiring:
         if isinstance(module, nn.Module):
             return module
         if isinstance(module, type) and issubclass(module, nn.Module):
-            self._fault(
-                f"the {role} is the class {module.__name__}; give an instance, {module.__name__}(...)"
-            )
+            self._fault(f"the {role} is the class {module.__name__}; give an instance, {module.__name__}(...)")
         else:
             self._fault(f"the {role} is {type(module).__name__}; it has to be an nn.Module")
         return nn.Identity()

@@ -35,7 +35,9 @@ def block() -> Graph:
 
 
 def inner() -> Graph:
-    return FlowBuilder(linear()).input("ctx").through(Blend(), name="blend").using("ctx").tag("t").label("inner").build()
+    return (
+        FlowBuilder(linear()).input("ctx").through(Blend(), name="blend").using("ctx").tag("t").label("inner").build()
+    )
 
 
 @dataclass(frozen=True)

@@ -133,7 +133,17 @@ def test_one_module_may_stand_in_two_places() -> None:
 
 
 def test_ids_count_every_node_of_the_builder() -> None:
-    graph = FlowBuilder(lin()).also(lin()).input("c").split(lin(), lin()).merge().through(Takes()).using(a="late").tag("late").build()
+    graph = (
+        FlowBuilder(lin())
+        .also(lin())
+        .input("c")
+        .split(lin(), lin())
+        .merge()
+        .through(Takes())
+        .using(a="late")
+        .tag("late")
+        .build()
+    )
     assert [n.id for n in graph.plan.nodes] == [
         "input", "linear_1", "linear_2", "add_3", "input_c_4", "linear_5", "linear_6", "merge_7", "takes_8", "state_read_late_9",
     ]  # fmt: skip
@@ -246,7 +256,13 @@ def test_all_faults_are_reported_together_in_the_order_of_their_steps() -> None:
     with pytest.raises(GraphBuildError) as caught:
         flow.build()
     faults = caught.value.faults
-    assert [(f.position, f.verb) for f in faults] == [(2, "merge"), (4, "tag"), (5, "through"), (6, "using"), (7, "gate")]
+    assert [(f.position, f.verb) for f in faults] == [
+        (2, "merge"),
+        (4, "tag"),
+        (5, "through"),
+        (6, "using"),
+        (7, "gate"),
+    ]
     assert faults[2].node == "linear_3"
     again = pickle.loads(pickle.dumps(caught.value))
     assert again.faults == faults
@@ -269,7 +285,7 @@ def test_missing_and_surplus_inputs_are_named() -> None:
     with pytest.raises(GraphError) as caught:
         graph()
     assert caught.value.missing == ["input", "a", "b"]
-    with pytest.raises(GraphError, match="expected 3 inputs .*got 2"):
+    with pytest.raises(GraphError, match=r"expected 3 inputs .*got 2"):
         graph.forward_multi([one(), one()])
     with pytest.raises(TypeError, match="c"):
         graph(one(), one(), one(), c=one())
