@@ -188,7 +188,7 @@ def parse_size(size: int | str) -> int:
         ExportError: anything else, or less than one byte.
     """
     units = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?B?)\s*", str(size), re.IGNORECASE)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*((?:[KMGT]?B)?)\s*", str(size), re.IGNORECASE)
     unit = match[2].upper() if match else "?"
     if match is None or unit not in units or (found := int(float(match[1]) * units[unit])) < 1:
         raise ExportError(

@@ -233,9 +233,7 @@ def in_two_shards(index: dict[str, Any], folder: Path) -> str:
 
 
 @pytest.mark.parametrize("lie", [drop_listed, ghost, wrong_shard, in_two_shards])
-def test_index_and_shards_must_tell_one_story(
-    sharded: Path, lie: Callable[[dict[str, Any], Path], str]
-) -> None:
+def test_index_and_shards_must_tell_one_story(sharded: Path, lie: Callable[[dict[str, Any], Path], str]) -> None:
     index = index_of(sharded)
     expected = lie(index, sharded)
     write_index(sharded, index)

@@ -11,35 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from weight_tables import TABLES, same
 
 from flodl.errors import CheckpointError
 from flodl_hf.checkpoint import Checkpoint, place, read
-from flodl_hf.checkpoint.manifest import DTYPES
-
-# The library's own reader knows no names for these.
-DTYPE_LIST = [dtype for name, dtype in DTYPES.items() if "FNUZ" not in name and "E8M0" not in name]
-NAMES = st.text(st.characters(exclude_categories=("Cs", "Cc", "Zl", "Zp")), min_size=1, max_size=20).filter(
-    lambda name: name != "__metadata__"
-)
-SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
-
-
-def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    count = torch.Size(shape).numel() * dtype.itemsize
-    raw = torch.randint(0, 2 if dtype == torch.bool else 256, (count,), generator=generator, dtype=torch.uint8)
-    return raw.view(dtype).reshape(shape)
-
-
-def same(one: Tensor, other: Tensor) -> bool:
-    """Equal in dtype, shape and every byte: a NaN equals itself."""
-    bits = [t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other)]
-    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(*bits)
-
-
-TABLES = st.dictionaries(
-    NAMES, st.builds(random_tensor, st.sampled_from(DTYPE_LIST), SHAPES, st.integers(0, 2**31)), min_size=1, max_size=6
-)
 
 
 @settings(max_examples=60, deadline=None)
@@ -114,7 +89,9 @@ def test_a_file_cut_after_opening_is_an_error(single: Path) -> None:
     assert caught.value.path.endswith("model.safetensors")
 
 
-def test_a_folder_exchanged_after_opening_is_not_mixed(tmp_path: Path, sharded: Path, tensors: dict[str, Tensor]) -> None:
+def test_a_folder_exchanged_after_opening_is_not_mixed(
+    tmp_path: Path, sharded: Path, tensors: dict[str, Tensor]
+) -> None:
     with Checkpoint.open(sharded) as source:
         sharded.rename(tmp_path / "old")
         sharded.mkdir()
