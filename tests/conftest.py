@@ -1,0 +1,47 @@
+"""What all tests share: no network, no stray environment, fixed seeds, and the folders they load from."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+HAS_TRANSFORMERS = importlib.util.find_spec("transformers") is not None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    missing = pytest.mark.skip(reason="transformers is not installed")
+    no_gpu = pytest.mark.skip(reason="no CUDA device")
+    for item in items:
+        if item.get_closest_marker("transformers") and not HAS_TRANSFORMERS:
+            item.add_marker(missing)
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(no_gpu)
+
+
+@pytest.fixture(autouse=True)
+def fixed_surroundings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Clear what the caller's environment says about the Hub, and start every test from one seed."""
+    for name in list(os.environ):
+        if name.startswith(("HF_", "HUGGING_FACE", "TRANSFORMERS_", "FLODL_")):
+            monkeypatch.delenv(name)
+    torch.manual_seed(0)
+    yield
+
+
+@pytest.fixture(autouse=True)
+def loopback_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let sockets reach this machine alone, so that no test depends on a network."""
+    connect = socket.socket.connect
+
+    def guarded(self: socket.socket, address: object) -> None:
+        host = address[0] if isinstance(address, tuple) else ""
+        if self.family in (socket.AF_INET, socket.AF_INET6) and host not in ("127.0.0.1", "::1", "localhost"):
+            raise AssertionError(f"a test tried to reach {address}")
+        return connect(self, address)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(socket.socket, "connect", guarded)

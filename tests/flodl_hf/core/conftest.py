@@ -1,0 +1,81 @@
+"""Small checkpoints made by this package alone, so that these tests need nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer as Inner
+from tokenizers import models, normalizers, pre_tokenizers, processors
+
+from flodl_hf.auto import head_named
+from flodl_hf.config import ModelConfig
+from flodl_hf.families import FAMILIES
+from flodl_hf.model import EncoderModel
+from flodl_hf.tokenizer import Tokenizer
+
+WORDS = "the a cat dog sat on mat ran good bad film is was not very ada lives in paris works for acme corp".split()
+SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+VOCABULARY = [*SPECIALS, *WORDS, *[f"##{c}" for c in "abcdefghijklmnopqrstuvwxyz"], *"abcdefghijklmnopqrstuvwxyz", *".,!?'"]
+
+# The fewest settings each family needs; keys are those of its config.json.
+TINY: dict[str, dict[str, Any]] = {}
+for family in FAMILIES:
+    sizes: dict[str, Any] = {
+        "vocab_size": len(VOCABULARY), "hidden_size": 16, "num_layers": 2, "num_heads": 2, "intermediate_size": 24,
+        "max_positions": 40, "type_vocab_size": 2, "embedding_size": 8,
+    }  # fmt: skip
+    TINY[family.model_type] = {row.key: sizes[row.field] for row in family.rows if row.field in sizes}
+
+
+def word_piece() -> Tokenizer:
+    """Return a WordPiece tokenizer that knows a few words and every letter."""
+    inner = Inner(models.WordPiece({token: i for i, token in enumerate(VOCABULARY)}, unk_token="[UNK]"))
+    inner.normalizer = normalizers.BertNormalizer(lowercase=True)
+    inner.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    inner.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    inner.add_special_tokens(SPECIALS)
+    settings = '{"pad_token": "[PAD]", "mask_token": "[MASK]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}'
+    files = {"tokenizer.json": inner.to_str().encode(), "tokenizer_config.json": settings.encode()}
+    return Tokenizer.from_files(files, folder="made in a test")
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    return word_piece()
+
+
+Make = Callable[..., EncoderModel]
+
+
+@pytest.fixture
+def make(tokenizer: Tokenizer) -> Make:
+    """Return a maker of small models with spread-out random weights and a tokenizer."""
+
+    def build(model_type: str = "bert", head: str = "base", **settings: Any) -> EncoderModel:
+        torch.manual_seed(1)
+        config = ModelConfig.for_model(model_type, **(TINY[model_type] | settings))
+        model = head_named(head).model.from_config(config)
+        with torch.no_grad():
+            for name, parameter in model.graph.named_parameters():
+                if "norm" not in name:
+                    parameter.normal_(0, 0.3)
+        model.tokenizer = tokenizer
+        return model.eval()
+
+    return build
+
+
+@pytest.fixture
+def saved(make: Make, tmp_path: Path) -> Callable[..., Path]:
+    """Return a maker of folders with small models in them."""
+
+    def write(model_type: str = "bert", head: str = "base", **settings: Any) -> Path:
+        return make(model_type, head, **settings).save_pretrained(tmp_path / f"{model_type}-{head}")
+
+    return write
