@@ -115,6 +115,11 @@ class Node:
     mode: str = ""
     level: int = 0
 
+    @property
+    def role(self) -> str:
+        """``module`` where a module runs, whatever its class is called, else the kind."""
+        return "module" if self.name else self.kind
+
 
 @dataclass(frozen=True)
 class Plan:

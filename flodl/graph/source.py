@@ -104,7 +104,7 @@ class _Writer:
         if self.captured:
             self._line(f"{self.caught} = {{}}")
         for node in plan.nodes:
-            if node.kind == "state_read":
+            if node.role == "state_read":
                 self.values[node.index] = memory[plan.memory.index(node.mode)]
         self._body(steps)
         for slot, tag in enumerate(plan.memory):
@@ -137,7 +137,7 @@ class _Writer:
                 self._line(f"{self.caught}[{tag!r}] = {self.values[source]}")
         for place, index in enumerate(plan.order):
             node = plan.nodes[index]
-            if node.kind in ("entry", "input", "identity", "state_read"):
+            if node.role in ("entry", "input", "identity", "state_read"):
                 continue
             if index in inline:
                 pending.append(index)
@@ -173,15 +173,15 @@ class _Writer:
             self._expression(self.plan.nodes[i], steps, inline) if i in inline else self.values[i]
             for i in map(self._source, node.inputs)
         ]
-        if node.kind == "add" or (node.kind == "merge" and node.mode == "add"):
+        if node.role == "add" or (node.role == "merge" and node.mode == "add"):
             return " + ".join(operands)
-        if node.kind == "merge":
+        if node.role == "merge":
             return f"({' + '.join(operands)}) * (1 / {len(operands)})"
         arguments = list(operands)
         for reference in node.references:
             assert reference.keyword.isidentifier(), "keywords are checked before a plan is made"
             value = self.values[self._source(reference.source)]
-            if self.plan.nodes[reference.source].kind == "state_read":
+            if self.plan.nodes[reference.source].role == "state_read":
                 value = f"_zeros_like({operands[0]}) if {value} is None else {value}"
             arguments.append(f"{reference.keyword}={value}")
         return f"{steps[node.index]}({', '.join(arguments)})"
@@ -193,7 +193,7 @@ class _Writer:
 
     def _source(self, index: int) -> int:
         node = self.plan.nodes[index]
-        while node.kind == "identity":
+        while node.role == "identity":
             node = self.plan.nodes[node.inputs[0]]
         return node.index
 
@@ -203,7 +203,7 @@ class _Writer:
         last: dict[int, int] = {}
         for place, index in enumerate(plan.order):
             node = plan.nodes[index]
-            if node.kind == "identity":
+            if node.role == "identity":
                 continue
             for source in (*node.inputs, *(r.source for r in node.references)):
                 last[self._source(source)] = place
@@ -216,18 +216,18 @@ class _Writer:
         plan = self.plan
         readers: dict[int, int] = {}
         for node in plan.nodes:
-            if node.kind != "identity":
+            if node.role != "identity":
                 for source in (*node.inputs, *(r.source for r in node.references)):
                     readers[self._source(source)] = readers.get(self._source(source), 0) + 1
         for index in (plan.output, *map(self._captured_source, self.captured)):
             readers[self._source(index)] = readers.get(self._source(index), 0) + 1
         for tag in plan.memory:
             readers[self._source(plan.tags[tag])] = readers.get(self._source(plan.tags[tag]), 0) + 1
-        running = [i for i in plan.order if plan.nodes[i].kind not in ("entry", "input", "identity", "state_read")]
+        running = [i for i in plan.order if plan.nodes[i].role not in ("entry", "input", "identity", "state_read")]
         inline: set[int] = set()
         for place, index in enumerate(running):
             node = plan.nodes[index]
-            if node.kind not in ("add", "merge"):
+            if node.role not in ("add", "merge"):
                 continue
             # Walking back from the sum keeps the planned order: operands are computed left to right.
             before = place - 1

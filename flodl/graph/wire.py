@@ -228,7 +228,7 @@ class _Wiring:
         if not nodes:
             self._fault("there is nothing to feed; put it right after a step that holds a module")
             return
-        if nodes[0].kind in ("add", "merge"):
+        if nodes[0].module is None:
             self._fault("a merge takes no references; put it after the step whose module reads them", node=nodes[0])
             return
         for keyword, tag in pairs:

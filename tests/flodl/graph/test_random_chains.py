@@ -33,7 +33,9 @@ class Affine(nn.Module):
 
 
 verbs = st.one_of(
-    st.tuples(st.sampled_from(["through", "fork", "also", "also_with", "loop", "map", "gate", "merge", "mean", "each"])),
+    st.tuples(
+        st.sampled_from(["through", "fork", "also", "also_with", "loop", "map", "gate", "merge", "mean", "each"])
+    ),
     st.tuples(st.just("split"), st.integers(2, 3)),
     st.tuples(st.sampled_from(["tag", "tag_group", "input", "over"]), st.sampled_from(NAMES)),
     st.tuples(st.just("using"), st.lists(st.sampled_from(NAMES), min_size=1, max_size=2, unique=True)),
@@ -55,7 +57,9 @@ class Halves(nn.Module):
 class Naive:
     """Runs a chain verb by verb. A module waits for its references until the next verb that is not `using`."""
 
-    def __init__(self, chain: list[tuple[Any, ...]], x: Tensor, inputs: dict[str, Tensor], memory: dict[str, Tensor]) -> None:
+    def __init__(
+        self, chain: list[tuple[Any, ...]], x: Tensor, inputs: dict[str, Tensor], memory: dict[str, Tensor]
+    ) -> None:
         self.inputs, self.memory = inputs, memory
         self.all_inputs = {v[1] for v in chain if v[0] == "input"}
         self.all_tags = {v[1] for v in chain if v[0] == "tag"} | {
@@ -92,7 +96,9 @@ class Naive:
                     break
                 else:
                     break
-            getattr(self, f"do_{verb[0]}")(*verb[1:], references=references if verb[0] in MODULE_VERBS else {}, seed=place)
+            getattr(self, f"do_{verb[0]}")(
+                *verb[1:], references=references if verb[0] in MODULE_VERBS else {}, seed=place
+            )
 
     def value(self, tag: str) -> Any:
         if tag in self.tags:
@@ -139,7 +145,9 @@ class Naive:
 
     def do_loop(self, references: dict[str, Any], seed: int) -> None:
         x = self.single()
-        fixed = {t: self.memory.get(t, torch.zeros_like(x)) if isinstance(v, tuple) else v for t, v in references.items()}
+        fixed = {
+            t: self.memory.get(t, torch.zeros_like(x)) if isinstance(v, tuple) else v for t, v in references.items()
+        }
         for _ in range(2):
             x = self.apply(seed, x, fixed)
         self.advance(x)

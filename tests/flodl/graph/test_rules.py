@@ -156,6 +156,22 @@ def test_a_module_can_choose_the_prefix_of_its_ids() -> None:
     assert next(n for n, _ in FlowBuilder(Odd()).build().named_children()) == "even_1"
 
 
+@pytest.mark.parametrize(
+    "kind", ["Identity", "Add", "Merge", "Input", "Entry", "State_Read", "Loop", "Gate", "Switch", "Map"]
+)
+def test_a_module_may_be_called_like_a_step(kind: str) -> None:
+    odd = type(kind, (nn.Module,), {"forward": lambda self, x: x * 3})()
+    graph = FlowBuilder(odd).also(odd).tag("sum").build()
+    calls: list[int] = []
+    odd.register_forward_hook(lambda *_: calls.append(1))
+    assert graph(one(), outputs=["sum"])[1]["sum"].item() == 12
+    assert len(calls) == 2
+    identity = nn.Identity()
+    identity.register_forward_hook(lambda *_: calls.append(1))
+    FlowBuilder(identity).build()(one())
+    assert len(calls) == 3
+
+
 def test_levels_follow_the_longest_way_from_the_inputs() -> None:
     plan = FlowBuilder(lin()).split(lin(), lin()).merge().build().plan
     assert [[plan.nodes[i].id for i in level] for level in plan.levels] == [
