@@ -31,9 +31,7 @@ class Batch:
 
     __slots__ = ("_parts", "indices", "num_rows")
 
-    def __init__(
-        self, parts: Mapping[str, Any], num_rows: int, indices: NDArray[np.int64] | None = None
-    ) -> None:
+    def __init__(self, parts: Mapping[str, Any], num_rows: int, indices: NDArray[np.int64] | None = None) -> None:
         self._parts = dict(parts)
         self.num_rows = int(num_rows)
         self.indices = np.empty(0, dtype=np.int64) if indices is None else indices
@@ -73,9 +71,7 @@ class Batch:
             )
         if not -len(self) <= key < len(self):
             # IndexError, because it ends a loop over positions in Python's own protocol
-            raise IndexError(
-                f"batch: no part {key}; this batch has {len(self)} parts: {', '.join(self.names)}"
-            )
+            raise IndexError(f"batch: no part {key}; this batch has {len(self)} parts: {', '.join(self.names)}")
         return self._parts[self.names[key]]
 
     def __len__(self) -> int:

@@ -197,9 +197,7 @@ def _fill_padded(rows: list[int], costs: list[int], budget: int, limit: int) -> 
 
 def _fill_packed(rows: list[int], costs: list[int], budget: int, limit: int) -> list[list[int]]:
     batches: list[list[int]] = []
-    free: list[
-        tuple[int, int]
-    ] = []  # (tokens left, batch), ascending: the tightest fit is found by bisection
+    free: list[tuple[int, int]] = []  # (tokens left, batch), ascending: the tightest fit is found by bisection
     for row, cost in zip(rows, costs, strict=True):
         at = bisect_left(free, (cost, -1))
         if at < len(free):
@@ -361,8 +359,7 @@ def source_of_rows(
     if batches is not None:
         if batch_size is not None or sampler is not None or drop_last:
             raise DataError(
-                "DataLoader: batches= already says which rows come together; "
-                "drop batch_size, sampler and drop_last"
+                "DataLoader: batches= already says which rows come together; drop batch_size, sampler and drop_last"
             )
         return batches
     if batch_size is None or isinstance(batch_size, bool) or int(batch_size) != batch_size or batch_size < 1:

@@ -116,6 +116,4 @@ class LoaderBuilder:
             settings.get("seed", 42),
             settings.pop("drop_last", False),
         )
-        return DataLoader(
-            self._data, batches=DistributedPlan(source, shares, split).for_rank(rank), **settings
-        )
+        return DataLoader(self._data, batches=DistributedPlan(source, shares, split).for_rank(rank), **settings)

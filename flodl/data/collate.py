@@ -157,9 +157,7 @@ class CollateTokens:
                 if name not in row:
                     problems.append(f"{_row(where, i)} has no part {name!r}")
                 elif len(row[name]) != length:
-                    problems.append(
-                        f"{_row(where, i)}: {name} has {len(row[name])} values for {length} {self.tokens}"
-                    )
+                    problems.append(f"{_row(where, i)}: {name} has {len(row[name])} values for {length} {self.tokens}")
         if problems:
             raise DataError(
                 "collate: per-token parts do not fit their tokens:\n"

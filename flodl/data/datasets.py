@@ -76,8 +76,7 @@ class TensorRows:
         sizes = {name: t.shape[0] if t.dim() else -1 for name, t in self.tensors.items()}
         if len(set(sizes.values())) != 1 or min(sizes.values()) < 0:
             raise DataError(
-                f"TensorRows: rows per tensor are {sizes}; expected at least one tensor, all with the same "
-                f"first size",
+                f"TensorRows: rows per tensor are {sizes}; expected at least one tensor, all with the same first size",
                 sizes=sizes,
             )
 
@@ -155,12 +154,7 @@ def as_batches(data: Any, collate: Collate | None = None) -> BatchDataset | RowS
         data = (data,)
     if isinstance(data, torch.utils.data.TensorDataset):
         data = data.tensors
-    if (
-        collate is None
-        and isinstance(data, tuple)
-        and data
-        and all(isinstance(t, torch.Tensor) for t in data)
-    ):
+    if collate is None and isinstance(data, tuple) and data and all(isinstance(t, torch.Tensor) for t in data):
         return _filled(TensorRows(data))
     if isinstance(data, Mapping) and data and all(isinstance(t, torch.Tensor) for t in data.values()):
         return _filled(TensorRows(data))
@@ -189,8 +183,7 @@ def as_batches(data: Any, collate: Collate | None = None) -> BatchDataset | RowS
     if callable(get):
         return RowSource(get, len(_filled(data)), collate, getattr(data, "__getitems__", None))
     raise DataError(
-        f"data: {type(data).__name__} has neither get_batch(indices), get(i) nor data[i]; expected one of "
-        f"them",
+        f"data: {type(data).__name__} has neither get_batch(indices), get(i) nor data[i]; expected one of them",
         kind=type(data).__name__,
     )
 

@@ -141,8 +141,7 @@ class DistributedPlan:
             "split": self.split,
             "shares": list(self.shares),
             "divisions": {
-                str(e): [{"shares": list(s), "used": u} for s, u in parts]
-                for e, parts in self._divisions.items()
+                str(e): [{"shares": list(s), "used": u} for s, u in parts] for e, parts in self._divisions.items()
             },
         }
 
@@ -163,10 +162,7 @@ class DistributedPlan:
         self.revision += 1
         self.shares = [float(s) for s in state["shares"]]
         self._divisions = {
-            int(e): [
-                ([float(s) for s in p["shares"]], None if p["used"] is None else list(p["used"]))
-                for p in parts
-            ]
+            int(e): [([float(s) for s in p["shares"]], None if p["used"] is None else list(p["used"])) for p in parts]
             for e, parts in state["divisions"].items()
         }
 

@@ -89,9 +89,7 @@ class DataLoader:
         transform: Transform | None = None,
     ) -> None:
         if mode not in ("auto", "resident", "streaming"):
-            raise DataError(
-                f"DataLoader: mode is {mode!r}; expected 'auto', 'resident' or 'streaming'", mode=mode
-            )
+            raise DataError(f"DataLoader: mode is {mode!r}; expected 'auto', 'resident' or 'streaming'", mode=mode)
         self.data: BatchDataset | RowSource = as_batches(data, collate)
         self.batches = source_of_rows(len(self.data), batch_size, batches, sampler, shuffle, seed, drop_last)
         self.batch_size = batch_size
@@ -300,9 +298,7 @@ class DataLoader:
             chunks.append(self._raw(Where(self.seed, 0, 0, indices)))
         names = chunks[0][0]
         columns = [[values[i] for _, values in chunks] for i in range(len(names))]
-        loose = [
-            n for n, column in zip(names, columns, strict=True) if not isinstance(column[0], torch.Tensor)
-        ]
+        loose = [n for n, column in zip(names, columns, strict=True) if not isinstance(column[0], torch.Tensor)]
         if loose:
             raise DataError(
                 f"loader: mode='resident' needs tensors, and parts {loose} are not; use mode='streaming'",
@@ -340,9 +336,7 @@ class DataLoader:
                 found = self._names
             elif self._names is None:
                 self._names = found
-            batch = Batch(
-                dict(zip(found, values, strict=True)), len(where.indices), np.asarray(where.indices)
-            )
+            batch = Batch(dict(zip(found, values, strict=True)), len(where.indices), np.asarray(where.indices))
             if self._transform is not None:
                 batch = self._transform(batch, where)
         except Exception as error:

@@ -69,9 +69,7 @@ class Rng:
             DataError: ``high`` is not positive.
         """
         if high <= 0:
-            raise DataError(
-                f"Rng.integers: the bound is {high}; there is no whole number in [0, {high})", high=high
-            )
+            raise DataError(f"Rng.integers: the bound is {high}; there is no whole number in [0, {high})", high=high)
         return np.minimum((self.uniforms(count) * high).astype(np.int64), high - 1)
 
     def permutation(self, size: int) -> NDArray[np.int64]:

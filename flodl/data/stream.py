@@ -122,9 +122,7 @@ class Stream:
         placement: carries them to the device.
     """
 
-    def __init__(
-        self, make: Callable[[int], Batch], numbers: Iterable[int], depth: int, placement: Placement
-    ) -> None:
+    def __init__(self, make: Callable[[int], Batch], numbers: Iterable[int], depth: int, placement: Placement) -> None:
         self._channel = Channel(depth)
         self._placement = placement
         self._worker = threading.Thread(
@@ -158,9 +156,7 @@ class Stream:
             self._worker.join(timeout_s)
 
 
-def _work(
-    make: Callable[[int], Batch], numbers: Iterable[int], channel: Channel, placement: Placement
-) -> None:
+def _work(make: Callable[[int], Batch], numbers: Iterable[int], channel: Channel, placement: Placement) -> None:
     try:
         for number in numbers:
             # room first, so that no more than `depth` batches exist beside the one in use

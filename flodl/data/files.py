@@ -1,0 +1,344 @@
+"""Rows out of files: CSV, TSV, JSON lines, JSON, plain text, and by delegation CoNLL, SQuAD and Parquet.
+
+Decides which reader a file gets, what a header is, and what counts as a fault. Text formats are read with
+the standard library, so rows and errors are the same wherever the package runs; Parquet, Arrow and data
+frames go through pyarrow (``arrow``). What a column means is decided in ``columns``.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, Literal, get_args
+
+from flodl.data.arrow import is_table, read_arrow_file, rows_of_table
+from flodl.data.conll import read_conll
+from flodl.data.faults import Faults
+from flodl.data.squad import read_squad
+from flodl.errors import DataError, nearest, printable
+
+__all__ = ["Format", "load_rows", "read_rows"]
+
+Format = Literal["csv", "tsv", "jsonl", "json", "text", "conll", "squad", "parquet", "arrow"]
+
+_SUFFIXES: dict[str, Format] = {
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".tab": "tsv",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "json",
+    ".txt": "text",
+    ".conll": "conll",
+    ".bio": "conll",
+    ".iob": "conll",
+    ".iob2": "conll",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".feather": "arrow",
+}
+
+_FIELD_BYTES = 1 << 27
+"""The longest field of a CSV file; the library's own limit of 131,072 is less than a long document."""
+
+
+def read_rows(
+    source: Any,
+    format: Format | None = None,
+    *,
+    columns: Sequence[str] | None = None,
+    header: bool | None = None,
+    delimiter: str | None = None,
+) -> Iterator[dict[str, Any]]:
+    """Return the rows of ``source`` one by one, each a dict of column names to values.
+
+    Values of CSV and TSV files are texts; the other formats keep their types. Gzip files (``.gz``) are
+    unpacked on the way. CSV fields may be quoted; in TSV files quotes are characters like any other. A
+    first line is taken for a header unless ``columns`` names the columns, or one of its cells is empty, a
+    number, longer than 64 characters, or there twice.
+
+    Args:
+        source: a path; or rows, a dict of columns, a Hugging Face data set, or anything that speaks Arrow,
+            such as a polars or pandas data frame.
+        format: what the file is; by default its suffix says.
+        columns: names of the columns, for CSV, TSV and CoNLL files without a header.
+        header: whether the first line is a header; None decides by its looks.
+        delimiter: between the cells of CSV and TSV files; a comma or a tab by default.
+
+    Raises:
+        DataError: the file is absent, of no known format, or faulty; ``path``, ``line`` and ``problems``
+            say where. A faulty file is read to its end, so that all faults come at once; rows before the
+            first were given.
+    """
+    if not isinstance(source, (str, os.PathLike)):
+        return _rows_of_object(source)
+    path = Path(source)
+    if not path.is_file():
+        raise DataError(
+            f"{path}: no such file; "
+            + (f"the folder has {_neighbours(path)}" if path.parent.is_dir() else "its folder does not exist either"),
+            path=str(path),
+        )
+    kind = format or _format_of(path)
+    if kind not in get_args(Format):
+        raise DataError(
+            f"{path}: format is {kind!r}{nearest(kind, get_args(Format))}; expected one of {list(get_args(Format))}",
+            path=str(path),
+            format=kind,
+        )
+    if kind in ("csv", "tsv"):
+        return _read_cells(path, delimiter or ("," if kind == "csv" else "\t"), kind == "csv", columns, header)
+    if kind == "conll":
+        return _closing(path, lambda lines: read_conll(lines, path, columns=columns))
+    if kind == "jsonl":
+        return _closing(path, lambda lines: _read_json_lines(lines, path))
+    if kind == "text":
+        return _closing(path, lambda lines: ({"text": text.rstrip("\r\n")} for _, text in lines if text.strip()))
+    if kind in ("json", "squad"):
+        return _read_json(path, kind)
+    return read_arrow_file(path, kind)
+
+
+def load_rows(source: Any, format: Format | None = None, **options: Any) -> list[dict[str, Any]]:
+    """Return all rows of ``source`` as a list; see :func:`read_rows` for the arguments and errors.
+
+    Raises:
+        DataError: also if there are no rows.
+    """
+    rows = list(read_rows(source, format, **options))
+    if not rows:
+        raise DataError(f"{source if isinstance(source, (str, os.PathLike)) else 'data'}: no rows", rows=0)
+    return rows
+
+
+def _format_of(path: Path) -> Format:
+    suffixes = [s.lower() for s in path.suffixes]
+    if suffixes and suffixes[-1] == ".gz":
+        suffixes.pop()
+    kind = _SUFFIXES.get(suffixes[-1]) if suffixes else None
+    if kind is None:
+        raise DataError(
+            f"{path}: the suffix {''.join(suffixes) or '(none)'!r} names no format; known suffixes are "
+            f"{sorted(_SUFFIXES)}; or say format=",
+            path=str(path),
+        )
+    return kind
+
+
+def _neighbours(path: Path) -> str:
+    names = sorted(p.name for p in path.parent.iterdir() if p.is_file())
+    near = nearest(path.name, names).removeprefix(", ")
+    return near or f"{names[:5]}"
+
+
+# ------------------------------------------------------------------------------------------------- lines
+
+
+def _open(path: Path) -> IO[bytes]:
+    # typed as a plain binary file, which a gzip file is for every use made of it here
+    return gzip.open(path, "rb") if path.suffix.lower() == ".gz" else open(path, "rb")  # type: ignore[return-value]
+
+
+def _lines(file: IO[bytes], faults: Faults) -> Iterator[tuple[int, str]]:
+    """Yield numbered lines; a line that is not UTF-8 is a fault and left out."""
+    number = 0
+    try:
+        for number, raw in enumerate(file, 1):
+            try:
+                # spreadsheet programs mark UTF-8 files with a sign at the very start
+                yield number, raw.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                faults.add(f"byte 0x{raw[error.start]:02x} at position {error.start + 1}", "UTF-8 text", line=number)
+    except (gzip.BadGzipFile, EOFError, OSError) as error:
+        faults.add(f"unreadable data ({error})", "a whole file", line=number + 1)
+
+
+def _closing(path: Path, parse: Any) -> Iterator[dict[str, Any]]:
+    faults = Faults(path)
+    with _open(path) as file:
+        yield from parse(_lines(file, faults))
+    faults.check("save the file as UTF-8")
+
+
+# ------------------------------------------------------------------------------------------------- cells
+
+
+def _read_cells(
+    path: Path, delimiter: str, quoted: bool, columns: Sequence[str] | None, header: bool | None
+) -> Iterator[dict[str, Any]]:
+    faults = Faults(path)
+    advice = "mend these lines, or say header=, columns= or delimiter= if the file is laid out another way"
+    if csv.field_size_limit() < _FIELD_BYTES:
+        csv.field_size_limit(_FIELD_BYTES)
+    with _open(path) as file:
+        reader = csv.reader(
+            (text for _, text in _lines(file, faults)),
+            delimiter=delimiter,
+            quoting=csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE,
+            strict=True,
+        )
+        names: list[str] | None = None if columns is None else list(columns)
+        first = True
+        while True:
+            line = reader.line_num + 1
+            try:
+                cells = next(reader)
+            except StopIteration:
+                break
+            except csv.Error as error:
+                faults.add(f"{error}", "cells that can be told apart", line=line)
+                continue
+            if not cells or (len(cells) == 1 and not cells[0].strip()):
+                continue
+            if first:
+                first = False
+                is_header = (names is None and _looks_like_header(cells)) if header is None else header
+                if names is None:
+                    names = _header(cells, faults, line) if is_header else _unnamed(cells)
+                if is_header:
+                    continue
+            assert names is not None
+            if len(cells) != len(names):
+                faults.add(f"{len(cells)} cells: {printable(delimiter.join(cells), 60)}", f"{len(names)}", line=line)
+            elif not faults.count:
+                yield dict(zip(names, cells, strict=True))
+    faults.check(advice)
+
+
+def _looks_like_header(cells: Sequence[str]) -> bool:
+    if len({cell.strip() for cell in cells}) != len(cells):
+        return False
+    return all(cell.strip() and len(cell) <= 64 and not _is_number(cell) for cell in cells)
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        float(cell)
+    except ValueError:
+        return False
+    return True
+
+
+def _header(cells: Sequence[str], faults: Faults, line: int) -> list[str]:
+    names = [cell.strip() for cell in cells]
+    for k, name in enumerate(names):
+        if not name or name in names[:k]:
+            again = " again" if name else ""
+            faults.add(f"the name {name!r}{again}", "a name of its own", line=line, column=str(k + 1))
+    return names
+
+
+def _unnamed(cells: Sequence[str]) -> list[str]:
+    # a file of sentences with labels, or of pairs with labels, is what comes without a header
+    known = {1: ["text"], 2: ["text", "label"], 3: ["text", "text_pair", "label"]}
+    names = known.get(len(cells))
+    if names and _is_number(cells[0]) and not all(map(_is_number, cells)):
+        names = None
+    return names or [f"column_{k}" for k in range(len(cells))]
+
+
+# -------------------------------------------------------------------------------------------------- JSON
+
+
+def _parse_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nesting too deep") from None
+
+
+def _read_json_lines(lines: Iterable[tuple[int, str]], path: Path) -> Iterator[dict[str, Any]]:
+    faults = Faults(path)
+    for number, text in lines:
+        if not text.strip():
+            continue
+        try:
+            row = _parse_json(text)
+        except ValueError as error:
+            faults.add(f"{error}: {printable(text.strip(), 60)}", "a JSON object", line=number)
+            continue
+        if not isinstance(row, dict):
+            faults.add(f"{type(row).__name__}: {printable(text.strip(), 60)}", "a JSON object", line=number)
+        elif not faults.count:
+            yield row
+    faults.check("expected one JSON object on each line")
+
+
+def _read_json(path: Path, kind: str) -> Iterator[dict[str, Any]]:
+    faults = Faults(path)
+    with _open(path) as file:
+        numbered = list(_lines(file, faults))
+    faults.check("save the file as UTF-8")
+    try:
+        content = _parse_json("".join(text for _, text in numbered))
+    except ValueError as error:
+        if kind == "json" and "Extra data" in str(error):
+            # several objects in one file: lines under the wrong suffix
+            yield from _read_json_lines(numbered, path)
+            return
+        line = getattr(error, "lineno", None)
+        raise faults.fail(str(error), "one JSON value", "mend the file", line=line) from None
+    is_squad = isinstance(content, dict) and isinstance(content.get("data"), list)
+    if kind == "squad" or (is_squad and any("paragraphs" in a for a in content["data"] if isinstance(a, dict))):
+        yield from read_squad(content, path)
+        return
+    if isinstance(content, dict) and is_squad:
+        content = content["data"]
+    elif isinstance(content, dict):
+        content = [content]
+    if not isinstance(content, list):
+        raise faults.fail(type(content).__name__, "a list of objects", "write one object for each row")
+    for number, row in enumerate(content):
+        if not isinstance(row, dict):
+            faults.add(f"{type(row).__name__} as item {number}", "an object")
+        elif not faults.count:
+            yield row
+    faults.check("expected a list of objects, one for each row")
+
+
+# ----------------------------------------------------------------------------------------------- objects
+
+
+def _rows_of_object(source: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(source, Mapping):
+        return _rows_of_columns(source)
+    if hasattr(source, "__getitem__") and hasattr(source, "__len__") and not is_table(source):
+        return _rows_of_sequence(source)
+    if is_table(source):
+        return rows_of_table(source)
+    if isinstance(source, Iterable):
+        return _rows_of_sequence(source)
+    raise DataError(
+        f"data: {type(source).__name__} is neither a path, nor rows, nor a table; expected a file, a list "
+        f"of dicts, a "
+        "dict of columns, a Hugging Face data set, or a data frame",
+        kind=type(source).__name__,
+    )
+
+
+def _rows_of_sequence(source: Any) -> Iterator[dict[str, Any]]:
+    rows = source if isinstance(source, Iterable) else (source[i] for i in range(len(source)))
+    for number, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            raise DataError(
+                f"data: row {number} is {type(row).__name__}; expected a dict of column names to values", row=number
+            )
+        yield dict(row)
+
+
+def _rows_of_columns(source: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    sizes = {name: len(column) if hasattr(column, "__len__") else -1 for name, column in source.items()}
+    if len(set(sizes.values())) != 1 or -1 in sizes.values() or any(isinstance(c, str) for c in source.values()):
+        raise DataError(
+            f"data: columns have lengths {sizes}; expected lists of one length (several data sets are named "
+            f"apart: "
+            "pass one of them)",
+            sizes=sizes,
+        )
+    names = list(source)
+    for values in zip(*source.values(), strict=True):
+        yield dict(zip(names, values, strict=True))
