@@ -97,9 +97,7 @@ def encode() -> Callable[..., list[ToyRow]]:
     ) -> list[ToyRow]:
         own = Tokenizer.from_str(tokenizer.to_str())
         if size is not None:
-            own.enable_truncation(
-                size, stride=stride, strategy="longest_first" if pair is None else "only_second"
-            )
+            own.enable_truncation(size, stride=stride, strategy="longest_first" if pair is None else "only_second")
         first = own.encode(text, pair, is_pretokenized=isinstance(text, list))
         made, place = [], 0
         for encoding in [first, *first.overflowing]:

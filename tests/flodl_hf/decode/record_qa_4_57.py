@@ -126,9 +126,7 @@ def cases() -> list[dict[str, Any]]:
     return found
 
 
-def recorded(
-    case: dict[str, Any], tokenizer: PreTrainedTokenizerFast, net: BertForQuestionAnswering
-) -> dict[str, Any]:
+def recorded(case: dict[str, Any], tokenizer: PreTrainedTokenizerFast, net: BertForQuestionAnswering) -> dict[str, Any]:
     pipe = QuestionAnsweringPipeline(model=net, tokenizer=tokenizer, device="cpu")
     seen: list[dict[str, Any]] = []
     original = pipe.postprocess
@@ -179,9 +177,7 @@ def main() -> None:
         table += [recorded(case, tokenizer, model(seed, step, dtype)) for case in chosen]
     path = Path(__file__).with_name("golden_qa_4_57.json")
     lines = ",\n".join(json.dumps(row, separators=(",", ":"), ensure_ascii=False) for row in table)
-    path.write_text(
-        f'{{"transformers": "{transformers.__version__}", "cases": [\n{lines}\n]}}\n', encoding="utf-8"
-    )
+    path.write_text(f'{{"transformers": "{transformers.__version__}", "cases": [\n{lines}\n]}}\n', encoding="utf-8")
     print(f"{len(table)} cases, {path.stat().st_size} bytes")
 
 

@@ -195,7 +195,7 @@ def test_text_classification(problem, labels, wordpiece, encode) -> None:
     tokenizer = wrapped(wordpiece)
     net = made("BertForSequenceClassification", problem_type=problem, **named(labels))
     functions = {TEXTS[0]: (None,), TEXTS[1]: (None, "softmax", "sigmoid", "none")}
-    for text, asked in [(t, function) for t, asked in functions.items() for function in asked]:
+    for text, asked in [(text, name) for text, names in functions.items() for name in names]:
         logits = torch.stack(run(net, encode(wordpiece, text)))
         options = {"function_to_apply": asked}
         ours = {"problem_type": problem, **options}
@@ -231,15 +231,10 @@ def test_zero_shot(multi_label, labels, wordpiece, encode) -> None:
             "zero-shot-classification", net, wrapped(wordpiece), TEXTS, candidates, multi_label=multi_label
         )
         rows = [
-            row
-            for text in TEXTS
-            for name in candidates
-            for row in encode(wordpiece, text, f"This example is {name}.")
+            row for text in TEXTS for name in candidates for row in encode(wordpiece, text, f"This example is {name}.")
         ]
         logits = torch.stack(run(net, rows))
-        assert (
-            zero_shot_classification(logits, TEXTS, candidates, labels, multi_label=multi_label) == expected
-        )
+        assert zero_shot_classification(logits, TEXTS, candidates, labels, multi_label=multi_label) == expected
 
 
 @pytest.mark.parametrize("kind", ["wordpiece", "byte_bpe"])
@@ -262,8 +257,7 @@ def test_fill_mask(kind, encode, request) -> None:
             if "targets" in ours:
                 vocabulary = tokenizer.get_vocab()
                 ours["targets"] = [
-                    vocabulary.get(word, tokenizer(word, add_special_tokens=False)["input_ids"][0])
-                    for word in words
+                    vocabulary.get(word, tokenizer(word, add_special_tokens=False)["input_ids"][0]) for word in words
                 ]
             found = fill_mask(
                 at,
@@ -319,9 +313,7 @@ def both(own: Any, encode: Any, text: str, labels: list[str], tags: dict[str, st
     logits = [net.forward(torch.tensor([row.ids])).logits[0] for row in rows]
     ours = decode_entities(logits, rows, text, TagScheme.detect(labels))
     assert all(text[e.start : e.end] == e.word for e in ours)
-    return [(e["entity_group"], text[e["start"] : e["end"]]) for e in other], [
-        (e.label, e.word) for e in ours
-    ]
+    return [(e["entity_group"], text[e["start"] : e["end"]]) for e in other], [(e.label, e.word) for e in ours]
 
 
 def test_ours_keeps_hyphenated_names_whole(wordpiece, encode) -> None:
@@ -347,9 +339,7 @@ def test_ours_leaves_out_the_leading_space(byte_bpe, encode) -> None:
 
 
 def test_ours_ends_a_bpe_word_where_the_tokenizer_does(byte_bpe, encode) -> None:
-    other, ours = both(
-        byte_bpe, encode, "met in Paris, (not in London)", BIO, {"ĠParis": "B-LOC"}, strategy="first"
-    )
+    other, ours = both(byte_bpe, encode, "met in Paris, (not in London)", BIO, {"ĠParis": "B-LOC"}, strategy="first")
     assert ours == [("LOC", "Paris")]
     # The comma has no space before it, so it is taken for a part of the word.
     assert other == [("LOC", " Paris,")]

@@ -67,9 +67,7 @@ def test_regression_gives_the_value_itself() -> None:
 )
 def test_thresholds_choose_labels(threshold, expected) -> None:
     logits = torch.tensor([[-1.0, 2.0, 0.5]])
-    (found,) = decode_classes(
-        logits, ["a", "b", "c"], problem_type="multi_label_classification", threshold=threshold
-    )
+    (found,) = decode_classes(logits, ["a", "b", "c"], problem_type="multi_label_classification", threshold=threshold)
     assert [c.label for c in found] == expected
 
 
@@ -83,9 +81,7 @@ def test_a_long_text_has_the_weighted_mean_of_its_windows() -> None:
 
 
 def test_windows_of_no_content_still_count() -> None:
-    (found,) = decode_classes(
-        torch.tensor([[2.0, 0.0], [0.0, 0.0]]), ["a", "b"], owners=[0, 0], weights=[0, 0]
-    )
+    (found,) = decode_classes(torch.tensor([[2.0, 0.0], [0.0, 0.0]]), ["a", "b"], owners=[0, 0], weights=[0, 0])
     assert sum(c.score for c in found) == pytest.approx(1)
 
 

@@ -52,12 +52,8 @@ def test_targets_of_several_tokens_are_products_at_their_own_masks() -> None:
 def test_several_masks_share_the_targets() -> None:
     places = [[0], [1, 2], [2], [0, 1]]
     first, second = decode_targets(LOGITS, [[4], [5, 6]], places=places)
-    assert {f.target: f.score for f in second}[1] == pytest.approx(
-        (PROBABILITIES[0, 5] * PROBABILITIES[1, 6]).item()
-    )
-    assert {f.target: f.score for f in first}[1] == pytest.approx(
-        (PROBABILITIES[1, 5] * PROBABILITIES[2, 6]).item()
-    )
+    assert {f.target: f.score for f in second}[1] == pytest.approx((PROBABILITIES[0, 5] * PROBABILITIES[1, 6]).item())
+    assert {f.target: f.score for f in first}[1] == pytest.approx((PROBABILITIES[1, 5] * PROBABILITIES[2, 6]).item())
 
 
 @pytest.mark.parametrize(

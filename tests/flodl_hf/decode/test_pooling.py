@@ -17,9 +17,7 @@ MODES = [mode for mode in get_args(Pooling) if mode != "pooler"]
 
 
 def batch(lengths, width=None, seed=0, size=6):
-    hidden = torch.randn(
-        len(lengths), width or max(lengths), size, generator=torch.Generator().manual_seed(seed)
-    )
+    hidden = torch.randn(len(lengths), width or max(lengths), size, generator=torch.Generator().manual_seed(seed))
     mask = torch.arange(hidden.shape[1]) < torch.tensor(lengths)[:, None]
     return hidden, mask
 
@@ -85,9 +83,7 @@ def test_several_poolings_are_joined() -> None:
     found = pool_padded(hidden, mask, ["pooler", "cls", "mean"], pooler_output=pooled)
     expected = torch.cat([pooled, hidden[:, 0], pool_padded(hidden, mask)], 1)
     assert torch.equal(found, expected)
-    packed = pool_packed(
-        hidden[mask], torch.tensor([0, 2, 6]), ["pooler", "cls", "mean"], pooler_output=pooled
-    )
+    packed = pool_packed(hidden[mask], torch.tensor([0, 2, 6]), ["pooler", "cls", "mean"], pooler_output=pooled)
     torch.testing.assert_close(packed, expected)
 
 

@@ -57,9 +57,7 @@ def test_the_best_span_wins_and_its_score_is_the_product_of_both_ends() -> None:
 
 def test_the_end_is_never_before_the_start_nor_too_far_behind() -> None:
     start, end = [0.0, 0.0, 0.0, 0.0, 9.0], [9.0, 0.0, 0.0, 1.0, 0.0]
-    found = decode_answers(
-        [logits(start)], [logits(end)], [window(words_of(TEXT))], TEXT, top_k=50, distinct="span"
-    )
+    found = decode_answers([logits(start)], [logits(end)], [window(words_of(TEXT))], TEXT, top_k=50, distinct="span")
     assert len(found) == 15
     assert found[0].text in ("Ada", "London")
     assert all(a.score >= b.score for a, b in itertools.pairwise(found))
@@ -151,6 +149,25 @@ def test_the_margin_says_how_much_surer_no_answer_must_be() -> None:
     assert sum(a.no_answer for a in found) == 1
 
 
+def test_a_second_answer_is_found_behind_any_number_of_variants_of_the_first() -> None:
+    text = " ".join(f"w{i}" for i in range(80))
+    start, end = [0.0] * 80, [0.0] * 80
+    start[10], start[70], end[70] = 20.0, 3.0, 3.0
+    found = decode_answers([logits(start)], [logits(end)], [window(words_of(text))], text, top_k=2)
+    # All thirty spans that begin at w10 are better than w70 alone, and all of them overlap the first.
+    assert [a.text for a in found] == ["w10", "w70"]
+
+
+def test_equal_spans_come_in_the_order_of_the_text() -> None:
+    text = " ".join(f"w{i}" for i in range(60))
+    tokens = words_of(text)
+    rows = [window(tokens[a : a + 30], first_token=a) for a in (30, 15, 0)]
+    parts = [logits([0.0] * 30)] * 3
+    for top_k in (1, 3, 60):
+        found = decode_answers(parts, parts, rows, text, top_k=top_k)
+        assert [a.text for a in found] == text.split()[:top_k]
+
+
 def test_an_empty_context_has_no_answer() -> None:
     rows, parts = [window([])], [logits([])]
     assert decode_answers(parts, parts, rows, "") == []
@@ -194,9 +211,7 @@ def test_a_batch_is_its_contexts_one_by_one() -> None:
         padded[0][i, : len(start[i])] = start[i]
         padded[1][i, : len(end[i])] = end[i]
     assert together == decode_answers_batch(*padded, rows, texts, owners=owners, **options)
-    assert together == decode_answers_batch(
-        torch.cat(start), torch.cat(end), rows, texts, owners=owners, **options
-    )
+    assert together == decode_answers_batch(torch.cat(start), torch.cat(end), rows, texts, owners=owners, **options)
 
 
 @settings(max_examples=60, deadline=None)
