@@ -22,6 +22,7 @@ from flodl.errors import TokenizerError
 from .tokenization.backend import Backend, load_json
 from .tokenization.batch import as_batch, as_tensors, check_batch, option
 from .tokenization.encoded import Encoded, pad_rows
+from .tokenization.precut import LONG, beginning
 from .tokenization.rows import Cut, Overflow, Row, cut_rows
 from .tokenization.settings import guess_model_type, read_settings
 from .tokenization.source import TOKENIZER_FILES, parse_json, read_bytes, read_source, write_files
@@ -261,6 +262,8 @@ class Tokenizer(Vocabulary):
             )
         if not len(texts):
             return []
+        if overflow == "truncate" and max_tokens is not None and not words:
+            texts, pairs = self._shorten(texts, pairs, max_tokens, cut)
         rows = self._backend.rows(texts, pairs, words=words, special=add_special_tokens, fast=not offsets)
         out = []
         for index, row in enumerate(rows):
@@ -281,6 +284,27 @@ class Tokenizer(Vocabulary):
                 )
             )
         return out
+
+    def _shorten(
+        self, texts: Sequence[Any], pairs: Sequence[Any] | None, max_tokens: int, cut: Cut
+    ) -> tuple[Sequence[Any], Sequence[Any] | None]:
+        """Return the texts with what truncation would drop anyhow already gone from the very long ones."""
+        if self._settings.truncation_side == "left":
+            return texts, pairs
+
+        def ids(text: str) -> list[int]:
+            return self._backend.encodings([text], special=False, fast=True)[0].ids
+
+        def shorten(batch: Sequence[Any]) -> list[Any]:
+            limit = LONG * (max_tokens + 1)
+            # One more than fits, so that the row still shows that something was dropped.
+            return [beginning(t, max_tokens + 1, ids) if isinstance(t, str) and len(t) > limit else t for t in batch]
+
+        if cut != "second":
+            texts = shorten(texts)
+        if cut != "first" and pairs is not None:
+            pairs = shorten(pairs)
+        return texts, pairs
 
     def __call__(
         self,
@@ -337,6 +361,8 @@ class Tokenizer(Vocabulary):
         side = "left" if self._settings.truncation_side == "left" else "right"
         if cut == "longest" and (pairs is None or return_overflowing_tokens):
             cut = "first"
+        if cut is not None and limit is not None and not (return_overflowing_tokens or is_split_into_words):
+            texts, pairs = self._shorten(texts, pairs, limit, cut)
         whole = self._backend.rows(texts, pairs, words=is_split_into_words, special=add_special_tokens)
         rows: list[Row] = []
         samples: list[int] = []

@@ -26,6 +26,11 @@ SPACE = "\u2581"
 # A noncharacter, which no text holds; it parts a mark from its base while the table is applied.
 _PART = "\U0010ffff"
 
+# Another noncharacter, which parts what is to be treated as texts of their own.
+_CUT = "\U0010fffe"
+_PUNCTUATION = r"[\p{P}$+<=>^`|~]"
+_BESIDE_PUNCTUATION = f"(?<=[\\s\\S])(?={_PUNCTUATION})|(?<={_PUNCTUATION})(?=[\\s\\S])"
+
 # Inside a grapheme cluster: before what extends one, in a line end, after what begins one. Not before the
 # first character of a text, where the library loses count.
 _CLUSTER = (
@@ -89,6 +94,9 @@ def normalizer(
         split_punctuation: punctuation will be split off, and each part treated like a text of its own.
     """
     out = list(before)
+    if split_punctuation:
+        # On the text as it is written: replacements may make several characters of one, which stay together.
+        out.append(_replace(_BESIDE_PUNCTUATION, _CUT))
     table = CharsMap(model.charsmap, where)
     if table:
         composes = table.get("e\u0301") == "é"
@@ -104,8 +112,9 @@ def normalizer(
             out.append(normalizers.NFC())
     if model.remove_extra_whitespaces:
         out += [_replace(" {2,}", " "), _replace(f"\\A +|[ {SPACE}]+\\z", "")]
-        if split_punctuation:
-            out.append(_replace(r" +(?=[\p{P}$+<=>^`|~])", ""))
+    if split_punctuation:
+        # Spaces are left to the pre-tokenizer, which gives each part one.
+        return normalizers.Sequence([*out, _replace(f" *{_CUT}+ *", _CUT)])
     if model.add_dummy_prefix:
         out.append(normalizers.Prepend(SPACE))
     out.append(normalizers.Replace(" ", SPACE))
@@ -135,7 +144,7 @@ def splitter(model: SentencePieceModel, split_punctuation: bool = False) -> pre_
     # Each part of a text is given a space, as each is a text of its own for sentencepiece.
     return pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Punctuation("isolated"),
+            pre_tokenizers.Split(_CUT, "removed"),
             pre_tokenizers.Metaspace(SPACE, "always" if model.add_dummy_prefix else "never"),
         ]
     )

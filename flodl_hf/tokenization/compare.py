@@ -1,0 +1,105 @@
+"""Where two descriptions of one tokenizer disagree: ``tokenizer.json`` and the vocabulary files beside it.
+
+Decides: which texts are tried and what counts as a difference.
+Leaves to others: showing it, and which of the two to believe.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .source import read_source
+
+__all__ = ["PROBES", "Difference", "compare_sources"]
+
+# Each text has made two implementations disagree somewhere: spaces, ligatures, wide letters, marks, scripts.
+PROBES = (
+    "The quick brown fox doesn't jump over 1,234.56 lazy dogs!",
+    "  leading, double  and trailing spaces ",
+    "tea\u00a0cup",
+    "tab\tand\nnewline",
+    "the ﬁrst ﬁle",
+    "ＡＢＣ　１２３",
+    "dots… № 5 x² ½",
+    "Café naïve ÜBER straße İstanbul",
+    "cafe\u0301 a\u0308",
+    "``quoted'' 'text'",
+    "ΟΔΥΣΣΕΥΣ Ελλάδα",
+    "Москва, Россия",
+    "東京は日本の首都です。",
+    "ｶﾞｷﾞｸﾞ",
+    "서울은 한국의 수도",
+    "नमस्ते दुनिया",
+    "ภาษาไทย",
+    "مرحبا بالعالم",
+    "שלום עולם",
+    "emoji 😀 👩‍👩‍👧 🇫🇷 ❤️",
+    "zero\u200bwidth\u200djoiner",
+    "control\x07character",
+    "[MASK] <mask> [CLS] </s>",
+    "Paris is the [MASK] of France. Paris is the <mask> of France.",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A text that two sources of a tokenizer treat differently.
+
+    Attributes:
+        text: the text.
+        ids_by_json: ids by ``tokenizer.json``, special tokens included.
+        ids_by_files: ids by the vocabulary files.
+        tokens_by_json: the same as strings.
+        tokens_by_files: the same as strings.
+    """
+
+    text: str
+    ids_by_json: tuple[int, ...]
+    ids_by_files: tuple[int, ...]
+    tokens_by_json: tuple[str, ...]
+    tokens_by_files: tuple[str, ...]
+
+
+def compare_sources(
+    folder: str | os.PathLike[str], texts: Sequence[str] = PROBES, *, model_type: str | None = None
+) -> list[Difference]:
+    """Return the texts for which ``tokenizer.json`` and the vocabulary files give different ids.
+
+    The list is empty if they agree, and if the folder has only one of the two.
+
+    Args:
+        folder: folder with the tokenizer files.
+        texts: what to try.
+        model_type: family, if it is not to be read from the folder.
+
+    Raises:
+        TokenizerError: if one of the sources is damaged.
+    """
+    from flodl_hf.tokenizer import Tokenizer
+
+    path = Path(folder)
+    by_json = Tokenizer.from_folder(path, model_type=model_type)
+    files = read_source(path)
+    without = {name: data for name, data in files.items() if name != "tokenizer.json"}
+    vocabulary = {"vocab.txt", "vocab.json", "sentencepiece.bpe.model", "spm.model", "spiece.model"}
+    if "tokenizer.json" not in files or not vocabulary & set(files):
+        return []
+    by_files = Tokenizer.from_files(without, folder=path, model_type=by_json.settings.model_type)
+    out = []
+    for text, (left, *_), (right, *_) in zip(
+        texts, by_json.encode_rows(texts), by_files.encode_rows(texts), strict=True
+    ):
+        if list(left.ids) != list(right.ids):
+            out.append(
+                Difference(
+                    text,
+                    tuple(left.ids),
+                    tuple(right.ids),
+                    tuple(by_json.convert_ids_to_tokens(left.ids)),
+                    tuple(by_files.convert_ids_to_tokens(right.ids)),
+                )
+            )
+    return out

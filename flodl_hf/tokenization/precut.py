@@ -1,0 +1,43 @@
+"""The beginning of a very long text, when only its beginning is wanted: cut before it is tokenized.
+
+Tokens do not depend on what follows far behind them. So a prefix is tokenized, then one twice as long, and
+where both begin alike the shorter one is enough; a text of ten megabytes then costs what a page costs.
+
+Decides: how long a prefix suffices. Leaves to others: tokenization and truncation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+__all__ = ["LONG", "beginning"]
+
+# Characters a token may stand for on average before a longer prefix is tried; English has four.
+_CHARS = 16
+# Texts up to this many characters per wanted token are simply tokenized.
+LONG = 4 * _CHARS
+# Equal tokens wanted beyond those that are used.
+_MARGIN = 32
+# A text that is one endless word gives no such beginning, and trying on costs more than the whole.
+_DOUBLINGS = 4
+
+
+def beginning(text: str, tokens: int, encode: Callable[[str], Sequence[int]]) -> str:
+    """Return a prefix of ``text`` whose first ``tokens`` tokens are those of the whole text.
+
+    Args:
+        text: the whole text.
+        tokens: number of tokens wanted.
+        encode: ids of a text, without special tokens.
+    """
+    size = _CHARS * (tokens + _MARGIN)
+    wanted = tokens + _MARGIN
+    short = encode(text[:size])
+    for _ in range(_DOUBLINGS):
+        if 2 * size >= len(text):
+            break
+        long = encode(text[: 2 * size])
+        if len(short) > wanted and list(short[:wanted]) == list(long[:wanted]):
+            return text[:size]
+        size, short = 2 * size, long
+    return text
