@@ -12,9 +12,12 @@ from flodl.data.batches import (
     group_by_length,
 )
 from flodl.data.builder import LoaderBuilder
+from flodl.data.builtin import Cifar10, Mnist, Shakespeare, crop_and_flip
 from flodl.data.collate import CollateTokens, Where, collate_rows
+from flodl.data.columns import Columns, Targets, infer_columns, infer_targets
 from flodl.data.datasets import BatchDataset, Dataset, RowSource, TensorRows, as_batches
 from flodl.data.distributed import DistributedPlan, RankBatches, divide
+from flodl.data.files import load_rows, read_rows
 from flodl.data.loader import DataLoader, EpochIterator
 from flodl.data.rng import Rng, permutation
 from flodl.data.samplers import RandomSampler, Sampler, SequentialSampler, WeightedSampler
@@ -23,7 +26,9 @@ __all__ = [
     "Batch",
     "BatchDataset",
     "BatchSource",
+    "Cifar10",
     "CollateTokens",
+    "Columns",
     "DataLoader",
     "Dataset",
     "DistributedPlan",
@@ -32,21 +37,29 @@ __all__ = [
     "FixedBatches",
     "LengthGroupedBatches",
     "LoaderBuilder",
+    "Mnist",
     "RandomSampler",
     "RankBatches",
     "Rng",
     "RowSource",
     "Sampler",
     "SequentialSampler",
+    "Shakespeare",
+    "Targets",
     "TensorRows",
     "TokenBudgetBatches",
     "WeightedSampler",
     "Where",
     "as_batches",
     "collate_rows",
+    "crop_and_flip",
     "cut_fixed",
     "divide",
     "fill_budget",
     "group_by_length",
+    "infer_columns",
+    "infer_targets",
+    "load_rows",
     "permutation",
+    "read_rows",
 ]

@@ -33,23 +33,30 @@ def read_conll(
     faults = Faults(path)
     width = len(columns) if columns else 0
     held: list[list[str]] = []
+    early: list[list[str]] = []
     for number, text in lines:
         line = text.strip("\r\n")
         if not line.strip():
             if held and not faults.count:
                 yield _sentence(held, columns)
-            held = []
+            held, early = [], []
             continue
         if line.startswith("-DOCSTART-"):
             continue
         cells = line.split("\t") if "\t" in line else line.split()
-        if line.startswith("#") and (len(cells) < 2 or (width and len(cells) != width)):
+        may_be_comment = line == "#" or line.startswith("# ")
+        if may_be_comment and not width:
+            # whether it is a token "#" is known once a line shows how many columns there are
+            early.append(cells)
+            continue
+        if may_be_comment and len(cells) != width:
             continue
         if not width:
             if len(cells) < 2:
                 faults.add(f"1 column: {printable(line, 60)}", "a word and its tag", line=number)
                 continue
             width = len(cells)
+            held += [line_cells for line_cells in early if len(line_cells) == width]
         if len(cells) != width:
             faults.add(f"{len(cells)} columns: {printable(line, 60)}", f"{width}", line=number)
         elif not cells[0].strip() or not cells[-1].strip():

@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from flodl.data.arrow import is_table, rows_of_table
 from flodl.data.collate import Where, collate_rows
 from flodl.errors import DataError
 
@@ -154,6 +155,8 @@ def as_batches(data: Any, collate: Collate | None = None) -> BatchDataset | RowS
         data = (data,)
     if isinstance(data, torch.utils.data.TensorDataset):
         data = data.tensors
+    if is_table(data):
+        data = list(rows_of_table(data))
     if collate is None and isinstance(data, tuple) and data and all(isinstance(t, torch.Tensor) for t in data):
         return _filled(TensorRows(data))
     if isinstance(data, Mapping) and data and all(isinstance(t, torch.Tensor) for t in data.values()):

@@ -40,9 +40,7 @@ def tensors():
 
 
 def token_rows():
-    return [
-        {"input_ids": list(range(1, 2 + i % 7)), "labels": [i] * (1 + i % 7), "id": i} for i in range(ROWS)
-    ]
+    return [{"input_ids": list(range(1, 2 + i % 7)), "labels": [i] * (1 + i % 7), "id": i} for i in range(ROWS)]
 
 
 def ids(batches, name="y"):
@@ -203,9 +201,7 @@ def test_token_budget_batches_resume_too():
 @pytest.mark.parametrize("split", ["batch", "epoch"])
 def test_ranks_share_an_epoch_by_unequal_shares(mode, split):
     builder = DataLoader.from_dataset(tensors()).batch_size(5)
-    builder = {"resident": builder.resident, "streaming": builder.streaming}.get(
-        mode.get("mode"), lambda: builder
-    )()
+    builder = {"resident": builder.resident, "streaming": builder.streaming}.get(mode.get("mode"), lambda: builder)()
     got = [ids(builder.distributed(r, [3, 1, 0.2], split).build()) for r in range(3)]
     assert sorted(i for rank in got for batch in rank for i in batch) == list(range(ROWS))
     if split == "batch":
@@ -229,9 +225,7 @@ def test_new_shares_reach_the_loader_and_a_saved_run_brings_them_back():
 
     plan, loaders = made()
     running = [loader.epoch(0) for loader in loaders]
-    used = [
-        i for k, it in ((1, running[0]), (3, running[1])) for _ in range(k) for i in next(it)["y"].tolist()
-    ]
+    used = [i for k, it in ((1, running[0]), (3, running[1])) for _ in range(k) for i in next(it)["y"].tolist()]
     plan.reshare(0, [1, 3], [5, 1])
     for loader in loaders:
         loader.seek(0, 0)
@@ -467,9 +461,7 @@ def test_packed_rows_are_the_padded_ones_end_to_end(rows):
 
 def test_rows_that_do_not_fit_together_are_all_named():
     with pytest.raises(DataError) as caught:
-        CollateTokens(ragged=("labels",))(
-            [{"input_ids": [1], "labels": [1, 2]}, {"input_ids": [1], "labels": []}]
-        )
+        CollateTokens(ragged=("labels",))([{"input_ids": [1], "labels": [1, 2]}, {"input_ids": [1], "labels": []}])
     assert len(caught.value.problems) == 2
     with pytest.raises(DataError, match="CollateTokens"):
         collate_rows([{"a": [1]}, {"a": [1, 2]}])

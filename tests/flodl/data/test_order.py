@@ -179,9 +179,7 @@ def test_length_grouping_keeps_every_row_and_full_batches(lengths, size, window,
     st.sampled_from([1, 8]),
     st.integers(0, 2),
 )
-def test_token_budget_is_never_exceeded_but_by_a_row_alone(
-    lengths, budget, window, layout, max_rows, multiple, epoch
-):
+def test_token_budget_is_never_exceeded_but_by_a_row_alone(lengths, budget, window, layout, max_rows, multiple, epoch):
     source = TokenBudgetBatches(
         RandomSampler(len(lengths)), np.array(lengths), budget, layout, window, max_rows, multiple
     )
@@ -265,9 +263,7 @@ def test_every_sample_is_used_exactly_once_for_any_shares(n, size, shares, split
 @given(st.data())
 def test_new_shares_in_mid_epoch_still_use_every_sample_once(data):
     n = data.draw(st.integers(1, 60))
-    plan = DistributedPlan(
-        FixedBatches(RandomSampler(n), data.draw(st.integers(1, 5))), data.draw(shares_lists)
-    )
+    plan = DistributedPlan(FixedBatches(RandomSampler(n), data.draw(st.integers(1, 5))), data.draw(shares_lists))
     used: list[int] = []
     for _ in range(data.draw(st.integers(1, 3))):
         ranks = [plan.plan(2, r) for r in range(plan.num_ranks)]
