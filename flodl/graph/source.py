@@ -95,12 +95,12 @@ class _Writer:
             self._opening(signature)
         steps = {node.index: self._fresh(node.name) for node in plan.calls}
         if steps:
-            self._line(f"{', '.join(steps.values())}, = self._steps")
+            self._line(f"{_unpacked(steps.values())} = self._steps")
         kept, self.caught = self._fresh("memory"), self._fresh("captured")
         memory = [self._fresh(f"old_{tag}") for tag in plan.memory]
         if memory:
             self._line(f"{kept} = self._memory")
-            self._line(f"{', '.join(memory)}, = {kept}")
+            self._line(f"{_unpacked(memory)} = {kept}")
         if self.captured:
             self._line(f"{self.caught} = {{}}")
         for node in plan.nodes:
@@ -251,3 +251,9 @@ class _Writer:
 
     def _line(self, text: str) -> None:
         self.lines.append(f"    {text}")
+
+
+def _unpacked(names: Iterable[str]) -> str:
+    """Return the left side of an unpacking."""
+    listed = list(names)
+    return f"({listed[0]},)" if len(listed) == 1 else ", ".join(listed)
