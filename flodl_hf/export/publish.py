@@ -61,7 +61,7 @@ def is_model_file(path: str) -> bool:
 
 def publish_folder(
     target: str | os.PathLike[str],
-    writer: Callable[[Path], None],
+    writer: Callable[[Path], object],
     *,
     overwrite: bool = False,
     needed_bytes: int = 0,

@@ -84,8 +84,7 @@ class BinShard:
             _, length = self._place(record.storage)
             if length != record.storage.nbytes:
                 self._fail(
-                    f"storage {printable(record.storage.key)} has {length:,} bytes, "
-                    f"{record.storage.nbytes:,} declared"
+                    f"storage {printable(record.storage.key)} has {length:,} bytes, {record.storage.nbytes:,} declared"
                 )
         self.entries = {name: (record.storage.dtype, record.shape) for name, record in self._records.items()}
         first: dict[TensorRecord, str] = {}
@@ -165,11 +164,7 @@ class BinShard:
         if not isinstance(system, dict) or system.get("little_endian") is not True:
             self._fail("its numbers are not little-endian")
         value, keys = run(), run()
-        if (
-            not isinstance(keys, list)
-            or not all(isinstance(key, str) for key in keys)
-            or len(set(keys)) != len(keys)
-        ):
+        if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys) or len(set(keys)) != len(keys):
             self._fail("its list of storages is damaged")
         if set(keys) != set(storages):
             self._fail("its list of storages is not the one that its tensors use")
@@ -177,9 +172,7 @@ class BinShard:
         for key in keys:
             count = int.from_bytes(os.pread(descriptor, 8, position), "little")
             if count != storages[key].numel:
-                self._fail(
-                    f"storage {printable(key)} holds {count:,} numbers, {storages[key].numel:,} declared"
-                )
+                self._fail(f"storage {printable(key)} holds {count:,} numbers, {storages[key].numel:,} declared")
             self._places[key] = (position + 8, storages[key].nbytes)
             position += 8 + storages[key].nbytes
             if position > self.file.size:

@@ -95,9 +95,7 @@ def storage_record(reference: Any) -> StorageRecord:
     if type(numel) is not int or not 0 <= numel < 2**63:
         raise ValueError("expected a count of numbers")
     if view and view[0] is not None:
-        raise ValueError(
-            "found a view of another storage, as torch before 0.4 wrote them; expected whole storages"
-        )
+        raise ValueError("found a view of another storage, as torch before 0.4 wrote them; expected whole storages")
     return StorageRecord(key, kind.dtype, numel)
 
 
@@ -159,11 +157,12 @@ def _rebuild_tensor(
         raise ValueError(f"found {len(shape)} dimensions, expected at most {_MAX_DIMS}")
     if hooks or metadata or not isinstance(requires_grad, bool):
         raise ValueError("expected no hooks and no metadata")
+    if 0 in shape:
+        # A slice that ran off the end of nothing: torch saves its offset all the same.
+        return TensorRecord(storage, 0, shape, strides)
     record = TensorRecord(storage, offset, shape, strides)
     if offset + record.span > storage.numel:
-        raise ValueError(
-            f"sizes {list(shape)} from {offset} reach beyond the {storage.numel} numbers of the storage"
-        )
+        raise ValueError(f"sizes {list(shape)} from {offset} reach beyond the {storage.numel} numbers of the storage")
     if record.numel > record.span:
         # A repeated number costs nothing in the file and anything in memory.
         raise ValueError(f"sizes {list(shape)} show numbers more than once")

@@ -111,7 +111,24 @@ def test_a_patched_text_means_the_patched_table(
 
 @pytest.mark.parametrize(
     "source",
-    ["", "[]", "1", '{"a": 1', '{"a": 1,}', '{"a" 1}', "{a: 1}", '{"a": 1 "b": 2}', '{"a": 1, "a": 2}', '{"a": 1} x', "{" * 9, '{"a": ' + "[" * 100000, '{"a": 1}{}', '{"a": .5}', '{"a": "\n"}', '\ufeff{"a": 1}'],
+    [
+        "",
+        "[]",
+        "1",
+        '{"a": 1',
+        '{"a": 1,}',
+        '{"a" 1}',
+        "{a: 1}",
+        '{"a": 1 "b": 2}',
+        '{"a": 1, "a": 2}',
+        '{"a": 1} x',
+        "{" * 9,
+        '{"a": ' + "[" * 100000,
+        '{"a": 1}{}',
+        '{"a": .5}',
+        '{"a": "\n"}',
+        '\ufeff{"a": 1}',
+    ],
     ids=repr,
 )
 def test_what_is_not_one_object_is_refused(source: str) -> None:

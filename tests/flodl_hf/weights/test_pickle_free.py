@@ -13,7 +13,6 @@ import struct
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -128,11 +127,14 @@ def test_only_what_was_asked_is_read(tmp_path: Path, container: str, monkeypatch
 class Calls:
     """Pickles as a call of ``function(*arguments)``."""
 
-    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+    def __init__(self, function: Any, *arguments: Any) -> None:
         self.call = (function, arguments)
 
     def __reduce__(self) -> Any:
         return self.call
+
+    def __call__(self) -> None:
+        """Never reached: pickle wants what it calls to look callable, and this is written as its own call."""
 
 
 def payloads(canary: Path) -> dict[str, Any]:
@@ -148,7 +150,7 @@ def payloads(canary: Path) -> dict[str, Any]:
         "subprocess": Calls(subprocess.Popen, ["touch", str(canary)]),
         "functools.partial": Calls(Calls(functools.partial, os.system, touch)),
         "operator.methodcaller": Calls(operator.methodcaller("touch"), canary),
-        "operator.attrgetter": Calls(operator.attrgetter("system"), os),
+        "operator.attrgetter": Calls(Calls(operator.attrgetter("system"), Calls(builtins.__import__, "os")), touch),
         "map": Calls(list, Calls(map, os.system, [touch])),
         "pickle.loads": Calls(pickle.loads, pickle.dumps(Calls(os.system, touch))),
         "torch.load": Calls(torch.load, str(canary)),
@@ -171,10 +173,7 @@ NAMES_OF_PAYLOADS = list(payloads(Path("x")))
 @pytest.mark.parametrize("protocol", range(6))
 def test_a_malicious_program_does_nothing_but_raise(tmp_path: Path, name: str, protocol: int) -> None:
     canary = tmp_path / "canary"
-    try:
-        program = pickle.dumps(payloads(canary)[name], protocol)
-    except Exception:
-        pytest.skip(f"has no form in protocol {protocol}")
+    program = pickle.dumps(payloads(canary)[name], protocol)
     (tmp_path / "raw.bin").write_bytes(program)
     with zipfile.ZipFile(tmp_path / "zip.bin", "w") as archive:
         archive.writestr("archive/data.pkl", program)

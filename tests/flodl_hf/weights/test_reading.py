@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
 
@@ -46,6 +47,23 @@ def test_pieces_and_threads_give_the_same_bytes(
     monkeypatch.setattr(read, "_TASK_BYTES", task)
     monkeypatch.setattr(read, "_MAX_VECTORS", 2)
     monkeypatch.setattr(read, "_usable_cpus", lambda: 4)
+    with Checkpoint.open(single) as source:
+        found = source.read_all()
+    assert all(same(found[name], tensors[name]) for name in tensors)
+
+
+def test_short_reads_are_continued(single: Path, tensors: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal or a network file system may give less than was asked for, at any byte."""
+    real, length = os.preadv, itertools.cycle([1, 7, 30, 100])
+
+    def short(descriptor: int, buffers: list[memoryview], position: int) -> int:
+        left, some = next(length), []
+        for buffer in buffers:
+            some.append(buffer[:left])
+            left -= len(some[-1])
+        return real(descriptor, some, position)
+
+    monkeypatch.setattr(os, "preadv", short)
     with Checkpoint.open(single) as source:
         found = source.read_all()
     assert all(same(found[name], tensors[name]) for name in tensors)

@@ -164,6 +164,14 @@ class TestTies:
         assert set(plan.tensors) == {self.WORD, self.DECODER}
         assert plan.dropped == {}
 
+    def test_a_source_that_had_both_names_gets_both_from_shared_memory(self, tmp_path: Path) -> None:
+        weight = torch.randn(3, 2)
+        folder = save_single(tmp_path / "in", {"a": weight, "b": weight.clone()})
+        with Checkpoint.open(folder) as source:
+            plan = plan_state({"a": weight, "b": weight}, source.manifest)
+        write_state(tmp_path, plan)
+        assert (tmp_path / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+
     def test_shared_memory_that_nobody_declared_is_refused(self) -> None:
         weight = torch.randn(3, 2)
         with pytest.raises(ExportError) as caught:
@@ -367,6 +375,22 @@ class TestDiskFull:
         assert caught.value.errno == errno.EFBIG
         assert contents(single) == before
         assert {path.name for path in tmp_path.iterdir()} == {"single"}
+
+    @pytest.mark.parametrize(
+        "write",
+        [lambda file: write_safetensors(file, [("a", torch.ones(9))]), lambda file: write_bytes(file, b"x")],
+        ids=["tensors", "bytes"],
+    )
+    def test_half_a_file_is_not_left(
+        self, tmp_path: Path, write: Callable[[Path], object], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def full(descriptor: int, data: bytes) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(write_module.os, "write", full)
+        with pytest.raises(OSError, match="No space"):
+            write(tmp_path / "x.safetensors")
+        assert list(tmp_path.iterdir()) == []
 
     def test_too_little_space_is_known_before_the_start(self, tmp_path: Path) -> None:
         def never(stage: Path) -> None:
