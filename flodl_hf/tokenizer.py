@@ -250,9 +250,9 @@ class Tokenizer(Vocabulary):
             TokenizerError: for a text that is not a valid string, or that does not fit with
                 ``overflow="error"``.
         """
-        check_batch(texts, "texts", words)
+        check_batch(texts, "text", words)
         if pairs is not None:
-            check_batch(pairs, "pairs", words)
+            check_batch(pairs, "second text", words)
         cut = cut or ("first" if pairs is None else "second")
         if cut == "second" and pairs is None:
             raise TokenizerError("cut is 'second', but there are no second texts; pass pairs, or cut='first'")

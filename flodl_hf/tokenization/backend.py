@@ -18,7 +18,7 @@ from flodl.errors import TokenizerError, printable
 from .guard import MAX_GROWTH, check_texts, growth, guarded
 from .rows import Row
 from .source import parse_json
-from .words import joins_words, rows_from_joined
+from .words import join, joins_words, rows_from_joined
 
 __all__ = ["Backend", "load_json"]
 
@@ -96,7 +96,10 @@ class Backend:
                 expected=MAX_GROWTH,
             )
         self.inner = inner
-        self.pad_token: str | None = padding.get("pad_token")
+        # Believed only where both statements agree.
+        pad_token, pad_id = padding.get("pad_token"), padding.get("pad_id")
+        agree = isinstance(pad_token, str) and inner.token_to_id(pad_token) == pad_id
+        self.pad_token: str | None = pad_token if agree else None
         self.joins_words = joins_words(pre_tokenizer)
         self.is_bpe = type(inner.model).__name__ == "BPE"
 
@@ -144,7 +147,7 @@ class Backend:
             return [_row(encoding, fast) for encoding in found]
         check_texts(texts, "text")
         check_texts(pairs or (), "second text")
-        first = [" ".join(text) for text in texts]
-        second = None if pairs is None else [" ".join(text) for text in pairs]
+        first = [join(text) for text in texts]
+        second = None if pairs is None else [join(text) for text in pairs]
         found = self.encodings(first, second, special=special)
         return rows_from_joined([_row(encoding, False) for encoding in found], texts, pairs)

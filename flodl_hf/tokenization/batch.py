@@ -11,6 +11,8 @@ from typing import Any
 
 from flodl.errors import TokenizerError, nearest
 
+from .guard import check_text
+
 __all__ = ["as_batch", "as_tensors", "check_batch", "option"]
 
 
@@ -35,16 +37,19 @@ def check_batch(texts: Any, name: str, words: bool) -> None:
             field=name,
             found=type(texts).__name__,
         )
-    if words:
-        for index, text in enumerate(texts):
-            if isinstance(text, (str, bytes)) or not isinstance(text, Sequence):
-                raise TokenizerError(
-                    f"{name}: element {index} is {type(text).__name__}, expected a list of words; "
-                    "split it, or leave words=False",
-                    field=name,
-                    position=index,
-                    found=type(text).__name__,
-                )
+    for index, text in enumerate(texts):
+        if not words:
+            # The library would take two strings for a pair, and anything else for a fault of the batch.
+            if not isinstance(text, str):
+                check_text(text, f"{name} {index}")
+        elif isinstance(text, (str, bytes)) or not isinstance(text, Sequence):
+            raise TokenizerError(
+                f"{name} {index}: found {type(text).__name__}, expected a list of words; "
+                "split it, or leave words=False",
+                field=name,
+                position=index,
+                found=type(text).__name__,
+            )
 
 
 def as_batch(text: Any, pair: Any, words: bool) -> tuple[Sequence[Any], Sequence[Any] | None, bool]:
@@ -65,7 +70,7 @@ def as_batch(text: Any, pair: Any, words: bool) -> tuple[Sequence[Any], Sequence
         texts, pairs = [item[0] for item in texts], [item[1] for item in texts]
     check_batch(texts, "text", words)
     if pairs is not None:
-        check_batch(pairs, "text_pair", words)
+        check_batch(pairs, "second text", words)
     return texts, pairs, single
 
 

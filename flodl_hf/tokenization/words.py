@@ -18,7 +18,7 @@ from typing import Any
 
 from .rows import Row
 
-__all__ = ["joins_words", "rows_from_joined"]
+__all__ = ["join", "joins_words", "rows_from_joined"]
 
 
 def _parts(definition: Any) -> Iterator[dict[str, Any]]:
@@ -38,8 +38,17 @@ def joins_words(pre_tokenizer: bytes | str) -> bool:
     return False
 
 
-def _starts(words: Sequence[str]) -> list[int]:
-    return list(accumulate((len(word) + 1 for word in words), initial=0))
+def join(words: Sequence[str]) -> str:
+    """Return the text of which [rows_from_joined][] knows how it came from ``words``."""
+    # An empty word has no tokens, and a space for it would have some.
+    return " ".join(word for word in words if word)
+
+
+def _places(words: Sequence[str]) -> tuple[list[int], list[int]]:
+    """Return where each word that is not empty starts in the joined text, and its number."""
+    numbers = [number for number, word in enumerate(words) if word]
+    starts = list(accumulate((len(words[number]) + 1 for number in numbers), initial=0))
+    return starts[: len(numbers)], numbers
 
 
 def rows_from_joined(
@@ -48,14 +57,14 @@ def rows_from_joined(
     """Return ``rows`` of joined words with word numbers and offsets that refer to the words.
 
     Args:
-        rows: rows of ``" ".join(words)``.
+        rows: rows of the texts that [join][] gives.
         texts: the words of each first text.
         pairs: the words of each second text.
     """
     out = []
     for index, row in enumerate(rows):
         words = (texts[index], () if pairs is None else pairs[index])
-        starts = (_starts(words[0]), _starts(words[1]))
+        places = (_places(words[0]), _places(words[1]))
         word_ids: list[int | None] = []
         offsets: list[tuple[int, int]] = []
         for sequence, (start, end) in zip(row.sequence_ids, row.offsets, strict=True):
@@ -63,11 +72,12 @@ def rows_from_joined(
                 word_ids.append(None)
                 offsets.append((0, 0))
                 continue
+            starts, numbers = places[sequence]
             # The last character decides: the first may be the space before the word.
-            word = bisect_right(starts[sequence], max(start, end - 1)) - 1
-            word = min(word, len(words[sequence]) - 1)
-            base, length = starts[sequence][word], len(words[sequence][word])
-            word_ids.append(word)
+            at = bisect_right(starts, max(start, end - 1)) - 1
+            base, number = starts[at], numbers[at]
+            length = len(words[sequence][number])
+            word_ids.append(number)
             offsets.append((min(max(start - base, 0), length), min(max(end - base, 0), length)))
         out.append(replace(row, word_ids=word_ids, offsets=offsets))
     return out

@@ -1,4 +1,4 @@
-"""A repository name becomes a folder of exactly the files that are needed, or an error that says what to do."""
+"""A repository name becomes a folder of exactly the needed files, or an error that says what to do."""
 
 from __future__ import annotations
 
@@ -119,9 +119,7 @@ class Hub:
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
-        self.thread = threading.Thread(
-            target=self.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
-        )
+        self.thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
         self.thread.start()
 
     def close(self) -> None:
@@ -146,9 +144,7 @@ def _point_at(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "ENDPOINT", url)
-    monkeypatch.setattr(
-        constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}"
-    )
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_PROGRESS_BARS", True)
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
@@ -204,9 +200,7 @@ def test_a_repository_without_readable_weights_says_which_there_are(hub: Hub, tm
     assert caught.value.others == ["onnx/model.safetensors", "tf_model.h5"]
     assert "flodl-hf convert" in str(caught.value)
     # A tokenizer alone can still be had.
-    assert _names(resolve("ada/tiny", cache_dir=tmp_path, files=("tokenizer.json",)).folder) == {
-        "tokenizer.json"
-    }
+    assert _names(resolve("ada/tiny", cache_dir=tmp_path, files=("tokenizer.json",)).folder) == {"tokenizer.json"}
 
 
 def test_a_subfolder_is_the_root_of_what_is_fetched(hub: Hub, tmp_path: Path) -> None:
@@ -217,9 +211,7 @@ def test_a_subfolder_is_the_root_of_what_is_fetched(hub: Hub, tmp_path: Path) ->
     assert resolve("ada/tiny", subfolder="onnx", cache_dir=tmp_path, local_files_only=True) == found
 
 
-@pytest.mark.parametrize(
-    ("name", "revision"), [("ada/tiny@v1", None), ("ada/tiny", "v1"), ("ada/tiny@v1", "v1")]
-)
+@pytest.mark.parametrize(("name", "revision"), [("ada/tiny@v1", None), ("ada/tiny", "v1"), ("ada/tiny@v1", "v1")])
 def test_a_revision_may_stand_in_the_name(hub: Hub, tmp_path: Path, name: str, revision: str | None) -> None:
     found = resolve(name, revision=revision, cache_dir=tmp_path)
     assert (found.name, found.revision, found.commit) == ("ada/tiny", "v1", COMMIT)
@@ -247,9 +239,7 @@ sys.addaudithook(_watch)
 
 
 @pytest.mark.parametrize("switch", ["argument", "environment"])
-def test_offline_opens_no_socket(
-    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, switch: str
-) -> None:
+def test_offline_opens_no_socket(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, switch: str) -> None:
     global _events
     online = resolve("ada/tiny", cache_dir=tmp_path)
     if switch == "environment":
@@ -305,9 +295,7 @@ def test_a_failing_server_leaves_the_cache_in_use(hub: Hub, tmp_path: Path, stat
     assert str(status) in str(caught.value)
 
 
-def test_no_network_and_nothing_cached_says_so_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_network_and_nothing_cached_says_so_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
@@ -344,9 +332,7 @@ def test_an_unknown_revision_is_named(hub: Hub, tmp_path: Path) -> None:
         (401, "GatedRepo", "granted"),
     ],
 )
-def test_refused_access_says_how_to_log_in(
-    hub: Hub, tmp_path: Path, status: int, code: str, words: str
-) -> None:
+def test_refused_access_says_how_to_log_in(hub: Hub, tmp_path: Path, status: int, code: str, words: str) -> None:
     hub.status, hub.error_code = status, code
     with pytest.raises(HubError) as caught:
         resolve("ada/tiny", cache_dir=tmp_path)
@@ -376,9 +362,7 @@ def test_a_file_altered_on_the_way_is_refused_and_not_kept(hub: Hub, tmp_path: P
     with pytest.raises(HubError) as caught:
         resolve("ada/tiny", cache_dir=tmp_path)
     assert "model.safetensors" in str(caught.value)
-    kept = [
-        path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and ".incomplete" not in path.name
-    ]
+    kept = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and ".incomplete" not in path.name]
     assert served not in kept
     hub.served.clear()
     assert (resolve("ada/tiny", cache_dir=tmp_path).folder / "model.safetensors").read_bytes() == WEIGHTS
@@ -451,21 +435,16 @@ def test_the_usual_environment_variables_are_honoured(hub: Hub, tmp_path: Path) 
     }
     environment.pop("HF_HUB_CACHE", None)
     code = "from flodl_hf.hub import resolve; print(resolve('ada/tiny').folder)"
-    run = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
-    )
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
     assert Path(run.stdout.strip()).is_relative_to(tmp_path / "home" / "hub")
     environment.update(HF_HUB_OFFLINE="1", HF_ENDPOINT="http://127.0.0.1:9")
-    offline = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
-    )
+    offline = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
     assert offline.stdout == run.stdout
 
 
 def test_a_local_folder_does_not_import_huggingface_hub(tmp_path: Path) -> None:
     code = (
-        "import sys; from flodl_hf.hub import resolve; resolve(sys.argv[1]); "
-        "sys.exit('huggingface_hub' in sys.modules)"
+        "import sys; from flodl_hf.hub import resolve; resolve(sys.argv[1]); sys.exit('huggingface_hub' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=120).returncode == 0
