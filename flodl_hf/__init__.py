@@ -1,10 +1,10 @@
 """flodl_hf: Hugging Face encoder checkpoints both ways.
 
-    from flodl_hf import AutoModelForSequenceClassification
+from flodl_hf import AutoModelForSequenceClassification
 
-    model = AutoModelForSequenceClassification.from_pretrained("a folder or a Hub name")
-    model.predict(["I love this"])
-    model.save_pretrained("out")
+model = AutoModelForSequenceClassification.from_pretrained("a folder or a Hub name")
+model.predict(["I love this"])
+model.save_pretrained("out")
 """
 
 from __future__ import annotations

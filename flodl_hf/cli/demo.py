@@ -1,4 +1,72 @@
-"""placeholder"""
-NAME="demo"
-def command() -> None:
-    """Placeholder."""
+"""``flodl-hf demo``: the whole way on this machine alone, from sentences to a verified folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flodl_hf.cli.shared import Json, emit_json, progress, reporting, say
+from flodl_hf.cli.verify_export import MARKS
+
+NAME = "demo"
+
+
+@reporting
+def command(
+    out: Annotated[Path, typer.Option("--out", "-o", help="Where to write the model.")] = Path("demo-model"),
+    steps: Annotated[int, typer.Option(help="Training steps.", min=1)] = 200,
+    seed: Annotated[int, typer.Option(help="Seed of weights, order and dropout.")] = 0,
+    json_output: Json = False,
+) -> None:
+    """Train a small sentiment model, predict with it, export it and verify the export. No network.
+
+    The sentences come with the package; the result is an ordinary Hugging Face folder.
+    """
+    from flodl_hf import demo
+    from flodl_hf.export.verify import verify_export
+
+    data = demo.sentences()
+    say(f"1. learning a vocabulary from {len(data)} sentences")
+    tokenizer = demo.learn_vocabulary()
+    model = demo.demo_model(tokenizer, seed)
+    size = sum(p.numel() for p in model.parameters())
+    say(f"   {tokenizer.vocab_size} word pieces; a BERT of {size:,} weights")
+    say(f"2. training it to tell {' from '.join(demo.LABELS)}, {steps} steps")
+    with progress() as bar:
+        task = bar.add_task("   training", total=steps, note="")
+        loss = demo.train(
+            model, steps, seed, lambda step, value: bar.update(task, completed=step + 1, note=f"loss {value:.3f}")
+        )
+    say(f"   loss {loss:.3f}")
+
+    say("3. predicting sentences that it has not seen")
+    texts = [text for text, _ in demo.UNSEEN]
+    answers = [found[0] for found in model.predict(texts)]
+    right = sum(a.label == label for a, (_, label) in zip(answers, demo.UNSEEN, strict=True))
+    if not json_output:
+        for text, found in zip(texts, answers, strict=True):
+            typer.echo(f"   {found.label:<10}{found.score:.3f}  {text}")
+    say(f"   {right} of {len(texts)} as a person would say")
+
+    say(f"4. exporting to {out}")
+    folder = model.save_pretrained(out, overwrite=True)
+    say("5. verifying: reopened, and compared with transformers where that is installed")
+    result = verify_export(folder, model=model, command="flodl-hf demo")
+    if json_output:
+        emit_json({"folder": str(folder), "loss": loss, "right": right, "of": len(texts), "verify": result.to_dict()})
+    else:
+        for check in result.checks:
+            typer.echo(f"   {MARKS[check.status]}  {check.name}: {check.detail}")
+        typer.echo(NEXT.format(out=out))
+    raise typer.Exit(0 if result.passed and right == len(texts) else 1)
+
+
+NEXT = """
+Try next:
+  flodl-hf predict {out} "The film was wonderful."
+  flodl-hf inspect {out}
+  flodl-hf predict distilbert/distilbert-base-uncased-finetuned-sst-2-english "I love this."
+  flodl-hf predict dslim/bert-base-NER "Ada Lovelace lives in London."
+  flodl-hf export dslim/bert-base-NER --out ner && flodl-hf verify-export ner --source dslim/bert-base-NER"""

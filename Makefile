@@ -1,0 +1,45 @@
+# The verbs of this repository. `make` alone lists them. Each sets up what it needs in .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+JOBS ?= 2
+# One thread a test process: the tests are small, and several processes share the machine.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help demo test test-slow check format bench docs clean
+
+help: ## list the verbs
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $@
+
+demo: $(VENV)/.ready ## train, predict, export and verify a small model, offline, in under a minute
+	OMP_NUM_THREADS=2 $(BIN)/flodl-hf demo
+
+test: $(VENV)/.ready ## run the tests
+	$(BIN)/python -m pytest -n $(JOBS) -m "not slow and not gpu" -q
+
+test-slow: $(VENV)/.ready ## run the full-size and long tests too
+	OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m "slow and not gpu" -q
+
+check: $(VENV)/.ready ## lint, formatting, types, and every code block of the documents
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/python -m pytest tests/docs -q
+
+format: $(VENV)/.ready ## format and fix what can be fixed by itself
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.ready ## measure: graph overhead, loading, prediction (minutes)
+	OMP_NUM_THREADS=2 $(BIN)/python -m benchmarks
+
+docs: $(VENV)/.ready ## write the generated pages of docs/reference
+	$(BIN)/python -m docs.generate
+
+clean: ## remove the environment and caches
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis *.egg-info
