@@ -5,7 +5,7 @@ turns queries, keys and projected positions into attention scores (several imple
 meaning), `attention` is the module that projects, masks and mixes.
 """
 
-from flodl_hf.disentangled.attention import DisentangledAttention
+from flodl_hf.disentangled.attention import DisentangledAttention, hold_positions, release_positions
 from flodl_hf.disentangled.positions import Relative, RelativePositions, bucketed, table_rows
 from flodl_hf.disentangled.scores import IMPLEMENTATIONS, PositionTables, disentangled_scores
 
@@ -17,5 +17,7 @@ __all__ = [
     "RelativePositions",
     "bucketed",
     "disentangled_scores",
+    "hold_positions",
+    "release_positions",
     "table_rows",
 ]

@@ -6,16 +6,19 @@ Knows both layouts and the order of dropouts; the scores themselves are `scores`
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flodl_hf.attention import equal_runs
-from flodl_hf.disentangled.positions import Relative
+from flodl_hf.disentangled.fast import attend_fast, needed_rows
+from flodl_hf.disentangled.positions import Relative, RelativePositions
 from flodl_hf.disentangled.scores import PositionTables, disentangled_scores
 from flodl_hf.layout import Layout, Packed
 
-__all__ = ["DisentangledAttention"]
+__all__ = ["DisentangledAttention", "hold_positions", "release_positions"]
 
 
 class DisentangledAttention(nn.Module):
@@ -25,7 +28,7 @@ class DisentangledAttention(nn.Module):
         hidden_size: width of a token's state.
         num_heads: heads; divides ``hidden_size``.
         attention_dropout: probability of dropping a weight, in [0, 1).
-        hidden_dropout: probability of dropping an output value or a value of the table of distances, in [0, 1).
+        hidden_dropout: the same for an output value, and for a value of the table of distances.
         kinds: which position scores there are: "c2p" (content to position), "p2c" (position to content).
         relative: whether positions are scored at all; without it ``kinds`` still scales the scores.
         share_keys: positions go through the projections of content rather than through their own.
@@ -47,7 +50,10 @@ class DisentangledAttention(nn.Module):
         self.relative = relative
         self.content_to_position = "c2p" in kinds
         self.position_to_content = "p2c" in kinds
+        self.implementation = "eager"
+        self.held: PositionTables | None = None
         self.terms = 1 + self.content_to_position + self.position_to_content
+        self.scale = math.sqrt(hidden_size // num_heads * self.terms)
         self.query = nn.Linear(hidden_size, hidden_size)
         self.key = nn.Linear(hidden_size, hidden_size)
         self.value = nn.Linear(hidden_size, hidden_size)
@@ -62,17 +68,21 @@ class DisentangledAttention(nn.Module):
     def forward(self, hidden: Tensor, layout: Layout, relative: Relative | None = None) -> Tensor:
         """Return the attended states, shaped like ``hidden``: ``(B, S, hidden)`` or ``(T, hidden)``."""
         query, key, value = self.query(hidden), self.key(hidden), self.value(hidden)
-        tables = self.position_tables(relative.table) if self.relative and relative is not None else None
+        fast = self.implementation == "fast"
+        if not self.relative:
+            relative = None
+        tables = None
+        if relative is not None:
+            tables = self._fast_tables(relative) if fast else self.position_tables(relative.table)
+        texts = self._texts_fast if fast else self._texts
         if isinstance(layout, Packed):
             parts: list[Tensor] = []
             for start, count, length in equal_runs(layout.lengths):
-                rows = slice(start, start + count * length)
-                shape = (count, length, -1)
-                run = (query[rows].view(shape), key[rows].view(shape), value[rows].view(shape))
-                parts.append(self._rows(*run, None, tables, relative).view(count * length, -1))
+                q, k, v = (x[start : start + count * length].view(count, length, -1) for x in (query, key, value))
+                parts.append(texts(q, k, v, None, tables, relative).view(count * length, -1))
             mixed = torch.cat(parts) if len(parts) > 1 else parts[0]
         else:
-            mixed = self._rows(query, key, value, _pairs(layout.mask), tables, relative)
+            mixed = texts(query, key, value, layout.mask, tables, relative)
         return self.dropout(self.output(mixed))
 
     def position_tables(self, table: Tensor) -> PositionTables:
@@ -90,31 +100,76 @@ class DisentangledAttention(nn.Module):
     def _heads(self, table: Tensor) -> Tensor:
         return table.view(table.shape[0], self.num_heads, -1).transpose(0, 1).contiguous()
 
-    def _rows(
+    def _texts(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        pairs: Tensor | None,
+        mask: Tensor | None,
         tables: PositionTables | None,
         relative: Relative | None,
     ) -> Tensor:
-        """Return the mixed values of texts of one length, ``(B, S, hidden)`` in and out."""
+        """Return the mixed values of texts of one length as the reference does, ``(B, S, hidden)`` in and out."""
         batch, length, width = query.shape
-        q, k, v = (x.view(batch, length, self.num_heads, -1).transpose(1, 2).reshape(batch * self.num_heads, length, -1)
-                   for x in (query, key, value))  # fmt: skip
-        index = None if relative is None else relative.index_for(length)
-        scores = disentangled_scores(q, k, tables, index, self.terms).view(
-            batch, self.num_heads, length, length
-        )
-        if pairs is not None:
-            # The dtype's lowest number rather than -inf: a row without any real token stays finite.
-            scores = scores.masked_fill(~pairs, torch.finfo(scores.dtype).min)
+        flat = (batch * self.num_heads, length, -1)
+        q, k, v = (x.view(batch, length, self.num_heads, -1).transpose(1, 2).reshape(flat) for x in (query, key, value))
+        scores = disentangled_scores(q, k, tables, relative, self.terms).view(batch, self.num_heads, length, length)
+        if mask is not None:
+            # Both have to be real. The dtype's lowest number rather than -inf: a row without a real token stays finite.
+            scores = scores.masked_fill(
+                ~(mask[:, None, None, :] & mask[:, None, :, None]), torch.finfo(scores.dtype).min
+            )
         weights = self.attention_dropout(F.softmax(scores, dim=-1))
         mixed = torch.bmm(weights.view(batch * self.num_heads, length, length), v)
         return mixed.view(batch, self.num_heads, length, -1).transpose(1, 2).reshape(batch, length, width)
 
+    def _texts_fast(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        tables: PositionTables | None,
+        relative: Relative | None,
+    ) -> Tensor:
+        """Return what `_texts` does for real tokens, up to rounding."""
+        return attend_fast(
+            query, key, value, tables, relative,
+            num_heads=self.num_heads, scale=self.scale, keep=mask,
+            dropout=self.attention_dropout.p if self.training else 0.0,
+        )  # fmt: skip
 
-def _pairs(mask: Tensor | None) -> Tensor | None:
-    """Return which query may look at which key, ``(B, 1, S, S)``: both have to be real tokens."""
-    return None if mask is None else mask[:, None, None, :] & mask[:, None, :, None]
+    def _fast_tables(self, relative: Relative) -> PositionTables:
+        """Return the projected positions divided by the scale, only rows that this call can reach."""
+        held = self.held
+        like = relative.table
+        if held is not None and not self.training and not torch.is_grad_enabled() and held.fits(like):
+            return held
+        return self.position_tables(like[needed_rows(relative, like.shape[0] // 2)]).divided(self.scale)
+
+
+def hold_positions(encoder: nn.Module) -> None:
+    """Project the table of distances now and reuse it in later "fast" calls that need no gradient.
+
+    For serving: what a text of any length saves is one product of the whole table with two matrices a
+    layer. The weights must not change while positions are held; `release_positions` lets go of them.
+
+    Args:
+        encoder: a module that holds one `RelativePositions` and the layers that read it.
+    """
+    table = next((m.table() for m in encoder.modules() if isinstance(m, RelativePositions)), None)
+    if table is None:
+        return
+    with torch.no_grad():
+        for module in encoder.modules():
+            if isinstance(module, DisentangledAttention) and module.relative:
+                training, module.position_dropout.training = module.position_dropout.training, False
+                module.held = module.position_tables(table.detach()).divided(module.scale)
+                module.position_dropout.training = training
+
+
+def release_positions(encoder: nn.Module) -> None:
+    """Let go of what `hold_positions` keeps."""
+    for module in encoder.modules():
+        if isinstance(module, DisentangledAttention):
+            module.held = None

@@ -60,9 +60,7 @@ class MaskedEmbeddings(nn.Module):
         assert layout is not None
         states = self.word(input_ids)
         if self.position is not None:
-            states = states + self.position(
-                layout.positions(input_ids) if position_ids is None else position_ids
-            )
+            states = states + self.position(layout.positions(input_ids) if position_ids is None else position_ids)
         if self.token_type is not None:
             zeros = input_ids.new_zeros(()).expand_as(input_ids)
             states = states + self.token_type(zeros if token_type_ids is None else token_type_ids)
@@ -104,7 +102,7 @@ class Convolution(nn.Module):
         self.norm = nn.LayerNorm(hidden_size, eps=norm_eps)
 
     def forward(self, hidden: Tensor, below: Tensor, layout: Layout) -> Tensor:
-        """Return the layer's output ``hidden`` joined with the mixed ``below``, same shape; filling is zero."""
+        """Return a layer's output ``hidden`` joined with the mixed ``below``, same shape; filling is zero."""
         keep = layout.keep(hidden)
         mixed = self._mixed(below, layout)
         if keep is not None:

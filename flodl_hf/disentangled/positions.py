@@ -22,29 +22,28 @@ class Relative(NamedTuple):
 
     Attributes:
         table: a state for each row of the table, ``(2 * span, hidden)``.
-        rows: the table row of each distance from ``-(length - 1)`` to ``length - 1``, ``(2 * length - 1,)``.
-        index: the same spread out for every pair of tokens, ``(length, length)``, query by key.
+        by_query: the table row for every pair of tokens, ``(length, length)``, query by key.
+        by_key: the same key by query, in memory order.
         length: tokens of the longest text.
         reach: distances up to this one have a row of their own in the table.
     """
 
     table: Tensor
-    rows: Tensor
-    index: Tensor
+    by_query: Tensor
+    by_key: Tensor
     length: int
     reach: int
 
-    def index_for(self, length: int) -> Tensor:
+    def index_for(self, length: int, *, by_key: bool = False) -> Tensor:
         """Return the table row for every pair of tokens of a text, ``(length, length)``, query by key.
 
         Only differences of places count, so a shorter text reads the corner of the longest one's.
-        """
-        return self.index[:length, :length]
 
-    def rows_for(self, length: int) -> Tensor:
-        """Return the table row of each distance in a text of this length, ``(2 * length - 1,)``."""
-        cut = self.length - length
-        return self.rows[cut : 2 * self.length - 1 - cut]
+        Args:
+            length: tokens of the text.
+            by_key: turn rows and columns round.
+        """
+        return (self.by_key if by_key else self.by_query)[:length, :length]
 
 
 def bucketed(distance: Tensor, buckets: int, max_distance: int) -> Tensor:
@@ -62,17 +61,13 @@ def bucketed(distance: Tensor, buckets: int, max_distance: int) -> Tensor:
     """
     mid = buckets // 2
     near = (distance < mid) & (distance > -mid)
-    size = torch.where(
-        near, torch.full((), mid - 1, dtype=distance.dtype, device=distance.device), distance.abs()
-    )
+    size = torch.where(near, torch.full((), mid - 1, dtype=distance.dtype, device=distance.device), distance.abs())
     scale = torch.log(torch.tensor((max_distance - 1) / mid))
     far = torch.ceil(torch.log(size / mid) / scale * (mid - 1)) + mid
     return torch.where(size <= mid, distance.type_as(far), far * torch.sign(distance))
 
 
-def table_rows(
-    length: int, span: int, buckets: int, max_distance: int, device: torch.device | None = None
-) -> Tensor:
+def table_rows(length: int, span: int, buckets: int, max_distance: int, device: torch.device | None = None) -> Tensor:
     """Return the table row of each distance from ``-(length - 1)`` to ``length - 1``, ``(2 * length - 1,)``.
 
     Args:
@@ -99,33 +94,37 @@ class RelativePositions(nn.Module):
         norm_eps: epsilon of the table's layer norm; None for no norm.
     """
 
-    def __init__(
-        self, hidden_size: int, span: int, buckets: int, max_distance: int, norm_eps: float | None
-    ) -> None:
+    def __init__(self, hidden_size: int, span: int, buckets: int, max_distance: int, norm_eps: float | None) -> None:
         super().__init__()
         self.span = span
         self.buckets = buckets
         self.max_distance = max_distance
         self.embeddings = nn.Embedding(2 * span, hidden_size) if span else None
-        # Files of models without relative attention may hold the norm too; it is kept so that they can be written back.
+        # Without relative attention the reference still makes the norm and writes it.
         self.norm = None if norm_eps is None else nn.LayerNorm(hidden_size, eps=norm_eps)
+
+    def table(self) -> Tensor | None:
+        """Return the table, normalised where the configuration says so, ``(2 * span, hidden)``."""
+        if self.embeddings is None:
+            return None
+        return self.embeddings.weight if self.norm is None else self.norm(self.embeddings.weight)
 
     def forward(self, hidden: Tensor, layout: Layout) -> Relative | None:
         """Return the table and its index for texts of ``layout``; None without relative attention.
 
         Args:
-            hidden: token states ``(batch, seq, hidden)`` or ``(tokens, hidden)``; only length and device are read.
+            hidden: token states ``(batch, seq, hidden)`` or ``(tokens, hidden)``, read for length and device.
             layout: which tokens belong together.
         """
-        if self.embeddings is None:
+        table = self.table()
+        if table is None:
             return None
-        table = self.embeddings.weight if self.norm is None else self.norm(self.embeddings.weight)
         length = layout.max_length if isinstance(layout, Packed) else hidden.shape[1]
         rows = table_rows(length, self.span, self.buckets, self.max_distance, hidden.device)
-        # Row i of the windows over the reversed rows holds distances i - length + 1 .. i, so the last comes first.
+        # Windows over the reversed rows: the one of token i ends with its distance to the first token, i.
         index = rows.flip(0).unfold(0, length, 1).flip(0)
         reach = self.buckets // 2 if self.buckets > 0 else self.span - 1
-        return Relative(table, rows, index, length, reach)
+        return Relative(table, index, index.t().contiguous(), length, reach)
 
     def extra_repr(self) -> str:
         """Show the distances in ``print(model)``."""

@@ -14,9 +14,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flodl_hf.disentangled.positions import Relative
+
 __all__ = ["IMPLEMENTATIONS", "PositionTables", "disentangled_scores", "score_scale"]
 
-IMPLEMENTATIONS = ("eager",)
+# "eager" is the reference to the bit; "fast" is `fast`. Any other word means the reference.
+IMPLEMENTATIONS = ("eager", "fast")
 
 
 class PositionTables(NamedTuple):
@@ -30,14 +33,22 @@ class PositionTables(NamedTuple):
     key: Tensor | None
     query: Tensor | None
 
+    def divided(self, scale: float) -> PositionTables:
+        """Return the tables divided by ``scale``."""
+        return PositionTables(*(None if table is None else table / scale for table in self))
+
+    def fits(self, states: Tensor) -> bool:
+        """Return whether the tables are of the dtype and on the device of ``states``."""
+        return all(t is None or (t.dtype == states.dtype and t.device == states.device) for t in self)
+
 
 def score_scale(head_size: int, terms: int, dtype: torch.dtype) -> Tensor:
-    """Return ``sqrt(head_size * terms)``, a scalar on the CPU, rounded by way of float32 as the reference does."""
+    """Return ``sqrt(head_size * terms)`` as a scalar on the CPU, rounded in float32 first like the reference's."""
     return torch.sqrt(torch.tensor(head_size, dtype=torch.float32) * terms).to(dtype)
 
 
 def disentangled_scores(
-    query: Tensor, key: Tensor, tables: PositionTables | None, index: Tensor | None, terms: int
+    query: Tensor, key: Tensor, tables: PositionTables | None, relative: Relative | None, terms: int
 ) -> Tensor:
     """Return the scores of every query for every key, ``(G, S, S)``, computed as the reference does.
 
@@ -48,32 +59,28 @@ def disentangled_scores(
         query: ``(G, S, H)``, heads of one text next to each other.
         key: like ``query``.
         tables: projected positions; None for scores of content alone.
-        index: table row for each query and key, ``(S, S)``.
+        relative: which table row belongs to each pair of tokens.
         terms: how many kinds of score there are, content included; it scales all of them.
     """
     scale = score_scale(query.shape[-1], terms, query.dtype)
+    length = query.shape[1]
     scores = torch.bmm(query, key.transpose(-1, -2) / scale)
-    if tables is None or index is None:
+    if tables is None or relative is None:
         return scores
     position: Tensor | None = None
     if tables.key is not None:
-        position = _looked_up(query, tables.key, index, scale)
+        position = _looked_up(query, tables.key, relative.index_for(length), scale)
     if tables.query is not None:
-        # Read by key, so the distance changes sign; that is the transposed index.
-        from_keys = _looked_up(key, tables.query, index, scale, by_key=True)
+        index = relative.index_for(length, by_key=True)
+        from_keys = _looked_up(key, tables.query, index, scale).transpose(-1, -2)
         position = from_keys if position is None else position + from_keys
     return scores if position is None else scores + position
 
 
-def _looked_up(
-    states: Tensor, table: Tensor, index: Tensor, scale: Tensor, *, by_key: bool = False
-) -> Tensor:
-    """Return ``states . table[index] / scale`` for every pair, query by key, ``(G, S, S)``."""
+def _looked_up(states: Tensor, table: Tensor, index: Tensor, scale: Tensor) -> Tensor:
+    """Return ``states . table[index] / scale``, row by the token that looks up, ``(G, S, S)``."""
     narrow = states.dtype == torch.float16
     rows = (table / scale if narrow else table).repeat(states.shape[0] // table.shape[0], 1, 1)
     products = torch.bmm(states, rows.transpose(-1, -2))
-    pairs = (index.t() if by_key else index).expand(states.shape[0], -1, -1)
-    found = torch.gather(products, dim=-1, index=pairs)
-    if by_key:
-        found = found.transpose(-1, -2)
+    found = torch.gather(products, dim=-1, index=index.expand(states.shape[0], -1, -1))
     return found if narrow else found / scale

@@ -22,8 +22,18 @@ from flodl.graph import FlowBuilder, Graph
 from flodl_hf import bodies
 from flodl_hf.activations import Activation
 from flodl_hf.config_rows import (
-    Check, Inert, Row, activation, boolean, count, epsilon, fraction, one_of, optional, token_id,
-)  # fmt: skip
+    Check,
+    Inert,
+    Row,
+    activation,
+    boolean,
+    count,
+    epsilon,
+    fraction,
+    one_of,
+    optional,
+    token_id,
+)
 from flodl_hf.disentangled import DisentangledAttention, RelativePositions
 from flodl_hf.disentangled.parts import Convolution, MaskedEmbeddings, Shift
 from flodl_hf.encoder import FeedForward
@@ -104,7 +114,9 @@ class DebertaConfig:
         if self.head_size not in (None, head_size):
             faults.append(f"attention_head_size: found {self.head_size}; expected hidden_size / heads = {head_size}")
         if self.hidden_size % self.conv_groups and self.conv_kernel_size:
-            faults.append(f"conv_groups: found {self.conv_groups}; expected a divisor of hidden_size {self.hidden_size}")
+            faults.append(
+                f"conv_groups: found {self.conv_groups}; expected a divisor of hidden_size {self.hidden_size}"
+            )
         if faults:
             raise ValueError("; ".join(faults))
 
@@ -194,29 +206,29 @@ INERT = (
     Inert("summary_use_proj",     "a note of summary heads"),
     Inert("summary_activation",   "a note of summary heads; pooler_hidden_act says it"),
     Inert("summary_last_dropout", "a note of summary heads; pooler_dropout says it"),
-    Inert("z_steps",              "extra passes of the last layer in pre-training, which no released code runs", (0, 1)),
+    Inert("z_steps",              "further passes of the last layer, which the reference never makes", (0, 1)),
 )
 
 KEYS = (
-    KeyRow("encoder.embeddings.word",              "deberta.embeddings.word_embeddings"),
-    KeyRow("encoder.embeddings.position",          "deberta.embeddings.position_embeddings"),
-    KeyRow("encoder.embeddings.token_type",        "deberta.embeddings.token_type_embeddings"),
-    KeyRow("encoder.embeddings.projection",        "deberta.embeddings.embed_proj"),
-    KeyRow("encoder.embeddings.norm",              "deberta.embeddings.LayerNorm"),
-    KeyRow("encoder.relative.embeddings",          "deberta.encoder.rel_embeddings"),
-    KeyRow("encoder.relative.norm",                "deberta.encoder.LayerNorm"),
-    KeyRow("encoder.layers.{i}.attention.query",     "deberta.encoder.layer.{i}.attention.self.query_proj"),
-    KeyRow("encoder.layers.{i}.attention.key",       "deberta.encoder.layer.{i}.attention.self.key_proj"),
-    KeyRow("encoder.layers.{i}.attention.value",     "deberta.encoder.layer.{i}.attention.self.value_proj"),
-    KeyRow("encoder.layers.{i}.attention.pos_key",   "deberta.encoder.layer.{i}.attention.self.pos_key_proj"),
-    KeyRow("encoder.layers.{i}.attention.pos_query", "deberta.encoder.layer.{i}.attention.self.pos_query_proj"),
-    KeyRow("encoder.layers.{i}.attention.output",    "deberta.encoder.layer.{i}.attention.output.dense"),
-    KeyRow("encoder.layers.{i}.attention_norm",      "deberta.encoder.layer.{i}.attention.output.LayerNorm"),
-    KeyRow("encoder.layers.{i}.feed_forward.up",     "deberta.encoder.layer.{i}.intermediate.dense"),
-    KeyRow("encoder.layers.{i}.feed_forward.down",   "deberta.encoder.layer.{i}.output.dense"),
-    KeyRow("encoder.layers.{i}.feed_forward_norm",   "deberta.encoder.layer.{i}.output.LayerNorm"),
-    KeyRow("encoder.layers.0.conv.filter",         "deberta.encoder.conv.conv"),
-    KeyRow("encoder.layers.0.conv.norm",           "deberta.encoder.conv.LayerNorm"),
+    KeyRow("encoder.embeddings.word",               "deberta.embeddings.word_embeddings"),
+    KeyRow("encoder.embeddings.position",           "deberta.embeddings.position_embeddings"),
+    KeyRow("encoder.embeddings.token_type",         "deberta.embeddings.token_type_embeddings"),
+    KeyRow("encoder.embeddings.projection",         "deberta.embeddings.embed_proj"),
+    KeyRow("encoder.embeddings.norm",               "deberta.embeddings.LayerNorm"),
+    KeyRow("encoder.relative.embeddings",           "deberta.encoder.rel_embeddings"),
+    KeyRow("encoder.relative.norm",                 "deberta.encoder.LayerNorm"),
+    KeyRow("encoder.layers.{i}.attention.query",    "deberta.encoder.layer.{i}.attention.self.query_proj"),
+    KeyRow("encoder.layers.{i}.attention.key",      "deberta.encoder.layer.{i}.attention.self.key_proj"),
+    KeyRow("encoder.layers.{i}.attention.value",    "deberta.encoder.layer.{i}.attention.self.value_proj"),
+    KeyRow("encoder.layers.{i}.attention.pos_key",  "deberta.encoder.layer.{i}.attention.self.pos_key_proj"),
+    KeyRow("encoder.layers.{i}.attention.pos_query","deberta.encoder.layer.{i}.attention.self.pos_query_proj"),
+    KeyRow("encoder.layers.{i}.attention.output",   "deberta.encoder.layer.{i}.attention.output.dense"),
+    KeyRow("encoder.layers.{i}.attention_norm",     "deberta.encoder.layer.{i}.attention.output.LayerNorm"),
+    KeyRow("encoder.layers.{i}.feed_forward.up",    "deberta.encoder.layer.{i}.intermediate.dense"),
+    KeyRow("encoder.layers.{i}.feed_forward.down",  "deberta.encoder.layer.{i}.output.dense"),
+    KeyRow("encoder.layers.{i}.feed_forward_norm",  "deberta.encoder.layer.{i}.output.LayerNorm"),
+    KeyRow("encoder.layers.0.conv.filter",          "deberta.encoder.conv.conv"),
+    KeyRow("encoder.layers.0.conv.norm",            "deberta.encoder.conv.LayerNorm"),
 )
 
 MASKED_LM_KEYS = (
@@ -240,7 +252,10 @@ IGNORED = (
     Ignored("deberta.embeddings.position_embeddings.weight", _NO_TABLE),
     *(
         Ignored(f"mask_predictions.{name}", _REPLACED)
-        for name in ("dense.weight", "dense.bias", "LayerNorm.weight", "LayerNorm.bias", "classifier.weight", "classifier.bias")
+        for name in (
+            "dense.weight", "dense.bias", "LayerNorm.weight", "LayerNorm.bias",
+            "classifier.weight", "classifier.bias",
+        )
     ),
     *(
         Ignored(f"lm_predictions.lm_head.{name}", _NEW)
@@ -249,8 +264,8 @@ IGNORED = (
     *(
         Ignored(f"cls.predictions.{name}", _LEGACY)
         for name in (
-            "transform.dense.weight", "transform.dense.bias", "transform.LayerNorm.weight", "transform.LayerNorm.bias",
-            "bias",
+            "transform.dense.weight", "transform.dense.bias",
+            "transform.LayerNorm.weight", "transform.LayerNorm.bias", "bias",
         )
     ),
 )
@@ -267,17 +282,18 @@ def embeddings(c: DebertaConfig) -> MaskedEmbeddings:
 
 
 def block(c: DebertaConfig, index: int) -> Graph:
-    """Return one layer: attend, add, normalise, transform, add, normalise; the first one may add the convolution."""
+    """Return one layer: attend, add, normalise, transform, add, normalise; the first may add the convolution."""
     attention = DisentangledAttention(
         c.hidden_size, c.num_heads, c.attention_dropout, c.hidden_dropout,
         kinds=c.position_kinds, relative=c.relative_attention, share_keys=c.share_keys,
     )  # fmt: skip
+    feed_forward = FeedForward(c.hidden_size, c.intermediate_size, c.activation, c.hidden_dropout)
     flow = (
         FlowBuilder().tag("below")
         .input("layout", "relative")
         .also(attention, name="attention").using("layout", "relative")
         .through(nn.LayerNorm(c.hidden_size, eps=c.norm_eps), name="attention_norm")
-        .also(FeedForward(c.hidden_size, c.intermediate_size, c.activation, c.hidden_dropout), name="feed_forward")
+        .also(feed_forward, name="feed_forward")
         .through(nn.LayerNorm(c.hidden_size, eps=c.norm_eps), name="feed_forward_norm")
     )  # fmt: skip
     if index == 0 and c.conv_kernel_size:
@@ -315,8 +331,8 @@ def classifier(c: DebertaConfig, num_labels: int) -> Graph:
     """
     if c.pooler_size not in (None, c.hidden_size):
         raise ConfigError(
-            f"pooler_hidden_size: found {c.pooler_size}; expected the width of the states, {c.hidden_size}. The pooler "
-            "reads a token's state, so another width cannot be computed; correct config.json.",
+            f"pooler_hidden_size: found {c.pooler_size}; expected the width of the states, {c.hidden_size}. "
+            "The pooler reads a token's state, so another width cannot be computed; correct config.json.",
             problems=["pooler_hidden_size"],
         )
     dropout = c.hidden_dropout if c.classifier_dropout is None else c.classifier_dropout
@@ -335,14 +351,14 @@ def masked_lm(c: DebertaConfig, _: int) -> Graph:
         return bodies.lm(c.hidden_size, c.embedding_size or c.hidden_size, c.vocab_size, c.activation, c.norm_eps)
     if not c.tie_words:
         raise ConfigError(
-            "legacy: found false with tie_word_embeddings false; expected true, because that head has no decoder but "
-            "the word table. Use legacy: true for a decoder of its own.",
+            "legacy: found false with tie_word_embeddings false; expected true, because that head has no "
+            "decoder but the word table. Use legacy: true for a decoder of its own.",
             problems=["legacy", "tie_word_embeddings"],
         )
     if c.embedding_size not in (None, c.hidden_size):
         raise ConfigError(
-            f"legacy: found false with embedding_size {c.embedding_size}; expected embedding_size = hidden_size = "
-            f"{c.hidden_size}, because that head multiplies the states by the word table. Use legacy: true.",
+            f"legacy: found false with embedding_size {c.embedding_size}; expected hidden_size = {c.hidden_size}, "
+            "because that head multiplies the states by the word table. Use legacy: true.",
             problems=["legacy", "embedding_size"],
         )
     return (

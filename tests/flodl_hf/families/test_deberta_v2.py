@@ -104,9 +104,7 @@ def copy_weights(theirs: Any, ours: EncoderModel) -> None:
 
 
 def hf_names(model: EncoderModel) -> dict[str, str]:
-    names = FAMILY.key_map(model.config.encoder, model.head).names(
-        n for n, _ in model.graph.named_parameters()
-    )
+    names = FAMILY.key_map(model.config.encoder, model.head).names(n for n, _ in model.graph.named_parameters())
     prefix = "deberta." if model.head == "base" else ""
     return {ours: theirs.removeprefix(prefix) for ours, theirs in names.items()}
 
@@ -211,9 +209,7 @@ def test_a_call_without_mask_or_with_position_ids_is_the_references(name: str) -
 
 
 @pytest.mark.transformers
-@pytest.mark.parametrize(
-    ("buckets", "longest"), [(-1, 40), (-1, 512), (8, 40), (7, 64), (2, 12), (64, 32), (256, 512)]
-)
+@pytest.mark.parametrize(("buckets", "longest"), [(-1, 40), (-1, 512), (8, 40), (7, 64), (2, 12), (64, 32), (256, 512)])
 def test_table_rows_are_the_references(buckets: int, longest: int) -> None:
     module = pytest.importorskip("transformers.models.deberta_v2.modeling_deberta_v2")
     span = buckets if buckets > 0 else longest
@@ -239,9 +235,7 @@ def test_a_saved_folder_loads_whole(name: str, head: str, tmp_path: Any) -> None
     assert ours.load_report.trained
     assert not ours.load_report.ignored
     inputs = {k: v for k, v in batch(head).items() if "labels" not in k and "positions" not in k}
-    assert all(
-        torch.equal(a, b) for a, b in zip(results(ours(**inputs)), results(theirs(**inputs)), strict=True)
-    )
+    assert all(torch.equal(a, b) for a, b in zip(results(ours(**inputs)), results(theirs(**inputs)), strict=True))
 
 
 @pytest.mark.transformers
@@ -257,6 +251,7 @@ def test_a_pretraining_folder_gives_either_masked_word_head(tmp_path: Any) -> No
     tensors |= {name: torch.zeros(shape) for name, shape in extra.items()}
     safetensors.save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     ours = AutoModelForMaskedLM.from_pretrained(tmp_path)
+    assert ours.load_report is not None
     inputs = {k: v for k, v in batch("masked_lm").items() if k != "labels"}
     assert torch.equal(ours(**inputs).logits, theirs(**inputs).logits)
     assert set(ours.load_report.ignored) == set(extra)
@@ -265,9 +260,11 @@ def test_a_pretraining_folder_gives_either_masked_word_head(tmp_path: Any) -> No
     del config["legacy"], config["architectures"]  # as Microsoft's files are
     (tmp_path / "config.json").write_text(json.dumps(config))
     legacy = AutoModelForMaskedLM.from_pretrained(tmp_path)
+    assert legacy.load_report is not None
     assert not legacy.load_report.trained
     assert set(extra) < set(legacy.load_report.ignored)
     base = AutoModel.from_pretrained(tmp_path)
+    assert base.load_report is not None
     assert base.load_report.trained
     assert any("masked" in why for why in base.load_report.ignored.values())
 
@@ -295,12 +292,8 @@ def test_packed_equals_padded_and_alone(name: str) -> None:
                 "input_ids": inputs["input_ids"][row, :length],
                 "token_type_ids": None if types is None else types[row, :length],
             }
-            alone = model(
-                one["input_ids"][None], token_type_ids=None if types is None else one["token_type_ids"][None]
-            )
-            assert torch.equal(
-                model.graph(**_entry(one), layout=Packed.of([length])), alone.last_hidden_state[0]
-            )
+            alone = model(one["input_ids"][None], token_type_ids=None if types is None else one["token_type_ids"][None])
+            assert torch.equal(model.graph(**_entry(one), layout=Packed.of([length])), alone.last_hidden_state[0])
 
 
 def _entry(inputs: dict[str, Any]) -> dict[str, Any]:
@@ -346,7 +339,11 @@ def test_float16_scores_do_not_overflow_where_the_product_would() -> None:
                 parameter.copy_(torch.eye(32) * 140)
         module = model.graph.get_submodule("encoder.layers.0.attention")
         seen: list[Tensor] = []
-        hook = module.register_forward_hook(lambda _m, _a, out: seen.append(out))
+
+        def keep(_module: Any, _inputs: Any, output: Any) -> None:
+            seen.append(output)
+
+        hook = module.register_forward_hook(keep)
         model(**inputs)
         model.half()(**inputs)
         hook.remove()
@@ -385,9 +382,7 @@ def test_settings_that_cannot_be_honoured_are_refused_by_name(change: dict[str, 
         ("masked_lm", {"legacy": False, "tie_word_embeddings": False}),
     ],
 )
-def test_a_head_that_cannot_be_built_is_refused_and_the_others_are_not(
-    head: str, change: dict[str, Any]
-) -> None:
+def test_a_head_that_cannot_be_built_is_refused_and_the_others_are_not(head: str, change: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as caught:
         fresh("v3", head, **change)
     assert set(caught.value.problems) <= set(change) | {"embedding_size"}
