@@ -151,10 +151,7 @@ def write_state(folder: Path, plan: WritePlan) -> list[WrittenFile]:
 def canonical_order(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
     """Return the names as the safetensors library orders them: wide number types first, then by name."""
     rank = {name: place for place, name in enumerate(_DTYPE_ORDER)}
-    return [
-        name
-        for name, _ in sorted(tensors, key=lambda item: (-rank[DTYPE_NAMES[item[1].dtype]], item[0].encode()))
-    ]
+    return [name for name, _ in sorted(tensors, key=lambda item: (-rank[DTYPE_NAMES[item[1].dtype]], item[0].encode()))]
 
 
 # The library sorts by its own enumeration of types, descending; this is that enumeration, ascending.
@@ -192,8 +189,7 @@ def parse_size(size: int | str) -> int:
     unit = match[2].upper() if match else "?"
     if match is None or unit not in units or (found := int(float(match[1]) * units[unit])) < 1:
         raise ExportError(
-            f"max_shard_size: found {printable(str(size))}, expected bytes or a text such as '5GB'; "
-            "correct it",
+            f"max_shard_size: found {printable(str(size))}, expected bytes or a text such as '5GB'; correct it",
             problems=[str(size)],
         )
     return found
@@ -235,11 +231,7 @@ def _resolve_ties(
             continue
         key = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
         other = holders.setdefault(key, name)
-        if (
-            other != name
-            and frozenset((other, name)) not in declared
-            and not (name in known and other in known)
-        ):
+        if other != name and frozenset((other, name)) not in declared and not (name in known and other in known):
             problems.append(f"{printable(name)}: is the same memory as {printable(other)}")
     if problems:
         raise ExportError(
@@ -263,9 +255,7 @@ def _same_numbers(one: Tensor, other: Tensor) -> bool:
     return torch.equal(*bits)
 
 
-def _source_files(
-    source: SourceManifest, available: Mapping[str, Tensor], added: Sequence[str]
-) -> list[FilePlan]:
+def _source_files(source: SourceManifest, available: Mapping[str, Tensor], added: Sequence[str]) -> list[FilePlan]:
     homes: dict[str, list[str]] = {file.name: [] for file in source.files}
     for name, stored in source.tensors.items():
         if name in available:
@@ -279,27 +269,22 @@ def _source_files(
     return [
         FilePlan(name_of[file], tuple(names), dict(source.metadata[file]), headers[file])
         for file, names in homes.items()
+        if names
     ]
 
 
-def _source_index(
-    source: SourceManifest, files: Sequence[FilePlan], available: Mapping[str, Tensor]
-) -> str | None:
+def _source_index(source: SourceManifest, files: Sequence[FilePlan], available: Mapping[str, Tensor]) -> str | None:
     if source.layout == "single" or source.index_text is None:
         return None
     unchanged = {name: stored.file for name, stored in source.tensors.items()} == {
         name: item.file for item in files for name in item.names
-    } and all(
-        DTYPES[stored.dtype] == available[n].dtype for n, stored in source.tensors.items() if n in available
-    )
+    } and all(DTYPES[stored.dtype] == available[n].dtype for n, stored in source.tensors.items() if n in available)
     if unchanged:
         return source.index_text
     return _new_index(files, available, source.index_metadata)
 
 
-def _new_index(
-    files: Sequence[FilePlan], available: Mapping[str, Tensor], metadata: Mapping[str, object]
-) -> str:
+def _new_index(files: Sequence[FilePlan], available: Mapping[str, Tensor], metadata: Mapping[str, object]) -> str:
     names = [name for item in files for name in item.names]
     table = {
         "metadata": {

@@ -133,6 +133,16 @@ class TestRoundTrip:
             sizes = again.manifest.index_metadata
         assert sizes["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
 
+    def test_a_shard_that_lost_all_its_tensors_is_not_written(self, sharded: Path, tmp_path: Path) -> None:
+        with Checkpoint.open(sharded) as source:
+            tensors, manifest = source.read_all(), source.manifest
+        gone = manifest.files[0].name
+        kept = {name: tensor for name, tensor in tensors.items() if manifest.tensors[name].file != gone}
+        write_state(tmp_path, plan_state(kept, manifest))
+        assert not (tmp_path / gone).exists()
+        with Checkpoint.open(tmp_path) as again:
+            assert all(same(tensor, kept[name]) for name, tensor in again.read_all().items())
+
 
 class TestTies:
     WORD, DECODER = "bert.embeddings.word_embeddings.weight", "cls.predictions.decoder.weight"
