@@ -2,9 +2,9 @@
 
     python benchmarks/graph_overhead.py [--seconds 8] [--batch 16] [--models mlp,gru_seq] [--json FILE]
 
-Both versions get the same weights and the same batch. Training steps (forward, loss, backward) of the two are taken in
-turn, the first of each pair changing sides, so that whatever else the machine does falls on both alike. The
-ratio is the median over pairs of graph time by hand-written time; sigma is 1.4826 times the median absolute
+Both versions get the same weights and the same batch. Training steps (forward, loss, backward) of the two are
+taken in turn, the first of each pair changing sides, so that whatever else the machine does falls on both
+alike. The ratio is the median over pairs of graph time by hand-written time; sigma is 1.4826 times the median absolute
 deviation from it, and the error is that of the median over so many pairs.
 """
 
@@ -42,14 +42,12 @@ def main(argv: list[str] | None = None) -> int:
     wanted = args.models.split(",") if args.models else [model.name for model in MODELS]
 
     rows = [measure(model, args.batch, args.seconds) for model in MODELS if model.name in wanted]
-    print(
-        f"{'model':<17} {'parameters':>11} {'pairs':>6} {'hand ms':>9} {'graph ms':>9} {'ratio':>7} {'sigma':>7} {'error':>7}"
-    )
+    titles = ("pairs", "hand ms", "graph ms", "ratio", "sigma", "error")
+    print(f"{'model':<17} {'parameters':>11} " + " ".join(f"{title:>9}" for title in titles))
     for row in rows:
-        print(
-            f"{row['name']:<17} {row['parameters']:>11,} {row['pairs']:>6} {row['hand_ms']:>9.3f} {row['graph_ms']:>9.3f} "
-            f"{row['ratio']:>7.4f} {row['ratio_sigma']:>7.4f} {row['ratio_error']:>7.4f}"
-        )
+        figures = [row[key] for key in ("hand_ms", "graph_ms", "ratio", "ratio_sigma", "ratio_error")]
+        shown = " ".join(f"{figure:>9.4f}" for figure in figures)
+        print(f"{row['name']:<17} {row['parameters']:>11,} {row['pairs']:>9} {shown}")
     step = step_cost()
     print(f"one step around nothing: by hand {step['hand_ns']:.0f} ns, in a graph {step['graph_ns']:.0f} ns")
     if args.json:

@@ -42,10 +42,11 @@ class Gate(nn.Module):
                 experts=len(experts),
             )
         total: Tensor | None = None
-        for weight, expert in zip(weights.unbind(-1), experts, strict=True):
+        for weight, expert in zip(weights.split(1, dim=-1), experts, strict=True):
             output = expert(x)
-            # A weight for each row has to stretch over all feature dimensions of that row.
-            weight = weight.reshape(weight.shape + (1,) * (output.dim() - weight.dim()))
+            if output.dim() != weight.dim():
+                # A weight for each row has to stretch over all feature dimensions of that row.
+                weight = weight.reshape(weight.shape[:-1] + (1,) * (output.dim() - weight.dim() + 1))
             total = output * weight if total is None else total + output * weight
         assert total is not None
         return total

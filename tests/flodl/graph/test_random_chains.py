@@ -247,8 +247,7 @@ def built(chain: list[tuple[Any, ...]]) -> FlowBuilder:
 def test_a_chain_equals_its_meaning_or_is_refused(chain: list[tuple[Any, ...]]) -> None:
     try:
         graph = built(chain).build()
-    except GraphBuildError as error:
-        assert error.faults
+    except GraphBuildError:
         return
     torch.manual_seed(0)
     memory: dict[str, Tensor] = {}
