@@ -127,6 +127,17 @@ def test_the_bytes_of_one_sign_split_over_windows_have_one_speaker():
     assert [x for line in labels for x in line if x != IGNORE] == [1]
 
 
+def test_a_word_in_two_windows_is_read_where_it_has_the_most_context():
+    row = row_of([[1]] * 9, joined=False)
+    windows = cut_rows(row, 7, stride=3, snap=False)
+    assert [(w.first_token, w.last_token) for w in windows] == [(0, 5), (2, 7), (4, 9)]
+    units = word_units(windows)
+    assert units.owner == [0, 0, 0, 0, 1, 1, 2, 2, 2]
+    # the first and the last window say nothing of word 4, which stands at their edges
+    labels = [[0] * 7, [0, 0, 0, 1, 0, 0, 0], [0] * 7]
+    assert read_tags(units, labels, NAMES)[4] == "B-per"
+
+
 def test_words_without_a_token_are_reported_and_filled():
     row = row_of([[1], [1], [1], [1]], joined=False)
     window = cut_rows(row, 4, overflow="truncate")
@@ -299,6 +310,14 @@ def test_word_numbers_that_start_anew_do_not_join_two_texts():
     )  # fmt: skip
     assert hidden.tolist() in ([99, 99, 0, 7, 8], [5, 6, 0, 99, 99])
     assert (labels != IGNORE).sum() == 2
+
+
+def test_tokens_without_a_word_are_chosen_one_by_one():
+    hidden, _ = mask_tokens(
+        [5, 6, 7, 8], [False] * 4, mask_id=99, random_ids=10, rng=Rng(0), probability=0.25, words=[None] * 4,
+        mask_share=1, random_share=0,
+    )  # fmt: skip
+    assert (hidden == 99).sum() == 1
 
 
 def test_a_row_of_special_tokens_stays():

@@ -230,7 +230,7 @@ def test_a_file_wrong_on_every_line_gives_a_short_message(write):
 
 
 def test_good_rows_before_a_fault_are_streamed(write):
-    rows = read_rows(write("a.csv", "x,y\n1,2\n3\n"))
+    rows = read_rows(write("a.csv", "x,y\n1,2\n3\n4,5\n"))
     assert next(rows) == {"x": "1", "y": "2"}
     with pytest.raises(DataError):
         next(rows)

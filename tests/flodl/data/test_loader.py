@@ -166,6 +166,14 @@ def test_a_forgotten_iterator_does_not_move_the_position():
     assert (loader.state_dict()["epoch"], loader.state_dict()["batch"]) == (2, 1)
 
 
+def test_a_saved_position_is_for_its_epoch_alone():
+    loader = DataLoader(tensors(), 5)
+    loader.seek(2, 3)
+    assert len(loader.epoch(1)) == 5
+    loader.seek(2, 3)
+    assert len(loader.epoch(2)) == 2
+
+
 def test_another_order_is_refused_difference_by_difference():
     state = DataLoader(tensors(), 5, seed=1).state_dict()
     with pytest.raises(DataError) as caught:

@@ -113,6 +113,11 @@ def test_weighted_draws_follow_the_weights_and_never_hit_zero():
     assert abs((drawn == 2).mean() - 0.75) < 0.02
 
 
+def test_a_draw_of_exactly_zero_does_not_hit_a_row_of_weight_zero(monkeypatch):
+    monkeypatch.setattr(Rng, "uniforms", lambda self, count: np.zeros(count))
+    assert WeightedSampler([0, 1, 1]).indices(0).tolist() == [1, 1, 1]
+
+
 def test_weighted_without_replacement_takes_each_row_once_heavy_ones_early():
     sampler = WeightedSampler([1, 1, 50, 0], num_samples=3, replacement=False)
     orders = [sampler.indices(e).tolist() for e in range(200)]

@@ -263,6 +263,7 @@ SCORES = [
     ("", ["cat"], 0, 0),
     ("the", ["a"], 1, 1),
     ("cat cat", ["cat"], 0, 2 / 3),
+    ("", ["the", "cat"], 0, 0),
 ]
 
 
@@ -280,10 +281,10 @@ def test_answer_figures_are_percentages_and_kinds_stand_apart():
     metric = AnswerF1()
     metric.update([row[0] for row in SCORES], [row[1] for row in SCORES])
     out = metric.compute()
-    assert out["count"] == 8
-    assert out["exact_match"] == 100 * 3 / 8
+    assert out["count"] == 9
+    assert out["exact_match"] == pytest.approx(100 * 3 / 9)
     assert out["exact_match/unanswerable"] == pytest.approx(100 * 2 / 3)
-    assert out["exact_match/answerable"] == 20
+    assert out["exact_match/answerable"] == pytest.approx(100 / 6)
 
 
 @pytest.mark.parametrize(
