@@ -6,7 +6,7 @@ tensors must be there is for the caller, and writing folders is for :mod:`flodl_
     members    which files of a folder may be opened, and how
     manifest   what the files say they hold: names, dtypes, shapes, order, metadata
     index      a shard index, checked against the shards it lists
-    read       bytes into memory that no later change of the file can reach
+    read       bytes of a file into tensors, copied or mapped
     folder     `Checkpoint`, the four of them together
     place      tensors of a checkpoint onto the slots of a model
 """

@@ -107,7 +107,7 @@ class Checkpoint:
         Raises:
             CheckpointError: there is no such tensor, or its file was cut since it was opened.
         """
-        return self._shards[self._stored(name).file].read([name], separate=True)[0]
+        return self._shards[self._stored(name).file].read([name])[0]
 
     def read_into(self, name: str, tensor: Tensor, *, cast: bool = False) -> None:
         """Copy the tensor ``name`` into ``tensor``, on whatever device that lies.
@@ -125,9 +125,7 @@ class Checkpoint:
         if tuple(tensor.shape) != stored.shape:
             problems.append(f"shape {list(stored.shape)} in the file, {list(tensor.shape)} given")
         if not cast and DTYPE_NAMES.get(tensor.dtype) != stored.dtype:
-            problems.append(
-                f"dtype {stored.dtype} in the file, {tensor.dtype} given; set cast=True to convert"
-            )
+            problems.append(f"dtype {stored.dtype} in the file, {tensor.dtype} given; set cast=True to convert")
         if problems:
             raise CheckpointError(
                 f"{self.manifest.folder / stored.file}: {printable(name)} does not fit: "
@@ -137,9 +135,7 @@ class Checkpoint:
                 problems=problems,
             )
         direct = (
-            tensor.device.type == "cpu"
-            and tensor.is_contiguous()
-            and DTYPE_NAMES.get(tensor.dtype) == stored.dtype
+            tensor.device.type == "cpu" and tensor.is_contiguous() and DTYPE_NAMES.get(tensor.dtype) == stored.dtype
         )
         if direct:
             self._shards[stored.file].read_into(name, tensor)
@@ -147,23 +143,24 @@ class Checkpoint:
             with torch.no_grad():
                 tensor.copy_(self.read(name))
 
-    def read_all(self, names: Iterable[str] | None = None, *, separate: bool = False) -> dict[str, Tensor]:
-        """Return the tensors ``names`` (all by default), in file order, in the quickest way there is.
+    def read_all(self, names: Iterable[str] | None = None, *, mapped: bool = False) -> dict[str, Tensor]:
+        """Return the tensors ``names`` (all by default), in file order.
 
-        The tensors of a file share one mapping of memory, given back when the last of them is dropped.
         Names that a ``.bin`` file stores once (ties) come back as one and the same tensor.
 
         Args:
             names: stored names in any order.
-            separate: give each tensor its own allocation instead, so that dropping one frees its memory;
-                three to four times slower for large files, which then cannot use huge pages.
+            mapped: show the file instead of copying it. Ready at once, and nothing is read before it is used;
+                but the file must stay as it is for as long as one of the tensors lives: overwriting it changes
+                them, and cutting it kills the process. Good for files that nobody writes to, such as the blobs
+                of a Hub cache.
 
         Raises:
             CheckpointError: unknown names (all listed), or a file that was cut since it was opened.
         """
         result: dict[str, Tensor] = {}
         for file, wanted in self._in_file_order(names):
-            result.update(zip(wanted, self._shards[file].read(wanted, separate=separate), strict=True))
+            result.update(zip(wanted, self._shards[file].read(wanted, mapped=mapped), strict=True))
         return result
 
     def tensors(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -174,7 +171,7 @@ class Checkpoint:
         """
         for file, wanted in self._in_file_order(names):
             for name in wanted:
-                yield name, self._shards[file].read([name], separate=True)[0]
+                yield name, self._shards[file].read([name])[0]
 
     def _stored(self, name: str) -> StoredTensor:
         self._require([name])
@@ -251,9 +248,7 @@ def _choose(folder: Folder, layout: str | None, allow_bin: bool) -> str | ShardI
             )
         return index
     found = (
-        sorted(entry.name for entry in folder.path.iterdir())
-        if layout is None
-        else [f"nothing for layout={layout!r}"]
+        sorted(entry.name for entry in folder.path.iterdir()) if layout is None else [f"nothing for layout={layout!r}"]
     )
     raise CheckpointError(
         f"{folder.path}: holds no weights; expected {SAFETENSORS}, {SAFETENSORS_INDEX}, {BIN} "
@@ -307,9 +302,7 @@ def _open_shards(folder: Folder, index: ShardIndex, stack: ExitStack) -> dict[st
     return shards
 
 
-def _manifest(
-    folder: Folder, layout: Layout, shards: Mapping[str, Shard], index: ShardIndex | None
-) -> SourceManifest:
+def _manifest(folder: Folder, layout: Layout, shards: Mapping[str, Shard], index: ShardIndex | None) -> SourceManifest:
     tensors: dict[str, StoredTensor] = {}
     ties: dict[str, str] = {}
     for file, shard in shards.items():

@@ -56,8 +56,7 @@ def parse_index(text: str, name: str, where: str) -> ShardIndex:
 
     def refuse(problems: Sequence[str], kind: type[CheckpointError] = CheckpointError) -> CheckpointError:
         return kind(
-            f"{where}: not a usable shard index:\n{capped(problems)}\n"
-            f"expected {_EXAMPLE}; fetch the file again",
+            f"{where}: not a usable shard index:\n{capped(problems)}\nexpected {_EXAMPLE}; fetch the file again",
             path=where,
             problems=list(problems),
         )
@@ -81,9 +80,7 @@ def parse_index(text: str, name: str, where: str) -> ShardIndex:
         raise refuse([f"{printable(key)} stands there more than once" for key in repeated])
     weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict):
-        found = (
-            "no 'weight_map'" if weight_map is None else f"'weight_map' is a JSON {_json_kind(weight_map)}"
-        )
+        found = "no 'weight_map'" if weight_map is None else f"'weight_map' is a JSON {_json_kind(weight_map)}"
         raise refuse([f"found {found}, expected an object from tensor names to file names"])
     if not weight_map:
         raise refuse(["found an empty 'weight_map'"])
@@ -93,10 +90,7 @@ def parse_index(text: str, name: str, where: str) -> ShardIndex:
     wrong_types = [key for key, value in weight_map.items() if not isinstance(value, str)]
     if wrong_types:
         raise refuse(
-            [
-                f"{printable(k)}: found a JSON {_json_kind(weight_map[k])}, not a file name"
-                for k in wrong_types
-            ]
+            [f"{printable(k)}: found a JSON {_json_kind(weight_map[k])}, not a file name" for k in wrong_types]
         )
     files = sorted(set(weight_map.values()))
     unsafe = [(file, fault) for file in files if (fault := plain_name_fault(file))]

@@ -25,7 +25,7 @@ def place(
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
-    separate: bool = False,
+    mapped: bool = False,
 ) -> dict[str, Tensor]:
     """Return, for each target, the tensor that it is to hold from now on.
 
@@ -39,16 +39,15 @@ def place(
         rename: our name to the stored name; names that are not in it are stored under their own.
         dtype: convert floating-point tensors to this dtype; None keeps what the file has.
         device: where tensors given to meta targets go; the CPU by default.
-        separate: one allocation for each tensor, see `Checkpoint.read_all`.
+        mapped: give meta targets the file itself where nothing is converted or moved, see
+            `Checkpoint.read_all` for what that asks of the file.
 
     Raises:
         CheckpointError: before anything is read or written, with all ``problems``: names that the file lacks,
             shapes that differ, filled targets whose dtype is neither the stored nor the asked one.
     """
     names = {target: (rename or {}).get(target, target) for target in targets}
-    problems = [
-        p for target, name in names.items() if (p := _misfit(target, targets[target], name, source, dtype))
-    ]
+    problems = [p for target, name in names.items() if (p := _misfit(target, targets[target], name, source, dtype))]
     if problems:
         raise CheckpointError(
             f"{source.manifest.folder}: {len(problems)} of {len(targets)} tensors cannot be placed:\n"
@@ -67,7 +66,7 @@ def place(
         for name, tensor in source.tensors(stored):
             ready[name] = tensor.to(device=device, dtype=_cast(source, name, dtype))
     else:
-        ready = source.read_all(stored, separate=separate)
+        ready = source.read_all(stored, mapped=mapped)
     result: dict[str, Tensor] = {}
     for target, tensor in targets.items():
         if tensor.is_meta:
@@ -84,9 +83,7 @@ def _cast(source: Checkpoint, name: str, dtype: torch.dtype | None) -> torch.dty
     return dtype if dtype is not None and stored.is_floating_point and stored != dtype else None
 
 
-def _misfit(
-    target: str, tensor: Tensor, name: str, source: Checkpoint, dtype: torch.dtype | None
-) -> str | None:
+def _misfit(target: str, tensor: Tensor, name: str, source: Checkpoint, dtype: torch.dtype | None) -> str | None:
     stored = source.manifest.tensors.get(name)
     label = target if target == name else f"{target} (stored as {printable(name)})"
     if stored is None:
@@ -95,7 +92,5 @@ def _misfit(
         return f"{label}: shape {list(stored.shape)} in the file, {list(tensor.shape)} in the model"
     asked = _cast(source, name, dtype)
     if not tensor.is_meta and DTYPE_NAMES.get(tensor.dtype) != stored.dtype and tensor.dtype != asked:
-        return (
-            f"{label}: dtype {stored.dtype} in the file, {tensor.dtype} in the model; ask for it with dtype="
-        )
+        return f"{label}: dtype {stored.dtype} in the file, {tensor.dtype} in the model; ask for it with dtype="
     return None

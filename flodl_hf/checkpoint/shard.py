@@ -15,7 +15,7 @@ from flodl.errors import CheckpointError, capped, printable
 from flodl.safetensors_header import read_header
 
 from .manifest import DTYPES, SourceFile
-from .read import Extent, read_extents, read_extents_into
+from .read import Extent, map_extents, read_extents, read_extents_into
 
 __all__ = ["SafetensorsShard", "Shard"]
 
@@ -34,8 +34,8 @@ class Shard(Protocol):
         """Read and check everything but the weights."""
         ...
 
-    def read(self, names: Sequence[str], *, separate: bool) -> list[Tensor]:
-        """Return the tensors of ``names``, in that order, in memory of their own."""
+    def read(self, names: Sequence[str], *, mapped: bool = False) -> list[Tensor]:
+        """Return the tensors of ``names``, in that order, copied or mapped."""
         ...
 
     def read_into(self, name: str, tensor: Tensor) -> None:
@@ -74,9 +74,7 @@ class SafetensorsShard:
         descriptor = self._open_descriptor()
         header = read_header(descriptor, name=self._where)
         unknown = [
-            f"{printable(n)}: {header.tensors[n].dtype}"
-            for n in header.order
-            if header.tensors[n].dtype not in DTYPES
+            f"{printable(n)}: {header.tensors[n].dtype}" for n in header.order if header.tensors[n].dtype not in DTYPES
         ]
         if unknown:
             raise CheckpointError(
@@ -93,10 +91,10 @@ class SafetensorsShard:
             self._extents[name] = Extent(name, info.dtype, info.shape, start, info.num_bytes)
         self.entries = {name: (extent.dtype, extent.shape) for name, extent in self._extents.items()}
 
-    def read(self, names: Sequence[str], *, separate: bool) -> list[Tensor]:
-        """Return the tensors of ``names``, in that order, in memory of their own."""
+    def read(self, names: Sequence[str], *, mapped: bool = False) -> list[Tensor]:
+        """Return the tensors of ``names``, in that order, copied or mapped."""
         extents = [self._extents[name] for name in names]
-        return read_extents(self._open_descriptor(), self._where, extents, separate=separate)
+        return (map_extents if mapped else read_extents)(self._open_descriptor(), self._where, extents)
 
     def read_into(self, name: str, tensor: Tensor) -> None:
         """Fill ``tensor``, contiguous, on the CPU, of the stored dtype and shape."""

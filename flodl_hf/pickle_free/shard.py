@@ -16,7 +16,7 @@ from torch import Tensor
 from flodl.errors import CheckpointError, printable
 from flodl.files import open_regular
 from flodl_hf.checkpoint.manifest import DTYPES, SourceFile
-from flodl_hf.checkpoint.read import Extent, read_extents
+from flodl_hf.checkpoint.read import Extent, map_extents, read_extents
 
 from .archive import stored_members
 from .opcodes import Machine
@@ -43,7 +43,7 @@ def read_bin(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     try:
         shard.parse()
         names = list(shard.entries)
-        return dict(zip(names, shard.read(names, separate=False), strict=True))
+        return dict(zip(names, shard.read(names), strict=True))
     finally:
         shard.close()
 
@@ -94,13 +94,13 @@ class BinShard:
             if record.numel and (kept := first.setdefault(record, name)) != name
         }
 
-    def read(self, names: Sequence[str], *, separate: bool) -> list[Tensor]:
-        """Return the tensors of ``names``, in that order, in memory of their own; ties are one tensor."""
+    def read(self, names: Sequence[str], *, mapped: bool = False) -> list[Tensor]:
+        """Return the tensors of ``names``, in that order, copied or mapped; ties are one tensor."""
         descriptor = self._open_descriptor()
         records = {name: self._records[name] for name in names}
         unique = sorted(dict.fromkeys(records.values()), key=self._start)
         extents = [self._extent(record) for record in unique]
-        flats = read_extents(descriptor, self._where, extents, separate=separate)
+        flats = (map_extents if mapped else read_extents)(descriptor, self._where, extents)
         ready = {
             record: flat.view(record.shape)
             if record.is_contiguous
@@ -111,7 +111,7 @@ class BinShard:
 
     def read_into(self, name: str, tensor: Tensor) -> None:
         """Fill ``tensor``, contiguous, on the CPU, of the stored dtype and shape."""
-        tensor.detach().copy_(self.read([name], separate=True)[0])
+        tensor.detach().copy_(self.read([name])[0])
 
     def close(self) -> None:
         """Release the file; closing twice is harmless."""
