@@ -103,11 +103,8 @@ class Convolution(nn.Module):
 
     def forward(self, hidden: Tensor, below: Tensor, layout: Layout) -> Tensor:
         """Return a layer's output ``hidden`` joined with the mixed ``below``, same shape; filling is zero."""
-        keep = layout.keep(hidden)
-        mixed = self._mixed(below, layout)
-        if keep is not None:
-            mixed = mixed.masked_fill(~keep, 0)
-        states = self.norm(hidden + self.activation(self.dropout(mixed)))
+        states = self.norm(hidden + self.activation(self.dropout(self._mixed(below, layout))))
+        keep = layout.keep(states)
         return states if keep is None else states * keep.to(states.dtype)
 
     def _mixed(self, below: Tensor, layout: Layout) -> Tensor:
