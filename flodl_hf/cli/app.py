@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from flodl_hf.cli import convert, demo, export, inspect, predict, verify_export
+from flodl_hf.cli import convert, demo, export, inspect, predict, verify_export, verify_matrix
 
 __all__ = ["app"]
 
@@ -31,5 +31,5 @@ def options(
         raise typer.Exit()
 
 
-for module in (demo, predict, inspect, export, verify_export, convert):
+for module in (demo, predict, inspect, export, verify_export, verify_matrix, convert):
     app.command(name=module.NAME)(module.command)

@@ -19,12 +19,8 @@ def command(
     head: Annotated[
         str, typer.Option(help="auto (what the file was written for), base, seqcls, tokcls, qa or mlm.")
     ] = "auto",
-    dtype: Annotated[
-        str | None, typer.Option(help="Cast the weights: float32, float16, bfloat16 or float64.")
-    ] = None,
-    max_shard_size: Annotated[
-        str | None, typer.Option(help="Cut the weights above this size, e.g. 5GB.")
-    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="Cast the weights: float32, float16, bfloat16 or float64.")] = None,
+    max_shard_size: Annotated[str | None, typer.Option(help="Cut the weights above this size, e.g. 5GB.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a folder that holds a model.")] = False,
     revision: Revision = None,
     local_files_only: Local = False,
@@ -41,9 +37,7 @@ def command(
     if report is not None and report.new:
         say(f"note: {len(report.new)} tensors are new and untrained: {', '.join(report.new)}")
     written = loaded.save_pretrained(out, overwrite=force, max_shard_size=max_shard_size)
-    files = {
-        p.relative_to(written).as_posix(): p.stat().st_size for p in sorted(written.rglob("*")) if p.is_file()
-    }
+    files = {p.relative_to(written).as_posix(): p.stat().st_size for p in sorted(written.rglob("*")) if p.is_file()}
     if json_output:
         emit_json({"folder": str(written), "head": loaded.head, "files": files})
         return

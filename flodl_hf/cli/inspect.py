@@ -15,15 +15,11 @@ NAME = "inspect"
 @reporting
 def command(
     model: Model,
-    head: Annotated[
-        str, typer.Option(help="Read it for this head: auto, base, seqcls, tokcls, qa or mlm.")
-    ] = "auto",
+    head: Annotated[str, typer.Option(help="Read it for this head: auto, base, seqcls, tokcls, qa or mlm.")] = "auto",
     tokenizer: Annotated[
         bool, typer.Option("--tokenizer", help="Compare the tokenizer's files with each other.")
     ] = False,
-    tensors: Annotated[
-        bool, typer.Option("--tensors", help="List every tensor with our name for it.")
-    ] = False,
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor with our name for it.")] = False,
     revision: Revision = None,
     local_files_only: Local = False,
     json_output: Json = False,

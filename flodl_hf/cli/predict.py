@@ -92,9 +92,7 @@ def show(found: Any) -> str:
     lines: list[str] = []
     if found and isinstance(found[0], float):
         return (
-            "  "
-            + " ".join(f"{x:.4f}" for x in found[:8])
-            + (f" ... ({len(found)} numbers)" if len(found) > 8 else "")
+            "  " + " ".join(f"{x:.4f}" for x in found[:8]) + (f" ... ({len(found)} numbers)" if len(found) > 8 else "")
         )
     for item in found:
         if isinstance(item, list):

@@ -17,12 +17,8 @@ MARKS = {"pass": "pass", "fail": "FAIL", "not run": "  - "}
 @reporting
 def command(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The exported folder.")],
-    source: Annotated[
-        str | None, typer.Option(help="What it was exported from: a folder or a Hub name.")
-    ] = None,
-    no_source: Annotated[
-        bool, typer.Option("--no-source", help="There is no source (a fine-tuned model).")
-    ] = False,
+    source: Annotated[str | None, typer.Option(help="What it was exported from: a folder or a Hub name.")] = None,
+    no_source: Annotated[bool, typer.Option("--no-source", help="There is no source (a fine-tuned model).")] = False,
     no_receipt: Annotated[
         bool, typer.Option("--no-receipt", help="Do not write verification.json into the folder.")
     ] = False,
@@ -45,12 +41,8 @@ def command(
         base, _ = resolve_folder(source, {"local_files_only": local_files_only}, MODEL_FILES)
         base = transformer_folder(base)
     elif not no_source:
-        say(
-            "no --source was given, so nothing says what the bytes should be; comparing with transformers alone"
-        )
-    result = verify_export(
-        folder, source=base, receipt=not no_receipt, command=" ".join(["flodl-hf", *sys.argv[1:]])
-    )
+        say("no --source was given, so nothing says what the bytes should be; comparing with transformers alone")
+    result = verify_export(folder, source=base, receipt=not no_receipt, command=" ".join(["flodl-hf", *sys.argv[1:]]))
     if json_output:
         emit_json(result.to_dict())
     else:

@@ -98,9 +98,7 @@ def load_reference(
     if kind is None:
         raise ParityError(f"transformers {version()} has no class {architecture}", architecture=architecture)
     # A family that has only the eager implementation says so itself.
-    options: dict[str, Any] = {
-        "attn_implementation": attention if getattr(kind, "_supports_sdpa", False) else "eager"
-    }
+    options: dict[str, Any] = {"attn_implementation": attention if getattr(kind, "_supports_sdpa", False) else "eager"}
     if not pooler and architecture.endswith("Model"):
         options["add_pooling_layer"] = False
     with quiet():
@@ -153,3 +151,12 @@ def make_checkpoint(
                     parameter.normal_(centre, scale)
         model.save_pretrained(str(folder))
     return Path(folder)
+
+
+def parameter_names(architecture: str, folder: str | Path) -> set[str]:
+    """Return the names of every parameter that transformers gives a class at a folder's configuration, on ``meta``."""
+    transformers = _transformers()
+    kind = getattr(transformers, architecture)
+    with quiet(), torch.device("meta"):
+        model = kind(kind.config_class.from_pretrained(str(folder)))
+    return {name for name, _ in model.named_parameters(remove_duplicate=False)}

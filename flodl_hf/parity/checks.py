@@ -1,0 +1,337 @@
+"""The checks of a cell, one small function each.
+
+Equality to the bit is tried first and said so; a number is the largest difference in full precision.
+Bounds are one for each dtype for the whole project and are never widened for a cell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from flodl_hf.layout import Packed
+from flodl_hf.parity.cell import Bench
+
+__all__ = ["CHECKS", "Evidence", "Status"]
+
+Status = Literal["pass", "fail", "unsupported", "not run"]
+
+# Sums in another order: some hundred fp32 additions of numbers near one.
+REORDERED = 1e-5
+HALF = {torch.bfloat16: 0.15, torch.float16: 0.02}
+STEPS = 10
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What one check of one cell found.
+
+    Attributes:
+        check: its name.
+        status: one of four words.
+        detail: what was compared, or why it was not.
+        measured: the largest difference; None where nothing is measured.
+        where: the first module or tensor where the sides part.
+    """
+
+    check: str
+    status: Status
+    detail: str
+    measured: float | None = None
+    where: str | None = None
+
+
+def _gap(a: Tensor, b: Tensor) -> float:
+    return 0.0 if torch.equal(a, b) else float((a.double() - b.double()).abs().max())
+
+
+def _verdict(check: str, gaps: Mapping[str, float], what: str, bound: float = 0.0) -> Evidence:
+    """Return the evidence for named differences, all of which must be within ``bound``."""
+    worst = max(gaps, key=lambda name: gaps[name] if gaps[name] == gaps[name] else float("inf"), default=None)
+    measured = gaps[worst] if worst is not None else 0.0
+    good = bool(gaps) and all(gap <= bound for gap in gaps.values())
+    said = "equal to the bit" if measured == 0.0 else f"largest difference {measured:.3g} in {worst}"
+    return Evidence(check, "pass" if good else "fail", f"{len(gaps)} {what}, {said}", measured, None if good else worst)
+
+
+def config_triage(bench: Bench) -> Evidence:
+    """Every key that transformers writes is used, inert, or refused by name; none is refused here."""
+    from flodl_hf.source import read_config_file
+
+    config = read_config_file(bench.folder)
+    return Evidence("config triage", "pass", f"{len(config.source)} keys understood")
+
+
+def key_map(bench: Bench) -> Evidence:
+    """The names cover transformers' own at this size, one to one, without any memory."""
+    from flodl_hf.model import build_graph
+    from flodl_hf.parity.reference import parameter_names
+
+    config = bench.ours.config
+    theirs = parameter_names(bench.cell.architecture, bench.folder)
+    pooler = any("pooler" in name for name in theirs)
+    with torch.device("meta"):
+        graph = build_graph(config, bench.cell.head, pooler=pooler)
+    names = bench.cell.record.key_map(config.encoder, bench.cell.head)
+    ours = names.names(name for name, _ in graph.named_parameters(remove_duplicate=False))
+    if bench.cell.head == "base":
+        prefix = bench.cell.record.base_prefix + "."
+        theirs = {prefix + name for name in theirs}
+    spec = None if bench.cell.head == "base" else bench.cell.record.heads[bench.cell.head]
+    repeated = {alias for alias, _ in spec.aliases} if spec else set()
+    lost, extra = theirs - set(ours.values()) - repeated, set(ours.values()) - theirs
+    faults = [f"{len(n)} {what}: {sorted(n)[:3]}" for what, n in (("not covered", lost), ("not theirs", extra)) if n]
+    back = [name for name, stored in ours.items() if names.ours(stored) != name]
+    if back:
+        faults.append(f"{len(back)} do not read back: {back[:3]}")
+    return Evidence("key map", "fail" if faults else "pass", "; ".join(faults) or f"{len(ours)} names, one to one")
+
+
+def strict_load(bench: Bench) -> Evidence:
+    """Every tensor of the model is filled from the file."""
+    report = bench.ours.load_report
+    assert report is not None
+    status: Status = "pass" if report.trained else "fail"
+    return Evidence(
+        "strict load", status, f"{len(report.matched)} tensors, {len(report.tied)} tied, {len(report.new)} new"
+    )
+
+
+def forward(bench: Bench) -> Evidence:
+    """Outputs on the awkward batches, each attention implementation against its counterpart."""
+    gaps: dict[str, float] = {}
+    for attention in ("sdpa", "eager"):
+        ours = bench.ours.set_attention(attention)
+        theirs = bench.theirs if attention == "sdpa" else bench.load_theirs("eager")
+        for batch in bench.batches():
+            expected = theirs(batch.inputs)
+            with torch.no_grad():
+                found = ours(**batch.inputs)
+            for name, value in expected.items():
+                gaps[f"{attention}, {batch.name}, {name}"] = _gap(found[name], value)
+    bench.ours.set_attention("sdpa")
+    return _verdict("forward", gaps, "outputs")
+
+
+def layouts(bench: Bench) -> Evidence:
+    """A row in a filled batch, alone, and packed among others."""
+    model = bench.ours
+    batch = next(b for b in bench.batches() if b.name == "mixed lengths").inputs
+    lengths = batch["attention_mask"].sum(1).tolist()
+    rows = [batch["input_ids"][i, :n] for i, n in enumerate(lengths)]
+    layout = Packed.of(lengths)
+    gaps: dict[str, float] = {}
+    with torch.no_grad():
+        together = _scores(model(**batch))
+        found = model.graph(torch.cat(rows), layout=layout)
+        parts = found.unbind(0) if model.per_text else layout.unpack(found)
+        for i, row in enumerate(rows):
+            expected = together[i] if model.per_text else together[i, : len(row)]
+            gaps[f"row {i} alone"] = _gap(_scores(model(input_ids=row[None]))[0], expected)
+            gaps[f"row {i} packed"] = _gap(parts[i], expected)
+    return _verdict("padded = alone = packed", gaps, "rows", REORDERED)
+
+
+def _scores(output: Any) -> Tensor:
+    if "start_logits" in output:
+        return torch.stack([output["start_logits"], output["end_logits"]], -1)
+    return output["logits"] if "logits" in output else output["last_hidden_state"]
+
+
+def train_mode(bench: Bench) -> Evidence:
+    """With dropout on and one seed the losses are equal, and every tensor gets a gradient."""
+    ours, theirs = bench.load(), bench.load_theirs().model
+    batch = next(b for b in bench.batches() if b.name == "mixed lengths").inputs
+    labels = bench.labels(batch)
+    ours.train()
+    theirs.train()
+    torch.manual_seed(7)
+    expected = bench.loss(theirs(**batch, **labels), labels)
+    torch.manual_seed(7)
+    found = bench.loss(ours(**batch, **labels), labels)
+    found.backward()
+    without = [name for name, p in ours.graph.named_parameters() if p.grad is None or not bool(p.grad.any())]
+    if without:
+        return Evidence("train mode", "fail", f"{len(without)} tensors get no gradient", None, without[0])
+    return _verdict("train mode", {"loss under dropout": _gap(found.detach(), expected.detach())}, "loss with dropout")
+
+
+def gradients(bench: Bench) -> Evidence:
+    """Loss and every gradient with dropout off."""
+    ours, theirs = bench.load(), bench.load_theirs().model
+    batch = next(b for b in bench.batches() if b.name == "mixed lengths").inputs
+    labels = bench.labels(batch)
+    ours.eval()
+    expected, found = theirs(**batch, **labels), ours(**batch, **labels)
+    mine, other = bench.loss(found, labels), bench.loss(expected, labels)
+    mine.backward()
+    other.backward()
+    gaps = {"loss": _gap(mine.detach(), other.detach())}
+    for name, a, b in bench.gradients(ours, theirs):
+        if a is None or b is None:
+            gaps[name] = 0.0 if a is b else float("nan")
+        else:
+            gaps[name] = _gap(a, b)
+    return _verdict("loss and gradients", gaps, "tensors")
+
+
+def training_steps(bench: Bench) -> Evidence:
+    """Ten steps of AdamW with clipping, dropout off, by one loop on both sides."""
+    sides: list[Any] = [bench.load(), bench.load_theirs().model]
+    optimizers = [torch.optim.AdamW(side.parameters(), lr=1e-3, weight_decay=0.01, foreach=False) for side in sides]
+    batches = [b.inputs for b in bench.batches()]
+    for step in range(STEPS):
+        batch = batches[step % len(batches)]
+        labels = bench.labels(batch, step)
+        for side, optimizer in zip(sides, optimizers, strict=True):
+            side.eval()
+            optimizer.zero_grad()
+            bench.loss(side(**batch, **labels), labels).backward()
+            _clip(bench, side, sides)
+            optimizer.step()
+    gaps = {name: _gap(a.detach(), b.detach()) for name, a, b in bench.parameters(sides[0], sides[1])}
+    return _verdict(f"{STEPS} training steps", gaps, "tensors")
+
+
+def _clip(bench: Bench, side: Any, sides: list[Any]) -> None:
+    """Clip to norm 1 over the tensors in one order on both sides: a sum of norms depends on its order."""
+    pairs = list(bench.parameters(sides[0], sides[1]))
+    chosen = [pair[1] if side is sides[0] else pair[2] for pair in pairs]
+    torch.nn.utils.clip_grad_norm_(chosen, 1.0, foreach=False)
+
+
+def export_bytes(bench: Bench) -> Evidence:
+    """An untouched model is written back as the files it was read from."""
+    out = bench.load().save_pretrained(bench.room / "export", overwrite=True)
+    names = sorted(p.name for p in bench.folder.iterdir() if p.is_file() and p.name != "verification.json")
+    lost = [n for n in names if not (out / n).is_file()]
+    other = [n for n in names if n not in lost and (out / n).read_bytes() != (bench.folder / n).read_bytes()]
+    faults = [f"{what}: {', '.join(n)}" for what, n in (("lost", lost), ("differing", other)) if n]
+    return Evidence("export", "fail" if faults else "pass", "; ".join(faults) or f"{len(names)} files, byte for byte")
+
+
+def reload(bench: Bench) -> Evidence:
+    """Transformers loads our export of a changed model without a missing or surplus key, to the same outputs."""
+    model = bench.load()
+    with torch.no_grad():
+        # A changed model goes out under today's names, which is the path fine-tuning takes.
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    assert model.source is not None
+    model.source.same_head = False
+    out = model.save_pretrained(bench.room / "changed", overwrite=True)
+    theirs = bench.load_theirs(folder=out)
+    if theirs.missing or theirs.unexpected:
+        return Evidence("reload", "fail", f"missing {theirs.missing[:3]}, unexpected {theirs.unexpected[:3]}")
+    gaps: dict[str, float] = {}
+    for batch in bench.batches():
+        expected = theirs(batch.inputs)
+        with torch.no_grad():
+            found = model(**batch.inputs)
+        gaps |= {f"{batch.name}, {name}": _gap(found[name], value) for name, value in expected.items()}
+    return _verdict("reload", gaps, "outputs after 0 missing, 0 unexpected keys")
+
+
+TEXTS = (
+    "The soup was delicious.",
+    "Our guide was rude and very late, but the hotel was clean.",
+    "x",
+    "What a day! " * 20,
+)
+
+
+def predictions(bench: Bench) -> Evidence:
+    """Decoded answers from raw text, ours by the runtime and theirs row by row through transformers' model."""
+    ours, theirs = bench.ours, bench.theirs.model
+    expected = _decode(ours, bench.cell.head, lambda rows: [_row_scores(theirs, ours, row) for row in rows])
+    found = _decode(ours, bench.cell.head, None)
+    gaps: dict[str, float] = {}
+    for i, (mine, other) in enumerate(zip(found, expected, strict=True)):
+        if mine[0] != other[0]:
+            return Evidence("predictions", "fail", f"text {i}: {mine[0]} and {other[0]}", None, f"text {i}")
+        gaps[f"text {i}"] = max((abs(a - b) for a, b in zip(mine[1], other[1], strict=True)), default=0.0)
+    return _verdict("predictions", gaps, "texts with equal answers; scores", REORDERED)
+
+
+def _row_scores(theirs: Any, ours: Any, row: Any) -> Tensor:
+    inputs = {
+        "input_ids": torch.tensor([list(row.ids)]),
+        "attention_mask": torch.ones(1, len(row.ids), dtype=torch.long),
+    }
+    if ours.config.family.uses_token_types and getattr(ours.config.encoder, "type_vocab_size", 0) > 1:
+        inputs["token_type_ids"] = torch.tensor([list(row.type_ids)])
+    with torch.no_grad():
+        return _scores(dict(theirs(**inputs).items()))[0]
+
+
+def _decode(model: Any, head: str, scores: Callable[[list[Any]], list[Tensor]] | None) -> list[tuple[Any, list[float]]]:
+    """Return (what was answered, its scores) for each text, with the engine's scores replaced if given."""
+    from flodl_hf.runtime import engine
+
+    saved = engine.Engine.scores, engine.Engine.states, engine.Engine.scores_at
+    if scores is not None:
+        engine.Engine.scores = lambda self, rows: scores(rows)  # type: ignore[method-assign]
+        engine.Engine.states = lambda self, rows: scores(rows)  # type: ignore[method-assign]
+        engine.Engine.scores_at = lambda self, rows, places: [  # type: ignore[method-assign]
+            s[torch.tensor(p)] for s, p in zip(scores(rows), places, strict=True)
+        ]
+    try:
+        if head == "sequence_classification":
+            return [([c.label for c in found], [c.score for c in found]) for found in model.predict(TEXTS)]
+        if head == "token_classification":
+            found = model.predict(TEXTS, aggregation="simple", ignore_labels=())
+            return [([(e.label, e.start, e.end) for e in es], [e.score for e in es]) for es in found]
+        if head == "question_answering":
+            pairs = [("Who was late?", text) for text in TEXTS]
+            return [
+                ([(a.start, a.end) for a in found], [a.score for a in found])
+                for found in model.answer_batch(pairs, top_k=2)
+            ]
+        if head == "masked_lm":
+            masked = [f"[MASK] {text} [MASK]" for text in TEXTS]
+            results = [[fill for mask in found for fill in mask] for found in model.fill_mask(masked, top_k=3)]
+            return [([f.token_ids for f in found], [f.score for f in found]) for found in results]
+        return [((), vector.tolist()) for vector in model.embed(list(TEXTS))]
+    finally:
+        engine.Engine.scores, engine.Engine.states, engine.Engine.scores_at = saved  # type: ignore[method-assign]
+
+
+def half_precision(bench: Bench) -> Evidence:
+    """Outputs in fp16 and bf16 are finite and near those in fp32, relative to the largest of them."""
+    batch = next(b for b in bench.batches() if b.name == "mixed lengths").inputs
+    keep = batch["attention_mask"].bool()
+    gaps: dict[str, float] = {}
+    bounds: dict[str, float] = {}
+    for dtype, bound in HALF.items():
+        model = bench.load(dtype=dtype)
+        with torch.no_grad():
+            exact, half = _scores(bench.ours(**batch)), _scores(model(**batch)).float()
+        exact, half = (exact, half) if model.per_text else (exact[keep], half[keep])
+        name = str(dtype).removeprefix("torch.")
+        near = float((half - exact).abs().max() / exact.abs().max().clamp(min=1e-3))
+        gaps[name], bounds[name] = near if bool(half.isfinite().all()) else float("nan"), bound
+    good = all(gaps[name] <= bounds[name] for name in gaps)
+    detail = ", ".join(f"{name} {gap:.2g}" for name, gap in gaps.items())
+    return Evidence(
+        "half precision", "pass" if good else "fail", f"relative distance from fp32: {detail}", max(gaps.values())
+    )
+
+
+CHECKS: tuple[Callable[[Bench], Evidence], ...] = (
+    config_triage,
+    key_map,
+    strict_load,
+    forward,
+    layouts,
+    train_mode,
+    gradients,
+    training_steps,
+    export_bytes,
+    reload,
+    predictions,
+    half_precision,
+)

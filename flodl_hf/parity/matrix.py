@@ -1,0 +1,161 @@
+"""The matrix: every family with every head, every check, every cell one of four words.
+
+``pass`` - ``fail`` - ``unsupported`` (why) - ``not run`` (why). Nothing is left out: a cell without a
+configuration, or a check that needs what is not installed, is written down as such.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, field
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+
+from flodl.errors import ParityError, nearest
+from flodl_hf.parity.cell import Bench, Cell, all_cells
+from flodl_hf.parity.checks import CHECKS, Evidence, Status
+from flodl_hf.parity.shapes import variants_of
+
+__all__ = ["CellResult", "check_names", "run_cell", "run_matrix", "select_cells"]
+
+
+@dataclass
+class CellResult:
+    """One cell with the evidence of each check."""
+
+    cell: Cell
+    evidence: list[Evidence] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def status(self) -> Status:
+        """The cell in one word: fail if any check failed, pass if all that ran passed."""
+        found = {e.status for e in self.evidence}
+        for status in ("fail", "unsupported"):
+            if status in found:
+                return status  # type: ignore[return-value]
+        return "pass" if "pass" in found else "not run"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the result as JSON types."""
+        return {
+            "cell": self.cell.name,
+            **asdict(self.cell),
+            "status": self.status,
+            "seconds": round(self.seconds, 2),
+            "checks": [asdict(e) for e in self.evidence],
+        }
+
+
+def check_names() -> list[str]:
+    """Return the names of the checks, in order."""
+    return [check.__name__ for check in CHECKS]
+
+
+def select_cells(families: Sequence[str] = (), heads: Sequence[str] = (), size: str = "tiny") -> list[Cell]:
+    """Return the cells of the named families and heads; all of them where none is named.
+
+    Raises:
+        ParityError: a name that is no family or no head.
+    """
+    from flodl_hf.auto import head_named
+
+    cells = all_cells(size)
+    known = {cell.family for cell in cells}
+    wrong = [name for name in families if name not in known]
+    if wrong:
+        raise ParityError(f"no family {wrong[0]!r}{nearest(wrong[0], known)}; expected {', '.join(sorted(known))}")
+    wanted = {head_named(name).name for name in heads}
+    return [c for c in cells if (not families or c.family in families) and (not wanted or c.head in wanted)]
+
+
+def run_cell(cell: Cell, *, size: str = "tiny", checks: Sequence[str] = (), seed: int = 0) -> CellResult:
+    """Return the evidence of one cell; an exception inside a check is that check's failure."""
+    from flodl_hf.parity.reference import available, version
+
+    result = CellResult(cell)
+    started = time.perf_counter()
+    chosen = [check for check in CHECKS if not checks or check.__name__ in checks]
+    if cell.head != "base" and cell.head not in cell.record.heads:
+        reason = f"{cell.family} has no {cell.head} head"
+        result.evidence = [Evidence(check.__name__, "unsupported", reason) for check in chosen]
+    elif not variants_of(cell.record, size):
+        reason = f"no {size} configuration is stated for {cell.family}"
+        result.evidence = [Evidence(check.__name__, "not run", reason) for check in chosen]
+    elif not available():
+        result.evidence = [Evidence(check.__name__, "not run", "transformers is not installed") for check in chosen]
+    else:
+        torch.manual_seed(seed)
+        with Bench(cell, size, seed) as bench:
+            result.evidence = [_guarded(check, bench) for check in chosen]
+        assert version()
+    result.seconds = time.perf_counter() - started
+    return result
+
+
+def _guarded(check: Callable[[Bench], Evidence], bench: Bench) -> Evidence:
+    try:
+        evidence = check(bench)
+    except Exception as fault:
+        last = traceback.extract_tb(fault.__traceback__)[-1]
+        return Evidence(check.__name__, "fail", f"{type(fault).__name__}: {fault} ({last.name}, line {last.lineno})")
+    if evidence.status == "fail" and evidence.check in ("forward", "reload") and evidence.where is not None:
+        return _located(evidence, bench)
+    return evidence
+
+
+def _located(evidence: Evidence, bench: Bench) -> Evidence:
+    from flodl_hf.parity.probe import first_parting
+
+    batch = next(b for b in bench.batches() if b.name == "mixed lengths")
+    parting = first_parting(bench.ours, bench.theirs.model, batch.inputs)
+    if parting is None:
+        return evidence
+    return Evidence(evidence.check, "fail", f"{evidence.detail}; first at {parting}", evidence.measured, parting.ours)
+
+
+def run_matrix(
+    cells: Iterable[Cell],
+    *,
+    size: str = "tiny",
+    checks: Sequence[str] = (),
+    jobs: int = 1,
+    seed: int = 0,
+) -> Iterator[CellResult]:
+    """Yield each cell's result as it is there.
+
+    Args:
+        cells: from `select_cells`.
+        size: "tiny" or "real".
+        checks: names of checks; all where none is named.
+        jobs: processes at once.
+        seed: of weights and batches.
+
+    Raises:
+        ParityError: an unknown check.
+    """
+    wrong = [name for name in checks if name not in check_names()]
+    if wrong:
+        raise ParityError(
+            f"no check {wrong[0]!r}{nearest(wrong[0], check_names())}; expected {', '.join(check_names())}"
+        )
+    options: dict[str, Any] = {"size": size, "checks": tuple(checks), "seed": seed}
+    todo = list(cells)
+    if jobs <= 1:
+        for cell in todo:
+            yield run_cell(cell, **options)
+        return
+    # Fresh interpreters: torch's thread pools do not survive a fork.
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_one_share, initargs=(jobs,)) as pool:
+        futures = [pool.submit(run_cell, cell, **options) for cell in todo]
+        for future in as_completed(futures):
+            yield future.result()
+
+
+def _one_share(jobs: int) -> None:
+    torch.set_num_threads(max(1, torch.get_num_threads() // jobs))

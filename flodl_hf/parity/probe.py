@@ -1,0 +1,103 @@
+"""Where two sides part: the modules of both compared in graph order, by the rows of the key table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flodl_hf.model import EncoderModel
+
+__all__ = ["Parting", "first_parting"]
+
+
+@dataclass(frozen=True)
+class Parting:
+    """The first pair of modules whose outputs differ.
+
+    Attributes:
+        ours: our module's name.
+        theirs: the module's name on the other side.
+        call: which of its calls, from 0: shared layers are called often.
+        difference: the largest.
+        inputs_equal: whether both were given the same, so that the fault is inside.
+    """
+
+    ours: str
+    theirs: str
+    call: int
+    difference: float
+    inputs_equal: bool
+
+    def __str__(self) -> str:
+        cause = "its own arithmetic or weights" if self.inputs_equal else "what it was given"
+        return f"{self.ours} ({self.theirs}), call {self.call}: differs by {self.difference:.3g}, because of {cause}"
+
+
+def first_parting(
+    ours: EncoderModel, theirs: nn.Module, inputs: dict[str, Tensor], bound: float = 0.0
+) -> Parting | None:
+    """Return the first module, in graph order, whose outputs differ by more than ``bound``; None if none does.
+
+    Args:
+        ours: our model.
+        theirs: transformers' model of the same checkpoint.
+        inputs: one batch.
+        bound: the largest difference that is let pass.
+    """
+    family = ours.config.family
+    pairs = family.key_map(ours.config.encoder, ours.head).pairs
+    our_modules, their_modules = dict(ours.graph.named_modules()), dict(theirs.named_modules())
+    prefix = family.base_prefix + "."
+    watched: list[tuple[str, str]] = []
+    for mine, other in pairs.items():
+        name = next((n for n in (other, other.removeprefix(prefix)) if n in their_modules), None)
+        if mine in our_modules and name is not None:
+            watched.append((mine, name))
+    left = _record({mine: our_modules[mine] for mine, _ in watched}, lambda: ours(**inputs))
+    right = _record({other: their_modules[other] for _, other in watched}, lambda: theirs(**inputs))
+    # Modules are compared in the order in which our side called them, which is the graph's.
+    order = sorted((place, mine, call) for mine, calls in left.items() for call, (place, _, _) in enumerate(calls))
+    names = dict(watched)
+    for _, mine, call in order:
+        other = names[mine]
+        if call >= len(right.get(other, [])):
+            return Parting(mine, other, call, float("nan"), False)
+        _, given, made = left[mine][call]
+        _, their_given, their_made = right[other][call]
+        difference = _difference(made, their_made)
+        if not difference <= bound:
+            return Parting(mine, other, call, difference, _difference(given, their_given) <= bound)
+    return None
+
+
+def _record(modules: dict[str, nn.Module], run: Any) -> dict[str, list[tuple[int, Tensor, Tensor]]]:
+    calls: dict[str, list[tuple[int, Tensor, Tensor]]] = {name: [] for name in modules}
+    counter = 0
+
+    def note(name: str) -> Any:
+        def hook(_: nn.Module, given: tuple[Any, ...], made: Any) -> None:
+            nonlocal counter
+            value = made[0] if isinstance(made, tuple) else made
+            entry = given[0] if given and isinstance(given[0], Tensor) else torch.zeros(0)
+            calls[name].append((counter, entry.detach().clone(), value.detach().clone()))
+            counter += 1
+
+        return hook
+
+    hooks = [module.register_forward_hook(note(name)) for name, module in modules.items()]
+    try:
+        with torch.no_grad():
+            run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return calls
+
+
+def _difference(a: Tensor, b: Tensor) -> float:
+    if a.shape != b.shape:
+        return float("inf")
+    return 0.0 if torch.equal(a, b) else float((a.double() - b.double()).abs().max())
