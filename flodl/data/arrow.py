@@ -75,8 +75,7 @@ def _pyarrow(what: str) -> Any:
         import pyarrow.ipc
     except ImportError:
         raise DataError(
-            f"{what}: reading it needs pyarrow, which is not installed; pip install 'flodl-hf[data]', or "
-            f"convert the "
+            f"{what}: reading it needs pyarrow, which is not installed; pip install 'flodl-hf[data]', or convert the "
             "data to CSV, TSV or JSON lines",
             missing="pyarrow",
         ) from None

@@ -163,16 +163,14 @@ def as_batches(data: Any, collate: Collate | None = None) -> BatchDataset | RowS
         return _filled(TensorRows(data))
     if not hasattr(data, "__len__"):
         raise DataError(
-            f"data: {type(data).__name__} has no length; expected rows that can be counted and fetched by "
-            f"number; "
+            f"data: {type(data).__name__} has no length; expected rows that can be counted and fetched by number; "
             "put a stream into a list first",
             kind=type(data).__name__,
         )
     if hasattr(data, "get_batch"):
         if collate is not None:
             raise DataError(
-                f"data: {type(data).__name__} makes its own batches (get_batch), so collate has nothing to "
-                f"do; "
+                f"data: {type(data).__name__} makes its own batches (get_batch), so collate has nothing to do; "
                 "drop one of the two",
                 kind=type(data).__name__,
             )

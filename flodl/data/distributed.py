@@ -38,8 +38,7 @@ def divide(total: int, shares: Sequence[float]) -> list[int]:
     values = [float(share) for share in shares]
     if total < 0 or not values or not all(np.isfinite(v) and v >= 0 for v in values) or not any(values):
         raise DataError(
-            f"divide: total {total}, shares {values}; expected a total from 0 up and finite shares from 0 "
-            f"up, "
+            f"divide: total {total}, shares {values}; expected a total from 0 up and finite shares from 0 up, "
             "one of them above 0",
             total=total,
             shares=values,
@@ -123,8 +122,7 @@ class DistributedPlan:
         wrong = [r for r, hand in enumerate(hands) if r >= len(used) or not 0 <= used[r] <= len(hand)]
         if wrong or len(used) != len(hands):
             raise DataError(
-                f"DistributedPlan.reshare: used batches {list(used)} do not fit the division of epoch "
-                f"{epoch}, "
+                f"DistributedPlan.reshare: used batches {list(used)} do not fit the division of epoch {epoch}, "
                 f"which holds {[len(hand) for hand in hands]} batches per rank",
                 epoch=epoch,
                 used=list(used),
@@ -153,8 +151,7 @@ class DistributedPlan:
         """
         if state["split"] != self.split:
             raise DataError(
-                f"DistributedPlan: the saved split is {state['split']!r}, this plan splits by "
-                f"{self.split!r}; "
+                f"DistributedPlan: the saved split is {state['split']!r}, this plan splits by {self.split!r}; "
                 "build the plan with the saved split",
                 found=self.split,
                 expected=state["split"],

@@ -313,8 +313,7 @@ def _rows_of_object(source: Any) -> Iterator[dict[str, Any]]:
     if isinstance(source, Iterable):
         return _rows_of_sequence(source)
     raise DataError(
-        f"data: {type(source).__name__} is neither a path, nor rows, nor a table; expected a file, a list "
-        f"of dicts, a "
+        f"data: {type(source).__name__} is neither a path, nor rows, nor a table; expected a file, a list of dicts, a "
         "dict of columns, a Hugging Face data set, or a data frame",
         kind=type(source).__name__,
     )
@@ -334,8 +333,7 @@ def _rows_of_columns(source: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     sizes = {name: len(column) if hasattr(column, "__len__") else -1 for name, column in source.items()}
     if len(set(sizes.values())) != 1 or -1 in sizes.values() or any(isinstance(c, str) for c in source.values()):
         raise DataError(
-            f"data: columns have lengths {sizes}; expected lists of one length (several data sets are named "
-            f"apart: "
+            f"data: columns have lengths {sizes}; expected lists of one length (several data sets are named apart: "
             "pass one of them)",
             sizes=sizes,
         )

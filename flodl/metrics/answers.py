@@ -77,16 +77,13 @@ class AnswerF1:
         """
         if len(predictions) != len(answers):
             raise DataError(
-                f"AnswerF1: {len(predictions)} predictions for {len(answers)} questions; expected one for "
-                f"each",
+                f"AnswerF1: {len(predictions)} predictions for {len(answers)} questions; expected one for each",
                 predictions=len(predictions),
                 answers=len(answers),
             )
         for prediction, accepted in zip(predictions, answers, strict=True):
             if isinstance(accepted, str):
-                raise DataError(
-                    f"AnswerF1: answers of a question are the text {accepted!r}; expected a list of texts"
-                )
+                raise DataError(f"AnswerF1: answers of a question are the text {accepted!r}; expected a list of texts")
             exact, f1 = answer_scores(prediction, accepted)
             row = self._sums[0 if any(normalized_answer(answer) for answer in accepted) else 1]
             row[0] += 1
@@ -95,9 +92,7 @@ class AnswerF1:
 
     def merge(self, other: AnswerF1) -> None:
         """Add what another rank has summed."""
-        self._sums = [
-            [a + b for a, b in zip(*rows, strict=True)] for rows in zip(self._sums, other._sums, strict=True)
-        ]
+        self._sums = [[a + b for a, b in zip(*rows, strict=True)] for rows in zip(self._sums, other._sums, strict=True)]
 
     def compute(self) -> dict[str, float]:
         """Return the figures, in percent; NaN-free: 0 before anything was seen."""

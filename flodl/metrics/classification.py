@@ -60,9 +60,7 @@ class Accuracy:
         """
         predicted, labels = _pairs(predictions, labels, "Accuracy")
         kept = labels != self.ignore_index
-        self._counts = self._counts.to(labels.device) + torch.stack(
-            [((predicted == labels) & kept).sum(), kept.sum()]
-        )
+        self._counts = self._counts.to(labels.device) + torch.stack([((predicted == labels) & kept).sum(), kept.sum()])
 
     def merge(self, other: Accuracy) -> None:
         """Add what another rank has counted."""
@@ -105,9 +103,7 @@ class Classification:
     ) -> None:
         _check_average(average, num_classes)
         if names is not None and len(names) != num_classes:
-            raise DataError(
-                f"Classification: {len(names)} names for {num_classes} classes", names=list(names)
-            )
+            raise DataError(f"Classification: {len(names)} names for {num_classes} classes", names=list(names))
         self.num_classes = num_classes
         self.average: Average = average
         self.ignore_index = ignore_index
@@ -199,14 +195,10 @@ class MultiLabel:
 
     def __init__(self, num_labels: int, average: Average = "macro", *, threshold: float = 0.5) -> None:
         if average == "binary":
-            raise DataError(
-                "MultiLabel: average is 'binary'; expected 'macro', 'micro' or 'weighted'", average=average
-            )
+            raise DataError("MultiLabel: average is 'binary'; expected 'macro', 'micro' or 'weighted'", average=average)
         _check_average(average, num_labels)
         if not 0 < threshold < 1:
-            raise DataError(
-                f"MultiLabel: threshold is {threshold}; expected a number in (0, 1)", threshold=threshold
-            )
+            raise DataError(f"MultiLabel: threshold is {threshold}; expected a number in (0, 1)", threshold=threshold)
         self.num_labels = num_labels
         self.average: Average = average
         self.threshold = threshold

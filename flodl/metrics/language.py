@@ -51,10 +51,7 @@ class Perplexity:
         """Add a sum of losses, in nats, over ``num_tokens`` tokens, where the loss is known already."""
         device = total_loss.device if isinstance(total_loss, Tensor) else self._sums.device
         more = torch.stack(
-            [
-                torch.as_tensor(v, dtype=torch.float64, device=device).detach()
-                for v in (total_loss, num_tokens)
-            ]
+            [torch.as_tensor(v, dtype=torch.float64, device=device).detach() for v in (total_loss, num_tokens)]
         )
         self._sums = self._sums.to(device) + more
 

@@ -190,9 +190,7 @@ class Spearman:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over values."""
         self.reset()
-        self._keep(
-            torch.tensor(state["x"], dtype=torch.float64), torch.tensor(state["y"], dtype=torch.float64)
-        )
+        self._keep(torch.tensor(state["x"], dtype=torch.float64), torch.tensor(state["y"], dtype=torch.float64))
 
 
 def _ranks(values: Tensor) -> Tensor:

@@ -56,9 +56,7 @@ def _loose(tags: Sequence[str]) -> list[Span]:
             before not in ("O", ".") and (changed or (before in ("B", "I") and prefix in ("B", "S", "O")))
         ):
             spans.append((before_kind, start, at))
-        if prefix in ("B", "S") or (
-            inside and (changed or (before in ("E", "S", "O") and prefix in ("E", "I")))
-        ):
+        if prefix in ("B", "S") or (inside and (changed or (before in ("E", "S", "O") and prefix in ("E", "I")))):
             start = at
         before, before_kind = prefix, kind
     return spans
@@ -107,9 +105,7 @@ class SpanF1:
 
     def __init__(self, scheme: Scheme | None = None, average: Average = "micro") -> None:
         if average not in ("micro", "macro", "weighted"):
-            raise DataError(
-                f"SpanF1: average is {average!r}; expected 'micro', 'macro' or 'weighted'", average=average
-            )
+            raise DataError(f"SpanF1: average is {average!r}; expected 'micro', 'macro' or 'weighted'", average=average)
         self.scheme: Scheme | None = scheme
         self.average: Average = average
         self.reset()
