@@ -148,8 +148,7 @@ class _Reader:
     def fail(self, problems: list[str]) -> NoReturn:
         text = problems[0] if len(problems) == 1 else f"{len(problems)} faults:\n{capped(problems)}"
         raise CheckpointError(
-            f"{printable(self.name, 400)}: not a usable safetensors file: {text}\n"
-            "Fetch or write the file again.",
+            f"{printable(self.name, 400)}: not a usable safetensors file: {text}\nFetch or write the file again.",
             problems=problems,
             path=self.name,
         )
@@ -161,9 +160,7 @@ class _Reader:
             self.fail([f"{size} bytes long, expected at least 8 for the header length"])
         (length,) = struct.unpack("<Q", head)
         if length > self.limits.max_header_bytes:
-            self.fail(
-                [f"header length {length}, expected at most max_header_bytes={self.limits.max_header_bytes}"]
-            )
+            self.fail([f"header length {length}, expected at most max_header_bytes={self.limits.max_header_bytes}"])
         if length > size - 8:
             self.fail([f"header length {length}, but only {size - 8} bytes follow; the file is truncated"])
         raw = _read_exactly(self.descriptor, length, 8)
@@ -253,9 +250,7 @@ class _Reader:
             info = tensors[key]
             if info.start != position:
                 kind = "overlaps the tensor before it" if info.start < position else "leaves a gap before it"
-                problems.append(
-                    f"tensor {printable(key)}: starts at byte {info.start}, expected {position}; {kind}"
-                )
+                problems.append(f"tensor {printable(key)}: starts at byte {info.start}, expected {position}; {kind}")
             position = info.end
         if not problems and position > data_bytes:
             late = next(key for key in order if tensors[key].end > data_bytes)

@@ -58,9 +58,7 @@ _BY_TAG = {tag: dtype for dtype, tag in FDL_DTYPES.items()}
 _REMEDY = "The file is damaged or not a flodl checkpoint; fetch or write it again."
 
 
-def write(
-    path: str, tensors: Mapping[str, Tensor], structural_hash: str, metadata: Mapping[str, str]
-) -> None:
+def write(path: str, tensors: Mapping[str, Tensor], structural_hash: str, metadata: Mapping[str, str]) -> None:
     """Write a version 2 file, gzipped when ``path`` ends in ``.gz``."""
     check_saveable(path, tensors, FDL_DTYPES, "the .fdl format")
     if metadata:
@@ -114,9 +112,7 @@ class _Source:
     def take(self, count: int, what: str) -> bytearray:
         """Return exactly ``count`` bytes that may be written to."""
         if count > self.bound - self.position:
-            self.fail(
-                f"{what} takes {count} bytes, {self.bound - self.position} are left; the file is truncated"
-            )
+            self.fail(f"{what} takes {count} bytes, {self.bound - self.position} are left; the file is truncated")
         data = self.pull(count)
         if len(data) < count:
             self.fail(f"{what} takes {count} bytes, {len(data)} are left; the file is truncated")
@@ -130,9 +126,7 @@ class _Source:
 
     def skip(self, count: int, what: str) -> None:
         if count > self.bound - self.position:
-            self.fail(
-                f"{what} takes {count} bytes, {self.bound - self.position} are left; the file is truncated"
-            )
+            self.fail(f"{what} takes {count} bytes, {self.bound - self.position} are left; the file is truncated")
         self.file.seek(count, os.SEEK_CUR)
         self.position += count
 

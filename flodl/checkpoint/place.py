@@ -93,11 +93,7 @@ def _rank(dtype: torch.dtype) -> int:
 
 
 def _overflows(source: Tensor, cast: Tensor) -> bool:
-    if (
-        source is cast
-        or not cast.is_floating_point()
-        or torch.finfo(cast.dtype).max >= _largest(source.dtype)
-    ):
+    if source is cast or not cast.is_floating_point() or torch.finfo(cast.dtype).max >= _largest(source.dtype):
         return False
     return bool((torch.isfinite(source.double()) & ~torch.isfinite(cast.double())).any())
 
@@ -119,7 +115,5 @@ def _disagreements(named: Mapping[str, Tensor], staged: Mapping[str, Tensor]) ->
         place = (target.device, target.data_ptr(), target.shape, target.stride())
         other = first.setdefault(place, name)
         if other != name and not torch.equal(value, staged[other]):
-            found.append(
-                f"tensors {printable(other)} and {printable(name)} are one in the model, two in the file"
-            )
+            found.append(f"tensors {printable(other)} and {printable(name)} are one in the model, two in the file")
     return found

@@ -35,9 +35,7 @@ def check_hash(structural_hash: str) -> str:
     return "" if set(text) == {"0"} else text
 
 
-def check_saveable(
-    path: str, tensors: Mapping[str, Tensor], dtypes: Mapping[torch.dtype, object], kind: str
-) -> None:
+def check_saveable(path: str, tensors: Mapping[str, Tensor], dtypes: Mapping[torch.dtype, object], kind: str) -> None:
     """Raise one CheckpointError for all tensors that the format ``kind`` cannot keep as they are."""
     known = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
     problems: list[str] = []

@@ -57,9 +57,7 @@ _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _OURS = "flodl."
 
 
-def write(
-    path: str, tensors: Mapping[str, Tensor], structural_hash: str, metadata: Mapping[str, str]
-) -> None:
+def write(path: str, tensors: Mapping[str, Tensor], structural_hash: str, metadata: Mapping[str, str]) -> None:
     """Write a safetensors file; ``metadata`` may not use the keys that flodl sets itself."""
     check_saveable(path, tensors, _NAMES, "a safetensors file")
     problems = [
@@ -113,9 +111,7 @@ def read(path: str) -> Checkpoint:
             tensors = {name: _tensor(path, file, header, name) for name in header.order}
     finally:
         os.close(descriptor)
-    metadata = {
-        key: text for key, text in header.metadata.items() if key != "format" and not key.startswith(_OURS)
-    }
+    metadata = {key: text for key, text in header.metadata.items() if key != "format" and not key.startswith(_OURS)}
     return Checkpoint(tensors, structural_hash, version, metadata, "safetensors", path)
 
 

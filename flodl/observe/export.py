@@ -24,12 +24,10 @@ def write_csv(path: str | PathLike[str], trends: Iterable[Trend]) -> None:
         GraphError: there are no values.
     """
     columns = _filled(trends, path)
+    cells = [trend.by_epoch() for trend in columns]
     rows = [
-        [
-            str(epoch + 1),
-            *(number_text(trend.values()[epoch]) if epoch < len(trend) else "" for trend in columns),
-        ]
-        for epoch in range(max(map(len, columns)))
+        [str(epoch + 1), *(number_text(cell.get(epoch, math.nan)) for cell in cells)]
+        for epoch in range(_num_epochs(columns))
     ]
     write_atomically(path, [csv_text([["epoch", *(trend.name for trend in columns)], *rows])])
 
@@ -46,9 +44,7 @@ def write_html(path: str | PathLike[str], title: str, trends: Iterable[Trend]) -
     write_atomically(path, [page.encode()])
 
 
-def write_log(
-    path: str | PathLike[str], trends: Iterable[Trend], flush_times_s: Sequence[float], total: int
-) -> None:
+def write_log(path: str | PathLike[str], trends: Iterable[Trend], flush_times_s: Sequence[float], total: int) -> None:
     """Write one line for each epoch.
 
     Raises:

@@ -161,9 +161,7 @@ class Profiler:
                 # A module that stands in several nodes is called once by each, in the order of the plan.
                 seconds = sum(spent[key]) if holders[key] == 1 else spent[key].pop(0) if spent[key] else 0.0
                 nodes.append(NodeTime(node.id, node.name, node.tags, node.level, seconds))
-        levels = tuple(
-            _level(index, [n.seconds for n in nodes if n.level == index]) for index in _present(nodes)
-        )
+        levels = tuple(_level(index, [n.seconds for n in nodes if n.level == index]) for index in _present(nodes))
         return Profile(total.seconds(), tuple(nodes), levels)
 
 

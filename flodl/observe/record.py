@@ -104,9 +104,7 @@ class Observer:
         given = [item for item in tags_and_reduce if isinstance(item, Reduce)]
         given += [] if reduce is None else [_reduce_named(reduce)]
         if len(given) != 1:
-            raise GraphError(
-                f"collect_with: {len(given)} reductions given, expected one, such as Reduce.MEAN"
-            )
+            raise GraphError(f"collect_with: {len(given)} reductions given, expected one, such as Reduce.MEAN")
         for tag, value in self._values(tags, "collect_with"):
             if isinstance(value, Tensor):
                 value = _reduced(tag, value, given[0])
@@ -337,9 +335,7 @@ def _reduce_named(name: Reduce | str) -> Reduce:
 
 def _reduced(tag: str, value: Tensor, how: Reduce) -> Tensor:
     if not value.numel():
-        raise GraphError(
-            f"collect_with: tag {tag!r} has shape {tuple(value.shape)} and so no elements", tag=tag
-        )
+        raise GraphError(f"collect_with: tag {tag!r} has shape {tuple(value.shape)} and so no elements", tag=tag)
     value = value.detach()
     if value.numel() == 1:
         return value
@@ -351,9 +347,7 @@ def _reduced(tag: str, value: Tensor, how: Reduce) -> Tensor:
     if how is Reduce.NORM:
         return torch.linalg.vector_norm(value, dtype=torch.float32 if value.dtype.itemsize < 4 else None)
     # Half precision would overflow in the sum of a few thousand values.
-    return (torch.sum if how is Reduce.SUM else torch.mean)(
-        value, dtype=max(value.dtype, torch.float32, key=_width)
-    )
+    return (torch.sum if how is Reduce.SUM else torch.mean)(value, dtype=max(value.dtype, torch.float32, key=_width))
 
 
 def _width(dtype: torch.dtype) -> int:

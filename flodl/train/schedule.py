@@ -190,9 +190,7 @@ class Warmup:
 
     def lr(self, step: int) -> float:
         """Return the learning rate of ``step``."""
-        return (
-            self.target * (step + 1) / self.steps if step < self.steps else self.inner.lr(step - self.steps)
-        )
+        return self.target * (step + 1) / self.steps if step < self.steps else self.inner.lr(step - self.steps)
 
 
 @dataclass(frozen=True)
@@ -268,9 +266,7 @@ class Plateau:
         mode: ``"min"`` when lower metrics are better, ``"max"`` when higher ones are.
     """
 
-    def __init__(
-        self, base: float, patience: int, factor: float = 0.1, floor: float = 0.0, mode: str = "min"
-    ) -> None:
+    def __init__(self, base: float, patience: int, factor: float = 0.1, floor: float = 0.0, mode: str = "min") -> None:
         self.base, self.patience, self.factor, self.floor, self.mode = base, patience, factor, floor, mode
         _require(
             self,

@@ -35,9 +35,7 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
     return left.keys() == right.keys() and all(
-        left[k].dtype == right[k].dtype
-        and left[k].shape == right[k].shape
-        and bits(left[k]) == bits(right[k])
+        left[k].dtype == right[k].dtype and left[k].shape == right[k].shape and bits(left[k]) == bits(right[k])
         for k in left
     )
 
@@ -50,9 +48,7 @@ def tables(draw: st.DrawFn, dtypes: list[torch.dtype]) -> dict[str, torch.Tensor
         raw = draw(st.binary(min_size=shape_bytes(shape, dtype), max_size=shape_bytes(shape, dtype)))
         if dtype is torch.bool:
             raw = bytes(byte & 1 for byte in raw)
-        flat = (
-            torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
-        )
+        flat = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
         table[name] = flat.view(dtype).reshape(shape)
     return table
 
@@ -66,7 +62,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("checkpoints")
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     tables(list(TORCH_DTYPES.values())),
     st.dictionaries(names.filter(lambda n: n != "format"), names, max_size=2),
@@ -86,7 +82,7 @@ def test_safetensors_round_trip_keeps_every_bit(folder, table, metadata):
 
 
 @pytest.mark.parametrize("suffix", ["fdl", "fdl.gz"])
-@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(table=tables(FDL))
 def test_fdl_round_trip_keeps_every_bit(folder, suffix, table):
     path = folder / f"round.{suffix}"
@@ -97,7 +93,7 @@ def test_fdl_round_trip_keeps_every_bit(folder, suffix, table):
     assert (back.structural_hash, back.version, back.format) == (HASH, 2, "fdl")
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.text(max_size=6))
 def test_a_name_is_kept_or_refused_never_changed(folder, name):
     for suffix in ("safetensors", "fdl"):
@@ -260,7 +256,7 @@ def test_damaged_gzip_names_the_file(tmp_path):
     whole = gzip.compress(fdl_bytes(entry()))
     for damaged in (b"", b"FDLC" + bytes(60), whole[:-8] + bytes(8), zlib.compress(fdl_bytes(entry()))):
         path.write_bytes(damaged)
-        with pytest.raises(CheckpointError, match="bad.fdl.gz"):
+        with pytest.raises(CheckpointError, match=r"bad\.fdl\.gz"):
             load_tensors(path)
 
 
@@ -319,9 +315,7 @@ def test_views_and_parameters_are_saved_as_they_look(tmp_path, suffix):
     }
     path = tmp_path / f"views.{suffix}"
     save_tensors(path, table)
-    assert {k: v.tolist() for k, v in load_tensors(path).tensors.items()} == {
-        k: v.tolist() for k, v in table.items()
-    }
+    assert {k: v.tolist() for k, v in load_tensors(path).tensors.items()} == {k: v.tolist() for k, v in table.items()}
     assert not load_tensors(path).tensors["p"].requires_grad
 
 
@@ -348,7 +342,7 @@ def test_booleans_other_than_zero_and_one_are_refused(tmp_path):
     path = tmp_path / "bool.safetensors"
     save_tensors(path, {"flag": torch.tensor([True])})
     path.write_bytes(path.read_bytes()[:-1] + b"\x07")
-    with pytest.raises(CheckpointError, match="flag.*boolean"):
+    with pytest.raises(CheckpointError, match=r"flag.*boolean"):
         load_tensors(path)
 
 

@@ -1,0 +1,148 @@
+"""The monitor prints an epoch as it should read, keeps it, and writes it by name."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+
+import pytest
+from torch import nn
+
+from flodl.errors import TrainError
+from flodl.graph import FlowBuilder
+from flodl.monitor import EpochRecord, Monitor
+from flodl.monitor.records import console_line, eta_s, eta_text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0, "0ms"),
+        (0.4209, "420ms"),
+        (1.0, "1s"),
+        (1.29, "1.2s"),
+        (12.5, "12.5s"),
+        (59.99, "59.9s"),
+        (60, "1m 00s"),
+        (272, "4m 32s"),
+        (3600, "1h 00m"),
+        (11520, "3h 12m"),
+        (-1, "—"),
+        (math.nan, "—"),
+        (math.inf, "—"),
+    ],
+)
+def test_eta_texts(seconds, text):
+    assert eta_text(seconds) == text
+
+
+def record(epoch: int, seconds: float = 1.0, **metrics: float) -> EpochRecord:
+    return EpochRecord(epoch, seconds, metrics, seconds)
+
+
+def test_the_line_of_an_epoch():
+    line = console_line(record(4, 1.23, loss=0.12345, lr=0.0001, acc=0), 100, 272)
+    assert line == "  epoch   5/100  loss=0.1235  lr=1.00e-4  acc=0  [1.2s  ETA 4m 32s]"
+    assert console_line(record(9, 2), 10, None) == "  epoch 10/10  [2s]"
+
+
+def test_a_hostile_name_stays_on_its_line():
+    line = console_line(EpochRecord(0, 1.0, {"a\n\x1b[2Jb": 1.0}, 1.0), 1, None)
+    assert "\n" not in line
+    assert "\x1b" not in line
+
+
+def test_recent_epochs_weigh_more():
+    steady = [record(i, 10) for i in range(5)]
+    assert eta_s(steady, 10) == pytest.approx(50)
+    slowing = [*steady, *(record(5 + i, 20) for i in range(2))]
+    plain_average = (5 * 10 + 2 * 20) / 7 * 3
+    assert plain_average < eta_s(slowing, 10) < 60
+    assert eta_s([], 10) is None
+    assert eta_s([record(9)], 10) is None
+
+
+def test_metrics_come_as_table_pairs_or_graph():
+    out = io.StringIO()
+    monitor = Monitor(3, stream=out)
+    graph = FlowBuilder(nn.Linear(1, 1)).build()
+    graph.record_scalar("loss", 2.0)
+    monitor.log(0, 0.5, graph)
+    graph.flush()
+    monitor.log(1, 0.5, graph)
+    monitor.log(2, 0.5, [("b", 1), ("a", 2)])
+    assert [r.metrics for r in monitor.history()] == [{}, {"loss": 2.0}, {"b": 1.0, "a": 2.0}]
+    monitor.finish()
+    lines = out.getvalue().splitlines()
+    assert lines[0] == "  epoch 1/3  [500ms  ETA 1s]"
+    assert lines[2] == "  epoch 3/3  b=1.0000  a=2.0000  [500ms]"
+    assert re.fullmatch(r"training complete in \d+ms  \| b: 1\.0000, a: 2\.0000", lines[3])
+
+
+def test_standard_output_is_the_default_and_quiet_is_quiet(capsys):
+    Monitor(1).log(0, 1, {"x": 1})
+    assert capsys.readouterr().out == "  epoch 1/1  x=1.0000  [1s]\n"
+    monitor = Monitor(1, quiet=True)
+    monitor.log(0, 1, {"x": 1})
+    monitor.finish()
+    assert capsys.readouterr().out == ""
+
+
+def test_work_between_epochs_counts_for_the_pace(monkeypatch):
+    import flodl.monitor as module
+
+    now = [0.0]
+    monkeypatch.setattr(module, "monotonic", lambda: now[0])
+    monitor = Monitor(3, quiet=True)
+    now[0] = 1000.0
+    monitor.log(0, 10, {})
+    assert monitor.eta() == 20, "set-up before the first epoch is not its pace"
+    now[0] += 15
+    monitor.log(1, 10, {})
+    assert 10 < monitor.eta() < 15
+
+
+def test_the_csv_is_keyed_by_name(tmp_path):
+    monitor = Monitor(3, quiet=True)
+    monitor.export_csv(tmp_path / "none.csv")
+    assert not (tmp_path / "none.csv").exists()
+    monitor.log(0, 1.5, {"loss": 1.0})
+    monitor.log(1, 1.5, {"acc": 0.5, "loss": 0.25})
+    monitor.log(2, 1.5, {"acc": math.nan})
+    monitor.export_csv(tmp_path / "m.csv")
+    assert (tmp_path / "m.csv").read_text() == (
+        "epoch,duration_s,loss,acc\n1,1.500,1.00000000,\n2,1.500,0.25000000,0.50000000\n3,1.500,,\n"
+    )
+
+
+def test_the_log_repeats_the_console(tmp_path):
+    out = io.StringIO()
+    monitor = Monitor(1, stream=out)
+    monitor.log(0, 1, {"x": 1})
+    monitor.finish()
+    monitor.write_log(tmp_path / "log")
+    assert (tmp_path / "log").read_text() == "training log, 1 epochs planned\n" + out.getvalue()
+
+
+def test_the_page_is_written_at_the_end_and_holds_everything(tmp_path):
+    monitor = Monitor(2, quiet=True)
+    monitor.save_html(tmp_path / "run.html")
+    monitor.log(0, 1, {"</script>": 1.0})
+    assert not (tmp_path / "run.html").exists()
+    monitor.log(1, 1, {"</script>": math.nan, "late": 3.0})
+    monitor.finish()
+    page = (tmp_path / "run.html").read_text()
+    island = re.search(r'id="data">(.*?)</script>', page, re.S)
+    assert json.loads(island.group(1)) == [
+        {"name": "</script>", "values": [1.0, None]},
+        {"name": "late", "values": [None, 3.0]},
+    ]
+    assert "2 of 2 epochs in 2s" in page
+
+
+@pytest.mark.parametrize(("epoch", "seconds"), [(-1, 1.0), (0, -1.0), (0, math.nan)])
+def test_impossible_epochs_are_refused(epoch, seconds):
+    with pytest.raises(TrainError):
+        Monitor(1, quiet=True).log(epoch, seconds, {})

@@ -1,0 +1,141 @@
+"""Profiling tells where the time of the last call went, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from flodl.graph import FlowBuilder
+
+
+class Sleep(nn.Module):
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+
+    def forward(self, x):
+        time.sleep(self.seconds)
+        return x
+
+
+@pytest.fixture
+def graph():
+    return (
+        FlowBuilder(Sleep(0.001))
+        .split([Sleep(0.02), Sleep(0.01)])
+        .tag_group("branch")
+        .merge("add")
+        .through(Sleep(0.005))
+        .tag("last")
+        .build()
+    )
+
+
+def test_nodes_and_levels_take_what_they_take(graph):
+    graph.observe.enable_profiling()
+    assert graph.observe.profiling()
+    assert graph.observe.profile() is None
+    graph(torch.zeros(1))
+    profile = graph.observe.profile()
+    assert [node.key for node in profile.nodes] == ["sleep_1", "branch_0", "branch_1", "last"]
+    assert graph.observe.timing("branch_0") == pytest.approx(0.02, abs=0.015)
+    assert profile.seconds("branch_0") > profile.seconds("branch_1") > profile.seconds("sleep_1")
+    assert profile.total_s >= sum(node.seconds for node in profile.nodes)
+    level = next(level for level in profile.levels if level.num_nodes == 2)
+    assert level.sum_s == pytest.approx(profile.seconds("branch_0") + profile.seconds("branch_1"))
+    assert level.longest_s == profile.seconds("branch_0")
+    assert level.parallelism == pytest.approx(level.sum_s / level.longest_s)
+
+
+def test_only_the_last_call_counts(graph):
+    graph.observe.enable_profiling()
+    for _ in range(3):
+        graph(torch.zeros(1))
+    assert graph.observe.timing("last") < 0.014
+
+
+def test_timings_become_trends(graph, tmp_path):
+    graph.observe.enable_profiling()
+    for _ in range(2):
+        graph(torch.zeros(1))
+        graph.end_step()
+        graph.end_epoch()
+    assert len(graph.observe.timing_trend("total")) == 2
+    assert len(graph.observe.timing_trends("branch")) == 2
+    assert len(graph.observe.timing_trends()) == 5
+    graph.observe.export_timing_trends(tmp_path / "t.csv", "branch")
+    assert (tmp_path / "t.csv").read_text().splitlines()[0] == "epoch,branch_0,branch_1"
+    graph.observe.plot_timings_html(tmp_path / "t.html")
+    assert (tmp_path / "t.html").stat().st_size > 1000
+    graph.observe.reset_timing_trend()
+    assert len(graph.observe.timing_trend("total")) == 0
+
+
+def test_disabling_takes_every_hook_away(graph):
+    graph.observe.enable_profiling()
+    graph.observe.enable_profiling()
+    graph(torch.zeros(1))
+    graph.observe.disable_profiling()
+    graph.observe.disable_profiling()
+    assert not graph.observe.profiling()
+    assert graph.observe.profile() is None
+    assert graph.observe.timing("last") == 0
+    for module in graph.modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+
+
+def test_a_module_in_two_nodes_is_told_apart():
+    shared = Sleep(0.01)
+    graph = FlowBuilder(shared).through(shared).build()
+    graph.observe.enable_profiling()
+    graph(torch.zeros(1))
+    seconds = [node.seconds for node in graph.observe.profile().nodes]
+    assert seconds == pytest.approx([0.01, 0.01], abs=0.008)
+
+
+def test_a_failed_call_leaves_the_profile_of_the_one_before():
+    class Fails(nn.Module):
+        broken = False
+
+        def forward(self, x):
+            if self.broken:
+                raise ValueError("no")
+            return x
+
+    module = Fails()
+    graph = FlowBuilder(Sleep(0.001)).through(module).build()
+    graph.observe.enable_profiling()
+    graph(torch.zeros(1))
+    before = graph.observe.profile()
+    module.broken = True
+    with pytest.raises(ValueError, match="no"):
+        graph(torch.zeros(1))
+    assert graph.observe.profile() is before
+    module.broken = False
+    graph(torch.zeros(1))
+    assert len(graph.observe.profile().nodes) == 2
+
+
+def test_profiling_does_not_change_results():
+    torch.manual_seed(0)
+    graph = FlowBuilder(nn.Linear(3, 3)).also(nn.Linear(3, 3)).build()
+    x = torch.randn(2, 3)
+    plain = graph(x)
+    graph.observe.enable_profiling()
+    assert torch.equal(graph(x), plain)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_device_time_is_measured_by_events():
+    graph = FlowBuilder(nn.Linear(4096, 4096)).through(nn.Identity()).tag("small").build().cuda()
+    x = torch.randn(8192, 4096, device="cuda")
+    graph(x)
+    graph.observe.enable_profiling()
+    graph(x)
+    profile = graph.observe.profile()
+    assert profile.nodes[0].seconds > 5 * profile.seconds("small")
