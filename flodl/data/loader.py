@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from flodl.data.batch import Batch
 from flodl.data.batches import BatchSource, EpochPlan, source_of_rows
@@ -319,7 +320,23 @@ class DataLoader:
             return tuple(parts.keys()), tuple(parts.values())
         return tuple(str(i) for i in range(len(parts))), tuple(parts)
 
-    def _make(self, plan: EpochPlan, epoch: int, number: int) -> Batch:
+    @property
+    def placement(self) -> Placement:
+        """Return what carries batches of this loader to its device."""
+        return self._placement
+
+    def fetch(self, indices: NDArray[np.int64], epoch: int, number: int) -> Batch:
+        """Return the batch of any rows, before it is carried to the device; the position does not move.
+
+        Args:
+            indices: row numbers; none gives a batch without rows.
+            epoch: the epoch, and
+            number: the batch, whose address a transform is given.
+        """
+        self._decide_mode()
+        return self._make({number: indices}, epoch, number)
+
+    def _make(self, plan: EpochPlan | Mapping[int, NDArray[np.int64]], epoch: int, number: int) -> Batch:
         indices = plan[number]
         where = Where(self.seed, epoch, number, tuple(indices.tolist()) or (0,))
         try:

@@ -166,6 +166,15 @@ def test_a_forgotten_iterator_does_not_move_the_position():
     assert (loader.state_dict()["epoch"], loader.state_dict()["batch"]) == (2, 1)
 
 
+def test_any_rows_can_be_fetched_without_moving_the_position():
+    loader = DataLoader(tensors(), 5, transform=noisy)
+    expected = next(iter(loader))
+    got = loader.fetch(expected.indices, 0, 0)
+    assert [p.tolist() for p in got] == [p.tolist() for p in expected]
+    assert loader.fetch(np.empty(0, dtype=np.int64), 0, 0)["x"].shape == (0, 2)
+    assert loader.batches_taken == 1
+
+
 def test_a_saved_position_is_for_its_epoch_alone():
     loader = DataLoader(tensors(), 5)
     loader.seek(2, 3)
