@@ -157,6 +157,10 @@ def _finish(
     if words is not None:
         tokenizer.pre_tokenizer = words
     tokenizer.decoder = pipeline.decoder()
+    if model.algorithm == BPE:
+        # No chain of merges leads to such a symbol, so it is taken out of the text beforehand.
+        whole = [piece.text for piece in model.pieces if piece.kind == USER_DEFINED and len(piece.text) > 1]
+        tokenizer.add_tokens([AddedToken(text, normalized=False) for text in whole])
     controls = [piece.text for piece in model.pieces if piece.kind == CONTROL]
     tokenizer.add_special_tokens(
         [AddedToken(t, normalized=False, special=True) for t in controls if tokenizer.token_to_id(t) is not None]
