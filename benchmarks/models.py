@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import count, pairwise
 
 import torch
 from torch import Tensor, nn
@@ -129,12 +129,10 @@ class SequenceCell(nn.GRUCell):
     """A loop body: one time step further along the sequence at every iteration."""
 
     def reset(self) -> None:
-        self.t = 0
+        self.steps = count()
 
     def forward(self, h: Tensor, sequence: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x = sequence[:, self.t]
-        self.t += 1
-        return super().forward(x, h)
+        return super().forward(sequence[:, next(self.steps)], h)
 
 
 def gru_seq() -> Graph:
