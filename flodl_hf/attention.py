@@ -20,7 +20,8 @@ from flodl_hf.layout import Layout, Packed, Padded
 
 __all__ = ["IMPLEMENTATIONS", "SelfAttention", "attend", "equal_runs"]
 
-IMPLEMENTATIONS = ("sdpa", "eager")
+# "fast" is what a family has beside the reference arithmetic; where it has nothing, it is "sdpa".
+IMPLEMENTATIONS = ("sdpa", "eager", "fast")
 
 
 class SelfAttention(nn.Module):

@@ -154,7 +154,7 @@ class ModelConfig:
 
     @property
     def max_tokens(self) -> int | None:
-        """The longest row of tokens that the position table allows; None where there is no table."""
+        """The longest row of tokens that the position table allows, or that the model was made for without one."""
         positions = getattr(self.encoder, "max_positions", None)
         return None if not positions else positions - self.family.unused_positions(self.encoder)
 

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch import Tensor
+
 from flodl.graph import Graph
 from flodl_hf.config_rows import Inert, Row
 from flodl_hf.keys import KeyMap, KeyRow, Tie
@@ -37,6 +39,8 @@ class FamilyHead:
         classifier: our name of the layer whose rows are the labels; a different label count renews this layer.
         ties: tensors that are one when the configuration ties words.
         aliases: Hugging Face names under which a file may repeat a tensor: ``(alias, canonical)``.
+        untyped_loss: ``loss(logits, labels)`` where the reference has a rule of its own for configurations
+            that state no problem type; None for the common rule.
     """
 
     body: Callable[[Any, int], Graph]
@@ -45,6 +49,7 @@ class FamilyHead:
     classifier: str | None = None
     ties: tuple[Tie, ...] = ()
     aliases: tuple[tuple[str, str], ...] = ()
+    untyped_loss: Callable[[Tensor, Tensor], Tensor] | None = None
 
 
 @dataclass(frozen=True)

@@ -49,15 +49,11 @@ def build_graph(config: ModelConfig, head: str, *, pooler: bool) -> Graph:
     )
     if head == "base":
         if pooler and family.pooler is not None:
-            flow = (
-                flow.fork(family.pooler(config.encoder), name="pooler").using("layout").tag("pooler_output")
-            )
+            flow = flow.fork(family.pooler(config.encoder), name="pooler").using("layout").tag("pooler_output")
         return flow.build()
     spec = family.heads.get(head)
     if spec is None:
-        raise ConfigError(
-            f"{family.model_type} has no {head} head; it has {', '.join(family.heads)}", problems=[head]
-        )
+        raise ConfigError(f"{family.model_type} has no {head} head; it has {', '.join(family.heads)}", problems=[head])
     if spec.pooled:
         assert family.pooler is not None
         flow = flow.through(family.pooler(config.encoder), name="pooler").using("layout").tag("pooler_output")
@@ -96,10 +92,8 @@ class EncoderModel(nn.Module):
     # --- making ---------------------------------------------------------------------------------
 
     @classmethod
-    def from_config(
-        cls, config: ModelConfig, *, pooler: bool = True, dtype: torch.dtype | None = None
-    ) -> Self:
-        """Return a model with fresh random weights, initialised as transformers does (normal, ``initializer_range``)."""
+    def from_config(cls, config: ModelConfig, *, pooler: bool = True, dtype: torch.dtype | None = None) -> Self:
+        """Return a model with fresh random weights, drawn as transformers does (normal, ``initializer_range``)."""
         model = cls(config, build_graph(config, cls.head, pooler=pooler))
         scale = float(config.source.get("initializer_range", 0.02))
         initialise(model.graph, (), scale)
@@ -126,6 +120,7 @@ class EncoderModel(nn.Module):
         num_labels: int | None = None,
         problem_type: str | None = None,
         ignore_config_keys: Sequence[str] = (),
+        mapped: bool | None = None,
     ) -> Self:
         """Return the model that a folder or Hub repository holds; all of it, or an error that lists what is wrong.
 
@@ -143,6 +138,8 @@ class EncoderModel(nn.Module):
             num_labels: the same by number alone.
             problem_type: "regression", "single_label_classification" or "multi_label_classification".
             ignore_config_keys: keys of ``config.json`` to pass over although they are not understood.
+            mapped: show the weight file instead of copying it: ready at once, but the file must not be
+                changed while the model lives. None does so for the Hub's cache, whose files never change.
 
         Raises:
             HubError: the name leads nowhere.
@@ -165,11 +162,10 @@ class EncoderModel(nn.Module):
             dtype=dtype,
             device=device,
             attention=attention,
-            labels=labels
-            if labels is not None or num_labels is None
-            else [f"LABEL_{i}" for i in range(num_labels)],
+            labels=labels if labels is not None or num_labels is None else [f"LABEL_{i}" for i in range(num_labels)],
             problem_type=problem_type,
             ignore_config_keys=ignore_config_keys,
+            mapped=mapped,
         )
 
     # --- calling --------------------------------------------------------------------------------
@@ -193,7 +189,7 @@ class EncoderModel(nn.Module):
             "position_ids": position_ids,
             "layout": Padded.of(attention_mask),
         }
-        states: list[Tensor] = []
+        states: list[Any] = []
         hooks = (
             [m.register_forward_hook(lambda _m, _a, out: states.append(out)) for m in self._stages()]
             if hidden_states
@@ -229,11 +225,7 @@ class EncoderModel(nn.Module):
     @property
     def untrained(self) -> list[str]:
         """Names of tensors that still hold the random values they were made with."""
-        return [
-            name
-            for name, version in self._untouched.items()
-            if self.graph.get_parameter(name)._version == version
-        ]
+        return [name for name, version in self._untouched.items() if self.graph.get_parameter(name)._version == version]
 
     def ready(self, task: str, *, untrained: bool = False) -> Tokenizer:
         """Return the tokenizer if the model can predict.
@@ -277,9 +269,7 @@ class EncoderModel(nn.Module):
             PredictError: the head has no loss.
         """
         names = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
-        inputs = {
-            name: torch.as_tensor(encoding[name], device=self.device) for name in names if name in encoding
-        }
+        inputs = {name: torch.as_tensor(encoding[name], device=self.device) for name in names if name in encoding}
         if not self.config.family.uses_token_types:
             inputs.pop("token_type_ids", None)
         if self.head == "base":

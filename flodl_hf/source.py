@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from flodl.errors import ConfigError, nearest
 from flodl.graph import Graph
@@ -83,9 +84,7 @@ class Source:
     config_text: str = ""
 
 
-def resolve_folder(
-    name_or_path: str | Path, hub: Mapping[str, Any], files: Sequence[str]
-) -> tuple[Path, str | None]:
+def resolve_folder(name_or_path: str | Path, hub: Mapping[str, Any], files: Sequence[str]) -> tuple[Path, str | None]:
     """Return the local folder behind a name, and the Hub commit it was resolved to.
 
     A folder that exists is taken as it is, without importing the Hub client.
@@ -116,9 +115,7 @@ def read_config_file(folder: Path, ignore_config_keys: Sequence[str] = ()) -> Mo
         with path.open("rb") as file:
             data = file.read(MAX_CONFIG_BYTES + 1)
     except OSError as fault:
-        reason = (
-            "does not exist" if isinstance(fault, FileNotFoundError) else f"cannot be read ({fault.strerror})"
-        )
+        reason = "does not exist" if isinstance(fault, FileNotFoundError) else f"cannot be read ({fault.strerror})"
         present = sorted(p.name for p in folder.iterdir())[:12] if folder.is_dir() else []
         raise ConfigError(
             f"{path} {reason}; expected the configuration of a Hugging Face model. The folder holds: "
@@ -154,6 +151,7 @@ def load_model(
     labels: Sequence[str] | None,
     problem_type: str | None,
     ignore_config_keys: Sequence[str],
+    mapped: bool | None = None,
 ) -> ModelT:
     """Return the filled model; see `EncoderModel.from_pretrained` for arguments and errors."""
     head = model_class.head
@@ -171,17 +169,18 @@ def load_model(
         same_head = plan.report.source_head == head and not plan.report.new
         carried_names = list(plan.report.ignored) if same_head else []
         names = list(
-            dict.fromkeys(
-                [*plan.placed.values(), *(a for pair in plan.duplicates for a in pair), *carried_names]
-            )
+            dict.fromkeys([*plan.placed.values(), *(a for pair in plan.duplicates for a in pair), *carried_names])
         )
-        values = checkpoint.read_all(names)
+        # Blobs of a Hub cache are never rewritten, so they may be shown instead of copied; a folder that
+        # someone may write to is copied, so that no later change reaches the model.
+        values = checkpoint.read_all(names, mapped=in_hub_cache(folder) if mapped is None else mapped)
         manifest = checkpoint.manifest
 
     report = plan.report
     ties = [*plan.ties, *settle_ties(plan, values, report)]
     check_duplicates(plan, values, carried_names)
-    assign(graph, {ours: cast(values[name], wanted) for ours, name in plan.placed.items()})
+    carried = {name: values[name] for name in carried_names}
+    fill(graph, plan, values, wanted)
     if report.new:
         scale = float(config.source.get("initializer_range", 0.02))
         shapes = {name: graph.get_parameter(name).shape for name in report.new}
@@ -201,7 +200,7 @@ def load_model(
         manifest=manifest,
         placed=plan.placed,
         duplicates=plan.duplicates,
-        carried={name: values[name] for name in carried_names},
+        carried=carried,
         same_head=same_head,
         config_text=config.text or "",
     )
@@ -232,7 +231,7 @@ def plan_folder(
         ConfigError: the family has no such head.
     """
     pooler = any("pooler" in name for name in stored)
-    with torch.device("meta"):
+    with torch.device("meta"), _WithoutInitialisation():
         graph = build_graph(config, head, pooler=pooler)
     spec = None if head == "base" else config.family.heads[head]
     plan = plan_load(
@@ -247,6 +246,38 @@ def plan_folder(
         renew=(spec.classifier,) if spec and spec.classifier and relabelled else (),
     )
     return plan, graph
+
+
+class _WithoutInitialisation(TorchFunctionMode):
+    """Leaves new tensors unfilled: on ``meta`` there is nothing to fill, and the random kernels cost seconds to load."""
+
+    # What is filled by name of torch.nn.init arrives as that function, the rest as the tensor's method.
+    FILLING = frozenset(
+        [getattr(torch.nn.init, name) for name in ("normal_", "uniform_", "kaiming_uniform_", "constant_", "ones_", "zeros_")]
+        + [torch.Tensor.normal_, torch.Tensor.uniform_, torch.Tensor.fill_, torch.Tensor.zero_]
+    )
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if func in self.FILLING:
+            return given["tensor"] if "tensor" in given else args[0]
+        return func(*args, **given)
+
+
+def in_hub_cache(folder: Path) -> bool:
+    """Return whether a folder is a snapshot of the Hub's cache, whose files are links to blobs named by content."""
+    return folder.parent.name == "snapshots" and (folder.parent.parent / "blobs").is_dir()
+
+
+def fill(graph: Graph, plan: Plan, values: dict[str, Tensor], dtype: torch.dtype | None) -> None:
+    """Give every placed parameter its tensor, letting go of each stored one as it is cast."""
+    users: dict[str, int] = {}
+    for name in plan.placed.values():
+        users[name] = users.get(name, 0) + 1
+    for ours, name in plan.placed.items():
+        users[name] -= 1
+        tensor = values[name] if users[name] else values.pop(name)
+        assign(graph, {ours: cast(tensor, dtype)})
 
 
 def settle_ties(plan: Plan, values: Mapping[str, Tensor], report: LoadReport) -> list[Any]:
@@ -265,9 +296,7 @@ def check_duplicates(plan: Plan, values: Mapping[str, Tensor], carried_names: li
     """Keep repeated tensors whose values differ, so that export writes what was read."""
     for repeated, kept in plan.duplicates:
         if not torch.equal(values[repeated], values[kept]):
-            plan.report.notes.append(
-                f"{repeated} differs from {kept}; the latter is used, as transformers does"
-            )
+            plan.report.notes.append(f"{repeated} differs from {kept}; the latter is used, as transformers does")
             carried_names.append(repeated)
 
 

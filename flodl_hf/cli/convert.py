@@ -33,11 +33,11 @@ def command(
 
     hub = {"revision": revision, "local_files_only": local_files_only}
     folder, _ = resolve_folder(model, hub, (*MODEL_FILES, *BIN_FILES))
-    written = convert_bin(folder, out, ties=stored_ties(read_config_file(folder)), overwrite=force)
+    convert_bin(folder, out, ties=stored_ties(read_config_file(folder)), overwrite=force)
     if json_output:
-        emit_json({"folder": str(written)})
+        emit_json({"folder": str(out)})
     else:
-        typer.echo(str(written))
+        typer.echo(str(out))
 
 
 def stored_ties(config: ModelConfig) -> dict[str, str]:

@@ -15,7 +15,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from flodl.errors import ConfigError
 from flodl.graph import FlowBuilder, Graph
@@ -39,6 +41,7 @@ from flodl_hf.disentangled.parts import Convolution, MaskedEmbeddings, Shift
 from flodl_hf.encoder import FeedForward
 from flodl_hf.family import Family, FamilyHead, Ignored
 from flodl_hf.keys import KeyRow, Tie
+from flodl_hf.losses import check_labels
 
 __all__ = ["FAMILY", "DebertaConfig"]
 
@@ -372,11 +375,31 @@ def masked_lm(c: DebertaConfig, _: int) -> Graph:
     )
 
 
+def untyped_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the loss of text labels where the configuration states no problem type.
+
+    The reference has rules of its own here: texts with a negative label do not count, and rows of
+    numbers are a distribution to match rather than labels that hold at once.
+    """
+    labels = labels.to(logits.device)
+    if logits.shape[-1] == 1:
+        return F.mse_loss(logits.view(-1).to(labels.dtype), labels.view(-1))
+    if labels.dim() > 1 and labels.shape[-1] != 1:
+        return -(F.log_softmax(logits, dim=-1) * labels).sum(-1).mean()
+    flat = labels.view(-1).long()
+    check_labels(flat.clamp(min=0), logits.shape[-1])
+    kept = flat >= 0
+    if not bool(kept.any()):
+        return torch.tensor(0).to(logits)
+    return F.cross_entropy(logits[kept].float(), flat[kept])
+
+
 HEADS = {
     "sequence_classification": FamilyHead(
         body=classifier,
         keys=(KeyRow("head.dense", "pooler.dense"), KeyRow("head.classifier", "classifier")),
         classifier="head.classifier",
+        untyped_loss=untyped_loss,
     ),
     "token_classification": FamilyHead(
         body=lambda c, labels: bodies.linear(c.hidden_size, labels, c.hidden_dropout),

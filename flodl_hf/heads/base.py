@@ -105,9 +105,7 @@ class BaseModel(EncoderModel):
         found = stream(texts, step)
         if not isinstance(found, list):
             return found
-        return (
-            torch.stack(found) if found else torch.zeros(0, truncate_dim or self.config.encoder.hidden_size)
-        )
+        return torch.stack(found) if found else torch.zeros(0, truncate_dim or self.config.encoder.hidden_size)
 
     def _embed(
         self,
@@ -154,9 +152,7 @@ class BaseModel(EncoderModel):
         else:
             index = torch.tensor(owners)
             weight = torch.tensor(weights, dtype=torch.float32)[:, None]
-            total = total.index_add(0, index, torch.stack(vectors) * weight) / share.index_add(
-                0, index, weight
-            )
+            total = total.index_add(0, index, torch.stack(vectors) * weight) / share.index_add(0, index, weight)
         wanted = normalize if normalize is not None else (recipe.normalize if recipe else True)
         return finish_embeddings(total, truncate_dim=truncate_dim, normalize=wanted)
 

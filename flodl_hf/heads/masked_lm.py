@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flodl.errors import PredictError
 from flodl_hf.heads.head import Head
-from flodl_hf.heads.losses import check_labels, token_loss
+from flodl_hf.losses import check_labels, token_loss
 from flodl_hf.heads.scoring import ScoringModel
 from flodl_hf.outputs import MaskedLMOutput
 

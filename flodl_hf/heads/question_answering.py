@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flodl.errors import PredictError
 from flodl_hf.heads.head import Head
-from flodl_hf.heads.losses import span_loss
+from flodl_hf.losses import span_loss
 from flodl_hf.model import EncoderModel
 from flodl_hf.outputs import QuestionAnsweringOutput
 

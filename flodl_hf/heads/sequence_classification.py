@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flodl_hf.heads.head import Head
-from flodl_hf.heads.losses import check_labels, classification_loss
+from flodl_hf.losses import check_labels, classification_loss
 from flodl_hf.heads.scoring import ScoringModel
 from flodl_hf.outputs import SequenceClassificationOutput
 
@@ -37,6 +37,9 @@ class SequenceClassifier(ScoringModel):
             logits: ``(batch, labels)``.
             labels: ids ``(batch,)``; 0/1 floats ``(batch, labels)`` for several at once; numbers for regression.
         """
+        own = self.config.family.heads[self.head].untyped_loss
+        if own is not None and self.config.problem_type is None:
+            return own(logits, labels)
         if self.num_labels > 1:
             check_labels(labels, self.num_labels)
         return classification_loss(logits, labels, self.config.problem_type)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from torch import Tensor
 
 from flodl_hf.heads.head import Head
-from flodl_hf.heads.losses import check_labels, token_loss
+from flodl_hf.losses import check_labels, token_loss
 from flodl_hf.heads.scoring import ScoringModel
 from flodl_hf.outputs import TokenClassificationOutput
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,7 @@ def load_reference(
         raise ParityError(f"transformers {version()} has no class {architecture}", architecture=architecture)
     # A family that has only the eager implementation says so itself.
     options: dict[str, Any] = {"attn_implementation": attention if getattr(kind, "_supports_sdpa", False) else "eager"}
-    if not pooler and architecture.endswith("Model"):
+    if not pooler and "add_pooling_layer" in signature(kind.__init__).parameters:
         options["add_pooling_layer"] = False
     with quiet():
         model, info = kind.from_pretrained(
