@@ -46,9 +46,7 @@ class _Door(Generic[ModelT]):
 
     def __init__(self) -> NoReturn:
         name = type(self).__name__
-        raise TypeError(
-            f"{name} is not made by calling it; use {name}.from_pretrained(...) or {name}.from_config(...)"
-        )
+        raise TypeError(f"{name} is not made by calling it; use {name}.from_pretrained(...) or {name}.from_config(...)")
 
     @classmethod
     def from_pretrained(cls, name_or_path: str | Path, **options: Any) -> ModelT:

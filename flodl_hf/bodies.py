@@ -20,12 +20,7 @@ def linear(hidden_size: int, num_labels: int, dropout: float | None, name: str =
     classifier = nn.Linear(hidden_size, num_labels)
     if dropout is None:
         return FlowBuilder(classifier, name=name).input("layout").build()
-    return (
-        FlowBuilder(nn.Dropout(dropout), name="dropout")
-        .input("layout")
-        .through(classifier, name=name)
-        .build()
-    )
+    return FlowBuilder(nn.Dropout(dropout), name="dropout").input("layout").through(classifier, name=name).build()
 
 
 def first_token_mlp(

@@ -45,7 +45,7 @@ REQUIRED = _Required()
 
 @dataclass(frozen=True)
 class Check:
-    """A test of one value: ``accepts`` returns the value to use or raises ValueError; ``expected`` says what it takes."""
+    """A test of one value: ``accepts`` returns the value or raises ValueError; ``expected`` says what it takes."""
 
     expected: str
     accepts: Callable[[Any], Any]
@@ -162,9 +162,7 @@ def read_rows(
         try:
             fields[row.field] = row.check.accepts(source[row.key])
         except (ValueError, TypeError):
-            problems.append(
-                f"{row.key}: found {printable(repr(source[row.key]), 60)}; expected {row.check.expected}"
-            )
+            problems.append(f"{row.key}: found {printable(repr(source[row.key]), 60)}; expected {row.check.expected}")
     return fields
 
 
@@ -190,7 +188,8 @@ def triage(
             if entry.only is not None and value not in entry.only:
                 allowed = " or ".join(repr(v) for v in entry.only)
                 problems.append(
-                    f"{key}: found {printable(repr(value), 60)}, which is not supported; expected {allowed} ({entry.reason})"
+                    f"{key}: found {printable(repr(value), 60)}, which is not supported; "
+                    f"expected {allowed} ({entry.reason})"
                 )
             continue
         if value is None or value is False or value in ([], {}, ""):

@@ -63,9 +63,7 @@ class Embeddings(nn.Module):
         self.positions_after_pad = positions_after_pad
         self.word = nn.Embedding(vocab_size, size, padding_idx=pad_token_id)
         position_padding = pad_token_id if positions_after_pad else None
-        self.position = (
-            nn.Embedding(max_positions, size, padding_idx=position_padding) if max_positions else None
-        )
+        self.position = nn.Embedding(max_positions, size, padding_idx=position_padding) if max_positions else None
         self.token_type = nn.Embedding(type_vocab_size, size) if type_vocab_size else None
         self.norm = nn.LayerNorm(size, eps=norm_eps)
         self.dropout = nn.Dropout(dropout)
@@ -93,6 +91,7 @@ class Embeddings(nn.Module):
     def _positions(self, ids: Tensor, layout: Layout) -> Tensor:
         if not self.positions_after_pad:
             return layout.positions(ids)
+        assert self.pad_token_id is not None
         real = ids.ne(self.pad_token_id).long()
         return layout.running_count(real) * real + self.pad_token_id
 
@@ -127,9 +126,7 @@ class FirstToken(nn.Module):
         return layout.first(hidden)
 
 
-def post_norm_block(
-    attention: nn.Module, feed_forward: nn.Module, hidden_size: int, norm_eps: float
-) -> Graph:
+def post_norm_block(attention: nn.Module, feed_forward: nn.Module, hidden_size: int, norm_eps: float) -> Graph:
     """Return one encoder layer: attend, add, normalise, transform, add, normalise (Devlin et al. 2018)."""
     return (
         FlowBuilder()

@@ -99,9 +99,7 @@ class Packed:
             PredictError: a length is not positive.
         """
         if not lengths or min(lengths) < 1:
-            raise PredictError(
-                f"packed texts need at least one token each, found lengths {list(lengths)[:8]}"
-            )
+            raise PredictError(f"packed texts need at least one token each, found lengths {list(lengths)[:8]}")
         offsets = torch.zeros(len(lengths) + 1, dtype=torch.int32)
         offsets[1:] = torch.tensor(lengths, dtype=torch.int32).cumsum(0)
         return cls(offsets.to(device) if device is not None else offsets, tuple(lengths))

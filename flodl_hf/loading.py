@@ -120,9 +120,7 @@ def head_of(family: Family, architectures: object) -> str | None:
 class _Names:
     """Every Hugging Face name that a file of this family may hold, and what it means for one head."""
 
-    def __init__(
-        self, family: Family, config: object, key_map: KeyMap, targets: Iterable[str], head: str
-    ) -> None:
+    def __init__(self, family: Family, config: object, key_map: KeyMap, targets: Iterable[str], head: str) -> None:
         self.family = family
         self.wanted = {theirs: ours for ours, theirs in key_map.names(targets).items()}
         own = () if head == "base" else family.heads[head].aliases
@@ -238,20 +236,14 @@ def plan_load(
             report.ignored[name] = f"written for the {source_head} head, and this is {head}"
             continue
         if tensor.dtype not in FLOATS:
-            problems["wrong dtype"].append(
-                f"{name}: found {tensor.dtype}; expected one of {', '.join(FLOATS)}"
-            )
+            problems["wrong dtype"].append(f"{name}: found {tensor.dtype}; expected one of {', '.join(FLOATS)}")
             continue
         if tuple(tensor.shape) != tuple(targets[ours]):
             if ours.startswith(renew) and renew:
                 fresh.add(ours)
-                report.ignored[name] = (
-                    f"has shape {list(tensor.shape)}; the new labels need {list(targets[ours])}"
-                )
+                report.ignored[name] = f"has shape {list(tensor.shape)}; the new labels need {list(targets[ours])}"
                 continue
-            problems["wrong shape"].append(
-                f"{name}: found {list(tensor.shape)}; expected {list(targets[ours])}"
-            )
+            problems["wrong shape"].append(f"{name}: found {list(tensor.shape)}; expected {list(targets[ours])}")
             continue
         if ours in placed:
             # The alias is what the reference reads, so it wins; equality is checked on the values.
@@ -303,16 +295,14 @@ def plan_load(
     return Plan(placed, tuple(ties), tuple(compare), tuple(repeated), report)
 
 
-def _misfit(
-    where: str, head: str, source_head: str | None, problems: dict[str, list[str]]
-) -> CheckpointError:
+def _misfit(where: str, head: str, source_head: str | None, problems: dict[str, list[str]]) -> CheckpointError:
     groups = [f"{kind} ({len(lines)}):\n{capped(lines)}" for kind, lines in problems.items() if lines]
-    written = (
-        f", and the file says it was written for {source_head}" if source_head and source_head != head else ""
-    )
+    written = f", and the file says it was written for {source_head}" if source_head and source_head != head else ""
     advice = "Check that config.json and the weights belong together and that the download is complete."
     if problems["wrong shape"] and not problems["missing"]:
-        advice = "Check num_labels / id2label and the sizes in config.json; to start with other labels, pass labels=[...]."
+        advice = (
+            "Check num_labels / id2label and the sizes in config.json; to start with other labels, pass labels=[...]."
+        )
     return CheckpointError(
         f"{where}: the tensors do not fit a {head} model{written}.\n"
         + "\n".join(groups)

@@ -53,9 +53,7 @@ class SentenceRecipe:
 
 def _modules(root: Path) -> list[dict[str, Any]]:
     value = _read(root / "modules.json")
-    if not isinstance(value, list) or not all(
-        isinstance(m, dict) and isinstance(m.get("type"), str) for m in value
-    ):
+    if not isinstance(value, list) or not all(isinstance(m, dict) and isinstance(m.get("type"), str) for m in value):
         raise ConfigError(
             f"{root / 'modules.json'}: expected a list of modules with their types", problems=["modules.json"]
         )
@@ -68,9 +66,7 @@ def _read(path: Path) -> Any:
             raise ValueError("too large")
         return json.loads(path.read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as fault:
-        raise ConfigError(
-            f"{path}: cannot be read as JSON ({fault})", where=str(path), problems=[path.name]
-        ) from None
+        raise ConfigError(f"{path}: cannot be read as JSON ({fault})", where=str(path), problems=[path.name]) from None
 
 
 def _inside(root: Path, part: object) -> Path:

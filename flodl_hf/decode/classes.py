@@ -65,9 +65,7 @@ class Ranked:
     windows: int = 1
 
 
-def activation_for(
-    problem_type: str | None, num_labels: int, function_to_apply: str | None = None
-) -> Activation:
+def activation_for(problem_type: str | None, num_labels: int, function_to_apply: str | None = None) -> Activation:
     """Return the function that makes scores of logits, chosen as transformers chooses it.
 
     In this order: ``function_to_apply`` if given; none for ``"regression"``; sigmoid for
@@ -100,9 +98,7 @@ def class_scores(logits: Tensor | np.ndarray, activation: Activation) -> Tensor:
     return torch.sigmoid(values) if activation == "sigmoid" else values
 
 
-def mean_over_windows(
-    values: Tensor, owners: np.ndarray, texts: int, weights: Sequence[float] | None = None
-) -> Tensor:
+def mean_over_windows(values: Tensor, owners: np.ndarray, texts: int, weights: Sequence[float] | None = None) -> Tensor:
     """Return for each text the weighted mean of its rows, ``(texts, labels)``; a text of one row keeps it as
     is.
 
@@ -172,9 +168,7 @@ def decode_classes(
             labels=len(labels),
         )
     if top_k is not None and top_k < 1:
-        raise PredictError(
-            f"classification: top_k={top_k}; expected at least 1, or None for all", top_k=top_k
-        )
+        raise PredictError(f"classification: top_k={top_k}; expected at least 1, or None for all", top_k=top_k)
     if owners is not None and texts is None:
         texts = max(owners, default=-1) + 1
     count = len(values) if texts is None else texts
@@ -188,11 +182,7 @@ def decode_classes(
     if top_k is not None:
         keep[:, top_k:] = False
     return [
-        [
-            Classification(labels[int(label)], score, window)
-            for score, label, kept in zip(*row, strict=True)
-            if kept
-        ]
+        [Classification(labels[int(label)], score, window) for score, label, kept in zip(*row, strict=True) if kept]
         for *row, window in zip(ordered.tolist(), index.tolist(), keep.tolist(), windows, strict=True)
     ]
 
@@ -205,9 +195,7 @@ def _finite(values: Tensor, task: str) -> None:
         )
 
 
-def _thresholds(
-    threshold: float | Sequence[float] | Mapping[str, float] | None, labels: Sequence[str]
-) -> Tensor:
+def _thresholds(threshold: float | Sequence[float] | Mapping[str, float] | None, labels: Sequence[str]) -> Tensor:
     if threshold is None:
         return torch.full((len(labels),), -torch.inf)
     if isinstance(threshold, (int, float)):
@@ -216,8 +204,7 @@ def _thresholds(
         unknown = [name for name in threshold if name not in labels]
         if unknown:
             raise PredictError(
-                f"classification: thresholds for unknown labels {unknown}; "
-                f"expected names among {list(labels)}",
+                f"classification: thresholds for unknown labels {unknown}; expected names among {list(labels)}",
                 unknown=unknown,
             )
         return torch.tensor([float(threshold.get(label, -np.inf)) for label in labels])
@@ -336,8 +323,7 @@ def decode_ranking(
     values = as_tensor(logits).float()
     if values.ndim not in (1, 2) or (values.ndim == 2 and values.shape[1] != 1):
         raise PredictError(
-            f"ranking: logits of shape {tuple(values.shape)}; expected (rows, 1); "
-            "use a cross-encoder with one label",
+            f"ranking: logits of shape {tuple(values.shape)}; expected (rows, 1); use a cross-encoder with one label",
             found=tuple(values.shape),
         )
     values = values.reshape(-1)
@@ -355,7 +341,5 @@ def decode_ranking(
     best.scatter_reduce_(0, torch.from_numpy(owner).to(values.device), values, "amax")
     ordered, index = torch.sort(best, descending=True, stable=True)
     scores = torch.sigmoid(ordered) if activation == "sigmoid" else ordered
-    ranked = [
-        Ranked(i, score, int(windows[i])) for i, score in zip(index.tolist(), scores.tolist(), strict=True)
-    ]
+    ranked = [Ranked(i, score, int(windows[i])) for i, score in zip(index.tolist(), scores.tolist(), strict=True)]
     return ranked if top_k is None else ranked[:top_k]

@@ -125,8 +125,7 @@ def decode_entities_batch(
     """
     if aggregation not in get_args(Aggregation):
         raise PredictError(
-            f"entities: aggregation {aggregation!r} is unknown; "
-            f"expected one of {', '.join(get_args(Aggregation))}",
+            f"entities: aggregation {aggregation!r} is unknown; expected one of {', '.join(get_args(Aggregation))}",
             aggregation=aggregation,
         )
     flat, row_starts = flat_logits(logits, rows, trailing=1)
@@ -152,17 +151,13 @@ def decode_entities_batch(
             "entities: the logits are not finite; expected numbers; half precision may have overflowed, "
             "so predict in float32 or bfloat16"
         )
-    words = words_of(
-        stream, texts, whole=aggregation not in ("none", "simple"), split_punctuation=not presplit
-    )
+    words = words_of(stream, texts, whole=aggregation not in ("none", "simple"), split_punctuation=not presplit)
     if aggregation == "none":
         words = _each_token(stream)
     scores = _unit_scores(probabilities, words, aggregation)
     text_of = stream.text[words.first]
-    if constrained:
-        labels = best_paths(scores, np.bincount(text_of, minlength=len(texts)), scheme)
-    else:
-        labels = scores.argmax(1)
+    rows_of = np.bincount(text_of, minlength=len(texts))
+    labels = best_paths(scores, rows_of, scheme) if constrained else scores.argmax(1)
     score = np.take_along_axis(scores, labels[:, None], 1)[:, 0].astype(np.float64)
     ignored = np.array(
         [label in ignore_labels or scheme.entity_names[e] in ignore_labels for label, e in _pairs(scheme)]

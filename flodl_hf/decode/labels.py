@@ -122,13 +122,7 @@ class TagScheme:
         found = name if name is not None else _scheme_of(labels, [letter for letter, _ in split if letter])
         parts = np.array(
             [
-                OUT
-                if label == OUTSIDE
-                else SINGLE
-                if found == "tags"
-                else _CODES[letter]
-                if letter
-                else INSIDE
+                OUT if label == OUTSIDE else SINGLE if found == "tags" else _CODES[letter] if letter else INSIDE
                 for label, (letter, _) in zip(labels, split, strict=True)
             ],
             np.int8,
@@ -147,9 +141,7 @@ def _split(label: str) -> tuple[str | None, str]:
     return None, label
 
 
-def _keep_real_prefixes(
-    labels: Sequence[str], split: list[tuple[str | None, str]]
-) -> list[tuple[str | None, str]]:
+def _keep_real_prefixes(labels: Sequence[str], split: list[tuple[str | None, str]]) -> list[tuple[str | None, str]]:
     """Return the split with prefixes kept only where the label set as a whole uses them as tags.
 
     ``E-mail`` beside ``B-PER`` is a name, because there is neither ``B-mail`` nor ``I-mail``. A label set in

@@ -80,9 +80,7 @@ def pool_packed(
     return _join([_packed(values, bounds, rank, name, pooler_output) for name in _names(pooling)])
 
 
-def finish_embeddings(
-    embeddings: Tensor, *, truncate_dim: int | None = None, normalize: bool = False
-) -> Tensor:
+def finish_embeddings(embeddings: Tensor, *, truncate_dim: int | None = None, normalize: bool = False) -> Tensor:
     """Return the embeddings cut to ``truncate_dim`` features, then scaled to length 1 if ``normalize`` is
     set.
 
@@ -113,8 +111,7 @@ def _names(pooling: Pooling | Sequence[Pooling]) -> list[str]:
     unknown = [name for name in names if name not in get_args(Pooling)]
     if unknown or not names:
         raise PredictError(
-            f"embeddings: pooling {unknown or 'nothing'}; "
-            f"expected one or more of {', '.join(get_args(Pooling))}",
+            f"embeddings: pooling {unknown or 'nothing'}; expected one or more of {', '.join(get_args(Pooling))}",
             pooling=names,
         )
     return names
@@ -122,9 +119,7 @@ def _names(pooling: Pooling | Sequence[Pooling]) -> list[str]:
 
 def _from_pooler(pooler_output: Tensor | None) -> Tensor:
     if pooler_output is None:
-        raise PredictError(
-            "embeddings: pooling 'pooler' asks for a pooler, there is none; use 'cls' or 'mean'"
-        )
+        raise PredictError("embeddings: pooling 'pooler' asks for a pooler, there is none; use 'cls' or 'mean'")
     return _float(pooler_output)
 
 
@@ -137,14 +132,10 @@ def _padded(hidden: Tensor, mask: Tensor, name: str, pooler_output: Tensor | Non
         place = ones.argmax(1) if name == "cls" else hidden.shape[1] - 1 - ones.flip(1).argmax(1)
         return hidden[torch.arange(hidden.shape[0], device=hidden.device), place]
     if name == "max":
-        return (
-            hidden.masked_fill(~kept[..., None], -torch.inf).amax(1).masked_fill(~kept.any(1)[:, None], 0.0)
-        )
+        return hidden.masked_fill(~kept[..., None], -torch.inf).amax(1).masked_fill(~kept.any(1)[:, None], 0.0)
     weight = kept[..., None].expand(hidden.size()).to(hidden.dtype)
     if name == "weighted_mean":
-        weight = (
-            weight * torch.arange(1, hidden.shape[1] + 1, dtype=hidden.dtype, device=hidden.device)[:, None]
-        )
+        weight = weight * torch.arange(1, hidden.shape[1] + 1, dtype=hidden.dtype, device=hidden.device)[:, None]
     total = torch.sum(hidden * weight, 1)
     length = torch.clamp(weight.sum(1), min=_LEAST)
     return total / (torch.sqrt(length) if name == "mean_sqrt_len" else length)

@@ -103,9 +103,7 @@ def content_of(rows: Sequence[TokenRow], sequence: int = 0) -> Content:
     total = int(lengths.sum())
     kept = np.flatnonzero(_integers((row.sequence_ids for row in rows), total) == sequence)
     if any(len(row.offsets) != len(row.ids) for row in rows):
-        raise PredictError(
-            "decoding: rows without offsets; expected one span per token; encode the texts with offsets"
-        )
+        raise PredictError("decoding: rows without offsets; expected one span per token; encode the texts with offsets")
     starts = np.cumsum(lengths) - lengths
     row_of = np.repeat(np.arange(len(rows)), lengths)[kept]
     counts = np.bincount(row_of, minlength=len(rows)).astype(np.int64)

@@ -204,9 +204,7 @@ def _window_logits(
     into = torch.from_numpy(content.row * width + rank).to(device)
 
     def padded(flat: Tensor, starts: np.ndarray) -> Tensor:
-        values = flat.index_select(
-            0, torch.from_numpy(starts[content.row] + content.column).to(device)
-        ).float()
+        values = flat.index_select(0, torch.from_numpy(starts[content.row] + content.column).to(device)).float()
         if not bool(torch.isfinite(values).all()):
             raise PredictError(
                 "answers: the logits are not finite; expected numbers; half precision may have overflowed, "
@@ -238,9 +236,7 @@ def _null_column(row: TokenRow) -> int:
     return next((column for column, special in enumerate(row.special) if special), 0)
 
 
-def _log_normaliser(
-    values: Tensor, content: Content, rank: np.ndarray, owner: np.ndarray, contexts: int
-) -> np.ndarray:
+def _log_normaliser(values: Tensor, content: Content, rank: np.ndarray, owner: np.ndarray, contexts: int) -> np.ndarray:
     """Return for each context the log of the summed exponentials of its tokens, each at its largest logit."""
     tokens = values.double().cpu().numpy()[content.row, rank]
     text = owner[content.row]
@@ -249,9 +245,7 @@ def _log_normaliser(
     if len(order) == 0:
         return out
     new = np.ones(len(order), bool)
-    new[1:] = (text[order][1:] != text[order][:-1]) | (
-        content.position[order][1:] != content.position[order][:-1]
-    )
+    new[1:] = (text[order][1:] != text[order][:-1]) | (content.position[order][1:] != content.position[order][:-1])
     heads = np.flatnonzero(new)
     largest, text = np.maximum.reduceat(tokens[order], heads), text[order][heads]
     peak = np.full(contexts, -np.inf)
@@ -337,9 +331,7 @@ def _distinct(
     return answers, floor == -np.inf
 
 
-def _with_null(
-    answers: list[Answer], windows: _Windows, text: int, top_k: int, null_margin: float
-) -> list[Answer]:
+def _with_null(answers: list[Answer], windows: _Windows, text: int, top_k: int, null_margin: float) -> list[Answer]:
     log_null = float(windows.null[text] - windows.log_start[text] - windows.log_end[text])
     null = Answer("", min(1.0, float(np.exp(log_null))), 0, 0, True)
     with np.errstate(divide="ignore"):

@@ -83,9 +83,7 @@ def trimmed(text: str, start: int, end: int) -> tuple[int, int]:
     return start + lead, start + max(lead, len(surface.rstrip()))
 
 
-def words_of(
-    stream: TokenStream, texts: Sequence[str], *, whole: bool = True, split_punctuation: bool = True
-) -> Words:
+def words_of(stream: TokenStream, texts: Sequence[str], *, whole: bool = True, split_punctuation: bool = True) -> Words:
     """Return the units in which tokens are decoded.
 
     A unit is a run of tokens with the same word index; a token without one stands alone. Some pre-tokenisers

@@ -97,8 +97,7 @@ def _other_files(folder: Path) -> dict[str, bytes]:
                 data = file.read(_COPY_LIMIT + 1)
             if len(data) > _COPY_LIMIT:
                 raise ExportError(
-                    f"{entry}: larger than {_COPY_LIMIT:,} bytes, expected a config or tokenizer file; "
-                    f"move it away",
+                    f"{entry}: larger than {_COPY_LIMIT:,} bytes, expected a config or tokenizer file; move it away",
                     path=str(entry),
                     problems=["too large"],
                 )

@@ -48,9 +48,7 @@ def patch_json(source_text: str, changes: Mapping[str, Any], *, remove: Collecti
     present = {member.key: member for member in members}
     spelled = {key: _canonical(key, value) for key, value in changes.items()}
     gone = set(remove) & set(present)
-    replaced = {
-        key for key in changes if key in present and _canonical(key, present[key].value, True) != spelled[key]
-    }
+    replaced = {key for key in changes if key in present and _canonical(key, present[key].value, True) != spelled[key]}
     added = [key for key in changes if key not in present]
     if not gone and not replaced and not added:
         return source_text
@@ -66,11 +64,7 @@ def patch_json(source_text: str, changes: Mapping[str, Any], *, remove: Collecti
     in_order = [member.key for member in members] == sorted(present)
     for key in added:
         text = style.string(key) + style.colon + style.value(changes[key])
-        at = (
-            next((i for i, (other, _) in enumerate(pieces) if other > key), len(pieces))
-            if in_order
-            else len(pieces)
-        )
+        at = next((i for i, (other, _) in enumerate(pieces) if other > key), len(pieces)) if in_order else len(pieces)
         pieces.insert(at, (key, text))
     if not pieces:
         return source_text[: opening + 1] + "}" + source_text[closing + 1 :]
@@ -94,9 +88,7 @@ class _Style:
             self.last = text[members[-1].end : closing]
             multiline = "\n" in self.first
             self.comma = (
-                text[start.end : members[1].key_start]
-                if len(members) > 1
-                else "," + (self.first if multiline else " ")
+                text[start.end : members[1].key_start] if len(members) > 1 else "," + (self.first if multiline else " ")
             )
         line = self.first.rpartition("\n")
         self.indent = line[2] if line[1] else None

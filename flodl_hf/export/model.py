@@ -77,9 +77,7 @@ def export_model(
     return target
 
 
-def _writer(
-    plan: WritePlan, others: Mapping[str, bytes], written: list[WrittenFile]
-) -> Callable[[Path], None]:
+def _writer(plan: WritePlan, others: Mapping[str, bytes], written: list[WrittenFile]) -> Callable[[Path], None]:
     def write(stage: Path) -> None:
         written.extend(write_state(stage, plan))
         for name, data in others.items():
@@ -109,14 +107,10 @@ def stored_tensors(model: EncoderModel) -> dict[str, Tensor]:
         by_tie = {tie.also: tie.kept for tie in _live_ties(model)}
         unplaced = [ours for ours in state if ours not in source.placed and ours not in by_tie]
         if unplaced:
-            raise ExportError(
-                f"export: tensors without a stored name: {', '.join(unplaced[:5])}", problems=unplaced
-            )
+            raise ExportError(f"export: tensors without a stored name: {', '.join(unplaced[:5])}", problems=unplaced)
         # A file that holds both names of a tie gets both again.
         for also, kept in by_tie.items():
-            names = [
-                name for name in source.manifest.tensors if _canonical(model, name) == _theirs(model, also)
-            ]
+            names = [name for name in source.manifest.tensors if _canonical(model, name) == _theirs(model, also)]
             result |= {name: state[kept] for name in names if name not in result}
         return result | dict(source.carried)
     names = canonical_names(

@@ -64,9 +64,7 @@ class Verification:
     @property
     def passed(self) -> bool:
         """Whether no check failed and at least one ran."""
-        return any(c.status == "pass" for c in self.checks) and not any(
-            c.status == "fail" for c in self.checks
-        )
+        return any(c.status == "pass" for c in self.checks) and not any(c.status == "fail" for c in self.checks)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the receipt as JSON types."""
@@ -114,9 +112,7 @@ def verify_export(
 class _Run:
     """What the checks share: the two folders and models, each loaded once."""
 
-    def __init__(
-        self, place: Path, base: Path | None, model: EncoderModel | None, result: Verification
-    ) -> None:
+    def __init__(self, place: Path, base: Path | None, model: EncoderModel | None, result: Verification) -> None:
         self.place, self.base, self.result = place, base, result
         self._model = model
         self.live = model is not None
@@ -148,11 +144,7 @@ def _opens(run: _Run) -> Iterator[Check]:
     with Checkpoint.open(run.place) as opened:
         count = len(opened.manifest.tensors)
     report = run.model.load_report
-    extra = (
-        ""
-        if report is None or not report.ignored
-        else f", {len(report.ignored)} of them not used by the model"
-    )
+    extra = "" if report is None or not report.ignored else f", {len(report.ignored)} of them not used by the model"
     yield Check("opens", "pass", f"{count} tensors{extra}, loaded as {run.model.head}")
 
 
@@ -197,9 +189,7 @@ def _keys(run: _Run) -> Iterator[Check]:
     # A source written for more heads than one gives the same surplus names on both sides.
     surplus = [name for name in found.unexpected if name not in allowed]
     faults = [
-        f"{len(n)} {what}: {', '.join(n[:4])}"
-        for what, n in (("missing", found.missing), ("unexpected", surplus))
-        if n
+        f"{len(n)} {what}: {', '.join(n[:4])}" for what, n in (("missing", found.missing), ("unexpected", surplus)) if n
     ]
     shared = len(found.unexpected) - len(surplus)
     detail = "0 missing, 0 unexpected" + (f" ({shared} surplus names as in the source)" if shared else "")
@@ -213,13 +203,11 @@ def _tokens(run: _Run) -> Iterator[Check]:
     if run.model.tokenizer is None:
         yield Check("token ids", "not run", "the folder has no tokenizer")
         return
-    texts = list(AWKWARD_TEXTS)
+    texts: list[str] = list(AWKWARD_TEXTS)
     theirs = reference_ids(run.place, texts)
     if run.base is not None:
         same = theirs == reference_ids(run.base, texts)
-        yield Check(
-            "transformers' token ids equal the source's", "pass" if same else "fail", f"{len(texts)} texts"
-        )
+        yield Check("transformers' token ids equal the source's", "pass" if same else "fail", f"{len(texts)} texts")
     ours = [list(row[0].ids) for row in run.model.tokenizer.encode_rows(texts)]
     parted = [text for text, a, b in zip(texts, ours, theirs, strict=True) if a != b]
     # tokenizer.json is the truth; transformers 5 rebuilds some tokenizers from class code instead.
@@ -312,11 +300,7 @@ def _raw(tensor: Tensor) -> Tensor:
 def _facts(run: _Run, command: str | None) -> dict[str, Any]:
     from flodl_hf.parity.reference import available, version
 
-    files = (
-        sorted(p for p in run.place.rglob("*") if p.is_file() and p.name != RECEIPT)
-        if run.place.is_dir()
-        else []
-    )
+    files = sorted(p for p in run.place.rglob("*") if p.is_file() and p.name != RECEIPT) if run.place.is_dir() else []
     model = run._model
     return {
         "sha256": {p.relative_to(run.place).as_posix(): _sha256(p) for p in files},

@@ -93,20 +93,21 @@ INERT = (
     Inert("layers_to_keep",     "a note of the first release"),
 )
 
+BLOCK = "albert.encoder.albert_layer_groups.{g}.albert_layers.{b}"
 KEYS = (
     KeyRow("encoder.embeddings.word",                "albert.embeddings.word_embeddings"),
     KeyRow("encoder.embeddings.position",            "albert.embeddings.position_embeddings"),
     KeyRow("encoder.embeddings.token_type",          "albert.embeddings.token_type_embeddings"),
     KeyRow("encoder.embeddings.norm",                "albert.embeddings.LayerNorm"),
     KeyRow("encoder.projection",                     "albert.encoder.embedding_hidden_mapping_in"),
-    KeyRow("encoder.layers.{i}.attention.query",     "albert.encoder.albert_layer_groups.{g}.albert_layers.{b}.attention.query"),
-    KeyRow("encoder.layers.{i}.attention.key",       "albert.encoder.albert_layer_groups.{g}.albert_layers.{b}.attention.key"),
-    KeyRow("encoder.layers.{i}.attention.value",     "albert.encoder.albert_layer_groups.{g}.albert_layers.{b}.attention.value"),
-    KeyRow("encoder.layers.{i}.attention.output",    "albert.encoder.albert_layer_groups.{g}.albert_layers.{b}.attention.dense"),
-    KeyRow("encoder.layers.{i}.attention_norm",      "albert.encoder.albert_layer_groups.{g}.albert_layers.{b}.attention.LayerNorm"),
-    KeyRow("encoder.layers.{i}.feed_forward.up",     "albert.encoder.albert_layer_groups.{g}.albert_layers.{b}.ffn"),
-    KeyRow("encoder.layers.{i}.feed_forward.down",   "albert.encoder.albert_layer_groups.{g}.albert_layers.{b}.ffn_output"),
-    KeyRow("encoder.layers.{i}.feed_forward_norm",   "albert.encoder.albert_layer_groups.{g}.albert_layers.{b}.full_layer_layer_norm"),
+    KeyRow("encoder.layers.{i}.attention.query",     BLOCK + ".attention.query"),
+    KeyRow("encoder.layers.{i}.attention.key",       BLOCK + ".attention.key"),
+    KeyRow("encoder.layers.{i}.attention.value",     BLOCK + ".attention.value"),
+    KeyRow("encoder.layers.{i}.attention.output",    BLOCK + ".attention.dense"),
+    KeyRow("encoder.layers.{i}.attention_norm",      BLOCK + ".attention.LayerNorm"),
+    KeyRow("encoder.layers.{i}.feed_forward.up",     BLOCK + ".ffn"),
+    KeyRow("encoder.layers.{i}.feed_forward.down",   BLOCK + ".ffn_output"),
+    KeyRow("encoder.layers.{i}.feed_forward_norm",   BLOCK + ".full_layer_layer_norm"),
     KeyRow("pooler.dense",                           "albert.pooler"),
 )
 

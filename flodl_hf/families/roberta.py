@@ -63,9 +63,7 @@ def encoder(c: RobertaConfig) -> Graph:
 
 def _classification(c: RobertaConfig, num_labels: int) -> Graph:
     dropout = bert.classifier_dropout(c)
-    return bodies.first_token_mlp(
-        c.hidden_size, num_labels, dropout_in=dropout, activation="tanh", dropout_out=dropout
-    )
+    return bodies.first_token_mlp(c.hidden_size, num_labels, dropout_in=dropout, activation="tanh", dropout_out=dropout)
 
 
 HEADS = {

@@ -1,4 +1,4 @@
-"""XLM-RoBERTa (Conneau et al. 2019, https://arxiv.org/abs/1911.02116): RoBERTa with a vocabulary of a hundred languages.
+"""XLM-RoBERTa (Conneau et al. 2019, https://arxiv.org/abs/1911.02116): RoBERTa, trained on a hundred languages.
 
 An alias: architecture, tensor names and configuration are RoBERTa's; only the names differ.
 """

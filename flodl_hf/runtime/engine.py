@@ -70,9 +70,7 @@ class Engine:
     def pooled(self, rows: Sequence[Tokens]) -> list[Tensor]:
         """Return the pooler's output for each row, ``(hidden,)``, on the CPU."""
         pooler = self.model.graph.get_submodule("pooler")
-        return self._run(
-            rows, lambda i, t, layout: pooler(self._encode(i, t, layout), layout=layout), per_row=True
-        )
+        return self._run(rows, lambda i, t, layout: pooler(self._encode(i, t, layout), layout=layout), per_row=True)
 
     def scores_at(self, rows: Sequence[Tokens], places: Sequence[Sequence[int]]) -> list[Tensor]:
         """Return the head's scores at some tokens of each row, ``(places, classes)``; the rest is never computed."""
@@ -107,16 +105,11 @@ class Engine:
     def _batches(self, rows: Sequence[Tokens]) -> Iterator[tuple[list[int], Tensor, Tensor | None, Packed]]:
         device = self.model.device
         types_used = (
-            self.model.config.family.uses_token_types
-            and getattr(self.model.config.encoder, "type_vocab_size", 0) > 1
+            self.model.config.family.uses_token_types and getattr(self.model.config.encoder, "type_vocab_size", 0) > 1
         )
         for batch in plan_batches([len(row.ids) for row in rows], self.token_budget):
             ids = torch.tensor([t for i in batch for t in rows[i].ids], device=device)
-            types = (
-                torch.tensor([t for i in batch for t in rows[i].type_ids], device=device)
-                if types_used
-                else None
-            )
+            types = torch.tensor([t for i in batch for t in rows[i].type_ids], device=device) if types_used else None
             yield batch, ids, types, Packed.of([len(rows[i].ids) for i in batch], device)
 
     def _graph(self, ids: Tensor, types: Tensor | None, layout: Packed) -> Tensor:

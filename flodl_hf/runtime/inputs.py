@@ -43,7 +43,7 @@ def split_pairs(items: Sequence[Any], task: str) -> tuple[list[str], list[str] |
     for place, item in enumerate(items):
         if isinstance(item, Mapping):
             item = (item.get("text"), item.get("text_pair")) if "text_pair" in item else item.get("text")
-        pair = (item, None) if isinstance(item, str) else item
+        pair: Any = (item, None) if isinstance(item, str) else item
         valid = isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[0], str)
         if not valid or not isinstance(pair[1], (str, type(None))):
             raise PredictError(

@@ -15,9 +15,7 @@ R = TypeVar("R")
 WINDOW = 1024
 
 
-def stream(
-    items: Iterable[T], step: Callable[[list[T]], list[R]], window: int = WINDOW
-) -> list[R] | Iterator[R]:
+def stream(items: Iterable[T], step: Callable[[list[T]], list[R]], window: int = WINDOW) -> list[R] | Iterator[R]:
     """Return ``step`` of all items: a list for a list, an iterator for an iterator.
 
     Args:

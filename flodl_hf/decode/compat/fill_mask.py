@@ -69,8 +69,6 @@ def fill_mask(
             token = at if chosen is None else chosen[at]
             filled = [token if i == place else other for i, other in enumerate(ids)]
             sequence = decode([t for t in filled if t != pad_id], single)
-            row.append(
-                {"score": score, "token": token, "token_str": decode([token], False), "sequence": sequence}
-            )
+            row.append({"score": score, "token": token, "token_str": decode([token], False), "sequence": sequence})
         result.append(row)
     return result[0] if single else result

@@ -51,9 +51,7 @@ def text_classification(
         values = powers / powers.sum(axis=-1, keepdims=True)
     if legacy:
         best = values.argmax(-1)
-        return [
-            {"label": labels[int(i)], "score": float(row[i])} for i, row in zip(best, values, strict=True)
-        ]
+        return [{"label": labels[int(i)], "score": float(row[i])} for i, row in zip(best, values, strict=True)]
     order = np.argsort(-values, axis=-1, kind="stable")[:, :top_k]
     return [
         [{"label": labels[int(i)], "score": float(row[i])} for i in ranks]
