@@ -16,7 +16,7 @@ from time import perf_counter
 import torch
 from torch import Tensor, nn
 
-from flodl.graph import (
+from flodl import (
     FlowBuilder,
     Graph,
     LearnedHalt,
@@ -24,7 +24,6 @@ from flodl.graph import (
     SoftmaxRouter,
     StateAdd,
     ThresholdHalt,
-    draw,
 )
 from flodl.monitor import Monitor
 from flodl.train.schedule import Cosine
@@ -207,8 +206,8 @@ def main(arguments: list[str]) -> int:
     graph.observe.export_trends(folder / "trends.csv")
     graph.observe.plot_html(folder / "trends.html")
     graph.observe.write_log(folder / "trends.log", 5)
-    (folder / "graph.dot").write_text(draw.dot(graph, profile), encoding="utf-8")
-    (folder / "graph.svg").write_text(draw.svg(graph, profile), encoding="utf-8")
+    (folder / "graph.dot").write_text(graph.dot(profiled=True), encoding="utf-8")
+    graph.svg(folder / "graph.svg", profiled=True)
 
     graph.save_checkpoint(folder / "showcase.safetensors")
     twin = build()

@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
+from os import PathLike
 from typing import TYPE_CHECKING
 
 from torch import nn
 
+from flodl.files import write_atomically
 from flodl.graph.layers import Box, Layout, lay_out
 from flodl.graph.nodes import Node
 
@@ -93,13 +95,21 @@ def dot(graph: Graph, profile: Profile | None = None) -> str:
     return "\n".join([*out, "}", ""])
 
 
-def svg(graph: Graph, profile: Profile | None = None) -> str:
+def svg(graph: Graph, profile: Profile | None = None, path: str | PathLike[str] | None = None) -> str:
     """Return the graph as an SVG picture, inputs above, made without Graphviz.
 
     Args:
         graph: the graph.
         profile: times to show and to colour the nodes by, green for fast to red for the slowest.
+        path: a file to write the picture to as well.
     """
+    picture = _svg_text(graph, profile)
+    if path is not None:
+        write_atomically(path, [picture.encode()])
+    return picture
+
+
+def _svg_text(graph: Graph, profile: Profile | None) -> str:
     shapes = _shapes(graph, profile)
     lines = _lines(graph)
     boxes = {shape.index: _box(shape) for shape in shapes}

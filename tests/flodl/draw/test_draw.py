@@ -107,6 +107,16 @@ def test_the_heat_map_goes_from_green_to_red(graph):
         assert "x1.5" in text
 
 
+def test_a_graph_draws_itself(graph, tmp_path):
+    assert graph.dot() == draw.dot(graph)
+    assert graph.svg(tmp_path / "g.svg") == draw.svg(graph) == (tmp_path / "g.svg").read_text(encoding="utf-8")
+    assert graph.dot(profiled=True) == graph.dot(), "nothing was profiled"
+    graph.observe.enable_profiling()
+    graph(torch.randn(3, 2), ctx=torch.randn(3, 4))
+    assert "Forward: " in graph.dot(profiled=True)
+    assert "Forward: " not in graph.svg()
+
+
 def test_a_measured_profile_is_drawn(graph):
     graph.observe.enable_profiling()
     graph(torch.randn(3, 2), ctx=torch.randn(3, 4))
