@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import normalizers
 
 from flodl.errors import TokenizerError
 from flodl_hf.tokenization.charsmap import CharsMap
 from flodl_hf.tokenization.compare import PROBES
+from flodl_hf.tokenization.pipeline import lowercase
 from flodl_hf.tokenization.sentencepiece import BPE, UNIGRAM, read_model
 from flodl_hf.tokenizer import Tokenizer
 
@@ -279,6 +281,11 @@ def test_deberta_splits_and_lowers_as_its_settings_say(train: Any, lower: bool, 
     config = json.dumps({"do_lower_case": lower, "split_by_punct": split}).encode()
     tokenizer = Tokenizer.from_files({"spm.model": data, "tokenizer_config.json": config}, model_type="deberta-v2")
     _assert_same(TEXTS, _ids(tokenizer, TEXTS), [_deberta(processor, t, lower, split) for t in TEXTS])
+
+
+@pytest.mark.parametrize("text", ["ΟΔΟΣ", "ΣΑΣ. Σ", "ΟΔΟΣ, Ο'ΣΑ", "İstanbul", "STRASSE ẞ", "Ǆ ΑΣ1"])
+def test_lower_case_is_that_of_python(text: str) -> None:
+    assert normalizers.Sequence(lowercase()).normalize_str(text) == text.lower()
 
 
 def test_deberta_numbers_the_mask_after_the_pieces(train: Any) -> None:
