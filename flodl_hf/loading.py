@@ -220,6 +220,7 @@ def plan_load(
     }
     renew = tuple(renew)
     fresh: set[str] = set()
+    misfits: set[str] = set()  # in the file, but not as they should be: named once, not also as missing
 
     for name, tensor in stored.items():
         canonical = names.canonical(name)
@@ -236,6 +237,7 @@ def plan_load(
             report.ignored[name] = f"written for the {source_head} head, and this is {head}"
             continue
         if tensor.dtype not in FLOATS:
+            misfits.add(ours)
             problems["wrong dtype"].append(f"{name}: found {tensor.dtype}; expected one of {', '.join(FLOATS)}")
             continue
         if tuple(tensor.shape) != tuple(targets[ours]):
@@ -243,6 +245,7 @@ def plan_load(
                 fresh.add(ours)
                 report.ignored[name] = f"has shape {list(tensor.shape)}; the new labels need {list(targets[ours])}"
                 continue
+            misfits.add(ours)
             problems["wrong shape"].append(f"{name}: found {list(tensor.shape)}; expected {list(targets[ours])}")
             continue
         if ours in placed:
@@ -269,7 +272,8 @@ def plan_load(
             ties.append(tie)
 
     covered = {tie.also for tie in ties}
-    missing = [ours for ours in targets if ours not in placed and ours not in covered and ours not in fresh]
+    found = placed.keys() | covered | fresh | misfits
+    missing = [ours for ours in targets if ours not in found]
     head_names = [ours for ours in targets if ours.startswith("head.") and ours not in covered]
     no_head = own_head is False or (source_head is None and not any(ours in placed for ours in head_names))
     for ours in missing:

@@ -155,7 +155,7 @@ def load_model(
 ) -> ModelT:
     """Return the filled model; see `EncoderModel.from_pretrained` for arguments and errors."""
     head = model_class.head
-    wanted = dtype_of(dtype)
+    wanted, attention = dtype_of(dtype), attention_name(attention)
     root, commit = resolve_folder(name_or_path, hub, MODEL_FILES)
     folder = transformer_folder(root)
     config = read_config_file(folder, ignore_config_keys)
@@ -204,7 +204,7 @@ def load_model(
         same_head=same_head,
         config_text=config.text or "",
     )
-    model.set_attention(attention_name(attention))
+    model.set_attention(attention)
     model.eval()
     return model.to(device) if device is not None else model
 
