@@ -105,6 +105,11 @@ def test_a_lying_header_length_is_refused_without_allocating(tmp_path, length):
         read_header(write(tmp_path / "x", {"w": ONE}, length=length))
 
 
+def test_a_gap_in_the_data_is_refused_though_the_file_is_long_enough(tmp_path):
+    with pytest.raises(CheckpointError, match="gap"):
+        read_header(write(tmp_path / "x", {"w": {**ONE, "data_offsets": [8, 16]}}, bytes(16)))
+
+
 def test_all_faulty_tensors_are_listed_at_once(tmp_path):
     header = {f"t{i}": {**ONE, "dtype": "XX"} for i in range(3)}
     with pytest.raises(CheckpointError) as caught:

@@ -15,6 +15,7 @@ from torch import nn
 from flodl.errors import GraphError, GraphPathError
 from flodl.graph import FlowBuilder
 from flodl.observe import Observer, Reduce
+from flodl.observe.page import curves_page
 from flodl.observe.words import duration_text, metric_text
 
 
@@ -95,6 +96,19 @@ def test_a_metric_absent_in_an_epoch_leaves_a_gap_there(tmp_path):
     assert (tmp_path / "t.csv").read_text() == (
         "epoch,always,once,bad\n1,0.00000000,,\n2,1.00000000,7.00000000,\n3,2.00000000,,\n"
     )
+
+
+def test_metrics_that_take_turns_keep_their_epochs():
+    observer = scalar_graph(0.0).observe
+    for name in "abab":
+        observer.record_scalar(name, 1)
+        observer.flush()
+    assert list(observer.trend("a").by_epoch()) == [0, 2]
+    assert list(observer.trend("b").by_epoch()) == [1, 3]
+    observer.reset_trend()
+    observer.record_scalar("b", 1)
+    observer.flush()
+    assert list(observer.trend("b").by_epoch()) == [0]
 
 
 def test_collect_takes_scalars_and_advises_for_the_rest():
@@ -266,6 +280,13 @@ def test_the_page_holds_hostile_names_as_inert_text(tmp_path):
     assert json.loads(island.group(1)) == [{"name": name, "values": [1.0, None]}]
     assert "innerHTML" not in page
     assert "http" not in page.replace("http-equiv", "")
+
+
+def test_the_heading_of_the_page_is_text():
+    page = curves_page("<script>1</script>", {"a": [1.0]}, subtitle="<b>&")
+    assert page.count("<script") == 2
+    assert "<b>" not in page
+    assert "&lt;script&gt;1&lt;/script&gt;" in page
 
 
 def test_the_pages_policy_allows_its_own_script_and_style_only(tmp_path):
