@@ -15,7 +15,7 @@ from typing import Any
 from flodl.errors import ConfigError, nearest, printable
 from flodl_hf.config_rows import COMMON_INERT, boolean, one_of, read_rows, refuse, triage
 from flodl_hf.config_rows import Row as Row
-from flodl_hf.families import FAMILIES
+from flodl_hf.families import families
 from flodl_hf.family import Family
 
 __all__ = ["MAX_CONFIG_BYTES", "PROBLEM_TYPES", "ModelConfig", "family_of", "read_json"]
@@ -219,7 +219,7 @@ def family_of(source: Mapping[str, Any], where: str) -> Family:
     Raises:
         ConfigError: no such key, or a type that is not among the families; the nearest is suggested.
     """
-    known = {family.model_type: family for family in FAMILIES}
+    known = {family.model_type: family for family in families()}
     model_type = source.get("model_type")
     if isinstance(model_type, str) and model_type in known:
         return known[model_type]

@@ -1,9 +1,15 @@
-"""The families this package knows. A new one is a file in this folder and a name in the tuple below."""
+"""The families this package knows. A new one is a file in this folder and a name in the tuple below.
 
+`register` adds one from outside the package; nothing is discovered by itself.
+"""
+
+from __future__ import annotations
+
+from flodl.errors import ConfigError, nearest
 from flodl_hf.families import albert, bert, camembert, deberta_v2, distilbert, roberta, xlm_roberta
 from flodl_hf.family import Family
 
-__all__ = ["FAMILIES"]
+__all__ = ["FAMILIES", "families", "register"]
 
 FAMILIES: tuple[Family, ...] = (
     bert.FAMILY,
@@ -14,3 +20,38 @@ FAMILIES: tuple[Family, ...] = (
     albert.FAMILY,
     deberta_v2.FAMILY,
 )
+
+_registered: dict[str, Family] = {}
+
+
+def families() -> tuple[Family, ...]:
+    """Return the families of this package, then those that were registered in this process."""
+    return (*FAMILIES, *_registered.values())
+
+
+def register(family: Family) -> Family:
+    """Make ``from_pretrained``, export and the command line of this process know a family; returns it.
+
+    Registering a ``model_type`` again replaces the former record, so that a notebook cell can be run twice.
+
+    Raises:
+        ConfigError: the package itself has a family of that ``model_type``, or a head is of no known task.
+    """
+    from flodl_hf.heads import HEADS
+
+    if any(family.model_type == own.model_type for own in FAMILIES):
+        raise ConfigError(
+            f"register: this package has a family {family.model_type!r} of its own; expected another model_type. "
+            "Derive an alias from it with FAMILY.renamed(...).",
+            problems=["model_type"],
+        )
+    tasks = [head.name for head in HEADS if head.name != "base"]
+    unknown = [name for name in family.heads if name not in tasks]
+    if unknown:
+        raise ConfigError(
+            f"register: {family.model_type} has a head {unknown[0]!r}{nearest(unknown[0], tasks)}; "
+            f"expected some of {', '.join(tasks)}",
+            problems=unknown,
+        )
+    _registered[family.model_type] = family
+    return family

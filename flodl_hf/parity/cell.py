@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flodl_hf.auto import head_named
-from flodl_hf.families import FAMILIES
+from flodl_hf.families import families
 from flodl_hf.family import Family
 from flodl_hf.heads import HEADS
 from flodl_hf.parity.inputs import AwkwardBatch, awkward_batches
@@ -47,7 +47,7 @@ class Cell:
     @property
     def record(self) -> Family:
         """The family's record."""
-        return next(family for family in FAMILIES if family.model_type == self.family)
+        return next(family for family in families() if family.model_type == self.family)
 
     @property
     def architecture(self) -> str:
@@ -59,7 +59,7 @@ def all_cells(size: str = "tiny") -> list[Cell]:
     """Return families x heads x variants, in the order of the tables."""
     return [
         Cell(family.model_type, head.name, variant)
-        for family in FAMILIES
+        for family in families()
         for variant in variants_of(family, size) or ("base",)
         for head in HEADS
     ]
