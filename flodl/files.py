@@ -8,7 +8,6 @@ mean is left to the callers; a whole folder published at once is the export room
 from __future__ import annotations
 
 import os
-import secrets
 import stat
 from collections.abc import Iterable
 from pathlib import Path
@@ -59,7 +58,7 @@ def write_atomically(path: str | os.PathLike[str], chunks: Iterable[bytes | memo
         Exception: whatever producing ``chunks`` raised.
     """
     target = Path(path)
-    sibling = target.with_name(f".{target.name[:200]}.{secrets.token_hex(6)}.tmp")
+    sibling = target.with_name(f".{target.name[:200]}.{os.urandom(6).hex()}.tmp")
     descriptor = os.open(sibling, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
     try:
         with os.fdopen(descriptor, "wb") as file:

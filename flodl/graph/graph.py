@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from flodl.errors import GraphError, GraphPathError
-from flodl.graph import draw, saving, summary, traces, tree
+from flodl.graph import saving, summary, traces, tree
 from flodl.graph.capture import require_value, run_captured
 from flodl.graph.children import ChildTable
 from flodl.graph.fingerprint import structural_hash
@@ -429,10 +429,14 @@ class Graph(nn.Module):
 
     def dot(self, *, profiled: bool = False) -> str:
         """Return the graph as DOT text; ``profiled`` shows the times of the last call, when it was profiled."""
+        from flodl.graph import draw
+
         return draw.dot(self, self.observe.profile() if profiled else None)
 
     def svg(self, path: str | os.PathLike[str] | None = None, *, profiled: bool = False) -> str:
         """Return the graph as an SVG picture, and write it when a path is given."""
+        from flodl.graph import draw
+
         return draw.svg(self, self.observe.profile() if profiled else None, path)
 
     # what nn.Module asks for
