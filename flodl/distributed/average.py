@@ -143,7 +143,7 @@ class BufferMean:
             mean = self._sum[:-1] / self._sum[-1].clamp(min=torch.finfo(torch.float64).tiny)
             steps = zip(floats, self._common, _parts(mean, floats), _parts(self._sent_change, floats), strict=True)
             for buffer, common, step, sent in steps:
-                since = buffer.to(torch.float64) - common - sent if keep_progress else None
+                since = (buffer.to(torch.float64) - common - sent).nan_to_num_(nan=0.0) if keep_progress else None
                 # rounded to what a checkpoint holds, so that a resumed run starts from the same bits
                 moved = torch.where(step == 0, common, common + step).to(buffer.dtype)
                 common.copy_(moved)

@@ -9,22 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import numpy as np
-
 from flodl.errors import TrainError
 
-__all__ = ["chunk_size", "epoch_order", "ranges", "ratios_from_ms", "split", "wants_chunk"]
-
-
-def epoch_order(samples: int, seed: int, epoch: int, shuffle: bool = True) -> np.ndarray:
-    """Return the sample numbers of one epoch in training order, int64 ``(samples,)``.
-
-    The order is a function of seed and epoch alone, so it needs no saved state and does not depend
-    on the number of ranks.
-    """
-    if not shuffle:
-        return np.arange(samples, dtype=np.int64)
-    return np.random.default_rng([seed & 0xFFFFFFFFFFFFFFFF, epoch]).permutation(samples)
+__all__ = ["chunk_size", "ranges", "ratios_from_ms", "split", "wants_chunk"]
 
 
 def split(total: int, ratios: Sequence[float], least: int = 1) -> list[int]:

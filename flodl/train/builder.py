@@ -371,7 +371,11 @@ class TrainerBuilder:
 
 
 def _run_rank(ranks: Ranks, plan: Plan) -> bytes | None:
-    trainer = plan.trainer(ranks)
+    def ask_host(metrics: EpochMetrics) -> Any:
+        ranks.pipe.send(("metrics", metrics))
+        return ranks.pipe.recv()
+
+    trainer = replace(plan, callbacks=replace(plan.callbacks, metrics_fn=ask_host)).trainer(ranks)
     if plan.listening and ranks.rank == 0:
         trainer.events.subscribe(lambda event: ranks.pipe.send(("event", event)))
     trainer.fit()

@@ -81,8 +81,8 @@ class RowFeed:
                 first, last = share.of(len(rows))
                 rows = rows[first:last]
             size = self.micro_batch_size or max(1, len(rows))
-            for start in range(0, len(rows), size):
-                yield number, rows[start : start + size]
+            for first, last in _pieces(0, len(rows), size, share):
+                yield number, rows[first:last]
 
     def work(self, epoch: int, turns: Iterable[int], share: Share | None) -> Iterator[tuple[int, list[Any]]]:
         """Yield ``(turn, micro-batches)``; batches are made ahead where the loader streams to a device."""
@@ -167,7 +167,14 @@ class StreamFeed:
         size = self.micro_batch_size or max(1, last - first)
         if (first, last) == (0, batch_len(batch)) and size >= last:
             return [batch]
-        return [_slice(batch, start, min(start + size, last), batch_len(batch)) for start in range(first, last, size)]
+        return [_slice(batch, *piece, batch_len(batch)) for piece in _pieces(first, last, size, share)]
+
+
+def _pieces(first: int, last: int, size: int, share: Share | None) -> list[tuple[int, int]]:
+    """Return ranges of ``size``, the last one larger where a remainder would be smaller than a share may be."""
+    least = share.least if share is not None else 1
+    starts = [start for start in range(first, last, max(size, least)) if start == first or last - start >= least]
+    return list(zip(starts, [*starts[1:], last], strict=True)) if first < last else []
 
 
 def _slice(batch: Any, first: int, last: int, total: int) -> Any:

@@ -31,7 +31,7 @@ from flodl.distributed.group import Ranks
 from flodl.errors import CheckpointError, TrainError
 from flodl.train.events import Event, Saved, SaveFailed, Warned
 
-__all__ = ["Checkpoint", "Keeper", "read_checkpoint"]
+__all__ = ["Checkpoint", "Keeper", "list_checkpoints", "read_checkpoint"]
 
 _NAME = re.compile(r"step-(\d+)(?:\.(\d+))?$")
 _FORMAT = "flodl-run/1"
@@ -110,6 +110,12 @@ def read_checkpoint(path: Path) -> Checkpoint:
         raise fault(f"{type(error).__name__}: {error}") from error
 
 
+def list_checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
+    """Return the checkpoints in ``folder``, oldest first."""
+    found = [(m, path) for path in Path(folder).glob("step-*") if (m := _NAME.match(path.name))]
+    return [path for m, path in sorted(found, key=lambda e: (int(e[0][1]), int(e[0][2] or 0)))]
+
+
 class Keeper:
     """Saves and finds the checkpoints of one run in one folder.
 
@@ -129,6 +135,7 @@ class Keeper:
         self._events: list[Event] = []
         self._serial = 0
         self._lock: int | None = None
+        self._given_up = threading.Event()
         if ranks.rank == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._hold_folder()
@@ -180,8 +187,14 @@ class Keeper:
         events, self._events = self._events, []
         return events
 
-    def close(self) -> None:
-        """Finish writing and free the folder."""
+    def close(self, *, give_up: bool = False) -> None:
+        """Finish writing and free the folder.
+
+        Args:
+            give_up: do not wait for the parts of other ranks, since one of them is lost.
+        """
+        if give_up and not self.ranks.solo:
+            self._given_up.set()
         self.join()
         if self._lock is not None:
             os.close(self._lock)
@@ -232,9 +245,8 @@ class Keeper:
         for rank in range(1, self.ranks.world):
             # Asking again and again, since a blocking request would keep the loop from the store.
             while not self.ranks.store.check([f"{key}/{rank}"]):
-                if time.monotonic() > until:
-                    raise OSError(f"rank {rank} did not write its part within {patience_s:.0f} s")
-                time.sleep(0.01)
+                if time.monotonic() > until or self._given_up.wait(0.01):
+                    raise OSError(f"rank {rank} did not write its part")
             reports.append(json.loads(self.ranks.store.get(f"{key}/{rank}")))
         return reports
 
@@ -261,8 +273,7 @@ class Keeper:
 
     def names(self) -> list[Path]:
         """Return the checkpoints in the folder, oldest first."""
-        found = [(m, path) for path in self.folder.glob("step-*") if (m := _NAME.match(path.name))]
-        return [path for m, path in sorted(found, key=lambda e: (int(e[0][1]), int(e[0][2] or 0)))]
+        return list_checkpoints(self.folder)
 
     def best_path(self) -> Path | None:
         """Return the checkpoint with the best value of the metric, the earliest on ties."""
@@ -308,6 +319,3 @@ def _space(folder: Path, error: Exception) -> str:
     with contextlib.suppress(OSError):
         return f" ({shutil.disk_usage(folder).free / 1e6:.1f} MB free at {folder})"
     return ""
-
-
-RunFiles = Callable[[], Files]

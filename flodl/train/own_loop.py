@@ -29,11 +29,11 @@ class OwnLoop(Trainer):
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the epochs from the present one (after a resume: where it stopped) to ``count`` - 1."""
-        self._begin_once()
-        with self.signals:
+        with self._leaving_cleanly():
+            self._begin_once()
             while self.epoch_number < count and not self.stopping:
                 yield self.epoch_number
-        self._end_run()
+            self._end_run()
 
     def _begin_once(self) -> None:
         if not self._begun:

@@ -183,7 +183,7 @@ class Step:
     def own_gradients(self, weight: float) -> None:
         """Take gradients that the user's own ``backward()`` left as means, standing for ``weight`` items."""
         grads = [p.grad for p in self._parameters() if p.grad is not None]
-        if self.share_gradients and self.compat is None and weight != 1:
+        if self.share_gradients and self.compat is None:
             torch._foreach_mul_(grads, float(weight))
         else:
             self._divided = True

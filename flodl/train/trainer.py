@@ -8,6 +8,8 @@ what is saved in `flodl.train.resume`.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -86,7 +88,8 @@ class Trainer:
             settings.checkpoint_activations(model)
         self.optimizer = _make_optimizer(model, optimizer, settings)
         self.precision = Precision(settings.precision, ranks.device)
-        schedule = settings.schedule(ranks.world) if callable(settings.schedule) else settings.schedule
+        # a copy, since a schedule that waits for plateaus changes, and the caller may run again
+        schedule = copy.deepcopy(settings.schedule(ranks.world) if callable(settings.schedule) else settings.schedule)
         self.rates = Rates(self.optimizer, schedule, ranks.world, settings.lr_scale_ratio)
         self.epoch_number = 0
         self.tally = Tally()
@@ -202,7 +205,7 @@ class Trainer:
                 "fit: found no data or no train_step; use Trainer.builder, or write the loop with epoch()."
             )
         self.step_.train_step = self._train_step
-        with self.signals:
+        with self._leaving_cleanly():
             self._begin_run()
             while self.epoch_number < self.settings.num_epochs and not self.stopping:
                 self._call("epoch_fn", self.epoch_number, self, may_stop=True)
@@ -221,7 +224,7 @@ class Trainer:
     def _work(self, feed: Feed) -> Iterator[tuple[int, list[Any]]]:
         """Yield this rank's part of what is left of the epoch, one optimiser step at a time."""
         for turns, ratios in self.policy.turns(feed.turns(self.epoch_number)):
-            share = Share(self.ranks.rank, ratios, self._least) if ratios is not None else None
+            share = Share(self.ranks.rank, ratios, self._least) if ratios else Share(0, (1.0,), self._least)
             self.ranks.phase("data")
             for turn, batches in feed.work(self.epoch_number, turns, share):
                 yield turn, batches
@@ -274,6 +277,8 @@ class Trainer:
         )
         if round_.held and not round_.all_dry:
             self._at_rest(round_.flags)
+        elif round_.all_dry:
+            self._left_over = round_.flags  # heeded when the epoch is closed
 
     def _at_rest(self, flags: Any) -> None:
         """All ranks are equal here and know the same; what they must decide alike is decided here."""
@@ -285,7 +290,7 @@ class Trainer:
             if flags[0]:
                 self._leave(128 + round(flags[1] / flags[0]))
             self.stopping = True
-        elif self._save_due():
+        elif self._save_due() and not self._epoch_ends():
             self.save()
         self.stopping = self.stopping or self._out_of_steps()
         self._tell_news()
@@ -296,6 +301,7 @@ class Trainer:
         return [float(bool(number)), float(number), float(self._wish_to_stop)]
 
     _wish_to_stop = False
+    _left_over: tuple[float, ...] = ()
 
     def stop(self) -> None:
         """Ask all ranks to stop at their next meeting; state is saved."""
@@ -311,6 +317,12 @@ class Trainer:
     def _save_due(self) -> bool:
         every = self.settings.save_every
         return bool(self.keeper and every and self.policy.steps // every > self._saved_at // every)
+
+    def _epoch_ends(self) -> bool:
+        """Return whether a save after the epoch follows at once."""
+        if not isinstance(self.policy, Sync) or self.feed is None or not self.settings.save_epochs:
+            return False
+        return self.policy.position >= self.feed.turns(self.epoch_number)
 
     def _out_of_steps(self) -> bool:
         return self.settings.max_steps is not None and self.policy.steps >= self.settings.max_steps
@@ -336,25 +348,18 @@ class Trainer:
         self.tally = Tally()
         self.rates.observe(metrics, self.settings.schedule_metric)
         self.events.emit(metrics)
-        wanted = self._tell_host(metrics)
+        wanted = self._call("metrics_fn", metrics) if self.ranks.rank == 0 else None
         every = self.settings.checkpoint_every
         if every and (done + 1) % every == 0 and self.ranks.rank == 0:
             self._call("checkpoint_fn", done + 1, self.model)
         if any(row[0] for row in self.ranks.table([float(wanted is False or self._wish_to_stop)])):
             self.stopping = True
-        if self.keeper and (self.settings.save_epochs or self.stopping):
+        self.stopping = self.stopping or self._out_of_steps()
+        if any(self._left_over):
+            self._at_rest(self._left_over)
+        elif self.keeper and (self.settings.save_epochs or self.stopping):
             self.save()
         self._tell_news()
-
-    def _tell_host(self, metrics: EpochMetrics) -> Any:
-        """Hand the epoch's figures to ``metrics_fn``, which lives in the process that started the ranks."""
-        if self.ranks.rank != 0:
-            return None
-        if self.ranks.pipe is not None:
-            self.ranks.phase("callback")
-            self.ranks.pipe.send(("metrics", metrics))
-            return self.ranks.pipe.recv()
-        return self._call("metrics_fn", metrics)
 
     def _evaluate(self) -> None:
         found = self.evaluator.run(self.model, self.ranks, self.precision, self.policy.steps)
@@ -389,6 +394,17 @@ class Trainer:
             return None
 
     # ---- beginning and ending ------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _leaving_cleanly(self) -> Iterator[None]:
+        """Listen to signals while inside, and free the checkpoint folder however the inside ends."""
+        try:
+            with self.signals:
+                yield
+        except BaseException:
+            if self.keeper is not None:
+                self.keeper.close(give_up=True)
+            raise
 
     def _begin_run(self) -> None:
         self.model.train()

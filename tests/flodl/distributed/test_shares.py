@@ -1,0 +1,80 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flodl.distributed.shares import chunk_size, ranges, ratios_from_ms, split, wants_chunk
+from flodl.errors import TrainError
+
+ratios = st.lists(st.floats(0, 100), min_size=1, max_size=6).filter(lambda values: max(values) > 1e-3)
+
+
+@settings(max_examples=150, deadline=None)
+@given(total=st.integers(0, 10_000), ratios=ratios)
+def test_parts_cover_everything_once_and_follow_the_ratios(total, ratios):
+    parts = split(total, ratios)
+    assert sum(parts) == total
+    for part, ratio in zip(parts, ratios, strict=True):
+        assert part >= 0
+        assert abs(part - total * ratio / sum(ratios)) <= 1 + 1e-6
+        assert ratio > 0 or part == 0
+    places = [i for a, b in ranges(parts) for i in range(a, b)]
+    assert places == list(range(total))
+
+
+@settings(max_examples=100, deadline=None)
+@given(total=st.integers(0, 60), ratios=ratios, least=st.integers(1, 4))
+def test_no_part_is_smaller_than_the_least_unless_all_together_are(total, ratios, least):
+    parts = split(total, ratios, least)
+    assert sum(parts) == total
+    if total >= least:
+        assert all(part == 0 or part >= least for part in parts) or max(parts) == total
+
+
+@pytest.mark.parametrize("ratios", [[], [0.0, 0.0], [-1.0, 2.0], [float("nan")], [float("inf"), 1.0]])
+def test_impossible_ratios_are_refused(ratios):
+    with pytest.raises(TrainError):
+        split(10, ratios)
+
+
+def test_shares_follow_speed_and_never_starve_a_rank():
+    assert ratios_from_ms([10, 25]) == pytest.approx([25 / 35, 10 / 35])
+    assert ratios_from_ms([10, 0]) == [0.5, 0.5]
+    assert min(ratios_from_ms([1, 1000])) > 0.04
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    total=st.integers(0, 400),
+    ms=st.lists(st.floats(1, 50), min_size=2, max_size=5),
+    counts=st.data(),
+)
+def test_ranks_that_take_chunks_at_their_own_speed_do_every_batch_once_and_end_together(total, ms, counts):
+    """A small simulation: each rank takes a chunk when it is free."""
+    slow = max(ms)
+    planned = [max(1, round(10 * slow / m)) for m in ms]
+    free = [0.0] * len(ms)
+    left, done = total, [0] * len(ms)
+    dry: set[int] = set()
+    while len(dry) < len(ms):
+        rank = min((r for r in range(len(ms)) if r not in dry), key=lambda r: free[r])
+        if not wants_chunk(left, ms, rank):
+            dry.add(rank)
+            continue
+        size = chunk_size(left, planned, rank)
+        assert 1 <= size <= left
+        left -= size
+        done[rank] += size
+        free[rank] += size * ms[rank]
+    assert left == 0
+    assert sum(done) == total
+    best = total / sum(1 / m for m in ms)
+    assert max(free) <= best + 2 * slow * (1 + len(ms) / 4)
+
+
+def test_the_fastest_rank_always_takes_and_a_slow_one_leaves_the_last_batches():
+    ms = [10.0, 25.0]
+    assert wants_chunk(1, ms, 0)
+    assert not wants_chunk(1, ms, 1)
+    assert wants_chunk(10, ms, 1)
+    assert wants_chunk(1, [0.0, 0.0], 1)
+    assert not wants_chunk(0, ms, 0)

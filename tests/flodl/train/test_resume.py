@@ -1,0 +1,366 @@
+"""A run killed anywhere and resumed ends with the same bits as one left alone."""
+
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import time
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from flodl.distributed import RankError, Ranks
+from flodl.errors import CheckpointError, TrainError
+from flodl.train import Loss, Saved, SaveFailed, Settings, Trainer, Warned, adamw, keeper, sgd
+from flodl.train.keeper import Keeper, list_checkpoints, read_checkpoint
+from flodl.train.schedule import Cosine, Plateau
+
+torch.set_num_threads(1)
+# The first optimiser of a process pays for imports; paid here, children that are forked below do not.
+torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+
+
+class Rows:
+    """Rows with random augmentation that draws from all three generators, the hardest case to resume."""
+
+    def __init__(self):
+        g = torch.Generator().manual_seed(1)
+        self.x, self.y = torch.randn(44, 6, generator=g), torch.randint(0, 3, (44,), generator=g)
+
+    def __len__(self):
+        return 44
+
+    def get(self, i):
+        noise = torch.randn(6) * 0.1 + float(np.random.rand()) * 0.1 + random.random() * 0.1
+        return {"x": self.x[i] + noise, "y": self.y[i]}
+
+
+def make_model(device):
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 3))
+
+
+def step(model, batch):
+    logits = model(batch["x"])
+    hits = (logits.argmax(1) == batch["y"]).sum()
+    return Loss(
+        cross_entropy(logits, batch["y"], reduction="sum"), len(batch["y"]), {"accuracy": (hits, len(batch["y"]))}
+    )
+
+
+def rmsprop(parameters):
+    return torch.optim.RMSprop(parameters, lr=1e-3, momentum=0.9)
+
+
+def builder(folder, *, ranks=1, optimizer=None, **settings):
+    base = {"save_every": 3, "seed": 11, "max_grad_norm": 1.0, "schedule": Cosine(1e-2, 1e-4, 24)}
+    made = Trainer.builder(make_model, optimizer or adamw(1e-2), step).dataset(Rows()).batch_size(6).num_epochs(3)
+    made.checkpoints(str(folder)).set(**{**base, **settings})
+    return made if ranks == 1 else made.devices(ranks, start="fork").policy(settings.get("policy", "sync"))
+
+
+def apart(call, *args):
+    """Start ``call`` in a process of its own, ready to be killed."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        process = multiprocessing.get_context("fork").Process(target=_quietly, args=(call, *args))
+        process.start()
+    return process
+
+
+def _quietly(call, *args):
+    out = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    call(*args)
+
+
+def finished(folder):
+    """The last checkpoint's tensors: weights, optimiser, random states of every rank."""
+    last = list_checkpoints(folder)[-1]
+    saved = read_checkpoint(last)
+    return {f"{file}/{name}": t for file, tensors in saved.tensors.items() for name, t in tensors.items()}
+
+
+def same_bits(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Uninterrupted runs by number of ranks."""
+    made = {}
+    for ranks in (1, 2):
+        folder = tmp_path_factory.mktemp(f"whole{ranks}")
+        process = apart(lambda f=folder, r=ranks: builder(f, ranks=r).run().join())
+        process.join()
+        assert process.exitcode == 0
+        made[ranks] = finished(folder)
+    return made
+
+
+def die_at_step(folder, ranks, number, victim=0):
+    """Train, and kill the process of ``victim`` by SIGKILL when it has done step ``number``."""
+
+    def boom(epoch, trainer):
+        def fall(event):
+            if type(event).__name__ == "StepDone" and event.step == number and trainer.ranks.rank == victim:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        trainer.events.subscribe(fall)
+
+    builder(folder, ranks=ranks).epoch_fn(boom).run().join()
+
+
+@pytest.mark.parametrize("number", range(1, 25))
+def test_killed_at_any_step_and_resumed(whole, tmp_path, number):
+    process = apart(die_at_step, tmp_path, 1, number)
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    builder(tmp_path).run().join()
+    assert same_bits(finished(tmp_path), whole[1])
+
+
+@pytest.mark.parametrize("number, victim", [(1, 1), (4, 0), (7, 1), (9, 0), (13, 1), (23, 1)])
+def test_two_ranks_one_killed_at_a_step_and_resumed(whole, tmp_path, number, victim):
+    with pytest.raises(RankError) as caught:
+        die_at_step(tmp_path, 2, number, victim)
+    assert caught.value.rank == victim
+    assert "SIGKILL" in caught.value.reason
+    builder(tmp_path, ranks=2).run().join()
+    assert same_bits(finished(tmp_path), whole[2])
+
+
+def die_in_save(folder, number):
+    """Kill this process in its ``number``-th call of write, rename or fsync of a folder."""
+    count = [0]
+
+    def fatal(call):
+        def torn(*args):
+            count[0] += 1
+            if count[0] == number:
+                if call is keeper_write:
+                    Path(args[0]).write_bytes(args[1][: len(args[1]) // 2])
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*args)
+
+        return torn
+
+    keeper_write = keeper._write
+    keeper._write, os.rename, keeper._sync_folder = fatal(keeper._write), fatal(os.rename), fatal(keeper._sync_folder)
+    builder(folder).run().join()
+
+
+@pytest.mark.parametrize("number", [*range(1, 21), 27, 33, 41])
+def test_killed_inside_a_save_and_resumed(whole, tmp_path, number):
+    process = apart(die_in_save, tmp_path, number)
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    builder(tmp_path).run().join()
+    assert same_bits(finished(tmp_path), whole[1])
+    assert not [p for p in tmp_path.iterdir() if p.name.startswith((".stage", ".gone"))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks, runs", [(1, 30), (2, 15)])
+def test_killed_ten_times_at_random_moments_and_resumed(whole, tmp_path, ranks, runs):
+    chance = random.Random(ranks)
+    for run in range(runs):
+        folder = tmp_path / str(run)
+        for _ in range(10):
+            process = apart(lambda f=folder: builder(f, ranks=ranks).run().join())
+            process.join(timeout=chance.uniform(0.02, 0.35 if ranks == 1 else 0.9))
+            process.kill()
+            process.join()
+        builder(folder, ranks=ranks).run().join()
+        assert same_bits(finished(folder), whole[ranks]), run
+        shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("optimizer", [sgd(1e-2, momentum=0.9), rmsprop], ids=["sgd", "rmsprop"])
+@pytest.mark.parametrize(
+    "settings", [{"accumulate": 3}, {"precision": "bf16"}, {"schedule": Plateau(1e-2, 1)}], ids=str
+)
+def test_stopped_and_resumed_under_other_recipes(tmp_path, optimizer, settings):
+    builder(tmp_path / "a", optimizer=optimizer, **settings).run().join()
+    builder(tmp_path / "b", optimizer=optimizer, max_steps=4, **settings).run().join()
+    builder(tmp_path / "b", optimizer=optimizer, **settings).run().join()
+    assert same_bits(finished(tmp_path / "a"), finished(tmp_path / "b"))
+
+
+def test_fp16_keeps_its_loss_scale_over_a_resume(tmp_path):
+    builder(tmp_path / "a", precision="fp16").run().join()
+    builder(tmp_path / "b", precision="fp16", max_steps=7).run().join()
+    builder(tmp_path / "b", precision="fp16").run().join()
+    assert same_bits(finished(tmp_path / "a"), finished(tmp_path / "b"))
+    state = json.loads((list_checkpoints(tmp_path / "b")[-1] / "rank-0-state.json").read_text())
+    assert state["precision"]["scale"] > 0
+
+
+def test_epoch_figures_do_not_notice_the_interruption(tmp_path):
+    straight = builder(tmp_path / "a").run().join().metrics
+    builder(tmp_path / "b", max_steps=11).run().join()
+    resumed = builder(tmp_path / "b").run().join().metrics
+    for one, other in zip(straight[-len(resumed) :], resumed, strict=True):
+        assert (one.epoch, one.loss, dict(one.metrics), one.samples) == (
+            other.epoch,
+            other.loss,
+            dict(other.metrics),
+            other.samples,
+        )
+    assert len(resumed) == 2
+
+
+# ---- damage ------------------------------------------------------------------------------------------
+
+
+def _damage(path, how):
+    if how == "missing":
+        path.unlink()
+    elif how == "empty":
+        path.write_bytes(b"")
+    elif how == "cut":
+        path.write_bytes(path.read_bytes()[:-7])
+    else:
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(bytes(data))
+
+
+@pytest.mark.parametrize("how", ["missing", "empty", "cut", "one bit"])
+def test_a_damaged_checkpoint_is_never_used_and_the_one_before_it_is(whole, tmp_path, how):
+    source = tmp_path / "source"
+    builder(source, max_steps=9).run().join()
+    [older, newest] = list_checkpoints(source)
+    for file in sorted(p.name for p in newest.iterdir()):
+        folder = tmp_path / f"{how} {file}"
+        shutil.copytree(source, folder)
+        _damage(folder / newest.name / file, how)
+        with pytest.raises(CheckpointError):
+            read_checkpoint(folder / newest.name)
+        said = []
+        builder(folder).subscribe(said.append, Warned).run().join()
+        assert newest.name in said[0].message
+        assert "before it" in said[0].message
+        assert same_bits(finished(folder), whole[1])
+    for path in (older, newest):
+        (path / "run.json").unlink()
+    with pytest.raises(CheckpointError, match="none of the 2"):
+        builder(source).run()
+
+
+@pytest.mark.parametrize(
+    "change, named",
+    [
+        ({"seed": 12}, "seed"),
+        ({"batch_size": 4}, "data.order.batch_size"),
+        ({"accumulate": 2}, "accumulate"),
+        ({"max_grad_norm": None}, "max_grad_norm"),
+        ({"schedule": Cosine(1e-2, 1e-4, 25)}, "schedule"),
+    ],
+)
+def test_another_recipe_is_refused_by_name_unless_allowed(tmp_path, change, named):
+    builder(tmp_path, max_steps=4).run().join()
+    with pytest.raises(TrainError) as caught:
+        builder(tmp_path, **change).run()
+    assert any(problem.startswith(f"{named}:") for problem in caught.value.problems), caught.value.problems
+    names = [problem.split(":")[0] for problem in caught.value.problems]
+    builder(tmp_path, **change).set(allow_change=tuple(names), max_steps=5).run().join()
+
+
+def test_another_optimizer_or_model_is_refused(tmp_path):
+    builder(tmp_path, max_steps=4).run().join()
+    with pytest.raises(TrainError, match="optimizer"):
+        builder(tmp_path, optimizer=sgd(0.1)).run()
+    other = Trainer.builder(lambda d: nn.Linear(6, 3), adamw(1e-2), step).dataset(Rows()).batch_size(6).num_epochs(3)
+    with pytest.raises(CheckpointError) as caught:
+        other.checkpoints(str(tmp_path)).set(seed=11, max_grad_norm=1.0, schedule=Cosine(1e-2, 1e-4, 24)).run()
+    assert any("0.weight" in problem for problem in caught.value.problems)
+
+
+# ---- disk ------------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_fails_the_save_and_neither_the_run_nor_earlier_checkpoints(whole, tmp_path, monkeypatch):
+    write = keeper._write
+    full = [False]
+
+    def limited(path, data):
+        if full[0]:
+            path.write_bytes(data[:10])
+            raise OSError(28, "No space left on device")
+        return write(path, data)
+
+    monkeypatch.setattr(keeper, "_write", limited)
+    events = []
+
+    def fill(event):
+        events.append(event)
+        if isinstance(event, Saved) and event.step == 6:
+            full[0] = True
+
+    trained = builder(tmp_path).subscribe(fill, Saved, SaveFailed).run().join()
+    failed = [event for event in events if isinstance(event, SaveFailed)]
+    assert failed
+    assert "No space left" in failed[0].reason
+    assert "MB free" in failed[0].reason
+    assert [p.name for p in list_checkpoints(tmp_path)] == ["step-00000003", "step-00000006"]
+    assert not list(tmp_path.glob(".stage*"))
+    expected = {k.removeprefix("model/"): v for k, v in whole[1].items() if k.startswith("model/")}
+    assert same_bits(trained.state_dict(), expected)
+
+
+def test_the_last_n_and_the_best_stay(tmp_path):
+    figures = iter([0.2, 0.9, 0.1, 0.3, 0.4])
+    run = builder(tmp_path, save_every=None, num_epochs=5, schedule=None, keep_last=2, keep_best="score")
+    run.eval_fn(lambda model: {"score": next(figures)}).run().join()
+    names = [p.name for p in list_checkpoints(tmp_path)]
+    assert names == ["step-00000016", "step-00000032", "step-00000040"]
+
+
+def test_two_runs_cannot_write_to_one_folder(tmp_path):
+    first = Keeper(tmp_path, Ranks())
+    second = Keeper.__new__(Keeper)
+    second.folder = tmp_path
+    with pytest.raises(TrainError, match="another run"):
+        second._hold_folder(patience_s=0.2)
+    first.close()
+    second._hold_folder(patience_s=0.2)
+    second.close = lambda: None
+
+
+# ---- signals ---------------------------------------------------------------------------------------
+
+
+def slowly(folder, ranks):
+    def nap(epoch, trainer):
+        trainer.events.subscribe(lambda event: time.sleep(0.02) if type(event).__name__ == "StepDone" else None)
+
+    builder(folder, ranks=ranks, save_every=None, save_epochs=False).epoch_fn(nap).run().join()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_finishes_the_step_saves_and_leaves(whole, tmp_path, ranks, number, code):
+    process = apart(slowly, tmp_path, ranks)
+    time.sleep(0.25 if ranks == 1 else 0.7)
+    begin = time.monotonic()
+    os.kill(process.pid, number)
+    process.join(timeout=20)
+    assert process.exitcode == code
+    assert time.monotonic() - begin < 5
+    [saved] = list_checkpoints(tmp_path)
+    assert 0 < read_checkpoint(saved).step < 24
+    builder(tmp_path, ranks=ranks, save_every=None, save_epochs=False).run().join()
+    assert same_bits(finished(tmp_path), whole[ranks])
+
+
+def test_settings_have_a_meaning_for_every_field():
+    text = Settings.__doc__ or ""
+    assert [name for name in Settings.__dataclass_fields__ if f"        {name}:" not in text] == []
