@@ -5,7 +5,7 @@ Transformers' class: ``BertForMaskedLM`` and its siblings.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from flodl.errors import PredictError
 from flodl_hf.heads.head import Head
-from flodl_hf.losses import check_labels, token_loss
 from flodl_hf.heads.scoring import ScoringModel
+from flodl_hf.losses import check_labels, token_loss
 from flodl_hf.outputs import MaskedLMOutput
 
 if TYPE_CHECKING:
@@ -59,19 +59,19 @@ class MaskedLM(ScoringModel):
 
     def fill_mask(
         self,
-        texts: str | Sequence[str],
+        texts: str | Iterable[str],
         *,
         top_k: int = 5,
         targets: Sequence[str] | None = None,
         untrained: bool = False,
         compat: Literal["transformers"] | None = None,
-    ) -> list[Any]:
+    ) -> list[Any] | Iterator[Any]:
         """Return for each mask of a text its most probable words, best first; for several texts a list of that.
 
         Masks of one text are filled independently. In a long text the window around each mask is read.
 
         Args:
-            texts: one text or several, each with at least one mask token.
+            texts: one text or several, each with at least one mask token; an iterator gives an iterator.
             top_k: proposals for each mask.
             targets: words to choose from instead of the whole vocabulary; a word of several tokens is scored
                 with as many masks.
@@ -82,6 +82,8 @@ class MaskedLM(ScoringModel):
             PredictError: a text has no mask, ``top_k`` is below 1, or the model has no tokenizer or an untrained
                 head.
         """
+        from flodl_hf.runtime.stream import stream
+
         tokenizer = self.ready("fill_mask", untrained=untrained)
         if tokenizer.mask_token is None or tokenizer.mask_token_id is None:
             raise PredictError(
@@ -89,7 +91,7 @@ class MaskedLM(ScoringModel):
             )
         if isinstance(texts, str):
             return self._fill(tokenizer, texts, top_k, targets, compat)
-        return [self._fill(tokenizer, text, top_k, targets, compat) for text in texts]
+        return stream(texts, lambda chunk: [self._fill(tokenizer, text, top_k, targets, compat) for text in chunk])
 
     def _fill(
         self, tokenizer: Tokenizer, text: str, top_k: int, targets: Sequence[str] | None, compat: str | None

@@ -175,10 +175,12 @@ def _questions(chunk: Sequence[Any]) -> tuple[list[str], list[str]]:
     for place, item in enumerate(chunk):
         pair = (item.get("question"), item.get("context")) if isinstance(item, Mapping) else item
         if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and all(isinstance(p, str) for p in pair)):
+            kinds = ", ".join(type(part).__name__ for part in pair) if isinstance(pair, (tuple, list)) else ""
+            found = f"({kinds})" if kinds else type(item).__name__
             raise PredictError(
-                f"answer: item {place} is {type(item).__name__}; expected (question, context)", place=place
+                f"answer: item {place} is {found}; expected (question, context), two strings", place=place
             )
-        question, context = pair
+        question, context = str(pair[0]), str(pair[1])
         if not question.strip() or not context.strip():
             empty = "question" if not question.strip() else "context"
             raise PredictError(f"answer: the {empty} of item {place} is empty; expected text", place=place)

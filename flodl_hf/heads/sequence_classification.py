@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from flodl_hf.heads.head import Head
-from flodl_hf.losses import check_labels, classification_loss
 from flodl_hf.heads.scoring import ScoringModel
+from flodl_hf.losses import check_labels, classification_loss
 from flodl_hf.outputs import SequenceClassificationOutput
 
 if TYPE_CHECKING:
@@ -99,24 +99,26 @@ class SequenceClassifier(ScoringModel):
 
     def zero_shot(
         self,
-        texts: str | Sequence[str],
+        texts: str | Iterable[str],
         labels: Sequence[str],
         *,
         template: str = "This example is {}.",
         multi_label: bool = False,
         strict: bool = False,
+        untrained: bool = False,
         compat: Literal["transformers"] | None = None,
-    ) -> list[Any] | dict[str, Any]:
+    ) -> list[Any] | dict[str, Any] | Iterator[Any]:
         """Return for each text the labels that a natural language inference model sees in it, best first.
 
         All pairs of texts and labels are run as one flat list.
 
         Args:
-            texts: one text or several.
+            texts: one text or several; an iterator gives an iterator.
             labels: the candidate labels.
             template: the hypothesis, with ``{}`` where the label goes.
             multi_label: whether several labels may be true at once.
             strict: raise on a text that does not fit into one window.
+            untrained: answer although parts of the model hold random values.
             compat: "transformers" gives the dictionaries of its pipeline.
 
         Raises:
@@ -125,28 +127,28 @@ class SequenceClassifier(ScoringModel):
         from flodl.errors import PredictError
         from flodl_hf.decode import contradiction_id, decode_zero_shot, entailment_id
         from flodl_hf.decode.compat import zero_shot_classification
+        from flodl_hf.runtime.stream import stream
 
-        self.ready("zero_shot")
-        sequences = [texts] if isinstance(texts, str) else list(texts)
-        if not labels or "{}" not in template:
+        self.ready("zero_shot", untrained=untrained)
+        if isinstance(labels, str) or not labels or "{}" not in template:
             raise PredictError(
-                "zero_shot: expected at least one label, and a template that has {} where the label goes"
+                "zero_shot: expected a list of at least one label, and a template that has {} where the label goes"
             )
-        pairs = [(text, template.format(label)) for text in sequences for label in labels]
-        encoded = self._encode(pairs, strict=strict or compat is not None, cut="first")
-        logits = self._logits(encoded)
-        if compat is not None:
-            found = zero_shot_classification(
-                logits, sequences, labels, self.config.labels, multi_label=multi_label
-            )
-            return found[0] if isinstance(texts, str) else found
-        entailment = entailment_id(self.config.labels)
-        results = decode_zero_shot(
-            logits, [labels] * len(sequences), entailment=entailment,
-            contradiction=contradiction_id(self.config.labels, entailment), multi_label=multi_label,
-            owners=encoded.owners, weights=encoded.counts,
-        )  # fmt: skip
-        return results[0] if isinstance(texts, str) else results
+        entailment = entailment_id(self.config.labels) if compat is None else 0
+
+        def step(chunk: list[str]) -> list[Any]:
+            pairs = [(text, template.format(label)) for text in chunk for label in labels]
+            encoded = self._encode(pairs, strict=strict or compat is not None, cut="first")
+            logits = self._logits(encoded)
+            if compat is not None:
+                return zero_shot_classification(logits, chunk, labels, self.config.labels, multi_label=multi_label)
+            return decode_zero_shot(
+                logits, [labels] * len(chunk), entailment=entailment,
+                contradiction=contradiction_id(self.config.labels, entailment), multi_label=multi_label,
+                owners=encoded.owners, weights=encoded.counts,
+            )  # fmt: skip
+
+        return step([texts])[0] if isinstance(texts, str) else stream(texts, step, window=256)
 
     def rerank(self, query: str, documents: Sequence[str], *, top_k: int | None = None) -> list[Ranked]:
         """Return the documents that fit the query, best first, with their places in the list.

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from torch import Tensor
 
 from flodl_hf.heads.head import Head
-from flodl_hf.losses import check_labels, token_loss
 from flodl_hf.heads.scoring import ScoringModel
+from flodl_hf.losses import check_labels, token_loss
 from flodl_hf.outputs import TokenClassificationOutput
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class TokenClassifier(ScoringModel):
                 entities.
             aggregation: what carries a label: "first" (a word has its first token's), "average", "max",
                 "simple" (each token its own), or "none" (one result a token).
-            ignore_labels: labels that are left out.
+            ignore_labels: labels that are left out; a text is one label.
             constrained: take the best sequence of labels that the tag scheme allows.
             words: texts are lists of words; ``words`` of each entity then says which.
             stride: tokens that neighbouring windows share.
@@ -83,6 +83,8 @@ class TokenClassifier(ScoringModel):
 
         tokenizer = self.ready("predict", untrained=untrained)
         scheme = TagScheme.detect(self.config.labels)
+        # Letters of a text would be taken for labels.
+        ignored = (ignore_labels,) if isinstance(ignore_labels, str) else ignore_labels
 
         def step(chunk: list[Any]) -> list[Any]:
             encoded = encode(
@@ -94,10 +96,10 @@ class TokenClassifier(ScoringModel):
             spans = [text.spans for text in joined] if joined else None
             logits = Engine(self).scores(encoded.rows)
             if compat is not None:
-                return self._as_transformers(logits, encoded, plain, spans, aggregation, ignore_labels)
+                return self._as_transformers(logits, encoded, plain, spans, aggregation, ignored)
             return decode_entities_batch(
                 logits, encoded.rows, plain, scheme, owners=encoded.owners, aggregation=aggregation,
-                ignore_labels=ignore_labels, constrained=constrained, word_spans=spans,
+                ignore_labels=ignored, constrained=constrained, word_spans=spans,
             )  # fmt: skip
 
         single = isinstance(texts, str) or (

@@ -276,10 +276,10 @@ def _decode(model: Any, head: str, scores: Callable[[list[Any]], list[Tensor]] |
 
     saved = engine.Engine.scores, engine.Engine.states, engine.Engine.scores_at
     if scores is not None:
-        engine.Engine.scores = lambda self, rows: scores(rows)  # type: ignore[method-assign]
-        engine.Engine.states = lambda self, rows: scores(rows)  # type: ignore[method-assign]
+        engine.Engine.scores = lambda self, rows: scores(list(rows))  # type: ignore[method-assign]
+        engine.Engine.states = lambda self, rows: scores(list(rows))  # type: ignore[method-assign]
         engine.Engine.scores_at = lambda self, rows, places: [  # type: ignore[method-assign]
-            s[torch.tensor(p)] for s, p in zip(scores(rows), places, strict=True)
+            s[torch.tensor(p)] for s, p in zip(scores(list(rows)), places, strict=True)
         ]
     try:
         if head == "sequence_classification":
