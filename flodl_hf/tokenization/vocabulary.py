@@ -203,6 +203,19 @@ class Vocabulary:
                 text = text.replace(old, new)
         return text
 
+    def convert_tokens_to_string(self, tokens: Sequence[str]) -> str:
+        """Return the text of tokens as the vocabulary writes them; without a decoder they are joined by spaces."""
+        decoder = self._inner.decoder
+        if decoder is None:
+            return " ".join(tokens)
+        with guarded("joining tokens", "pass tokens of this tokenizer", tokens):
+            return decoder.decode(list(tokens))
+
+    @property
+    def continuing_prefix(self) -> str | None:
+        """What marks a piece inside a word, such as ``"##"``, or ``None`` where word starts are marked instead."""
+        return getattr(self._inner.model, "continuing_subword_prefix", None) or None
+
     def batch_decode(self, sequences: Any, skip_special_tokens: bool = False, **options: Any) -> list[str]:
         """Return the text of each sequence of ids; options as in [decode][]."""
         return [self.decode(ids, skip_special_tokens, **options) for ids in sequences]
