@@ -17,9 +17,39 @@ from flodl_hf.families import FAMILIES
 from flodl_hf.model import EncoderModel
 from flodl_hf.tokenizer import Tokenizer
 
-WORDS = "the a cat dog sat on mat ran good bad film is was not very ada lives in paris works for acme corp".split()
+WORDS = [
+    "the",
+    "a",
+    "cat",
+    "dog",
+    "sat",
+    "on",
+    "mat",
+    "ran",
+    "good",
+    "bad",
+    "film",
+    "is",
+    "was",
+    "not",
+    "very",
+    "ada",
+    "lives",
+    "in",
+    "paris",
+    "works",
+    "for",
+    "acme",
+    "corp",
+]
 SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-VOCABULARY = [*SPECIALS, *WORDS, *[f"##{c}" for c in "abcdefghijklmnopqrstuvwxyz"], *"abcdefghijklmnopqrstuvwxyz", *".,!?'"]
+VOCABULARY = [
+    *SPECIALS,
+    *WORDS,
+    *[f"##{c}" for c in "abcdefghijklmnopqrstuvwxyz"],
+    *"abcdefghijklmnopqrstuvwxyz",
+    *".,!?'",
+]
 
 # The fewest settings each family needs; keys are those of its config.json.
 TINY: dict[str, dict[str, Any]] = {}
@@ -65,6 +95,7 @@ def make(tokenizer: Tokenizer) -> Make:
             for name, parameter in model.graph.named_parameters():
                 if "norm" not in name:
                     parameter.normal_(0, 0.3)
+        model.mark_untrained(())
         model.tokenizer = tokenizer
         return model.eval()
 
@@ -79,3 +110,38 @@ def saved(make: Make, tmp_path: Path) -> Callable[..., Path]:
         return make(model_type, head, **settings).save_pretrained(tmp_path / f"{model_type}-{head}")
 
     return write
+
+
+Crafted = Callable[..., EncoderModel]
+
+
+@pytest.fixture
+def crafted(make: Make) -> Crafted:
+    """Return a maker of models whose right answer is known, because it depends on the token alone.
+
+    A word's state is one-hot at its class, whatever stands around it: attention and feed-forward add nothing.
+    With ``mix`` every token is also given the mean of its row, so that whole texts can be told apart.
+    """
+
+    def build(
+        head: str, classes: dict[str, int], model_type: str = "bert", *,
+        other: int = -1, mix: float = 0.0, sure: float = 3.0, **settings: Any,
+    ) -> EncoderModel:  # fmt: skip
+        model = make(model_type, head, **settings)
+        width = model.config.encoder.hidden_size
+        with torch.no_grad():
+            for name, parameter in model.graph.named_parameters():
+                parameter.fill_(1.0 if "norm" in name and name.endswith("weight") else 0.0)
+            words = model.graph.get_parameter("encoder.embeddings.word.weight")
+            for word, place in {token: i for i, token in enumerate(VOCABULARY)}.items():
+                words[place, classes.get(word, other)] = 1.0
+            for name, parameter in model.graph.named_parameters():
+                if name.endswith(("attention.value.weight", "attention.output.weight")):
+                    parameter.copy_(torch.eye(width) * mix)
+                elif name.endswith(("projection.weight", "pooler.dense.weight", "head.dense.weight")):
+                    parameter.copy_(torch.eye(*parameter.shape))
+                elif name.startswith("head.") and name.endswith(("classifier.weight", "spans.weight")):
+                    parameter.copy_(torch.eye(*parameter.shape) * sure)
+        return model.eval()
+
+    return build

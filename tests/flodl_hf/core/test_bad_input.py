@@ -14,8 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from flodl.errors import CheckpointError, ConfigError, FlodlError, HubError, TokenizerError, UnsafeFileError
-from flodl_hf import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoModelForTokenClassification, load
+from flodl.errors import CheckpointError, ConfigError, FlodlError, TokenizerError, UnsafeFileError
 from flodl_hf.auto import head_named
 from flodl_hf.families import FAMILIES
 
@@ -152,7 +151,7 @@ WEIGHT_CASES = [
         ("index.json", re.escape("../outside.safetensors")),
     ),
     Case("an index with an absolute path", sharded(lambda f, i: i["weight_map"].update({QUERY: "/etc/passwd"})), UnsafeFileError, ("index.json", "/etc/passwd")),
-    Case("an index that names the wrong shard", sharded(lambda f, i: i["weight_map"].update({name: "model-00001-of-00002.safetensors" for name in i["weight_map"]})), CheckpointError, ("model-0000", "index|expected")),
+    Case("an index that names the wrong shard", sharded(lambda f, i: i["weight_map"].update(dict.fromkeys(i["weight_map"], "model-00001-of-00002.safetensors"))), CheckpointError, ("model-0000", "index|expected")),
     Case("an index without a map", sharded(lambda f, i: i.pop("weight_map")), CheckpointError, ("index.json", "weight_map")),
     Case("an index that is no table", sharded(lambda f, i: i.update(weight_map=["x"])), CheckpointError, ("index.json", "weight_map")),
 ]  # fmt: skip
@@ -231,7 +230,9 @@ CASES = [*WEIGHT_CASES, *CONFIG_CASES, *TOKENIZER_CASES, *ARGUMENT_CASES]
 def held_open(folder: Path) -> list[str]:
     """Return what this process still has mapped or open below ``folder``."""
     maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(folder) in line]
-    return maps + [str(p.resolve()) for p in Path("/proc/self/fd").iterdir() if str(p.resolve()).startswith(str(folder))]
+    return maps + [
+        str(p.resolve()) for p in Path("/proc/self/fd").iterdir() if str(p.resolve()).startswith(str(folder))
+    ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

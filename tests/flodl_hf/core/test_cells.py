@@ -12,7 +12,7 @@ from flodl_hf import load
 from flodl_hf.auto import head_named
 from flodl_hf.families import FAMILIES
 from flodl_hf.heads import HEADS
-from flodl_hf.layout import Packed
+from flodl_hf.layout import Packed, Padded
 from flodl_hf.model import EncoderModel
 
 CELLS = [(f.model_type, h.name) for f in FAMILIES for h in HEADS if h.name == "base" or h.name in f.heads]
@@ -101,9 +101,7 @@ def test_half_precision_is_finite_and_near(make: Make, model_type: str, head: st
 
 
 @cells
-def test_a_loaded_model_is_the_saved_one(
-    make: Make, saved: Callable[..., Path], model_type: str, head: str
-) -> None:
+def test_a_loaded_model_is_the_saved_one(make: Make, saved: Callable[..., Path], model_type: str, head: str) -> None:
     model, again = make(model_type, head), load(saved(model_type, head))
     assert type(again) is head_named(head).model
     ours, theirs = model.graph.state_dict(), again.graph.state_dict()
@@ -125,11 +123,11 @@ def test_names_are_one_to_one_at_the_models_own_size(make: Make, model_type: str
 @cells
 def test_graphs_compile_without_a_break(make: Make, model_type: str, head: str) -> None:
     model = make(model_type, head)
-    inputs, rows = padded_batch(model)
-    from flodl_hf.layout import Padded
-
+    inputs, _ = padded_batch(model)
     layout = Padded.of(inputs["attention_mask"])
     torch._dynamo.reset()
     compiled = torch.compile(model.graph, fullgraph=True, backend="eager")
     with torch.no_grad():
-        assert torch.equal(compiled(inputs["input_ids"], layout=layout), model.graph(inputs["input_ids"], layout=layout))
+        assert torch.equal(
+            compiled(inputs["input_ids"], layout=layout), model.graph(inputs["input_ids"], layout=layout)
+        )
