@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, rendezvous  # pyright: ignore[reportPrivateImportUsage]
 
-from flodl.distributed.board import PHASES, Board
+from flodl.distributed.board import Board
 from flodl.errors import DeviceError, TrainError
 
 __all__ = ["Ranks", "join_ranks", "under_torchrun"]
@@ -255,12 +256,14 @@ def join_ranks(
     ranks = Ranks(rank, world, local_rank, chosen, board=board or Board(world), attempt=attempt)
     ranks.phase("rendezvous")
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
+    if store is None:
+        # Under a prefix of this attempt: after a restart the launcher's store still has the addresses
+        # of the ranks that are gone.
+        limit = timedelta(seconds=timeout_s)
+        found, rank, world = next(iter(rendezvous("env://", rank, world, timeout=limit)))
+        store = PrefixStore(f"attempt{attempt}", found)
     if not dist.is_initialized():
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s))
-    shared = store if store is not None else dist.distributed_c10d._get_default_store()
-    ranks.store = dist.PrefixStore("flodl", shared)
+    ranks.store = PrefixStore("flodl", store)
     ranks._pulse = _Pulse(ranks, parent)
     return ranks
-
-
-assert len(set(PHASES)) == len(PHASES)

@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from flodl.distributed.board import Board
 from flodl.distributed.group import join_ranks
@@ -86,7 +86,7 @@ class Crew:
         self._start()
 
     def _start(self) -> None:
-        context = multiprocessing.get_context(self.start)
+        context: Any = multiprocessing.get_context(self.start)
         self.board = Board.shared(self.world, context)
         self._store = None  # a store left from before the failure, with its threads
         self.results = {}
@@ -113,7 +113,7 @@ class Crew:
                 cause=str(error),
             ) from error
         # Only now: a process forked beside the store's threads may inherit a lock that one of them holds.
-        self._store = dist.TCPStore(
+        self._store = TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=self.timeout_s)
         )
         for rank in range(self.world):
@@ -283,13 +283,13 @@ def _rank_main(fn: Callable[..., Any], args: tuple[Any, ...], seat: _Seat, board
         torch.set_num_threads(max(1, torch.get_num_threads() // seat.world))
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         port = pipe.recv()
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=seat.timeout_s))
+        store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=seat.timeout_s))
         ranks = join_ranks(
             rank=seat.rank,
             world=seat.world,
             local_rank=seat.rank,
             device=seat.device,
-            store=dist.PrefixStore(f"attempt{seat.attempt}", store),
+            store=PrefixStore(f"attempt{seat.attempt}", store),
             board=board,
             attempt=seat.attempt,
             parent=seat.parent,

@@ -438,7 +438,7 @@ def _probe_ms(device: torch.device) -> float:
         torch.cuda.synchronize(device)
         begin = time.perf_counter()
         for _ in range(4):
-            square @ square
+            torch.mm(square, square)
         torch.cuda.synchronize(device)
         tries.append((time.perf_counter() - begin) * 1e3)
     return min(tries[1:])

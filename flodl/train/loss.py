@@ -79,7 +79,7 @@ def as_loss(value: Any, samples: int) -> Loss:
     if isinstance(value, tuple) and len(value) == 2:
         value = Loss(*value)
     elif not isinstance(value, (Loss, torch.Tensor)) and isinstance(getattr(value, "loss", None), torch.Tensor):
-        value = Loss.mean(value.loss, samples)
+        value = Loss.mean(getattr(value, "loss"), samples)  # noqa: B009
     elif isinstance(value, torch.Tensor):
         value = Loss.mean(value, samples)
     if not isinstance(value, Loss) or not isinstance(value.sum, torch.Tensor) or value.sum.numel() != 1:

@@ -124,7 +124,7 @@ class OwnLoop(Trainer):
         if not self._earlier and self._batches:
             if self._batches > 1:
                 raise TrainError(
-                    f"step: {self._batches} micro-batches were given out and loss.backward() was called on them directly, "
+                    f"step: {self._batches} micro-batches came and loss.backward() was called on them directly, "
                     "so their weights are unknown. Call trainer.backward(loss) instead."
                 )
             step.own_gradients(float(self._samples))

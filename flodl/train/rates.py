@@ -31,7 +31,8 @@ class Rates:
                 f"schedule: found {type(schedule).__name__}; expected an object with lr(step), such as those of "
                 "flodl.train.schedule, or a function of the number of ranks that returns one."
             )
-        self.optimizer, self.schedule = optimizer, schedule
+        self.optimizer = optimizer
+        self.schedule: Any = schedule
         self.factor = 1 + (world - 1) * ratio
         base = optimizer.defaults.get("lr")
         for group in optimizer.param_groups:

@@ -151,7 +151,7 @@ def _new_rank(trainer: Trainer, world: int) -> Any:
     return Warned(
         rank=trainer.ranks.rank,
         step=0,
-        message=f"the checkpoint was written by {world} ranks; rank {trainer.ranks.rank} starts its random generators anew",
+        message=f"the checkpoint was written by {world} ranks; rank {trainer.ranks.rank} starts new random states",
     )
 
 

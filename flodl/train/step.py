@@ -184,7 +184,7 @@ class Step:
         """Take gradients that the user's own ``backward()`` left as means, standing for ``weight`` items."""
         grads = [p.grad for p in self._parameters() if p.grad is not None]
         if self.share_gradients and self.compat is None:
-            torch._foreach_mul_(grads, float(weight))
+            torch._foreach_mul_(grads, float(weight))  # pyright: ignore[reportPrivateImportUsage]
         else:
             self._divided = True
         self._totals = torch.tensor([0.0, weight], dtype=torch.float64, device=self.ranks.device)
@@ -295,7 +295,7 @@ class Step:
 def _divide(grads: Sequence[torch.Tensor], count: float) -> None:
     """Divide in place, each gradient by the count in its own precision."""
     if count != 1:
-        torch._foreach_div_(list(grads), float(count))
+        torch._foreach_div_(list(grads), float(count))  # pyright: ignore[reportPrivateImportUsage]
 
 
 class _Timed:

@@ -26,7 +26,7 @@ from flodl.distributed.timeline import Timeline
 from flodl.errors import TrainError
 from flodl.train import resume
 from flodl.train.evaluate import Callbacks, Evaluator
-from flodl.train.events import EpochMetrics, EvalDone, Events, RunDone, RunStarted, StepDone, Synced, Warned
+from flodl.train.events import EvalDone, Events, RunDone, RunStarted, StepDone, Synced, Warned
 from flodl.train.feed import Feed, Share
 from flodl.train.keeper import Keeper
 from flodl.train.optimizers import OptimizerFactory
@@ -163,7 +163,7 @@ class Trainer:
 
     @staticmethod
     def setup_head(head: Any, *, optimizer: OptimizerMaker, **settings: Any) -> OwnLoop:
-        """Return `setup` of the graph that ``head`` holds (``head.graph``, an attribute or a method), or of ``head``."""
+        """Return `setup` of the graph that ``head`` holds (``head.graph``, attribute or method), or of ``head``."""
         graph = getattr(head, "graph", head)
         graph = graph if isinstance(graph, nn.Module) else graph()
         return Trainer.setup(graph, optimizer=optimizer, **settings)

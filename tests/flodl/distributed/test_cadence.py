@@ -18,7 +18,7 @@ def test_the_worked_example_two_ranks_one_two_and_a_half_times_slower():
     assert (che.anchor, che.counts) == (40, (100, 40))
 
 
-@pytest.mark.parametrize("world, anchor", [(1, 10), (2, 0)])
+@pytest.mark.parametrize(("world", "anchor"), [(1, 10), (2, 0)])
 def test_fewer_than_two_ranks_or_no_anchor_are_refused(world, anchor):
     with pytest.raises(TrainError):
         ElChe.start(world, anchor)
@@ -37,7 +37,7 @@ def test_a_change_within_ten_percent_is_ignored_and_a_larger_one_applied():
 
 
 @pytest.mark.parametrize(
-    "new, alpha",
+    ("new", "alpha"),
     [(10.1, 0.1), (13.0, 0.3), (100.0, 0.8)],
     ids=["at least 0.1", "the relative error", "at most 0.8"],
 )
@@ -54,7 +54,7 @@ def test_the_anchor_shrinks_by_one_when_sync_is_cheap_but_not_beneath_its_start(
     assert che.anchor == 10
 
 
-@pytest.mark.parametrize("target, held", [(0.001, 0.01), (0.2, 0.2), (3.0, 0.5)])
+@pytest.mark.parametrize(("target", "held"), [(0.001, 0.01), (0.2, 0.2), (3.0, 0.5)])
 def test_the_overhead_target_is_held_within_its_range(target, held):
     assert ElChe.start(2).with_overhead_target(target).overhead_target == held
 
@@ -78,7 +78,7 @@ def test_a_speed_hint_gives_the_slow_rank_the_anchor():
             che.with_speed_ratio(slow, ratio)
 
 
-@pytest.mark.parametrize("factor, anchor", [(0.5, 20), (0.01, 4), (2.0, 40), (1.0, 40)])
+@pytest.mark.parametrize(("factor", "anchor"), [(0.5, 20), (0.01, 4), (2.0, 40), (1.0, 40)])
 def test_a_nudge_lowers_the_anchor_within_bounds_and_beneath_its_start(factor, anchor):
     che = ElChe.start(2, anchor=10).report_timing((100, 250), (10, 10), 100)
     assert che.anchor == 40
@@ -88,7 +88,7 @@ def test_a_nudge_lowers_the_anchor_within_bounds_and_beneath_its_start(factor, a
 
 
 @pytest.mark.parametrize(
-    "counts, limit, cut",
+    ("counts", "limit", "cut"),
     [((25, 10), 14, (10, 4)), ((25, 10), 35, (25, 10)), ((10, 10, 10), 10, (4, 3, 3)), ((9, 1), 2, (1, 1))],
 )
 def test_clamp_total_cuts_in_proportion(counts, limit, cut):

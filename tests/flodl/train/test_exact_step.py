@@ -236,7 +236,7 @@ def test_one_micro_batch_on_one_rank_is_a_plain_loop_to_the_bit(head):
     assert losses == pytest.approx(expected_losses, rel=1e-6)
 
 
-@pytest.mark.parametrize("world, parts", [(1, 4), (2, 1), (2, 2), (3, 2)])
+@pytest.mark.parametrize(("world", "parts"), [(1, 4), (2, 1), (2, 2), (3, 2)])
 def test_compat_transformers_inflates_by_accumulation_times_processes(pools, world, parts):
     case = {
         "head": "sequence",

@@ -114,7 +114,7 @@ def test_a_speed_hint_and_lockstep_are_accepted():
 
 @pytest.mark.parametrize("policy", ["cadence", "async"])
 def test_killed_between_epochs_the_next_run_goes_on(tmp_path, policy):
-    first, _ = run(2, policy, folder=str(tmp_path), max_steps=20, save_every=5, anchor=2, max_anchor=2)
+    run(2, policy, folder=str(tmp_path), max_steps=20, save_every=5, anchor=2, max_anchor=2)
     again, events = run(2, policy, folder=str(tmp_path), resume=True, anchor=2, max_anchor=2)
     started = next(event for event in events if isinstance(event, RunStarted))
     assert started.resumed_from is not None
@@ -123,7 +123,9 @@ def test_killed_between_epochs_the_next_run_goes_on(tmp_path, policy):
     assert [m.epoch for m in again.metrics] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("policy, before, after", [("sync", 2, 3), ("sync", 3, 1), ("cadence", 3, 2), ("async", 2, 3)])
+@pytest.mark.parametrize(
+    ("policy", "before", "after"), [("sync", 2, 3), ("sync", 3, 1), ("cadence", 3, 2), ("async", 2, 3)]
+)
 def test_another_number_of_ranks_takes_up_the_rest_of_the_epoch(tmp_path, policy, before, after):
     run(before, policy, folder=str(tmp_path), max_steps=12, anchor=2, max_anchor=2)
     allowed = ("world_size", "policy")

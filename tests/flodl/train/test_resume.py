@@ -127,7 +127,7 @@ def test_killed_at_any_step_and_resumed(whole, tmp_path, number):
     assert same_bits(finished(tmp_path), whole[1])
 
 
-@pytest.mark.parametrize("number, victim", [(1, 1), (4, 0), (7, 1), (9, 0), (13, 1), (23, 1)])
+@pytest.mark.parametrize(("number", "victim"), [(1, 1), (4, 0), (7, 1), (9, 0), (13, 1), (23, 1)])
 def test_two_ranks_one_killed_at_a_step_and_resumed(whole, tmp_path, number, victim):
     with pytest.raises(RankError) as caught:
         die_at_step(tmp_path, 2, number, victim)
@@ -168,7 +168,7 @@ def test_killed_inside_a_save_and_resumed(whole, tmp_path, number):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks, runs", [(1, 30), (2, 15)])
+@pytest.mark.parametrize(("ranks", "runs"), [(1, 30), (2, 15)])
 def test_killed_ten_times_at_random_moments_and_resumed(whole, tmp_path, ranks, runs):
     chance = random.Random(ranks)
     for run in range(runs):
@@ -256,7 +256,7 @@ def test_a_damaged_checkpoint_is_never_used_and_the_one_before_it_is(whole, tmp_
 
 
 @pytest.mark.parametrize(
-    "change, named",
+    ("change", "named"),
     [
         ({"seed": 12}, "seed"),
         ({"batch_size": 4}, "data.order.batch_size"),
@@ -346,7 +346,7 @@ def slowly(folder, ranks):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_finishes_the_step_saves_and_leaves(whole, tmp_path, ranks, number, code):
     process = apart(slowly, tmp_path, ranks)
     time.sleep(0.25 if ranks == 1 else 0.7)

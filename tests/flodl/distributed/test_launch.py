@@ -1,0 +1,173 @@
+"""Ranks that fail are noticed in bounded time, and the error says who, where and why."""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from flodl.distributed import RankError, launch
+from flodl.errors import TrainError
+
+torch.set_num_threads(1)
+
+
+def work(ranks, fault, phase, victim):
+    ranks.barrier()
+    ranks.phase(phase, 7)
+    if ranks.rank == victim:
+        match fault:
+            case "SIGKILL":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "SIGSTOP":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "exception":
+                raise ValueError("no such colour")
+            case "exit":
+                os._exit(0)
+            case "memory":
+                raise torch.OutOfMemoryError("tried to allocate 9 TiB")
+    ranks.barrier()
+    return ranks.rank
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize(
+    ("fault", "phase", "reason"),
+    [
+        ("SIGKILL", "forward", "killed by SIGKILL"),
+        ("exception", "backward", "ValueError: no such colour"),
+        ("exit", "optimiser", "exit code 0 before its work was done"),
+        ("memory", "averaging", "tried to allocate"),
+        ("SIGSTOP", "data", "frozen"),
+    ],
+)
+def test_the_error_names_the_rank_its_phase_step_and_reason(fault, phase, reason, victim):
+    begin = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        launch(work, (fault, phase, victim), ranks=3, start="fork", frozen_after_s=2).wait()
+    error = caught.value
+    assert (error.rank, error.phase, error.step) == (victim, phase, 7)
+    assert reason in error.reason
+    assert f"rank {victim} of 3" in str(error)
+    if fault == "exception":
+        assert "raise ValueError" in error.trace
+    assert time.monotonic() - begin < (8 if fault == "SIGSTOP" else 5)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(error.pid, 0)
+        pytest.fail(f"rank {victim} still runs")
+
+
+def flaky(ranks, path):
+    ranks.barrier()
+    if ranks.rank == 1 and ranks.attempt < 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    ranks.barrier()
+    return ranks.attempt
+
+
+def test_ranks_are_started_again_as_often_as_allowed(tmp_path):
+    assert launch(flaky, (str(tmp_path),), ranks=2, start="fork", max_restarts=2).wait() == [2, 2]
+    with pytest.raises(RankError):
+        launch(flaky, (str(tmp_path),), ranks=2, start="fork", max_restarts=1).wait()
+
+
+def collectives(ranks):
+    total = ranks.sum_(torch.tensor([ranks.rank + 1.0]))
+    told = ranks.tell({"from": ranks.rank}, source=1)
+    return total.item(), told, ranks.gather(ranks.rank * 2), ranks.table([ranks.rank, 5])
+
+
+def test_collectives_give_every_rank_the_same():
+    results = launch(collectives, ranks=3, start="fork").wait()
+    assert results == [(6.0, {"from": 1}, [0, 2, 4], [[0, 5], [1, 5], [2, 5]])] * 3
+
+
+def test_what_cannot_be_sent_to_a_new_process_is_told_so():
+    with pytest.raises(TrainError, match="top of a module"):
+        launch(lambda ranks: None, ranks=2, start="spawn")
+    with pytest.raises(TrainError, match="3 devices for 2 ranks"):
+        launch(work, ranks=2, device=["cpu"] * 3)
+
+
+def sleeper(ranks, path):
+    with open(f"{path}/{ranks.rank}", "w") as file:
+        file.write(str(os.getpid()))
+    time.sleep(60)
+
+
+def boss(path):
+    launch(sleeper, (path,), ranks=2, start="fork").wait()
+
+
+def test_no_rank_outlives_a_launcher_that_was_killed(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        process = multiprocessing.get_context("fork").Process(target=boss, args=(str(tmp_path),))
+        process.start()
+    until = time.monotonic() + 20
+    while len([p for p in tmp_path.iterdir() if p.read_text()]) < 2 and time.monotonic() < until:
+        time.sleep(0.05)
+    process.kill()
+    process.join()
+    time.sleep(1.5)
+    pids = [int(p.read_text()) for p in tmp_path.iterdir()]
+    assert len(pids) == 2
+    for pid in pids:
+        stat = Path(f"/proc/{pid}/stat")
+        assert not stat.exists() or stat.read_text().rsplit(")", 1)[1].split()[0] == "Z"
+
+
+SCRIPT = """
+import os, signal, sys, torch
+from torch import nn
+from flodl.data import TensorRows
+from flodl.train import Trainer, adamw, Loss
+torch.set_num_threads(1)
+folder, fault = sys.argv[1], sys.argv[2]
+g = torch.Generator().manual_seed(0)
+data = TensorRows({"x": torch.randn(60, 4, generator=g), "y": torch.randint(0, 2, (60,), generator=g)})
+def step(model, batch):
+    return Loss(nn.functional.cross_entropy(model(batch["x"]), batch["y"], reduction="sum"), len(batch["y"]))
+def model(device):
+    return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 2))
+def watch(epoch, trainer):
+    def fall(event):
+        done = trainer.ranks.attempt
+        if fault == "kill" and type(event).__name__ == "StepDone" and event.step == 11 and trainer.ranks.rank == 1 and not done:
+            os.kill(os.getpid(), signal.SIGKILL)
+    trainer.events.subscribe(fall)
+run = Trainer.builder(model, adamw(1e-2), step).dataset(data).batch_size(6).num_epochs(2)
+run.checkpoints(folder, every=4).epoch_fn(watch).run().join()
+"""
+
+
+@pytest.mark.slow
+def test_under_torchrun_a_killed_rank_is_named_and_a_restart_ends_with_the_same_bits(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+
+    def torchrun(folder, fault, restarts):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        command += [f"--max-restarts={restarts}", str(script), str(tmp_path / folder), fault]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd(), "GLOO_SOCKET_IFNAME": "lo"}
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+
+    def weights(folder):
+        return [p.read_bytes() for p in sorted((tmp_path / folder).glob("step-*/model.safetensors"))][-1]
+
+    assert torchrun("whole", "none", 0).returncode == 0
+    dead = torchrun("dead", "kill", 0)
+    assert dead.returncode != 0
+    assert "rank 1" in dead.stderr
+    again = torchrun("again", "kill", 1)
+    assert again.returncode == 0, again.stderr
+    assert weights("again") == weights("whole")
