@@ -1,0 +1,509 @@
+"""Answers from raw text are right: on models whose right answer is known, and against plain padded calls."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from flodl_hf.families import FAMILIES
+
+Maker = Callable[..., Any]
+FILLER = [
+    "the",
+    "a",
+    "cat",
+    "dog",
+    "sat",
+    "on",
+    "mat",
+    "ran",
+    "good",
+    "bad",
+    "film",
+    "is",
+    "was",
+    "not",
+    "very",
+    "lives",
+    "in",
+    "works",
+    "for",
+    "unheard-of",
+    "stitch,",
+    "!",
+    "?",
+]
+ENTITIES = {"ada": 1, "paris": 3, "acme": 5, "corp": 6}
+NER = {str(i): name for i, name in enumerate(["O", "B-PER", "I-PER", "B-LOC", "I-LOC", "B-ORG", "I-ORG"])}
+FOUND = {"Ada": "PER", "Paris": "LOC", "Acme Corp": "ORG", "ACME": "ORG"}
+families = pytest.mark.parametrize("model_type", [family.model_type for family in FAMILIES])
+filler = st.lists(st.sampled_from(FILLER), max_size=70)
+pure = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+TEXTS = [
+    "the cat sat on a mat", "", "x", "good film!", "a very very good film, not bad " * 6, "ada lives in paris", "was",
+    "dog ran " * 30, "on the mat sat the cat, and ran", "bad bad bad",
+]  # fmt: skip
+
+
+def padded(model: Any, text: str, pair: str | None = None, field: str = "logits") -> torch.Tensor:
+    """What a plain call with a padded batch gives the text: the way every tutorial goes."""
+    encoded = model.tokenizer(
+        [text, "x " * 9], None if pair is None else [pair, "y"], padding=True, return_tensors="pt"
+    )
+    known = {key: encoded[key] for key in ("input_ids", "attention_mask", "token_type_ids") if key in encoded}
+    with torch.no_grad():
+        states = model(**known)[field][0]
+    return states[encoded["attention_mask"][0].bool()] if states.dim() == 2 else states
+
+
+# --- entities ----------------------------------------------------------------------------------------
+
+
+@families
+@pure
+@given(
+    before=filler, after=filler, surface=st.sampled_from(sorted(FOUND)), gap=st.sampled_from([" ", "  ", "\n", " ("])
+)
+def test_an_entity_found_alone_is_found_when_buried(
+    crafted: Maker, model_type: str, before: list[str], after: list[str], surface: str, gap: str
+) -> None:
+    model = crafted("token_classification", ENTITIES, model_type, other=0, id2label=NER)
+    (alone,) = model.predict(surface)
+    assert (alone.label, alone.word) == (FOUND[surface], surface)
+    lead = " ".join(before) + gap
+    text = f"{lead}{surface} {' '.join(after)}"
+    (found,) = model.predict(text)
+    assert (found.label, found.word, found.start, found.end) == (
+        alone.label,
+        surface,
+        len(lead),
+        len(lead) + len(surface),
+    )
+    assert found.score == pytest.approx(alone.score, abs=1e-5)
+
+
+@pure
+@given(before=filler, after=filler, surface=st.sampled_from(sorted(FOUND)))
+def test_an_entity_is_found_among_given_words(
+    crafted: Maker, before: list[str], after: list[str], surface: str
+) -> None:
+    model = crafted("token_classification", ENTITIES, other=0, id2label=NER)
+    parts = surface.split()
+    (found,) = model.predict([[*before, *parts, *after]], words=True)[0]
+    assert (found.label, found.word) == (FOUND[surface], surface)
+    assert found.words == (len(before), len(before) + len(parts))
+
+
+@pure
+@given(words=st.lists(st.sampled_from([*FILLER, *FOUND]), min_size=80, max_size=160), stride=st.integers(0, 64))
+def test_every_entity_of_a_long_text_is_found_once_whatever_the_stride(
+    crafted: Maker, words: list[str], stride: int
+) -> None:
+    model = crafted("token_classification", ENTITIES, other=0, id2label=NER)
+    text = " ; ".join(words)
+    expected = [(m.group(), *m.span()) for m in re.finditer("|".join(sorted(FOUND, reverse=True)), text)]
+    assert [(e.word, e.start, e.end) for e in model.predict(text, stride=stride)] == expected
+
+
+@pytest.mark.parametrize("aggregation", ["none", "simple", "first", "average", "max"])
+@pure
+@given(text=st.text(alphabet="ab cat.Ada-Paris'  \u00e9e\u0301\u6771\u4eac\U0001f389\u0130\ufb01\u00a0\n", max_size=90))
+def test_words_of_entities_are_slices_of_the_text(make: Maker, aggregation: str, text: str) -> None:
+    model = make("bert", "token_classification", id2label=NER)
+    found = model.predict(text, aggregation=aggregation, ignore_labels=())
+    assert all(text[e.start : e.end] == e.word and e.word.strip() for e in found)
+    assert [e.start for e in found] == sorted(e.start for e in found)
+    assert all(a.end <= b.start for a, b in pairwise(found))
+    assert all(0 <= e.score <= 1 for e in found)
+    assert {e.label for e in found} <= ({*NER.values()} if aggregation == "none" else {"O", "PER", "LOC", "ORG"})
+
+
+def test_token_scores_are_those_of_a_padded_call(make: Maker) -> None:
+    model = make("bert", "token_classification", id2label=NER)
+    text = "ada lives in paris"
+    expected = padded(model, text).softmax(-1)[1:-1]
+    found = model.predict(text, aggregation="none", ignore_labels=())
+    assert [e.label for e in found] == [NER[str(i)] for i in expected.argmax(-1).tolist()]
+    torch.testing.assert_close(torch.tensor([e.score for e in found]), expected.amax(-1), rtol=0, atol=1e-5)
+
+
+def test_a_word_of_several_pieces_is_one_entity_by_its_first(crafted: Maker) -> None:
+    # "adax" is ada + ##x, whose own label is O; "paris" within a word does not break it.
+    model = crafted("token_classification", {**ENTITIES, "##x": 3}, other=0, id2label=NER)
+    (found,) = model.predict("adax ran")
+    assert (found.label, found.word) == ("PER", "adax")
+    by_token = model.predict("adax ran", aggregation="simple")
+    assert [(e.label, e.word) for e in by_token] == [("PER", "ada"), ("LOC", "x")]
+
+
+def test_constrained_decoding_allows_no_inside_without_a_begin(crafted: Maker) -> None:
+    model = crafted("token_classification", ENTITIES, other=0, id2label=NER)
+    assert [e.word for e in model.predict("the corp ran", constrained=True)] in ([], ["corp"], ["the corp"])
+    (found,) = model.predict("for acme corp in the mat", constrained=True)
+    assert (found.label, found.word) == ("ORG", "acme corp")
+
+
+# --- answers -----------------------------------------------------------------------------------------
+
+SPAN = "ada works for acme corp"
+
+
+@families
+@pure
+@given(before=filler, after=filler)
+def test_an_answer_is_found_wherever_it_stands(
+    crafted: Maker, model_type: str, before: list[str], after: list[str]
+) -> None:
+    model = crafted("question_answering", {"ada": 0, "corp": 1}, model_type)
+    lead = " ".join(before) + "\n"
+    context = f"{lead}{SPAN}. {' '.join(after)}"
+    found = model.answer("who works?", context)
+    assert (found.text, found.start, found.end) == (SPAN, len(lead), len(lead) + len(SPAN))
+    assert found.score > 0.9
+
+
+def test_scores_do_not_depend_on_the_windows(crafted: Maker) -> None:
+    classes = {"ada": 0, "corp": 1}
+    context = " ".join(["the cat sat"] * 40) + f" {SPAN} " + " ".join(["on a mat"] * 30)
+    one = crafted("question_answering", classes, sure=0.5, max_position_embeddings=400).answer(
+        "who?", context, stride=4
+    )
+    many = crafted("question_answering", classes, sure=0.5).answer("who?", context)
+    assert (one.text, one.start) == (many.text, many.start)
+    assert 0.001 < many.score < 0.99
+    assert many.score == pytest.approx(one.score, rel=1e-4)
+
+
+def test_answers_of_a_padded_call_score_the_product_of_both_ends(make: Maker) -> None:
+    model = make("bert", "question_answering")
+    question, context = "who sat?", "the cat sat on a mat"
+    start, end = (padded(model, question, context, f"{side}_logits") for side in ("start", "end"))
+    rows = model.tokenizer.encode_rows([question], [context])[0]
+    inside = [i for i, s in enumerate(rows[0].sequence_ids) if s == 1]
+    p_start, p_end = start[[0, *inside]].softmax(0)[1:], end[[0, *inside]].softmax(0)[1:]
+    table = torch.triu(p_start[:, None] * p_end[None])
+    best = divmod(int(table.argmax()), len(inside))
+    found = model.answer(question, context)
+    spans = [rows[0].offsets[i] for i in inside]
+    assert (found.start, found.end) == (spans[best[0]][0], spans[best[1]][1])
+    assert found.score == pytest.approx(float(table.max()), abs=1e-5)
+
+
+def test_several_answers_are_distinct_best_first_and_exact(crafted: Maker) -> None:
+    model = crafted("question_answering", {"ada": 0, "corp": 1}, sure=1.0)
+    context = f"{SPAN}. " + "the cat sat on a mat " * 20 + f"{SPAN}!"
+    found = model.answer("who?", context, top_k=5)
+    assert [(a.text, a.start) for a in found[:2]] == [(SPAN, 0), (SPAN, context.rindex(SPAN))]
+    assert [a.score for a in found] == sorted((a.score for a in found), reverse=True)
+    assert sum(a.score for a in found) <= 1 + 1e-6
+    assert len({(a.start, a.end) for a in found}) == len(found)
+    assert all(context[a.start : a.end] == a.text for a in found)
+
+
+def test_no_answer_is_given_only_when_allowed_and_likelier(crafted: Maker) -> None:
+    # [CLS] scores high as both ends, so "nothing here" beats the cat.
+    model = crafted("question_answering", {"ada": 0, "corp": 1})
+    with torch.no_grad():
+        cls = model.graph.get_parameter("encoder.embeddings.word.weight")[2]
+        cls.zero_()
+        cls[:2] = 1.0
+    assert not model.answer("who?", "the cat sat").no_answer
+    nothing = model.answer("who?", "the cat sat", no_answer=True)
+    assert nothing.no_answer
+    assert nothing.text == ""
+    assert not model.answer("who?", "the cat sat", no_answer=True, null_margin=1e4).no_answer
+
+
+def test_questions_come_in_any_form_and_answers_in_their_order(crafted: Maker) -> None:
+    model = crafted("question_answering", {"ada": 0, "corp": 1, "paris": 1, "cat": 1})
+    contexts = ["ada corp", "the ada cat ran " * 30, "ada in paris"]
+    as_pairs = [("who?", c) for c in contexts]
+    expected = [[("ada corp", 0)], [("ada cat", 4)], [("ada in paris", 0)]]
+
+    def short(answers: Any) -> list[list[tuple[str, int]]]:
+        return [[(a.text, a.start) for a in found][:1] for found in answers]
+
+    assert short(model.answer_batch(as_pairs)) == expected
+    assert short(model.answer_batch([{"question": "who?", "context": c} for c in contexts])) == expected
+    streamed = model.answer_batch(iter(as_pairs))
+    assert isinstance(streamed, Iterator)
+    assert short(streamed) == expected
+
+
+# --- classes -----------------------------------------------------------------------------------------
+
+
+@families
+def test_scores_are_the_softmax_of_a_padded_call(make: Maker, model_type: str) -> None:
+    model = make(model_type, "sequence_classification", id2label={"0": "a", "1": "b", "2": "c"})
+    for text in (text for text in TEXTS if len(text) < 60):
+        expected = padded(model, text).softmax(-1)
+        found = model.predict(text)
+        assert [c.score for c in found] == sorted((c.score for c in found), reverse=True)
+        assert {c.windows for c in found} == {1}
+        by_label = {c.label: c.score for c in found}
+        assert by_label == pytest.approx(dict(zip("abc", expected.tolist(), strict=True)), abs=1e-5)
+
+
+def test_pairs_carry_token_types(make: Maker) -> None:
+    model = make("bert", "sequence_classification")
+    expected = padded(model, "the cat", "sat on a mat").softmax(-1).tolist()
+    for pair in [("the cat", "sat on a mat"), {"text": "the cat", "text_pair": "sat on a mat"}]:
+        for found in (model.predict(pair), model.predict([pair])[0]):
+            assert {c.label: c.score for c in found} == pytest.approx(
+                dict(zip(model.config.labels, expected, strict=True)), abs=1e-5
+            )
+    alone = padded(model, "the cat sat on a mat").softmax(-1).tolist()
+    assert expected != pytest.approx(alone, abs=1e-3)
+
+
+def test_the_longer_share_of_a_long_text_wins(crafted: Maker) -> None:
+    model = crafted(
+        "sequence_classification", {"good": 0, "bad": 1}, mix=2.0, sure=8.0, id2label={"0": "good", "1": "bad"}
+    )
+    assert model.predict("good good good", top_k=1)[0].label == "good"
+    assert model.predict("bad bad", top_k=1)[0].label == "bad"
+    for share, label in ((300, "good"), (500, "bad")):
+        found = model.predict("bad " * share + "good " * (800 - share), top_k=1)[0]
+        assert (found.label, found.windows) == (label, 22)
+        # Windows are counted by their words, so the score is close to the share of words.
+        assert found.score == pytest.approx(max(share, 800 - share) / 800, abs=0.03)
+
+
+def test_top_k_thresholds_and_functions(make: Maker) -> None:
+    labels = {"0": "a", "1": "b", "2": "c"}
+    model = make("bert", "sequence_classification", id2label=labels)
+    everything = model.predict("the cat")
+    assert model.predict("the cat", top_k=2) == everything[:2]
+    assert model.predict("the cat", threshold=everything[0].score - 1e-6) == everything[:1]
+    assert model.predict("the cat", threshold=1.1) == []
+    cut = model.predict("the cat", threshold={everything[0].label: 1.1})
+    assert cut == everything[1:]
+    raw = padded(model, "the cat")
+    for name, values in (("none", raw), ("sigmoid", raw.sigmoid()), ("softmax", raw.softmax(-1))):
+        found = {c.label: c.score for c in model.predict("the cat", function_to_apply=name)}
+        assert found == pytest.approx(dict(zip("abc", values.tolist(), strict=True)), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("problem", "labels", "function"),
+    [
+        ("multi_label_classification", 3, torch.sigmoid),
+        ("regression", 1, lambda x: x),
+        ("regression", 2, lambda x: x),
+        ("single_label_classification", 3, lambda x: x.softmax(-1)),
+    ],
+)
+def test_the_problem_type_says_what_scores_mean(make: Maker, problem: str, labels: int, function: Any) -> None:
+    names = {str(i): f"L{i}" for i in range(labels)}
+    model = make("bert", "sequence_classification", problem_type=problem, id2label=names)
+    expected = function(padded(model, "the cat sat")).tolist()
+    found = {c.label: c.score for c in model.predict("the cat sat")}
+    assert found == pytest.approx(dict(zip(names.values(), expected, strict=True)), abs=1e-5)
+
+
+# --- order and streams -------------------------------------------------------------------------------
+
+
+def rough(value: Any) -> Any:
+    """Answers with scores rounded, for comparing runs whose batches differ."""
+    if isinstance(value, torch.Tensor):
+        return [round(v, 4) for v in value.flatten().tolist()]
+    if isinstance(value, (list, tuple)):
+        return [rough(v) for v in value]
+    if isinstance(value, float):
+        return round(value, 4)
+    return rough([getattr(value, f) for f in value.__slots__]) if hasattr(value, "__slots__") else value
+
+
+CALLS: dict[str, Callable[[Any, Any], Any]] = {
+    "base": lambda model, texts: model.embed(texts),
+    "sequence_classification": lambda model, texts: model.predict(texts),
+    "token_classification": lambda model, texts: model.predict(texts, ignore_labels=()),
+    "question_answering": lambda model, texts: model.answer_batch(
+        [("who?", f"the {t}") for t in texts] if isinstance(texts, list) else (("who?", f"the {t}") for t in texts)
+    ),
+    "masked_lm": lambda model, texts: model.fill_mask(
+        [f"a [MASK] {t}" for t in texts] if isinstance(texts, list) else (f"a [MASK] {t}" for t in texts), top_k=2
+    ),
+}
+
+
+@pytest.mark.parametrize("head", CALLS)
+def test_order_is_kept_and_lists_give_lists_and_iterators_iterators(make: Maker, head: str) -> None:
+    model = make("bert", head)
+    expected = [rough(CALLS[head](model, [text])[0]) for text in TEXTS]
+    listed, streamed = CALLS[head](model, TEXTS), CALLS[head](model, iter(TEXTS))
+    assert rough(list(listed)) == expected
+    assert isinstance(streamed, Iterator)
+    assert not isinstance(listed, Iterator)
+    assert rough(list(streamed)) == expected
+    assert list(CALLS[head](model, iter(()))) == []
+
+
+def test_more_texts_than_a_chunk_holds(make: Maker) -> None:
+    model = make("bert", "sequence_classification", num_hidden_layers=1)
+    texts = [FILLER[i % 18] + " x" * (i % 3) for i in range(2100)]
+    expected = {text: rough(model.predict([text])[0]) for text in set(texts)}
+    assert rough(model.predict(texts)) == [expected[text] for text in texts]
+    assert rough(list(model.predict(iter(texts)))) == [expected[text] for text in texts]
+
+
+def test_a_model_in_training_mode_predicts_without_dropout_and_stays_in_training(make: Maker) -> None:
+    model = make("bert", "sequence_classification").train()
+    assert model.predict("the cat") == model.predict("the cat")
+    assert model.training
+    assert all(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize("head", CALLS)
+def test_eight_threads_share_one_model(make: Maker, head: str) -> None:
+    model = make("bert", head)
+    expected = rough(list(CALLS[head](model, TEXTS)))
+    results: dict[int, Any] = {}
+    barrier = threading.Barrier(8)
+
+    def work(number: int) -> None:
+        barrier.wait()
+        results[number] = [rough(list(CALLS[head](model, TEXTS))) for _ in range(3)]
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(results) == list(range(8))
+    assert all(found == expected for runs in results.values() for found in runs)
+    assert not model.training
+
+
+# --- masks -------------------------------------------------------------------------------------------
+
+
+@families
+def test_masks_are_filled_as_a_padded_call_scores_them(make: Maker, model_type: str) -> None:
+    model = make(model_type, "masked_lm")
+    text = "the [MASK] sat on a [MASK] mat"
+    places = [i for i, t in enumerate(model.tokenizer.encode(text)) if t == model.tokenizer.mask_token_id]
+    scores, ids = padded(model, text)[places].softmax(-1).topk(4)
+    found = model.fill_mask(text, top_k=4)
+    assert [[f.token_ids for f in fills] for fills in found] == [[(i,) for i in row] for row in ids.tolist()]
+    torch.testing.assert_close(torch.tensor([[f.score for f in fills] for fills in found]), scores, rtol=0, atol=1e-5)
+    first, second = found
+    assert first[0].sequence == f"the {first[0].token} sat on a [MASK] mat"
+    assert second[0].sequence == f"the [MASK] sat on a {second[0].token} mat"
+
+
+@pure
+@given(lead=st.integers(0, 150), tail=st.integers(0, 150), gap=st.integers(0, 120))
+def test_masks_far_apart_in_a_long_text_are_each_filled_once(crafted: Maker, lead: int, tail: int, gap: int) -> None:
+    model = crafted("masked_lm", {"[MASK]": 3})
+    with torch.no_grad():
+        bias = model.graph.get_parameter("head.decoder.bias")
+        bias[model.tokenizer.token_to_id("paris")] = 2.0
+        bias[model.tokenizer.token_to_id("film")] = 1.0
+    short = model.fill_mask("[MASK]", top_k=2)[0]
+    assert [f.token for f in short][-1] in ("paris", "film")
+    text = "the cat " * lead + "[MASK] " + "dog ran " * gap + "[MASK]" + " on" * tail
+    found = model.fill_mask(text, top_k=2)
+    assert [[f.token for f in fills] for fills in found] == [[f.token for f in short]] * 2
+    for n, fills in enumerate(found):
+        pieces = text.split("[MASK]")
+        pieces[n : n + 2] = [pieces[n] + fills[0].token + pieces[n + 1]]
+        assert fills[0].sequence == "[MASK]".join(pieces)
+        assert [f.score for f in fills] == pytest.approx([f.score for f in short], abs=1e-6)
+
+
+def test_targets_are_scored_over_the_whole_vocabulary(make: Maker) -> None:
+    model = make("bert", "masked_lm")
+    text = "the [MASK] sat"
+    place = model.tokenizer.encode(text).index(model.tokenizer.mask_token_id)
+    odds = padded(model, text)[place].softmax(-1)
+    words = ["cat", "dog", "mat"]
+    expected = {word: float(odds[model.tokenizer.token_to_id(word)]) for word in words}
+    found = model.fill_mask(text, targets=words)[0]
+    assert {f.token: f.score for f in found} == pytest.approx(expected, abs=1e-6)
+    assert [f.token for f in found] == sorted(words, key=lambda w: -expected[w])
+    # A word of several pieces is scored with as many masks.
+    wide = "the [MASK][MASK] sat"
+    ids = model.tokenizer.encode("adax", add_special_tokens=False)
+    masks = [i for i, t in enumerate(model.tokenizer.encode(wide)) if t == model.tokenizer.mask_token_id]
+    both = padded(model, wide)[masks].softmax(-1)
+    (long,) = model.fill_mask(text, targets=["adax"])[0]
+    assert long.token_ids == tuple(ids)
+    assert long.score == pytest.approx(float(both[0, ids[0]] * both[1, ids[1]]), rel=1e-3)
+    assert long.sequence == "the adax sat"
+
+
+# --- embeddings --------------------------------------------------------------------------------------
+
+
+@families
+@pytest.mark.parametrize("pooling", ["mean", "cls", "max", "mean_sqrt_len", "weighted_mean", "last_token"])
+def test_embeddings_are_the_pooled_states_of_a_padded_call(make: Maker, model_type: str, pooling: str) -> None:
+    model = make(model_type, "base")
+    reference: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "mean": lambda s: s.mean(0),
+        "cls": lambda s: s[0],
+        "max": lambda s: s.amax(0),
+        "mean_sqrt_len": lambda s: s.sum(0) / len(s) ** 0.5,
+        "weighted_mean": lambda s: (s * torch.arange(1, len(s) + 1)[:, None]).sum(0) / sum(range(1, len(s) + 1)),
+        "last_token": lambda s: s[-1],
+    }
+    texts = [text for text in TEXTS if len(text) < 60]
+    found = model.embed(texts, pooling=pooling, normalize=False)
+    expected = torch.stack([reference[pooling](padded(model, t, field="last_hidden_state")) for t in texts])
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
+    unit = torch.nn.functional.normalize(expected, dim=-1)
+    torch.testing.assert_close(model.embed(texts, pooling=pooling), unit, rtol=0, atol=2e-5)
+
+
+def test_embeddings_by_pooler_joined_and_shortened(make: Maker) -> None:
+    model = make("bert", "base")
+    pooled = padded(model, "the cat", field="pooler_output")
+    torch.testing.assert_close(model.embed("the cat", pooling="pooler", normalize=False), pooled, rtol=0, atol=1e-5)
+    joined = model.embed("the cat", pooling=["cls", "mean"], normalize=False)
+    torch.testing.assert_close(joined[:16], model.embed("the cat", pooling="cls", normalize=False))
+    assert joined.shape == (32,)
+    short = model.embed("the cat", truncate_dim=5)
+    torch.testing.assert_close(short, torch.nn.functional.normalize(model.embed("the cat")[:5], dim=0))
+
+
+# --- zero-shot and reranking -------------------------------------------------------------------------
+
+
+def test_zero_shot_compares_entailment(make: Maker) -> None:
+    nli = {"0": "contradiction", "1": "neutral", "2": "entailment"}
+    model = make("bert", "sequence_classification", id2label=nli)
+    labels, text = ["film", "cat", "paris"], "the cat sat"
+    logits = torch.stack([padded(model, text, f"This example is {label}.") for label in labels])
+    for many, expected in ((False, logits[:, 2].softmax(0)), (True, logits[:, [0, 2]].softmax(-1)[:, 1])):
+        found = model.zero_shot(text, labels, multi_label=many)
+        assert {c.label: c.score for c in found} == pytest.approx(
+            dict(zip(labels, expected.tolist(), strict=True)), abs=1e-5
+        )
+        assert [c.score for c in found] == sorted((c.score for c in found), reverse=True)
+    several = model.zero_shot(TEXTS, labels, template="{}?")
+    assert rough(several) == rough([model.zero_shot(t, labels, template="{}?") for t in TEXTS])
+    streamed = model.zero_shot(iter(TEXTS), labels, template="{}?")
+    assert isinstance(streamed, Iterator)
+    assert rough(list(streamed)) == rough(several)
+
+
+def test_reranking_sorts_by_the_best_window(make: Maker) -> None:
+    model = make("bert", "sequence_classification", id2label={"0": "relevance"})
+    documents = ["the cat sat", "on a mat", "ada lives in paris", "bad film"]
+    scores = torch.stack([padded(model, "cat", document)[0] for document in documents]).sigmoid()
+    found = model.rerank("cat", documents)
+    assert [r.index for r in found] == scores.argsort(descending=True).tolist()
+    assert [r.score for r in found] == pytest.approx(sorted(scores.tolist(), reverse=True), abs=1e-5)
+    assert model.rerank("cat", documents, top_k=2) == found[:2]
+    assert {r.windows for r in model.rerank("cat", ["the cat " * 60])} == {4}
