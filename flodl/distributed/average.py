@@ -178,6 +178,8 @@ class Flight:
         with self.ranks.naming_the_dead():
             for handle in self.handles:
                 handle.wait()
+            if self.ranks.device.type == "cuda":  # there a handle only orders streams
+                torch.cuda.current_stream(self.ranks.device).synchronize()
 
 
 class ParameterMean:

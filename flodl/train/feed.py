@@ -59,10 +59,19 @@ class RowFeed:
     Args:
         accumulate: batches of the loader in one turn.
         micro_batch_size: at most this many rows go through the model together; None for no bound.
+        device: where batches are needed; None for where the loader puts them.
     """
 
-    def __init__(self, loader: DataLoader, *, accumulate: int = 1, micro_batch_size: int | None = None) -> None:
+    def __init__(
+        self,
+        loader: DataLoader,
+        *,
+        accumulate: int = 1,
+        micro_batch_size: int | None = None,
+        device: torch.device | None = None,
+    ) -> None:
         self.loader, self.accumulate, self.micro_batch_size = loader, accumulate, micro_batch_size
+        self.device = device if device is not None and device != loader.device else None
 
     def turns(self, epoch: int) -> int:
         """Return how many turns ``epoch`` has, the ragged last one included."""
@@ -101,13 +110,16 @@ class RowFeed:
             flat = (item for _, items in plans for item in items)
             stream = Stream(make, flat, depth, loader._placement)  # type: ignore[arg-type]
             for turn, items in plans:
-                yield turn, [next(stream) for _ in items]
+                yield turn, self._moved([next(stream) for _ in items])
             return
         for turn, items in plans:
             made = [make(item) for item in items]
             if not resident:
                 made = [loader._placement.receive(*loader._placement.send(batch)) for batch in made]
-            yield turn, made
+            yield turn, self._moved(made)
+
+    def _moved(self, batches: list[Any]) -> list[Any]:
+        return batches if self.device is None else [batch.to(self.device) for batch in batches]
 
 
 class StreamFeed:
@@ -229,7 +241,7 @@ def as_feed(
     """Return the feed over a loader, or over a data set cut into batches of ``batch_size``."""
     sizes: Any = {"accumulate": accumulate, "micro_batch_size": micro_batch_size}
     if isinstance(data, DataLoader):
-        return RowFeed(data, **sizes)
+        return RowFeed(data, device=device, **sizes)
     if isinstance(data, torch.utils.data.DataLoader) or (batch_size is None and batches is None):
         return StreamFeed(data, device, **sizes)
     options: dict[str, Any] = (
