@@ -328,7 +328,8 @@ def _distinct(
         answers.append(Answer(surface, min(1.0, float(np.exp(value - norm))), start, end))
         if len(answers) == top_k:
             return answers, True
-    return answers, floor == -np.inf
+    # The last span of a window that was cut short equals the floor, so here nothing was left out.
+    return answers, True
 
 
 def _with_null(answers: list[Answer], windows: _Windows, text: int, top_k: int, null_margin: float) -> list[Answer]:

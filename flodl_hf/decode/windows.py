@@ -59,21 +59,15 @@ def join_words(words: Sequence[str], delimiter: str = " ") -> JoinedWords:
     return JoinedWords(delimiter.join(words), tuple(spans))
 
 
-def _context(content: Content, owners: np.ndarray) -> np.ndarray:
-    """Return each token's distance, in tokens, to the nearest edge of its window at which text was cut off.
+def _context(content: Content) -> np.ndarray:
+    """Return each token's distance, in tokens, to the nearer edge of its window.
 
-    The beginning and the end of a text are no such edges: nothing is missing beyond them.
+    Nothing is missing beyond the beginning and the end of a text, but they need no exception: of two windows
+    with a token, the one that reaches the text's edge is never the one whose edge is nearer on that side.
     """
     counts = content.counts[content.row]
     rank = np.arange(len(content.row)) - np.repeat(np.cumsum(content.counts) - content.counts, content.counts)
-    owner = owners[content.row]
-    total = np.zeros(int(owners.max()) + 1, np.int64)
-    np.maximum.at(total, owner, content.position + 1)
-    far = np.iinfo(np.int64).max
-    left = np.where(content.position == rank, far, rank)
-    ends_text = content.position - rank + counts == total[owner]
-    right = np.where(ends_text, far, counts - 1 - rank)
-    return np.minimum(left, right)
+    return np.minimum(rank, counts - 1 - rank)
 
 
 def merge_windows(
@@ -99,7 +93,7 @@ def merge_windows(
     if len(np.unique(owners)) == len(owners) and (len(text) == 0 or bool((np.diff(text) >= 0).all())):
         chosen = np.arange(len(text))
     else:
-        order = np.lexsort((found.row, -_context(found, owners), found.position, text))
+        order = np.lexsort((found.row, -_context(found), found.position, text))
         key_text, key_position = text[order], found.position[order]
         first = np.ones(len(order), bool)
         first[1:] = (key_text[1:] != key_text[:-1]) | (key_position[1:] != key_position[:-1])

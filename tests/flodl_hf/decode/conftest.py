@@ -1,4 +1,4 @@
-"""Tiny tokenizers trained on a few sentences, and the rows they make."""
+"""Tiny tokenizers for a few sentences, and the rows they make."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 CORPUS = [
     "Ada Lovelace lives in Paris and works for the United Nations.",
@@ -32,6 +32,7 @@ class ToyRow:
 
 
 def _finished(tokenizer: Tokenizer) -> Tokenizer:
+    tokenizer.add_special_tokens(SPECIALS)
     tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]",
         pair="[CLS] $A [SEP] $B:1 [SEP]:1",
@@ -40,39 +41,64 @@ def _finished(tokenizer: Tokenizer) -> Tokenizer:
     return tokenizer
 
 
+# Vocabularies are written out, not trained: training breaks ties at random.
+WHOLE = [
+    "Paris",
+    "in",
+    "lives",
+    "New",
+    "York",
+    "met",
+    "the",
+    "France",
+    "interest",
+    "The",
+    "credit",
+    "number",
+    "Google",
+    "works",
+    "for",
+]
+PARTS = ["ce", "ard", "ion", "Bri", "en", "ton", "soft", "ing", "er", "s"]
+LETTERS = sorted({letter for text in CORPUS for letter in text if letter.strip()})
+
+
+def _vocabulary(pieces: list[str]) -> dict[str, int]:
+    return {piece: place for place, piece in enumerate(dict.fromkeys([*SPECIALS, *pieces]))}
+
+
+def _merges(words: list[str]) -> list[tuple[str, str]]:
+    """Merges that build each word letter by letter from its beginning."""
+    return list(dict.fromkeys((word[:i], word[i]) for word in words for i in range(1, len(word))))
+
+
 @pytest.fixture(scope="session")
 def wordpiece() -> Tokenizer:
-    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    pieces = [*LETTERS, *(f"##{letter}" for letter in LETTERS), *WHOLE, *(f"##{part}" for part in PARTS)]
+    tokenizer = Tokenizer(models.WordPiece(_vocabulary(pieces), unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=False)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
-    trainer = trainers.WordPieceTrainer(vocab_size=140, special_tokens=SPECIALS, show_progress=False)
-    tokenizer.train_from_iterator(CORPUS, trainer)
     return _finished(tokenizer)
 
 
 @pytest.fixture(scope="session")
 def byte_bpe() -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
+    merges = _merges([f"Ġ{word}" for word in WHOLE] + ["Ada", "soft", "Jean"])
+    pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in merges)]
+    tokenizer = Tokenizer(models.BPE(_vocabulary(pieces), merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=330,
-        special_tokens=SPECIALS,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(CORPUS, trainer)
     return _finished(tokenizer)
 
 
 @pytest.fixture(scope="session")
 def metaspace() -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE(unk_token="[UNK]"))
+    merges = _merges([f"▁{word}" for word in WHOLE] + ["soft", "ard"])
+    pieces = [*LETTERS, "▁", *("".join(pair) for pair in merges)]
+    tokenizer = Tokenizer(models.BPE(_vocabulary(pieces), merges, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
-    trainer = trainers.BpeTrainer(vocab_size=160, special_tokens=SPECIALS, show_progress=False)
-    tokenizer.train_from_iterator(CORPUS, trainer)
     return _finished(tokenizer)
 
 
