@@ -1,0 +1,289 @@
+"""The pages of ``docs/reference``, written from the tables that the program runs on: ``python -m docs.generate``.
+
+Nothing is said here that a table does not say; a test compares the committed pages with what this writes.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from flodl import errors
+from flodl_hf.config_rows import COMMON_INERT, REQUIRED, Inert, Row
+from flodl_hf.families import FAMILIES
+from flodl_hf.family import Family
+from flodl_hf.heads import HEADS
+from flodl_hf.keys import KeyRow
+
+FOLDER = Path(__file__).parent / "reference"
+METHODS = ("embed", "predict", "zero_shot", "rerank", "answer", "answer_batch", "fill_mask")
+NOTE = "Written by `make docs` from the program's own tables; edit those.\n"
+
+
+def pages() -> dict[str, str]:
+    """Return every generated page by its file name."""
+    return {
+        "README.md": index_page(),
+        "families.md": families_page(),
+        "heads.md": heads_page(),
+        "cli.md": cli_page(),
+        "errors.md": errors_page(),
+    }
+
+
+def index_page() -> str:
+    """Return the list of the other pages."""
+    return joined(
+        "# Reference",
+        NOTE,
+        "- [Families](families.md): settings, tensor names, what is ignored and why\n"
+        "- [Heads](heads.md): tasks, classes, results\n"
+        "- [Command line](cli.md): every option\n"
+        "- [Errors](errors.md): the tree",
+    )
+
+
+def families_page() -> str:
+    """Return settings and names of every family."""
+    heads = [head.name for head in HEADS if head.name != "base"]
+    overview = table(
+        ("family", "`model_type`", *(head.short for head in HEADS)),
+        (
+            (
+                f"[{family.class_prefix}](#{anchor(family.class_prefix)})",
+                code(family.model_type),
+                "yes",
+                *("yes" if head in family.heads else "no" for head in heads),
+            )
+            for family in FAMILIES
+        ),
+    )
+    inert = table(("key", "why it changes nothing", "only at"), map(inert_row, COMMON_INERT))
+    return joined(
+        "# Families",
+        NOTE,
+        overview,
+        "A key of `config.json` is *used* (a row below), *inert* (known to change nothing here) or *refused*. "
+        "Keys that begin with an underscore, and unknown keys that are switched off (null, false, empty), ask for "
+        "nothing.",
+        *map(family_section, FAMILIES),
+        "## Inert in every family",
+        inert,
+    )
+
+
+def family_section(family: Family) -> str:
+    """Return one family's tables; an alias says whose they are."""
+    module = inspect.getmodule(family.config)
+    assert module is not None
+    original = next(f for f in FAMILIES if f.config is family.config)
+    title = f"## {family.class_prefix}"
+    if original is not family and original.keys == family.keys:
+        return joined(
+            title,
+            f"`model_type` {code(family.model_type)}, classes `{family.class_prefix}...`. Settings and tensor names "
+            f"are those of [{original.class_prefix}](#{anchor(original.class_prefix)}).",
+        )
+    meaning = field_notes(family.config)
+    parts = [
+        title,
+        (inspect.getdoc(module) or "").split("\n\n")[0],
+        f"`model_type` {code(family.model_type)}, classes `{family.class_prefix}...`, tensors "
+        f"`{family.base_prefix}.*`, {'with' if family.pooler else 'without'} a pooler, "
+        f"{'with' if family.uses_token_types else 'without'} token types.",
+        "### Settings of " + family.class_prefix,
+        table(
+            ("key", "our field", "takes", "default", "meaning"),
+            (setting_row(row, meaning) for row in family.rows),
+        ),
+    ]
+    if family.inert:
+        parts.append(table(("inert key", "why it changes nothing", "only at"), map(inert_row, family.inert)))
+    parts += ["### Tensors of " + family.class_prefix, key_table(family.keys)]
+    for head in HEADS:
+        spec = family.heads.get(head.name)
+        if spec is None:
+            continue
+        note = f"`{head.short}` (`{family.class_prefix}{head.hf_suffix}`), " + (
+            "on the pooler's output:" if spec.pooled else "on token states:"
+        )
+        ties = [f"{code(tie.also)} is {code(tie.kept)} where words are tied." for tie in spec.ties]
+        aliases = [f"{code(alias)} may repeat {code(kept)}." for alias, kept in spec.aliases]
+        parts += [note, key_table(spec.keys), *([" ".join([*ties, *aliases])] if ties or aliases else [])]
+    if family.pretraining:
+        read_as = (f"`{name}` as `{short(head)}`" for name, head in family.pretraining.items())
+        parts.append("Further classes in `architectures`: " + ", ".join(read_as) + ".")
+    if family.ignored:
+        parts.append(table(("tensor not used", "why"), ((code(entry.name), entry.reason) for entry in family.ignored)))
+    return joined(*parts)
+
+
+def setting_row(row: Row, meaning: Mapping[str, str]) -> tuple[str, ...]:
+    """Return one setting as cells."""
+    if row.default is REQUIRED:
+        default = "required"
+    elif callable(row.default):
+        default = "from other settings"
+    else:
+        default = code(repr(row.default))
+    return code(row.key), code(row.field), row.check.expected, default, meaning.get(row.field, "")
+
+
+def inert_row(entry: Inert) -> tuple[str, ...]:
+    """Return one inert key as cells."""
+    only = "" if entry.only is None else ", ".join(code(repr(value)) for value in entry.only)
+    return code(entry.key), entry.reason, only
+
+
+def key_table(rows: Iterable[KeyRow]) -> str:
+    """Return key rows as a table."""
+    return table(("ours", "in the file"), ((code(row.ours), code(row.theirs)) for row in rows))
+
+
+def field_notes(config: type[Any]) -> dict[str, str]:
+    """Return the line under each field of a configuration dataclass, own lines before inherited ones."""
+    notes: dict[str, str] = {}
+    for kind in reversed(config.__mro__[:-1]):
+        lines = inspect.getsource(kind).splitlines()
+        for line, below in pairwise(lines):
+            name = line.strip().partition(":")[0]
+            if below.strip().startswith('"""') and name.isidentifier():
+                notes[name] = below.strip().strip('"')
+    assert {f.name for f in fields(config)} <= notes.keys(), config
+    return notes
+
+
+def heads_page() -> str:
+    """Return the tasks with their classes, predictions and outputs."""
+    rows = []
+    sections = []
+    for head in HEADS:
+        door = "AutoModel" + head.hf_suffix.removeprefix("Model")
+        found = [name for name in METHODS if hasattr(head.model, name)]
+        rows.append((code(head.name), code(head.short), code(door), ", ".join(map(code, found))))
+        sections.append(f"## {door}")
+        sections.append((inspect.getdoc(inspect.getmodule(head.model)) or "").split("\n\n")[0])
+        for name in found:
+            method = getattr(head.model, name)
+            sections += [f"`{name}{signature(method)}`", described(inspect.getdoc(method) or "")]
+    return joined("# Heads", NOTE, table(("head", "short", "class", "predicts with"), rows), *sections)
+
+
+def signature(method: Any) -> str:
+    """Return a method's parameters with defaults, without annotations or self."""
+    found = inspect.signature(method)
+    plain = [p.replace(annotation=inspect.Parameter.empty) for p in list(found.parameters.values())[1:]]
+    return str(found.replace(parameters=plain, return_annotation=inspect.Signature.empty))
+
+
+def described(doc: str) -> str:
+    """Return a Google docstring as Markdown: sections as bold words, their entries as items."""
+    lines: list[str] = []
+    for line in doc.splitlines():
+        if line in ("Args:", "Raises:", "Returns:"):
+            lines += [f"**{line}**", ""]
+        elif line.startswith("        "):
+            lines[-1] += " " + line.strip()
+        elif line.startswith("    "):
+            name, _, text = line.strip().partition(":")
+            lines.append(f"- `{name}`:{text}")
+        else:
+            lines.append(line)
+    return "\n".join(lines)
+
+
+def cli_page() -> str:
+    """Return every command with its arguments and options."""
+    import typer
+
+    from flodl_hf.cli.app import app
+
+    group: Any = typer.main.get_command(app)
+    sections = []
+    for name, command in group.commands.items():
+        usage = [f"flodl-hf {name}"]
+        rows = []
+        for parameter in command.params:
+            if parameter.param_type_name == "argument":
+                shown = parameter.metavar or parameter.name.upper()
+                usage.append(shown)
+                rows.append((code(shown), help_of(parameter), ""))
+            elif "--help" not in parameter.opts:
+                rows.append((", ".join(map(code, parameter.opts)), help_of(parameter), default_of(parameter)))
+        sections += [f"## {name}", f"`{' '.join(usage)} [OPTIONS]`", inspect.cleandoc(command.help or "")]
+        sections.append(table(("argument or option", "meaning", "default"), rows))
+    return joined("# Command line", NOTE, "Guide: [the command line](../guides/cli.md).", *sections)
+
+
+def help_of(parameter: Any) -> str:
+    """Return an option's help in one line."""
+    return " ".join((parameter.help or "").split())
+
+
+def default_of(parameter: Any) -> str:
+    """Return an option's default, or what stands for none."""
+    if parameter.required:
+        return "required"
+    value = parameter.default
+    return "" if value is None or value is False else code(str(value))
+
+
+def errors_page() -> str:
+    """Return the error tree and what each error is."""
+    kinds = [kind for name in errors.__all__ if inspect.isclass(kind := getattr(errors, name))]
+    tree = inspect.getdoc(errors) or ""
+    order = sorted(kinds, key=lambda kind: (tree.find(kind.__name__ + " "), kind.__name__))
+    rows = ((code(k.__name__), code(k.__mro__[1].__name__), (inspect.getdoc(k) or "").splitlines()[0]) for k in order)
+    text = tree.split("\n\n")
+    drawing = next(part for part in text if "├──" in part)
+    return joined(
+        "# Errors",
+        NOTE,
+        "```text\n" + inspect.cleandoc(drawing) + "\n```",
+        *(part for part in text[1:] if part is not drawing),
+        table(("error", "is a", "raised for"), rows),
+    )
+
+
+def short(name: str) -> str:
+    """Return a head's short name."""
+    return next(head.short for head in HEADS if head.name == name)
+
+
+def anchor(title: str) -> str:
+    """Return the anchor of a heading without punctuation."""
+    return title.lower().replace(" ", "-")
+
+
+def code(text: str) -> str:
+    """Return ``text`` as code that is safe in a table cell."""
+    return "`" + text.replace("|", "\\|") + "`"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("\n", " ") for cell in line) + " |" for line in lines)
+
+
+def joined(*parts: str) -> str:
+    """Return paragraphs as a page."""
+    return "\n\n".join(part.strip("\n") for part in parts if part) + "\n"
+
+
+def main() -> None:
+    """Write the pages and name those that changed."""
+    FOLDER.mkdir(exist_ok=True)
+    for name, text in pages().items():
+        path = FOLDER / name
+        if not path.exists() or path.read_text("utf-8") != text:
+            path.write_text(text, "utf-8")
+            print(f"docs/reference/{name}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""The generated pages are what the tables say now, and every command, family and head stands in the documents."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+from flodl_hf.families import FAMILIES
+from flodl_hf.heads import HEADS
+
+ROOT = Path(__file__).parents[2]
+PAGES = runpy.run_path(str(ROOT / "docs" / "generate.py"))["pages"]()
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_the_committed_page_is_what_is_generated(name: str) -> None:
+    committed = (ROOT / "docs" / "reference" / name).read_text("utf-8")
+    assert committed == PAGES[name], f"docs/reference/{name} is out of date: make docs"
+
+
+def test_no_page_is_left_over() -> None:
+    assert {path.name for path in (ROOT / "docs" / "reference").iterdir()} == set(PAGES)
+
+
+def test_every_family_and_head_stands_in_the_readme() -> None:
+    readme = (ROOT / "README.md").read_text("utf-8")
+    words = [family.model_type for family in FAMILIES] + [head.short for head in HEADS]
+    assert [word for word in words if f"`{word}`" not in readme] == []
+
+
+def test_every_row_stands_in_the_reference() -> None:
+    page = PAGES["families.md"]
+    for family in FAMILIES:
+        rows = [*family.keys, *(row for head in family.heads.values() for row in head.keys)]
+        assert [row.theirs for row in rows if f"`{row.theirs}`" not in page] == []
+        assert [row.key for row in family.rows if f"`{row.key}`" not in page] == []
+        assert [entry.reason for entry in (*family.inert, *family.ignored) if entry.reason not in page] == []
+
+
+def test_every_command_stands_in_the_guide() -> None:
+    from flodl_hf.cli.app import app
+
+    guide = (ROOT / "docs" / "guides" / "cli.md").read_text("utf-8")
+    headings = set(re.findall(r"^## (.+)$", guide, re.MULTILINE))
+    assert headings == {command.name for command in app.registered_commands}

@@ -1,0 +1,193 @@
+"""The rules of the house that can be read off its files: who imports whom, what is never called, what stands where."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("flodl", "flodl_hf")
+SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+MAX_LINES = 500
+
+# Longer files, each with the reason that it is one idea.
+LONGER: dict[str, str] = {}
+
+# Who may import what, by path; a folder stands for all in it.
+ONLY_IN = {
+    "transformers": ("flodl_hf/parity/reference.py",),
+    "tokenizers": ("flodl_hf/tokenizer.py", "flodl_hf/tokenization/"),
+    "huggingface_hub": ("flodl_hf/hub.py",),
+    "typer": ("flodl_hf/cli/",),
+    "rich": ("flodl_hf/cli/",),
+    "pyarrow": ("flodl/data/",),
+}
+FLODL_NEEDS = {"torch", "numpy", "safetensors", "pyarrow", "flodl"}
+
+
+def name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def imports(path: str, tree: ast.AST) -> Iterator[str]:
+    """Yield the modules that a file imports, at its head or anywhere in it; relative ones in full."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = ".".join(Path(path).parts[: -node.level]) if node.level else ""
+            yield ".".join(part for part in (above, node.module) if part)
+
+
+@pytest.fixture(scope="module")
+def trees() -> dict[str, ast.Module]:
+    return {name(path): ast.parse(path.read_text("utf-8")) for path in SOURCES}
+
+
+def test_libraries_are_imported_in_their_rooms_only(trees: dict[str, ast.Module]) -> None:
+    strays = []
+    seen = set()
+    for path, tree in trees.items():
+        for module in imports(path, tree):
+            library = module.partition(".")[0]
+            if library in ONLY_IN:
+                seen.add(library)
+                if not path.startswith(ONLY_IN[library]):
+                    strays.append(f"{path} imports {module}")
+    assert not strays
+    assert seen >= {"transformers", "tokenizers", "huggingface_hub", "typer"}
+
+
+def test_flodl_stands_on_its_own(trees: dict[str, ast.Module]) -> None:
+    import sys
+
+    allowed = FLODL_NEEDS | set(sys.stdlib_module_names)
+    strays = [
+        f"{path} imports {module}"
+        for path, tree in trees.items()
+        if path.startswith("flodl/")
+        for module in imports(path, tree)
+        if module.partition(".")[0] not in allowed
+    ]
+    assert not strays
+
+
+def test_files_hold_one_idea(trees: dict[str, ast.Module]) -> None:
+    lengths = {name(path): len(path.read_text("utf-8").splitlines()) for path in SOURCES}
+    assert {path: lines for path, lines in lengths.items() if lines > MAX_LINES and path not in LONGER} == {}
+    assert [path for path in LONGER if lengths.get(path, 0) <= MAX_LINES] == [], "no longer an exception"
+    assert [path for path in lengths if Path(path).name in ("utils.py", "util.py", "helpers.py", "misc.py")] == []
+    assert [path for path, tree in trees.items() if not ast.get_docstring(tree) and tree.body] == []
+
+
+def test_nothing_is_named_base_manager_or_mixin(trees: dict[str, ast.Module]) -> None:
+    # The outputs and the model of the encoder alone are called so after transformers' "base model".
+    known = {"BaseModel", "BaseOutput"}
+    classes = [node.name for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    found = {c for c in classes if re.match(r"_?Base[A-Z]", c) or re.search(r"(Manager|Mixin|Helper)$", c)}
+    assert found <= known
+
+
+# Calls that would run what a file says. `compile` and `exec` make the generated forward of a graph, from names that
+# the builder checked.
+RUNS_CODE = {"eval", "exec", "compile", "__import__"}
+MAKES_FORWARDS = ("flodl/graph/",)
+
+
+def test_nothing_runs_code_from_files(trees: dict[str, ast.Module]) -> None:
+    found = []
+    for path, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call):
+                called = ast.unparse(node.func)
+                if called in RUNS_CODE and not path.startswith(MAKES_FORWARDS):
+                    found.append(f"{path}:{node.lineno} {called}")
+                if re.fullmatch(r"(pickle|marshal|shelve|dill|joblib|cloudpickle)\.(loads?|open|Unpickler)", called):
+                    found.append(f"{path}:{node.lineno} {called}")
+                if called in ("torch.load", "torch.hub.load") or called.endswith(("os.system", "os.popen")):
+                    found.append(f"{path}:{node.lineno} {called}")
+                given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+                if given.get("shell") == "True" or given.get("trust_remote_code") == "True":
+                    found.append(f"{path}:{node.lineno} {called} with a shell or foreign code")
+                if given.get("allow_pickle") == "True":
+                    found.append(f"{path}:{node.lineno} {called} with pickles")
+    assert not found
+
+
+def tracked() -> list[Path]:
+    try:
+        listed = subprocess.run(
+            ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True
+        ).stdout.split("\0")
+    except (OSError, subprocess.CalledProcessError):
+        # From an unpacked archive: everything that lies there, but for what tools leave behind.
+        folders = [ROOT / part for part in (*PACKAGES, "tests", "docs", "examples")]
+        listed = [
+            name(p) for folder in folders for p in folder.rglob("*") if p.is_file() and "__pycache__" not in str(p)
+        ]
+    return [ROOT / path for path in listed if path and (ROOT / path).is_file()]
+
+
+# A home or work folder, a private address, a package registry, a key: in pieces, so that this file holds none.
+FOREIGN = re.compile(
+    "|".join(
+        (
+            r"(?<![\w.:/])/(home|Users|root|work|workspace|mnt)/\w",
+            r"(?<![\w.])(?:10|192\.168|172\.(?:1[6-9]|2\d|3[01]))(?:\.\d{1,3}){2,3}(?![\w.])",
+            r"\b(?:pypi\.(?:org|python)|files\.pythonhosted|download\.pytorch|registry\.npm|artifactory|nexus)",
+            r"\b(?:index-url|extra-index|trusted-host)\b",
+            r"\bhf_[A-Za-z0-9]{30,}\b",
+            r"BEGIN [A-Z ]*PRIVATE KEY",
+        )
+    )
+)
+
+
+def test_no_tracked_file_knows_the_machine_it_was_written_on() -> None:
+    found = []
+    for path in tracked():
+        if path == Path(__file__):
+            continue
+        try:
+            text = path.read_text("utf-8")
+        except UnicodeDecodeError:
+            continue
+        found += [f"{name(path)}: {match[0]!r}" for match in FOREIGN.finditer(text)]
+    assert not found
+
+
+def test_no_tracked_file_is_large_or_a_leftover() -> None:
+    for path in tracked():
+        assert path.stat().st_size < 2_000_000, name(path)
+        assert path.suffix not in (".pyc", ".orig", ".rej", ".log", ".so"), name(path)
+
+
+def test_the_version_stands_in_one_place() -> None:
+    if not (ROOT / "pyproject.toml").exists():
+        pytest.skip("from a wheel: no project file")
+    import tomllib
+
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["version"]
+    word = re.compile(r"(?<![\w.])" + re.escape(version) + r"(?![\w.])")
+    holders = [name(path) for path in SOURCES if word.search(path.read_text("utf-8"))]
+    assert holders == []
+    assert not any(re.search(r"^__version__\s*=", path.read_text("utf-8"), re.MULTILINE) for path in SOURCES)
+
+
+def test_every_room_stands_in_the_architecture() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    for package in PACKAGES:
+        section = text[text.index(f"\n{package}/ ") :].split("\n\n")[0]
+        listed = set(re.findall(r"^  ([\w.]+/?) ", section, re.MULTILINE))
+        folder = ROOT / package
+        rooms = {p.name for p in folder.glob("*.py")} | {f"{p.parent.name}/" for p in folder.glob("*/__init__.py")}
+        rooms -= {"__init__.py"}
+        known = {path.relative_to(folder).parts for path in tracked() if path.is_relative_to(folder)}
+        committed = {room for room in rooms if any(parts[0] == room.rstrip("/") for parts in known)}
+        assert committed - listed == set(), "rooms that the architecture does not show"
+        assert listed - rooms == set(), "rooms that are not there"

@@ -1,0 +1,92 @@
+"""What the packages offer by name: complete, sorted, importable; and errors that travel between processes."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import pickle
+import pkgutil
+from types import ModuleType
+
+import pytest
+
+import flodl
+import flodl_hf
+from flodl import errors
+
+
+def packages() -> list[str]:
+    found = []
+    for package in (flodl, flodl_hf):
+        walked = pkgutil.walk_packages(package.__path__, package.__name__ + ".")
+        found += [package.__name__, *(info.name for info in walked if info.ispkg)]
+    return found
+
+
+def modules() -> list[str]:
+    found = []
+    for package in (flodl, flodl_hf):
+        found += [info.name for info in pkgutil.walk_packages(package.__path__, package.__name__ + ".")]
+    return found
+
+
+def loaded(module: str) -> ModuleType:
+    if module.startswith("flodl_hf.cli"):
+        pytest.importorskip("typer")
+    return importlib.import_module(module)
+
+
+@pytest.mark.parametrize("module", modules())
+def test_all_is_sorted_and_there(module: str) -> None:
+    found = loaded(module)
+    listed = list(getattr(found, "__all__", []))
+    # As ruff sorts: constants, classes, the rest.
+    order = sorted(listed, key=lambda n: (0 if n.isupper() else 1 if n[0].isupper() else 2, n))
+    assert listed == order
+    assert [n for n in listed if not hasattr(found, n)] == []
+
+
+@pytest.mark.parametrize("module", packages())
+def test_all_of_a_package_is_complete(module: str) -> None:
+    """Every public name that a package's own file imports from the project, or defines, stands in ``__all__``."""
+    found = loaded(module)
+    tree = ast.parse(inspect.getsource(found))
+    names: set[str] = set()
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("flodl") and node.names:
+            names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+    own = {n for n in names if not n.startswith("_") and not inspect.ismodule(getattr(found, n, None))}
+    listed = set(getattr(found, "__all__", ()))
+    if not listed:
+        assert not own, "names without __all__"
+        return
+    used = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
+    # What a file imports for its own use need not be offered.
+    assert own - listed - used == set()
+
+
+def kinds() -> list[type[errors.FlodlError]]:
+    for module in modules():
+        if not module.startswith("flodl_hf.cli"):
+            importlib.import_module(module)
+    found: list[type[errors.FlodlError]] = [errors.FlodlError]
+    for kind in found:
+        found += [k for k in kind.__subclasses__() if k not in found]
+    return [kind for kind in found if kind.__module__.startswith("flodl")]
+
+
+@pytest.mark.parametrize("kind", kinds(), ids=lambda kind: kind.__name__)
+def test_errors_survive_pickling(kind: type[errors.FlodlError]) -> None:
+    fault = kind("where: found this; expected that; do so", problems=["a", "b"], place=3)
+    again = pickle.loads(pickle.dumps(fault))
+    assert type(again) is kind
+    assert str(again) == str(fault)
+    assert (again.problems, again.place) == (["a", "b"], 3)
+
+
+def test_the_tree_in_the_docstring_is_the_tree() -> None:
+    drawn = errors.__doc__ or ""
+    assert [k.__name__ for k in kinds() if k.__module__ == "flodl.errors" and k.__name__ not in drawn] == []
