@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from flodl_hf.cli import convert, demo, export, inspect, predict, verify_export, verify_matrix
+from flodl_hf.cli import config, convert, demo, export, finetune, inspect, predict, verify_export, verify_matrix
 
 __all__ = ["app"]
 
@@ -31,5 +31,6 @@ def options(
         raise typer.Exit()
 
 
-for module in (demo, predict, inspect, export, verify_export, verify_matrix, convert):
+for module in (demo, predict, finetune, inspect, export, verify_export, verify_matrix, convert):
     app.command(name=module.NAME)(module.command)
+app.add_typer(config.app, name=config.NAME)

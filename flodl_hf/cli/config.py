@@ -1,0 +1,51 @@
+"""``flodl-hf config show``: what a recipe says in the end, and where each value comes from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from flodl_hf.cli.shared import Json, emit_json, reporting, say
+
+NAME = "config"
+
+app = typer.Typer(help="Look into recipes.", no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+@app.callback()
+def group() -> None:
+    """Look into recipes."""
+
+
+@app.command(name="show")
+@reporting
+def show(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe, YAML or JSON.")],
+    env: Annotated[str | None, typer.Option("--env", help="Lay RECIPE.ENV.yaml over it.")] = None,
+    defaults: Annotated[bool, typer.Option("--defaults", help="Also show what no file says.")] = False,
+    json_output: Json = False,
+) -> None:
+    """Print each value of a recipe with the file and line that it comes from.
+
+    Options that do not exist are reported, and the exit status is then 1.
+    """
+    from flodl_hf.finetuning.options import Options, make_options
+    from flodl_hf.recipe import load_recipe
+
+    found = load_recipe(recipe, env)
+    rows: list[tuple[str, Any, str]] = [(path, value, str(origin)) for path, value, origin in found.rows()]
+    if defaults:
+        rows += [(n, v, "default") for n, v in Options().to_dict().items() if n not in found.values]
+    if json_output:
+        emit_json({"values": found.values, "origins": {path: origin for path, _, origin in rows}})
+    else:
+        texts = [f"{path}: {json.dumps(value, ensure_ascii=False, default=str)}" for path, value, _ in rows]
+        width = min(60, max(map(len, texts), default=0))
+        for text, (_, _, origin) in zip(texts, rows, strict=True):
+            typer.echo(f"{text:<{width}}  # {origin}")
+    say("merged, each over the one before: " + ", ".join(str(file) for file in found.files))
+    others = ("model", "train", "eval", "out", "overwrite")
+    make_options({k: v for k, v in found.values.items() if k not in others}, where=str(recipe))

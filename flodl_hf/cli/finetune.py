@@ -1,0 +1,228 @@
+"""``flodl-hf finetune``: a checkpoint and a file of examples in, a trained and written model out.
+
+The options are those of `flodl_hf.finetuning.Options`, read off that table, so that the two cannot part.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_type_hints
+
+import typer
+
+from flodl.errors import ConfigError
+from flodl_hf.cli.shared import emit_json, progress, reporting, say
+from flodl_hf.finetuning.options import Options
+
+NAME = "finetune"
+ARGUMENTS = ("model", "train", "eval")
+SHORT = {"epochs": "-e", "batch_size": "-b"}
+
+
+def run(
+    model: str | None,
+    train: str | None,
+    held_out: str | None,
+    out: Path | None,
+    overwrite: bool,
+    recipe: Path | None,
+    env: str | None,
+    given: Mapping[str, Any],
+    json_output: bool,
+) -> None:
+    """Train as the recipe and the command line say; the latter wins."""
+    from flodl_hf.finetuning.run import _is_first_rank, finetune
+
+    values: dict[str, Any] = {}
+    if recipe is not None:
+        from flodl_hf.recipe import load_recipe
+
+        values = load_recipe(recipe, env).values
+    elif env is not None:
+        raise ConfigError("--env: there is no --recipe that it could be laid over", problems=["env"])
+    said = {"model": model, "train": train, "eval": held_out, "out": out, **given}
+    values |= {name: value for name, value in said.items() if value is not None}
+    absent = [name for name in ("model", "train") if values.get(name) is None]
+    if absent:
+        raise ConfigError(
+            f"finetune: found no {' and no '.join(absent)}; give MODEL and --train, or a --recipe that names them",
+            problems=absent,
+        )
+    name = values.pop("model")
+    data = {"train": values.pop("train"), "eval": values.pop("eval", None)}
+    target = values.pop("out", None)
+    overwrite = bool(values.pop("overwrite", False)) or overwrite
+    if not _is_first_rank():
+        finetune(name, **data, out=target, overwrite=overwrite, **values)
+        return
+    if data["eval"] is None:
+        say("no --eval was given: nothing will be measured, and the last model is kept")
+    with progress() as bar:
+        result = finetune(name, **data, out=target, overwrite=overwrite, on_event=_Progress(bar), **values)
+    if json_output:
+        emit_json(
+            {
+                "task": result.task,
+                "folder": None if result.folder is None else str(result.folder),
+                "metrics": result.metrics,
+                "steps": result.steps,
+                "best_step": result.best_step,
+                "seconds": result.seconds,
+            }
+        )
+        return
+    for figure, value in result.metrics.items():
+        typer.echo(f"{figure:<20} {value:.4f}")
+    if result.folder is None:
+        say("nothing was written; give --out DIR to keep the model")
+    else:
+        typer.echo(f"written to {result.folder} (step {result.best_step} of {result.steps}, {result.seconds:.0f} s)")
+        say(f"check it: flodl-hf verify-export {result.folder} --no-source")
+
+
+class _Progress:
+    """Shows the events of a run as a bar; where there is no terminal, as a line for each evaluation."""
+
+    def __init__(self, bar: Any) -> None:
+        self.bar = bar
+        self.task: Any = None
+        self.total = 0
+
+    def __call__(self, event: Any) -> None:
+        from flodl.train import EpochMetrics, EvalDone, RunStarted, SaveFailed, StepDone, Warned
+
+        if isinstance(event, RunStarted):
+            self.total = event.steps_per_epoch * event.epochs
+            note = f" (from step {event.step})" if event.resumed_from else ""
+            self._say(
+                f"training: {event.epochs} epochs of {event.steps_per_epoch} steps, {event.world} device(s){note}"
+            )
+            self.task = self.bar.add_task("training", total=self.total, completed=event.step, note="")
+        elif isinstance(event, StepDone) and self.task is not None:
+            note = f"epoch {event.epoch + 1}  loss {event.loss:.4f}  lr {event.lr:.2e}"
+            self.bar.update(self.task, completed=event.step + 1, note=note)
+        elif isinstance(event, EvalDone):
+            figures = "  ".join(f"{k} {v:.4f}" for k, v in event.metrics.items() if "/" not in k)
+            self._say(f"step {event.step}: {figures}")
+        elif isinstance(event, EpochMetrics):
+            self._say(
+                f"epoch {event.epoch + 1}: loss {event.loss:.4f}, {event.samples / event.epoch_ms * 1e3:.0f} rows/s"
+            )
+        elif isinstance(event, Warned):
+            self._say(f"warning: {event.message}")
+        elif isinstance(event, SaveFailed):
+            self._say(f"warning: the checkpoint of step {event.step} could not be written: {event.reason}")
+
+    def _say(self, text: str) -> None:
+        if self.bar.disable:
+            say(text)
+        else:
+            self.bar.console.print(text, highlight=False)
+
+
+# ---- the options of the command, from the table of options ------------------------------------------------
+
+
+def parse(name: str, text: Any) -> Any:
+    """Return the value of an option that was written as text: ``a=1,b=2`` for maps, ``a,b`` for lists.
+
+    Raises:
+        ConfigError: the text is no map.
+    """
+    if name in ("labels", "freeze") and text:
+        parts = [text] if isinstance(text, str) else list(text)
+        return [word.strip() for part in parts for word in part.split(",") if word.strip()] or None
+    if not isinstance(text, str):
+        return text
+    if name == "columns":
+        return dict(_pairs(name, text))
+    if name == "class_weights":
+        if "=" in text:
+            return {key: float(value) for key, value in _pairs(name, text)}
+        return text if text == "balanced" else [float(part) for part in text.split(",")]
+    if name == "devices":
+        if text.isdecimal():
+            return int(text)
+        return text.split(",") if "," in text else text
+    return text
+
+
+def _pairs(name: str, text: str) -> list[tuple[str, str]]:
+    pairs = [part.partition("=") for part in text.split(",")]
+    if not all(key and equals and value for key, equals, value in pairs):
+        raise ConfigError(
+            f"--{name.replace('_', '-')}: found {text!r}; expected name=value,name=value", problems=[name]
+        )
+    return [(key.strip(), value.strip()) for key, _, value in pairs]
+
+
+def _command() -> Callable[..., None]:
+    """Return the command, whose parameters are the arguments and one option for each row of the table."""
+    hints = get_type_hints(Options)
+    table = {f.name: f for f in fields(Options)}
+
+    def command(**said: Any) -> None:
+        given = {name: parse(name, said.pop(name)) for name in table}
+        run(
+            said["model"], said["train"], said["eval"], said["out"], said["overwrite"], said["recipe"], said["env"],
+            given, said["json_output"],
+        )  # fmt: skip
+
+    command.__doc__ = HELP
+    parameters = [
+        _parameter("model", str | None, typer.Argument(metavar="[MODEL]", help="A local folder or a Hub name.")),
+        _parameter("train", str | None, typer.Option("--train", "-t", help="Training data: CSV, TSV, JSON lines, "
+                   "Parquet, CoNLL, SQuAD JSON or text.")),
+        _parameter("eval", str | None, typer.Option("--eval", help="Held-out data, judged after each epoch.")),
+        _parameter("out", Path | None, typer.Option("--out", "-o", help="Folder to write.")),
+        _parameter("overwrite", bool, typer.Option("--overwrite", help="Replace a model in that folder."), False),
+        _parameter("recipe", Path | None, typer.Option("--recipe", "-r", help="YAML file with options; those on the "
+                   "command line win.")),
+        _parameter("env", str | None, typer.Option("--env", help="Lay RECIPE.ENV.yaml over the recipe.")),
+    ]  # fmt: skip
+    for name, row in table.items():
+        flag = "--" + name.replace("_", "-")
+        kind, shown = _kind(hints[name]), _default(row.default)
+        flags = [f"{flag}/--no-{flag[2:]}"] if kind is bool else [flag, *([SHORT[name]] if name in SHORT else [])]
+        text = row.metadata["help"] + (f" (default {shown})" if shown else "")
+        parameters.append(_parameter(name, kind | None, typer.Option(*flags, help=text, show_default=False)))
+    parameters.append(
+        _parameter("json_output", bool, typer.Option("--json", help="Print one JSON document instead of text."), False)
+    )
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in parameters}
+    return command
+
+
+def _parameter(name: str, kind: Any, option: Any, default: Any = None) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
+
+
+def _kind(hint: Any) -> Any:
+    """Return the type of an option's text; maps, lists and choices of several types are texts first."""
+    kinds = [k for k in (get_args(hint) or (hint,)) if k in (bool, int, float, str)]
+    if hint == Sequence[str]:
+        return list[str]
+    return kinds[0] if len(kinds) == 1 and "Sequence" not in str(hint) and "Mapping" not in str(hint) else str
+
+
+def _default(value: Any) -> str:
+    if value is None or value == ():
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return json.dumps(value) if isinstance(value, (int, float)) else str(value)
+
+
+HELP = (
+    "Train a model on your data and write it as a Hugging Face folder.\n\n"
+    "The columns of the data say what is learned (a text and a label, words and tags, a question with context and "
+    "answers, plain text), and labels are read off the data. The folder has a model card, the recipe that reproduces "
+    "it, and every figure."
+)
+
+command = reporting(_command())

@@ -1,0 +1,29 @@
+"""Fine-tuning: a checkpoint and a table of examples in, a trained Hugging Face folder out.
+
+    from flodl_hf.finetuning import finetune
+
+    result = finetune("a folder or a Hub name", train="train.csv", eval="dev.csv", out="my-model")
+
+The training itself is `flodl.train`'s; what is here is the glue: examples to tokens and labels, tasks to losses
+and figures, and the papers of the result.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from flodl_hf.finetuning.options import Options
+
+if TYPE_CHECKING:
+    from flodl_hf.finetuning.run import FinetuneResult, finetune, plan_job
+
+__all__ = ["FinetuneResult", "Options", "finetune", "plan_job"]
+
+
+def __getattr__(name: str) -> Any:
+    # The command line reads the table of options at each start, and must not pay for the trainer then.
+    if name in __all__:
+        from flodl_hf.finetuning import run
+
+        return getattr(run, name)
+    raise AttributeError(f"module 'flodl_hf.finetuning' has no attribute {name!r}")

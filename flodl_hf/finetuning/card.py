@@ -1,0 +1,123 @@
+"""The papers of a run: the model card, the recipe that reproduces it, and every figure as JSON.
+
+Says what happened and with what; claims nothing that was not measured in the run.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flodl_hf.finetuning.run import FinetuneResult, Job
+
+__all__ = ["papers"]
+
+PIPELINES = {
+    "sequence_classification": "text-classification",
+    "token_classification": "token-classification",
+    "question_answering": "question-answering",
+    "masked_lm": "fill-mask",
+}
+SHOWN = (
+    *("epochs", "max_steps", "batch_size", "accumulate", "tokens_per_batch", "layout", "max_length", "optimizer"),
+    *("lr", "schedule", "warmup", "weight_decay", "max_grad_norm", "layerwise_decay", "freeze", "class_weights"),
+    *("label_smoothing", "dropout", "precision", "seed", "whole_words", "mask_probability"),
+)
+MASKING = ("whole_words", "mask_probability")
+
+
+def papers(job: Job, result: FinetuneResult) -> dict[str, bytes]:
+    """Return the files that go beside the weights, by name."""
+    facts = {
+        "task": result.task,
+        "model": job.name,
+        "data": job.tables.facts,
+        "metrics": result.metrics,
+        "metric": job.metric,
+        "best_step": result.best_step,
+        "steps": result.steps,
+        "seconds": round(result.seconds, 3),
+        "history": result.history,
+        "losses": result.losses,
+        "versions": versions(),
+    }
+    return {
+        "README.md": card(job, result).encode(),
+        "recipe.yaml": recipe_text(result.recipe).encode(),
+        "training.json": (json.dumps(facts, indent=1, ensure_ascii=False) + "\n").encode(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of what took part."""
+    found = {"python": platform.python_version()}
+    for name in ("flodl-hf", "torch", "tokenizers", "safetensors", "numpy"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed as a package"
+    return found
+
+
+def recipe_text(recipe: dict[str, Any]) -> str:
+    """Return the recipe as YAML."""
+    import yaml
+
+    head = "# The recipe of this model. Run it again with: flodl-hf finetune --recipe recipe.yaml --out DIR\n"
+    given = {name: value for name, value in recipe.items() if value is not None}
+    absent = [name for name in ("model", "train") if name not in given]
+    if absent:
+        head += f"# {' and '.join(absent)} was given in memory and has to be given again.\n"
+    return head + yaml.safe_dump(given, sort_keys=False, allow_unicode=True, width=110)
+
+
+def card(job: Job, result: FinetuneResult) -> str:
+    """Return the model card in Markdown."""
+    base = job.name
+    on_hub = base.count("/") == 1 and not Path(base).exists() and not base.startswith((".", "/", "~"))
+    shown = base if on_hub else Path(base).name
+    lines = ["---"]
+    if on_hub:
+        lines.append(f"base_model: {base.partition('@')[0]}")
+    lines += [f"pipeline_tag: {PIPELINES[result.task]}", "library_name: transformers", "tags:", "- flodl-hf", "---", ""]
+    lines += [
+        f"# {shown}, fine-tuned",
+        "",
+        f"A model for {PIPELINES[result.task].replace('-', ' ')}, trained from `{shown}`.",
+        "",
+    ]
+    if job.task.labels and job.task.kind != "regression":
+        names = ", ".join(f"`{name}`" for name in job.task.labels[:50])
+        lines += [f"Labels: {names}{' ...' if len(job.task.labels) > 50 else ''}.", ""]
+    lines += ["## Data", "", "| part | data | rows | SHA-256 |", "|---|---|---:|---|"]
+    for part, facts in job.tables.facts.items():
+        lines.append(f"| {part} | {_cell(facts['name'])} | {facts['rows']:,} | {facts.get('sha256', '')[:16]} |")
+    lines += ["", "## Evaluation", ""]
+    if result.metrics:
+        lines += [f"On the held-out data, after step {result.best_step}:", "", "| figure | value |", "|---|---:|"]
+        lines += [f"| {_cell(name)} | {value:.4f} |" for name, value in result.metrics.items()]
+    else:
+        lines.append("There was no held-out data, so nothing is claimed.")
+    lines += ["", "## Recipe", "", f"{result.steps:,} optimiser steps, {_duration(result.seconds)}.", ""]
+    lines += ["| choice | value |", "|---|---|"]
+    for name in SHOWN:
+        value = result.recipe.get(name)
+        if value not in (None, [], (), {}, 0) and (result.task == "masked_lm" or name not in MASKING):
+            lines.append(f"| {name} | {_cell(value)} |")
+    lines += ["", "All choices stand in `recipe.yaml`:", "", "```", "flodl-hf finetune --recipe recipe.yaml --out DIR"]
+    lines += ["```", "", "## Versions", ""]
+    lines += [", ".join(f"{name} {number}" for name, number in versions().items()) + ".", ""]
+    return "\n".join(lines)
+
+
+def _cell(value: Any) -> str:
+    return str(value).replace("|", "\\|").replace("\n", " ")
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

@@ -1,0 +1,224 @@
+"""From what the caller gave to a task with its rows: files read, task inferred, labels named and ordered.
+
+Decides what is learned and under which names. How files are read and columns understood is decided in
+`flodl.data`; how a task makes tokens of rows, in its file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from flodl.data import Columns, infer_columns, infer_targets, load_rows
+from flodl.errors import ConfigError, DataError
+from flodl_hf.finetuning.answers import AnswerTask
+from flodl_hf.finetuning.masked import MaskedTask
+from flodl_hf.finetuning.options import Options, task_named
+from flodl_hf.finetuning.sequence import SequenceTask
+from flodl_hf.finetuning.task import Task
+from flodl_hf.finetuning.tokens import TokenTask, tag_names
+
+__all__ = ["Known", "Tables", "choose_task", "read_tables"]
+
+LOOKED_AT = 200  # rows from which the meaning of columns is inferred
+
+_KINDS = {
+    "single_label_classification": "single_label",
+    "multi_label_classification": "multi_label",
+    "regression": "regression",
+}
+
+
+@dataclass(frozen=True)
+class Known:
+    """What the starting model already says: its head, and the names of its labels if it was trained with any."""
+
+    head: str | None = None
+    labels: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Tables:
+    """The rows of a run.
+
+    Attributes:
+        train: training rows.
+        eval: held-out rows, or None.
+        facts: for each of them what the model card says: name, rows, and the hash of a file.
+        source: the training data as the caller gave it, asked for names of its labels.
+    """
+
+    train: list[dict[str, Any]]
+    eval: list[dict[str, Any]] | None
+    facts: dict[str, dict[str, Any]]
+    source: Any = None
+
+
+def read_tables(train: Any, held_out: Any, header_columns: Mapping[str, str] | None = None) -> Tables:
+    """Return the rows of the given files or objects.
+
+    Raises:
+        DataError: a file is absent or faulty, or holds no rows; both files are read before it is raised.
+    """
+    rows: dict[str, list[dict[str, Any]]] = {}
+    facts: dict[str, dict[str, Any]] = {}
+    faults: list[DataError] = []
+    for name, source in (("train", train), ("eval", held_out)):
+        if source is None:
+            continue
+        try:
+            rows[name] = load_rows(source)
+        except DataError as fault:
+            faults.append(fault)
+            continue
+        facts[name] = {"rows": len(rows[name]), **_facts(source)}
+    if len(faults) == 1:
+        raise faults[0]
+    if faults:
+        raise DataError("\n".join(str(fault) for fault in faults), problems=[str(fault) for fault in faults])
+    return Tables(rows["train"], rows.get("eval"), facts, train)
+
+
+def _facts(source: Any) -> dict[str, Any]:
+    if not isinstance(source, (str, os.PathLike)):
+        return {"name": f"{type(source).__name__} in memory"}
+    digest = hashlib.sha256()
+    with open(source, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return {"name": Path(source).name, "sha256": digest.hexdigest()}
+
+
+def choose_task(tables: Tables, options: Options, known: Known) -> Task:
+    """Return what is to be learned.
+
+    The columns of the data decide, unless the caller named the task.
+
+    Raises:
+        ConfigError: the task does not fit the columns, or an option does not fit the task.
+        DataError: the columns or labels cannot be understood.
+    """
+    said = dict(options.columns or {})
+    named = task_named(options.task) if options.task else None
+    columns = infer_columns(tables.train[:LOOKED_AT], **said)
+    task = columns.task.replace("-", "_")
+    if named is not None and named != task:
+        columns = _columns_for(named, columns, tables.train[0])
+        task = named
+    if tables.eval is not None:
+        _same_columns(columns, tables.eval)
+    if task == "sequence_classification":
+        return _sequence(tables, columns, options, known)
+    if task == "token_classification":
+        return _tokens(tables, columns, options, known)
+    for name in ("labels", "problem_type", "class_weights"):
+        if getattr(options, name):
+            raise ConfigError(f"{name}: {task} has no labels; expected none", problems=[name])
+    return AnswerTask(columns) if task == "question_answering" else MaskedTask(columns)
+
+
+def _columns_for(named: str, columns: Columns, row: Mapping[str, Any]) -> Columns:
+    """Return the columns for a task other than the one they look like."""
+    if named == "masked_lm" and columns.text is not None:
+        return Columns(task="masked-lm", text=columns.text)
+    if named == "masked_lm" and columns.context is not None:
+        return Columns(task="masked-lm", text=columns.context)
+    if named == "sequence_classification" and columns.question and columns.context:
+        label = next((name for name in row if name.lower() in ("label", "labels")), None)
+        if label:
+            return Columns(
+                task="sequence-classification", text=columns.question, text_pair=columns.context, label=label
+            )
+    raise ConfigError(
+        f"task: {named} was asked for, and the columns {list(row)} are for {columns.task}; name the columns "
+        "(columns={'text': ..., 'label': ...}) or leave the task out",
+        problems=["task"],
+    )
+
+
+def _same_columns(columns: Columns, rows: Sequence[Mapping[str, Any]]) -> None:
+    wanted = [getattr(columns, role) for role in columns.__dataclass_fields__ if role != "task"]
+    absent = [name for name in wanted if name is not None and name not in rows[0]]
+    if absent:
+        raise DataError(
+            f"eval: no column {', '.join(map(repr, absent))}; it has {list(rows[0])}. Expected the columns of the "
+            "training data",
+            names=absent,
+        )
+
+
+# ---- labels ---------------------------------------------------------------------------------------------
+
+
+def _sequence(tables: Tables, columns: Columns, options: Options, known: Known) -> SequenceTask:
+    if columns.label is None:
+        raise DataError(f"train: found no column of labels among {list(tables.train[0])}; say columns={{'label': ...}}")
+    values = [row.get(columns.label) for row in tables.train]
+    kind = _KINDS[options.problem_type] if options.problem_type else None
+    if kind == "multi_label":
+        values = [v if isinstance(v, (list, tuple)) else [v] for v in values]
+    found = infer_targets(values, kind)  # type: ignore[arg-type]
+    if found.kind == "regression":
+        return SequenceTask(columns, found, ("LABEL_0",))
+    own = known.labels if known.head == "sequence_classification" else ()
+    stored, names = _names(found.names, options.labels, _feature_names(tables.source, columns.label), own)
+    if len(names) < 2 and found.kind == "single_label":
+        raise DataError(
+            f"train: every row has the label {names[0]!r}; expected at least two labels to tell apart, or "
+            "problem_type='regression'",
+            labels=names,
+        )
+    return SequenceTask(columns, replace(found, names=stored), names)
+
+
+def _tokens(tables: Tables, columns: Columns, options: Options, known: Known) -> TokenTask:
+    if options.problem_type:
+        raise ConfigError("problem_type: labels of words have none; expected nothing", problems=["problem_type"])
+    found = tag_names(tables.train, columns)
+    own = known.labels if known.head == "token_classification" else ()
+    stored, names = _names(found, options.labels, _feature_names(tables.source, columns.tags), own)
+    return TokenTask(columns, names, None if stored == names else stored)
+
+
+def _names(
+    found: tuple[str, ...], asked: Sequence[str] | None, declared: Sequence[str] | None, own: Sequence[str]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the labels as the data has them, and as the result names them; both by number.
+
+    The caller's names come first, then those that a data set declares, then those of a model that is trained
+    on, and last what occurs in the data. Numbers in the data count into names.
+
+    Raises:
+        ConfigError: the data has labels that the caller's names lack.
+    """
+    numeric = all(name.isdecimal() for name in found)
+    highest = max(map(int, found)) if numeric else -1
+    for given in (asked, declared, own):
+        names = tuple(given or ())
+        if not names:
+            continue
+        if set(found) <= set(names):
+            return names, names
+        # a model with more labels than the data has numbers was trained for something else
+        if numeric and (highest < len(names) if given is not own else highest + 1 == len(names)):
+            return tuple(str(k) for k in range(len(names))), names
+        if given is asked:
+            missing = sorted(set(found) - set(names))
+            raise ConfigError(
+                f"labels: the data has {missing[:8]}, which are not among {list(names)[:20]}", problems=missing
+            )
+    return found, found
+
+
+def _feature_names(source: Any, column: str | None) -> list[str] | None:
+    """Return the names that a Hugging Face data set declares for the numbers in a column."""
+    features = getattr(source, "features", None)
+    if not isinstance(features, Mapping) or column not in features:
+        return None
+    feature = features[column]
+    names = getattr(feature, "names", None) or getattr(getattr(feature, "feature", None), "names", None)
+    return list(names) if names else None

@@ -1,0 +1,231 @@
+"""Every choice of a fine-tuning run, with its default and one line that says what it is.
+
+This table is what ``finetune`` takes, what the command line offers, what a recipe file may hold and what the
+model card prints. It checks single values; what only the data or the model can tell is checked where it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, get_args, get_type_hints
+
+from flodl.errors import ConfigError, capped, nearest
+
+__all__ = ["TASKS", "Options", "make_options", "task_named"]
+
+TASKS = ("sequence_classification", "token_classification", "question_answering", "masked_lm")
+_TASK_WORDS = {
+    "seqcls": "sequence_classification",
+    "text_classification": "sequence_classification",
+    "tokcls": "token_classification",
+    "ner": "token_classification",
+    "qa": "question_answering",
+    "mlm": "masked_lm",
+    "fill_mask": "masked_lm",
+}
+SCHEDULES = ("linear", "cosine", "constant", "one_cycle", "plateau")
+
+
+def _opt(default: Any, says: str, **checks: Any) -> Any:
+    return field(default=default, metadata={"help": says, **checks})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The choices of one run; each field's ``help`` says what it is."""
+
+    task: str | None = _opt(None, "seqcls, tokcls (ner), qa or mlm; by default the data's columns tell.")
+    columns: Mapping[str, str] | None = _opt(None, "Which column holds what, by role: text=headline.")
+    labels: Sequence[str] | None = _opt(
+        None, "Label names in the order of their numbers; by default those in the data."
+    )
+    problem_type: str | None = _opt(
+        None,
+        "regression, single_label_classification or multi_label_classification; by default the labels tell.",
+        among=("regression", "single_label_classification", "multi_label_classification"),
+    )
+
+    epochs: int = _opt(3, "Passes over the training data.", least=1)
+    max_steps: int | None = _opt(None, "Stop after so many optimiser steps.", least=1)
+    batch_size: int = _opt(32, "Rows in a batch, over all devices together.", least=1)
+    accumulate: int = _opt(1, "Batches in one optimiser step.", least=1)
+    micro_batch_size: int | None = _opt(None, "Most rows in the model at once; changes nothing but memory.", least=1)
+    tokens_per_batch: int | None = _opt(None, "Fill batches up to so many tokens instead of counting rows.", least=1)
+    group_by_length: bool = _opt(True, "Put rows of similar length together, which saves padding.")
+    layout: str = _opt("padded", "padded, or packed (rows end to end, no padding).", among=("padded", "packed"))
+    max_length: int | None = _opt(None, "Most tokens in a row; by default as many as the model takes.", least=4)
+    stride: int | None = _opt(
+        None, "Tokens shared by neighbouring windows of a long text (tokcls 64, qa 128).", least=0
+    )
+
+    lr: float = _opt(5e-5, "Highest learning rate.", least=0.0)
+    schedule: Any = _opt("linear", "linear, cosine, constant, one_cycle or plateau.")  # noqa: RUF009
+    warmup: float = _opt(0.0, "Steps of rising rate; below 1 a share of all steps.", least=0.0)
+    optimizer: str = _opt("adamw", "adamw or sgd.", among=("adamw", "sgd"))
+    weight_decay: float = _opt(0.0, "Weight decay, not applied to biases and norms.", least=0.0)
+    beta1: float = _opt(0.9, "AdamW's decay of the mean; SGD's momentum.", least=0.0, most=1.0)
+    beta2: float = _opt(0.999, "AdamW's decay of the variance.", least=0.0, most=1.0)
+    eps: float = _opt(1e-8, "AdamW's epsilon.", least=0.0)
+    max_grad_norm: float | None = _opt(1.0, "Clip the gradient to this 2-norm; 0 does not clip.", least=0.0)
+    layerwise_decay: float | None = _opt(
+        None, "Each layer learns at this times the rate of the layer above.", least=0.0, most=1.0
+    )
+    freeze: Sequence[str] = _opt((), "Parts that do not learn: embeddings, layers.0-5, encoder.")
+    class_weights: Any = _opt(None, "Weights of the labels in the loss, by name or in order, or 'balanced'.")  # noqa: RUF009
+    label_smoothing: float = _opt(0.0, "Share of the target spread over all labels.", least=0.0, most=1.0)
+    dropout: float | None = _opt(None, "Dropout everywhere, instead of the model's own.", least=0.0, most=1.0)
+
+    precision: str = _opt("fp32", "fp32, tf32, bf16 or fp16.", among=("fp32", "tf32", "bf16", "fp16"))
+    gradient_checkpointing: bool = _opt(False, "Compute layers twice instead of keeping their states.")
+    attention: str = _opt("sdpa", "sdpa or eager.", among=("sdpa", "eager"))
+    seed: int = _opt(42, "Decides new weights, order, dropout and masking.")
+    deterministic: bool = _opt(False, "Use deterministic kernels only.")
+    on_nan: str = _opt("stop", "stop or skip when loss or gradient is not finite.", among=("stop", "skip"))
+    compat: str | None = _opt(
+        None, "transformers: repeat the gradient inflation of that library's Trainer.", among=("transformers",)
+    )
+
+    eval_every: int | None = _opt(None, "Steps between evaluations, besides the one after each epoch.", least=1)
+    eval_batch_size: int | None = _opt(None, "Rows at once in evaluation; by default batch_size.", least=1)
+    metric: str | None = _opt(None, "Figure that says which model is best; '-name' where less is better.")
+    keep_best: bool = _opt(True, "End with the best model instead of the last.")
+    early_stopping: int | None = _opt(None, "Stop after so many evaluations without a better figure.", least=1)
+
+    whole_words: bool = _opt(False, "mlm: mask whole words.")
+    mask_probability: float = _opt(0.15, "mlm: share of the tokens that are masked.", least=0.0, most=1.0)
+
+    save_every: int | None = _opt(None, "Steps between checkpoints, besides the one after each epoch.", least=1)
+    checkpoints: str | None = _opt(None, "Folder for checkpoints; by default beside the result.")
+    keep_checkpoints: bool = _opt(False, "Leave the checkpoints when the run is done.")
+    resume: bool = _opt(False, "Go on from the checkpoints of an interrupted run.")
+
+    devices: Any = _opt(None, "Number of devices, or their names; under torchrun not needed.")  # noqa: RUF009
+    policy: str | None = _opt(
+        None, "sync, cadence or async; by default as the devices suit.", among=("sync", "cadence", "async")
+    )
+    backend: str | None = _opt(None, "nccl or cpu: how parameters are averaged.", among=("nccl", "cpu"))
+
+    revision: str | None = _opt(None, "Branch, tag or commit of the model on the Hub.")
+    local_files_only: bool = _opt(False, "Open no connection.")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the choices by name, as JSON values where they are."""
+        return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    return value
+
+
+def task_named(name: str) -> str:
+    """Return our word for a task.
+
+    Raises:
+        ConfigError: there is no such task.
+    """
+    word = name.lower().replace("-", "_")
+    word = _TASK_WORDS.get(word, word)
+    if word not in TASKS:
+        known = [*TASKS, *_TASK_WORDS]
+        raise ConfigError(
+            f"task: found {name!r}{nearest(name, known)}; expected one of {', '.join(known)}", problems=[name]
+        )
+    return word
+
+
+def make_options(given: Mapping[str, Any], where: str = "finetune") -> Options:
+    """Return the options that ``given`` asks for, with defaults for the rest.
+
+    Raises:
+        ConfigError: names that are no options, or values that cannot be; ``problems`` lists all of them.
+    """
+    table = {f.name: f for f in fields(Options)}
+    hints = get_type_hints(Options)
+    values: dict[str, Any] = {}
+    problems = [f"{name}: no such option{nearest(name, table)}" for name in given if name not in table]
+    for name, value in given.items():
+        if name not in table:
+            continue
+        try:
+            values[name] = _checked(value, hints[name], table[name].metadata)
+        except ValueError as fault:
+            problems.append(f"{name}: {fault}")
+    options = None if problems else Options(**values)
+    if options is not None:
+        problems = _together(options)
+    if options is None or problems:
+        raise ConfigError(f"{where}: options that cannot be:\n{capped(problems)}", problems=problems, where=where)
+    return options
+
+
+def _checked(value: Any, hint: Any, checks: Mapping[str, Any]) -> Any:
+    kinds = get_args(hint) or (hint,)
+    if value is None:
+        if type(None) in kinds or hint is Any:
+            return None
+        raise ValueError("found nothing; expected a value")
+    if bool in kinds:
+        if not isinstance(value, bool):
+            raise ValueError(f"found {value!r}; expected true or false")
+    elif float in kinds or int in kinds:
+        value = _number(value, float in kinds)
+        low, high = checks.get("least", float("-inf")), checks.get("most", float("inf"))
+        if not low <= value <= high:
+            raise ValueError(f"found {value!r}; expected {low} {f'to {high}' if high < float('inf') else 'or more'}")
+    elif str in kinds and not isinstance(value, str):
+        raise ValueError(f"found {value!r}; expected a text")
+    elif hint == Sequence[str] or hint == Sequence[str] | None:
+        if isinstance(value, str):
+            value = (value,)
+        if not isinstance(value, Sequence) or not all(isinstance(v, (str, int)) for v in value):
+            raise ValueError(f"found {value!r}; expected a list of texts")
+        value = tuple(str(v) for v in value)
+    elif hint == Mapping[str, str] | None and not isinstance(value, Mapping):
+        raise ValueError(f"found {value!r}; expected a map of roles to columns")
+    among = checks.get("among")
+    if among and value not in among:
+        raise ValueError(f"found {value!r}{nearest(str(value), among)}; expected one of {', '.join(among)}")
+    return value
+
+
+def _number(value: Any, fraction: bool) -> int | float:
+    if isinstance(value, str):
+        # YAML 1.1 reads 5e-5 as a text.
+        try:
+            value = float(value)
+        except ValueError:
+            raise ValueError(f"found {value!r}; expected a number") from None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
+        raise ValueError(f"found {value!r}; expected a number")
+    if fraction:
+        return float(value)
+    if int(value) != value:
+        raise ValueError(f"found {value!r}; expected a whole number")
+    return int(value)
+
+
+def _together(options: Options) -> list[str]:
+    """Return what is wrong with choices that are right by themselves."""
+    problems = []
+    schedule = options.schedule
+    if isinstance(schedule, str):
+        if schedule not in SCHEDULES:
+            problems.append(
+                f"schedule: found {schedule!r}{nearest(schedule, SCHEDULES)}; expected {', '.join(SCHEDULES)}"
+            )
+        elif schedule == "plateau" and options.warmup:
+            problems.append("warmup: a plateau schedule takes none; expected 0")
+    elif not hasattr(schedule, "lr"):
+        problems.append(f"schedule: found {type(schedule).__name__}; expected a name, or an object with lr(step)")
+    if options.label_smoothing == 1.0:
+        problems.append("label_smoothing: found 1.0; expected less, or nothing of the target is left")
+    if options.mask_probability == 0.0:
+        problems.append("mask_probability: found 0.0; expected more, or nothing is learned")
+    if options.warmup > 1 and options.warmup != int(options.warmup):
+        problems.append(f"warmup: found {options.warmup!r}; expected a whole number of steps, or a share below 1")
+    return problems

@@ -1,0 +1,164 @@
+"""Labels for whole texts and pairs: one of several, any number of several, or a number.
+
+A text that is longer than a row is cut at its end, as transformers' scripts do; of a pair the longer one gives way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flodl.data import Columns, Targets
+from flodl.errors import DataError, capped
+from flodl.metrics import Classification, MultiLabel, Pearson, Spearman, SquaredError
+from flodl_hf.finetuning.rows import EncodedRows, RowBuilder
+from flodl_hf.finetuning.step import Kind
+from flodl_hf.finetuning.task import CHUNK, Examples, Prepared, Room, check_texts
+
+if TYPE_CHECKING:
+    from flodl_hf.tokenizer import Tokenizer
+
+__all__ = ["SequenceTask"]
+
+_PROBLEM = {
+    "single_label": "single_label_classification",
+    "multi_label": "multi_label_classification",
+    "regression": "regression",
+}
+BUFFER = 1024
+
+
+@dataclass(frozen=True)
+class SequenceTask:
+    """A label for each text.
+
+    Args:
+        columns: which columns hold texts and labels.
+        targets: what labels are, and their names.
+        names: names of the labels in the result, by number.
+    """
+
+    columns: Columns
+    targets: Targets
+    names: tuple[str, ...]
+    head: str = "sequence_classification"
+    per_row: bool = True
+
+    @property
+    def kind(self) -> Kind:
+        """What the loss is of."""
+        return self.targets.kind
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Label names by number."""
+        return self.names
+
+    @property
+    def problem_type(self) -> str:
+        """What ``config.json`` says of the labels."""
+        return _PROBLEM[self.kind]
+
+    @property
+    def main_metric(self) -> str:
+        """Accuracy, F1 of several labels, or the mean squared error."""
+        return {"single_label": "accuracy", "multi_label": "f1", "regression": "-mse"}[self.kind]
+
+    def prepare(self, examples: Examples, tokenizer: Tokenizer, room: Room, *, training: bool) -> Prepared:
+        """Return one row for each text."""
+        text, pair, label = self.columns.text, self.columns.text_pair, self.columns.label
+        assert text is not None
+        assert label is not None
+        for column in (text, pair):
+            if column is not None:
+                check_texts(examples, column, "finetune")
+        values = self._values([row.get(label) for row in examples])
+        builder = RowBuilder(room.types)
+        for start in range(0, len(examples), CHUNK):
+            part = examples[start : start + CHUNK]
+            windows = tokenizer.encode_rows(
+                [row[text] for row in part],
+                None if pair is None else [row[pair] for row in part],
+                max_tokens=room.max_tokens,
+                cut=None if pair is None else "longest",
+                overflow="truncate",
+                offsets=False,
+            )
+            for i, group in enumerate(windows, start):
+                builder.add(group[0], i, labels=values[i])
+        rows = builder.build()
+        return Prepared(rows, None if training else rows.values["labels"])
+
+    def _values(self, labels: Sequence[Any]) -> list[Any]:
+        """Return labels as the loss takes them."""
+        found, problems = [], []
+        for i, label in enumerate(labels):
+            try:
+                value = self.targets.encode(label)
+            except (DataError, TypeError, ValueError) as fault:
+                problems.append(f"row {i}: {fault}")
+                continue
+            narrow = np.int64 if self.kind == "single_label" else np.float32
+            found.append(np.asarray(value, dtype=narrow)[()])
+        if problems:
+            raise DataError(
+                f"finetune: labels in column {self.columns.label!r} that cannot be:\n{capped(problems, 5)}",
+                problems=problems,
+            )
+        return found
+
+    def scorer(self, prepared: Prepared) -> _Scorer:
+        """Return a scorer that has seen nothing."""
+        return _Scorer(self.kind, len(self.names), torch.as_tensor(prepared.truth))
+
+    def label_counts(self, rows: EncodedRows) -> list[int] | None:
+        """Return how many texts have each label."""
+        labels = rows.values["labels"]
+        if self.kind == "regression":
+            return None
+        if self.kind == "multi_label":
+            return [int(n) for n in labels.sum(0)]
+        return np.bincount(labels, minlength=len(self.names)).tolist()
+
+
+class _Scorer:
+    def __init__(self, kind: str, size: int, truth: Tensor) -> None:
+        self.kind, self.truth = kind, truth
+        self.metrics: list[Any] = {
+            "single_label": lambda: [Classification(size, "binary" if size == 2 else "macro")],
+            "multi_label": lambda: [MultiLabel(size, "micro")],
+            "regression": lambda: [SquaredError(), Pearson(), Spearman()],
+        }[kind]()
+        self._examples: list[int] = []
+        self._scores: list[Tensor] = []
+
+    def update(self, example: int, scores: Sequence[Tensor]) -> None:
+        """Take in the scores of one text."""
+        self._examples.append(example)
+        self._scores.append(scores[0])
+        if len(self._examples) >= BUFFER:
+            self._flush()
+
+    def _flush(self) -> None:
+        if not self._examples:
+            return
+        scores, truth = torch.stack(self._scores), self.truth[self._examples]
+        if self.kind == "regression":
+            scores = scores.view(truth.shape)
+        for metric in self.metrics:
+            metric.update(scores, truth)
+        self._examples, self._scores = [], []
+
+    def compute(self) -> dict[str, float]:
+        """Return the figures."""
+        self._flush()
+        figures: dict[str, float] = {}
+        for metric in self.metrics:
+            figures |= metric.compute()
+        figures.pop("count", None)
+        return figures

@@ -1,0 +1,104 @@
+"""One batch through the model, and its loss as a sum and a count.
+
+The loss without weights and smoothing is the model's own, operation by operation, so that a run equals a plain
+loop to the bit. How sums and counts become a step is decided in `flodl.train.step`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from flodl.train import Loss
+from flodl_hf.layout import Packed
+from flodl_hf.losses import IGNORED_LABEL, classification_loss, span_loss, token_loss
+
+__all__ = ["Objective", "rows_of_scores", "score"]
+
+Kind = Literal["single_label", "multi_label", "regression", "tokens", "words", "spans"]
+_PROBLEM = {
+    "single_label": "single_label_classification",
+    "multi_label": "multi_label_classification",
+    "regression": "regression",
+}
+
+
+def score(model: Any, batch: Any) -> Tensor:
+    """Return the head's scores of a batch, in the layout that the batch has."""
+    types = batch.get("token_type_ids")
+    if "cu_seqlens" in batch:
+        layout = Packed(batch["cu_seqlens"], tuple(batch["row_lengths"]))
+        return model.graph(batch["input_ids"], token_type_ids=types, layout=layout)
+    return model.run_graph(batch["input_ids"], batch["attention_mask"], types, None)[0]
+
+
+def rows_of_scores(scores: Tensor, batch: Any, *, per_row: bool) -> list[Tensor]:
+    """Return the scores of each row of a batch without padding: ``(classes,)`` or ``(tokens, classes)``."""
+    if per_row:
+        return list(scores.unbind(0))
+    if "cu_seqlens" in batch:
+        return list(scores.split(batch["row_lengths"]))
+    lengths = batch["attention_mask"].sum(1).tolist()
+    return [row[:length] for row, length in zip(scores, lengths, strict=True)]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The loss of one task; called with a model and a batch it is a training step.
+
+    Args:
+        kind: what is learned.
+        weights: weight of each label.
+        smoothing: share of the target that is spread over all labels.
+    """
+
+    kind: Kind
+    weights: tuple[float, ...] | None = None
+    smoothing: float = 0.0
+
+    def __call__(self, model: Any, batch: Any) -> Loss:
+        """Return the loss of a batch."""
+        return self.of(score(model, batch), batch)
+
+    def of(self, scores: Tensor, batch: Any) -> Loss:
+        """Return the loss of scores that are known already."""
+        if self.kind == "spans":
+            return self._spans(scores, batch)
+        labels = batch["labels"]
+        if self.kind in ("regression", "multi_label"):
+            return Loss.mean(self._texts(scores, labels), scores.shape[0])
+        if self.weights is not None or self.smoothing:
+            return self._weighted(scores, labels)
+        if self.kind == "single_label":
+            return Loss.mean(self._texts(scores, labels), scores.shape[0])
+        counted = (labels != IGNORED_LABEL).sum()
+        return Loss.mean(token_loss(scores, labels, upcast=self.kind == "words"), counted)
+
+    def _texts(self, scores: Tensor, labels: Tensor) -> Tensor:
+        if self.kind == "multi_label" and self.weights is not None:
+            weight = torch.tensor(self.weights, dtype=scores.dtype, device=scores.device)
+            return F.binary_cross_entropy_with_logits(scores, labels, weight=weight)
+        return classification_loss(scores, labels, _PROBLEM[self.kind])
+
+    def _weighted(self, scores: Tensor, labels: Tensor) -> Loss:
+        flat, wanted = scores.view(-1, scores.shape[-1]), labels.view(-1)
+        kept = wanted != IGNORED_LABEL
+        weight, count = None, kept.sum()
+        if self.weights is not None:
+            weight = torch.tensor(self.weights, dtype=flat.dtype, device=flat.device)
+            count = weight[wanted.clamp(min=0)][kept].sum()
+        mean = F.cross_entropy(flat, wanted, weight=weight, ignore_index=IGNORED_LABEL, label_smoothing=self.smoothing)
+        return Loss.mean(mean, count)
+
+    def _spans(self, scores: Tensor, batch: Any) -> Loss:
+        if "cu_seqlens" in batch:
+            rows = rows_of_scores(scores, batch, per_row=False)
+            lowest = torch.finfo(scores.dtype).min
+            scores = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=lowest)
+        start, end = (part.squeeze(-1).contiguous() for part in scores.split(1, dim=-1))
+        starts, ends = batch["start_positions"], batch["end_positions"]
+        return Loss.mean(span_loss(start, end, starts, ends), scores.shape[0])
