@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from flodl_hf.finetuning.options import Options
 
 if TYPE_CHECKING:
-    from flodl_hf.finetuning.run import FinetuneResult, finetune, plan_job
+    from flodl_hf.finetuning.job import plan_job
+    from flodl_hf.finetuning.run import FinetuneResult, finetune
 
 __all__ = ["FinetuneResult", "Options", "finetune", "plan_job"]
 
@@ -23,7 +24,7 @@ __all__ = ["FinetuneResult", "Options", "finetune", "plan_job"]
 def __getattr__(name: str) -> Any:
     # The command line reads the table of options at each start, and must not pay for the trainer then.
     if name in __all__:
-        from flodl_hf.finetuning import run
+        from flodl_hf.finetuning import job, run
 
-        return getattr(run, name)
+        return getattr(run if hasattr(run, name) else job, name)
     raise AttributeError(f"module 'flodl_hf.finetuning' has no attribute {name!r}")

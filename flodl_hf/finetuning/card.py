@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flodl_hf.finetuning.run import FinetuneResult, Job
+    from flodl_hf.finetuning.job import Job
+    from flodl_hf.finetuning.run import FinetuneResult
 
 __all__ = ["papers"]
 

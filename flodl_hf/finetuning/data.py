@@ -166,7 +166,7 @@ def _sequence(tables: Tables, columns: Columns, options: Options, known: Known) 
         return SequenceTask(columns, found, ("LABEL_0",))
     own = known.labels if known.head == "sequence_classification" else ()
     stored, names = _names(found.names, options.labels, _feature_names(tables.source, columns.label), own)
-    if len(names) < 2 and found.kind == "single_label":
+    if len(names) == 1 and found.kind == "single_label":
         raise DataError(
             f"train: every row has the label {names[0]!r}; expected at least two labels to tell apart, or "
             "problem_type='regression'",

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, get_args, get_type_hints
+from typing import Any, TypedDict, get_args, get_type_hints
 
 from flodl.errors import ConfigError, capped, nearest
 
-__all__ = ["TASKS", "Options", "make_options", "task_named"]
+__all__ = ["TASKS", "FinetuneOptions", "Options", "make_options", "task_named"]
 
 TASKS = ("sequence_classification", "token_classification", "question_answering", "masked_lm")
 _TASK_WORDS = {
@@ -114,6 +114,62 @@ class Options:
         return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
 
 
+class FinetuneOptions(TypedDict, total=False):
+    """The fields of `Options` as keywords, for type checkers; a test holds the two together."""
+
+    task: str | None
+    columns: Mapping[str, str] | None
+    labels: Sequence[str] | None
+    problem_type: str | None
+    epochs: int
+    max_steps: int | None
+    batch_size: int
+    accumulate: int
+    micro_batch_size: int | None
+    tokens_per_batch: int | None
+    group_by_length: bool
+    layout: str
+    max_length: int | None
+    stride: int | None
+    lr: float
+    schedule: Any
+    warmup: float
+    optimizer: str
+    weight_decay: float
+    beta1: float
+    beta2: float
+    eps: float
+    max_grad_norm: float | None
+    layerwise_decay: float | None
+    freeze: Sequence[str]
+    class_weights: Any
+    label_smoothing: float
+    dropout: float | None
+    precision: str
+    gradient_checkpointing: bool
+    attention: str
+    seed: int
+    deterministic: bool
+    on_nan: str
+    compat: str | None
+    eval_every: int | None
+    eval_batch_size: int | None
+    metric: str | None
+    keep_best: bool
+    early_stopping: int | None
+    whole_words: bool
+    mask_probability: float
+    save_every: int | None
+    checkpoints: str | None
+    keep_checkpoints: bool
+    resume: bool
+    devices: Any
+    policy: str | None
+    backend: str | None
+    revision: str | None
+    local_files_only: bool
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(k): _plain(v) for k, v in value.items()}
@@ -169,7 +225,12 @@ def _checked(value: Any, hint: Any, checks: Mapping[str, Any]) -> Any:
         if type(None) in kinds or hint is Any:
             return None
         raise ValueError("found nothing; expected a value")
-    if bool in kinds:
+    if hint in (Sequence[str], Sequence[str] | None):
+        value = _texts(value)
+    elif hint == Mapping[str, str] | None:
+        if not isinstance(value, Mapping):
+            raise ValueError(f"found {value!r}; expected a map of roles to columns")
+    elif bool in kinds:
         if not isinstance(value, bool):
             raise ValueError(f"found {value!r}; expected true or false")
     elif float in kinds or int in kinds:
@@ -179,18 +240,17 @@ def _checked(value: Any, hint: Any, checks: Mapping[str, Any]) -> Any:
             raise ValueError(f"found {value!r}; expected {low} {f'to {high}' if high < float('inf') else 'or more'}")
     elif str in kinds and not isinstance(value, str):
         raise ValueError(f"found {value!r}; expected a text")
-    elif hint == Sequence[str] or hint == Sequence[str] | None:
-        if isinstance(value, str):
-            value = (value,)
-        if not isinstance(value, Sequence) or not all(isinstance(v, (str, int)) for v in value):
-            raise ValueError(f"found {value!r}; expected a list of texts")
-        value = tuple(str(v) for v in value)
-    elif hint == Mapping[str, str] | None and not isinstance(value, Mapping):
-        raise ValueError(f"found {value!r}; expected a map of roles to columns")
     among = checks.get("among")
     if among and value not in among:
         raise ValueError(f"found {value!r}{nearest(str(value), among)}; expected one of {', '.join(among)}")
     return value
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    parts = (value,) if isinstance(value, str) else value
+    if not isinstance(parts, Sequence) or not all(isinstance(v, (str, int)) for v in parts):
+        raise ValueError(f"found {value!r}; expected a list of texts")
+    return tuple(str(v) for v in parts)
 
 
 def _number(value: Any, fraction: bool) -> int | float:

@@ -12,35 +12,28 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
-from flodl.data import LengthGroupedBatches, RandomSampler, TokenBudgetBatches
-from flodl.data.batches import FixedBatches
-from flodl.errors import ConfigError, ExportError, TrainError
+from flodl.errors import ExportError, TrainError
 from flodl.train import EvalDone, RunDone, StepDone, Trainer, adamw, parameter_groups, sgd
 from flodl.train.keeper import list_checkpoints, read_checkpoint
 from flodl.train.optimizers import layerwise_decay
 from flodl.train.state import load_model
 from flodl_hf.finetuning.card import papers
-from flodl_hf.finetuning.data import Known, Tables, choose_task, read_tables
-from flodl_hf.finetuning.evaluation import Evaluation
 from flodl_hf.finetuning.factory import Given, ModelFactory, checkpoint_layers, restore_layers, set_dropout
-from flodl_hf.finetuning.options import Options, make_options
-from flodl_hf.finetuning.rates import make_schedule
-from flodl_hf.finetuning.rows import CollateRows, EncodedRows, Masking
-from flodl_hf.finetuning.step import Objective
-from flodl_hf.finetuning.task import Room, Task
+from flodl_hf.finetuning.job import Job, plan_job
+from flodl_hf.finetuning.options import FinetuneOptions, make_options
 
 if TYPE_CHECKING:
     from flodl_hf.model import EncoderModel
 
-__all__ = ["FinetuneResult", "Job", "finetune", "plan_job"]
+__all__ = ["FinetuneResult", "finetune", "train_job"]
 
 NO_DECAY = ("*bias", "*norm.weight", "*norm*.weight")
 
@@ -74,205 +67,6 @@ class FinetuneResult:
     recipe: dict[str, Any] = field(repr=False)
 
 
-@dataclass
-class Job:
-    """All that is known before the first step; made by `plan_job`.
-
-    Attributes:
-        options: the choices, with what was inferred filled in.
-        task: what is learned.
-        tables: the rows as read.
-        model: the model, on the CPU, with its new head.
-        factory: opens the same model again, for ranks in other processes.
-        rows: training data as tokens.
-        batches: which rows come together.
-        collate: makes a batch.
-        objective: the loss.
-        evaluation: judges a model; None without held-out data.
-        steps: optimiser steps of the whole run.
-    """
-
-    options: Options
-    task: Task
-    tables: Tables
-    model: EncoderModel
-    factory: ModelFactory | Given
-    rows: EncodedRows
-    batches: Any
-    collate: CollateRows
-    objective: Objective
-    evaluation: Evaluation | None
-    steps: int
-    name: str
-
-    @property
-    def metric(self) -> str | None:
-        """The figure that says which model is better, ``-`` before it where less is; None without evaluation."""
-        if self.evaluation is None:
-            return None
-        return self.evaluation.check_metric(self.options.metric or self.task.main_metric)
-
-    @property
-    def schedule(self) -> Any:
-        """The learning rates."""
-        options = self.options
-        # Without held-out data a plateau is one of the training loss.
-        lower = self.metric is None or self.metric.startswith("-")
-        return make_schedule(options.schedule, options.lr, options.warmup, self.steps, lower_is_better=lower)
-
-
-def plan_job(
-    model: str | Path | EncoderModel, train: Any, held_out: Any, options: Options, *, where: str = "finetune"
-) -> Job:
-    """Return a job with everything checked and tokenized, and nothing trained.
-
-    Raises:
-        DataError, ConfigError, CheckpointError, HubError, TokenizerError: as in `finetune`.
-    """
-    tables = read_tables(train, held_out)
-    task = choose_task(tables, options, _known(model, options))
-    torch.manual_seed(options.seed)  # a new head is drawn at random
-    opened, factory = _open(model, task, options)
-    tokenizer = opened.tokenizer
-    if tokenizer is None:
-        raise ConfigError(
-            f"{where}: the model has no tokenizer; put its tokenizer files beside the weights, or set model.tokenizer",
-            problems=["tokenizer"],
-        )
-    usual = 384 if task.kind == "spans" else None
-    bounds = [n for n in (opened.max_tokens, options.max_length or usual) if n]
-    config = opened.config
-    types = config.family.uses_token_types and getattr(config.encoder, "type_vocab_size", 2) > 1
-    room = Room(min(bounds, default=None), options.stride, types)
-    rows = task.prepare(tables.train, tokenizer, room, training=True).rows
-    masking = None
-    if task.kind == "words":
-        if tokenizer.mask_token_id is None:
-            raise ConfigError(f"{where}: the tokenizer has no mask token, so nothing can be masked", problems=["mask"])
-        masking = Masking(tokenizer.mask_token_id, tokenizer.vocab_size, options.mask_probability, options.whole_words)
-    collate = CollateRows(tokenizer.pad_token_id or 0, options.layout, masking)  # type: ignore[arg-type]
-    objective = Objective(task.kind, _weights(options, task, rows), options.label_smoothing)
-    evaluation = None
-    if tables.eval is not None:
-        prepared = task.prepare(tables.eval, tokenizer, room, training=False)
-        size = options.eval_batch_size or options.micro_batch_size or options.batch_size
-        evaluation = Evaluation(task, prepared, collate, Objective(task.kind), size, options.precision, options.seed)
-    _need_evaluation(options, evaluation)
-    batches = _batches(options, rows)
-    filled = replace(options, task=task.head, labels=task.labels, problem_type=task.problem_type)
-    return Job(
-        filled, task, tables, opened, factory, rows, batches, collate, objective, evaluation,
-        _count_steps(options, batches), str(getattr(opened.source, "name", None) or "a model in memory"),
-    )  # fmt: skip
-
-
-def _known(model: Any, options: Options) -> Known:
-    """Return the head and labels that the starting model has."""
-    if not isinstance(model, (str, os.PathLike)):
-        return Known(model.head, tuple(model.config.labels))
-    from flodl_hf.auto import read_config
-    from flodl_hf.loading import head_of
-
-    config = read_config(os.fspath(model), **_hub(options))
-    head = head_of(config.family, config.source.get("architectures"))
-    unnamed = all(name == f"LABEL_{i}" for i, name in enumerate(config.labels))
-    return Known(head, () if unnamed else tuple(config.labels))
-
-
-def _hub(options: Options) -> dict[str, Any]:
-    return {"revision": options.revision, "local_files_only": options.local_files_only}
-
-
-def _open(model: Any, task: Task, options: Options) -> tuple[EncoderModel, ModelFactory | Given]:
-    if isinstance(model, (str, os.PathLike)):
-        factory = ModelFactory(
-            model, task.head, task.labels, task.problem_type, options.freeze, options.dropout,
-            {"attention": options.attention, **_hub(options)},
-        )  # fmt: skip
-        return factory.open(), factory
-    wrong = []
-    if model.head != task.head:
-        wrong.append(f"its head is {model.head}, the task is {task.head}")
-    elif task.labels is not None and tuple(model.config.labels) != task.labels:
-        wrong.append(f"its labels are {list(model.config.labels)[:8]}, those of the run {list(task.labels)[:8]}")
-    if wrong:
-        raise ConfigError(
-            f"finetune: the model does not fit the data: {'; '.join(wrong)}. Give its folder or name instead, so that "
-            "a new head is made, or load it with the right labels",
-            problems=wrong,
-        )
-    if task.problem_type is not None:
-        model.config = model.config.changed(problem_type=task.problem_type)
-    model.set_attention(options.attention)
-    return model, Given(model)
-
-
-def _weights(options: Options, task: Task, rows: EncodedRows) -> tuple[float, ...] | None:
-    """Return a weight for each label; ``"balanced"`` is ``rows / (labels x count)``, as in King and Zeng 2001."""
-    asked = options.class_weights
-    if asked is None:
-        if options.label_smoothing and task.kind not in ("single_label", "tokens", "words"):
-            raise ConfigError(
-                f"label_smoothing: {task.kind} has no single right label to take a share from; expected 0",
-                problems=["label_smoothing"],
-            )
-        return None
-    names, counts = task.labels, task.label_counts(rows)
-    if names is None or counts is None or (task.kind == "multi_label" and options.label_smoothing):
-        raise ConfigError(f"class_weights: {task.kind} takes none here", problems=["class_weights"])
-    if asked == "balanced":
-        return tuple(sum(counts) / (len(counts) * n) if n else 0.0 for n in counts)
-    if isinstance(asked, Mapping):
-        strange = [str(name) for name in asked if str(name) not in names]
-        if strange:
-            raise ConfigError(f"class_weights: {strange} are no labels; there are {list(names)[:20]}", problems=strange)
-        asked = [asked.get(name, 1.0) for name in names]
-    if isinstance(asked, str) or len(asked) != len(names) or any(float(w) < 0 for w in asked):
-        raise ConfigError(
-            f"class_weights: found {asked!r}; expected 'balanced', a weight for each of {list(names)[:20]}, or weights "
-            "by name; none below 0",
-            problems=["class_weights"],
-        )
-    return tuple(float(w) for w in asked)
-
-
-def _need_evaluation(options: Options, evaluation: Evaluation | None) -> None:
-    if evaluation is not None:
-        if options.metric:
-            evaluation.check_metric(options.metric)
-        return
-    for name in ("early_stopping", "eval_every", "metric"):
-        if getattr(options, name):
-            raise ConfigError(f"{name}: there is no held-out data to judge by; give eval=", problems=[name])
-
-
-def _batches(options: Options, rows: EncodedRows) -> Any:
-    sampler, lengths = RandomSampler(len(rows), options.seed), rows.lengths
-    if options.tokens_per_batch is not None:
-        return TokenBudgetBatches(
-            sampler,
-            lengths,
-            options.tokens_per_batch,
-            layout="packed" if options.layout == "packed" else "padded",
-            seed=options.seed,
-        )
-    if options.group_by_length:
-        return LengthGroupedBatches(sampler, lengths, options.batch_size, seed=options.seed)
-    return FixedBatches(sampler, options.batch_size)
-
-
-def _count_steps(options: Options, batches: Any) -> int:
-    steps = 0
-    for epoch in range(options.epochs):
-        steps += -(-len(batches.plan(epoch)) // options.accumulate)
-        if options.max_steps is not None and steps >= options.max_steps:
-            return options.max_steps
-    return steps
-
-
-# ---- training -------------------------------------------------------------------------------------------
-
-
 def finetune(
     model: str | Path | EncoderModel,
     *,
@@ -281,7 +75,7 @@ def finetune(
     out: str | Path | None = None,
     overwrite: bool = False,
     on_event: Callable[[Any], Any] | None = None,
-    **options: Any,
+    **options: Unpack[FinetuneOptions],
 ) -> FinetuneResult:
     """Return ``model`` trained on ``train``, written to ``out`` as a Hugging Face folder if that is given.
 
@@ -325,7 +119,7 @@ def finetune(
         folder = _checkpoint_folder(job, target, stack)
         notes = _Notes(on_event)
         began = time.perf_counter()
-        trained = _train(job, folder, notes, stack)
+        trained = train_job(job, notes, stack, folder)
         seconds = time.perf_counter() - began
         best_step, metrics = _take_best(job, trained, folder, notes)
     trained.eval()
@@ -377,7 +171,15 @@ class _Groups:
         )  # fmt: skip
 
 
-def _train(job: Job, folder: Path | None, notes: _Notes, stack: ExitStack) -> EncoderModel:
+def train_job(job: Job, on_event: Callable[[Any], Any], stack: ExitStack, folder: Path | None = None) -> EncoderModel:
+    """Return the model of a planned job after its last step.
+
+    Args:
+        job: from `plan_job`.
+        on_event: called with the events of training.
+        stack: undoes what is set for training alone, when it is closed.
+        folder: where checkpoints go.
+    """
     options = job.options
     factory = _factory(job, stack)
     if options.optimizer == "adamw":
@@ -405,7 +207,7 @@ def _train(job: Job, folder: Path | None, notes: _Notes, stack: ExitStack) -> En
             parameter_groups=_Groups(options.lr, options.layerwise_decay),
             checkpoint_activations=checkpoint_layers if options.gradient_checkpointing else None,
         )
-        .subscribe(notes)
+        .subscribe(on_event)
     )
     if job.evaluation is not None:
         builder.eval_fn(job.evaluation).set(eval_every=options.eval_every)
