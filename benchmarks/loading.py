@@ -19,9 +19,10 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
+OURS = "import flodl_hf, flodl_hf.source; load = lambda f: flodl_hf.AutoModel.from_pretrained(f, mapped={})"
 CONTENDERS = {
-    "flodl_hf, copied": "import flodl_hf, flodl_hf.source; load = lambda f: flodl_hf.AutoModel.from_pretrained(f, mapped=False)",
-    "flodl_hf, mapped": "import flodl_hf, flodl_hf.source; load = lambda f: flodl_hf.AutoModel.from_pretrained(f, mapped=True)",
+    "flodl_hf, copied": OURS.format(False),
+    "flodl_hf, mapped": OURS.format(True),
     "transformers": (
         "import transformers; transformers.logging.set_verbosity_error(); "
         "transformers.utils.logging.disable_progress_bar(); load = transformers.BertModel.from_pretrained"
@@ -77,10 +78,7 @@ def main() -> None:
         folder = options.folder or make_bert_base(Path(room) / "bert-base")
         size = sum(p.stat().st_size for p in folder.glob("*.safetensors")) / 2**20
         results = measure(folder, options.rounds)
-    summary = {
-        name: {key: median(run[key] for run in runs) for key in FIGURES}
-        for name, runs in results.items()
-    }
+    summary = {name: {key: median(run[key] for run in runs) for key in FIGURES} for name, runs in results.items()}
     if options.json:
         print(json.dumps({"file_mb": size, "rounds": options.rounds, "median": summary}, indent=2))
         return

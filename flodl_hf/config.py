@@ -69,9 +69,7 @@ class ModelConfig:
         self.where = where
 
     @classmethod
-    def from_text(
-        cls, text: str, where: str = "config.json", ignore_config_keys: Sequence[str] = ()
-    ) -> ModelConfig:
+    def from_text(cls, text: str, where: str = "config.json", ignore_config_keys: Sequence[str] = ()) -> ModelConfig:
         """Return the configuration that this JSON describes.
 
         Raises:
@@ -284,9 +282,7 @@ def _labels(source: Mapping[str, Any], problems: list[str]) -> list[str]:
     """Return label names by id: gaps and absent names become LABEL_i, as transformers names them."""
     names = source.get("id2label")
     stated = source.get("num_labels")
-    if stated is not None and (
-        isinstance(stated, bool) or not isinstance(stated, int) or not 0 < stated <= MAX_LABELS
-    ):
+    if stated is not None and (isinstance(stated, bool) or not isinstance(stated, int) or not 0 < stated <= MAX_LABELS):
         problems.append(
             f"num_labels: found {printable(repr(stated), 40)}; expected a whole number from 1 to {MAX_LABELS}"
         )
@@ -301,23 +297,16 @@ def _labels(source: Mapping[str, Any], problems: list[str]) -> list[str]:
     by_id: dict[int, str] = {}
     for key, name in names.items():
         index = int(key) if str(key).isascii() and str(key).isdigit() and len(str(key)) < 8 else -1
-        if (
-            index < 0
-            or index >= (stated or MAX_LABELS)
-            or not isinstance(name, (str, int, float))
-            or index in by_id
-        ):
+        if index < 0 or index >= (stated or MAX_LABELS) or not isinstance(name, (str, int, float)) or index in by_id:
             problems.append(
-                f"id2label: found {printable(str(key), 40)}: {printable(repr(name), 40)}; expected one name for each id "
-                f"from 0{'' if stated is None else f' to num_labels - 1 = {stated - 1}'}"
+                f"id2label: found {printable(str(key), 40)}: {printable(repr(name), 40)}; expected one name for each "
+                f"id from 0{'' if stated is None else f' to num_labels - 1 = {stated - 1}'}"
             )
             return []
         by_id[index] = str(name)
     size = stated or (max(by_id) + 1 if by_id else 2)
     if size > MAX_LABELS or size > 4 * len(by_id) + 64:
-        problems.append(
-            f"id2label: ids reach {size - 1} but only {len(by_id)} are named; expected ids 0 to n-1"
-        )
+        problems.append(f"id2label: ids reach {size - 1} but only {len(by_id)} are named; expected ids 0 to n-1")
         return []
     return [by_id.get(i, f"LABEL_{i}") for i in range(size)]
 

@@ -19,11 +19,7 @@ def problem_type_of(stated: str | None, num_labels: int, labels: Tensor) -> str:
         return stated
     if num_labels == 1:
         return "regression"
-    return (
-        "single_label_classification"
-        if labels.dtype in (torch.long, torch.int)
-        else "multi_label_classification"
-    )
+    return "single_label_classification" if labels.dtype in (torch.long, torch.int) else "multi_label_classification"
 
 
 def classification_loss(logits: Tensor, labels: Tensor, problem_type: str | None) -> Tensor:
@@ -42,9 +38,7 @@ def classification_loss(logits: Tensor, labels: Tensor, problem_type: str | None
     labels = labels.to(logits.device)
     kind = problem_type_of(problem_type, num_labels, labels)
     if kind == "regression":
-        return (
-            F.mse_loss(logits.squeeze(), labels.squeeze()) if num_labels == 1 else F.mse_loss(logits, labels)
-        )
+        return F.mse_loss(logits.squeeze(), labels.squeeze()) if num_labels == 1 else F.mse_loss(logits, labels)
     if kind == "multi_label_classification":
         return F.binary_cross_entropy_with_logits(logits, labels)
     return F.cross_entropy(logits.view(-1, num_labels), labels.view(-1))
@@ -64,9 +58,7 @@ def token_loss(logits: Tensor, labels: Tensor, *, upcast: bool = False) -> Tenso
     )
 
 
-def span_loss(
-    start_logits: Tensor, end_logits: Tensor, start_positions: Tensor, end_positions: Tensor
-) -> Tensor:
+def span_loss(start_logits: Tensor, end_logits: Tensor, start_positions: Tensor, end_positions: Tensor) -> Tensor:
     """Return the mean of the losses of both ends; positions outside the row do not count.
 
     Args:

@@ -249,11 +249,14 @@ def plan_folder(
 
 
 class _WithoutInitialisation(TorchFunctionMode):
-    """Leaves new tensors unfilled: on ``meta`` there is nothing to fill, and the random kernels cost seconds to load."""
+    """Leaves new tensors unfilled: on ``meta`` there is nothing to fill, and random kernels take seconds to load."""
 
     # What is filled by name of torch.nn.init arrives as that function, the rest as the tensor's method.
     FILLING = frozenset(
-        [getattr(torch.nn.init, name) for name in ("normal_", "uniform_", "kaiming_uniform_", "constant_", "ones_", "zeros_")]
+        [
+            getattr(torch.nn.init, name)
+            for name in ("normal_", "uniform_", "kaiming_uniform_", "constant_", "ones_", "zeros_")
+        ]
         + [torch.Tensor.normal_, torch.Tensor.uniform_, torch.Tensor.fill_, torch.Tensor.zero_]
     )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import socket
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -24,13 +23,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def fixed_surroundings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def fixed_surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clear what the caller's environment says about the Hub, and start every test from one seed."""
     for name in list(os.environ):
         if name.startswith(("HF_", "HUGGING_FACE", "TRANSFORMERS_", "FLODL_")):
             monkeypatch.delenv(name)
     torch.manual_seed(0)
-    yield
 
 
 @pytest.fixture(autouse=True)

@@ -86,9 +86,7 @@ class MaskedLM(ScoringModel):
 
         tokenizer = self.ready("fill_mask", untrained=untrained)
         if tokenizer.mask_token is None or tokenizer.mask_token_id is None:
-            raise PredictError(
-                "fill_mask: the tokenizer has no mask token; name one in tokenizer_config.json"
-            )
+            raise PredictError("fill_mask: the tokenizer has no mask token; name one in tokenizer_config.json")
         if isinstance(texts, str):
             return self._fill(tokenizer, texts, top_k, targets, compat)
         return stream(texts, lambda chunk: [self._fill(tokenizer, text, top_k, targets, compat) for text in chunk])
@@ -106,7 +104,8 @@ class MaskedLM(ScoringModel):
             logits = engine.scores_at(rows, places)
             ids = [_target_ids(tokenizer, word)[0] for word in targets] if targets else None
             return fill_mask(
-                torch.cat(logits), list(rows[0].ids), mask_id=tokenizer.mask_token_id or 0, pad_id=tokenizer.pad_token_id,
+                torch.cat(logits), list(rows[0].ids),
+                mask_id=tokenizer.mask_token_id or 0, pad_id=tokenizer.pad_token_id,
                 decode=lambda i, skip: tokenizer.decode(i, skip_special_tokens=skip), top_k=top_k, targets=ids,
             )  # fmt: skip
         if targets is not None:
@@ -146,9 +145,7 @@ class MaskedLM(ScoringModel):
         for size in sizes:
             for mask in range(masks):
                 widened = _put(tokenizer, text, mask, (tokenizer.mask_token or "") * size)
-                wide_rows, wide_places = (
-                    (rows, places) if size == 1 else self._masked_rows(tokenizer, widened)
-                )
+                wide_rows, wide_places = (rows, places) if size == 1 else self._masked_rows(tokenizer, widened)
                 joined = torch.cat(engine.scores_at(wide_rows, wide_places))
                 at[mask, size] = list(range(total + mask, total + mask + size))
                 scores.append(joined)

@@ -158,7 +158,7 @@ class QuestionAnswerer(EncoderModel):
                         max_answer_len=max_answer_length,
                         handle_impossible_answer=no_answer,
                         align_to_words=whole_words,
-                    )  # fmt: skip
+                    )
                 )
             return results
 

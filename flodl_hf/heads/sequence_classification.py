@@ -165,9 +165,7 @@ class SequenceClassifier(ScoringModel):
 
         self.ready("rerank")
         encoded = self._encode([(query, document) for document in documents])
-        return decode_ranking(
-            self._logits(encoded), top_k=top_k, owners=encoded.owners, documents=len(documents)
-        )
+        return decode_ranking(self._logits(encoded), top_k=top_k, owners=encoded.owners, documents=len(documents))
 
     def _encode(self, items: Sequence[Text], *, strict: bool = False, cut: str | None = None) -> Encoded:
         from flodl_hf.runtime.inputs import encode, split_pairs
@@ -190,6 +188,4 @@ def _single(texts: Any) -> bool:
     )
 
 
-HEAD = Head(
-    "sequence_classification", "ForSequenceClassification", SequenceClassifier, "seqcls", labelled=True
-)
+HEAD = Head("sequence_classification", "ForSequenceClassification", SequenceClassifier, "seqcls", labelled=True)

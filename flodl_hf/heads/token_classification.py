@@ -146,7 +146,7 @@ class TokenClassifier(ScoringModel):
                     aggregation_strategy=aggregation,
                     ignore_labels=ignore_labels,
                     word_spans=None if spans is None else spans[place],
-                )  # fmt: skip
+                )
             )
         return results
 
