@@ -1,0 +1,150 @@
+"""``flodl-hf verify-matrix``: what it prints, writes and returns."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flodl.errors import ParityError
+from flodl_hf.parity import matrix
+from flodl_hf.parity.cell import Cell
+from flodl_hf.parity.checks import Evidence
+from flodl_hf.parity.matrix import CellResult, run_cell, run_matrix, select_cells
+from flodl_hf.parity.report import as_json, as_markdown, as_text
+
+typer_testing = pytest.importorskip("typer.testing")
+transformers = pytest.mark.transformers
+
+
+def run(*arguments: str) -> Any:
+    from flodl_hf.cli.app import app
+
+    return typer_testing.CliRunner().invoke(app, ["verify-matrix", *arguments])
+
+
+@transformers
+def test_json_says_what_was_measured_and_on_what() -> None:
+    done = run("--families", "bert", "--heads", "base", "--checks", "forward,strict_load", "--json")
+    assert done.exit_code == 0, done.output
+    told = json.loads(done.stdout)
+    assert told["counts"] == {"pass": 1}
+    (cell,) = told["cells"]
+    assert (cell["cell"], cell["family"], cell["head"], cell["status"]) == ("bert/base", "bert", "base", "pass")
+    assert [(c["check"], c["status"], c["measured"]) for c in cell["checks"]] == [
+        ("strict load", "pass", None), ("forward", "pass", 0.0),
+    ]  # fmt: skip
+    assert told["provenance"].keys() >= {"size", "torch", "transformers", "python", "processor", "threads", "command"}
+
+
+@transformers
+def test_a_table_a_page_and_a_file(tmp_path: Path) -> None:
+    page, out = tmp_path / "parity.md", tmp_path / "parity.json"
+    done = run(
+        "--families",
+        "bert,distilbert",
+        "--heads",
+        "qa",
+        "--checks",
+        "strict_load",
+        "--markdown",
+        str(page),
+        "--out",
+        str(out),
+    )
+    assert done.exit_code == 0, done.output
+    lines = done.stdout.splitlines()
+    assert lines[0].split() == ["qa"]
+    assert [line.split() for line in lines[1:3]] == [["bert", "pass"], ["distilbert", "pass"]]
+    assert "2 of 2 cells pass at tiny size" in page.read_text("utf-8")
+    assert json.loads(out.read_text("utf-8"))["counts"] == {"pass": 2}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--families", "brt"), "no family 'brt', did you mean 'bert'"),
+        (("--heads", "tokclss"), "no head 'tokclss', did you mean 'tokcls'"),
+        (("--families", "bert", "--checks", "forwrd"), "no check 'forwrd', did you mean 'forward'"),
+        (("--size", "huge"), "tiny or real"),
+        (("--jobs", "0"), "--jobs"),
+    ],
+)
+def test_unknown_names_are_refused_with_the_nearest(arguments: tuple[str, ...], says: str) -> None:
+    done = run(*arguments)
+    assert done.exit_code in (1, 2)
+    assert done.stdout == ""
+    assert says in done.stderr
+
+
+@transformers
+def test_a_failing_cell_fails_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(_: Any) -> Evidence:
+        return Evidence("forward", "fail", "3 outputs, largest difference 1 in logits", 1.0, "head.classifier")
+
+    wrong.__name__ = "forward"
+    monkeypatch.setattr(matrix, "CHECKS", (wrong,))
+    monkeypatch.setattr("flodl_hf.parity.probe.first_parting", lambda *a, **k: None)
+    done = run("--families", "bert", "--heads", "seqcls")
+    assert done.exit_code == 1
+    assert "fail: bert/seqcls, forward: 3 outputs" in done.stdout
+
+
+@transformers
+def test_two_jobs_find_what_one_finds() -> None:
+    cells = select_cells(["bert"], ["qa", "base"])
+    options: dict[str, Any] = {"checks": ["strict_load", "forward"]}
+    alone = {r.cell: r.evidence for r in run_matrix(cells, **options)}
+    together = {r.cell: r.evidence for r in run_matrix(cells, jobs=2, **options)}
+    assert together == alone
+    assert len(alone) == 2
+
+
+def test_what_is_not_installed_or_not_stated_is_written_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    cell = Cell("bert", "base")
+    monkeypatch.setattr("flodl_hf.parity.reference.available", lambda: False)
+    missing = run_cell(cell)
+    assert missing.status == "not run"
+    assert {e.detail for e in missing.evidence} == {"transformers is not installed"}
+    assert len(missing.evidence) == len(matrix.check_names())
+    monkeypatch.setattr(matrix, "variants_of", lambda *_: ())
+    assert {e.detail for e in run_cell(cell).evidence} == {"no tiny configuration is stated for bert"}
+    headless = replace(cell.record, heads={})
+    monkeypatch.setattr(Cell, "record", property(lambda _: headless))
+    none = run_cell(Cell("bert", "masked_lm"))
+    assert none.status == "unsupported"
+    assert {e.detail for e in none.evidence} == {"bert has no masked_lm head"}
+
+
+def test_reports_show_every_status_and_the_largest_difference() -> None:
+    results = [
+        CellResult(Cell("bert", "base"), [Evidence("forward", "pass", "fine", 0.0), Evidence("layouts", "pass", "fine", 2e-7)]),
+        CellResult(Cell("bert", "masked_lm"), [Evidence("forward", "fail", "off", 0.5, "head.dense"), Evidence("layouts", "pass", "fine", 3e-7)]),
+        CellResult(Cell("albert", "base", "groups"), [Evidence("forward", "not run", "no transformers")]),
+        CellResult(Cell("albert", "masked_lm", "groups"), [Evidence("forward", "unsupported", "no head")]),
+    ]  # fmt: skip
+    text = as_text(results)
+    assert "fail: bert/mlm, forward: off" in text
+    assert "0.5 (bert/mlm)" in text
+    assert "3e-07 (bert/mlm)" in text
+    facts = {
+        "size": "tiny",
+        "torch": "x",
+        "transformers": "y",
+        "python": "z",
+        "processor": "p",
+        "threads": 1,
+        "command": None,
+    }
+    page = as_markdown(results, facts)
+    assert "1 of 4 cells pass" in page
+    assert "| albert (groups) | not run | unsupported |" in page
+    assert as_json(results, facts)["counts"] == {"pass": 1, "fail": 1, "not run": 1, "unsupported": 1}
+
+
+def test_unknown_checks_raise_before_anything_runs() -> None:
+    with pytest.raises(ParityError, match="did you mean 'gradients'"):
+        next(run_matrix(select_cells(["bert"]), checks=["gradient"]))
