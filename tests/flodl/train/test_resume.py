@@ -340,7 +340,12 @@ def test_two_runs_cannot_write_to_one_folder(tmp_path):
 
 def slowly(folder, ranks):
     def nap(epoch, trainer):
-        trainer.events.subscribe(lambda event: time.sleep(0.02) if type(event).__name__ == "StepDone" else None)
+        def rest(event):
+            if type(event).__name__ == "StepDone":
+                (folder / f"rank {trainer.ranks.rank} has begun").touch()
+                time.sleep(0.03)
+
+        trainer.events.subscribe(rest)
 
     builder(folder, ranks=ranks, save_every=None, save_epochs=False).epoch_fn(nap).run().join()
 
@@ -349,7 +354,9 @@ def slowly(folder, ranks):
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_finishes_the_step_saves_and_leaves(whole, tmp_path, ranks, number, code):
     process = apart(slowly, tmp_path, ranks)
-    time.sleep(0.25 if ranks == 1 else 0.7)
+    until = time.monotonic() + 60
+    while len(list(tmp_path.glob("*begun"))) < ranks and time.monotonic() < until:
+        time.sleep(0.01)
     begin = time.monotonic()
     os.kill(process.pid, number)
     process.join(timeout=20)
