@@ -53,7 +53,7 @@ def go(tmp_path, devices, policy, backend):
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["samples"] == [1024] * 3
-    assert found["losses"][-1] < 0.6 * found["losses"][0]
+    assert found["losses"][-1] < 0.9 * found["losses"][0]
     assert found["resumed"][-1] == 2
     assert found["mean"] > 1e-3
     assert (found["rounds"] > 0) == (policy != "sync")
