@@ -6,7 +6,7 @@ Nothing is said here that a table does not say; a test compares the committed pa
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
@@ -202,9 +202,8 @@ def cli_page() -> str:
 
     from flodl_hf.cli.app import app
 
-    group: Any = typer.main.get_command(app)
     sections = []
-    for name, command in group.commands.items():
+    for name, command in commands_of(typer.main.get_command(app)):
         usage = [f"flodl-hf {name}"]
         rows = []
         for parameter in command.params:
@@ -217,6 +216,15 @@ def cli_page() -> str:
         sections += [f"## {name}", f"`{' '.join(usage)} [OPTIONS]`", inspect.cleandoc(command.help or "")]
         sections.append(table(("argument or option", "meaning", "default"), rows))
     return joined("# Command line", NOTE, "Guide: [the command line](../guides/cli.md).", *sections)
+
+
+def commands_of(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every command with its full name, those of groups within the group too."""
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands_of(command, f"{prefix}{name} ")
+        else:
+            yield prefix + name, command
 
 
 def help_of(parameter: Any) -> str:

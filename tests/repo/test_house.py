@@ -65,6 +65,19 @@ def test_libraries_are_imported_in_their_rooms_only(trees: dict[str, ast.Module]
     assert seen >= {"transformers", "tokenizers", "huggingface_hub", "typer"}
 
 
+def test_every_imported_library_is_declared(trees: dict[str, ast.Module]) -> None:
+    import sys
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    stated = [*project["dependencies"], *(d for extra in project["optional-dependencies"].values() for d in extra)]
+    declared = {re.split(r"[\[<>=!~ ;]", requirement)[0].lower().replace("-", "_") for requirement in stated}
+    # huggingface_hub requires it.
+    declared |= {"yaml"}
+    used = {module.partition(".")[0] for path, tree in trees.items() for module in imports(path, tree)}
+    assert used - declared - set(sys.stdlib_module_names) - {"__future__", *PACKAGES} == set()
+
+
 def test_flodl_stands_on_its_own(trees: dict[str, ast.Module]) -> None:
     import sys
 
