@@ -118,7 +118,11 @@ class ModelConfig:
         labels = values.pop("labels", None)
         if labels is not None:
             values["id2label"] = {str(i): name for i, name in enumerate(labels)}
-        return cls.from_dict({"model_type": model_type, **values}, where="for_model(...)")
+        config = cls.from_dict({"model_type": model_type, **values}, where="for_model(...)")
+        if "id2label" in config.source:
+            # Transformers takes neither of the two from the other.
+            config.source.setdefault("label2id", config.label2id)
+        return config
 
     @classmethod
     def from_pretrained(cls, name_or_path: str | Path, **options: Any) -> ModelConfig:

@@ -134,7 +134,7 @@ class QuestionAnswerer(EncoderModel):
             questions, contexts = _questions(chunk)
             encoded = encode(
                 tokenizer, questions, contexts, max_tokens=width, stride=min(stride, width // 2), strict=strict,
-                offsets=True,
+                offsets=True, snap=compat is None,
             )  # fmt: skip
             scores = Engine(self).scores(encoded.rows)
             start, end = [row[:, 0] for row in scores], [row[:, 1] for row in scores]

@@ -89,7 +89,7 @@ class TokenClassifier(ScoringModel):
         def step(chunk: list[Any]) -> list[Any]:
             encoded = encode(
                 tokenizer, chunk, max_tokens=self.max_tokens, stride=self._stride(stride), words=words,
-                strict=strict, offsets=True,
+                strict=strict, offsets=True, snap=compat is None,
             )  # fmt: skip
             joined = [join_words(text) for text in chunk] if words else None
             plain = [text.text for text in joined] if joined else chunk

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -82,7 +82,7 @@ class Bench:
     source: Path | None = None
     _room: Any = field(default=None, init=False, repr=False)
 
-    def __enter__(self) -> Bench:
+    def __enter__(self) -> Self:
         self._room = tempfile.TemporaryDirectory(prefix="flodl-parity-")
         return self
 

@@ -75,6 +75,7 @@ def encode(
     words: bool = False,
     offsets: bool = False,
     cut: str | None = None,
+    snap: bool = True,
 ) -> Encoded:
     """Return the windows of all texts.
 
@@ -88,10 +89,12 @@ def encode(
         words: the texts are split into words already.
         offsets: note where each token stands in its text.
         cut: "first" or "second": which text of a pair is cut.
+        snap: let windows begin and end between words.
     """
     windows = tokenizer.encode_rows(
         texts, pairs, max_tokens=max_tokens, stride=stride, words=words, offsets=offsets,
         overflow="error" if strict else "windows", cut=cut,  # type: ignore[arg-type]
+        snap=snap,
     )  # fmt: skip
     rows = [row for group in windows for row in group]
     owners = [text for text, group in enumerate(windows) for _ in group]
