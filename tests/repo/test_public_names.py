@@ -27,7 +27,10 @@ def packages() -> list[str]:
 def modules() -> list[str]:
     found = []
     for package in (flodl, flodl_hf):
-        found += [info.name for info in pkgutil.walk_packages(package.__path__, package.__name__ + ".")]
+        found += [
+            package.__name__,
+            *(info.name for info in pkgutil.walk_packages(package.__path__, package.__name__ + ".")),
+        ]
     return found
 
 
