@@ -35,15 +35,15 @@ def command(
         return
     for key, value in facts.items():
         if key == "matched" and not tensors:
-            typer.echo(f"{'matched':<14}{len(value)} tensors")
+            typer.echo(f"{'matched':<22}{len(value)} tensors")
         elif isinstance(value, dict):
-            typer.echo(f"{key:<14}{len(value)}")
+            typer.echo(f"{key:<22}{len(value)}")
             for name, what in value.items():
                 typer.echo(f"  {name}: {what}")
         elif isinstance(value, list):
-            typer.echo(f"{key:<14}{', '.join(map(str, value)) if value else 'none'}")
+            typer.echo(f"{key:<22}{', '.join(map(str, value)) if value else 'none'}")
         else:
-            typer.echo(f"{key:<14}{value}")
+            typer.echo(f"{key:<22}{value}")
 
 
 def describe(name: str, head: str, hub: dict[str, Any]) -> dict[str, Any]:

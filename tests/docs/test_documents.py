@@ -137,6 +137,9 @@ def name(path: Path) -> str:
 
 
 def test_the_documents_are_found() -> None:
+    guides = {name(path) for path in DOCUMENTS if path.parent.name == "guides"}
+    assert len(guides) >= 8
+    assert guides <= set(map(name, WITH_CODE)), "every guide shows code, and its code runs"
     assert {"README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/adding-a-family.md"} <= set(
         map(name, DOCUMENTS)
     )
