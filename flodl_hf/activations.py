@@ -1,7 +1,8 @@
 """The activation functions that ``hidden_act`` may name, with the arithmetic transformers gives each name.
 
 Names that share a curve but not their rounding (``gelu_new`` and ``gelu_pytorch_tanh``) are kept
-apart, because equality to the bit is decided by the order of operations.
+apart, because equality to the bit is decided by the order of operations. One name of transformers is
+missing: ``xielu`` keeps constants as stored buffers, and no checkpoint of these families uses it.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "leaky_relu": F.leaky_relu,
     "linear": lambda x: x,
     "mish": F.mish,
+    "prelu": lambda x: F.prelu(x, x.new_full((1,), 0.25)),
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "relu": F.relu,
     "relu2": lambda x: torch.square(F.relu(x)),
@@ -73,14 +75,18 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Activation(nn.Module):
-    """An activation by its name in `ACTIVATIONS`, shapes kept."""
+    """An activation by its name in `ACTIVATIONS`, shapes kept; "prelu" has a slope of its own to learn."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
         self.name = name
+        if name == "prelu":
+            self.weight = nn.Parameter(torch.full((1,), 0.25))
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the activation of ``hidden``, same shape."""
+        if self.name == "prelu":
+            return F.prelu(hidden, self.weight)
         return ACTIVATIONS[self.name](hidden)
 
     def extra_repr(self) -> str:

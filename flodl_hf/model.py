@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from flodl.errors import CheckpointError, ConfigError, PredictError
 from flodl.graph import FlowBuilder, Graph
+from flodl_hf.activations import Activation
 from flodl_hf.config import ModelConfig
 from flodl_hf.layout import Padded
 from flodl_hf.loading import LoadReport
@@ -357,7 +358,7 @@ def initialise(graph: nn.Module, only: Iterable[str], scale: float) -> None:
                     parameter.fill_(1.0 if leaf == "weight" else 0.0)
                 elif leaf == "bias":
                     parameter.zero_()
-                elif not isinstance(module, nn.PReLU):
+                elif not isinstance(module, Activation):
                     parameter.normal_(0.0, scale)
                     if isinstance(module, nn.Embedding) and module.padding_idx is not None:
                         parameter[module.padding_idx].zero_()

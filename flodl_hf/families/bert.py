@@ -81,6 +81,7 @@ KEYS = (
     KeyRow("encoder.layers.{i}.attention.output",     "bert.encoder.layer.{i}.attention.output.dense"),
     KeyRow("encoder.layers.{i}.attention_norm",       "bert.encoder.layer.{i}.attention.output.LayerNorm"),
     KeyRow("encoder.layers.{i}.feed_forward.up",      "bert.encoder.layer.{i}.intermediate.dense"),
+    KeyRow("encoder.layers.{i}.feed_forward.activation", "bert.encoder.layer.{i}.intermediate.intermediate_act_fn"),
     KeyRow("encoder.layers.{i}.feed_forward.down",    "bert.encoder.layer.{i}.output.dense"),
     KeyRow("encoder.layers.{i}.feed_forward_norm",    "bert.encoder.layer.{i}.output.LayerNorm"),
     KeyRow("pooler.dense",                            "bert.pooler.dense"),
@@ -88,6 +89,7 @@ KEYS = (
 
 MASKED_LM_KEYS = (
     KeyRow("head.dense",        "cls.predictions.transform.dense"),
+    KeyRow("head.activation",   "cls.predictions.transform.transform_act_fn"),
     KeyRow("head.norm",         "cls.predictions.transform.LayerNorm"),
     KeyRow("head.decoder",      "cls.predictions.decoder"),
     KeyRow("head.decoder.bias", "cls.predictions.bias"),

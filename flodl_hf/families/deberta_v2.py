@@ -228,6 +228,7 @@ KEYS = (
     KeyRow("encoder.layers.{i}.attention.output",   "deberta.encoder.layer.{i}.attention.output.dense"),
     KeyRow("encoder.layers.{i}.attention_norm",     "deberta.encoder.layer.{i}.attention.output.LayerNorm"),
     KeyRow("encoder.layers.{i}.feed_forward.up",    "deberta.encoder.layer.{i}.intermediate.dense"),
+    KeyRow("encoder.layers.{i}.feed_forward.activation", "deberta.encoder.layer.{i}.intermediate.intermediate_act_fn"),
     KeyRow("encoder.layers.{i}.feed_forward.down",  "deberta.encoder.layer.{i}.output.dense"),
     KeyRow("encoder.layers.{i}.feed_forward_norm",  "deberta.encoder.layer.{i}.output.LayerNorm"),
     KeyRow("encoder.layers.0.conv.filter",          "deberta.encoder.conv.conv"),
@@ -236,11 +237,13 @@ KEYS = (
 
 MASKED_LM_KEYS = (
     KeyRow("head.dense",        "cls.predictions.transform.dense"),
+    KeyRow("head.activation",   "cls.predictions.transform.transform_act_fn"),
     KeyRow("head.norm",         "cls.predictions.transform.LayerNorm"),
     KeyRow("head.decoder",      "cls.predictions.decoder"),
     KeyRow("head.decoder.bias", "cls.predictions.bias"),
     # The form of `legacy: false`; its decoder is the word table and has no name in files.
     KeyRow("head.lm_dense",     "lm_predictions.lm_head.dense"),
+    KeyRow("head.lm_activation", "lm_predictions.lm_head.transform_act_fn"),
     KeyRow("head.lm_norm",      "lm_predictions.lm_head.LayerNorm"),
     KeyRow("head.lm_bias",      "lm_predictions.lm_head"),
 )
@@ -367,7 +370,7 @@ def masked_lm(c: DebertaConfig, _: int) -> Graph:
     return (
         FlowBuilder(nn.Linear(c.hidden_size, c.hidden_size), name="lm_dense")
         .input("layout")
-        .through(Activation(c.activation), name="activation")
+        .through(Activation(c.activation), name="lm_activation")
         .through(nn.LayerNorm(c.hidden_size, eps=c.norm_eps), name="lm_norm")
         .through(nn.Linear(c.hidden_size, c.vocab_size, bias=False), name="decoder")
         .through(Shift(c.vocab_size), name="lm_bias")

@@ -86,12 +86,14 @@ KEYS = (
     KeyRow("encoder.layers.{i}.attention.output",   "distilbert.transformer.layer.{i}.attention.out_lin"),
     KeyRow("encoder.layers.{i}.attention_norm",     "distilbert.transformer.layer.{i}.sa_layer_norm"),
     KeyRow("encoder.layers.{i}.feed_forward.up",    "distilbert.transformer.layer.{i}.ffn.lin1"),
+    KeyRow("encoder.layers.{i}.feed_forward.activation", "distilbert.transformer.layer.{i}.ffn.activation"),
     KeyRow("encoder.layers.{i}.feed_forward.down",  "distilbert.transformer.layer.{i}.ffn.lin2"),
     KeyRow("encoder.layers.{i}.feed_forward_norm",  "distilbert.transformer.layer.{i}.output_layer_norm"),
 )
 
 MASKED_LM_KEYS = (
     KeyRow("head.dense",   "vocab_transform"),
+    KeyRow("head.activation", "activation"),
     KeyRow("head.norm",    "vocab_layer_norm"),
     KeyRow("head.decoder", "vocab_projector"),
 )
