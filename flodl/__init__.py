@@ -1,5 +1,9 @@
 """flodl: a fluent graph builder for PyTorch, a tree of named sub-graphs, observation, and training."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from flodl.errors import FlodlError, GraphBuildError, GraphError, GraphPathError
 from flodl.graph import (
     ArgmaxSelector,
@@ -15,6 +19,9 @@ from flodl.graph import (
     TraceEmit,
     forward_via_step,
 )
+
+if TYPE_CHECKING:
+    from flodl.train import Trainer
 
 __all__ = [
     "ArgmaxSelector",
@@ -32,5 +39,15 @@ __all__ = [
     "StateAdd",
     "ThresholdHalt",
     "TraceEmit",
+    "Trainer",
     "forward_via_step",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Training is imported by those who train: predicting must not pay for it.
+    if name == "Trainer":
+        from flodl.train import Trainer
+
+        return Trainer
+    raise AttributeError(f"module 'flodl' has no attribute {name!r}")
