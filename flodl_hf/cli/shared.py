@@ -19,7 +19,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="A local folder or a Hub name: owner/name or owner/name@revision.")]
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A local folder or a Hub name: owner/name or owner/name@revision.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")]
 Local = Annotated[bool, typer.Option("--local-files-only", help="Open no connection; use what is on this machine.")]

@@ -185,10 +185,12 @@ def test_the_examples_run(
     path: Path, working_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", [path.name])
+    status = None
     try:
         runpy.run_path(str(path), run_name="__main__")
     except SystemExit as end:
-        assert not end.code
+        status = end.code
+    assert not status
     assert capsys.readouterr().out.strip()
 
 
