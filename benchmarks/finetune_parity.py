@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from flodl.data import DataLoader
+from flodl_hf.export.model import stored_tensors
 from flodl_hf.finetuning.job import Job, plan_job
 from flodl_hf.finetuning.options import make_options
 from flodl_hf.finetuning.run import train_job
@@ -79,9 +80,6 @@ def compare(model: str | Path, train: Any, steps: int, options: Mapping[str, Any
     with ExitStack() as stack:
         trained = train_job(job, lambda event: None, stack)
     seconds = (time.perf_counter() - between, between - began)
-
-    from flodl_hf.export.model import stored_tensors
-
     mine = {name: tensor.cpu() for name, tensor in stored_tensors(trained).items()}
     other = {name: tensor.detach().cpu() for name, tensor in reference.state_dict().items() if name in mine}
     lost = sorted(mine.keys() - other.keys())
@@ -129,16 +127,21 @@ def plain_loop(model: Any, job: Job) -> list[float]:
     warmup = job.schedule.warmup
     scheduler = get_scheduler(options.schedule, optimizer, num_warmup_steps=warmup, num_training_steps=job.steps)
     loader = DataLoader(job.rows, batches=job.batches, collate=job.collate, seed=options.seed)
+    # The norm of the gradient is a sum over parameters, and the two libraries list a masked-word head in another
+    # order; in one order the sums are equal.
+    named = dict(model.named_parameters())
+    clipped = list(dict.fromkeys(named[name] for name in stored_tensors(job.model) if name in named))
+    assert len(clipped) == len(list(model.parameters()))
     losses: list[float] = []
     model.train()
     epoch = 0
     while len(losses) < job.steps:
         for batch in loader.epoch(epoch):
-            inputs = {name: batch[name] for name in batch.keys() if name != "row_lengths"}
+            inputs = {name: batch[name] for name in batch.names if name != "row_lengths"}
             loss = model(**inputs).loss
             loss.backward()
             if options.max_grad_norm:
-                torch.nn.utils.clip_grad_norm_(model.parameters(), options.max_grad_norm)
+                torch.nn.utils.clip_grad_norm_(clipped, options.max_grad_norm)
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
@@ -162,9 +165,7 @@ def main() -> None:
     parser.add_argument("--model", help="folder or Hub name; by default the demo model")
     parser.add_argument("--train", help="training data")
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="NAME=VALUE", help="an option of finetune, as YAML"
-    )
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="an option, as YAML")
     parser.add_argument("--json", type=Path, help="write both curves to this file")
     said = parser.parse_args()
     import yaml

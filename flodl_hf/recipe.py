@@ -96,13 +96,14 @@ def overlay_path(path: Path, env: str) -> Path:
     Raises:
         ConfigError: it does not exist; those that do are named.
     """
-    place = path.with_name(f"{path.stem}.{env}{path.suffix}")
-    if not env or Path(env).name != env or not place.is_file():
+    name = f"{path.stem}.{env}{path.suffix}"
+    place = path.parent / name
+    if Path(name).name != name or not env or not place.is_file():
         known = sorted(
             p.name[len(path.stem) + 1 : -len(path.suffix)] for p in path.parent.glob(f"{path.stem}.*{path.suffix}")
         )
         raise ConfigError(
-            f"{place.name}: no such overlay beside {path}; expected a file of that name for the environment {env!r}. "
+            f"{name}: no such overlay beside {path}; expected a file of that name for the environment {env!r}. "
             f"There are overlays for: {', '.join(known) or 'none'}",
             where=str(place),
             problems=[env],

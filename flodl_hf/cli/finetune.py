@@ -104,7 +104,7 @@ class _Progress:
             self.task = self.bar.add_task("training", total=self.total, completed=event.step, note="")
         elif isinstance(event, StepDone) and self.task is not None:
             note = f"epoch {event.epoch + 1}  loss {event.loss:.4f}  lr {event.lr:.2e}"
-            self.bar.update(self.task, completed=event.step + 1, note=note)
+            self.bar.update(self.task, completed=event.step, note=note)
         elif isinstance(event, EvalDone):
             figures = "  ".join(f"{k} {v:.4f}" for k, v in event.metrics.items() if "/" not in k)
             self._say(f"step {event.step}: {figures}")

@@ -28,7 +28,7 @@ SHOWN = (
     *("lr", "schedule", "warmup", "weight_decay", "max_grad_norm", "layerwise_decay", "freeze", "class_weights"),
     *("label_smoothing", "dropout", "precision", "seed", "whole_words", "mask_probability"),
 )
-MASKING = ("whole_words", "mask_probability")
+MASKING = ("whole_words", "mask_probability", "mask_padding")
 
 
 def papers(job: Job, result: FinetuneResult) -> dict[str, bytes]:

@@ -109,12 +109,20 @@ def plan_job(
             raise ConfigError(f"{where}: the tokenizer has no mask token, so nothing can be masked", problems=["mask"])
         masking = Masking(tokenizer.mask_token_id, tokenizer.vocab_size, options.mask_probability, options.whole_words)
     collate = CollateRows(tokenizer.pad_token_id or 0, options.layout, masking)  # type: ignore[arg-type]
-    objective = Objective(task.kind, _weights(options, task, rows), options.label_smoothing)
+    objective = Objective(task.kind, _weights(options, task, rows), options.label_smoothing, options.mask_padding)
     evaluation = None
     if tables.eval is not None:
         prepared = task.prepare(tables.eval, tokenizer, room, training=False)
         size = options.eval_batch_size or options.micro_batch_size or options.batch_size
-        evaluation = Evaluation(task, prepared, collate, Objective(task.kind), size, options.precision, options.seed)
+        evaluation = Evaluation(
+            task,
+            prepared,
+            collate,
+            Objective(task.kind, mask_padding=options.mask_padding),
+            size,
+            options.precision,
+            options.seed,
+        )
     _need_evaluation(options, evaluation)
     batches = _batches(options, rows)
     filled = replace(options, task=task.head, labels=task.labels, problem_type=task.problem_type)

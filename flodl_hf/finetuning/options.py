@@ -94,6 +94,10 @@ class Options:
 
     whole_words: bool = _opt(False, "mlm: mask whole words.")
     mask_probability: float = _opt(0.15, "mlm: share of the tokens that are masked.", least=0.0, most=1.0)
+    mask_padding: bool = _opt(
+        False,
+        "qa: leave padding out of the loss, which is then the same however a batch is cut; transformers does not.",
+    )
 
     save_every: int | None = _opt(None, "Steps between checkpoints, besides the one after each epoch.", least=1)
     checkpoints: str | None = _opt(None, "Folder for checkpoints; by default beside the result.")
@@ -159,6 +163,7 @@ class FinetuneOptions(TypedDict, total=False):
     early_stopping: int | None
     whole_words: bool
     mask_probability: float
+    mask_padding: bool
     save_every: int | None
     checkpoints: str | None
     keep_checkpoints: bool

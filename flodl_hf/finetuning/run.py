@@ -106,7 +106,8 @@ def finetune(
         ExportError: ``out`` is in use, or cannot be written.
         HubError, CheckpointError, TokenizerError: the model cannot be opened.
 
-    Torch's and Python's global random generators are seeded by this call.
+    Torch's and Python's global random generators are seeded by this call. Under torchrun every rank calls it; the
+    first one writes, and its result has the best model.
     """
     chosen = make_options(options)
     target = None if out is None else Path(out)
@@ -146,7 +147,7 @@ class _Notes:
     def __call__(self, event: Any) -> None:
         if isinstance(event, StepDone):
             self.losses.append(event.loss)
-            self.steps = event.step + 1
+            self.steps = event.step
         elif isinstance(event, EvalDone):
             self.history.append({"step": event.step, "epoch": event.epoch, **event.metrics})
         elif isinstance(event, RunDone):
@@ -310,7 +311,8 @@ def _checkpoint_folder(job: Job, target: Path | None, stack: ExitStack) -> Path 
 def _take_best(job: Job, model: EncoderModel, folder: Path | None, notes: _Notes) -> tuple[int, dict[str, float]]:
     """Load the weights of the best evaluation into ``model``; return its step and figures."""
     last = {k: v for k, v in notes.history[-1].items() if k not in ("step", "epoch")} if notes.history else {}
-    if folder is None or job.metric is None or not job.options.keep_best:
+    # Other ranks leave the folder alone: the first may remove it at any moment.
+    if folder is None or job.metric is None or not job.options.keep_best or not _is_first_rank():
         return notes.steps, last
     name, sign = job.metric.lstrip("-"), -1.0 if job.metric.startswith("-") else 1.0
     found: list[tuple[float, int, Path, dict[str, float]]] = []

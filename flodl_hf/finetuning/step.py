@@ -54,11 +54,14 @@ class Objective:
         kind: what is learned.
         weights: weight of each label.
         smoothing: share of the target that is spread over all labels.
+        mask_padding: spans only: padding is no place where an answer could be. The reference lets it be one, so
+            that its loss depends on the width that a batch is padded to.
     """
 
     kind: Kind
     weights: tuple[float, ...] | None = None
     smoothing: float = 0.0
+    mask_padding: bool = False
 
     def __call__(self, model: Any, batch: Any) -> Loss:
         """Return the loss of a batch."""
@@ -99,6 +102,9 @@ class Objective:
             rows = rows_of_scores(scores, batch, per_row=False)
             lowest = torch.finfo(scores.dtype).min
             scores = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=lowest)
+        elif self.mask_padding:
+            padding = (batch["attention_mask"] == 0)[:, :, None]
+            scores = scores.masked_fill(padding, torch.finfo(scores.dtype).min)
         start, end = (part.squeeze(-1).contiguous() for part in scores.split(1, dim=-1))
         starts, ends = batch["start_positions"], batch["end_positions"]
         return Loss.mean(span_loss(start, end, starts, ends), scores.shape[0])

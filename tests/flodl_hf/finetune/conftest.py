@@ -1,0 +1,19 @@
+"""A tiny checkpoint to start from."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from flodl_hf import demo
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An untrained two-layer BERT with a tokenizer."""
+    folder = tmp_path_factory.mktemp("base") / "tiny"
+    return demo.demo_model(demo.learn_vocabulary()).save_pretrained(folder)

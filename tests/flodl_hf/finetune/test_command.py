@@ -1,0 +1,109 @@
+"""``flodl-hf finetune`` and ``config show``: files in, a folder and its papers out."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from finetune_tables import labelled
+
+from flodl_hf import load
+
+pytest.importorskip("typer")
+from typer.testing import CliRunner
+
+from flodl_hf.cli.app import app
+
+QUICK = ["--epochs", "1", "--batch-size", "16", "--lr", "1e-3"]
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[str, str]:
+    rows = labelled(48)
+    for name, part in (("train.csv", rows[:40]), ("dev.csv", rows[40:])):
+        with (tmp_path / name).open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, ["text", "label"])
+            writer.writeheader()
+            writer.writerows(part)
+    return str(tmp_path / "train.csv"), str(tmp_path / "dev.csv")
+
+
+def run(*args: Any, code: int = 0) -> Any:
+    result = CliRunner().invoke(app, [str(arg) for arg in args])
+    assert result.exit_code == code, result.output
+    return result
+
+
+def test_a_model_comes_out_with_its_papers(base: Path, files: tuple[str, str], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    said = run("finetune", base, "--train", files[0], "--eval", files[1], "--out", out, *QUICK)
+    assert "accuracy" in said.stdout
+    assert str(out) in said.stdout
+    card = (out / "README.md").read_text()
+    assert card.startswith("---\npipeline_tag: text-classification\n")
+    assert "| train | train.csv | 40 |" in card
+    assert str(tmp_path) not in card
+    facts = json.loads((out / "training.json").read_text())
+    assert f"| accuracy | {facts['metrics']['accuracy']:.4f} |" in card
+    assert facts["data"]["train"]["rows"] == 40
+    config = json.loads((out / "config.json").read_text())
+    assert config["id2label"] == {"0": "complaint", "1": "praise"}
+    assert config["problem_type"] == "single_label_classification"
+
+
+def test_the_written_recipe_makes_the_same_model_again(base: Path, files: tuple[str, str], tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    options = ["--freeze", "embeddings,layers.0", "--class-weights", "praise=2.0", "--warmup", "0.1", "--seed", "3"]
+    run("finetune", base, "--train", files[0], "--eval", files[1], "--out", first, *QUICK, *options)
+    run("finetune", "--recipe", first / "recipe.yaml", "--out", second)
+    assert (first / "model.safetensors").read_bytes() == (second / "model.safetensors").read_bytes()
+    assert (first / "recipe.yaml").read_bytes() == (second / "recipe.yaml").read_bytes()
+    assert load(second).config.labels == ("complaint", "praise")
+
+
+def test_a_recipe_an_overlay_and_the_command_line_lie_over_each_other(
+    base: Path, files: tuple[str, str], tmp_path: Path
+) -> None:
+    recipe = tmp_path / "run.yaml"
+    recipe.write_text(f"model: {base}\ntrain: {files[0]}\nepochs: 50\nlr: 1e-3\nbatch_size: 4\nseed: 5\n")
+    (tmp_path / "run.ci.yaml").write_text("epochs: 1\nbatch_size: 8\nseed: null\n")
+    said = run("finetune", "--recipe", recipe, "--env", "ci", "--batch-size", "20", "--json", "--out", tmp_path / "out")
+    assert json.loads(said.stdout)["steps"] == 2
+    written = (tmp_path / "out" / "recipe.yaml").read_text()
+    assert "seed: 42\n" in written
+    assert "batch_size: 20\n" in written
+
+
+def test_show_gives_each_value_with_its_origin(tmp_path: Path) -> None:
+    recipe = tmp_path / "run.yaml"
+    recipe.write_text("epochs: 5\ncolumns:\n  text: body\n")
+    (tmp_path / "run.ci.yaml").write_text("epochs: 1\n")
+    rows = [line.split("  #") for line in run("config", "show", recipe, "--env", "ci").stdout.splitlines()]
+    shown = {value.strip(): origin.strip() for value, origin in rows}
+    assert shown == {"epochs: 1": "run.ci.yaml:1", 'columns.text: "body"': "run.yaml:3"}
+    both = json.loads(run("config", "show", recipe, "--json").stdout)
+    assert both["values"] == {"epochs": 5, "columns": {"text": "body"}}
+    assert "lr: 5e-05" in run("config", "show", recipe, "--defaults").stdout
+
+
+def test_show_reports_options_that_do_not_exist(tmp_path: Path) -> None:
+    recipe = tmp_path / "run.yaml"
+    recipe.write_text("epoch: 5\n")
+    assert "did you mean 'epochs'" in run("config", "show", recipe, code=1).stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["finetune"], "no model and no train"),
+        (["finetune", "x", "--train", "y", "--env", "ci"], "no --recipe"),
+        (["finetune", "no/where", "--train", "y.csv", "--local-files-only"], "y.csv"),
+        (["finetune", "x", "--train", "y", "--columns", "text"], "expected name=value"),
+        (["finetune", "x", "--train", "y", "--precision", "fp8"], "bf16"),
+    ],
+)
+def test_faults_are_one_message_and_status_1(args: list[str], says: str) -> None:
+    assert says in run(*args, code=1).stderr
