@@ -71,7 +71,8 @@ def same(found: Any, expected: Any) -> None:
 @pytest.mark.parametrize("aggregation", ["none", "simple", "first", "average", "max"])
 def test_entities(saved: Saved, family: str, aggregation: str) -> None:
     folder = saved(family, "token_classification", id2label=NER)
-    model, theirs = load(folder), pipeline("token-classification", folder)
+    model: Any = load(folder)
+    theirs = pipeline("token-classification", folder)
     options = {"ignore_labels": ["O"]}
     for text in TEXTS:
         expected = theirs(text, aggregation_strategy=aggregation, **options)
@@ -84,7 +85,8 @@ def test_entities_of_a_long_text(saved: Saved) -> None:
     folder = saved("bert", "token_classification", id2label=NER)
     text = " ".join(TEXTS * 4)
     expected = pipeline("token-classification", folder)(text, aggregation_strategy="simple", stride=8)
-    found = load(folder).predict(text, aggregation="simple", stride=8, compat="transformers")
+    model: Any = load(folder)
+    found = model.predict(text, aggregation="simple", stride=8, compat="transformers")
     assert len(expected) > 10
     assert [list(e) for e in found] == [list(e) for e in expected]
 
@@ -95,7 +97,8 @@ def test_entities_of_given_words(saved: Saved) -> None:
     expected = pipeline("token-classification", folder)(
         words, aggregation_strategy="simple", is_split_into_words=True, ignore_labels=[]
     )
-    found = load(folder).predict(words, words=True, aggregation="simple", ignore_labels=[], compat="transformers")
+    model: Any = load(folder)
+    found = model.predict(words, words=True, aggregation="simple", ignore_labels=[], compat="transformers")
     same(found, expected[0] if isinstance(expected[0], list) else expected)
 
 
@@ -108,7 +111,8 @@ def test_classes(saved: Saved, family: str, problem: str | None, labels: int) ->
     stated: dict[str, Any] = {} if problem is None else {"problem_type": problem}
     stated |= TYPES.get(family, {})
     folder = saved(family, "sequence_classification", id2label={str(i): f"L{i}" for i in range(labels)}, **stated)
-    model, theirs = load(folder), pipeline("text-classification", folder)
+    model: Any = load(folder)
+    theirs = pipeline("text-classification", folder)
     for options in ({"top_k": None}, {"top_k": 2}, {"top_k": None, "function_to_apply": "sigmoid"}):
         same(model.predict(TEXTS[0], compat="transformers", **options), theirs(TEXTS[0], **options))
         same(model.predict(TEXTS, compat="transformers", **options), theirs(TEXTS, **options))
@@ -120,7 +124,8 @@ def test_classes(saved: Saved, family: str, problem: str | None, labels: int) ->
 @pytest.mark.parametrize("several", [False, True])
 def test_zero_shot(saved: Saved, family: str, several: bool) -> None:
     folder = saved(family, "sequence_classification", id2label=NLI, **TYPES.get(family, {}))
-    model, theirs = load(folder), pipeline("zero-shot-classification", folder)
+    model: Any = load(folder)
+    theirs = pipeline("zero-shot-classification", folder)
     for labels in (["cat", "film", "corp"], ["cat"]):
         options = {"multi_label": several}
         same(model.zero_shot(TEXTS[0], labels, compat="transformers", **options), theirs(TEXTS[0], labels, **options))
@@ -131,7 +136,8 @@ def test_zero_shot(saved: Saved, family: str, several: bool) -> None:
 @families
 def test_masks(saved: Saved, family: str) -> None:
     folder = saved(family, "masked_lm")
-    model, theirs = load(folder), pipeline("fill-mask", folder)
+    model: Any = load(folder)
+    theirs = pipeline("fill-mask", folder)
     for text in ("the [MASK] sat", "a [MASK] of [MASK] was [MASK]!"):
         for options in ({}, {"top_k": 1}, {"top_k": 7}, {"targets": ["cat", "dog", "film"]}):
             same(model.fill_mask(text, compat="transformers", **options), theirs(text, **options))
@@ -140,7 +146,7 @@ def test_masks(saved: Saved, family: str) -> None:
 
 
 def test_compat_refuses_what_the_pipeline_would_cut(saved: Saved) -> None:
-    model = load(saved("bert", "sequence_classification"))
+    model: Any = load(saved("bert", "sequence_classification"))
     with pytest.raises(TokenizerError, match="text 0"):
         model.predict("the cat " * 60, compat="transformers")
 
@@ -148,7 +154,7 @@ def test_compat_refuses_what_the_pipeline_would_cut(saved: Saved) -> None:
 def test_answers_as_the_removed_pipeline_gave_them(saved: Saved) -> None:
     from flodl_hf.decode.compat import question_answering
 
-    model = load(saved("bert", "question_answering"))
+    model: Any = load(saved("bert", "question_answering"))
     assert model.tokenizer is not None
     question, context = "who ran?", "ada lives in paris and the acme corp cat-dog ran on a mat " * 3
     rows = model.tokenizer.encode_rows([question], [context], max_tokens=40, stride=20, snap=False)[0]
