@@ -47,6 +47,7 @@ __all__ = [
     "capped",
     "nearest",
     "printable",
+    "shown",
 ]
 
 
@@ -151,3 +152,9 @@ def printable(text: str, limit: int = 120) -> str:
     """Return ``text`` quoted, without control characters and cut to ``limit``: safe to print from any file."""
     shown = text if len(text) <= limit else text[: limit - 3] + "..."
     return repr(shown)
+
+
+def shown(value: object, limit: int = 120) -> str:
+    """Return a value as Python writes it, cut to ``limit``: for messages about values rather than texts."""
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."

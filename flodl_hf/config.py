@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flodl.errors import ConfigError, nearest, printable
+from flodl.errors import ConfigError, nearest, printable, shown
 from flodl_hf.config_rows import COMMON_INERT, boolean, one_of, read_rows, refuse, triage
 from flodl_hf.config_rows import Row as Row
 from flodl_hf.families import families
@@ -287,23 +287,19 @@ def _labels(source: Mapping[str, Any], problems: list[str]) -> list[str]:
     names = source.get("id2label")
     stated = source.get("num_labels")
     if stated is not None and (isinstance(stated, bool) or not isinstance(stated, int) or not 0 < stated <= MAX_LABELS):
-        problems.append(
-            f"num_labels: found {printable(repr(stated), 40)}; expected a whole number from 1 to {MAX_LABELS}"
-        )
+        problems.append(f"num_labels: found {shown(stated, 40)}; expected a whole number from 1 to {MAX_LABELS}")
         return []
     if names is None:
         return [f"LABEL_{i}" for i in range(stated or 2)]
     if not isinstance(names, Mapping) or len(names) > MAX_LABELS:
-        problems.append(
-            f"id2label: found {printable(repr(names), 60)}; expected a table of at most {MAX_LABELS} names by id"
-        )
+        problems.append(f"id2label: found {shown(names, 60)}; expected a table of at most {MAX_LABELS} names by id")
         return []
     by_id: dict[int, str] = {}
     for key, name in names.items():
         index = int(key) if str(key).isascii() and str(key).isdigit() and len(str(key)) < 8 else -1
         if index < 0 or index >= (stated or MAX_LABELS) or not isinstance(name, (str, int, float)) or index in by_id:
             problems.append(
-                f"id2label: found {printable(str(key), 40)}: {printable(repr(name), 40)}; expected one name for each "
+                f"id2label: found {printable(str(key), 40)}: {shown(name, 40)}; expected one name for each "
                 f"id from 0{'' if stated is None else f' to num_labels - 1 = {stated - 1}'}"
             )
             return []

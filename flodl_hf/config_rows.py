@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flodl.errors import ConfigError, capped, nearest, printable
+from flodl.errors import ConfigError, capped, nearest, shown
 from flodl_hf.activations import ACTIVATIONS
 
 __all__ = [
@@ -45,10 +45,17 @@ REQUIRED = _Required()
 
 @dataclass(frozen=True)
 class Check:
-    """A test of one value: ``accepts`` returns the value or raises ValueError; ``expected`` says what it takes."""
+    """A test of one value.
+
+    Args:
+        expected: what it takes, in words.
+        accepts: returns the value to use, or raises ValueError.
+        names: the spellings it knows, of which the nearest is suggested.
+    """
 
     expected: str
     accepts: Callable[[Any], Any]
+    names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -131,7 +138,7 @@ def one_of(*values: Any) -> Check:
             raise ValueError
         return value
 
-    return Check("one of " + ", ".join(map(repr, values)), accepts)
+    return Check("one of " + ", ".join(map(repr, values)), accepts, tuple(v for v in values if isinstance(v, str)))
 
 
 def activation() -> Check:
@@ -162,7 +169,9 @@ def read_rows(
         try:
             fields[row.field] = row.check.accepts(source[row.key])
         except (ValueError, TypeError):
-            problems.append(f"{row.key}: found {printable(repr(source[row.key]), 60)}; expected {row.check.expected}")
+            value = source[row.key]
+            hint = nearest(value, row.check.names) if isinstance(value, str) else ""
+            problems.append(f"{row.key}: found {shown(value, 60)}{hint}; expected {row.check.expected}")
     return fields
 
 
@@ -188,14 +197,13 @@ def triage(
             if entry.only is not None and value not in entry.only:
                 allowed = " or ".join(repr(v) for v in entry.only)
                 problems.append(
-                    f"{key}: found {printable(repr(value), 60)}, which is not supported; "
-                    f"expected {allowed} ({entry.reason})"
+                    f"{key}: found {shown(value, 60)}, which is not supported; expected {allowed} ({entry.reason})"
                 )
             continue
         if value is None or value is False or value in ([], {}, ""):
             continue
         hint = nearest(key, [*used_keys, *known])
-        problems.append(f"{key}: found {printable(repr(value), 60)}, a setting that is not understood{hint}")
+        problems.append(f"{key}: found {shown(value, 60)}, a setting that is not understood{hint}")
 
 
 def refuse(problems: Sequence[str], where: str, model_type: str) -> ConfigError:

@@ -25,9 +25,9 @@ def options(
 ) -> None:
     """Hugging Face encoders both ways: load, predict, export, and prove it."""
     if version:
-        from importlib.metadata import version as installed
+        from flodl_hf.export.verify import own_version
 
-        typer.echo(installed("flodl-hf"))
+        typer.echo(own_version())
         raise typer.Exit()
 
 

@@ -308,7 +308,7 @@ def _facts(run: _Run, command: str | None) -> dict[str, Any]:
             "python": platform.python_version(),
             "torch": torch.__version__,
             "transformers": version() if available() else None,
-            "flodl-hf": _own_version(),
+            "flodl-hf": own_version(),
         },
         "device": None if model is None else str(model.device),
         "dtype": None if model is None else str(model.dtype).removeprefix("torch."),
@@ -317,7 +317,8 @@ def _facts(run: _Run, command: str | None) -> dict[str, Any]:
     }
 
 
-def _own_version() -> str:
+def own_version() -> str:
+    """Return this package's version, or that it runs from a checkout."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:

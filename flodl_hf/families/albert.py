@@ -106,7 +106,7 @@ KEYS = (
     KeyRow("encoder.layers.{i}.attention.output",    BLOCK + ".attention.dense"),
     KeyRow("encoder.layers.{i}.attention_norm",      BLOCK + ".attention.LayerNorm"),
     KeyRow("encoder.layers.{i}.feed_forward.up",     BLOCK + ".ffn"),
-    KeyRow("encoder.layers.{i}.feed_forward.activation", "albert.encoder.albert_layer_groups.{g}.albert_layers.{b}.activation"),
+    KeyRow("encoder.layers.{i}.feed_forward.activation", BLOCK + ".activation"),
     KeyRow("encoder.layers.{i}.feed_forward.down",   BLOCK + ".ffn_output"),
     KeyRow("encoder.layers.{i}.feed_forward_norm",   BLOCK + ".full_layer_layer_norm"),
     KeyRow("pooler.dense",                           "albert.pooler"),

@@ -126,7 +126,9 @@ def test_truncation_at_every_byte_is_refused(tmp_path, suffix):
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-@pytest.mark.parametrize("tail", [b"\0", b"x", b"\0" * 512, gzip.compress(b"", mtime=0)], ids=["zero", "letter", "block", "gzip"])
+@pytest.mark.parametrize(
+    "tail", [b"\0", b"x", b"\0" * 512, gzip.compress(b"", mtime=0)], ids=["zero", "letter", "block", "gzip"]
+)
 def test_trailing_bytes_are_refused(tmp_path, suffix, tail):
     path = tmp_path / f"tail.{suffix}"
     path.write_bytes(small(path) + tail)

@@ -16,7 +16,9 @@ from flodl_hf.parity.shapes import settings_of
 pytestmark = pytest.mark.transformers
 RECORDS = {family.model_type: family for family in FAMILIES}
 CASES = [("bert", name) for name in ACTIVATIONS] + [
-    (family, name) for family in ("roberta", "distilbert", "albert", "deberta-v2") for name in ("prelu", "gelu_new", "relu2")
+    (family, name)
+    for family in ("roberta", "distilbert", "albert", "deberta-v2")
+    for name in ("prelu", "gelu_new", "relu2")
 ]
 
 
@@ -26,7 +28,10 @@ def test_activation_equals_the_reference(model_type: str, name: str, tmp_path: P
     key = next(row.key for row in family.rows if row.field == "activation")
     settings = settings_of(family, "tiny") | {key: name}
     make_checkpoint(tmp_path, f"{family.class_prefix}ForMaskedLM", settings, scale=0.2)
-    ours, theirs = AutoModelForMaskedLM.from_pretrained(tmp_path), load_reference(tmp_path, f"{family.class_prefix}ForMaskedLM")
+    ours, theirs = (
+        AutoModelForMaskedLM.from_pretrained(tmp_path),
+        load_reference(tmp_path, f"{family.class_prefix}ForMaskedLM"),
+    )
     ids = torch.randint(5, 600, (2, 9), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         found = ours(input_ids=ids).logits

@@ -136,7 +136,11 @@ def test_what_is_not_one_object_is_refused(source: str) -> None:
         patch_json(source, {"a": 5})
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), {1, 2}, object(), b"x", [float("-inf")]], ids=["nan", "inf", "set", "object", "bytes", "nested inf"])
+@pytest.mark.parametrize(
+    "value",
+    [float("nan"), float("inf"), {1, 2}, object(), b"x", [float("-inf")]],
+    ids=["nan", "inf", "set", "object", "bytes", "nested inf"],
+)
 def test_values_that_json_lacks_are_refused(value: object) -> None:
     with pytest.raises(ExportError) as caught:
         patch_json('{"a": 1}', {"a": value})
