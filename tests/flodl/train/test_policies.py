@@ -120,7 +120,9 @@ def test_killed_between_epochs_the_next_run_goes_on(tmp_path, policy):
     assert started.resumed_from is not None
     assert 20 <= started.step < 40
     every_sample_once(again.metrics)
-    assert [m.epoch for m in again.metrics] == [0, 1, 2]
+    # How far a free-running rank came before the first run stopped depends on the machine.
+    epochs = [m.epoch for m in again.metrics]
+    assert epochs in ([0, 1, 2], [1, 2])
 
 
 @pytest.mark.parametrize(
