@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -62,7 +63,9 @@ def run(
     if data["eval"] is None:
         say("no --eval was given: nothing will be measured, and the last model is kept")
     with progress() as bar:
-        result = finetune(name, **data, out=target, overwrite=overwrite, on_event=_Progress(bar), **values)
+        result = finetune(
+            name, **data, out=target, overwrite=overwrite, on_event=_Progress(bar, values.get("max_steps")), **values
+        )
     if json_output:
         emit_json(
             {
@@ -87,21 +90,20 @@ def run(
 class _Progress:
     """Shows the events of a run as a bar; where there is no terminal, as a line for each evaluation."""
 
-    def __init__(self, bar: Any) -> None:
-        self.bar = bar
+    def __init__(self, bar: Any, max_steps: int | None) -> None:
+        self.bar, self.max_steps = bar, max_steps
         self.task: Any = None
-        self.total = 0
 
     def __call__(self, event: Any) -> None:
         from flodl.train import EpochMetrics, EvalDone, RunStarted, SaveFailed, StepDone, Warned
 
         if isinstance(event, RunStarted):
-            self.total = event.steps_per_epoch * event.epochs
+            total = min(event.steps_per_epoch * event.epochs, self.max_steps or sys.maxsize)
             note = f" (from step {event.step})" if event.resumed_from else ""
             self._say(
                 f"training: {event.epochs} epochs of {event.steps_per_epoch} steps, {event.world} device(s){note}"
             )
-            self.task = self.bar.add_task("training", total=self.total, completed=event.step, note="")
+            self.task = self.bar.add_task("training", total=total, completed=event.step, note="")
         elif isinstance(event, StepDone) and self.task is not None:
             note = f"epoch {event.epoch + 1}  loss {event.loss:.4f}  lr {event.lr:.2e}"
             self.bar.update(self.task, completed=event.step, note=note)

@@ -25,6 +25,7 @@ from flodl.train import EvalDone, RunDone, StepDone, Trainer, adamw, parameter_g
 from flodl.train.keeper import list_checkpoints, read_checkpoint
 from flodl.train.optimizers import layerwise_decay
 from flodl.train.state import load_model
+from flodl_hf.export.publish import is_model_file
 from flodl_hf.finetuning.card import papers
 from flodl_hf.finetuning.factory import Given, ModelFactory, checkpoint_layers, restore_layers, set_dropout
 from flodl_hf.finetuning.job import Job, plan_job
@@ -233,7 +234,6 @@ def train_job(job: Job, on_event: Callable[[Any], Any], stack: ExitStack, folder
     state = handle.join()
     if handle.model is not None:
         trained: Any = handle.model
-        restore_layers(trained)
         return trained
     state.load_into(job.model)
     return job.model
@@ -263,6 +263,8 @@ def _ready(job: Job, model: EncoderModel, stack: ExitStack) -> None:
     learned = [p for p in model.parameters() if p.requires_grad]
     factory.ready(model)
     stack.callback(lambda: [p.requires_grad_(True) for p in learned])
+    if job.options.gradient_checkpointing:
+        stack.callback(restore_layers, model)
     if job.options.dropout is not None:
         before = set_dropout(model, job.options.dropout)
         stack.callback(lambda: [setattr(module, name, value) for module, name, value in before])
@@ -354,6 +356,23 @@ def _check_free(target: Path, overwrite: bool) -> None:
             "the model there.",
             path=str(target),
         )
+    strange = (
+        []
+        if not target.is_dir()
+        else [
+            path.relative_to(target).as_posix()
+            for path in sorted(target.rglob("*"))
+            if not path.is_dir() and path.name not in PAPERS and not is_model_file(path.relative_to(target).as_posix())
+        ]
+    )
+    if strange:
+        raise ExportError(
+            f"{target} holds files that are no part of a model: "
+            f"{', '.join(strange[:5])}. Expected a folder that may be "
+            "replaced as a whole. Move them, or give another folder.",
+            path=str(target),
+            problems=strange,
+        )
     if target.exists() and not target.is_dir():
         raise ExportError(f"{target} is a file; expected a folder to write", path=str(target))
 
@@ -361,7 +380,7 @@ def _check_free(target: Path, overwrite: bool) -> None:
 def _write(job: Job, result: FinetuneResult, target: Path, overwrite: bool) -> Path:
     files = papers(job, result)
     if overwrite and target.is_dir():
-        # The exporter replaces folders that hold a model and nothing strange; these two are ours.
+        # The exporter replaces folders of files that it knows; these two are ours, and nothing else is there.
         for name in PAPERS[1:]:
             (target / name).unlink(missing_ok=True)
     return result.model.save_pretrained(target, overwrite=overwrite, extra_files=files)

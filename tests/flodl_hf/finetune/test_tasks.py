@@ -120,11 +120,11 @@ def test_masks_change_with_the_epoch_and_not_with_the_batch(base: Path) -> None:
     planned = job(base, lines(), whole_words=True)
     rows = [planned.rows.get(i) for i in (3, 4)]
 
-    def masked(epoch: int, picked: tuple[int, ...]) -> list[list[int]]:
-        parts = planned.collate([rows[i - 3] for i in picked], Where(42, epoch, 0, picked))
+    def masked(epoch: int, picked: tuple[int, ...], number: int = 0) -> list[list[int]]:
+        parts = planned.collate([rows[i - 3] for i in picked], Where(42, epoch, number, picked))
         return [line[: len(rows[i - 3]["input_ids"])].tolist() for line, i in zip(parts["labels"], picked, strict=True)]
 
-    assert masked(0, (3, 4))[1] == masked(0, (4,))[0]
+    assert masked(0, (3, 4))[1] == masked(0, (4,), number=9)[0]
     assert masked(0, (3, 4)) != masked(1, (3, 4))
     for line, row in zip(masked(0, (3, 4)), rows, strict=True):
         chosen = {int(w) for w, label in zip(row["words"], line, strict=True) if label != -100}
@@ -241,6 +241,7 @@ def test_a_folder_in_use_is_refused_before_the_training_and_replaced_when_asked(
     with pytest.raises(ExportError):
         finetune(base, train=labelled(16), out=out, overwrite=True, **QUICK)
     assert (out / "diary.txt").read_text() == "mine"
+    assert (out / "recipe.yaml").is_file()
 
 
 def test_the_best_model_is_the_one_that_is_returned(base: Path) -> None:
@@ -276,3 +277,11 @@ def test_checkpoints_of_another_run_are_not_trampled_on(base: Path, tmp_path: Pa
     finetune(base, train=rows, **options)
     with pytest.raises(TrainError, match="did not end"):
         finetune(base, train=rows, **options)
+
+
+def test_sentences_without_words_and_lines_without_tokens_teach_nothing_and_break_nothing(base: Path) -> None:
+    rows = [{"words": [], "tags": []}, *tagged(8), {"words": ["\u200b", "good"], "tags": ["O", "B-LONG"]}]
+    result = finetune(base, train=rows, eval=rows, **QUICK)
+    assert result.metrics["accuracy"] > 0
+    texts = [{"text": "   "}, *lines(8), {"text": "\u200b"}]
+    assert finetune(base, train=texts, eval=texts, **QUICK).metrics["perplexity"] > 1
