@@ -28,7 +28,7 @@ test-slow: $(VENV)/.ready ## run the full-size and long tests too
 check: $(VENV)/.ready ## lint, formatting, types, and every code block of the documents
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/python -m pytest tests/docs -q
 
 format: $(VENV)/.ready ## format and fix what can be fixed by itself
