@@ -65,7 +65,7 @@ def pipeline(task: str, folder: str, model: EncoderModel) -> Callable[..., Any]:
     transformers.logging.set_verbosity_error()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        made = transformers.pipeline(task, model=folder, device="cpu")
+        made: Any = transformers.pipeline(task, model=folder, device="cpu")  # type: ignore[call-overload]
     if model.max_tokens is not None:
         made.tokenizer.model_max_length = min(made.tokenizer.model_max_length, model.max_tokens)
 

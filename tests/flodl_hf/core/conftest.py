@@ -145,3 +145,20 @@ def crafted(make: Make) -> Crafted:
         return model.eval()
 
     return build
+
+
+@pytest.fixture
+def padded() -> Callable[..., torch.Tensor]:
+    """Return what a plain call with a padded batch gives a text: the way every tutorial goes."""
+
+    def ask(model: EncoderModel, text: str, pair: str | None = None, field: str = "logits") -> torch.Tensor:
+        assert model.tokenizer is not None
+        encoded = model.tokenizer(
+            [text, "x " * 9], None if pair is None else [pair, "y"], padding=True, return_tensors="pt"
+        )
+        known = {key: encoded[key] for key in ("input_ids", "attention_mask", "token_type_ids") if key in encoded}
+        with torch.no_grad():
+            states = model(**known)[field][0]
+        return states[encoded["attention_mask"][0].bool()] if states.dim() == 2 else states
+
+    return ask

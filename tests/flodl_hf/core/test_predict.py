@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -16,36 +14,12 @@ from hypothesis import strategies as st
 from flodl_hf.families import FAMILIES
 
 Maker = Callable[..., Any]
+Padded = Callable[..., torch.Tensor]
 FILLER = [
-    "the",
-    "a",
-    "cat",
-    "dog",
-    "sat",
-    "on",
-    "mat",
-    "ran",
-    "good",
-    "bad",
-    "film",
-    "is",
-    "was",
-    "not",
-    "very",
-    "lives",
-    "in",
-    "works",
-    "for",
-    "unheard-of",
-    "stitch,",
-    "!",
-    "?",
-]
-ENTITIES = {"ada": 1, "paris": 3, "acme": 5, "corp": 6}
-NER = {str(i): name for i, name in enumerate(["O", "B-PER", "I-PER", "B-LOC", "I-LOC", "B-ORG", "I-ORG"])}
-FOUND = {"Ada": "PER", "Paris": "LOC", "Acme Corp": "ORG", "ACME": "ORG"}
+    "the", "a", "cat", "dog", "sat", "on", "mat", "ran", "good", "bad", "film", "is", "was", "not", "very", "lives", "in",
+    "works", "for", "unheard-of", "stitch,", "!", "?",
+]  # fmt: skip
 families = pytest.mark.parametrize("model_type", [family.model_type for family in FAMILIES])
-filler = st.lists(st.sampled_from(FILLER), max_size=70)
 pure = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 TEXTS = [
     "the cat sat on a mat", "", "x", "good film!", "a very very good film, not bad " * 6, "ada lives in paris", "was",
@@ -53,196 +27,11 @@ TEXTS = [
 ]  # fmt: skip
 
 
-def padded(model: Any, text: str, pair: str | None = None, field: str = "logits") -> torch.Tensor:
-    """What a plain call with a padded batch gives the text: the way every tutorial goes."""
-    encoded = model.tokenizer(
-        [text, "x " * 9], None if pair is None else [pair, "y"], padding=True, return_tensors="pt"
-    )
-    known = {key: encoded[key] for key in ("input_ids", "attention_mask", "token_type_ids") if key in encoded}
-    with torch.no_grad():
-        states = model(**known)[field][0]
-    return states[encoded["attention_mask"][0].bool()] if states.dim() == 2 else states
-
-
-# --- entities ----------------------------------------------------------------------------------------
-
-
-@families
-@pure
-@given(
-    before=filler, after=filler, surface=st.sampled_from(sorted(FOUND)), gap=st.sampled_from([" ", "  ", "\n", " ("])
-)
-def test_an_entity_found_alone_is_found_when_buried(
-    crafted: Maker, model_type: str, before: list[str], after: list[str], surface: str, gap: str
-) -> None:
-    model = crafted("token_classification", ENTITIES, model_type, other=0, id2label=NER)
-    (alone,) = model.predict(surface)
-    assert (alone.label, alone.word) == (FOUND[surface], surface)
-    lead = " ".join(before) + gap
-    text = f"{lead}{surface} {' '.join(after)}"
-    (found,) = model.predict(text)
-    assert (found.label, found.word, found.start, found.end) == (
-        alone.label,
-        surface,
-        len(lead),
-        len(lead) + len(surface),
-    )
-    assert found.score == pytest.approx(alone.score, abs=1e-5)
-
-
-@pure
-@given(before=filler, after=filler, surface=st.sampled_from(sorted(FOUND)))
-def test_an_entity_is_found_among_given_words(
-    crafted: Maker, before: list[str], after: list[str], surface: str
-) -> None:
-    model = crafted("token_classification", ENTITIES, other=0, id2label=NER)
-    parts = surface.split()
-    (found,) = model.predict([[*before, *parts, *after]], words=True)[0]
-    assert (found.label, found.word) == (FOUND[surface], surface)
-    assert found.words == (len(before), len(before) + len(parts))
-
-
-@pure
-@given(words=st.lists(st.sampled_from([*FILLER, *FOUND]), min_size=80, max_size=160), stride=st.integers(0, 64))
-def test_every_entity_of_a_long_text_is_found_once_whatever_the_stride(
-    crafted: Maker, words: list[str], stride: int
-) -> None:
-    model = crafted("token_classification", ENTITIES, other=0, id2label=NER)
-    text = " ; ".join(words)
-    expected = [(m.group(), *m.span()) for m in re.finditer("|".join(sorted(FOUND, reverse=True)), text)]
-    assert [(e.word, e.start, e.end) for e in model.predict(text, stride=stride)] == expected
-
-
-@pytest.mark.parametrize("aggregation", ["none", "simple", "first", "average", "max"])
-@pure
-@given(text=st.text(alphabet="ab cat.Ada-Paris'  \u00e9e\u0301\u6771\u4eac\U0001f389\u0130\ufb01\u00a0\n", max_size=90))
-def test_words_of_entities_are_slices_of_the_text(make: Maker, aggregation: str, text: str) -> None:
-    model = make("bert", "token_classification", id2label=NER)
-    found = model.predict(text, aggregation=aggregation, ignore_labels=())
-    assert all(text[e.start : e.end] == e.word and e.word.strip() for e in found)
-    assert [e.start for e in found] == sorted(e.start for e in found)
-    assert all(a.end <= b.start for a, b in pairwise(found))
-    assert all(0 <= e.score <= 1 for e in found)
-    assert {e.label for e in found} <= ({*NER.values()} if aggregation == "none" else {"O", "PER", "LOC", "ORG"})
-
-
-def test_token_scores_are_those_of_a_padded_call(make: Maker) -> None:
-    model = make("bert", "token_classification", id2label=NER)
-    text = "ada lives in paris"
-    expected = padded(model, text).softmax(-1)[1:-1]
-    found = model.predict(text, aggregation="none", ignore_labels=())
-    assert [e.label for e in found] == [NER[str(i)] for i in expected.argmax(-1).tolist()]
-    torch.testing.assert_close(torch.tensor([e.score for e in found]), expected.amax(-1), rtol=0, atol=1e-5)
-
-
-def test_a_word_of_several_pieces_is_one_entity_by_its_first(crafted: Maker) -> None:
-    # "adax" is ada + ##x, whose own label is O; "paris" within a word does not break it.
-    model = crafted("token_classification", {**ENTITIES, "##x": 3}, other=0, id2label=NER)
-    (found,) = model.predict("adax ran")
-    assert (found.label, found.word) == ("PER", "adax")
-    by_token = model.predict("adax ran", aggregation="simple")
-    assert [(e.label, e.word) for e in by_token] == [("PER", "ada"), ("LOC", "x")]
-
-
-def test_constrained_decoding_allows_no_inside_without_a_begin(crafted: Maker) -> None:
-    model = crafted("token_classification", ENTITIES, other=0, id2label=NER)
-    assert [e.word for e in model.predict("the corp ran", constrained=True)] in ([], ["corp"], ["the corp"])
-    (found,) = model.predict("for acme corp in the mat", constrained=True)
-    assert (found.label, found.word) == ("ORG", "acme corp")
-
-
-# --- answers -----------------------------------------------------------------------------------------
-
-SPAN = "ada works for acme corp"
-
-
-@families
-@pure
-@given(before=filler, after=filler)
-def test_an_answer_is_found_wherever_it_stands(
-    crafted: Maker, model_type: str, before: list[str], after: list[str]
-) -> None:
-    model = crafted("question_answering", {"ada": 0, "corp": 1}, model_type)
-    lead = " ".join(before) + "\n"
-    context = f"{lead}{SPAN}. {' '.join(after)}"
-    found = model.answer("who works?", context)
-    assert (found.text, found.start, found.end) == (SPAN, len(lead), len(lead) + len(SPAN))
-    assert found.score > 0.9
-
-
-def test_scores_do_not_depend_on_the_windows(crafted: Maker) -> None:
-    classes = {"ada": 0, "corp": 1}
-    context = " ".join(["the cat sat"] * 40) + f" {SPAN} " + " ".join(["on a mat"] * 30)
-    one = crafted("question_answering", classes, sure=0.5, max_position_embeddings=400).answer(
-        "who?", context, stride=4
-    )
-    many = crafted("question_answering", classes, sure=0.5).answer("who?", context)
-    assert (one.text, one.start) == (many.text, many.start)
-    assert 0.001 < many.score < 0.99
-    assert many.score == pytest.approx(one.score, rel=1e-4)
-
-
-def test_answers_of_a_padded_call_score_the_product_of_both_ends(make: Maker) -> None:
-    model = make("bert", "question_answering")
-    question, context = "who sat?", "the cat sat on a mat"
-    start, end = (padded(model, question, context, f"{side}_logits") for side in ("start", "end"))
-    rows = model.tokenizer.encode_rows([question], [context])[0]
-    inside = [i for i, s in enumerate(rows[0].sequence_ids) if s == 1]
-    p_start, p_end = start[[0, *inside]].softmax(0)[1:], end[[0, *inside]].softmax(0)[1:]
-    table = torch.triu(p_start[:, None] * p_end[None])
-    best = divmod(int(table.argmax()), len(inside))
-    found = model.answer(question, context)
-    spans = [rows[0].offsets[i] for i in inside]
-    assert (found.start, found.end) == (spans[best[0]][0], spans[best[1]][1])
-    assert found.score == pytest.approx(float(table.max()), abs=1e-5)
-
-
-def test_several_answers_are_distinct_best_first_and_exact(crafted: Maker) -> None:
-    model = crafted("question_answering", {"ada": 0, "corp": 1}, sure=1.0)
-    context = f"{SPAN}. " + "the cat sat on a mat " * 20 + f"{SPAN}!"
-    found = model.answer("who?", context, top_k=5)
-    assert [(a.text, a.start) for a in found[:2]] == [(SPAN, 0), (SPAN, context.rindex(SPAN))]
-    assert [a.score for a in found] == sorted((a.score for a in found), reverse=True)
-    assert sum(a.score for a in found) <= 1 + 1e-6
-    assert len({(a.start, a.end) for a in found}) == len(found)
-    assert all(context[a.start : a.end] == a.text for a in found)
-
-
-def test_no_answer_is_given_only_when_allowed_and_likelier(crafted: Maker) -> None:
-    # [CLS] scores high as both ends, so "nothing here" beats the cat.
-    model = crafted("question_answering", {"ada": 0, "corp": 1})
-    with torch.no_grad():
-        cls = model.graph.get_parameter("encoder.embeddings.word.weight")[2]
-        cls.zero_()
-        cls[:2] = 1.0
-    assert not model.answer("who?", "the cat sat").no_answer
-    nothing = model.answer("who?", "the cat sat", no_answer=True)
-    assert nothing.no_answer
-    assert nothing.text == ""
-    assert not model.answer("who?", "the cat sat", no_answer=True, null_margin=1e4).no_answer
-
-
-def test_questions_come_in_any_form_and_answers_in_their_order(crafted: Maker) -> None:
-    model = crafted("question_answering", {"ada": 0, "corp": 1, "paris": 1, "cat": 1})
-    contexts = ["ada corp", "the ada cat ran " * 30, "ada in paris"]
-    as_pairs = [("who?", c) for c in contexts]
-    expected = [[("ada corp", 0)], [("ada cat", 4)], [("ada in paris", 0)]]
-
-    def short(answers: Any) -> list[list[tuple[str, int]]]:
-        return [[(a.text, a.start) for a in found][:1] for found in answers]
-
-    assert short(model.answer_batch(as_pairs)) == expected
-    assert short(model.answer_batch([{"question": "who?", "context": c} for c in contexts])) == expected
-    streamed = model.answer_batch(iter(as_pairs))
-    assert isinstance(streamed, Iterator)
-    assert short(streamed) == expected
-
-
 # --- classes -----------------------------------------------------------------------------------------
 
 
 @families
-def test_scores_are_the_softmax_of_a_padded_call(make: Maker, model_type: str) -> None:
+def test_scores_are_the_softmax_of_a_padded_call(make: Maker, model_type: str, padded: Padded) -> None:
     model = make(model_type, "sequence_classification", id2label={"0": "a", "1": "b", "2": "c"})
     for text in (text for text in TEXTS if len(text) < 60):
         expected = padded(model, text).softmax(-1)
@@ -253,7 +42,7 @@ def test_scores_are_the_softmax_of_a_padded_call(make: Maker, model_type: str) -
         assert by_label == pytest.approx(dict(zip("abc", expected.tolist(), strict=True)), abs=1e-5)
 
 
-def test_pairs_carry_token_types(make: Maker) -> None:
+def test_pairs_carry_token_types(make: Maker, padded: Padded) -> None:
     model = make("bert", "sequence_classification")
     expected = padded(model, "the cat", "sat on a mat").softmax(-1).tolist()
     for pair in [("the cat", "sat on a mat"), {"text": "the cat", "text_pair": "sat on a mat"}]:
@@ -278,7 +67,7 @@ def test_the_longer_share_of_a_long_text_wins(crafted: Maker) -> None:
         assert found.score == pytest.approx(max(share, 800 - share) / 800, abs=0.03)
 
 
-def test_top_k_thresholds_and_functions(make: Maker) -> None:
+def test_top_k_thresholds_and_functions(make: Maker, padded: Padded) -> None:
     labels = {"0": "a", "1": "b", "2": "c"}
     model = make("bert", "sequence_classification", id2label=labels)
     everything = model.predict("the cat")
@@ -302,7 +91,9 @@ def test_top_k_thresholds_and_functions(make: Maker) -> None:
         ("single_label_classification", 3, lambda x: x.softmax(-1)),
     ],
 )
-def test_the_problem_type_says_what_scores_mean(make: Maker, problem: str, labels: int, function: Any) -> None:
+def test_the_problem_type_says_what_scores_mean(
+    make: Maker, problem: str, labels: int, function: Any, padded: Padded
+) -> None:
     names = {str(i): f"L{i}" for i in range(labels)}
     model = make("bert", "sequence_classification", problem_type=problem, id2label=names)
     expected = function(padded(model, "the cat sat")).tolist()
@@ -389,7 +180,7 @@ def test_eight_threads_share_one_model(make: Maker, head: str) -> None:
 
 
 @families
-def test_masks_are_filled_as_a_padded_call_scores_them(make: Maker, model_type: str) -> None:
+def test_masks_are_filled_as_a_padded_call_scores_them(make: Maker, model_type: str, padded: Padded) -> None:
     model = make(model_type, "masked_lm")
     text = "the [MASK] sat on a [MASK] mat"
     places = [i for i, t in enumerate(model.tokenizer.encode(text)) if t == model.tokenizer.mask_token_id]
@@ -422,7 +213,7 @@ def test_masks_far_apart_in_a_long_text_are_each_filled_once(crafted: Maker, lea
         assert [f.score for f in fills] == pytest.approx([f.score for f in short], abs=1e-6)
 
 
-def test_targets_are_scored_over_the_whole_vocabulary(make: Maker) -> None:
+def test_targets_are_scored_over_the_whole_vocabulary(make: Maker, padded: Padded) -> None:
     model = make("bert", "masked_lm")
     text = "the [MASK] sat"
     place = model.tokenizer.encode(text).index(model.tokenizer.mask_token_id)
@@ -448,7 +239,9 @@ def test_targets_are_scored_over_the_whole_vocabulary(make: Maker) -> None:
 
 @families
 @pytest.mark.parametrize("pooling", ["mean", "cls", "max", "mean_sqrt_len", "weighted_mean", "last_token"])
-def test_embeddings_are_the_pooled_states_of_a_padded_call(make: Maker, model_type: str, pooling: str) -> None:
+def test_embeddings_are_the_pooled_states_of_a_padded_call(
+    make: Maker, model_type: str, pooling: str, padded: Padded
+) -> None:
     model = make(model_type, "base")
     reference: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "mean": lambda s: s.mean(0),
@@ -466,7 +259,7 @@ def test_embeddings_are_the_pooled_states_of_a_padded_call(make: Maker, model_ty
     torch.testing.assert_close(model.embed(texts, pooling=pooling), unit, rtol=0, atol=2e-5)
 
 
-def test_embeddings_by_pooler_joined_and_shortened(make: Maker) -> None:
+def test_embeddings_by_pooler_joined_and_shortened(make: Maker, padded: Padded) -> None:
     model = make("bert", "base")
     pooled = padded(model, "the cat", field="pooler_output")
     torch.testing.assert_close(model.embed("the cat", pooling="pooler", normalize=False), pooled, rtol=0, atol=1e-5)
@@ -480,7 +273,7 @@ def test_embeddings_by_pooler_joined_and_shortened(make: Maker) -> None:
 # --- zero-shot and reranking -------------------------------------------------------------------------
 
 
-def test_zero_shot_compares_entailment(make: Maker) -> None:
+def test_zero_shot_compares_entailment(make: Maker, padded: Padded) -> None:
     nli = {"0": "contradiction", "1": "neutral", "2": "entailment"}
     model = make("bert", "sequence_classification", id2label=nli)
     labels, text = ["film", "cat", "paris"], "the cat sat"
@@ -498,7 +291,7 @@ def test_zero_shot_compares_entailment(make: Maker) -> None:
     assert rough(list(streamed)) == rough(several)
 
 
-def test_reranking_sorts_by_the_best_window(make: Maker) -> None:
+def test_reranking_sorts_by_the_best_window(make: Maker, padded: Padded) -> None:
     model = make("bert", "sequence_classification", id2label={"0": "relevance"})
     documents = ["the cat sat", "on a mat", "ada lives in paris", "bad film"]
     scores = torch.stack([padded(model, "cat", document)[0] for document in documents]).sigmoid()

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -120,7 +121,7 @@ def test_token_ids_are_those_recorded(cell: str) -> None:
 
 @cells
 def test_a_golden_model_answers_from_raw_text(cell: str) -> None:
-    model = load(GOLDEN / cell)
+    model: Any = load(GOLDEN / cell)
     text = "Ada lives in Paris. " * 12
     if model.head == "base":
         assert model.embed(text).norm().item() == pytest.approx(1.0, abs=1e-5)

@@ -1,0 +1,70 @@
+"""The table of names reads both ways, whatever its rows, and refuses what could not be read back."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flodl.errors import CheckpointError
+from flodl_hf.keys import KeyMap, KeyRow
+
+word = st.text(alphabet="abcdef_", min_size=1, max_size=6)
+names = st.lists(word, min_size=1, max_size=8, unique=True)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    ours=names,
+    theirs=names,
+    repeated=st.lists(st.booleans(), min_size=8, max_size=8),
+    layers=st.integers(1, 12),
+    leaf=word,
+)
+def test_every_name_comes_back(
+    ours: list[str], theirs: list[str], repeated: list[bool], layers: int, leaf: str
+) -> None:
+    rows = [
+        KeyRow(f"x.layers.{{i}}.{a}", f"y.block.{{i}}.z.{b}") if hole else KeyRow(f"x.{a}", f"y.{b}")
+        for a, b, hole in zip(ours, theirs, repeated, strict=False)
+    ]
+    table = KeyMap(rows, [{"i": i} for i in range(layers)])
+    assert len(table.pairs) == sum(layers if "{" in row.ours else 1 for row in rows)
+    for mine, other in table.pairs.items():
+        assert table.theirs(f"{mine}.{leaf}") == f"{other}.{leaf}"
+        assert table.ours(f"{other}.{leaf}") == f"{mine}.{leaf}"
+        assert (table.theirs(mine), table.ours(other)) == (other, mine)
+    tensors = [f"{mine}.{leaf}" for mine in table.pairs]
+    assert [table.ours(name) for name in table.names(tensors).values()] == tensors
+    assert table.ours(f"unknown.{leaf}") is None
+    with pytest.raises(CheckpointError, match="no key row covers"):
+        table.theirs(f"unknown.{leaf}")
+
+
+def test_layers_come_in_graph_order_with_their_rows_together() -> None:
+    rows = [KeyRow("a", "A"), KeyRow("l.{i}.b", "L.{i}.B"), KeyRow("l.{i}.c", "L.{i}.C"), KeyRow("d", "D")]
+    table = KeyMap(rows, [{"i": 0}, {"i": 1}])
+    assert list(table.pairs) == ["a", "l.0.b", "l.0.c", "l.1.b", "l.1.c", "d"]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [KeyRow("a", "A"), KeyRow("a", "B")],
+        [KeyRow("a", "A"), KeyRow("b", "A")],
+        [KeyRow("l.{i}.a", "A"), KeyRow("b", "B")],
+        [KeyRow("l.1.a", "B"), KeyRow("l.{i}.a", "L.{i}.A")],
+    ],
+    ids=["ours twice", "theirs twice", "a hole on one side", "a hole that meets a name"],
+)
+def test_rows_that_collide_are_refused_by_name(rows: list[KeyRow]) -> None:
+    with pytest.raises(CheckpointError, match="key rows collide") as caught:
+        KeyMap(rows, [{"i": 0}, {"i": 1}])
+    assert all(" <-> " in clash for clash in caught.value.clashes)
+
+
+def test_two_tensors_of_one_name_are_refused() -> None:
+    # A row for a whole tensor and a row for its module meet at the leaf.
+    table = KeyMap([KeyRow("h.decoder", "p.decoder"), KeyRow("h.extra.bias", "p.decoder.bias")], [])
+    with pytest.raises(CheckpointError, match="one name"):
+        table.names(["h.decoder.bias", "h.extra.bias"])
