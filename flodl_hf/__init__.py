@@ -22,6 +22,7 @@ from flodl_hf.auto import (
 )
 
 if TYPE_CHECKING:
+    from flodl_hf.finetuning import finetune
     from flodl_hf.tokenizer import Tokenizer as AutoTokenizer
 
 __all__ = [
@@ -32,14 +33,19 @@ __all__ = [
     "AutoModelForSequenceClassification",
     "AutoModelForTokenClassification",
     "AutoTokenizer",
+    "finetune",
     "load",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    # The tokenizer library is only imported by those who ask for it.
+    # The tokenizer library and training are only imported by those who ask for them.
     if name == "AutoTokenizer":
         from flodl_hf.tokenizer import Tokenizer
 
         return Tokenizer
+    if name == "finetune":
+        from flodl_hf.finetuning import finetune
+
+        return finetune
     raise AttributeError(f"module 'flodl_hf' has no attribute {name!r}")

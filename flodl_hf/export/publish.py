@@ -41,6 +41,8 @@ _MODEL_FILES = (
     "*.model",
     "modules.json",
     "verification.json",
+    "recipe.yaml",
+    "training.json",
     "README.md",
     "LICENSE*",
     "[0-9]*_*/*config*.json",  # the modules of a sentence-transformers folder

@@ -1,0 +1,5 @@
+"""``python -m flodl_hf.cli``: the command line where the script is not on the path, as under torchrun."""
+
+from flodl_hf.cli import main
+
+main()
