@@ -8,7 +8,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -25,6 +25,7 @@ from flodl_hf.parity.shapes import settings_of, variants_of
 
 if TYPE_CHECKING:
     from flodl_hf.model import EncoderModel
+    from flodl_hf.tokenizer import Tokenizer
 
 __all__ = ["Bench", "Cell", "all_cells"]
 
@@ -65,6 +66,13 @@ def all_cells(size: str = "tiny") -> list[Cell]:
     ]
 
 
+@cache
+def _vocabulary() -> Tokenizer:
+    from flodl_hf.demo import learn_vocabulary
+
+    return learn_vocabulary()
+
+
 @dataclass
 class Bench:
     """The two sides of a cell. Use as a context manager: what it writes is removed at the end.
@@ -101,7 +109,6 @@ class Bench:
         """The checkpoint, with a tokenizer beside it."""
         if self.source is not None:
             return self.source
-        from flodl_hf.demo import learn_vocabulary
         from flodl_hf.parity.reference import make_checkpoint
 
         settings = settings_of(self.cell.record, self.size, self.cell.variant)
@@ -111,7 +118,7 @@ class Bench:
             self.room / "source", self.cell.architecture, settings, seed=self.seed,
             scale=0.3 if self.size == "tiny" else None,
         )  # fmt: skip
-        learn_vocabulary().save_pretrained(folder)
+        _vocabulary().save_pretrained(folder)
         return folder
 
     def load(self, attention: str = "sdpa", dtype: torch.dtype | None = None) -> EncoderModel:
