@@ -163,6 +163,7 @@ CONFIG_CASES = [
     Case("not JSON", config_text(lambda t: t[:-20]), ConfigError, (CONFIG, "not JSON", "expected a JSON object", "again or correct")),
     Case("an empty config", config_text(lambda t: ""), ConfigError, (CONFIG, "not JSON", "expected a JSON object")),
     Case("a list", config_text(lambda t: "[1, 2]"), ConfigError, (CONFIG, "a JSON list", "expected a JSON object")),
+    Case("a byte order mark", config_text(lambda t: "\ufeff" + t), ConfigError, (CONFIG, "BOM", "expected a JSON object")),
     Case("not UTF-8", config_text(lambda t: t.encode("utf-16")), ConfigError, (CONFIG, "not UTF-8", "expected JSON")),
     Case("NaN", config_text(lambda t: t.replace('"hidden_size": 16', '"hidden_size": NaN')), ConfigError, (CONFIG, "NaN", "expected")),
     Case("Infinity", config_text(lambda t: t.replace('"hidden_size": 16', '"hidden_size": -Infinity')), ConfigError, (CONFIG, "-Infinity", "expected")),

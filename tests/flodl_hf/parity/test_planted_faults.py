@@ -99,7 +99,7 @@ FAULTS = [
         family=swapped_rows("encoder.layers.{i}.attention.query", "encoder.layers.{i}.attention.key"),
     ),
     Fault("a wrong epsilon", ("forward", "gradients", "training_steps"), "encoder.embeddings.norm", True, family=with_encoder(norm_eps=1e-6)),
-    Fault("gelu_new for gelu", ("forward", "gradients"), "encoder.layers.0.feed_forward.down", False, family=with_encoder(activation="gelu_new")),
+    Fault("gelu_new for gelu", ("forward", "gradients"), "encoder.layers.0.feed_forward.activation", True, family=with_encoder(activation="gelu_new")),
     Fault("half the heads", ("forward",), "encoder.layers.0.attention.output", False, family=with_encoder(num_heads=2)),
     Fault(
         "query and key weights swapped in one layer", ("forward", "gradients"), f"{LAYER}.attention.query", True,
