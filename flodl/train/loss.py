@@ -57,7 +57,12 @@ class Loss:
 
     def totals(self) -> torch.Tensor:
         """Return ``(sum, count)`` without gradient, float64 ``(2,)``, on the device of the loss."""
-        value = self.as_sum().detach().to(torch.float64)
+        if self.is_mean:
+            # Multiplied in float64, so that what is reported is the mean that was given.
+            mean = self.sum.detach().to(torch.float64)
+            value = torch.where(_positive(self.count), mean * self.count, 0.0)
+        else:
+            value = self.as_sum().detach().to(torch.float64)
         return torch.stack([value, torch.as_tensor(self.count, dtype=torch.float64, device=value.device)])
 
 
