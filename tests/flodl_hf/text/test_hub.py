@@ -412,7 +412,10 @@ def test_a_local_folder_wins_and_needs_no_hub(tmp_path: Path, monkeypatch: pytes
         "ada/tiny@" + "x" * 300,
     ],
 )
-def test_malformed_names_are_refused_before_any_request(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_malformed_names_are_refused_before_any_request(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)  # a folder that exists beside the caller would be taken as it is
     monkeypatch.setattr(socket, "socket", _NoSocket)
     with pytest.raises(HubError):
         resolve(name)
