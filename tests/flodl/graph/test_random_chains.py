@@ -32,6 +32,13 @@ class Affine(nn.Module):
         return torch.sin(x * self.factor + self.shift)
 
 
+class Row(Affine):
+    """The body of a row map: its references come whole, so their mean over rows keeps the row's shape."""
+
+    def forward(self, x: Tensor, **references: Tensor) -> Tensor:
+        return super().forward(x, **{key: value.mean(0, keepdim=True) for key, value in references.items()})
+
+
 verbs = st.one_of(
     st.tuples(
         st.sampled_from(["through", "fork", "also", "also_with", "loop", "map", "gate", "merge", "mean", "each"])
@@ -143,11 +150,15 @@ class Naive:
         x = self.single()
         self.advance(Affine(seed + 50)(x) + self.apply(seed, x, references))
 
-    def do_loop(self, references: dict[str, Any], seed: int) -> None:
-        x = self.single()
-        fixed = {
+    def fixed(self, x: Tensor, references: dict[str, Any]) -> dict[str, Any]:
+        """Remembered values looked up once, for verbs that call their module several times."""
+        return {
             t: self.memory.get(t, torch.zeros_like(x)) if isinstance(v, tuple) else v for t, v in references.items()
         }
+
+    def do_loop(self, references: dict[str, Any], seed: int) -> None:
+        x = self.single()
+        fixed = self.fixed(x, references)
         for _ in range(2):
             x = self.apply(seed, x, fixed)
         self.advance(x)
@@ -156,7 +167,9 @@ class Naive:
         self.advance(self.apply(seed, self.single(), references))
 
     def do_each(self, references: dict[str, Any], seed: int) -> None:
-        self.advance(torch.cat([Affine(seed)(row) for row in self.single().split(1)]))
+        x = self.single()
+        fixed = self.fixed(x, references)
+        self.advance(torch.cat([self.apply(seed, row, fixed, Row(seed)) for row in x.split(1)]))
 
     def do_over(self, tag: str, references: dict[str, Any], seed: int) -> None:
         self.single()
@@ -210,7 +223,7 @@ class Naive:
         pass
 
 
-MODULE_VERBS = {"through", "fork", "also", "also_with", "loop", "map", "gate", "split", "over"}
+MODULE_VERBS = {"through", "fork", "also", "also_with", "loop", "map", "gate", "split", "over", "each"}
 
 
 def built(chain: list[tuple[Any, ...]]) -> FlowBuilder:
@@ -226,7 +239,7 @@ def built(chain: list[tuple[Any, ...]]) -> FlowBuilder:
             case "map":
                 flow.map(Affine(seed), name=f"m{seed}").batched().each()
             case "each":
-                flow.map(Affine(seed), name=f"m{seed}").each()
+                flow.map(Row(seed), name=f"m{seed}").each()
             case "over":
                 flow.map(Affine(seed), name=f"m{seed}").batched().over(args[0])
             case "gate":
