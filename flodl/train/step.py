@@ -72,6 +72,7 @@ class Step:
             that library's Trainer does for encoder heads: the gradient is too large by accumulation
             times processes. For recipes that were tuned to it.
         slowdown: this rank sleeps so that its compute takes this many times as long; for experiments.
+        reduce_on_cpu: sum gradients through host memory whatever the device.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Step:
         on_nan: str = "stop",
         compat: str | None = None,
         slowdown: float = 1.0,
+        reduce_on_cpu: bool = False,
     ) -> None:
         if on_nan not in ("stop", "skip") or compat not in (None, "transformers"):
             raise TrainError(
@@ -99,7 +101,7 @@ class Step:
         self.ranks, self.precision = ranks, precision
         self.share_gradients = share_gradients and not ranks.solo
         self.max_grad_norm, self.on_nan, self.compat, self.slowdown = max_grad_norm, on_nan, compat, slowdown
-        self._reduce = GradientSum(ranks, model)
+        self._reduce = GradientSum(ranks, model, on_cpu=reduce_on_cpu)
         self._buffers = (
             BufferMean(ranks, model) if self.share_gradients and any(True for _ in model.buffers()) else None
         )
@@ -130,14 +132,16 @@ class Step:
         alone = len(batches) == 1 and not self.share_gradients
         if not batches:
             self._agree_on_unit(0.0)
-        for batch in batches:
+        for number, batch in enumerate(batches, start=1):
             self.ranks.phase("forward", step)
             with self.timed():
                 with self.precision.context():
                     loss = as_loss(self.train_step(self.model, batch), batch_len(batch))
                 self._agree_on_unit(loss.count)
                 self.ranks.phase("backward")
-                self.backward(loss, batch_len(batch), alone=alone)
+                last = number == len(batches)  # nothing is added to the gradients after its pass
+                with self._reduce.sending(last and self.share_gradients):
+                    self.backward(loss, batch_len(batch), alone=alone)
         return self.update(step=step, flags=flags)
 
     def _agree_on_unit(self, count: Any) -> None:

@@ -106,8 +106,7 @@ class Trainer:
         self.timeline = Timeline(ranks.rank) if settings.timeline else None
         if self.timeline is not None:
             self.events.subscribe(self.timeline.note)
-        self._saved_at = 0
-        self._mark = time.perf_counter()
+        self._saved_at, self._mark = 0, time.perf_counter()
         self.resumed_from: str | None = None
         # The statistics of a single row are no statistics: torch refuses them.
         norms = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
@@ -129,6 +128,7 @@ class Trainer:
             on_nan=settings.on_nan,
             compat=settings.compat,
             slowdown=settings.slowdown.get(ranks.rank, 1.0),
+            reduce_on_cpu=settings.knobs.backend == "cpu",
         )
 
     # ---- making one ----------------------------------------------------------------------------------
@@ -425,6 +425,8 @@ class Trainer:
         self._mark = time.perf_counter()
 
     def _end_run(self) -> None:
+        if self.evaluator.at_step != self.policy.steps:
+            self._evaluate()  # the run ended inside an epoch
         if self.keeper and self._saved_at != self.policy.steps:
             self.save()
         reason = "finished" if self.epoch_number >= self.settings.num_epochs else "stopped"
