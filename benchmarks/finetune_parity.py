@@ -91,8 +91,8 @@ def compare(model: str | Path, train: Any, steps: int, options: Mapping[str, Any
     return Parity(recorder.losses, theirs, losses, apart, different, seconds)
 
 
-def load_reference(folder: Path, job: Job) -> Any:
-    """Return transformers' model of the folder, without dropout."""
+def load_reference(folder: Path, job: Job, *, dropout: bool = False) -> Any:
+    """Return transformers' model of the folder, with its dropout or without."""
     import transformers
 
     classes = {
@@ -102,7 +102,7 @@ def load_reference(folder: Path, job: Job) -> Any:
         "masked_lm": transformers.AutoModelForMaskedLM,
     }
     model = classes[job.task.head].from_pretrained(folder, attn_implementation=job.options.attention)
-    for module in model.modules():
+    for module in () if dropout else model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
         if isinstance(getattr(module, "dropout_prob", None), float):
@@ -132,12 +132,13 @@ def plain_loop(model: Any, job: Job) -> list[float]:
     named = dict(model.named_parameters())
     clipped = list(dict.fromkeys(named[name] for name in stored_tensors(job.model) if name in named))
     assert len(clipped) == len(list(model.parameters()))
-    losses: list[float] = []
+    losses: list[Any] = []
+    device = next(model.parameters()).device
     model.train()
     epoch = 0
     while len(losses) < job.steps:
         for batch in loader.epoch(epoch):
-            inputs = {name: batch[name] for name in batch.names if name != "row_lengths"}
+            inputs = {name: batch[name].to(device) for name in batch.names if name != "row_lengths"}
             loss = model(**inputs).loss
             loss.backward()
             if options.max_grad_norm:
@@ -145,11 +146,11 @@ def plain_loop(model: Any, job: Job) -> list[float]:
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-            losses.append(float(loss.detach()))
+            losses.append(loss.detach())
             if len(losses) == job.steps:
                 break
         epoch += 1
-    return losses
+    return [float(loss) for loss in losses]
 
 
 def write_demo(folder: Path) -> tuple[Path, list[dict[str, str]]]:
