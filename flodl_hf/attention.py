@@ -9,7 +9,7 @@ Shapes in this file: B batch, S tokens of a row, T tokens in all, N heads, H wid
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import groupby
 
 import torch
@@ -18,9 +18,11 @@ from torch.nn import functional as F
 
 from flodl_hf.layout import Layout, Packed, Padded
 
-__all__ = ["IMPLEMENTATIONS", "SelfAttention", "attend", "equal_runs"]
+__all__ = ["IMPLEMENTATIONS", "FusedSelfAttention", "SelfAttention", "attend", "equal_runs"]
 
 # "fast" is what a family has beside the reference arithmetic; where it has nothing, it is "sdpa".
+Kernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor]
+
 IMPLEMENTATIONS = ("sdpa", "eager", "fast")
 
 
@@ -65,6 +67,40 @@ class SelfAttention(nn.Module):
             implementation=self.implementation,
         )
         return self.dropout(self.output(mixed))
+
+    def fused(self) -> FusedSelfAttention | None:
+        """Return the same attention with one product for query, key and value; None where they are not plain."""
+        parts = (self.query, self.key, self.value)
+        plain = all(type(part) is nn.Linear and part.bias is not None and not part._forward_hooks for part in parts)
+        return FusedSelfAttention(self) if plain and type(self) is SelfAttention else None
+
+
+class FusedSelfAttention(nn.Module):
+    """`SelfAttention` for prediction: one product gives query, key and value, and nothing is dropped.
+
+    Args:
+        source: where the weights come from; query, key and value are copied, the output projection is shared.
+    """
+
+    def __init__(self, source: SelfAttention) -> None:
+        super().__init__()
+        self.num_heads = source.num_heads
+        self.implementation = source.implementation
+        parts = (source.query, source.key, source.value)
+        width = source.query.in_features
+        self.qkv = nn.Linear(width, 3 * width, device="meta")
+        with torch.no_grad():
+            self.qkv.weight = nn.Parameter(torch.cat([part.weight for part in parts]), requires_grad=False)
+            self.qkv.bias = nn.Parameter(torch.cat([part.bias for part in parts]), requires_grad=False)
+        self.output = source.output
+
+    def forward(self, hidden: Tensor, layout: Layout) -> Tensor:
+        """Return the attended states, shaped like ``hidden``: ``(B, S, hidden)`` or ``(T, hidden)``."""
+        query, key, value = self.qkv(hidden).chunk(3, dim=-1)
+        mixed = attend(
+            query, key, value, layout, num_heads=self.num_heads, implementation=self.implementation
+        )  # fmt: skip
+        return self.output(mixed)
 
 
 def attend(
@@ -119,14 +155,13 @@ def _packed(
 ) -> Tensor:
     split = (query.shape[0], num_heads, -1)
     q, k, v = (x.view(split) for x in (query, key, value))
-    if _has_varlen(q, dropout, implementation):
-        from torch.nn.attention.varlen import varlen_attn
-
-        longest = layout.max_length
-        mixed = varlen_attn(q, k, v, layout.offsets, layout.offsets, longest, longest)
-        assert isinstance(mixed, Tensor)
-        return mixed.reshape(query.shape)
+    if implementation == "sdpa" and _has_flash(q):
+        return _flash(q, k, v, layout, dropout).reshape(query.shape)
+    if implementation == "sdpa" and _has_efficient(q):
+        return _efficient(q, k, v, layout, dropout).reshape(query.shape)
     kernel = _eager if implementation == "eager" else _fused
+    if not layout.lengths:
+        return _gathered(q, k, v, layout, dropout, kernel).reshape(query.shape)
     parts: list[Tensor] = []
     for start, count, length in equal_runs(layout.lengths):
         rows = slice(start, start + count * length)
@@ -135,15 +170,43 @@ def _packed(
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
-def _has_varlen(q: Tensor, dropout: float, implementation: str) -> bool:
-    # torch's variable-length kernel is CUDA, half precision and without dropout.
-    return (
-        q.is_cuda
-        and q.dtype in (torch.float16, torch.bfloat16)
-        and dropout == 0.0
-        and implementation == "sdpa"
-        and q.shape[-1] <= 256
+def _has_flash(q: Tensor) -> bool:
+    width = q.shape[-1]
+    return q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and width <= 256 and width % 8 == 0
+
+
+def _has_efficient(q: Tensor) -> bool:
+    return q.is_cuda and q.dtype == torch.float32 and q.shape[-1] % 4 == 0
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, layout: Packed, dropout: float) -> Tensor:
+    # What `torch.nn.attention.varlen` calls, which has no dropout of its own and costs more to launch.
+    ends, longest = layout.offsets, layout.max_length
+    return torch.ops.aten._flash_attention_forward(
+        q, k, v, ends, ends, longest, longest, dropout, False, False, scale=q.shape[-1] ** -0.5
+    )[0]
+
+
+def _efficient(q: Tensor, k: Tensor, v: Tensor, layout: Packed, dropout: float) -> Tensor:
+    ends, longest = layout.offsets, layout.max_length
+    wants_gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    return torch.ops.aten._efficient_attention_forward(
+        q[None], k[None], v[None], None, ends, ends, longest, longest, dropout, 0, wants_gradient,
+        scale=q.shape[-1] ** -0.5,
+    )[0][0]  # fmt: skip
+
+
+def _gathered(q: Tensor, k: Tensor, v: Tensor, layout: Packed, dropout: float, kernel: Kernel) -> Tensor:
+    """Return the mix by laying texts out in rows and back: shapes from the bucket alone, on any device."""
+    at, real = layout.grid()
+    # A slot without tokens would have no weight to normalise; it sees its first place and nothing reads it.
+    mask = (real | (torch.arange(at.shape[1], device=at.device) == 0))[:, None, None, :]
+    qs, ks, vs = (x[at].transpose(1, 2) for x in (q, k, v))
+    rows = kernel(qs, ks, vs, mask, dropout).transpose(1, 2)
+    text = torch.searchsorted(
+        layout.offsets[1:], torch.arange(q.shape[0], device=q.device, dtype=torch.int32), right=True
     )
+    return rows[text, layout.positions(text)]
 
 
 def equal_runs(lengths: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:

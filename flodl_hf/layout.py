@@ -4,7 +4,8 @@ An encoder is token-wise but for three things: where a token stands in its own t
 opens a text, and which tokens may attend to which. Those three are asked of a layout:
 
 * `Padded`: one row a text, shorter rows filled up, tensors are ``(batch, seq, ...)``;
-* `Packed`: texts end to end with no filling, tensors are ``(tokens, ...)``.
+* `Packed`: texts end to end, tensors are ``(tokens, ...)``; `flodl_hf.buckets` fills one up to a shape that
+  other batches have too.
 
 Families and heads are written once against this interface; attention (`flodl_hf.attention`) is the
 only other place that tells the two apart. Masks are boolean with True = keep.
@@ -83,13 +84,28 @@ class Padded:
 class Packed:
     """Texts laid end to end.
 
+    What a forward pass computes of a *bucketed* layout depends on tensors and on three numbers alone: tokens,
+    slots for texts, and ``longest``. So a pass recorded once (a captured CUDA graph, a compiled function)
+    serves every batch of its bucket. `flodl_hf.buckets` makes them.
+
     Args:
-        offsets: where each text starts, and the total at the end, ``(texts + 1,)``, int32.
-        lengths: the same as Python numbers, known without asking the device.
+        offsets: where each text starts, and the total at the end, ``(texts + 1,)``, int32. A bucketed layout
+            may end in slots without tokens.
+        lengths: the lengths of the texts that have tokens, as Python numbers, known without asking the
+            device; empty where they are unknown, and then only ``longest`` bounds them.
+        longest: upper bound of the lengths; 0 takes their maximum.
+        places: each token's place in its own text, ``(tokens,)``, int64; None counts them when asked.
+        opens: index of each text's first token, ``(texts,)``, int64, within the tokens even for a slot
+            without any; None takes ``offsets``.
+        real: how many of the texts are real; those after them are filling that nothing reads. None: all.
     """
 
     offsets: Tensor
     lengths: tuple[int, ...]
+    longest: int = 0
+    places: Tensor | None = None
+    opens: Tensor | None = None
+    real: int | None = None
 
     @classmethod
     def of(cls, lengths: list[int] | tuple[int, ...], device: torch.device | str | None = None) -> Packed:
@@ -106,20 +122,38 @@ class Packed:
 
     @property
     def max_length(self) -> int:
-        """Tokens in the longest text."""
-        return max(self.lengths)
+        """Most tokens that a text may have: ``longest``, or the longest of the lengths."""
+        return self.longest or max(self.lengths)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in all texts together."""
-        return sum(self.lengths)
+        """Tokens in all texts together, filling included."""
+        return self.places.shape[0] if self.places is not None else sum(self.lengths)
+
+    @property
+    def num_texts(self) -> int:
+        """Slots for texts, filling included."""
+        return self.offsets.shape[0] - 1
+
+    @property
+    def bucketed(self) -> bool:
+        """Whether a pass may be recorded and used for other texts of the same shapes."""
+        return self.places is not None
+
+    def without_lengths(self) -> Packed:
+        """Return the layout as a recorded pass may see it: without numbers that differ between batches."""
+        return Packed(self.offsets, (), self.max_length, self.places, self.opens, None)
 
     def _starts(self, num_tokens: int) -> Tensor:
+        if self.places is not None:
+            return torch.arange(num_tokens, device=self.places.device) - self.places
         counts = (self.offsets[1:] - self.offsets[:-1]).long()
         return torch.repeat_interleave(self.offsets[:-1].long(), counts, output_size=num_tokens)
 
     def positions(self, ids: Tensor) -> Tensor:
         """Return each token's place in its own text, ``(tokens,)``."""
+        if self.places is not None:
+            return self.places
         return torch.arange(ids.shape[0], device=ids.device) - self._starts(ids.shape[0])
 
     def running_count(self, keep: Tensor) -> Tensor:
@@ -130,10 +164,10 @@ class Packed:
 
     def first(self, hidden: Tensor) -> Tensor:
         """Return the state of each text's first token, ``(texts, hidden)``."""
-        return hidden[self.offsets[:-1].long()]
+        return hidden[self.offsets[:-1].long() if self.opens is None else self.opens]
 
     def keep(self, hidden: Tensor) -> Tensor | None:
-        """Return None: nothing in a packed batch is filling."""
+        """Return None: filling in a packed batch is texts of its own, so nothing has to be masked."""
         return None
 
     def pack(self, rows: Tensor) -> Tensor:
@@ -141,19 +175,40 @@ class Packed:
         return torch.cat([row[:length] for row, length in zip(rows, self.lengths, strict=True)])
 
     def unpack(self, tokens: Tensor) -> tuple[Tensor, ...]:
-        """Return one ``(length, ...)`` view for each text."""
-        return tokens.split(list(self.lengths))
+        """Return one ``(length, ...)`` view for each text that is not filling."""
+        lengths = list(self.lengths if self.real is None else self.lengths[: self.real])
+        return tokens[: sum(lengths)].split(lengths)
+
+    def grid(self) -> tuple[Tensor, Tensor]:
+        """Return the token at each place of each text, ``(texts, longest)``, and where there is one.
+
+        Needs no numbers from the device; places without a token point at some token of the batch.
+        """
+        starts = self.offsets[:-1, None].long()
+        at = starts + torch.arange(self.max_length, device=self.offsets.device)
+        return at.clamp(max=self.num_tokens - 1), at < self.offsets[1:, None]
 
 
 Layout = Padded | Packed
+
+
+def _unflatten(tensors: list[Tensor], context: tuple[tuple[int, ...], int, bool, bool, int | None]) -> Packed:
+    lengths, longest, has_places, has_opens, real = context
+    places = tensors[1] if has_places else None
+    opens = tensors[-1] if has_opens else None
+    return Packed(tensors[0], lengths, longest, places, opens, real)
+
 
 # Registered so that graphs which take a layout can be exported and traced: its tensors are leaves.
 pytree.register_dataclass(Padded, serialized_type_name="flodl_hf.Padded")  # type: ignore[arg-type]
 pytree.register_pytree_node(
     Packed,
-    lambda layout: ([layout.offsets], layout.lengths),
-    lambda children, lengths: Packed(next(iter(children)), lengths),
+    lambda layout: (
+        [t for t in (layout.offsets, layout.places, layout.opens) if t is not None],
+        (layout.lengths, layout.longest, layout.places is not None, layout.opens is not None, layout.real),
+    ),
+    lambda children, context: _unflatten(list(children), context),
     serialized_type_name="flodl_hf.Packed",
-    to_dumpable_context=list,
-    from_dumpable_context=tuple,
+    to_dumpable_context=lambda context: [list(context[0]), *context[1:]],
+    from_dumpable_context=lambda context: (tuple(context[0]), *context[1:]),
 )

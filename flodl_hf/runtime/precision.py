@@ -1,0 +1,110 @@
+"""The precisions that prediction may run in, and which device has which.
+
+Decides names, dtypes and refusals. What a precision does to a graph is in `flodl_hf.runtime.prepared`
+and, on a processor, in `flodl_hf.runtime.cpu`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Literal, TypeAlias, get_args
+
+import torch
+
+from flodl.errors import PredictError, nearest
+
+__all__ = ["Precision", "check_precision", "dtype_of", "multiplying"]
+
+Precision: TypeAlias = Literal["exact", "fp32", "tf32", "bf16", "fp16", "int8"]
+"""How prediction computes.
+
+"exact" repeats the reference arithmetic on the weights as loaded; "fp32", "bf16" and "fp16" compute in that
+dtype; "tf32" multiplies float32 with 10 bits of mantissa (NVIDIA); "int8" multiplies whole numbers (CPU).
+"""
+
+_DTYPES = {
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "int8": torch.float32,
+}
+
+
+def dtype_of(precision: Precision | None) -> torch.dtype | None:
+    """Return what weights are cast to; None where they stay as they are."""
+    return None if precision is None else _DTYPES.get(precision)
+
+
+def check_precision(precision: str | None, device: torch.device) -> None:
+    """Raise unless the device has the precision.
+
+    Raises:
+        PredictError: the name is unknown, or the device lacks it; the text says what it has.
+    """
+    if precision is None or precision in ("exact", "fp32"):
+        return
+    names = get_args(Precision)
+    if precision not in names:
+        raise PredictError(
+            f"precision={precision!r} is unknown; expected one of {', '.join(names)}{nearest(precision, names)}",
+            precision=precision,
+        )
+    missing = _missing(precision, device)
+    if missing:
+        raise PredictError(
+            f"precision={precision!r} on {device}: {missing}. fp32 and exact run everywhere.",
+            precision=precision,
+            device=str(device),
+        )
+
+
+def _missing(precision: str, device: torch.device) -> str | None:
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if precision == "int8":
+            return "int8 is for processors; use bf16 or fp16"
+        if precision in ("tf32", "bf16") and capability < (8, 0):
+            return f"needs compute capability 8.0, the device has {capability[0]}.{capability[1]}; use fp16"
+        return None
+    if device.type == "cpu":
+        return _missing_on_cpu(precision)
+    return None if precision in ("bf16", "fp16") else "is not known to run there"
+
+
+def _missing_on_cpu(precision: str) -> str | None:
+    if precision == "tf32":
+        return "tf32 is a number format of NVIDIA's devices"
+    if precision == "fp16":
+        return "processors multiply fp16 more slowly than fp32; use fp32, bf16 or int8"
+    if find_spec("flodl_hf.runtime.cpu") is not None:
+        # Asked for by name, because the processor's room decides what its kernels need.
+        from importlib import import_module
+
+        ask = getattr(import_module("flodl_hf.runtime.cpu"), "missing", None)
+        if ask is not None:
+            return ask(precision)
+    if precision == "int8":
+        return "there are no int8 kernels for processors in this installation"
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return "the processor has no bf16 instructions, so bf16 would be slower than fp32"
+    return None
+
+
+@contextmanager
+def multiplying(precision: Precision | None, device: torch.device) -> Iterator[None]:
+    """Let float32 products on a CUDA device use TF32 or not, as the precision says; put it back afterwards.
+
+    The switch is the whole process's: calls of different precision on several threads take turns.
+    """
+    if device.type != "cuda" or precision not in ("tf32", "fp32", "exact"):
+        yield
+        return
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
