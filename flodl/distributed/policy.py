@@ -13,7 +13,9 @@ and adds the average's change when it arrives. Both end every epoch with one ave
 
 from __future__ import annotations
 
+import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -203,6 +205,9 @@ class LocalSteps:
         self.pending: list[int] = []  # taken by this rank and not yet done
         self.total = 0
         self.overshoot = 3 if knobs.max_overshoot is None else knobs.max_overshoot
+        # of this run among those of one process group, whose keys all stay in the store
+        self._run = int(ranks.tell(ranks.store.add("runs", 1) if ranks.rank == 0 else 0))
+        self._syncs: deque[float] = deque(maxlen=3)
         self._base = 0  # where the epoch's counter in the store starts
         self._claimed = 0
         self._done, self._samples, self._ms = 0, 0, 0.0  # since the last averaging was sent or landed
@@ -230,7 +235,7 @@ class LocalSteps:
             yield list(self.pending), None
 
     def _take(self) -> list[int]:
-        key = f"turns/{self.ranks.attempt}/{self.epoch}/{self._base}"
+        key = f"turns/{self.ranks.attempt}/{self._run}/{self.epoch}/{self._base}"
         store, rank = self.ranks.store, self.ranks.rank
         left = self.total - self._base - store.add(key, 0)
         if not wants_chunk(left, self.cadence.ms, rank):
@@ -250,7 +255,7 @@ class LocalSteps:
         self._ms += compute_ms
         if self._flight is not None:
             ahead = self._done - self._sent[0]
-            if self._flight.landed() or ahead >= max(1, self.overshoot) or any(flags):
+            if self._flight.landed() or ahead >= self._lead or any(flags):
                 return self._land(flags)
             return None
         if not self._ready and (self._has_done_its_share() or any(flags)):
@@ -275,15 +280,24 @@ class LocalSteps:
         count = self.cadence.counts[self.ranks.rank]
         if self.knobs.max_batch_diff is not None:
             return self._done >= count + self.knobs.max_batch_diff
+        if not self.cadence.calibrated and not self.cadence.has_speed_hint:
+            return False  # nobody knows yet how long a batch of the slowest takes
         # Cadence gives every rank about the same time for its count, so twice the count means a stalled peer
-        return self._done >= (count + self.overshoot if self.overlap else 2 * count)
+        return self._done >= (count + self._lead if self.overlap else 2 * count)
+
+    @property
+    def _lead(self) -> int:
+        """Async: batches of this rank that may pass while the others come; the slowest's own batches count."""
+        ms = self.cadence.ms
+        fast = 1.0 if self.knobs.max_overshoot is not None or min(ms) <= 0 else max(ms) / ms[self.ranks.rank]
+        return max(1, math.ceil(self.overshoot * fast))
 
     def _raise_hand(self) -> None:
         self._ready = True
         self.ranks.store.add(self._key(), 1)
 
     def _key(self) -> str:
-        return f"ready/{self.ranks.attempt}/{self.round}"
+        return f"ready/{self.ranks.attempt}/{self._run}/{self.round}"
 
     def _send(self, flags: Sequence[float]) -> None:
         self.ranks.phase("averaging")
@@ -306,8 +320,12 @@ class LocalSteps:
         self._done, self._samples, self._ms = self._done - done, self._samples - samples, self._ms - ms
         columns = list(zip(*rows, strict=True))
         batches = tuple(int(n) for n in columns[0])
-        # Waiting for the slowest rank is no cost of communication, and the last to come did not wait.
-        self.cadence = self.cadence.report_timing(columns[2], batches, min(columns[4]))
+        # Waiting for the slowest rank is no cost of communication, and the last to come did not wait. A round
+        # cut short by the end of the epoch says nothing of a whole one, and one stumble nothing of the rest.
+        if not any(columns[5]):
+            self._syncs.append(min(columns[4]))
+        sync_ms = 0.0 if any(columns[5]) else min(self._syncs)
+        self.cadence = self.cadence.report_timing(columns[2], batches, sync_ms)
         self._steer(max(columns[3]))
         self.round += 1
         self.steps += sum(batches)
