@@ -1,9 +1,9 @@
 """One recipe, several seeds, two loops: is a model that `finetune` trains as good as one of a plain loop?
 
-Both loops get the same rows, the same batches and the same start; dropout is on, so their random masks differ, and what
-is compared is the spread over seeds. The plain loop is transformers' model, torch's AdamW, transformers' schedule. Every
-folder that `finetune` writes is then read by transformers, verified, and judged again on the scores that transformers
-computes. Data are folders as in `--data`: sst2/{train,dev}.tsv, wnut17/{train,dev}.conll, xquad/{train,dev}.json.
+Both loops get the same rows, the same batches, the same start and the model's own dropout. The plain loop is
+transformers' model, torch's AdamW, transformers' schedule. Every folder that `finetune` writes is then read by
+transformers, verified, and judged again on the scores that transformers computes. Data are folders as in `--data`:
+sst2/{train,dev}.tsv, wnut17/{train,dev}.conll, xquad/{train,dev}.json.
 
     python benchmarks/finetune_quality.py --model DIR --data DIR --device cuda
 """
