@@ -71,11 +71,15 @@ class GradientSum:
     Args:
         model: its trainable parameters are asked for at every call, so unfreezing takes effect.
         on_cpu: send gradients through host memory (gloo) whatever the device.
+
+    Attributes:
+        early: whether `sending` sends at all; off, everything leaves after the backward pass.
     """
 
     def __init__(self, ranks: Ranks, model: nn.Module, *, on_cpu: bool = False) -> None:
         self.ranks, self.model = ranks, model
         self.on_cpu = on_cpu and ranks.device.type != "cpu"
+        self.early = not self.on_cpu
         self._parameters: list[nn.Parameter] = []
         self._buckets: list[list[int]] = []
         self._hooks: list[Any] = []
@@ -88,7 +92,7 @@ class GradientSum:
     @contextlib.contextmanager
     def sending(self, wanted: bool = True) -> Iterator[None]:
         """Send buckets during the backward pass inside, which must be this rank's last before the call."""
-        if not wanted or self.ranks.solo or self.on_cpu:
+        if not wanted or self.ranks.solo or not self.early:
             yield
             return
         self._begin()
