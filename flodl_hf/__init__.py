@@ -22,6 +22,7 @@ from flodl_hf.auto import (
 )
 
 if TYPE_CHECKING:
+    from flodl_hf.bulk import predict_file
     from flodl_hf.finetuning import finetune
     from flodl_hf.tokenizer import Tokenizer as AutoTokenizer
 
@@ -35,11 +36,12 @@ __all__ = [
     "AutoTokenizer",
     "finetune",
     "load",
+    "predict_file",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    # The tokenizer library and training are only imported by those who ask for them.
+    # The tokenizer library, training and files of texts are only imported by those who ask for them.
     if name == "AutoTokenizer":
         from flodl_hf.tokenizer import Tokenizer
 
@@ -48,4 +50,8 @@ def __getattr__(name: str) -> Any:
         from flodl_hf.finetuning import finetune
 
         return finetune
+    if name == "predict_file":
+        from flodl_hf.bulk import predict_file
+
+        return predict_file
     raise AttributeError(f"module 'flodl_hf' has no attribute {name!r}")

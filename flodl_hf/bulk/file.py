@@ -1,0 +1,163 @@
+"""`predict_file`: a file of texts to a file of answers.
+
+Decides what a call means: which process this is, which model, which input. How the rows are answered is `run`'s.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Literal
+
+from flodl.errors import PredictError
+from flodl_hf.bulk.columns import Said
+from flodl_hf.bulk.counting import counting_tokens
+from flodl_hf.bulk.parts import Parts
+from flodl_hf.bulk.plan import make_plan
+from flodl_hf.bulk.ranks import Pulse, Rank, Workers, device_names
+from flodl_hf.bulk.results import FileResult, Progress
+from flodl_hf.bulk.rows import STDIN, open_rows
+from flodl_hf.bulk.run import Run
+from flodl_hf.bulk.write import output_format
+
+__all__ = ["predict_file"]
+
+OnError = Literal["stop", "skip", "null"]
+
+
+def predict_file(
+    model: Any,
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    format: str | None = None,
+    header: bool | None = None,
+    text_column: str | None = None,
+    pair_column: str | None = None,
+    question: str | None = None,
+    question_column: str | None = None,
+    context_column: str | None = None,
+    query: str | None = None,
+    query_column: str | None = None,
+    id_column: str | None = None,
+    keep: str | Sequence[str] | None = None,
+    on_error: OnError = "stop",
+    part_rows: int | None = None,
+    restart: bool = False,
+    devices: int | str | Sequence[str] | None = None,
+    head: str = "auto",
+    device: str | None = None,
+    revision: str | None = None,
+    local_files_only: bool = False,
+    on_progress: Callable[[Progress], None] | None = None,
+    should_stop: Callable[[], bool] | None = None,
+    parent: int | None = None,
+    **options: Any,
+) -> FileResult:
+    """Answer every row of a file into another file, and return what came of it.
+
+    Memory does not grow with the file. Finished parts are kept in a folder beside ``target``, so the same call goes on
+    after any kind of end, and writes what an uninterrupted one would have written.
+
+    Under torchrun, or wherever RANK and WORLD_SIZE are set, each process does its share of the parts, and rank 0
+    writes the file.
+
+    Args:
+        model: a model, or the folder or Hub name of one.
+        source: a CSV, TSV, JSON lines, text, Parquet or Arrow file, also packed (``.gz``); ``"-"`` is standard input.
+        target: a ``.jsonl``, ``.csv``, ``.tsv`` or ``.parquet`` file.
+        format: what ``source`` is; by default its suffix says, and standard input is text.
+        header: whether a CSV or TSV file has a header; None decides by its looks.
+        text_column: the column of texts; by default the first with a usual name.
+        pair_column: the column of second texts, for models of pairs.
+        question: one question to all texts.
+        question_column: the column of questions.
+        context_column: the column of the texts that hold the answers.
+        query: score each text by how well it fits this query, with a model of one label.
+        query_column: the column of queries.
+        id_column: a column that is kept, and comes first.
+        keep: "all", "none", or the columns that go on to the output; "all" unless there is an ``id_column``.
+        on_error: what becomes of a row that cannot be answered: "stop", "skip" it, or write it with "null" answers and
+            a column ``error``.
+        part_rows: rows of a part; None takes 2,048 on a CPU and 32,768 on CUDA.
+        restart: throw away what an earlier run left, output included.
+        devices: how many processes on this host, or the device of each; ``model`` is then a name.
+        head: the task, where the model is a name; "auto" takes what it was written for.
+        device: where to load it.
+        revision: branch, tag or commit on the Hub.
+        local_files_only: open no connection.
+        on_progress: called some times a second.
+        should_stop: asked after each part; True ends the run with what is done.
+        parent: end with this process; for ranks that another one started.
+        **options: of the model's method: ``top_k``, ``strict``, ``threshold``, ``aggregation``, ``no_answer``, ...
+
+    Raises:
+        DataError: the input or a row of it is faulty; ``rows`` lists the rows.
+        PredictError: parts of another run, an output that is there, a full disk, an option that makes no sense.
+    """
+    job = {k: v for k, v in locals().items() if k not in (*_OWN, "options")} | options
+    rank = Rank() if devices is not None else Rank.from_env()
+    path, out = Path(source), Path(target)
+    kind = output_format(out)
+    names = device_names(devices) if devices is not None else []
+    _check(path, out, on_error, part_rows, restart, rank, len(names))
+    started: list[Workers] = []
+    if len(names) > 1:
+        if not isinstance(model, (str, os.PathLike)):
+            raise PredictError("predict_file: devices need a model's folder or name, which every process loads itself")
+        rank, device = Rank(0, len(names), 0), names[0]
+    elif names:
+        device = names[0]
+    parts = Parts(out, kind)
+    if restart:
+        parts.clear()
+    if isinstance(model, (str, os.PathLike)):
+        from flodl_hf.auto import load
+
+        hub = {"revision": revision, "local_files_only": local_files_only}
+        model = load(str(model), head=head, device=device or rank.device, **hub)
+    model.ready("predict_file", untrained=bool(options.get("untrained")))
+    said = Said(**{name: job[name] for name in Said.__dataclass_fields__})
+    rows = open_rows(source, format, header)
+    with ExitStack() as stack:
+        stack.callback(rows.close)
+        plan = make_plan(model, rows, path, kind, parts, said, on_error, part_rows, options)
+        before = {r: parts.told(r) for r in range(rank.world) if r != rank.rank}
+        if rank.rank == 0:
+            parts.begin(plan.identity, replace=restart)
+        elif not parts.join(plan.identity):
+            return FileResult(out)
+        if len(names) > 1:
+            started.append(Workers({**job, "model": os.fspath(job["model"])}, names))
+            stack.callback(started[0].stop)
+        run = Run(
+            plan, rank, parts, rows,
+            on_progress=on_progress, should_stop=should_stop, workers=started[0] if started else None,
+        )  # fmt: skip
+        stack.enter_context(counting_tokens(model, run.count))
+        stack.enter_context(Pulse(parts, rank, run.figures, parent))
+        return run.go(before)
+
+
+_OWN = ("devices", "device", "restart", "on_progress", "should_stop", "parent", "job")
+
+
+def _check(
+    path: Path, out: Path, on_error: str, part_rows: int | None, restart: bool, rank: Rank, processes: int
+) -> None:
+    """Refuse what makes no sense whatever the model is."""
+    faults = []
+    if on_error not in ("stop", "skip", "null"):
+        faults.append(f"on_error is {on_error!r}; expected stop, skip or null")
+    if part_rows is not None and part_rows < 1:
+        faults.append(f"part_rows is {part_rows}; expected at least 1")
+    if restart and rank.world > 1:
+        faults.append(f"restart would throw away what other ranks write; remove {out.name}.parts before starting them")
+    if str(path) == STDIN and (rank.world > 1 or processes > 1):
+        faults.append("standard input can be read by one process only; write it to a file first")
+    if path.exists() and out.exists() and path.samefile(out):
+        faults.append("input and output are one file; name another output")
+    if faults:
+        raise PredictError(f"predict_file: {'; '.join(faults)}", problems=faults)

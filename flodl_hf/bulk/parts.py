@@ -1,0 +1,224 @@
+"""The folder beside the output in which a run lays down its parts, and the one step that makes a file of them.
+
+Decides when a part is there: its record is written last, and without its record a part does not exist. So a run can be
+ended at any point, by any means, and goes on from the parts that are there. The folder is gone when the output is
+written.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+from flodl.errors import PredictError, capped
+from flodl.files import write_atomically
+from flodl_hf.bulk.identity import differences
+from flodl_hf.bulk.write import Writer
+
+__all__ = ["Parts"]
+
+MANIFEST = "manifest.json"
+JOINING = "joining"
+WAIT_S = 120.0  # how long another rank may take to lay out the folder
+
+
+class Parts:
+    """The parts of one output file.
+
+    Args:
+        target: the output file.
+        suffix: of the parts.
+    """
+
+    def __init__(self, target: Path, suffix: str) -> None:
+        self.target, self.suffix = target, suffix
+        self.folder = target.with_name(target.name + ".parts")
+
+    # ---- laying out, and going on ----------------------------------------------------------------------
+
+    def known(self) -> dict[str, Any] | None:
+        """Return the manifest of a run that was begun, or None.
+
+        Raises:
+            PredictError: the folder is there and is no such folder.
+        """
+        try:
+            return json.loads((self.folder / MANIFEST).read_text("utf-8"))
+        except FileNotFoundError:
+            strays = [p.name for p in self.folder.iterdir()][:5] if self.folder.is_dir() else []
+            if [name for name in strays if not name.startswith((".", "rank-"))]:
+                self._not_ours(f"holds {strays}")
+            return None
+        except (ValueError, OSError) as error:
+            self._not_ours(f"its {MANIFEST} cannot be read ({error})")
+
+    def _not_ours(self, found: str) -> NoReturn:
+        raise PredictError(
+            f"{self.folder}: {found}; expected the parts of an earlier run, or nothing. Move the folder away, or name "
+            "another output",
+            path=str(self.folder),
+        )
+
+    def clear(self) -> None:
+        """Remove the parts of an earlier run.
+
+        Raises:
+            PredictError: the folder holds something else.
+        """
+        if self.known() is not None or self.folder.is_dir():
+            shutil.rmtree(self.folder)
+
+    def begin(self, identity: Mapping[str, Any], *, replace: bool) -> None:
+        """Lay out the folder, or go on in one that is there.
+
+        Args:
+            identity: what the run is of.
+            replace: the output may be there already.
+
+        Raises:
+            PredictError: the output is there, or parts of a run of something else are.
+        """
+        manifest = self.known()
+        if self.target.is_dir() or not self.target.parent.is_dir():
+            what = "a folder" if self.target.is_dir() else "a file in a folder that does not exist"
+            raise PredictError(f"{self.target}: is {what}; expected the name of a file", path=str(self.target))
+        may_replace = replace if manifest is None else manifest["replace"] or (self.folder / JOINING).exists()
+        if self.target.exists() and not may_replace:
+            raise PredictError(
+                f"{self.target}: is there already; name another output, or begin anew with --restart (restart=True), "
+                "which replaces it",
+                path=str(self.target),
+            )
+        if manifest is not None:
+            self._compare(manifest, identity)
+        content = {**identity, "replace": replace if manifest is None else manifest["replace"]}
+        with self.writing():
+            self.folder.mkdir(exist_ok=True)
+            if manifest != content:
+                write_atomically(self.folder / MANIFEST, [json.dumps(content, indent=1).encode()])
+            for leftover in (*self.folder.glob(".*.tmp"), *self.target.parent.glob(f".{self.target.name[:200]}.*.tmp")):
+                leftover.unlink(missing_ok=True)
+
+    def join(self, identity: Mapping[str, Any], wait_s: float = WAIT_S) -> bool:
+        """Wait until the first rank has laid out the folder; False if the output is there without one.
+
+        Raises:
+            PredictError: the folder is of another run, or does not come.
+        """
+        until = time.monotonic() + wait_s
+        while (manifest := self.known()) is None:
+            if time.monotonic() > until:
+                if self.target.exists():
+                    return False
+                raise PredictError(
+                    f"{self.folder}: the first rank (RANK=0) has not begun within {wait_s:.0f} s; start it with the "
+                    "same command",
+                    path=str(self.folder),
+                )
+            time.sleep(0.05)
+        self._compare(manifest, identity)
+        return True
+
+    def _compare(self, manifest: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+        parted = differences({k: v for k, v in manifest.items() if k != "replace"}, identity)
+        if set(parted) == {"options.on_error"} and parted["options.on_error"] == ("stop", "skip"):
+            # Parts that were finished under "stop" hold no faulty row, and are what "skip" would have written.
+            return
+        if parted:
+            lines = [f"{name}: begun with {was!r}, now {now!r}" for name, (was, now) in parted.items()]
+            raise PredictError(
+                f"{self.folder}: holds the parts of a run with other input, model or options:\n{capped(lines)}\n"
+                "say what was said then and the run goes on, or begin anew with --restart (restart=True)",
+                path=str(self.folder),
+                problems=lines,
+            )
+
+    # ---- parts -----------------------------------------------------------------------------------------
+
+    def _data(self, number: int) -> Path:
+        return self.folder / f"part-{number:08d}.{self.suffix}"
+
+    def _record(self, number: int) -> Path:
+        return self.folder / f"part-{number:08d}.json"
+
+    def record(self, number: int) -> dict[str, Any] | None:
+        """Return what is known of a finished part; None if it is not finished."""
+        try:
+            record = json.loads(self._record(number).read_text("utf-8"))
+            whole = self._data(number).stat().st_size == record["bytes"]
+        except (OSError, ValueError, KeyError):
+            return None
+        return record if whole else None
+
+    def commit(self, number: int, chunks: Iterable[bytes], record: dict[str, Any]) -> None:
+        """Write a part, and then its record, which is filled in while ``chunks`` are made.
+
+        Raises:
+            PredictError: it cannot be written.
+        """
+        with self.writing():
+            write_atomically(self._data(number), chunks)
+            record["bytes"] = self._data(number).stat().st_size
+            write_atomically(self._record(number), [json.dumps(record).encode()])
+
+    def finish(self, count: int, writer: Writer) -> None:
+        """Make one file of the parts, and remove them.
+
+        Raises:
+            PredictError: it cannot be written.
+        """
+        with self.writing():
+            (self.folder / JOINING).touch()
+            write_atomically(self.target, writer.joined(self._data(number) for number in range(count)))
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def writing(self) -> _Writing:
+        """Return a context that turns failures of the disk into errors that say what is left."""
+        return _Writing(self.folder)
+
+    # ---- ranks -----------------------------------------------------------------------------------------
+
+    def tell(self, rank: int, state: Mapping[str, Any]) -> None:
+        """Write what a rank has to say of itself; nothing happens where the folder is gone."""
+        with suppress(OSError):
+            path = self.folder / f"rank-{rank:05d}.json"
+            beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+            beside.write_text(json.dumps(state), "utf-8")
+            beside.replace(path)
+
+    def told(self, rank: int) -> dict[str, Any]:
+        """Return what a rank last said of itself."""
+        try:
+            return json.loads((self.folder / f"rank-{rank:05d}.json").read_text("utf-8"))
+        except (OSError, ValueError):
+            return {}
+
+
+class _Writing:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if not isinstance(error, OSError):
+            return
+        whole = sum(1 for _ in self._folder.glob("part-*.json")) if self._folder.is_dir() else 0
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        found = "no space is left" if full else f"writing failed ({error.strerror or error})"
+        advice = "Free some space" if full else "Make the folder writable"
+        raise PredictError(
+            f"{self._folder.parent}: {found}; the {whole} finished parts are kept in {self._folder.name}. {advice} and "
+            "run the same command again, which goes on from there",
+            path=str(self._folder.parent),
+            errno=error.errno,
+            finished=whole,
+        ) from error

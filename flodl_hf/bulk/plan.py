@@ -1,0 +1,92 @@
+"""All that is decided before the first row is answered: columns, task, writer, and what the run is of."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flodl.errors import DataError
+from flodl_hf.bulk.columns import Said, choose_columns, item_of
+from flodl_hf.bulk.identity import input_identity, model_identity
+from flodl_hf.bulk.parts import Parts
+from flodl_hf.bulk.rows import STDIN, Row, Rows
+from flodl_hf.bulk.tasks import Answerer, answerer_for
+from flodl_hf.bulk.write import Writer, writer_for
+
+__all__ = ["Plan", "make_plan"]
+
+# Rows of a part: few enough that little is lost when a run is ended, many enough to fill a device.
+CPU_PART = 2048
+CUDA_PART = 32_768
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that is decided before the first row is answered."""
+
+    model: Any
+    source: Path
+    answerer: Answerer
+    writer: Writer
+    item: Callable[[Mapping[str, Any]], Any]
+    on_error: str
+    part_rows: int
+    identity: dict[str, Any]
+
+
+def make_plan(
+    model: Any,
+    rows: Rows,
+    source: Path,
+    kind: str,
+    parts: Parts,
+    said: Said,
+    on_error: str,
+    part_rows: int | None,
+    options: Mapping[str, Any],
+) -> Plan:
+    """Return the plan of a run.
+
+    Raises:
+        DataError: the columns cannot be told, or clash with those of the answer.
+        PredictError: the model has no such option.
+    """
+    from flodl_hf.export.verify import own_version
+
+    size = part_rows or (parts.known() or {}).get("options", {}).get("part_rows")
+    size = size or (CUDA_PART if model.device.type == "cuda" else CPU_PART)
+    first: list[Row] = []
+    names, own = rows.names, rows.names is None
+    if names is None or (kind == "parquet" and rows.types is None):
+        first = rows.peek(size)
+    if names is None:
+        names = list(dict.fromkeys(name for row in first if row.values is not None for name in row.values))
+        if first and not names:
+            raise DataError(f"{source}: {first[0].place}: {first[0].fault or 'no columns'}", problems=[first[0].fault])
+    if names:
+        choice = choose_columns(model.head, names, said, own)
+    else:
+        # An empty file has nothing to tell columns by; the answer's alone make the empty output.
+        choice = choose_columns(model.head, ["text", "question"], Said(query=said.query, keep="none"), own)
+    answerer = answerer_for(model, choice, options)
+    writer = writer_for(
+        kind, choice.keep, answerer.columns,
+        with_errors=on_error == "null", names=names, types=rows.types, first=first,
+    )  # fmt: skip
+    if rows.types is not None:
+        rows.want(list(dict.fromkeys((*choice.read, *(choice.keep or ())))))
+    identity = {
+        "version": own_version(),
+        "input": {"stream": STDIN} if str(source) == STDIN else input_identity(source),
+        "model": model_identity(model),
+        "options": {
+            **choice.to_dict(), **{k: v for k, v in options.items() if v is not None},
+            "format": kind, "columns": list(names), "on_error": on_error, "part_rows": size,
+        },
+    }  # fmt: skip
+    # As it comes back from the folder, so that equal things compare equal.
+    identity = json.loads(json.dumps(identity, default=str))
+    return Plan(model, source, answerer, writer, item_of(choice), on_error, size, identity)

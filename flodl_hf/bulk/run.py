@@ -1,0 +1,250 @@
+"""One process's way through the input, part after part.
+
+Decides how a run goes on and what becomes of faulty rows. A part is predicted by itself, so that what it holds does not
+depend on where a run was ended before, or on which rank did its neighbours.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from flodl.errors import DataError, FlodlError, PredictError, capped
+from flodl_hf.bulk.identity import input_identity
+from flodl_hf.bulk.parts import Parts
+from flodl_hf.bulk.plan import Plan
+from flodl_hf.bulk.ranks import Rank, Workers, wait_for_parts
+from flodl_hf.bulk.results import FileResult, Progress
+from flodl_hf.bulk.rows import Row, RowFault, Rows
+from flodl_hf.bulk.tasks import faulty_items
+
+__all__ = ["Run"]
+
+TOLD = 20  # faults whose text is kept
+TICK_S = 0.2  # between two reports of progress
+
+
+class Run:
+    """One process's way through the input."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        rank: Rank,
+        parts: Parts,
+        rows: Rows,
+        *,
+        on_progress: Callable[[Progress], None] | None = None,
+        should_stop: Callable[[], bool] | None = None,
+        workers: Workers | None = None,
+    ) -> None:
+        self._plan, self._rank, self._parts, self._rows = plan, rank, parts, rows
+        self._on_progress, self._should_stop, self._workers = on_progress, should_stop, workers
+        self._tokens = self._new_rows = 0
+        self._started = self._told = time.monotonic()
+
+    def count(self, tokens: int) -> None:
+        """Take in that so many tokens go through the model."""
+        self._tokens += tokens
+
+    def figures(self) -> dict[str, Any]:
+        """Return how much this rank did."""
+        return {"rows": self._new_rows, "tokens": self._tokens}
+
+    def go(self, before: Mapping[int, Mapping[str, Any]]) -> FileResult:
+        """Do this rank's parts; the first rank then waits for the others and makes one file of all."""
+        result = FileResult(self._parts.target)
+        there: set[int] = set()
+        number = 0
+        while not self._is_over():
+            record = self._parts.record(number)
+            if record is not None:
+                there.add(number)
+            if record is None and self._rank.takes(number):
+                rows = self._rows.take(self._plan.part_rows)
+                if not rows:
+                    break
+                self._predict(number, rows)
+            else:
+                passed = self._rows.skip(self._plan.part_rows)
+                if not passed:
+                    break
+                self._compare(number, record)
+            number += 1
+            self._tell()
+        else:
+            return self._result(result, range(number), there)
+        if self._rank.rank == 0 and self._all_there(number, there, before):
+            self._finish(number)
+            result.is_whole = True
+        return self._result(result, range(number), there)
+
+    def _finish(self, count: int) -> None:
+        identity = self._plan.identity["input"]
+        if "stream" not in identity and input_identity(self._plan.source) != identity:
+            raise DataError(
+                f"{self._plan.source}: was changed while it was read; expected one and the same file. Begin anew with "
+                "--restart (restart=True)",
+                path=str(self._plan.source),
+            )
+        self._records = [self._parts.record(number) or {} for number in range(count)]
+        self._parts.finish(count, self._plan.writer)
+
+    def _all_there(self, count: int, there: set[int], before: Mapping[int, Mapping[str, Any]]) -> bool:
+        others = [n for n in range(count) if not self._rank.takes(n) and n not in there]
+
+        def on_wait(left: int) -> bool:
+            if self._workers is not None:
+                self._workers.check()
+            self._tell(waiting=left)
+            return self._is_over()
+
+        return wait_for_parts(self._parts, self._rank, others, before, on_wait)
+
+    def _is_over(self) -> bool:
+        return self._should_stop is not None and self._should_stop()
+
+    def _result(self, result: FileResult, numbers: range, there: set[int]) -> FileResult:
+        records = self._records if result.is_whole else [self._parts.record(n) or {} for n in numbers]
+        result.rows = sum(r.get("rows", 0) for r in records)
+        result.written = sum(r.get("written", 0) for r in records)
+        result.faulty = sum(r.get("faulty", 0) for r in records)
+        result.faults = [fault for r in records for fault in r.get("faults", ())][:TOLD]
+        result.parts, result.resumed = sum(map(bool, records)), len(there)
+        new = [r for n, r in enumerate(records) if n not in there]
+        result.new_rows = sum(r.get("rows", 0) for r in new)
+        result.tokens = sum(r.get("tokens", 0) for r in new)
+        result.seconds = round(time.monotonic() - self._started, 3)
+        return result
+
+    def _compare(self, number: int, record: Mapping[str, Any] | None) -> None:
+        """Refuse an input that cannot be looked at beforehand and is not what it was."""
+        if record is not None and record.get("digest") != self._rows.digest:
+            raise DataError(
+                f"{self._plan.source}: the rows of part {number} are not those that were read before; expected the "
+                "same input. Send it again, or begin anew with --restart (restart=True)",
+                part=number,
+            )
+
+    # ---- one part --------------------------------------------------------------------------------------
+
+    def _predict(self, number: int, rows: Sequence[Row]) -> None:
+        plan = self._plan
+        record: dict[str, Any] = {}
+        items, kept, faults = self._items(rows)
+        while True:
+            self._refuse(rows, faults)
+            good = [place for place in range(len(rows)) if place not in faults]
+            found = plan.answerer.run([items[place] for place in good])
+            lines = self._lines(rows, kept, faults, found, record)
+            try:
+                self._parts.commit(number, plan.writer.part(lines), record)
+                break
+            except _Refusal as refusal:
+                raise refusal.fault from None
+            except PredictError as fault:
+                if hasattr(fault, "finished"):  # the disk's, not the model's
+                    raise
+                self._explain(fault, items, good, faults)
+            except FlodlError as fault:
+                self._explain(fault, items, good, faults)
+        self._new_rows += len(rows)
+
+    def _items(self, rows: Sequence[Row]) -> tuple[list[Any], list[Any], dict[int, str]]:
+        """Return what the model takes and what is kept of each row, and the faults by place."""
+        items: list[Any] = []
+        kept: list[Any] = []
+        faults: dict[int, str] = {}
+        writer, item = self._plan.writer, self._plan.item
+        for place, row in enumerate(rows):
+            cells = given = None
+            try:
+                cells = writer.keep(row.values)
+                if row.fault is not None or row.values is None:
+                    raise RowFault(row.fault or "no values")
+                given = item(row.values)
+            except RowFault as fault:
+                faults[place] = str(fault)
+            items.append(given)
+            kept.append(cells)
+        for place, reason in writer.misfits(rows).items():
+            faults[place], kept[place] = reason, None
+        return items, kept, faults
+
+    def _lines(
+        self,
+        rows: Sequence[Row],
+        kept: Sequence[Any],
+        faults: Mapping[int, str],
+        answers: Iterator[Any],
+        record: dict[str, Any],
+    ) -> Iterator[Any]:
+        """Yield the part's lines as answers come, and fill in its record at the end."""
+        plan, tokens, late = self._plan, self._tokens, dict(faults)
+        writer, values = plan.writer, plan.answerer.values
+        written = 0
+        for place, row in enumerate(rows):
+            if not place % 64:
+                self._tell(more=place)
+            reason = faults.get(place)
+            if reason is None:
+                try:
+                    line = writer.line(kept[place], values(next(answers)), None)
+                    written += 1
+                    yield line
+                    continue
+                except RowFault as fault:
+                    reason = late[place] = str(fault)
+                    if plan.on_error == "stop":
+                        raise _Refusal(self._refusal(rows, late)) from None
+            if plan.on_error == "null":
+                cells = kept[place] if kept[place] is not None else writer.keep(None)
+                written += 1
+                yield writer.line(cells, None, f"{row.place}: {reason}")
+        told = [f"{rows[place].place}: {late[place]}" for place in sorted(late)]
+        record |= {
+            "rows": len(rows), "written": written, "faulty": len(late), "faults": told[:TOLD],
+            "tokens": self._tokens - tokens, "digest": self._rows.digest,
+        }  # fmt: skip
+
+    def _explain(self, fault: FlodlError, items: Sequence[Any], good: Sequence[int], faults: dict[int, str]) -> None:
+        """Find the rows that a failure is due to, or raise it again."""
+        found = faulty_items(self._plan.model, self._plan.answerer, [items[place] for place in good])
+        if not found:
+            raise fault
+        faults |= {good[place]: reason for place, reason in found.items()}
+
+    def _refuse(self, rows: Sequence[Row], faults: Mapping[int, str]) -> None:
+        if faults and self._plan.on_error == "stop":
+            raise self._refusal(rows, faults)
+
+    def _refusal(self, rows: Sequence[Row], faults: Mapping[int, str]) -> DataError:
+        places = sorted(faults)
+        lines = [f"{rows[place].place}: {faults[place]}" for place in places]
+        return DataError(
+            f"{self._plan.source}: {len(lines)} row{'s' * (len(lines) > 1)} cannot be answered:\n{capped(lines)}\n"
+            "--on-error skip leaves such rows out, and goes on from the finished parts; --on-error null writes them "
+            "without an answer; or mend the file and begin anew with --restart",
+            rows=[rows[place].number for place in places],
+            problems=lines,
+        )
+
+    def _tell(self, more: int = 0, waiting: int = 0) -> None:
+        now = time.monotonic()
+        if self._on_progress is None or now - self._told < TICK_S:
+            return
+        self._told = now
+        others = [self._parts.told(r) for r in range(self._rank.world) if r != self._rank.rank]
+        rows = self._new_rows + more + sum(o.get("rows", 0) for o in others if not o.get("over") or waiting)
+        tokens = self._tokens + sum(o.get("tokens", 0) for o in others if not o.get("over") or waiting)
+        done, total = self._rows.position()
+        self._on_progress(Progress(rows, tokens, done, total, now - self._started, waiting))
+
+
+class _Refusal(Exception):
+    """Carries the fault of a row through the writing of its part."""
+
+    def __init__(self, fault: DataError) -> None:
+        super().__init__(str(fault))
+        self.fault = fault

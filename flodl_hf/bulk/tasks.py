@@ -1,0 +1,179 @@
+"""What each task gives for a row: the model's method, the columns of its answer, and an answer as their values.
+
+Every task goes through the model's public methods with an iterator in and an iterator out. Which texts these are is
+decided in `columns`; how values are written, in `write`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flodl.data.columnar import Kind
+from flodl.errors import FlodlError, PredictError, nearest
+from flodl_hf.bulk.columns import Choice
+
+__all__ = ["Answerer", "answerer_for", "faulty_items"]
+
+LABEL = {"label": "text", "score": "float"}
+ENTITY = {"label": "text", "score": "float", "word": "text", "start": "int", "end": "int"}
+SPAN = {"text": "text", "score": "float", "start": "int", "end": "int"}
+FILL = {"token": "text", "score": "float", "sequence": "text"}
+
+
+@dataclass(frozen=True)
+class Answerer:
+    """One task of one model.
+
+    Attributes:
+        columns: what each column of an answer holds.
+        run: answers of some items, in their order.
+        values: an answer as one value for each column.
+        strict: whether items longer than a window are refused.
+    """
+
+    columns: dict[str, Kind]
+    run: Callable[[Sequence[Any]], Iterator[Any]]
+    values: Callable[[Any], tuple[Any, ...]]
+    strict: bool = False
+
+
+def answerer_for(model: Any, choice: Choice, options: Mapping[str, Any]) -> Answerer:
+    """Return the task that a model does.
+
+    Args:
+        model: the model.
+        choice: what is read.
+        options: of the model's method: ``top_k``, ``strict``, ``threshold`` and so on; None is as good as not given.
+
+    Raises:
+        PredictError: the method has no such option, or the model is not made for the task.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    method = getattr(model, _METHODS[choice.task])
+    known = [
+        name
+        for name, parameter in inspect.signature(method).parameters.items()
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY and name not in ("compat", "words")
+    ]
+    wrong = [f"{name}{nearest(name, known)}" for name in given if name not in known]
+    if wrong:
+        raise PredictError(
+            f"predict_file: {model.head} has no option {'; '.join(wrong)}; it has {', '.join(known)}", problems=wrong
+        )
+    strict = bool(given.get("strict"))
+    if choice.task == "relevance":
+        if model.num_labels != 1:
+            raise PredictError(
+                f"predict_file: the model has {model.num_labels} labels; ranking by a query needs a model of one label"
+            )
+        return Answerer({"score": "float"}, lambda items: iter(_relevance(method, items)), lambda found: (found,))
+    if choice.task == "classes":
+        return _classes(model, method, given, strict)
+    if choice.task == "answers":
+        return _answers(method, given, strict)
+
+    def run(items: Sequence[Any]) -> Iterator[Any]:
+        return method(iter(items), **given)
+
+    if choice.task == "entities":
+        return Answerer({"entities": [ENTITY]}, run, lambda found: (_records(found, ENTITY),), strict)
+    if choice.task == "masks":
+        return Answerer({"masks": [[FILL]]}, run, lambda found: ([_records(fills, FILL) for fills in found],))
+    return Answerer({"embedding": "vector"}, run, lambda found: (found.float().numpy(),), strict)
+
+
+_METHODS = {
+    "classes": "predict",
+    "relevance": "rerank",
+    "entities": "predict",
+    "answers": "answer_batch",
+    "masks": "fill_mask",
+    "vectors": "embed",
+}
+
+
+def _classes(model: Any, method: Any, given: dict[str, Any], strict: bool) -> Answerer:
+    """Return one label and its score where a text has one; else a list."""
+    several = model.config.problem_type == "multi_label_classification" or "threshold" in given
+    alone = given.get("top_k", None if several else 1) == 1 and "threshold" not in given
+    if alone:
+        given = {**given, "top_k": 1}
+
+    def run(items: Sequence[Any]) -> Iterator[Any]:
+        return method(iter(items), **given)
+
+    if alone:
+        return Answerer(dict(LABEL), run, lambda found: (found[0].label, found[0].score), strict)
+    return Answerer({"labels": [LABEL]}, run, lambda found: (_records(found, LABEL),), strict)
+
+
+def _answers(method: Any, given: dict[str, Any], strict: bool) -> Answerer:
+    def run(items: Sequence[Any]) -> Iterator[Any]:
+        return method(iter(items), **given)
+
+    def best(found: Sequence[Any]) -> tuple[Any, ...]:
+        # Nothing, or the statement that there is no answer, is null with its probability.
+        if not found or found[0].no_answer:
+            return None, found[0].score if found else None, None, None
+        return found[0].text, found[0].score, found[0].start, found[0].end
+
+    if given.get("top_k", 1) == 1:
+        return Answerer({"answer": "text", "score": "float", "start": "int", "end": "int"}, run, best, strict)
+    return Answerer({"answers": [SPAN]}, run, lambda found: (_records(found, SPAN),), strict)
+
+
+def _records(found: Sequence[Any], kinds: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [{name: getattr(one, name) for name in kinds} for one in found]
+
+
+def _relevance(rerank: Any, items: Sequence[tuple[str, str]]) -> list[float]:
+    """Return the score of each pair of query and document, as ranking the documents of a query gives it."""
+    queries: dict[str, list[int]] = {}
+    for place, (query, _) in enumerate(items):
+        queries.setdefault(query, []).append(place)
+    scores = [0.0] * len(items)
+    for query, places in queries.items():
+        for ranked in rerank(query, [items[place][1] for place in places]):
+            scores[places[ranked.index]] = ranked.score
+    return scores
+
+
+def faulty_items(model: Any, answerer: Answerer, items: Sequence[Any]) -> dict[int, str]:
+    """Return the places of items that the model refuses, each with its reason.
+
+    Called when a run over ``items`` failed; what is not refused alone is no item's fault.
+    """
+    found: dict[int, str] = {}
+    if answerer.strict and model.max_tokens is not None:
+        found = _too_long(model, answerer, items)
+    rest = [place for place in range(len(items)) if place not in found]
+    stack = [rest] if rest else []
+    while stack:
+        places = stack.pop()
+        try:
+            for _ in answerer.run([items[place] for place in places]):
+                pass
+        except FlodlError as fault:
+            if len(places) == 1:
+                found[places[0]] = str(fault)
+            else:
+                half = len(places) // 2
+                stack += [places[half:], places[:half]]
+    return found
+
+
+def _too_long(model: Any, answerer: Answerer, items: Sequence[Any]) -> dict[int, str]:
+    # One pass of the tokenizer instead of a search: where texts are long, many are.
+    found: dict[int, str] = {}
+    for place, item in enumerate(items):
+        texts, pairs = ([item], None) if isinstance(item, str) else ([item[0]], [item[1]])
+        try:
+            (windows,) = model.tokenizer.encode_rows(texts, pairs, offsets=False)
+        except FlodlError:
+            continue  # the search will say what is wrong with it
+        if (tokens := len(windows[0].ids)) > model.max_tokens:
+            found[place] = f"the text has {tokens} tokens, {model.max_tokens} fit into one window, and strict is set"
+    return found

@@ -1,0 +1,381 @@
+"""Rows with their answers as bytes: JSON lines, CSV, TSV and Parquet, in parts and put together.
+
+Decides how a value looks in each format: scores are the shortest text of their 32-bit number, nested answers are JSON
+in cells and lists of structs in Parquet, line ends are single. Where the bytes go is decided in `parts`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from flodl.data.columnar import Kind, arrow_type, inferred_type, misfits, parquet_bytes, parquet_joined
+from flodl.errors import DataError, nearest, printable
+from flodl_hf.bulk.rows import Row, RowFault
+
+__all__ = ["OUTPUTS", "Writer", "output_format", "writer_for"]
+
+OUTPUTS = ("jsonl", "csv", "tsv", "parquet")
+_SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "tsv", ".tab": "tsv", ".parquet": "parquet"}
+ERROR = "error"
+JOIN_BYTES = 1 << 20
+
+
+def output_format(target: Path) -> str:
+    """Return the format that a file's suffix names.
+
+    Raises:
+        DataError: it names none.
+    """
+    found = _SUFFIXES.get(target.suffix.lower())
+    if found is None:
+        raise DataError(
+            f"{target}: the suffix {target.suffix or '(none)'!r} names no format that can be written"
+            f"{nearest(target.suffix, _SUFFIXES)}; expected one of {', '.join(sorted(_SUFFIXES))}",
+            path=str(target),
+        )
+    return found
+
+
+class Writer(Protocol):
+    """One format with the columns of one run."""
+
+    def keep(self, values: Mapping[str, Any] | None) -> Any:
+        """Return the kept cells of a row, ready to be written; without values, empty ones.
+
+        Raises:
+            RowFault: a value that the format cannot hold.
+        """
+        ...
+
+    def misfits(self, rows: Sequence[Row]) -> dict[int, str]:
+        """Return the places of rows whose kept cells are of another type than their columns."""
+        ...
+
+    def line(self, kept: Any, answer: tuple[Any, ...] | None, error: str | None) -> Any:
+        """Return a whole row; without an answer, an empty one.
+
+        Raises:
+            RowFault: an answer that the format cannot hold.
+        """
+        ...
+
+    def part(self, lines: Iterable[Any]) -> Iterator[bytes]:
+        """Yield the bytes of a part."""
+        ...
+
+    def joined(self, parts: Iterable[Path]) -> Iterator[bytes]:
+        """Yield the bytes of the whole file."""
+        ...
+
+
+def writer_for(
+    format: str,
+    keep: tuple[str, ...] | None,
+    answer: Mapping[str, Kind],
+    *,
+    with_errors: bool,
+    names: Sequence[str],
+    types: Mapping[str, Any] | None,
+    first: Sequence[Row],
+) -> Writer:
+    """Return the writer of a run.
+
+    Args:
+        format: one of `OUTPUTS`.
+        keep: columns of the input that are kept; None for whatever a row has.
+        answer: columns of the answer.
+        with_errors: add a column that says why a row has no answer.
+        names: columns of the input's first rows.
+        types: Arrow types of the input's columns, where it has some.
+        first: the first rows, whose values decide the types where nothing else does.
+
+    Raises:
+        DataError: a kept column has the name of an answer's.
+    """
+    added = {**answer, **({ERROR: "text"} if with_errors else {})}
+    taken = [name for name in (names if keep is None else keep) if name in added]
+    if taken:
+        rest = [name for name in names if name not in added]
+        raise DataError(
+            f"columns: the answer has {', '.join(map(repr, taken))}, and so has the input; expected names of their "
+            f"own. Keep other columns (keep={','.join(rest) or 'none'}), or rename these",
+            problems=taken,
+        )
+    if format == "jsonl":
+        return _JsonLines(keep, answer, added)
+    columns = tuple(names) if keep is None else keep
+    if format == "parquet":
+        return _Tables(columns, answer, added, keep is None, types, first)
+    return _Cells(columns, answer, added, keep is None, "," if format == "csv" else "\t")
+
+
+# ---- values --------------------------------------------------------------------------------------------
+
+_encode = json.JSONEncoder(ensure_ascii=False, default=lambda value: _as_text(value)).encode
+
+
+def _as_text(value: Any) -> Any:
+    """Return values of tables that JSON does not know as text."""
+    if isinstance(value, (datetime.date, datetime.time)):
+        return value.isoformat()
+    if isinstance(value, bytes):
+        raise RowFault("bytes cannot be written as text; keep other columns, or write Parquet")
+    return str(value)
+
+
+def _short(value: float | None) -> str:
+    """Return the shortest text that reads back as the same 32-bit number."""
+    if value is None:
+        return "null"
+    if not math.isfinite(value):
+        raise RowFault(f"the score is {value}; expected a number")
+    return str(np.float32(value))
+
+
+def _vector(value: Any) -> str:
+    if not np.isfinite(value).all():
+        raise RowFault("the embedding holds values that are no numbers")
+    return "[" + ", ".join(value.astype(np.float32).astype(str)) + "]"
+
+
+def json_of(kind: Kind) -> Callable[[Any], str]:
+    """Return the function from values of a kind to JSON."""
+    if isinstance(kind, list):
+        inner = json_of(kind[0])
+        return lambda value: "[" + ", ".join(map(inner, value)) + "]"
+    if isinstance(kind, dict):
+        parts = [(name, f'"{name}": ', json_of(part)) for name, part in kind.items()]
+        return lambda value: "{" + ", ".join(lead + part(value[name]) for name, lead, part in parts) + "}"
+    plain: dict[str, Callable[[Any], str]] = {"text": _encode, "float": _short, "int": _encode, "vector": _vector}
+    return plain[kind]
+
+
+def _finite(kind: Kind, value: Any) -> None:
+    """Refuse scores that are no numbers."""
+    if value is None:
+        return
+    if kind == "float":
+        _short(value)
+    elif kind == "vector":
+        if not np.isfinite(value).all():
+            _vector(value)
+    elif isinstance(kind, list):
+        for item in value:
+            _finite(kind[0], item)
+    elif isinstance(kind, dict):
+        for name, part in kind.items():
+            _finite(part, value[name])
+
+
+def _bytes(text: str) -> bytes:
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise RowFault("half of a surrogate pair, which is no character; expected text") from None
+
+
+def _strays(values: Mapping[str, Any], columns: Sequence[str]) -> None:
+    if len(values) > len(columns) or not values.keys() <= set(columns):
+        stray = [name for name in values if name not in columns]
+        if stray:
+            raise RowFault(
+                f"columns {stray[:5]} were in none of the first rows; keep named columns, or write JSON lines"
+            )
+
+
+# ---- JSON lines ----------------------------------------------------------------------------------------
+
+
+class _JsonLines:
+    """One object a line."""
+
+    def __init__(self, keep: tuple[str, ...] | None, answer: Mapping[str, Kind], added: Mapping[str, Kind]) -> None:
+        self._keep, self._added = keep, added
+        self._parts = [(f'"{name}": ', json_of(kind)) for name, kind in answer.items()]
+        self._nothing = [f'"{name}": null' for name in answer]
+        self._with_errors = ERROR in added
+
+    def keep(self, values: Mapping[str, Any] | None) -> str:
+        if self._keep is not None:
+            values = {name: None if values is None else values.get(name) for name in self._keep}
+        elif values is None:
+            values = {}
+        elif not self._added.keys().isdisjoint(values):
+            again = [name for name in values if name in self._added]
+            raise RowFault(f"the row has a column {again[0]!r}, which is the answer's name; keep named columns")
+        text = _encode(values)[1:-1]
+        _bytes(text)
+        return text
+
+    def misfits(self, rows: Sequence[Row]) -> dict[int, str]:
+        return {}
+
+    def line(self, kept: str, answer: tuple[Any, ...] | None, error: str | None) -> bytes:
+        cells = [kept] if kept else []
+        if answer is None:
+            cells += self._nothing
+        else:
+            cells += [lead + write(value) for (lead, write), value in zip(self._parts, answer, strict=True)]
+        if self._with_errors:
+            cells.append(f'"{ERROR}": {_encode(error)}')
+        return _bytes("{" + ", ".join(cells) + "}\n")
+
+    def part(self, lines: Iterable[bytes]) -> Iterator[bytes]:
+        yield from lines
+
+    def joined(self, parts: Iterable[Path]) -> Iterator[bytes]:
+        yield from _copied(parts)
+
+
+def _copied(parts: Iterable[Path]) -> Iterator[bytes]:
+    for part in parts:
+        with open(part, "rb") as file:
+            while block := file.read(JOIN_BYTES):
+                yield block
+
+
+# ---- cells ---------------------------------------------------------------------------------------------
+
+
+class _Cells:
+    """Cells with commas or tabs between them, under a header."""
+
+    def __init__(
+        self, keep: tuple[str, ...], answer: Mapping[str, Kind], added: Mapping[str, Kind], own: bool, delimiter: str
+    ) -> None:
+        self._keep, self._own, self._delimiter = keep, own, delimiter
+        self._answer = [self._of_kind(kind) for kind in answer.values()]
+        self._nothing = [""] * len(answer)
+        self._with_errors = ERROR in added
+        self._header = _bytes(delimiter.join(map(self._cell, (*keep, *added))) + "\n")
+
+    def _of_kind(self, kind: Kind) -> Callable[[Any], str]:
+        if kind == "text":
+            return lambda value: "" if value is None else self._cell(value)
+        write = json_of(kind)
+        return lambda value: "" if value is None else self._cell(write(value))
+
+    def _cell(self, text: str) -> str:
+        if self._delimiter == ",":
+            quoted = not text.isalnum() and any(c in text for c in ',"\r\n')
+            return '"' + text.replace('"', '""') + '"' if quoted else text
+        if any(c in text for c in "\t\r\n"):
+            raise RowFault(
+                f"a tab or line end in {printable(text, 40)}, which TSV cannot hold; write CSV or JSON lines"
+            )
+        return text
+
+    def keep(self, values: Mapping[str, Any] | None) -> list[str]:
+        if values is None:
+            return [""] * len(self._keep)
+        if self._own:
+            _strays(values, self._keep)
+        cells = []
+        for name in self._keep:
+            value = values.get(name)
+            cells.append("" if value is None else self._cell(value if isinstance(value, str) else self._plain(value)))
+        _bytes("".join(cells))
+        return cells
+
+    @staticmethod
+    def _plain(value: Any) -> str:
+        return _encode(value) if isinstance(value, (bool, list, dict, float, int)) else str(_as_text(value))
+
+    def misfits(self, rows: Sequence[Row]) -> dict[int, str]:
+        return {}
+
+    def line(self, kept: list[str], answer: tuple[Any, ...] | None, error: str | None) -> bytes:
+        cells = list(kept)
+        if answer is None:
+            cells += self._nothing
+        else:
+            cells += [write(value) for write, value in zip(self._answer, answer, strict=True)]
+        if self._with_errors:
+            cells.append("" if error is None else self._cell(" ".join(error.split())))
+        text = self._delimiter.join(cells)
+        # An empty line would be no row to whoever reads this.
+        return _bytes((text or '""') + "\n")
+
+    def part(self, lines: Iterable[bytes]) -> Iterator[bytes]:
+        yield from lines
+
+    def joined(self, parts: Iterable[Path]) -> Iterator[bytes]:
+        yield self._header
+        yield from _copied(parts)
+
+
+# ---- Parquet -------------------------------------------------------------------------------------------
+
+
+class _Tables:
+    """Columns of one type each: the input's where it has types, else those of the first rows."""
+
+    def __init__(
+        self,
+        keep: tuple[str, ...],
+        answer: Mapping[str, Kind],
+        added: Mapping[str, Kind],
+        own: bool,
+        types: Mapping[str, Any] | None,
+        first: Sequence[Row],
+    ) -> None:
+        self._keep, self._own, self._answer, self._with_errors = keep, own, answer, ERROR in added
+        self._checked = types is None and bool(first)
+        self._as_json: set[str] = set()
+        self._types: dict[str, Any] = {}
+        for name in keep:
+            if types is not None:
+                self._types[name] = types[name]
+                continue
+            found = inferred_type([row.values.get(name) for row in first if row.values is not None])
+            if found is None:
+                # Values of many types have one in common: they came out of JSON.
+                self._as_json.add(name)
+            self._types[name] = arrow_type("text") if found is None else found
+        self._types |= {name: arrow_type(kind) for name, kind in added.items()}
+
+    def keep(self, values: Mapping[str, Any] | None) -> list[Any]:
+        if values is None:
+            return [None] * len(self._keep)
+        if self._own:
+            _strays(values, self._keep)
+        return [self._value(name, values.get(name)) for name in self._keep]
+
+    def _value(self, name: str, value: Any) -> Any:
+        return _encode(value) if name in self._as_json and value is not None else value
+
+    def misfits(self, rows: Sequence[Row]) -> dict[int, str]:
+        found: dict[int, str] = {}
+        for name in self._keep if self._checked else ():
+            values = [None if row.values is None else self._value(name, row.values.get(name)) for row in rows]
+            for place, reason in misfits(values, self._types[name]).items():
+                kind = self._types[name]
+                found.setdefault(
+                    place,
+                    f"column {name!r}: {reason}; the first rows hold {kind}, keep other columns or write JSON lines",
+                )
+        return found
+
+    def line(self, kept: list[Any], answer: tuple[Any, ...] | None, error: str | None) -> list[Any]:
+        if answer is None:
+            cells = [*kept, *([None] * len(self._answer))]
+        else:
+            for kind, value in zip(self._answer.values(), answer, strict=True):
+                _finite(kind, value)
+            cells = [*kept, *answer]
+        return [*cells, error] if self._with_errors else cells
+
+    def part(self, lines: Iterable[list[Any]]) -> Iterator[bytes]:
+        rows = list(lines)
+        columns = list(zip(*rows, strict=True)) or [()] * len(self._types)
+        yield parquet_bytes(self._types, dict(zip(self._types, columns, strict=True)))
+
+    def joined(self, parts: Iterable[Path]) -> Iterator[bytes]:
+        yield from parquet_joined(self._types, parts)
