@@ -1,4 +1,4 @@
-"""What is trained: four small models as FlowBuilder graphs on real data, and a BERT of the base size on random tokens."""
+"""What is trained: four small FlowBuilder graphs on real data, and a BERT of the base size on random tokens."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Case:
     def judge(self, model: nn.Module, batch: Any) -> dict[str, tuple[Any, Any]]:
         """Return sums and counts of the held-out figures."""
         loss = self.step(model, batch)
-        return {"eval_loss": tuple(loss.totals().tolist()), **loss.metrics}
+        return {"eval_loss": tuple(loss.totals().unbind()), **loss.metrics}
 
 
 # ---- data ------------------------------------------------------------------------------------------------

@@ -101,7 +101,7 @@ class Ranks:
         if dist.get_backend().startswith("nccl"):
             data = data.to(self.device)
         self.copy_from(source, [data])
-        return json.loads(bytes(data.cpu().tolist()))
+        return json.loads(data.cpu().numpy().tobytes())
 
     def gather(self, value: Any) -> list[Any]:
         """Return the JSON values of all ranks, by rank, on every rank."""

@@ -157,6 +157,11 @@ class Sync:
         """The step number that schedules see."""
         return self.steps
 
+    @property
+    def speeds(self) -> tuple[float, ...]:
+        """How fast ranks are in proportion, as far as is known; the same on all ranks."""
+        return self.ratios
+
     def state_dict(self) -> dict[str, Any]:
         """Return the place in the epoch and the shares, as JSON values; equal on all ranks."""
         return {"position": self.position, "steps": self.steps, "ratios": list(self.ratios)}
@@ -220,6 +225,11 @@ class LocalSteps:
     def lr_step(self) -> int:
         """The step number that schedules see: all ranks' turns as far as known."""
         return self.steps + self._done
+
+    @property
+    def speeds(self) -> tuple[float, ...]:
+        """How fast ranks are in proportion, as far as is known; the same on all ranks."""
+        return tuple(ratios_from_ms(self.cadence.ms))
 
     # ---- dealing turns -------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from flodl.distributed.group import Ranks
+from flodl.distributed.shares import deal
 from flodl.train.events import EpochMetrics
 from flodl.train.feed import Feed
 from flodl.train.loss import as_loss, batch_len
 from flodl.train.precision import Precision
-from flodl.train.tally import Tally
 
 __all__ = ["Callbacks", "Evaluator"]
 
@@ -23,6 +23,9 @@ __all__ = ["Callbacks", "Evaluator"]
 @dataclass
 class Callbacks:
     """Functions of the user that the loop calls; `flodl.train.builder.TrainerBuilder` says when.
+
+    An ``eval_fn`` with a method ``on_ranks(model, ranks, speeds)`` is evaluated by it, on every rank; it gives the
+    same figures on each. Others are called on rank 0 alone.
 
     ``metrics_fn``, ``checkpoint_fn`` only look on: an error in them is reported once and training goes
     on. An error in the others, which take part in training, ends the run.
@@ -55,8 +58,15 @@ class Evaluator:
         self.best: float | None = None
         self.waits = 0
 
-    def run(self, model: nn.Module, ranks: Ranks, precision: Precision, step: int) -> dict[str, float] | None:
-        """Return the figures of ``model``, equal on all ranks; None where nothing is to be evaluated."""
+    def run(
+        self, model: nn.Module, ranks: Ranks, precision: Precision, step: int, speeds: Sequence[float] | None = None
+    ) -> dict[str, float] | None:
+        """Return the figures of ``model``, equal on all ranks; None where nothing is to be evaluated.
+
+        Args:
+            speeds: how fast ranks are in proportion, the same on all; None where they are equal.
+        """
+        speeds = speeds if speeds is not None and len(speeds) == ranks.world else (1.0,) * ranks.world
         calls = self.callbacks
         self.at_step = step
         if calls.eval_fn is None and calls.eval_step is None:
@@ -68,10 +78,9 @@ class Evaluator:
         try:
             with torch.no_grad():
                 if calls.eval_step is not None and calls.eval_data is not None:
-                    found |= self._shares(calls.eval_step, calls.eval_data, model, ranks, precision)
+                    found |= self._shares(calls.eval_step, calls.eval_data, model, ranks, precision, speeds)
                 if calls.eval_fn is not None:
-                    own = {k: float(v) for k, v in calls.eval_fn(model).items()} if ranks.rank == 0 else {}
-                    found |= ranks.tell(own)
+                    found |= _called(calls.eval_fn, model, ranks, speeds)
         finally:
             for module, mode in modes:
                 module.training = mode
@@ -86,19 +95,24 @@ class Evaluator:
         model: nn.Module,
         ranks: Ranks,
         precision: Precision,
+        speeds: Sequence[float],
     ) -> dict[str, float]:
-        """Return means over the whole evaluation set, of which each rank takes every world-th batch."""
-        own = Tally()
-        for _, batches in data.work(0, range(ranks.rank, data.turns(0), ranks.world), None):
+        """Return means over the whole evaluation set, whose batches the ranks divide by their speeds."""
+        owners = deal([1.0] * data.turns(0), speeds)
+        sums: dict[str, list[Any]] = {}
+        for _, batches in data.work(0, [turn for turn, owner in enumerate(owners) if owner == ranks.rank], None):
             for batch in batches:
                 with precision.context():
                     given = eval_step(model, batch)
                 if not isinstance(given, Mapping):
                     loss = as_loss(given, batch_len(batch))
-                    given = {"eval_loss": loss.totals().tolist(), **loss.metrics}
-                for name, (total, count) in given.items():
-                    own.record(name, float(total), float(count))
-        parts = ranks.gather(own.sums)
+                    given = {"eval_loss": loss.totals().unbind(), **loss.metrics}
+                for name, figures in given.items():
+                    kept = sums.setdefault(name, [0.0, 0.0])
+                    for i, figure in enumerate(figures):
+                        # summed where it is, so that the host need not wait for each batch
+                        kept[i] = kept[i] + (figure.double() if isinstance(figure, torch.Tensor) else float(figure))
+        parts = ranks.gather({name: [float(total), float(count)] for name, (total, count) in sums.items()})
         means = {}
         for name in sorted({name for part in parts for name in part}):
             total, count = (sum(part.get(name, (0.0, 0.0))[i] for part in parts) for i in (0, 1))
@@ -128,3 +142,11 @@ class Evaluator:
         """Take up a saved state."""
         self.found, self.at_step = dict(state["found"]), state["at_step"]
         self.best, self.waits = state["best"], state["waits"]
+
+
+def _called(call: Any, model: nn.Module, ranks: Ranks, speeds: Sequence[float]) -> dict[str, float]:
+    """Return the figures of a user's function: of all ranks together where it can, else of rank 0."""
+    if hasattr(call, "on_ranks"):
+        return {name: float(value) for name, value in call.on_ranks(model, ranks, speeds).items()}
+    own = {name: float(value) for name, value in call(model).items()} if ranks.rank == 0 else {}
+    return ranks.tell(own)

@@ -362,7 +362,7 @@ class Trainer:
         self._tell_news()
 
     def _evaluate(self) -> None:
-        found = self.evaluator.run(self.model, self.ranks, self.precision, self.policy.steps)
+        found = self.evaluator.run(self.model, self.ranks, self.precision, self.policy.steps, self.policy.speeds)
         if found is None:
             return
         self.stopping = self.stopping or self.evaluator.is_spent

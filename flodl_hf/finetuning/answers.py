@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flodl.data import Columns
 from flodl.errors import DataError, capped, printable
-from flodl.metrics import AnswerF1
+from flodl.metrics import AnswerF1, Metric
 from flodl_hf.alignment import answer_positions
 from flodl_hf.finetuning.rows import EncodedRows, RowBuilder
 from flodl_hf.finetuning.step import Kind
@@ -148,6 +148,10 @@ class _Scorer:
             no_answer=self.no_answer,
         )[0]
         self.metric.update([best[0].text if best else ""], [self.truth.answers[example]])
+
+    def metrics(self) -> Sequence[Metric]:
+        """Return the one metric."""
+        return [self.metric]
 
     def compute(self) -> dict[str, float]:
         """Return exact match and F1, in percent."""

@@ -1,14 +1,15 @@
 """A model judged on held-out data: every window once, figures by example, no scores kept.
 
-Windows of one example are brought together before they are judged, whatever batches they came in. What is
-judged, and by which figures, is decided by the task.
+Windows of one example are brought together before they are judged. Several ranks share the data and add up their
+figures. What is judged, and by which figures, is decided by the task.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import count as count_from
 from typing import Any
 
 import numpy as np
@@ -18,18 +19,24 @@ from torch import Tensor
 
 from flodl.data.batch import Batch
 from flodl.data.collate import Where
+from flodl.distributed.group import Ranks
+from flodl.distributed.shares import deal
 from flodl.errors import ConfigError, nearest
+from flodl.metrics import merged
 from flodl.train.precision import Precision
 from flodl_hf.finetuning.rows import CollateRows
 from flodl_hf.finetuning.step import Objective, rows_of_scores, score
-from flodl_hf.finetuning.task import Prepared, Task
+from flodl_hf.finetuning.task import Prepared, Scorer, Task
 
 __all__ = ["Evaluation"]
+
+Numbered = tuple[int, NDArray[np.int64]]
+"""A batch: its number among all, and its rows."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Called with a model, returns its figures on the prepared data.
+    """Called with a model, returns its figures on the prepared data; `on_ranks` does so with several ranks.
 
     Args:
         task: what is learned.
@@ -51,42 +58,88 @@ class Evaluation:
 
     def __call__(self, model: Any) -> dict[str, float]:
         """Return the figures, ``eval_loss`` first; the model must be in evaluation mode."""
+        losses, scorer = self._judge(model, [batch for unit in self.units() for batch in unit])
+        return self._figures(losses, scorer)
+
+    def on_ranks(self, model: Any, ranks: Ranks, speeds: Sequence[float]) -> dict[str, float]:
+        """Return the figures, to which every rank contributes those of its share of the data.
+
+        The batches are those of one rank, and their losses are summed in the same order, so the loss is the same to the
+        bit; so are figures that are counts. Sums of numbers within figures may differ in the last bits.
+
+        Args:
+            ranks: who takes part; all call this at the same time, with equal weights.
+            speeds: how fast ranks are in proportion, the same on all.
+        """
+        units = self.units()
+        costs = [float(sum(self.prepared.rows.lengths[rows].max() * len(rows) for _, rows in unit)) for unit in units]
+        owners = deal(costs, speeds)
+        mine = [batch for unit, owner in zip(units, owners, strict=True) if owner == ranks.rank for batch in unit]
+        losses, scorer = self._judge(model, mine)
+        parts = ranks.gather({"losses": losses, "metrics": [metric.state_dict() for metric in scorer.metrics()]})
+        whole = self.task.scorer(self.prepared)
+        for i, metric in enumerate(whole.metrics()):
+            merged(metric, [part["metrics"][i] for part in parts])
+        return self._figures([loss for part in parts for loss in part["losses"]], whole)
+
+    def _judge(self, model: Any, batches: Sequence[Numbered]) -> tuple[list[tuple[int, float, float]], Scorer]:
+        """Return number, sum and count of each batch's loss, and a scorer that has seen the batches."""
         rows, scorer = self.prepared.rows, self.task.scorer(self.prepared)
         device = model.device
         precision = Precision(self.precision if self.precision != "fp16" else "fp32", device)
         held: dict[int, list[Tensor]] = {}
         windows = np.bincount(rows.owners)
-        total = torch.zeros(2, dtype=torch.float64)
+        totals: list[Tensor] = []
         with torch.no_grad():
-            for number, indices in enumerate(self.batches()):
+            for number, indices in batches:
                 where = Where(self.seed, 0, number, tuple(indices.tolist()))
-                parts = self.collate([rows.get(int(i)) for i in indices], where)
-                batch = Batch(parts, len(indices)).to(device)
+                given = Batch(self.collate([rows.get(int(i)) for i in indices], where), len(indices))
+                batch = given.to(device)
                 with precision.context():
                     scores = score(model, batch)
-                    loss = self.objective.of(scores, batch)
-                total += loss.totals().cpu()
-                per_row = rows_of_scores(scores.float(), batch, per_row=self.task.per_row)
+                    totals.append(self.objective.of(scores, batch).totals())
+                if self.task.kind == "words":  # the loss says it all, and the scores are large
+                    continue
+                per_row = rows_of_scores(scores.float().cpu(), given, per_row=self.task.per_row)
                 for i, row in zip(indices.tolist(), per_row, strict=True):
                     owner = int(rows.owners[i])
-                    held.setdefault(owner, []).append(row.cpu() if self.task.kind != "words" else row[:0])
+                    held.setdefault(owner, []).append(row)
                     if len(held[owner]) == windows[owner]:
                         scorer.update(owner, held.pop(owner))
-        mean = (total[0] / total[1]).item() if total[1] else math.nan
+        figures = torch.stack(totals).tolist() if totals else []
+        return [(number, *figure) for (number, _), figure in zip(batches, figures, strict=True)], scorer
+
+    def _figures(self, losses: Iterable[Sequence[float]], scorer: Scorer) -> dict[str, float]:
+        total = count = 0.0
+        for _, loss_sum, items in sorted(losses):
+            total, count = total + loss_sum, count + items
+        mean = total / count if count else math.nan
         figures = {"eval_loss": mean, **scorer.compute()}
         if self.task.kind == "words":
             figures["perplexity"] = math.exp(mean) if mean < 700 else math.inf
         return figures
 
-    def batches(self) -> Iterator[NDArray[np.int64]]:
-        """Yield the rows of each batch: examples by falling length, their windows in order."""
+    def units(self) -> list[list[Numbered]]:
+        """Return the batches, with their numbers, in units that share no example.
+
+        Examples come by falling length with their windows in order. A unit is one batch, or several where one example
+        has more windows than a batch has rows.
+        """
         rows = self.prepared.rows
         starts = np.flatnonzero(np.diff(rows.owners, prepend=-1))
         groups = np.split(np.arange(len(rows)), starts[1:])
         by_length = sorted(groups, key=lambda group: -int(rows.lengths[group[0]]))
-        order = np.concatenate(by_length)
-        for start in range(0, len(order), self.batch_size):
-            yield order[start : start + self.batch_size]
+        units: list[list[NDArray[np.int64]]] = []
+        room = 0
+        for group in by_length:
+            if len(group) <= room:
+                units[-1][0] = np.concatenate([units[-1][0], group])
+                room -= len(group)
+            else:
+                units.append([group[i : i + self.batch_size] for i in range(0, len(group), self.batch_size)])
+                room = self.batch_size - len(group)
+        numbers = count_from(0)
+        return [[(next(numbers), batch) for batch in unit] for unit in units]
 
     def check_metric(self, name: str) -> str:
         """Return the name of a figure with its sign: ``-`` before those of which less is better.

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from flodl.data import Columns
+from flodl.metrics import Metric
 from flodl_hf.finetuning.rows import SPECIAL, EncodedRows, RowBuilder
 from flodl_hf.finetuning.step import Kind
 from flodl_hf.finetuning.task import CHUNK, Examples, Prepared, Room, check_texts
@@ -80,6 +81,10 @@ class _Scorer:
 
     def update(self, example: int, scores: Sequence[Tensor]) -> None:
         """Take in nothing: what was masked is known to the loss alone."""
+
+    def metrics(self) -> Sequence[Metric]:
+        """Return none."""
+        return ()
 
     def compute(self) -> dict[str, float]:
         """Return no figures."""

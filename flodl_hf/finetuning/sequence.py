@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flodl.data import Columns, Targets
 from flodl.errors import DataError, capped
-from flodl.metrics import Classification, MultiLabel, Pearson, Spearman, SquaredError
+from flodl.metrics import Classification, Metric, MultiLabel, Pearson, Spearman, SquaredError
 from flodl_hf.finetuning.rows import EncodedRows, RowBuilder
 from flodl_hf.finetuning.step import Kind
 from flodl_hf.finetuning.task import CHUNK, Examples, Prepared, Room, check_texts
@@ -129,7 +129,7 @@ class SequenceTask:
 class _Scorer:
     def __init__(self, kind: str, size: int, truth: Tensor) -> None:
         self.kind, self.truth = kind, truth
-        self.metrics: list[Any] = {
+        self._metrics: list[Any] = {
             "single_label": lambda: [Classification(size, "binary" if size == 2 else "macro")],
             "multi_label": lambda: [MultiLabel(size, "micro")],
             "regression": lambda: [SquaredError(), Pearson(), Spearman()],
@@ -150,15 +150,20 @@ class _Scorer:
         scores, truth = torch.stack(self._scores), self.truth[self._examples]
         if self.kind == "regression":
             scores = scores.view(truth.shape)
-        for metric in self.metrics:
+        for metric in self._metrics:
             metric.update(scores, truth)
         self._examples, self._scores = [], []
+
+    def metrics(self) -> Sequence[Metric]:
+        """Return the metrics with all that was taken in."""
+        self._flush()
+        return self._metrics
 
     def compute(self) -> dict[str, float]:
         """Return the figures."""
         self._flush()
         figures: dict[str, float] = {}
-        for metric in self.metrics:
+        for metric in self._metrics:
             figures |= metric.compute()
         figures.pop("count", None)
         return figures

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor
 
 from flodl.errors import DataError, capped
+from flodl.metrics import Metric
 from flodl_hf.finetuning.rows import EncodedRows
 from flodl_hf.finetuning.step import Kind
 
@@ -60,6 +61,10 @@ class Scorer(Protocol):
 
     def update(self, example: int, scores: Sequence[Tensor]) -> None:
         """Take in the scores of all windows of one example, on the CPU."""
+        ...
+
+    def metrics(self) -> Sequence[Metric]:
+        """Return what was counted so far; filled from other ranks, they are what ``compute`` goes by."""
         ...
 
     def compute(self) -> dict[str, float]:

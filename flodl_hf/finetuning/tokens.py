@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flodl.data import Columns
 from flodl.errors import DataError, capped
-from flodl.metrics import SpanF1
+from flodl.metrics import Metric, SpanF1
 from flodl_hf.alignment import IGNORE, Units, align_tags, read_tags, tags_of_spans, word_units
 from flodl_hf.finetuning.rows import EncodedRows, RowBuilder
 from flodl_hf.finetuning.step import Kind
@@ -181,6 +181,10 @@ class _Scorer:
         fill = "O" if "O" in self.names else self.names[0]
         tags = read_tags(self.truth.units[example], said, self.names, fill=fill)
         self.metric.update([tags], [self.truth.tags[example]])
+
+    def metrics(self) -> Sequence[Metric]:
+        """Return the one metric."""
+        return [self.metric]
 
     def compute(self) -> dict[str, float]:
         """Return the figures."""
