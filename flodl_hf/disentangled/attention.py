@@ -7,13 +7,17 @@ Knows both layouts and the order of dropouts; the scores themselves are `scores`
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flodl_hf.attention import equal_runs
-from flodl_hf.disentangled.fast import attend_fast, needed_rows
+from flodl_hf.disentangled.fast import attend_fast
+from flodl_hf.disentangled.grid import from_rows
+from flodl_hf.disentangled.launch import attend_by_kernel, has_kernel
 from flodl_hf.disentangled.positions import Relative, RelativePositions
 from flodl_hf.disentangled.scores import PositionTables, disentangled_scores
 from flodl_hf.layout import Layout, Packed
@@ -68,22 +72,44 @@ class DisentangledAttention(nn.Module):
     def forward(self, hidden: Tensor, layout: Layout, relative: Relative | None = None) -> Tensor:
         """Return the attended states, shaped like ``hidden``: ``(B, S, hidden)`` or ``(T, hidden)``."""
         query, key, value = self.query(hidden), self.key(hidden), self.value(hidden)
-        fast = self.implementation == "fast"
+        return self.dropout(self.output(self.mixed(query, key, value, layout, relative)))
+
+    def mixed(self, query: Tensor, key: Tensor, value: Tensor, layout: Layout, relative: Relative | None) -> Tensor:
+        """Return the mixed values of projected states, ``(B, S, hidden)`` or ``(T, hidden)``, heads side by side."""
         if not self.relative:
             relative = None
-        tables = None
-        if relative is not None:
-            tables = self._fast_tables(relative) if fast else self.position_tables(relative.table)
-        texts = self._texts_fast if fast else self._texts
-        if isinstance(layout, Packed):
-            parts: list[Tensor] = []
-            for start, count, length in equal_runs(layout.lengths):
-                q, k, v = (x[start : start + count * length].view(count, length, -1) for x in (query, key, value))
-                parts.append(texts(q, k, v, None, tables, relative).view(count * length, -1))
-            mixed = torch.cat(parts) if len(parts) > 1 else parts[0]
+        way = self._way(query)
+        if way == "reference":
+            tables = None if relative is None else self.position_tables(relative.table)
         else:
-            mixed = texts(query, key, value, layout.mask, tables, relative)
-        return self.dropout(self.output(mixed))
+            tables = None if relative is None else self._scaled_tables(relative, query)
+        if way == "kernel":
+            return attend_by_kernel(
+                query, key, value, layout, tables, relative,
+                num_heads=self.num_heads, scale=self.scale,
+                dropout=self.attention_dropout.p if self.training else 0.0,
+            )  # fmt: skip
+        texts = self._texts_fast if way == "fast" else self._texts
+        if not isinstance(layout, Packed):
+            return texts(query, key, value, layout.mask, tables, relative)
+        if not layout.lengths:
+            return _by_grid(texts, query, key, value, layout, tables, relative)
+        parts: list[Tensor] = []
+        for start, count, length in equal_runs(layout.lengths):
+            rows = slice(start, start + count * length)
+            q, k, v = (x[rows].view(count, length, -1) for x in (query, key, value))
+            parts.append(texts(q, k, v, None, tables, relative).view(count * length, -1))
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def _way(self, states: Tensor) -> Literal["reference", "fast", "kernel"]:
+        """Return how ``implementation`` is carried out for such states."""
+        if self.implementation == "fast":
+            return "kernel" if has_kernel(states, self.num_heads) else "fast"
+        # Half precision has no bits to repeat, so it takes the kernel wherever there is one.
+        half = states.dtype in (torch.float16, torch.bfloat16)
+        if self.implementation == "sdpa" and half and has_kernel(states, self.num_heads):
+            return "kernel"
+        return "reference"
 
     def position_tables(self, table: Tensor) -> PositionTables:
         """Return this layer's projections of the table of distances, ``(2 * span, hidden)`` in."""
@@ -139,13 +165,29 @@ class DisentangledAttention(nn.Module):
             dropout=self.attention_dropout.p if self.training else 0.0,
         )  # fmt: skip
 
-    def _fast_tables(self, relative: Relative) -> PositionTables:
+    def _scaled_tables(self, relative: Relative, states: Tensor) -> PositionTables:
         """Return the projected positions divided by the scale, only rows that this call can reach."""
         held = self.held
-        like = relative.table
-        if held is not None and not self.training and not torch.is_grad_enabled() and held.fits(like):
-            return held
-        return self.position_tables(like[needed_rows(relative, like.shape[0] // 2)]).divided(self.scale)
+        if held is not None and not self.training and not torch.is_grad_enabled() and held.fits(states):
+            return held.rows(relative.window)
+        return self.position_tables(relative.table[relative.window]).divided(self.scale)
+
+
+def _by_grid(
+    texts: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: Packed,
+    tables: PositionTables | None,
+    relative: Relative | None,
+) -> Tensor:
+    """Mix texts of unknown lengths in rows of the longest: shapes come from the layout alone."""
+    at, real = layout.grid()
+    # A slot without tokens sees its first place, so that its weights have a sum; nothing reads them.
+    mask = real | (torch.arange(at.shape[1], device=at.device) == 0)
+    rows = texts(query[at], key[at], value[at], mask, tables, relative)
+    return from_rows(rows, layout)
 
 
 def hold_positions(encoder: nn.Module) -> None:

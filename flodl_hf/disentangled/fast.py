@@ -16,20 +16,13 @@ from torch.nn import functional as F
 from flodl_hf.disentangled.positions import Relative
 from flodl_hf.disentangled.scores import PositionTables
 
-__all__ = ["attend_fast", "needed_rows"]
+__all__ = ["attend_fast"]
 
 # Numbers in one block of position scores: 8 MB stay in a core's share of the last cache level.
 _CPU_BLOCK = 1 << 21
 _DEVICE_BLOCK = 1 << 26
 # Rows whose length is a power of two fall into few cache sets when read by columns; this many more avoid it.
 _STAGGER = 16
-
-
-def needed_rows(relative: Relative, span: int) -> slice:
-    """Return the rows of the table that distances of this call can reach."""
-    if relative.length - 1 <= relative.reach:
-        return slice(span - relative.length + 1, span + relative.length)
-    return slice(0, 2 * span)
 
 
 def attend_fast(
@@ -48,7 +41,7 @@ def attend_fast(
 
     Args:
         query: ``(B, S, N*H)``; ``key`` and ``value`` alike.
-        tables: projected positions already divided by ``scale``, all rows or the `needed_rows`.
+        tables: projected positions already divided by ``scale``, the rows of ``relative.window``.
         relative: distances of the call.
         num_heads: N.
         scale: what scores are divided by.
@@ -129,7 +122,7 @@ def _gathered(states: Tensor, table: Tensor, relative: Relative, *, by_key: bool
     """Return position scores ``(B, N, S, S)``, row by the token that looks up, where far distances share rows."""
     batch, length, heads, _ = states.shape
     products = _products(states, table).view(heads, batch, length, -1).transpose(0, 1)
-    index = relative.index_for(length, by_key=by_key)
+    index = relative.index_for(length, by_key=by_key) - relative.window.start
     shape = (batch, heads, length, length)
     if not by_key or torch.is_grad_enabled():
         return torch.gather(products, -1, index.expand(shape))

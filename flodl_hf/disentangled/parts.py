@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from flodl_hf.activations import Activation
 from flodl_hf.attention import equal_runs
+from flodl_hf.disentangled.grid import from_rows
 from flodl_hf.layout import Layout, Packed
 
 __all__ = ["Convolution", "MaskedEmbeddings", "Shift"]
@@ -110,6 +111,9 @@ class Convolution(nn.Module):
     def _mixed(self, below: Tensor, layout: Layout) -> Tensor:
         if not isinstance(layout, Packed):
             return self._rows(below)
+        if not layout.lengths:
+            at, real = layout.grid()
+            return from_rows(self._rows(below[at] * real[:, :, None].to(below.dtype)), layout)
         parts = []
         for start, count, length in equal_runs(layout.lengths):
             run = below[start : start + count * length].view(count, length, -1)

@@ -7,32 +7,68 @@ logarithm of the distance (He et al. 2021, https://arxiv.org/abs/2111.09543, the
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor, nn
 
 from flodl_hf.layout import Layout, Packed
 
-__all__ = ["Relative", "RelativePositions", "bucketed", "table_rows"]
+__all__ = ["Relative", "RelativePositions", "bucketed", "ends_of", "table_rows"]
+
+# Rows of distances on a device, a few kilobytes each: a dozen launches less in every call.
+_KEPT: dict[tuple[int, int, int, int, torch.device], Tensor] = {}
+_MOST_KEPT = 256
 
 
-class Relative(NamedTuple):
+@dataclass(frozen=True)
+class Relative:
     """What every layer needs to know about distances in one call.
 
     Attributes:
         table: a state for each row of the table, ``(2 * span, hidden)``.
-        by_query: the table row for every pair of tokens, ``(length, length)``, query by key.
-        by_key: the same key by query, in memory order.
+        rows: the table row of each distance from ``-(length - 1)``, ``(2 * length - 1,)``, int64.
         length: tokens of the longest text.
         reach: distances up to this one have a row of their own in the table.
+        used: rows of each sign that distances of the call can reach, or a few more.
+        ends: places up to the last real token of each row, ``(batch,)``, int32; None where nothing is filling.
     """
 
     table: Tensor
-    by_query: Tensor
-    by_key: Tensor
+    rows: Tensor
     length: int
     reach: int
+    used: int
+    ends: Tensor | None = None
+
+    @property
+    def near(self) -> bool:
+        """Whether every distance of the call has a row of its own."""
+        return self.length - 1 <= self.reach
+
+    @property
+    def window(self) -> slice:
+        """The rows of the table that distances of the call can reach; distance 0 has the one in the middle."""
+        middle = self.table.shape[0] // 2
+        return slice(middle - self.used, middle + self.used)
+
+    @cached_property
+    def columns(self) -> Tensor:
+        """Where ``rows`` stand in the `window`, int32."""
+        return (self.rows - self.window.start).int()
+
+    @cached_property
+    def by_query(self) -> Tensor:
+        """The table row for every pair of tokens, ``(length, length)``, query by key."""
+        # Windows over the reversed rows: the one of token i ends with its distance to the first token, i.
+        return self.rows.flip(0).unfold(0, self.length, 1).flip(0)
+
+    @cached_property
+    def by_key(self) -> Tensor:
+        """The same key by query, in memory order."""
+        return self.by_query.t().contiguous()
 
     def index_for(self, length: int, *, by_key: bool = False) -> Tensor:
         """Return the table row for every pair of tokens of a text, ``(length, length)``, query by key.
@@ -83,6 +119,23 @@ def table_rows(length: int, span: int, buckets: int, max_distance: int, device: 
     return torch.clamp(distance + span, 0, 2 * span - 1)
 
 
+def ends_of(mask: Tensor) -> Tensor:
+    """Return the places up to the last real token of each row of ``(batch, seq)``, ``(batch,)``, int32."""
+    return (mask * torch.arange(1, mask.shape[1] + 1, device=mask.device, dtype=torch.int32)).amax(1)
+
+
+@lru_cache(maxsize=4096)
+def _used(length: int, span: int, buckets: int, max_distance: int, reach: int) -> int:
+    """Return how many rows of each sign distances below ``length`` reach, in eights, at most all."""
+    farthest = length - 1
+    if farthest > reach and buckets > 0 and max_distance > 0:
+        # `bucketed`, and one more because logarithms are rounded differently here.
+        middle = buckets // 2
+        far = math.log(farthest / middle) / math.log((max_distance - 1) / middle) * (middle - 1)
+        farthest = middle + math.ceil(far) + 1
+    return min(span, -(-(farthest + 1) // 8) * 8)
+
+
 class RelativePositions(nn.Module):
     """The table of distances, normalised once a call and handed to every layer.
 
@@ -120,11 +173,26 @@ class RelativePositions(nn.Module):
         if table is None:
             return None
         length = layout.max_length if isinstance(layout, Packed) else hidden.shape[1]
-        rows = table_rows(length, self.span, self.buckets, self.max_distance, hidden.device)
-        # Windows over the reversed rows: the one of token i ends with its distance to the first token, i.
-        index = rows.flip(0).unfold(0, length, 1).flip(0)
         reach = self.buckets // 2 if self.buckets > 0 else self.span - 1
-        return Relative(table, index, index.t().contiguous(), length, reach)
+        used = _used(length, self.span, self.buckets, self.max_distance, reach)
+        masked = hidden.is_cuda and not isinstance(layout, Packed) and layout.mask is not None
+        ends = ends_of(layout.mask) if masked else None
+        return Relative(table, self._rows(length, hidden.device), length, reach, used, ends)
+
+    def _rows(self, length: int, device: torch.device) -> Tensor:
+        settings = (length, self.span, self.buckets, self.max_distance, device)
+        if device.type != "cuda" or torch.compiler.is_compiling():
+            return table_rows(*settings)
+        found = _KEPT.get(settings)
+        if found is None:
+            with torch.inference_mode(False):
+                found = table_rows(*settings)
+            # What a recording makes is its own, and holds numbers only once it is replayed.
+            if type(found) is Tensor and not torch.cuda.is_current_stream_capturing():
+                if len(_KEPT) >= _MOST_KEPT:
+                    _KEPT.clear()
+                _KEPT[settings] = found
+        return found
 
     def extra_repr(self) -> str:
         """Show the distances in ``print(model)``."""

@@ -37,6 +37,10 @@ class PositionTables(NamedTuple):
         """Return the tables divided by ``scale``."""
         return PositionTables(*(None if table is None else table / scale for table in self))
 
+    def rows(self, window: slice) -> PositionTables:
+        """Return some rows of the tables, as views."""
+        return PositionTables(*(None if table is None else table[:, window] for table in self))
+
     def fits(self, states: Tensor) -> bool:
         """Return whether the tables are of the dtype and on the device of ``states``."""
         return all(t is None or (t.dtype == states.dtype and t.device == states.device) for t in self)
