@@ -1,0 +1,56 @@
+"""Held-out data judged by several ranks: every window once, the figures of one rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from finetune_tables import TABLES
+
+from flodl.distributed import Ranks, launch
+from flodl_hf.finetuning import plan_job
+from flodl_hf.finetuning.options import make_options
+
+SMALL: dict[str, Any] = {"batch_size": 5, "max_length": 16, "stride": 4, "epochs": 1}
+
+
+def on_ranks(ranks: Ranks, job: Any, speeds: tuple[float, ...]) -> dict[str, float]:
+    return job.evaluation.on_ranks(job.model.eval(), ranks, speeds)
+
+
+def numbers(count: int) -> list[dict[str, Any]]:
+    return [{**row, "label": 0.1 * len(row["text"])} for row in TABLES["sequence_classification"](count)]
+
+
+@pytest.mark.parametrize("name", [*TABLES, "regression"])
+def test_two_ranks_find_the_figures_of_one(name: str, base: Path) -> None:
+    rows = (numbers if name == "regression" else TABLES[name])(33)
+    torch.set_num_threads(1)
+    job = plan_job(base, rows, rows, make_options(SMALL))
+    assert job.evaluation is not None
+    alone = job.evaluation(job.model.eval())
+    for speeds in ((1.0, 1.0), (3.0, 1.0)):
+        first, second = launch(on_ranks, (job, speeds), ranks=2, start="fork").wait()
+        assert first == second
+        assert first["eval_loss"] == alone["eval_loss"]
+        assert first.keys() == alone.keys()
+        for figure, value in alone.items():
+            assert first[figure] == pytest.approx(value, rel=1e-12, nan_ok=True), figure
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 5, 64])
+def test_batches_have_every_window_once_and_units_share_no_example(batch_size: int, base: Path) -> None:
+    rows = TABLES["question_answering"](33)
+    job = plan_job(base, rows, rows, make_options({**SMALL, "batch_size": batch_size}))
+    assert job.evaluation is not None
+    units, owners = job.evaluation.units(), job.evaluation.prepared.rows.owners
+    assert np.bincount(owners).max() > 1
+    batches = [batch for unit in units for _, batch in unit]
+    assert sorted(np.concatenate(batches).tolist()) == list(range(len(owners)))
+    assert [number for unit in units for number, _ in unit] == list(range(len(batches)))
+    assert max(len(batch) for batch in batches) <= batch_size
+    examples = [{int(owners[i]) for _, batch in unit for i in batch} for unit in units]
+    assert sum(map(len, examples)) == len(set().union(*examples))
