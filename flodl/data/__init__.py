@@ -16,7 +16,7 @@ from flodl.data.builtin import Cifar10, Mnist, Shakespeare, crop_and_flip
 from flodl.data.collate import CollateTokens, Where, collate_rows
 from flodl.data.columns import Columns, Targets, infer_columns, infer_targets
 from flodl.data.datasets import BatchDataset, Dataset, RowSource, TensorRows, as_batches
-from flodl.data.distributed import DistributedPlan, RankBatches, divide
+from flodl.data.distributed import DistributedPlan, RankBatches
 from flodl.data.files import load_rows, read_rows
 from flodl.data.loader import DataLoader, EpochIterator
 from flodl.data.rng import Rng, permutation
@@ -54,7 +54,6 @@ __all__ = [
     "collate_rows",
     "crop_and_flip",
     "cut_fixed",
-    "divide",
     "fill_budget",
     "group_by_length",
     "infer_columns",

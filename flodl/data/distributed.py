@@ -4,53 +4,26 @@ Two ways to split. ``"batch"``: each global batch is cut among the ranks, which 
 ranks may get an empty part of a small last batch. ``"epoch"``: whole batches are dealt to the ranks, which
 therefore step at their own pace; the numbers of batches follow the shares.
 
-Shares come from outside (measured speed, the user); this file only divides. It holds no clock and no
-collective: all ranks that hold the same plan compute the same division.
+For loops of one's own; `flodl.train.Trainer` divides by itself. Shares come from outside (measured speed, the
+user), their arithmetic is `flodl.distributed.shares`'. No clock and no collective is here: all ranks that hold the
+same plan compute the same division.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any, Literal
 
 import numpy as np
 
 from flodl.data.batches import BatchSource, EpochPlan
-from flodl.errors import DataError
+from flodl.distributed.shares import split as parts_of
+from flodl.errors import DataError, TrainError
 
-__all__ = ["DistributedPlan", "RankBatches", "divide"]
+__all__ = ["DistributedPlan", "RankBatches"]
 
 Split = Literal["batch", "epoch"]
-
-
-def divide(total: int, shares: Sequence[float]) -> list[int]:
-    """Return whole numbers in proportion to ``shares`` that add up to ``total``.
-
-    Largest remainders get the units that rounding down leaves over; equal remainders go to the larger share,
-    then to the lower rank. Computed in exact fractions, so every rank gets the same answer.
-
-    Raises:
-        DataError: ``total`` is negative, there are no shares, or a share is negative, not finite, or all
-            are zero.
-    """
-    values = [float(share) for share in shares]
-    if total < 0 or not values or not all(np.isfinite(v) and v >= 0 for v in values) or not any(values):
-        raise DataError(
-            f"divide: total {total}, shares {values}; expected a total from 0 up and finite shares from 0 up, "
-            "one of them above 0",
-            total=total,
-            shares=values,
-        )
-    exact = [Fraction(v) for v in values]
-    whole = sum(exact)
-    ideal = [total * e / whole for e in exact]
-    counts = [int(i) for i in ideal]
-    by_need = sorted(range(len(values)), key=lambda r: (counts[r] - ideal[r], -exact[r], r))
-    for rank in by_need[: total - sum(counts)]:
-        counts[rank] += 1
-    return counts
 
 
 class DistributedPlan:
@@ -68,10 +41,9 @@ class DistributedPlan:
     def __init__(self, source: BatchSource, shares: Sequence[float], split: Split = "epoch") -> None:
         if split not in ("batch", "epoch"):
             raise DataError(f"DistributedPlan: split is {split!r}; expected 'batch' or 'epoch'", split=split)
-        divide(0, shares)
         self.source = source
         self.split: Split = split
-        self.shares = [float(share) for share in shares]
+        self.shares = _checked(shares)
         # epoch -> [(shares, batches used per rank before the next division), ...]; the last entry is open
         self.revision = 0
         self._divisions: dict[int, list[tuple[list[float], list[int] | None]]] = {}
@@ -109,10 +81,9 @@ class DistributedPlan:
             shares: the new shares; their number may differ from the present number of ranks.
 
         Raises:
-            DataError: ``used`` does not fit the division.
+            DataError: ``used`` does not fit the division, or shares cannot be.
         """
-        divide(0, shares)
-        new = [float(share) for share in shares]
+        new = _checked(shares)
         self.revision += 1
         if self.split == "batch":
             # global batches are cut afresh each step: new shares simply hold from the next step on
@@ -171,7 +142,7 @@ class DistributedPlan:
         remaining = list(range(num_batches))
         hands: list[list[int]] = []
         for shares, used in self._divisions.get(epoch, [(self.shares, None)]):
-            ends = np.cumsum(divide(len(remaining), shares)).tolist()
+            ends = np.cumsum(parts_of(len(remaining), shares)).tolist()
             starts = [0, *ends[:-1]]
             hands = [remaining[a:b] for a, b in zip(starts, ends, strict=True)]
             if used is not None:
@@ -181,7 +152,7 @@ class DistributedPlan:
     def _cut(self, whole: EpochPlan, rank: int) -> EpochPlan:
         parts = []
         for batch in whole:
-            ends = np.cumsum(divide(batch.size, self.shares))
+            ends = np.cumsum(parts_of(batch.size, self.shares))
             parts.append(batch[ends[rank - 1] if rank else 0 : ends[rank]])
         return EpochPlan.of(parts)
 
@@ -192,6 +163,20 @@ class DistributedPlan:
                 rank=rank,
                 num_ranks=num_ranks,
             )
+
+
+def _checked(shares: Sequence[float]) -> list[float]:
+    """Return ``shares`` as floats.
+
+    Raises:
+        DataError: there are none, one is negative or not finite, or all are zero.
+    """
+    values = [float(share) for share in shares]
+    try:
+        parts_of(0, values)
+    except TrainError as error:
+        raise DataError(f"DistributedPlan: {error}", shares=values) from None
+    return values
 
 
 @dataclass(frozen=True)

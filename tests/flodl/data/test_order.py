@@ -18,7 +18,6 @@ from flodl.data import (
     TokenBudgetBatches,
     WeightedSampler,
     cut_fixed,
-    divide,
 )
 from flodl.errors import DataError
 
@@ -134,10 +133,10 @@ def test_weighted_without_replacement_takes_each_row_once_heavy_ones_early():
         lambda: WeightedSampler([1, float("nan")]),
         lambda: WeightedSampler([0, 0]),
         lambda: WeightedSampler([1, 0], num_samples=2, replacement=False),
-        lambda: divide(3, []),
-        lambda: divide(3, [0, 0]),
-        lambda: divide(3, [1, -1]),
-        lambda: divide(3, [float("inf")]),
+        lambda: DistributedPlan(FixedBatches(SequentialSampler(3), 1), []),
+        lambda: DistributedPlan(FixedBatches(SequentialSampler(3), 1), [0, 0]),
+        lambda: DistributedPlan(FixedBatches(SequentialSampler(3), 1), [1, -1]),
+        lambda: DistributedPlan(FixedBatches(SequentialSampler(3), 1), [float("inf")]),
         lambda: cut_fixed(np.arange(3), 0),
         lambda: TokenBudgetBatches(SequentialSampler(3), np.ones(2), 4).plan(0),
         lambda: TokenBudgetBatches(SequentialSampler(2), np.array([1, -2]), 4).plan(0),
@@ -233,16 +232,6 @@ def test_a_plan_is_addressed_like_a_list():
 
 
 # -------------------------------------------------------------------------------------------------- shares
-
-
-@few
-@given(st.integers(0, 500), shares_lists)
-def test_division_adds_up_and_is_within_one_of_the_ideal(total, shares):
-    counts = divide(total, shares)
-    assert sum(counts) == total
-    for count, share in zip(counts, shares, strict=True):
-        assert abs(count - total * share / sum(shares)) < 1 + 1e-9
-        assert share or not count
 
 
 @few
