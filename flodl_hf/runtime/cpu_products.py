@@ -1,0 +1,265 @@
+"""Matrix products on a processor: which kernel multiplies a weight, and what it adds in the same pass.
+
+Three kernels with one interface. `Plain` is torch's own product, into memory that is kept; `Reordered` has its
+weight laid out once for oneDNN, with bias, activation and sum in the epilogue; `Whole` multiplies int8. Which of
+them a processor gets is decided in `flodl_hf.runtime.cpu`; that private operators of torch exist is tried out here.
+
+Shapes: T tokens, I features in, O features out. Inference only: nothing here has a gradient.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from functools import cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from flodl_hf.activations import ACTIVATIONS
+
+__all__ = ["Plain", "Product", "Reordered", "Scratch", "Whole", "activate_", "has_reordered", "has_whole"]
+
+# Numbers in the largest buffer that is kept between calls: 1,024 tokens of 4,096 features, twice over.
+_KEPT_NUMBERS = 1 << 23
+# Names of our activations whose arithmetic oneDNN has in its epilogue, with its name and variant.
+_EPILOGUES = {
+    "gelu": ("gelu", "none"),
+    "gelu_python": ("gelu", "none"),
+    "gelu_new": ("gelu", "tanh"),
+    "gelu_fast": ("gelu", "tanh"),
+    "gelu_accurate": ("gelu", "tanh"),
+    "gelu_python_tanh": ("gelu", "tanh"),
+    "gelu_pytorch_tanh": ("gelu", "tanh"),
+    "relu": ("relu", ""),
+    "tanh": ("tanh", ""),
+    "sigmoid": ("sigmoid", ""),
+    "hardswish": ("hardswish", ""),
+    "silu": ("swish", ""),
+    "swish": ("swish", ""),
+}
+_TANH_GELUS = frozenset(name for name, (_, variant) in _EPILOGUES.items() if variant == "tanh")
+
+
+class Scratch(threading.local):
+    """Buffers that calls of one thread use again, because fresh memory costs a page fault every 4 KB.
+
+    A buffer's contents last until the same thread asks for the same name.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def take(self, name: str, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        """Return an unfilled ``(rows, columns)`` tensor."""
+        numbers = rows * columns
+        if numbers > _KEPT_NUMBERS:
+            return torch.empty(rows, columns, dtype=dtype)
+        found = self._kept.get((name, dtype))
+        if found is None or found.numel() < numbers:
+            found = self._kept[name, dtype] = torch.empty(numbers, dtype=dtype)
+        return found[:numbers].view(rows, columns)
+
+
+class Product(Protocol):
+    """``x W^T + b`` for one weight, ``(T, I)`` to ``(T, O)``."""
+
+    def __call__(self, x: Tensor, buffer: str = "") -> Tensor:
+        """Return the product, in the scratch buffer of this name where the kernel can write there."""
+        ...
+
+    def plus(self, x: Tensor, other: Tensor) -> Tensor:
+        """Return the product plus ``other``, ``(T, O)``, in new memory."""
+        ...
+
+    def activated(self, x: Tensor, activation: str, buffer: str) -> Tensor:
+        """Return the activation of the product."""
+        ...
+
+
+def activate_(x: Tensor, activation: str) -> Tensor:
+    """Return the activation of ``x``, in the memory of ``x`` where that is cheaper."""
+    if activation in ("gelu", "gelu_python"):
+        return torch._C._nn.gelu_(x)
+    if activation == "relu":
+        return torch.relu_(x)
+    if activation in ("silu", "swish"):
+        return F.silu(x, inplace=True)
+    if activation in _TANH_GELUS and x.dtype == torch.float32:
+        # 0.5 (1 + tanh u) = sigmoid(2u); torch's tanh takes three times as long as its sigmoid.
+        twice = x * x
+        twice.mul_(0.044715 * 1.5957691216057308).add_(1.5957691216057308).mul_(x).sigmoid_()
+        return x.mul_(twice)
+    return ACTIVATIONS[activation](x)
+
+
+class Plain:
+    """torch's product, which is MKL's or the platform's own.
+
+    Args:
+        weight: ``(O, I)``, not copied.
+        bias: ``(O,)``, or None.
+        scratch: where results go that are asked for in a buffer.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, scratch: Scratch) -> None:
+        self._scratch = scratch
+        self.weight = weight.detach()
+        self.bias = None if bias is None else bias.detach()
+        self._turned = self.weight.t()
+
+    def __call__(self, x: Tensor, buffer: str = "") -> Tensor:
+        """Return the product."""
+        if not buffer or self.bias is None:
+            return F.linear(x, self.weight, self.bias)
+        out = self._scratch.take(buffer, x.shape[0], self.weight.shape[0], x.dtype)
+        return torch.addmm(self.bias, x, self._turned, out=out)
+
+    def plus(self, x: Tensor, other: Tensor) -> Tensor:
+        """Return the product plus ``other``."""
+        # The product accumulates into what the bias would have been copied to, so the sum costs nothing.
+        total = other.clone() if self.bias is None else other + self.bias
+        return total.addmm_(x, self._turned)
+
+    def activated(self, x: Tensor, activation: str, buffer: str) -> Tensor:
+        """Return the activation of the product."""
+        return activate_(self(x, buffer), activation)
+
+
+class Reordered:
+    """oneDNN's product with a weight that lies as its kernels want it; the first use is torch's own product.
+
+    Reordering takes as long as many products, so an answer that nothing follows does not wait for it.
+
+    Args:
+        weight: ``(O, I)``, float32 or bfloat16; a copy of its size is made at the second use.
+        bias: ``(O,)``, or None.
+        at_once: reorder at the first use, where that must give the same bits as later ones.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, *, at_once: bool = False) -> None:
+        self.weight: Tensor | None = weight.detach()
+        self.bias = None if bias is None else bias.detach()
+        self._packed: Tensor | None = None
+        self._lock = threading.Lock()
+        self._uses = 1 if at_once else 0
+
+    def _ready(self) -> Tensor | None:
+        if self._packed is None:
+            with self._lock:
+                if self._packed is None:
+                    self._uses += 1
+                    if self._uses > 1:
+                        assert self.weight is not None
+                        self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, None)
+        return self._packed
+
+    def __call__(self, x: Tensor, buffer: str = "") -> Tensor:
+        """Return the product."""
+        packed = self._ready()
+        if packed is None:
+            assert self.weight is not None
+            return F.linear(x, self.weight, self.bias)
+        return torch.ops.mkldnn._linear_pointwise(x, packed, self.bias, "none", [], "")
+
+    def plus(self, x: Tensor, other: Tensor) -> Tensor:
+        """Return the product plus ``other``."""
+        packed = self._ready()
+        if packed is None:
+            assert self.weight is not None
+            return F.linear(x, self.weight, self.bias).add_(other)
+        return torch.ops.mkldnn._linear_pointwise.binary(x, other, packed, self.bias, "add")
+
+    def activated(self, x: Tensor, activation: str, buffer: str) -> Tensor:
+        """Return the activation of the product."""
+        packed, epilogue = self._ready(), _EPILOGUES.get(activation)
+        if packed is None or epilogue is None:
+            return activate_(self(x), activation)
+        return torch.ops.mkldnn._linear_pointwise(x, packed, self.bias, epilogue[0], [], epilogue[1])
+
+
+class Whole:
+    """The product of int8 numbers: a scale for each row of the weight, and one for each token.
+
+    Tokens are scaled one by one, so an answer does not depend on what else is in the batch.
+
+    Args:
+        weight: ``(O, I)``, float32; kept as int8, a quarter of its size.
+        bias: ``(O,)``, or None.
+        scratch: where tokens are quantised.
+        bits: 8, or 7 for processors whose sums of two products saturate at 16 bits.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, scratch: Scratch, bits: int = 8) -> None:
+        self._scratch = scratch
+        largest = 2 ** (bits - 1) - 1
+        weight = weight.detach()
+        scale = weight.abs().amax(dim=1, keepdim=True).clamp_(min=1e-30) / largest
+        whole = (weight / scale).round_().to(torch.int8)
+        self.size = weight.shape[0]
+        self._scale = scale.view(-1).contiguous()
+        self._zeros = torch.zeros(self.size, dtype=torch.int32)
+        self._packed = torch.ops.onednn.qlinear_prepack(whole, None)
+        self._bias = torch.zeros(self.size) if bias is None else bias.detach()
+
+    def __call__(self, x: Tensor, buffer: str = "") -> Tensor:
+        """Return the product."""
+        return self._scaled(x, self._bias)
+
+    def plus(self, x: Tensor, other: Tensor) -> Tensor:
+        """Return the product plus ``other``."""
+        return self._scaled(x, other + self._bias)
+
+    def activated(self, x: Tensor, activation: str, buffer: str) -> Tensor:
+        """Return the activation of the product."""
+        return activate_(self._scaled(x, self._bias), activation)
+
+    def _scaled(self, x: Tensor, added: Tensor) -> Tensor:
+        room = self._scratch.take("quantised", *x.shape, torch.float32)
+        scale = torch.abs(x, out=room).amax(dim=1, keepdim=True).clamp_(min=1e-30)
+        whole = self._scratch.take("whole", *x.shape, torch.int8)
+        whole.copy_(torch.mul(x, 127.0 / scale, out=room).round_())
+        # Kernels multiply unsigned by signed fastest: adding 128 is turning the sign bit over.
+        turned = whole.view(torch.uint8).bitwise_xor_(128)
+        out = torch.ops.onednn.qlinear_pointwise(
+            turned, 1.0, 128, self._packed, self._scale, self._zeros, None, 1.0, 0, torch.float32, "none", [], ""
+        )
+        return torch.addcmul(added, out, scale.div_(127.0), out=out)
+
+
+@cache
+def has_reordered(dtype: torch.dtype) -> bool:
+    """Return whether torch has the operators `Reordered` calls and they multiply correctly."""
+    return _tried(
+        lambda weight, bias: Reordered(weight, bias, at_once=True), dtype, 1e-5 if dtype == torch.float32 else 2e-2
+    )
+
+
+@cache
+def has_whole() -> bool:
+    """Return whether torch has the operators `Whole` calls and they multiply correctly."""
+    return _tried(lambda weight, bias: Whole(weight, bias, Scratch(), 7), torch.float32, 3e-2)
+
+
+def _tried(make: object, dtype: torch.dtype, bound: float) -> bool:
+    assert callable(make)
+    # Numbers of its own, so that asking leaves the random state alone.
+    numbers = torch.arange(24 * 16, dtype=torch.float32).mul_(0.37).sin_()
+    x, weight, bias = numbers[:80].view(5, 16), numbers[: 24 * 16].view(24, 16), numbers[:24]
+    wanted = F.linear(x, weight, bias)
+    other = wanted.flip(0).contiguous()
+    try:
+        with warnings.catch_warnings(), torch.inference_mode():
+            warnings.simplefilter("ignore")
+            product: Product = make(weight.to(dtype), bias.to(dtype))
+            given = x.to(dtype)
+            found = [
+                (product(given), wanted),
+                (product.plus(given, other.to(dtype)), wanted + other),
+                (product.activated(given, "gelu", "tried"), F.gelu(wanted)),
+            ]
+            return all(float((a.float() - b).abs().max()) <= bound * float(b.abs().max()) for a, b in found)
+    except (AttributeError, RuntimeError, NotImplementedError, TypeError):
+        return False
