@@ -54,7 +54,7 @@ class DisentangledAttention(nn.Module):
         self.relative = relative
         self.content_to_position = "c2p" in kinds
         self.position_to_content = "p2c" in kinds
-        self.implementation = "eager"
+        self.implementation = "sdpa"
         self.held: PositionTables | None = None
         self.terms = 1 + self.content_to_position + self.position_to_content
         self.scale = math.sqrt(hidden_size // num_heads * self.terms)
@@ -73,6 +73,14 @@ class DisentangledAttention(nn.Module):
         """Return the attended states, shaped like ``hidden``: ``(B, S, hidden)`` or ``(T, hidden)``."""
         query, key, value = self.query(hidden), self.key(hidden), self.value(hidden)
         return self.dropout(self.output(self.mixed(query, key, value, layout, relative)))
+
+    def fused(self) -> nn.Module | None:
+        """Return the same attention for prediction, with one product for query, key and value; None if not plain."""
+        from flodl_hf.disentangled.prediction import FusedDisentangledAttention
+
+        parts = (self.query, self.key, self.value)
+        plain = all(type(part) is nn.Linear and part.bias is not None and not part._forward_hooks for part in parts)
+        return FusedDisentangledAttention(self) if plain and type(self) is DisentangledAttention else None
 
     def mixed(self, query: Tensor, key: Tensor, value: Tensor, layout: Layout, relative: Relative | None) -> Tensor:
         """Return the mixed values of projected states, ``(B, S, hidden)`` or ``(T, hidden)``, heads side by side."""

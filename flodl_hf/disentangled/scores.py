@@ -37,6 +37,10 @@ class PositionTables(NamedTuple):
         """Return the tables divided by ``scale``."""
         return PositionTables(*(None if table is None else table / scale for table in self))
 
+    def to(self, dtype: torch.dtype) -> PositionTables:
+        """Return the tables in another dtype."""
+        return PositionTables(*(None if table is None else table.to(dtype) for table in self))
+
     def rows(self, window: slice) -> PositionTables:
         """Return some rows of the tables, as views."""
         return PositionTables(*(None if table is None else table[:, window] for table in self))
