@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
             run, (args,), ranks=args.ranks, device=args.device, start="fork" if args.device == "cpu" else "spawn"
         ).wait()
     else:
-        ranks = join_ranks(device=args.device)
+        ranks = join_ranks(device=args.device, timeout_s=120)
         run(ranks, args)
         ranks.leave()
     return 0
