@@ -56,6 +56,9 @@ class RunStarted(Event):
 class StepDone(Event):
     """One optimiser step on this rank.
 
+    Where figures travel from the device in windows (``Settings.log_every``) these come in groups, in order, and
+    times are means over the window; ``at_s`` is when the step was given to the device.
+
     ``loss`` is the mean over all counted items of the step; ``count`` their number (over ranks under
     Sync); ``samples`` those of this rank; ``compute_ms`` excludes waiting for other ranks.
     """
@@ -175,6 +178,10 @@ class Events:
         entry = (call, kinds or (Event,))
         self._subscribers.append(entry)
         return lambda: self._subscribers.remove(entry) if entry in self._subscribers else None
+
+    def wanted(self, kind: type[Event]) -> bool:
+        """Return whether anybody listens to events of this kind."""
+        return any(issubclass(kind, kinds) for _, kinds in self._subscribers)
 
     def emit(self, event: Event) -> None:
         """Hand ``event`` on; a subscriber that raises is reported once and does not stop the run."""

@@ -46,7 +46,7 @@ class Loss:
 
     def as_sum(self) -> torch.Tensor:
         """Return the sum, which adds up over micro-batches."""
-        return torch.where(_positive(self.count), self.sum * self.count, 0.0) if self.is_mean else self.sum
+        return _where_any(self.count, self.sum * self.count) if self.is_mean else self.sum
 
     def as_mean(self) -> torch.Tensor:
         """Return the mean; 0 where nothing was counted, though the mean of nothing is NaN."""
@@ -60,14 +60,33 @@ class Loss:
         if self.is_mean:
             # Multiplied in float64, so that what is reported is the mean that was given.
             mean = self.sum.detach().to(torch.float64)
-            value = torch.where(_positive(self.count), mean * self.count, 0.0)
+            value = _where_any(self.count, mean * self.count)
         else:
             value = self.as_sum().detach().to(torch.float64)
-        return torch.stack([value, torch.as_tensor(self.count, dtype=torch.float64, device=value.device)])
+        if isinstance(self.count, torch.Tensor):
+            return torch.stack([value, self.count.to(value.device, torch.float64)])
+        # Filled in on the device: a copy from the host would wait for it.
+        return torch.stack([value, value.new_full((), float(self.count))])
+
+    def check_depends(self) -> None:
+        """Refuse a loss that nothing can learn from.
+
+        Raises:
+            TrainError: it has no gradient.
+        """
+        if not self.sum.requires_grad:
+            raise TrainError(
+                "backward: the loss does not depend on any trainable parameter. Expected a loss computed from "
+                "the model's output with gradients on; look for no_grad, detach, or everything frozen.",
+            )
 
 
-def _positive(count: Any) -> Any:
-    return count > 0 if isinstance(count, torch.Tensor) else torch.tensor(count > 0)
+def _where_any(count: Any, value: torch.Tensor) -> torch.Tensor:
+    """Return ``value``, or 0 where nothing was counted."""
+    if isinstance(count, torch.Tensor):
+        return torch.where(count > 0, value, 0.0)
+    # Where it is nothing the gradient is 0 too, though the mean of nothing is NaN.
+    return value if count > 0 else torch.where(torch.zeros((), dtype=torch.bool, device=value.device), value, 0.0)
 
 
 def as_loss(value: Any, samples: int) -> Loss:

@@ -34,6 +34,7 @@ class Rates:
         self.optimizer = optimizer
         self.schedule: Any = schedule
         self.factor = 1 + (world - 1) * ratio
+        self._set: float | None = None
         base = optimizer.defaults.get("lr")
         for group in optimizer.param_groups:
             group.setdefault("lr_scale", float(group["lr"]) / float(base) if base else 1.0)
@@ -45,11 +46,27 @@ class Rates:
         if self.schedule is None:
             return
         rate = self.schedule.lr(step) * self.factor
+        self._set = rate * self.optimizer.param_groups[0]["lr_scale"]
         for group in self.optimizer.param_groups:
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(rate * group["lr_scale"])
             else:
                 group["lr"] = rate * group["lr_scale"]
+
+    @property
+    def first(self) -> float:
+        """The rate of the first group, known without asking a device where a schedule set it."""
+        if self._set is None:
+            rate = self.optimizer.param_groups[0]["lr"]
+            if not isinstance(rate, torch.Tensor):
+                return float(rate)
+            if self._read is not None and self._read[:2] == (id(rate), rate._version):
+                return self._read[2]
+            self._read = id(rate), rate._version, float(rate)
+            return self._read[2]
+        return self._set
+
+    _read: tuple[int, int, float] | None = None
 
     def observe(self, metrics: EpochMetrics, name: str) -> None:
         """Tell a schedule that waits for plateaus the figure ``name`` of an epoch."""

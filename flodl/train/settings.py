@@ -57,6 +57,10 @@ class Settings:
         timeline: file without suffix that gets the timeline as ``.json`` and ``.csv``.
         timeout_s: how long a collective waits for a live rank.
         frozen_after_s: silence after which a stopped rank is given up.
+        capture: ``"auto"`` records the steps of a run on CUDA as graphs, one for each shape of batch, where it
+            can, and says once why where it cannot; True refuses to run otherwise; False never records.
+        compile: pass the model through ``torch.compile`` first.
+        log_every: steps whose figures are read from a CUDA device together.
         max_restarts: how often ranks that we started are started again after a failure.
     """
 
@@ -94,6 +98,9 @@ class Settings:
     timeline: str | None = None
     timeout_s: float = 600.0
     frozen_after_s: float = 8.0
+    capture: str | bool = "auto"
+    compile: bool = False
+    log_every: int = 20
     max_restarts: int = 0
 
     def recipe(self) -> dict[str, Any]:

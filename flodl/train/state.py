@@ -158,7 +158,8 @@ def load_optimizer(
             optimizer.state[parameter] = state[parameter]
     for group, options in zip(optimizer.param_groups, rest["groups"], strict=True):
         for option, value in options.items():
-            if option == "params":
+            # Which kernel computes the update is this device's affair.
+            if option in ("params", "fused", "foreach", "capturable"):
                 continue
             if isinstance(group.get(option), torch.Tensor):
                 group[option].fill_(_unjson(value))

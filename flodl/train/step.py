@@ -5,8 +5,9 @@ ranks and divided once by the count of all of them, so the same samples give the
 were cut. A step whose samples are one micro-batch of one rank divides before the backward pass instead,
 which is the same number and, to the bit, what a plain ``mean().backward()`` loop computes.
 
-`Step.run` takes everything that varies as arguments and keeps everything else fixed, so that a
-captured device graph can stand in for it.
+`Step.run` takes everything that varies as arguments and keeps everything else fixed. A step whose samples
+are all one rank's may leave its decisions to the device (`Step.decide_on_device`), where a recorded graph can
+stand in for it; everything else asks the device once a step and decides here.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +26,9 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from flodl.distributed.average import BufferMean, GradientSum
 from flodl.distributed.group import Ranks
 from flodl.errors import TrainError
+from flodl.train.capture import Captures, Recorder
 from flodl.train.loss import Loss, as_loss, batch_len
+from flodl.train.on_device import DeviceStep, Figures, Outcome, unfit
 from flodl.train.precision import Precision
 
 __all__ = ["Step", "StepResult", "TrainStep"]
@@ -47,6 +51,7 @@ class StepResult:
         reason: why not, when they did not.
         flags: sums over ranks of the flags given to the step.
         metrics: ``name: (sum, count)`` of this rank.
+        outcome: the figures while they are on the device; `settle` puts them here.
     """
 
     loss: float
@@ -58,6 +63,27 @@ class StepResult:
     reason: str = ""
     flags: list[float] = field(default_factory=list)
     metrics: dict[str, tuple[float, float]] = field(default_factory=dict)
+    outcome: Outcome | None = None
+
+    def settle(self, figures: Figures, compute_ms: float, *, raising: Callable[[str, float], TrainError] | None) -> None:
+        """Take in the figures that came from the device.
+
+        Args:
+            compute_ms: how long the device took.
+            raising: makes the error for a loss or gradient (the word and its value) that is not finite; None
+                leaves it at the step not being applied.
+
+        Raises:
+            TrainError: what ``raising`` made.
+        """
+        self.loss, self.count, self.grad_norm = figures.loss, figures.count, figures.grad_norm
+        self.metrics, self.compute_ms, self.outcome = figures.metrics, compute_ms, None
+        if figures.fault is not None:
+            self.applied, self.reason = False, f"{figures.fault} is not finite"
+            if raising is not None:
+                raise raising(figures.fault, self.loss if figures.fault == "loss" else self.grad_norm)
+        elif not figures.count:
+            self.applied, self.reason = False, "nothing was counted in this step"
 
 
 class Step:
@@ -105,6 +131,10 @@ class Step:
         self._buffers = (
             BufferMean(ranks, model) if self.share_gradients and any(True for _ in model.buffers()) else None
         )
+        self._on_device: Callable[[TrainStep, Sequence[Any]], Outcome] | None = None
+        self._deferred = False
+        self.captures: Captures | None = None
+        self._device_step: DeviceStep | None = None
         self._unit = 1.0  # float16 sums are kept small by this power of two, which rounds nothing
         self._unit_known = precision.scaler is None
         self._overflows = 0
@@ -118,6 +148,59 @@ class Step:
         self._spans: list[tuple[Any, Any]] = []
         self._metrics: dict[str, list[Any]] = {}
 
+    def decide_on_device(
+        self, recorder: Recorder | None, warn: Callable[[str], Any], *, deferred: bool, strict: bool = False
+    ) -> str | None:
+        """Leave the decisions of a step to the device from now on; return why that cannot be, or None.
+
+        Args:
+            recorder: records steps; None runs them one operation at a time.
+            warn: told once when steps turn out not to be recordable.
+            deferred: results come without figures, which `StepResult.outcome` holds.
+            strict: raise where steps turn out not to be recordable.
+        """
+        if self.share_gradients:
+            return f"gradients are summed over {self.ranks.world} ranks"
+        if self.precision.scaler is not None:
+            return "float16 needs a loss scale, which the host decides"
+        if self.slowdown > 1:
+            return "a slow rank is simulated"
+        reason = unfit(self.optimizer)
+        if reason is not None:
+            return reason
+        self._device_step = DeviceStep(
+            self.model,
+            self.optimizer,
+            self.ranks.device,
+            self.precision,
+            max_grad_norm=self.max_grad_norm,
+            sticky=self.on_nan == "stop",
+            compat=self.compat,
+        )
+        self._deferred = deferred
+        self._on_device = self._device_step
+        if recorder is not None:
+            self.captures = Captures(self._device_step, recorder, warn, strict=strict)
+            self._on_device = self.captures.run
+        return None
+
+    def _run_on_device(self, batches: Sequence[Any], step: int, flags: Sequence[float]) -> StepResult:
+        assert self.train_step is not None
+        assert self._on_device is not None
+        assert self._device_step is not None
+        self.ranks.phase("forward", step)
+        self._device_step.hold_rates()
+        start = time.perf_counter()
+        outcome = self._on_device(self.train_step, batches)
+        samples = sum(batch_len(batch) for batch in batches)
+        result = StepResult(math.nan, 0.0, samples, math.nan, 0.0, flags=list(flags), outcome=outcome)
+        if not self._deferred:
+            figures = outcome.read(outcome.row.tolist())
+            spent = (time.perf_counter() - start) * 1e3
+            stop = self.on_nan == "stop"
+            result.settle(figures, spent, raising=partial(not_finite, self.ranks.rank, step) if stop else None)
+        return result
+
     def run(self, batches: Sequence[Any], *, step: int = 0, flags: Sequence[float] = ()) -> StepResult:
         """Return the result of one optimiser step over ``batches``, this rank's micro-batches; may be none.
 
@@ -129,6 +212,8 @@ class Step:
             TrainError: loss or gradient is not finite and ``on_nan`` is ``"stop"``.
         """
         assert self.train_step is not None
+        if self._on_device is not None and batches:
+            return self._run_on_device(batches, step, flags)
         alone = len(batches) == 1 and not self.share_gradients
         if not batches:
             self._agree_on_unit(0.0)
@@ -162,11 +247,7 @@ class Step:
         Args:
             alone: this is the only micro-batch of the step, so it may be divided at once.
         """
-        if not loss.sum.requires_grad:
-            raise TrainError(
-                "backward: the loss does not depend on any trainable parameter. Expected a loss computed from "
-                "the model's output with gradients on; look for no_grad, detach, or everything frozen.",
-            )
+        loss.check_depends()
         totals = loss.totals()
         if self.compat == "transformers":
             value = loss.as_mean()
@@ -278,22 +359,36 @@ class Step:
         result.applied, result.reason = False, f"{what} is not finite{where}"
         if self.on_nan == "skip":
             return
-        raise TrainError(
-            f"rank {self.ranks.rank}, step {step}: the {what} is {result.loss if what == 'loss' else result.grad_norm}"
-            f"{where}; expected a finite number. The step was not applied on any rank. Lower the learning rate, clip "
-            "(max_grad_norm), look at the batch, or go on without such steps with on_nan='skip'.",
-            rank=self.ranks.rank,
-            step=step,
-            tensor=named[0] if named else None,
-        )
+        value = result.loss if what == "loss" else result.grad_norm
+        raise not_finite(self.ranks.rank, step, what, value, named[0] if named else None)
 
     def _parameters(self) -> Iterator[nn.Parameter]:
         return (p for p in self.model.parameters() if p.requires_grad)
 
+    def look_again(self) -> None:
+        """Be told that somebody may have changed the model or the optimiser."""
+        if self.captures is not None:
+            self.captures.look_again()
+
     def loaded(self) -> None:
-        """Be told that parameters and buffers were replaced from outside."""
+        """Be told that parameters and buffers were replaced from outside, or modules changed."""
+        if self.captures is not None:
+            self.captures.forget()
         if self._buffers is not None:
             self._buffers.refresh()
+
+
+def not_finite(rank: int, step: int, what: str, value: float, tensor: str | None = None) -> TrainError:
+    """Return the error of a loss or gradient that is not finite."""
+    where = f" (first in {tensor})" if tensor else ""
+    return TrainError(
+        f"rank {rank}, step {step}: the {what} is {value}{where}; expected a finite number. The step was not applied "
+        "on any rank. Lower the learning rate, clip (max_grad_norm), look at the batch, or go on without such steps "
+        "with on_nan='skip'.",
+        rank=rank,
+        step=step,
+        tensor=tensor,
+    )
 
 
 def _divide(grads: Sequence[torch.Tensor], count: float) -> None:

@@ -26,15 +26,17 @@ from flodl.distributed.timeline import Timeline
 from flodl.errors import TrainError
 from flodl.train import resume
 from flodl.train.evaluate import Callbacks, Evaluator
-from flodl.train.events import EvalDone, Events, RunDone, RunStarted, StepDone, Synced, Warned
+from flodl.train.events import EvalDone, Events, RunDone, RunStarted, Synced, Warned
 from flodl.train.feed import Feed, Share
 from flodl.train.keeper import Keeper
 from flodl.train.optimizers import OptimizerFactory
 from flodl.train.precision import Precision
 from flodl.train.rates import Rates
+from flodl.train.route import choose_route, compiled
 from flodl.train.settings import Settings, make_settings
 from flodl.train.signals import StopSignals
 from flodl.train.step import Step, StepResult, TrainStep
+from flodl.train.steplog import StepLog
 from flodl.train.tally import Tally, epoch_metrics
 
 if TYPE_CHECKING:
@@ -93,6 +95,7 @@ class Trainer:
         self.rates = Rates(self.optimizer, schedule, ranks.world, settings.lr_scale_ratio)
         self.epoch_number = 0
         self.tally = Tally()
+        self.log = StepLog(self.events, every=settings.log_every, on_nan=settings.on_nan)
         self.evaluator = Evaluator(self.callbacks, settings.early_stopping)
         self.stopping = False
         self.signals = StopSignals()
@@ -204,14 +207,17 @@ class Trainer:
             raise TrainError(
                 "fit: found no data or no train_step; use Trainer.builder, or write the loop with epoch()."
             )
-        self.step_.train_step = self._train_step
         with self._leaving_cleanly():
             self._begin_run()
+            self.step_.train_step = self._train_step
+            choose_route(self)
             while self.epoch_number < self.settings.num_epochs and not self.stopping:
                 self._call("epoch_fn", self.epoch_number, self, may_stop=True)
+                self.step_.look_again()
                 self._mark = time.perf_counter()
                 for turn, batches in self._work(self.feed):
                     self.rates.set(self.policy.lr_step)
+                    self.log.begin(self.ranks.device)
                     result = self.step_.run(batches, step=self.policy.lr_step, flags=self._flags())
                     self._after_step(turn, result)
                     if self.stopping:
@@ -235,25 +241,8 @@ class Trainer:
         round_ = self.policy.after_step(turn, result.samples, result.compute_ms, flags)
         now = time.perf_counter()
         wall_ms, self._mark = (now - self._mark) * 1e3, now
-        self.tally.add(result, wall_ms)
-        if not result.applied:
-            self._warn(f"step {self.policy.lr_step}: not applied, {result.reason}")
-        self.events.emit(
-            StepDone(
-                rank=self.ranks.rank,
-                step=self.policy.lr_step,
-                epoch=self.epoch_number,
-                loss=result.loss,
-                count=result.count,
-                samples=result.samples,
-                lr=self.optimizer.param_groups[0]["lr"],
-                grad_norm=result.grad_norm,
-                compute_ms=result.compute_ms,
-                wall_ms=wall_ms,
-                skipped=not result.applied,
-                metrics={name: total / count for name, (total, count) in result.metrics.items() if count},
-            )
-        )
+        step, epoch = self.policy.lr_step, self.epoch_number
+        self.log.note(self.tally, result, step=step, epoch=epoch, lr=self.rates.first, wall_ms=wall_ms)
         if round_ is not None:
             self._met(round_)
         elif isinstance(self.policy, Sync):
@@ -308,6 +297,7 @@ class Trainer:
         self._wish_to_stop = True
 
     def _leave(self, code: int) -> None:
+        self.log.settle(self.tally)
         self.events.emit(
             RunDone(rank=self.ranks.rank, step=self.policy.lr_step, epoch=self.epoch_number, reason="signal")
         )
@@ -332,6 +322,7 @@ class Trainer:
             self._met(round_)
             if self.stopping:
                 return
+        self.log.settle(self.tally)
         self.tally.wall_ms += (time.perf_counter() - self._mark) * 1e3
         self._mark = time.perf_counter()
         done = self.epoch_number
@@ -362,6 +353,7 @@ class Trainer:
         self._tell_news()
 
     def _evaluate(self) -> None:
+        self.log.settle(self.tally)
         found = self.evaluator.run(self.model, self.ranks, self.precision, self.policy.steps, self.policy.speeds)
         if found is None:
             return
@@ -398,6 +390,7 @@ class Trainer:
     @contextlib.contextmanager
     def _leaving_cleanly(self) -> Iterator[None]:
         """Listen to signals while inside, and free the checkpoint folder however the inside ends."""
+        undo = compiled(self.model) if self.settings.compile else None
         try:
             with self.signals:
                 yield
@@ -405,6 +398,9 @@ class Trainer:
             if self.keeper is not None:
                 self.keeper.close(give_up=True)
             raise
+        finally:
+            if undo is not None:
+                undo()
 
     def _begin_run(self) -> None:
         self.model.train()
@@ -425,6 +421,7 @@ class Trainer:
         self._mark = time.perf_counter()
 
     def _end_run(self) -> None:
+        self.log.settle(self.tally)
         if self.evaluator.at_step != self.policy.steps:
             self._evaluate()  # the run ended inside an epoch
         if self.keeper and self._saved_at != self.policy.steps:
@@ -446,6 +443,7 @@ class Trainer:
 
     def save(self, *, wait: bool = False) -> None:
         """Write a checkpoint in the background; all ranks must call this at the same step."""
+        self.log.settle(self.tally)
         if self.keeper is None:
             return
         self.ranks.phase("checkpoint")

@@ -1,0 +1,326 @@
+"""Steps recorded once for each shape of batch and replayed: one launch instead of thousands.
+
+Decides which steps may be recorded, when, and what a recording is valid for. A recording holds everything a step
+does on the device; what Python does in it (prints, counters, choices) happens when it is recorded and never
+again. So a step is recorded only after an ordinary run of the same shape that never waited for the device, and
+is refused when it draws random numbers on the host. Nothing is trained by recording: the runs before it are
+ordinary steps, and recording itself computes nothing. What a step computes is in `flodl.train.on_device`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from operator import is_
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from flodl.data.batch import Batch
+from flodl.errors import TrainError
+from flodl.train.on_device import DeviceStep, Outcome
+
+__all__ = ["Captures", "CudaRecorder", "Recorder", "Refused", "flatten"]
+
+MOST_GRAPHS = 64
+DIRTY_RUNS = 2  # a first run may wait while kernels are chosen; a second one that waits is how the step is
+
+
+class Refused(Exception):
+    """A step cannot be recorded; the text says why."""
+
+
+class Recorder(Protocol):
+    """How ordinary runs are watched and steps recorded."""
+
+    def watch(self, run: Callable[[], Outcome]) -> tuple[Outcome, str | None]:
+        """Run an ordinary step; return its outcome, and what it did that a recording cannot."""
+        ...
+
+    def record(self, run: Callable[[], Outcome]) -> Callable[[], Outcome]:
+        """Return a function that does on the device what ``run`` does.
+
+        Raises:
+            Exception: it cannot be recorded; nothing has changed.
+        """
+        ...
+
+
+@dataclass
+class _Graph:
+    inputs: list[torch.Tensor]
+    replay: Callable[[], Outcome]
+
+
+class Captures:
+    """The recordings of one step function, by the structure of its batches.
+
+    Args:
+        step: what is recorded.
+        recorder: how.
+        warn: told once why steps are not recorded.
+        most: recordings at most; further shapes run as ordinary steps.
+        strict: raise where steps cannot be recorded.
+    """
+
+    def __init__(
+        self,
+        step: DeviceStep,
+        recorder: Recorder,
+        warn: Callable[[str], Any],
+        *,
+        most: int = MOST_GRAPHS,
+        strict: bool = False,
+    ) -> None:
+        self.step, self.recorder, self.warn, self.most, self.strict = step, recorder, warn, most, strict
+        self.given_up: str | None = None
+        self._told_full = False
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop all recordings: tensors that they use were replaced, or modules changed."""
+        self._graphs: dict[Any, _Graph] = {}
+        self._runs: dict[Any, int] = {}
+        self._dirty = 0
+        self._modules = list(self.step.model.modules())
+        self._parameters = list(self.step.model.parameters())
+        self._places = [p.data_ptr() for p in self._parameters]
+
+    def look_again(self) -> None:
+        """Drop all recordings if modules or the memory of parameters were exchanged."""
+        modules, parameters = list(self.step.model.modules()), list(self.step.model.parameters())
+        same = len(modules) == len(self._modules) and all(map(is_, modules, self._modules))
+        if not same or [p.data_ptr() for p in parameters] != self._places:
+            self.forget()
+
+    @property
+    def num_graphs(self) -> int:
+        """The number of recordings."""
+        return len(self._graphs)
+
+    def run(self, train_step: Callable[..., Any], batches: Sequence[Any]) -> Outcome:
+        """Return the outcome of one step, replayed where its shape has been recorded."""
+        if self.given_up is not None:
+            return self.step(train_step, batches)
+        try:
+            tensors: list[torch.Tensor] = []
+            spec = tuple(flatten(batch, tensors, getattr(train_step, "asks_num_rows", True)) for batch in batches)
+            if tensors and tensors[0].device != self.step.device:
+                raise Refused(f"batches are on {tensors[0].device} and the model is on {self.step.device}")
+            key = (spec, self._state())
+            graph = self._graphs.get(key)
+        except (Refused, TypeError) as error:
+            self._give_up(str(error))
+            return self.step(train_step, batches)
+        if graph is None:
+            graph = self._prepare(key, train_step, batches, tensors)
+            if isinstance(graph, Outcome):
+                return graph
+        torch._foreach_copy_(graph.inputs, tensors)  # pyright: ignore[reportPrivateImportUsage]
+        outcome = graph.replay()
+        # The next replay writes to the same place.
+        return replace(outcome, row=outcome.row.clone())
+
+    def _prepare(
+        self, key: Any, train_step: Callable[..., Any], batches: Sequence[Any], tensors: list[torch.Tensor]
+    ) -> _Graph | Outcome:
+        """Return a new recording, or the outcome of an ordinary step where it is too early for one."""
+        if len(self._graphs) >= self.most:
+            if not self._told_full:
+                self._told_full = True
+                self.warn(
+                    f"capture: {self.most} shapes of batches are recorded, steps of others run one operation at a "
+                    "time. Expected few shapes; use buckets, or batches of one size."
+                )
+            return self.step(train_step, batches)
+        if not self._runs.get(key):
+            outcome, fault = self.recorder.watch(lambda: self.step(train_step, batches))
+            if fault is None:
+                self._runs[key] = 1
+            else:
+                self._dirty += 1
+                if self._dirty >= DIRTY_RUNS:
+                    self._give_up(fault)
+            return outcome
+        inputs = [tensor.clone() for tensor in tensors]
+        rest = iter(inputs)
+        own = [_with(batch, rest) for batch in batches]
+        before = _host_random()
+        try:
+            replay = self.recorder.record(lambda: self.step(train_step, own))
+            if not _same_random(before, _host_random()):
+                raise Refused("the step draws random numbers on the host, which a recording would repeat")
+        except Exception as error:
+            _set_host_random(before)
+            self._give_up(f"{error}".strip().splitlines()[0] if str(error).strip() else type(error).__name__)
+            return self.step(train_step, batches)
+        graph = self._graphs[key] = _Graph(inputs, replay)
+        return graph
+
+    def _give_up(self, reason: str) -> None:
+        self.forget()
+        self.given_up = reason
+        if self.strict:
+            raise TrainError(f"capture: steps cannot be recorded, because {reason}. Leave it at 'auto'.", reason=reason)
+        self.warn(
+            f"capture: steps run one operation at a time, with the same numbers, because {reason}. "
+            "capture=False says that this is expected."
+        )
+
+    def _state(self) -> tuple[Any, ...]:
+        """Return what a recording depends on besides the batch."""
+        groups = self.step.optimizer.param_groups
+        options = tuple(
+            tuple(value for name, value in group.items() if name != "params" and not isinstance(value, torch.Tensor))
+            + (id(group["lr"]), len(group["params"]))
+            for group in groups
+        )
+        learns = bytes([p.requires_grad for p in self._parameters])
+        modes = bytes([m.training for m in self._modules])
+        return options, learns, modes
+
+
+# ---- batches as flat lists of tensors ------------------------------------------------------------------
+
+
+def flatten(value: Any, tensors: list[torch.Tensor], rows: bool = True) -> Any:
+    """Append the tensors of a batch to ``tensors`` and return everything else about it, hashable.
+
+    Args:
+        rows: whether ``num_rows`` of a `flodl.data.Batch` counts as part of it.
+
+    Raises:
+        Refused: it holds something that cannot be told apart or copied.
+    """
+    if isinstance(value, torch.Tensor):
+        if tensors and value.device != tensors[0].device:
+            raise Refused(f"a batch holds tensors on {value.device} and on {tensors[0].device}")
+        tensors.append(value)
+        return value.shape, value.dtype, value.stride()
+    if isinstance(value, Batch):
+        inner = tuple((name, flatten(part, tensors)) for name, part in value.items())
+        return "batch", inner, value.num_rows if rows else None
+    if isinstance(value, Mapping):
+        return type(value).__name__, tuple((name, flatten(part, tensors)) for name, part in value.items())
+    if isinstance(value, (list, tuple)):
+        return type(value).__name__, tuple([flatten(part, tensors) for part in value])
+    if is_dataclass(value) and not isinstance(value, type):
+        inner = tuple((f.name, flatten(getattr(value, f.name), tensors)) for f in fields(value))
+        return type(value).__name__, inner
+    if isinstance(value, (int, float, str, bool, bytes, type(None))):
+        return type(value).__name__, value
+    raise Refused(f"a batch holds a {type(value).__name__}, whose contents are not known")
+
+
+def _with(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
+    """Return ``value`` with the given tensors in place of its own."""
+    if isinstance(value, torch.Tensor):
+        return next(tensors)
+    if isinstance(value, Batch):
+        return Batch({name: _with(part, tensors) for name, part in value.items()}, value.num_rows)
+    if isinstance(value, Mapping):
+        return {name: _with(part, tensors) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        parts = [_with(part, tensors) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{f.name: _with(getattr(value, f.name), tensors) for f in fields(value)})
+    return value
+
+
+# ---- random numbers of the host ------------------------------------------------------------------------
+
+
+def _host_random() -> tuple[Any, Any, Any]:
+    return torch.get_rng_state(), np.random.get_state(), random.getstate()
+
+
+def _same_random(a: tuple[Any, Any, Any], b: tuple[Any, Any, Any]) -> bool:
+    numpy = all(np.array_equal(x, y) for x, y in zip(a[1], b[1], strict=True))
+    return bool(torch.equal(a[0], b[0])) and numpy and a[2] == b[2]
+
+
+def _set_host_random(state: tuple[Any, Any, Any]) -> None:
+    torch.set_rng_state(state[0])
+    np.random.set_state(state[1])
+    random.setstate(state[2])
+
+
+# ---- CUDA ----------------------------------------------------------------------------------------------
+
+
+class CudaRecorder:
+    """Records CUDA graphs that share one pool of memory; they are replayed one after another.
+
+    Args:
+        device: a CUDA device.
+        tune: let cuDNN time its algorithms for each shape, which is worth it where shapes come again.
+    """
+
+    def __init__(self, device: torch.device, *, tune: bool = True) -> None:
+        self.device, self.tune = device, tune
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def watch(self, run: Callable[[], Outcome]) -> tuple[Outcome, str | None]:
+        """Run a step on the stream that records, and say where it waited for the device."""
+        current = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(current)
+        mode = torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings(record=True) as seen, self._tuned(), torch.cuda.stream(self._stream):
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                outcome = run()
+            finally:
+                torch.cuda.set_sync_debug_mode(mode)
+        current.wait_stream(self._stream)
+        outcome.row.record_stream(current)
+        waits = [w for w in seen if "synchronizing CUDA operation" in str(w.message)]
+        for other in seen:
+            if other not in waits:
+                warnings.warn_explicit(other.message, other.category, other.filename, other.lineno)
+        if not waits:
+            return outcome, None
+        return outcome, f"it waits for the device at {waits[0].filename}:{waits[0].lineno}"
+
+    def record(self, run: Callable[[], Outcome]) -> Callable[[], Outcome]:
+        """Return the replay of a new CUDA graph."""
+        graph = torch.cuda.CUDAGraph()
+        current = torch.cuda.current_stream(self.device)
+        generator = torch.cuda.default_generators[self.device.index or 0]
+        kept = generator.clone_state()
+        try:
+            # Other threads copy batches and allocate meanwhile; only this one is held to the rules of recording.
+            with (
+                self._tuned(),
+                torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+            ):
+                outcome = run()
+        except BaseException:
+            torch.cuda.set_stream(current)
+            with contextlib.suppress(Exception):
+                # A recording that broke may leave its allocations open, and memory would never be freed.
+                torch._C._cuda_endAllocateToPool(self.device.index or 0, self._pool)  # pyright: ignore
+            generator.graphsafe_set_state(kept)
+            raise
+
+        def replay() -> Outcome:
+            graph.replay()
+            return outcome
+
+        return replay
+
+    @contextlib.contextmanager
+    def _tuned(self) -> Iterator[None]:
+        before = torch.backends.cudnn.benchmark
+        torch.backends.cudnn.benchmark = before or self.tune
+        try:
+            yield
+        finally:
+            torch.backends.cudnn.benchmark = before
+

@@ -1,0 +1,238 @@
+"""One optimiser step without a question to the device: what is to be decided is decided there.
+
+The arithmetic is that of `flodl.train.step` for a step whose samples are all this rank's. Whether the step counts
+(something was counted, loss and gradient are finite) is a number on the device that the fused optimiser heeds;
+the clip factor is one too, divided out inside the update. The figures come back as one row of numbers, read
+when `flodl.train.steplog` wants them. So the host never waits, and a CUDA graph can hold the whole step
+(`flodl.train.capture`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import get_total_norm
+
+from flodl.train.loss import Loss, as_loss, batch_len
+from flodl.train.precision import Precision
+
+__all__ = ["DeviceStep", "Figures", "Outcome", "make_ready", "unfit"]
+
+KINDS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+"""Optimisers whose fused kernels take a flag that says not to move, and a number to divide gradients by."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a step came to, on the host.
+
+    Attributes:
+        loss: mean loss.
+        count: items counted.
+        grad_norm: 2-norm of the gradient before clipping.
+        metrics: ``name: (sum, count)``.
+    """
+
+    loss: float
+    count: float
+    grad_norm: float
+    metrics: dict[str, tuple[float, float]]
+
+    @property
+    def fault(self) -> str | None:
+        """What is not finite, ``"loss"`` or ``"gradient"``; None when the step is sound, or counted nothing."""
+        if not self.count:
+            return None
+        return "loss" if not math.isfinite(self.loss) else None if math.isfinite(self.grad_norm) else "gradient"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step came to, still on the device.
+
+    Attributes:
+        row: its figures, ``(3 + 2 * metrics,)`` at most; loss and norm first.
+        count: items counted, where that is known on the host; else it is in the row.
+        metrics: names, and for each whether its sum and its count are in the row, or the number itself.
+        moved: whether there was any gradient.
+    """
+
+    row: torch.Tensor
+    count: float | None
+    metrics: tuple[tuple[str, float | None, float | None], ...] = ()
+    moved: bool = True
+
+    def read(self, values: Sequence[float]) -> Figures:
+        """Return the figures of a row that has come to the host."""
+        rest = iter(values[2:])
+        count = self.count if self.count is not None else next(rest)
+        metrics = {
+            name: (total if total is not None else next(rest), number if number is not None else next(rest))
+            for name, total, number in self.metrics
+        }
+        return Figures(values[0], count if self.moved else 0.0, values[1], metrics)
+
+
+def unfit(optimizer: torch.optim.Optimizer) -> str | None:
+    """Return why the optimiser cannot decide on the device, as half a sentence; None when it can."""
+    kind = type(optimizer)
+    if kind not in KINDS:
+        return f"{kind.__name__} has no fused kernel that can be told to leave a step out"
+    for group in optimizer.param_groups:
+        if group.get("fused") is False or group.get("foreach") or group.get("differentiable"):
+            return f"{kind.__name__} was asked for another kernel than the fused one"
+        if kind is torch.optim.SGD and group.get("momentum") and group.get("dampening"):
+            return "SGD with dampening treats its first step apart"
+        if any(not p.is_floating_point() or p.is_sparse for p in group["params"]):
+            return "a parameter is not dense and floating-point"
+    return None
+
+
+def make_ready(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Choose fused kernels and rates on the device, as options of the optimiser's groups; in place."""
+    for group in optimizer.param_groups:
+        group["fused"], group["foreach"] = True, False
+        if "capturable" in group:
+            # On a CPU the flag is refused and nothing is captured.
+            group["capturable"] = device.type == "cuda"
+        if not isinstance(group["lr"], torch.Tensor) or group["lr"].device != device:
+            group["lr"] = torch.tensor(float(group["lr"]), dtype=torch.float32, device=device)
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"] = state["step"].to(device, torch.float32)
+        if type(optimizer) is torch.optim.SGD and group["momentum"]:
+            # Zero momentum makes the first step like any other; the kernel would otherwise start from
+            # memory that a first step left out has not written.
+            for parameter in group["params"]:
+                if parameter.requires_grad and optimizer.state[parameter].get("momentum_buffer") is None:
+                    optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+
+class DeviceStep:
+    """Turns micro-batches into one update, deciding on the device.
+
+    Args:
+        model: whose parameters move.
+        optimizer: one that `unfit` has nothing against, made ready.
+        device: where the model is.
+        precision: of forward and loss; without a loss scale.
+        max_grad_norm: clip the gradient to this 2-norm.
+        sticky: after a step that is not finite none moves any more; else just that one is left out.
+        compat: as for `flodl.train.step.Step`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+        precision: Precision,
+        *,
+        max_grad_norm: float | None = None,
+        sticky: bool = True,
+        compat: str | None = None,
+    ) -> None:
+        self.model, self.optimizer, self.device, self.precision = model, optimizer, device, precision
+        self.max_grad_norm, self.sticky, self.compat = max_grad_norm, sticky, compat
+        self._found = torch.zeros((), dtype=torch.float32, device=device)
+        self._one = torch.ones((), dtype=torch.float32, device=device)
+        make_ready(optimizer, device)
+        self._rates = [group["lr"] for group in optimizer.param_groups]
+
+    def hold_rates(self) -> None:
+        """Put rates that somebody set as numbers back where the device reads them."""
+        groups = self.optimizer.param_groups
+        if len(groups) != len(self._rates):
+            make_ready(self.optimizer, self.device)
+            self._rates += [group["lr"] for group in groups[len(self._rates) :]]
+        for group, rate in zip(groups, self._rates, strict=True):
+            if group["lr"] is not rate:
+                rate.fill_(float(group["lr"]))
+                group["lr"] = rate
+
+    def __call__(self, train_step: Callable[..., Any], batches: Sequence[Any]) -> Outcome:
+        """Return the outcome of one step over ``batches``; gradients are gone afterwards.
+
+        Raises:
+            TrainError: the loss depends on no parameter, or is none.
+        """
+        alone = len(batches) == 1
+        losses: list[Loss] = []
+        values: list[torch.Tensor] = []
+        for batch in batches:
+            with self.precision.context():
+                loss = as_loss(train_step(self.model, batch), batch_len(batch))
+            loss.check_depends()
+            value = loss.as_mean() if alone or self.compat is not None else loss.as_sum()
+            value.backward()
+            losses.append(loss)
+            values.append(value.detach())
+        try:
+            with torch.no_grad():
+                return self._finish(losses, values, divided=alone or self.compat is not None)
+        finally:
+            self.optimizer.zero_grad(set_to_none=True)
+
+    def _finish(self, losses: list[Loss], values: list[torch.Tensor], *, divided: bool) -> Outcome:
+        total = values[0] if len(values) == 1 else torch.stack(values).sum()
+        count: Any = float(len(losses)) if self.compat is not None else _sum([loss.count for loss in losses])
+        parameters = [p for p in self.model.parameters() if p.requires_grad and p.grad is not None]
+        grads = [p.grad for p in parameters if p.grad is not None]
+        moved = bool(grads) and (isinstance(count, torch.Tensor) or count != 0)
+        if not divided and moved:
+            divisor = count.to(grads[0].dtype) if isinstance(count, torch.Tensor) else float(count)
+            torch._foreach_div_(grads, divisor)  # pyright: ignore[reportPrivateImportUsage]
+            total = total / count
+        norm = get_total_norm(grads) if grads else total.new_zeros(())
+        pair = torch.stack([total.to(norm.dtype), norm])
+        if moved:
+            self._update(pair, norm, count)
+        return _outcome(pair, count, moved, losses)
+
+    def _update(self, pair: torch.Tensor, norm: torch.Tensor, count: Any) -> None:
+        empty = count == 0 if isinstance(count, torch.Tensor) else None
+        if not self.sticky:
+            self._found.zero_()
+        # The mean of nothing is no fault, though it is not a number.
+        checked = pair if empty is None else torch.where(empty, 0.0, pair)
+        torch._amp_foreach_non_finite_check_and_unscale_([checked], self._found, self._one)  # pyright: ignore[reportPrivateImportUsage]
+        flags: Any = self.optimizer
+        flags.found_inf = self._found if empty is None else torch.maximum(self._found, empty.to(torch.float32))
+        if self.max_grad_norm is not None:
+            # Gradients are divided by this inside the update, instead of being multiplied in a pass of their own.
+            flags.grad_scale = ((norm + 1e-6) / self.max_grad_norm).clamp(min=1.0).to(torch.float32)
+        try:
+            self.optimizer.step()
+        finally:
+            del flags.found_inf
+            if self.max_grad_norm is not None:
+                del flags.grad_scale
+
+
+def _sum(counts: Sequence[Any]) -> Any:
+    return counts[0] if len(counts) == 1 else sum(counts[1:], counts[0])
+
+
+def _outcome(pair: torch.Tensor, count: Any, moved: bool, losses: Sequence[Loss]) -> Outcome:
+    further: list[torch.Tensor] = []
+
+    def kept(value: Any) -> float | None:
+        if not isinstance(value, torch.Tensor):
+            return float(value)
+        further.append(value.detach().reshape(()).to(pair.device, torch.float64))
+        return None
+
+    known = kept(count)
+    metrics = []
+    for name in dict.fromkeys(name for loss in losses for name in loss.metrics):
+        parts = [loss.metrics[name] for loss in losses if name in loss.metrics]
+        metrics.append((name, kept(_sum([part[0] for part in parts])), kept(_sum([part[1] for part in parts]))))
+    row = torch.cat([pair.to(torch.float64), torch.stack(further)]) if further else pair
+    return Outcome(row, known, tuple(metrics), moved)
+

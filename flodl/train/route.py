@@ -1,0 +1,77 @@
+"""How the steps of a run are carried out: recorded and replayed, decided on the device, or step by step on the host.
+
+What each of these computes is in `flodl.train.capture`, `flodl.train.on_device` and `flodl.train.step`. Recorded
+are runs of `Trainer.builder` on a CUDA device in float32, TF32 or bfloat16 with Adam, AdamW or SGD, on one rank
+or on ranks that step on their own (Cadence, Async). All others ask the device once a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from flodl.distributed.policy import Sync
+from flodl.errors import TrainError
+from flodl.train.capture import CudaRecorder, Recorder
+
+if TYPE_CHECKING:
+    from flodl.train.settings import Settings
+    from flodl.train.trainer import Trainer
+
+__all__ = ["choose_route", "compiled"]
+
+CHOICES = ("auto", True, False)
+
+
+def make_recorder(device: torch.device, settings: Settings) -> Recorder | None:
+    """Return what records steps on this device; None where nothing does."""
+    if device.type != "cuda":
+        return None
+    return CudaRecorder(device, tune=not settings.deterministic)
+
+
+def choose_route(trainer: Trainer) -> None:
+    """Have the steps of ``trainer`` carried out the fastest way that its settings and device allow.
+
+    Raises:
+        TrainError: ``capture`` is none of its values, or True where nothing can be recorded.
+    """
+    settings, device = trainer.settings, trainer.ranks.device
+    if settings.capture not in CHOICES:
+        raise TrainError(
+            f"capture: found {settings.capture!r}, expected 'auto', True or False.", found=settings.capture
+        )
+    recorder = make_recorder(device, settings)
+    reason = f"the device is a {device.type}, and CUDA devices record graphs" if recorder is None else None
+    if reason is None:
+        reason = trainer.step_.decide_on_device(
+            recorder if settings.capture is not False else None,
+            trainer._warn,
+            deferred=isinstance(trainer.policy, Sync),
+            strict=settings.capture is True,
+        )
+    if reason is None or settings.capture is False:
+        return
+    if settings.capture is True:
+        raise TrainError(f"capture: steps cannot be recorded, because {reason}. Leave it at 'auto'.", reason=reason)
+    if recorder is not None:
+        trainer._warn(f"capture: steps run one operation at a time, because {reason}")
+
+
+def compiled(model: nn.Module) -> Callable[[], Any]:
+    """Have ``torch.compile`` translate the model, or the graph that it holds as ``graph``; return what undoes it."""
+    inner = getattr(model, "graph", model)
+    target = inner if isinstance(inner, nn.Module) else model
+    # Buckets are shapes of their own: a second one makes a version for any size, and then no more are made.
+    before = torch._dynamo.config.recompile_limit
+    torch._dynamo.config.recompile_limit = max(before, 64)
+    target.compile()
+
+    def undo() -> None:
+        target._compiled_call_impl = None
+        torch._dynamo.config.recompile_limit = before
+
+    return undo

@@ -1,0 +1,167 @@
+"""What is told of steps: at once, or in windows while their figures travel from the device.
+
+A step that was decided on the device leaves a row of numbers there. Rows are kept until a window is full, then
+brought over in one copy that nobody waits for; the window is told when it has arrived, its steps in order.
+Whoever needs all figures now (the end of an epoch, an evaluation, a checkpoint) calls `settle`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from flodl.train.events import Events, StepDone, Warned
+from flodl.train.on_device import Outcome
+from flodl.train.step import StepResult, not_finite
+from flodl.train.tally import Tally
+
+__all__ = ["StepLog"]
+
+
+@dataclass
+class _Entry:
+    """One step as the host knows it."""
+
+    result: StepResult
+    outcome: Outcome | None
+    step: int
+    epoch: int
+    lr: float
+    wall_ms: float
+    at_s: float = field(default_factory=time.monotonic)
+
+
+class StepLog:
+    """Tells steps to the tally and to subscribers.
+
+    Args:
+        events: who is told.
+        every: steps in a window.
+        on_nan: ``"stop"`` raises when a step is told that was not finite.
+    """
+
+    def __init__(self, events: Events, *, every: int, on_nan: str) -> None:
+        self.events, self.every, self.on_nan = events, max(1, every), on_nan
+        self._open: list[_Entry] = []
+        self._sent: deque[_Window] = deque()
+        self._start: torch.cuda.Event | None = None
+
+    def note(
+        self, tally: Tally, result: StepResult, *, step: int, epoch: int, lr: float, wall_ms: float
+    ) -> None:
+        """Take in one step, and tell what is known.
+
+        Raises:
+            TrainError: a step that is told now was not finite.
+        """
+        outcome = result.outcome
+        entry = _Entry(result, outcome, step, epoch, lr, wall_ms)
+        if outcome is None:
+            self._tell(tally, entry)
+            return
+        self._open.append(entry)
+        if len(self._open) >= self.every:
+            self._send()
+        while self._sent and self._sent[0].arrived():
+            self._tell_window(tally, self._sent.popleft())
+
+    def begin(self, device: torch.device) -> None:
+        """Be told that a step begins, to know how long the device takes."""
+        if self._start is None and device.type == "cuda":
+            self._start = torch.cuda.Event(enable_timing=True)
+            self._start.record()
+
+    def settle(self, tally: Tally) -> None:
+        """Tell all steps, waiting for the device.
+
+        Raises:
+            TrainError: one of them was not finite.
+        """
+        if self._open:
+            self._send()
+        while self._sent:
+            self._tell_window(tally, self._sent.popleft())
+        self._start = None  # what comes between two windows is no step
+
+    def _send(self) -> None:
+        window = _Window(self._open, self._start)
+        self._open = []
+        self._start = window.end
+        self._sent.append(window)
+
+    def _tell_window(self, tally: Tally, window: _Window) -> None:
+        for entry, values, compute_ms in window.read():
+            assert entry.outcome is not None
+            stop = partial(not_finite, self.events.rank, entry.step) if self.on_nan == "stop" else None
+            entry.result.settle(entry.outcome.read(values), compute_ms, raising=stop)
+            self._tell(tally, entry)
+
+    def _tell(self, tally: Tally, entry: _Entry) -> None:
+        result, rank = entry.result, self.events.rank
+        tally.add(result, entry.wall_ms)
+        if not result.applied:
+            message = f"step {entry.step}: not applied, {result.reason}"
+            self.events.emit(Warned(rank=rank, step=entry.step, message=message))
+        if not self.events.wanted(StepDone):
+            return
+        self.events.emit(
+            StepDone(
+                at_s=entry.at_s,
+                rank=rank,
+                step=entry.step,
+                epoch=entry.epoch,
+                loss=result.loss,
+                count=result.count,
+                samples=result.samples,
+                lr=entry.lr,
+                grad_norm=result.grad_norm,
+                compute_ms=result.compute_ms,
+                wall_ms=entry.wall_ms if entry.outcome is None else result.compute_ms,
+                skipped=not result.applied,
+                metrics={name: total / count for name, (total, count) in result.metrics.items() if count},
+            )
+        )
+
+
+class _Window:
+    """Steps whose figures travel together."""
+
+    def __init__(self, entries: list[_Entry], start: torch.cuda.Event | None) -> None:
+        self.entries, self.start = entries, start
+        rows = [entry.outcome.row for entry in entries if entry.outcome is not None]
+        self.widths = [row.numel() for row in rows]
+        if any(row.dtype != rows[0].dtype for row in rows):
+            rows = [row.to(torch.float64) for row in rows]
+        flat = torch.cat(rows)
+        self.end: torch.cuda.Event | None = None
+        if flat.is_cuda:
+            self.values = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
+            self.values.copy_(flat, non_blocking=True)
+            self.end = torch.cuda.Event(enable_timing=True)
+            self.end.record()
+        else:
+            self.values = flat
+
+    def arrived(self) -> bool:
+        """Return whether the figures are here."""
+        return self.end is None or self.end.query()
+
+    def read(self) -> Iterator[tuple[_Entry, list[float], float]]:
+        """Yield each step, its figures and the mean time that the device took for a step, waiting for them."""
+        compute_ms = 0.0
+        if self.end is not None:
+            self.end.synchronize()
+            if self.start is not None:
+                compute_ms = self.start.elapsed_time(self.end) / len(self.entries)
+        else:
+            compute_ms = sum(entry.wall_ms for entry in self.entries) / len(self.entries)
+        values, place = self.values.tolist(), 0
+        for entry, width in zip(self.entries, self.widths, strict=True):
+            yield entry, values[place : place + width], compute_ms
+            place += width
+
