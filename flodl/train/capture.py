@@ -174,14 +174,14 @@ class Captures:
     def _state(self) -> tuple[Any, ...]:
         """Return what a recording depends on besides the batch."""
         groups = self.step.optimizer.param_groups
-        options = tuple(
-            tuple(value for name, value in group.items() if name != "params" and not isinstance(value, torch.Tensor))
-            + (id(group["lr"]), len(group["params"]))
-            for group in groups
-        )
+        options = tuple([(_plain(group), id(group["lr"]), len(group["params"])) for group in groups])
         learns = bytes([p.requires_grad for p in self._parameters])
         modes = bytes([m.training for m in self._modules])
         return options, learns, modes
+
+
+def _plain(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple([v for name, v in group.items() if name != "params" and not isinstance(v, torch.Tensor)])
 
 
 # ---- batches as flat lists of tensors ------------------------------------------------------------------
@@ -323,4 +323,3 @@ class CudaRecorder:
             yield
         finally:
             torch.backends.cudnn.benchmark = before
-

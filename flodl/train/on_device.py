@@ -235,4 +235,3 @@ def _outcome(pair: torch.Tensor, count: Any, moved: bool, losses: Sequence[Loss]
         metrics.append((name, kept(_sum([part[0] for part in parts])), kept(_sum([part[1] for part in parts]))))
     row = torch.cat([pair.to(torch.float64), torch.stack(further)]) if further else pair
     return Outcome(row, known, tuple(metrics), moved)
-

@@ -65,7 +65,9 @@ class StepResult:
     metrics: dict[str, tuple[float, float]] = field(default_factory=dict)
     outcome: Outcome | None = None
 
-    def settle(self, figures: Figures, compute_ms: float, *, raising: Callable[[str, float], TrainError] | None) -> None:
+    def settle(
+        self, figures: Figures, compute_ms: float, *, raising: Callable[[str, float], TrainError] | None
+    ) -> None:
         """Take in the figures that came from the device.
 
         Args:

@@ -51,9 +51,7 @@ class StepLog:
         self._sent: deque[_Window] = deque()
         self._start: torch.cuda.Event | None = None
 
-    def note(
-        self, tally: Tally, result: StepResult, *, step: int, epoch: int, lr: float, wall_ms: float
-    ) -> None:
+    def note(self, tally: Tally, result: StepResult, *, step: int, epoch: int, lr: float, wall_ms: float) -> None:
         """Take in one step, and tell what is known.
 
         Raises:
@@ -164,4 +162,3 @@ class _Window:
         for entry, width in zip(self.entries, self.widths, strict=True):
             yield entry, values[place : place + width], compute_ms
             place += width
-
