@@ -132,7 +132,8 @@ def name_fault(name: str, max_chars: int = 1_024) -> str:
     if len(name) > max_chars:
         return f"has {len(name)} characters, expected at most {max_chars}"
     # Control characters and line separators could forge log lines; lone surrogates are not UTF-8.
-    if any(unicodedata.category(char) in ("Cc", "Cs", "Zl", "Zp") for char in name):
+    plain = name.isascii() and name.isprintable()
+    if not plain and any(unicodedata.category(char) in ("Cc", "Cs", "Zl", "Zp") for char in name):
         return "holds a control character, a line separator or a lone surrogate"
     return ""
 

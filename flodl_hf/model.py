@@ -329,11 +329,17 @@ def tie_tensors(graph: Graph, ties: Iterable[Any]) -> None:
         setattr(graph.get_submodule(module), leaf, graph.get_parameter(tie.kept))
 
 
-def assign(graph: Graph, tensors: Mapping[str, Tensor]) -> None:
-    """Give each named parameter its tensor, without a copy."""
+def assign(graph: Graph, tensors: Mapping[str, Tensor], owners: Mapping[str, nn.Module] | None = None) -> None:
+    """Give each named parameter its tensor, without a copy.
+
+    Args:
+        graph: whose parameters.
+        tensors: by parameter name.
+        owners: the graph's modules by name, for callers with many tensors.
+    """
     for name, tensor in tensors.items():
         module, _, leaf = name.rpartition(".")
-        owner = graph.get_submodule(module)
+        owner = graph.get_submodule(module) if owners is None else owners[module]
         if leaf not in owner._parameters:
             raise CheckpointError(f"{name} is not a parameter of the model", name=name)
         setattr(owner, leaf, nn.Parameter(tensor, requires_grad=tensor.is_floating_point()))

@@ -7,7 +7,9 @@ model is handed out only when all of it is there. What was read is remembered as
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -156,6 +158,38 @@ def load_model(
     """Return the filled model; see `EncoderModel.from_pretrained` for arguments and errors."""
     head = model_class.head
     wanted, attention = dtype_of(dtype), attention_name(attention)
+    with _without_collecting():
+        return _load(
+            model_class, name_or_path, head, hub, wanted, device, attention, labels, problem_type, ignore_config_keys,
+            mapped,
+        )  # fmt: skip
+
+
+@contextmanager
+def _without_collecting() -> Iterator[None]:
+    """Put garbage collection off: thousands of new objects, none of them garbage, would set off full sweeps."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _load(
+    model_class: type[ModelT],
+    name_or_path: str | Path,
+    head: str,
+    hub: Mapping[str, Any],
+    wanted: torch.dtype | None,
+    device: torch.device | str | None,
+    attention: str,
+    labels: Sequence[str] | None,
+    problem_type: str | None,
+    ignore_config_keys: Sequence[str],
+    mapped: bool | None,
+) -> ModelT:
     root, commit = resolve_folder(name_or_path, hub, MODEL_FILES)
     folder = transformer_folder(root)
     config = read_config_file(folder, ignore_config_keys)
@@ -277,10 +311,11 @@ def fill(graph: Graph, plan: Plan, values: dict[str, Tensor], dtype: torch.dtype
     users: dict[str, int] = {}
     for name in plan.placed.values():
         users[name] = users.get(name, 0) + 1
+    owners = dict(graph.named_modules(remove_duplicate=False))
     for ours, name in plan.placed.items():
         users[name] -= 1
         tensor = values[name] if users[name] else values.pop(name)
-        assign(graph, {ours: cast(tensor, dtype)})
+        assign(graph, {ours: cast(tensor, dtype)}, owners)
 
 
 def settle_ties(plan: Plan, values: Mapping[str, Tensor], report: LoadReport) -> list[Any]:

@@ -8,7 +8,6 @@ first tokens alone. Kernels are in `cpu_products`; when a graph is made and rema
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache, partial
 from typing import TYPE_CHECKING
 

@@ -134,13 +134,15 @@ class Vocabulary:
         Raises:
             TokenizerError: naming the tokens with the highest ids (``worst``: pairs of id and token).
         """
-        ids = {i: token for token, i in self.get_vocab().items()}
+        vocabulary = self.get_vocab()
         # A template may hold ids that the vocabulary does not.
-        for encoding in (*self._backend.encodings([""]), *self._backend.encodings([""], [""])):
-            for i, token in zip(encoding.ids, encoding.tokens, strict=True):
-                ids.setdefault(i, token)
-        worst = sorted(((i, token) for i, token in ids.items() if i >= vocab_rows), reverse=True)
-        if worst:
+        framed = (*self._backend.encodings([""]), *self._backend.encodings([""], [""]))
+        if max((*vocabulary.values(), *(i for encoding in framed for i in encoding.ids)), default=-1) >= vocab_rows:
+            ids = {i: token for token, i in vocabulary.items()}
+            for encoding in framed:
+                for i, token in zip(encoding.ids, encoding.tokens, strict=True):
+                    ids.setdefault(i, token)
+            worst = sorted(((i, token) for i, token in ids.items() if i >= vocab_rows), reverse=True)
             listed = capped([f"id {i}: {printable(token, 60)}" for i, token in worst], limit=5)
             raise TokenizerError(
                 f"{self._folder}: {len(worst)} of {len(ids)} tokens have ids for which the embedding has "
