@@ -163,9 +163,10 @@ def item_of(choice: Choice) -> Callable[[Mapping[str, Any]], Any]:
     def text(values: Mapping[str, Any], column: str) -> str:
         value = values.get(column)
         if not isinstance(value, str):
+            if column not in values:
+                raise RowFault(f"found no column {column!r}, expected one with a text")
             found = "nothing" if value is None else type(value).__name__
-            missing = "" if column in values else ", a column that the row lacks"
-            raise RowFault(f"column {column!r}: found {found}{missing}, expected a text")
+            raise RowFault(f"column {column!r}: found {found}, expected a text")
         if not value.strip():
             raise RowFault(f"column {column!r}: the text is empty")
         return value

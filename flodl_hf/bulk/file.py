@@ -124,13 +124,16 @@ def predict_file(
     with ExitStack() as stack:
         stack.callback(rows.close)
         plan = make_plan(model, rows, path, kind, parts, said, on_error, part_rows, options)
+        if rank.world == 1:
+            stack.callback(parts.drop_if_empty)
         before = {r: parts.told(r) for r in range(rank.world) if r != rank.rank}
         if rank.rank == 0:
             parts.begin(plan.identity, replace=restart)
         elif not parts.join(plan.identity):
             return FileResult(out)
         if len(names) > 1:
-            started.append(Workers({**job, "model": os.fspath(job["model"])}, names))
+            paths = {name: os.fspath(job[name]) for name in ("model", "source", "target")}
+            started.append(Workers({**job, **paths}, names))
             stack.callback(started[0].stop)
         run = Run(
             plan, rank, parts, rows,

@@ -96,8 +96,10 @@ class Parts:
                 "which replaces it",
                 path=str(self.target),
             )
-        if manifest is not None:
+        if manifest is not None and self._has_parts():
             self._compare(manifest, identity)
+        elif manifest is not None:
+            manifest = None  # nothing was finished, so there is nothing to go on from
         content = {**identity, "replace": replace if manifest is None else manifest["replace"]}
         with self.writing():
             self.folder.mkdir(exist_ok=True)
@@ -113,7 +115,7 @@ class Parts:
             PredictError: the folder is of another run, or does not come.
         """
         until = time.monotonic() + wait_s
-        while (manifest := self.known()) is None:
+        while (manifest := self.known()) is None or (self._parted(manifest, identity) and not self._has_parts()):
             if time.monotonic() > until:
                 if self.target.exists():
                     return False
@@ -126,11 +128,23 @@ class Parts:
         self._compare(manifest, identity)
         return True
 
-    def _compare(self, manifest: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+    def drop_if_empty(self) -> None:
+        """Remove the folder if nothing was finished in it."""
+        if (self.folder / MANIFEST).exists() and not self._has_parts():
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _has_parts(self) -> bool:
+        return next(self.folder.glob("part-*.json"), None) is not None
+
+    def _parted(self, manifest: Mapping[str, Any], identity: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
         parted = differences({k: v for k, v in manifest.items() if k != "replace"}, identity)
         if set(parted) == {"options.on_error"} and parted["options.on_error"] == ("stop", "skip"):
             # Parts that were finished under "stop" hold no faulty row, and are what "skip" would have written.
-            return
+            return {}
+        return parted
+
+    def _compare(self, manifest: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+        parted = self._parted(manifest, identity)
         if parted:
             lines = [f"{name}: begun with {was!r}, now {now!r}" for name, (was, now) in parted.items()]
             raise PredictError(
@@ -177,7 +191,11 @@ class Parts:
         with self.writing():
             (self.folder / JOINING).touch()
             write_atomically(self.target, writer.joined(self._data(number) for number in range(count)))
-        shutil.rmtree(self.folder, ignore_errors=True)
+        # Out of the way first: a pulse may write into the folder while it is being emptied.
+        gone = self.folder.with_name(f".{self.folder.name[:200]}.{os.getpid()}.gone")
+        with suppress(OSError):
+            self.folder.rename(gone)
+            shutil.rmtree(gone, ignore_errors=True)
 
     def writing(self) -> _Writing:
         """Return a context that turns failures of the disk into errors that say what is left."""

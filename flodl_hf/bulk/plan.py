@@ -74,7 +74,7 @@ def make_plan(
     answerer = answerer_for(model, choice, options)
     writer = writer_for(
         kind, choice.keep, answerer.columns,
-        with_errors=on_error == "null", names=names, types=rows.types, first=first,
+        with_errors=on_error == "null", lead=said.id_column, names=names, types=rows.types, first=first,
     )  # fmt: skip
     if rows.types is not None:
         rows.want(list(dict.fromkeys((*choice.read, *(choice.keep or ())))))

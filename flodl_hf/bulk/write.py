@@ -81,6 +81,7 @@ def writer_for(
     answer: Mapping[str, Kind],
     *,
     with_errors: bool,
+    lead: str | None,
     names: Sequence[str],
     types: Mapping[str, Any] | None,
     first: Sequence[Row],
@@ -92,6 +93,7 @@ def writer_for(
         keep: columns of the input that are kept; None for whatever a row has.
         answer: columns of the answer.
         with_errors: add a column that says why a row has no answer.
+        lead: the column that comes first, where a row's own columns are kept.
         names: columns of the input's first rows.
         types: Arrow types of the input's columns, where it has some.
         first: the first rows, whose values decide the types where nothing else does.
@@ -109,8 +111,8 @@ def writer_for(
             problems=taken,
         )
     if format == "jsonl":
-        return _JsonLines(keep, answer, added)
-    columns = tuple(names) if keep is None else keep
+        return _JsonLines(keep, answer, added, lead)
+    columns = tuple(sorted(names, key=lambda name: name != lead)) if keep is None else keep
     if format == "parquet":
         return _Tables(columns, answer, added, keep is None, types, first)
     return _Cells(columns, answer, added, keep is None, "," if format == "csv" else "\t")
@@ -196,8 +198,10 @@ def _strays(values: Mapping[str, Any], columns: Sequence[str]) -> None:
 class _JsonLines:
     """One object a line."""
 
-    def __init__(self, keep: tuple[str, ...] | None, answer: Mapping[str, Kind], added: Mapping[str, Kind]) -> None:
-        self._keep, self._added = keep, added
+    def __init__(
+        self, keep: tuple[str, ...] | None, answer: Mapping[str, Kind], added: Mapping[str, Kind], lead: str | None
+    ) -> None:
+        self._keep, self._added, self._lead = keep, added, lead
         self._parts = [(f'"{name}": ', json_of(kind)) for name, kind in answer.items()]
         self._nothing = [f'"{name}": null' for name in answer]
         self._with_errors = ERROR in added
@@ -210,6 +214,8 @@ class _JsonLines:
         elif not self._added.keys().isdisjoint(values):
             again = [name for name in values if name in self._added]
             raise RowFault(f"the row has a column {again[0]!r}, which is the answer's name; keep named columns")
+        elif self._lead in values:
+            values = {self._lead: values[self._lead], **values}
         text = _encode(values)[1:-1]
         _bytes(text)
         return text

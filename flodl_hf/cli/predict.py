@@ -1,18 +1,31 @@
-"""``flodl-hf predict``: texts in, answers out, for whatever task the checkpoint was written for."""
+"""``flodl-hf predict``: texts in, answers out, for whatever task the checkpoint was written for.
+
+Texts of the command line and of standard input are answered here; a file of them (``--in``, ``--out``) is
+`flodl_hf.bulk`'s.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from typing import Annotated, Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from flodl.errors import PredictError
-from flodl_hf.cli.shared import Json, Local, Model, Revision, plain, reporting, say
+from flodl_hf.cli.shared import Json, Local, Model, Revision, emit_json, plain, progress, reporting, say
+
+if TYPE_CHECKING:
+    from flodl_hf.bulk import FileResult, Progress
 
 NAME = "predict"
+FILES = "A file of texts"
+
+
+def _file_option(*names: str, says: str, **more: Any) -> Any:
+    return typer.Option(*names, help=says, rich_help_panel=FILES, **more)
 
 
 @reporting
@@ -24,30 +37,106 @@ def command(
     question: Annotated[
         str | None, typer.Option("--question", "-q", help="The question, for question answering.")
     ] = None,
+    query: Annotated[
+        str | None, typer.Option("--query", help="Order texts by how well they fit this, with a model of one label.")
+    ] = None,
     head: Annotated[
         str, typer.Option(help="auto (what the file was written for), base, seqcls, tokcls, qa or mlm.")
     ] = "auto",
-    top_k: Annotated[int | None, typer.Option(help="Most answers for each text.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Most answers for each text.", min=1)] = None,
+    threshold: Annotated[float | None, typer.Option(help="Least score of a label, for classes.")] = None,
+    aggregation: Annotated[
+        str | None, typer.Option(help="What carries an entity's label: first, average, max, simple or none.")
+    ] = None,
+    no_answer: Annotated[
+        bool, typer.Option("--no-answer", help="Allow 'there is no answer', for question answering.")
+    ] = False,
     strict: Annotated[
         bool, typer.Option(help="Refuse texts longer than one window instead of reading them in several.")
     ] = False,
+    source: Annotated[
+        str | None,
+        _file_option("--in", "-i", says="CSV, TSV, JSON lines, Parquet, Arrow or text file; - is standard input."),
+    ] = None,
+    out: Annotated[
+        Path | None, _file_option("--out", "-o", says="File to write: .jsonl, .csv, .tsv or .parquet.")
+    ] = None,
+    input_format: Annotated[
+        str | None, _file_option("--format", says="csv, tsv, jsonl, text, parquet or arrow; by default by the suffix.")
+    ] = None,
+    header: Annotated[
+        bool | None,
+        _file_option("--header/--no-header", says="Whether a CSV or TSV file has one; by default its looks."),
+    ] = None,
+    text_column: Annotated[str | None, _file_option("--text-column", says="Column of texts.")] = None,
+    pair_column: Annotated[
+        str | None, _file_option("--pair-column", says="Column of second texts, for models of pairs.")
+    ] = None,
+    question_column: Annotated[str | None, _file_option("--question-column", says="Column of questions.")] = None,
+    context_column: Annotated[
+        str | None, _file_option("--context-column", says="Column of texts that hold the answers.")
+    ] = None,
+    query_column: Annotated[str | None, _file_option("--query-column", says="Column of queries.")] = None,
+    id_column: Annotated[str | None, _file_option("--id-column", says="Column that is kept, and comes first.")] = None,
+    keep: Annotated[
+        str | None,
+        _file_option("--keep", says="Columns to keep: all, none, or a,b; all unless there is an --id-column."),
+    ] = None,
+    on_error: Annotated[
+        str, _file_option("--on-error", says="Rows that cannot be answered: stop, skip, or null (no answer, a reason).")
+    ] = "stop",
+    part_rows: Annotated[
+        int | None, _file_option("--part-rows", says="Rows in a part; 2,048 on a CPU, 32,768 on CUDA.", min=1)
+    ] = None,
+    restart: Annotated[
+        bool, _file_option("--restart", says="Begin anew: throw away parts and output of an earlier run.")
+    ] = False,
+    devices: Annotated[
+        str | None, _file_option("--devices", says="How many processes, or their devices: 2, or cuda:0,cuda:1.")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")] = None,
     revision: Revision = None,
     local_files_only: Local = False,
     json_output: Json = False,
 ) -> None:
-    """Predict from texts, or from the lines of standard input.
+    """Predict from texts, from the lines of standard input, or from a file (--in) to a file (--out).
 
-    Labels for texts, entities, an answer (--question), the words behind [MASK], or an embedding,
-    as the checkpoint says.
+    Labels for texts, entities, an answer (--question), the words behind [MASK], an embedding, or an order (--query), as
+    the checkpoint says. A file may have any number of rows; the same command goes on where it was ended.
     """
+    options = {"top_k": top_k, "threshold": threshold, "aggregation": aggregation}
+    options |= {"strict": strict or None, "no_answer": no_answer or None}
+    files = {
+        "format": input_format, "header": header, "text_column": text_column, "pair_column": pair_column,
+        "question_column": question_column, "context_column": context_column, "query_column": query_column,
+        "id_column": id_column, "keep": keep, "part_rows": part_rows, "devices": devices,
+    }  # fmt: skip
+    if source is not None and out is not None and not text:
+        if on_error not in ("stop", "skip", "null"):
+            _misused(f"--on-error {on_error}: expected stop, skip or null")
+        said = {name: value for name, value in files.items() if value is not None}
+        said |= {"question": question, "query": query, "on_error": on_error, "restart": restart, "head": head}
+        said |= {"device": device, "revision": revision, "local_files_only": local_files_only}
+        predict_to_file(model, source, out, {**said, **options}, json_output)
+        return
+    stray = [name for name, value in files.items() if value is not None]
+    if source is not None or out is not None:
+        _misused("--in and --out belong together, and leave no room for texts: --in FILE --out FILE")
+    if stray or restart or on_error != "stop":
+        named = [f"--{name.replace('_', '-')}" for name in stray] or ["--restart" if restart else "--on-error"]
+        _misused(f"{', '.join(named)}: needs --in FILE and --out FILE")
+
     from flodl_hf.auto import load
 
     if text is None and sys.stdin.isatty():
         say("reading texts from standard input, one a line (Ctrl-D ends)")
     texts = iter(text) if text is not None else (line.rstrip("\n") for line in sys.stdin)
     loaded = load(model, head=head, revision=revision, local_files_only=local_files_only, device=device)
-    answers = answer(loaded, texts, question=question, top_k=top_k, strict=strict)
+    answers = (
+        ranked(loaded, list(texts), query, top_k)
+        if query is not None
+        else answer(loaded, texts, question=question, options={k: v for k, v in options.items() if v is not None})
+    )
     for given, found in answers:
         if json_output:
             # One object a line, so that any number of texts can be piped on.
@@ -56,8 +145,16 @@ def command(
             typer.echo(f"{given}\n{show(found)}")
 
 
+def _misused(text: str) -> None:
+    typer.echo(text, err=True)
+    raise typer.Exit(2)
+
+
+# ---- texts ---------------------------------------------------------------------------------------------
+
+
 def answer(
-    model: Any, texts: Iterator[str], *, question: str | None, top_k: int | None, strict: bool
+    model: Any, texts: Iterator[str], *, question: str | None, options: dict[str, Any]
 ) -> Iterator[tuple[str, Any]]:
     """Yield each text with its answer, some at a time."""
     from flodl_hf.runtime.stream import WINDOW
@@ -66,16 +163,14 @@ def answer(
         if model.head == "question_answering":
             if question is None:
                 raise PredictError("predict: this checkpoint answers questions; give one with --question")
-            pairs = [(question, context) for context in chunk]
-            return model.answer_batch(pairs, top_k=top_k or 1, strict=strict)
+            return model.answer_batch([(question, context) for context in chunk], **options)
         if model.head == "masked_lm":
-            return model.fill_mask(chunk, top_k=top_k or 5)
+            return model.fill_mask(chunk, **options)
         if model.head == "base":
-            return [[round(x, 6) for x in row] for row in model.embed(chunk, strict=strict).tolist()]
-        if model.head == "token_classification":
-            return model.predict(chunk, strict=strict)
-        return model.predict(chunk, top_k=top_k, strict=strict)
+            return [[round(x, 6) for x in row] for row in model.embed(chunk, **options).tolist()]
+        return model.predict(chunk, **options)
 
+    _known(model, options)
     chunk: list[str] = []
     size = 1 if sys.stdin.isatty() else WINDOW
     for text in texts:
@@ -85,6 +180,25 @@ def answer(
             chunk = []
     if chunk:
         yield from zip(chunk, results(chunk), strict=True)
+
+
+def _known(model: Any, options: dict[str, Any]) -> None:
+    takes = {
+        "question_answering": {"top_k", "strict", "no_answer"},
+        "masked_lm": {"top_k"},
+        "base": {"strict"},
+        "token_classification": {"strict", "aggregation"},
+    }.get(model.head, {"top_k", "strict", "threshold"})
+    if wrong := [f"--{name.replace('_', '-')}" for name in options if name not in takes]:
+        raise PredictError(f"predict: this checkpoint ({model.head}) has no use for {', '.join(wrong)}", problems=wrong)
+
+
+def ranked(model: Any, texts: list[str], query: str, top_k: int | None) -> Iterator[tuple[str, Any]]:
+    """Yield the texts that fit the query, best first."""
+    if not hasattr(model, "rerank"):
+        raise PredictError("predict: --query needs a checkpoint that classifies texts, with one label")
+    for found in model.rerank(query, texts, top_k=top_k):
+        yield texts[found.index], [found]
 
 
 def show(found: Any) -> str:
@@ -102,6 +216,8 @@ def show(found: Any) -> str:
         elif hasattr(item, "label"):
             note = f"  ({item.windows} windows)" if item.windows > 1 else ""
             lines.append(f"  {item.label:<12} {item.score:.4f}{note}")
+        elif hasattr(item, "index"):
+            lines.append(f"  {item.score:.4f}  (text {item.index + 1})")
         elif hasattr(item, "token"):
             lines.append(f"  {item.token:<12} {item.score:.4f}  {item.sequence}")
         elif item.no_answer:
@@ -109,3 +225,68 @@ def show(found: Any) -> str:
         else:
             lines.append(f"  {item.text}  {item.score:.4f}  [{item.start}:{item.end}]")
     return "\n".join(lines) or "  (nothing found)"
+
+
+# ---- files ---------------------------------------------------------------------------------------------
+
+
+def predict_to_file(model: str, source: str, out: Path, said: dict[str, Any], json_output: bool) -> None:
+    """Answer a file into a file, with a bar, and leave as the signals say."""
+    from flodl.train.signals import StopSignals
+    from flodl_hf.bulk import predict_file
+    from flodl_hf.bulk.ranks import Rank
+
+    is_first = "devices" in said or Rank.from_env().rank == 0
+    with StopSignals() as signals, progress() as bar:
+        bar.disable = bar.disable or json_output or not is_first
+        result = predict_file(
+            model, source, out, **said, on_progress=_bar(bar, signals), should_stop=lambda: signals.number != 0
+        )
+    if is_first and json_output:
+        emit_json(result.to_dict())
+    elif is_first:
+        _tell(result)
+    if signals.number and not result.is_whole:
+        if is_first:
+            say(f"stopped: {result.parts} parts are kept in {out.name}.parts; run the same command again to go on")
+        raise typer.Exit(128 + signals.number)
+
+
+def _bar(bar: Any, signals: Any) -> Callable[[Progress], None]:
+    task: list[Any] = []
+    warned: list[bool] = []
+
+    def update(now: Progress) -> None:
+        if signals.number and not warned:
+            warned.append(True)
+            say("finishing this part; once more stops at once and loses it")
+        if bar.disable:
+            return
+        if not task:
+            task.append(bar.add_task("predicting", total=now.total, completed=now.done, note=""))
+        rate = 1 / max(now.seconds, 1e-9)
+        note = f"{now.rows:,} rows  {now.rows * rate:,.0f} rows/s  {now.tokens * rate:,.0f} tokens/s"
+        if now.waiting:
+            note += f"  waiting for {now.waiting} parts"
+        bar.update(task[0], completed=now.done, note=note)
+
+    return update
+
+
+def _tell(result: FileResult) -> None:
+    figures = result.to_dict()
+    if result.is_whole:
+        typer.echo(
+            f"{result.target}: {result.written:,} rows in {result.seconds:.1f} s "
+            f"({figures['rows_per_s']:,.0f} rows/s, {figures['tokens_per_s']:,.0f} tokens/s)"
+        )
+    if result.resumed:
+        say(f"{result.resumed} of {result.parts} parts were there from an earlier run")
+    if result.faulty:
+        left = result.rows - result.written
+        what = f"{left:,} left out" if left else "written without an answer"
+        say(f"{result.faulty:,} of {result.rows:,} rows could not be answered ({what}):")
+        for fault in result.faults:
+            say(f"  {fault}")
+        if result.faulty > len(result.faults):
+            say(f"  ... and {result.faulty - len(result.faults):,} more")
