@@ -30,6 +30,8 @@ class Model:
         flow: makes the graph.
         inputs: makes an input of so many rows.
         loss: gives the loss of an output against a fixed target.
+        targets: makes what the published suite learns, for so many rows; None for the input itself.
+        lr: learning rate of the published suite.
     """
 
     name: str
@@ -39,6 +41,22 @@ class Model:
     flow: Callable[[], Graph]
     inputs: Callable[[int], Tensor]
     loss: Callable[[Tensor], Tensor] = lambda output: output.square().mean()
+    targets: Callable[[int], Tensor] | None = None
+    lr: float = 1e-3
+
+    def criterion(self, output: Tensor, target: Tensor) -> Tensor:
+        """Return the loss that the published suite learns by: cross-entropy of classes, else squared error."""
+        if target.is_floating_point():
+            return nn.functional.mse_loss(output, target)
+        return nn.functional.cross_entropy(output.view(-1, output.shape[-1]), target.view(-1))
+
+    def batches(self, number: int, device: torch.device | str) -> list[tuple[Tensor, Tensor]]:
+        """Return so many batches of inputs and targets on the device."""
+        made = []
+        for _ in range(number):
+            x = self.inputs(self.batch).to(device)
+            made.append((x, x if self.targets is None else self.targets(self.batch).to(device)))
+        return made
 
 
 # 1 mlp
@@ -144,6 +162,8 @@ def gru_seq() -> Graph:
 
 
 class TransformerLayer(nn.Module):
+    need_weights = False
+
     def __init__(self) -> None:
         super().__init__()
         self.attention = nn.MultiheadAttention(512, 8, batch_first=True)
@@ -151,7 +171,7 @@ class TransformerLayer(nn.Module):
         self.up, self.act, self.down = nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.norm1(x + self.attention(x, x, x, need_weights=False)[0])
+        x = self.norm1(x + self.attention(x, x, x, need_weights=self.need_weights)[0])
         return self.norm2(x + self.down(self.act(self.up(x))))
 
 
@@ -341,15 +361,29 @@ def rows(*shape: int) -> Callable[[int], Tensor]:
     return lambda batch: torch.randn(batch, *shape)
 
 
+def words(batch: int) -> Tensor:
+    return torch.randint(8192, (batch, 128))
+
+
 MODELS: tuple[Model, ...] = (
-    Model("mlp", 16_802_816, 256, Mlp, mlp, rows(1024)),
-    Model("convnet", 3_965_028, 128, ConvNet, convnet, rows(3, 64, 64)),
-    Model("gru_seq", 1_314_048, 128, GruSequence, gru_seq, rows(50, 256)),
-    Model("transformer", 21_071_872, 32, Transformer, transformer, lambda n: torch.randint(8192, (n, 128)), token_loss),
-    Model("lstm_seq", 3_809_536, 128, LstmSequence, lstm_seq, rows(50, 256)),
+    Model("mlp", 16_802_816, 256, Mlp, mlp, rows(1024), targets=rows(1024)),
+    Model("convnet", 3_965_028, 128, ConvNet, convnet, rows(3, 64, 64), targets=rows(100)),
+    Model("gru_seq", 1_314_048, 128, GruSequence, gru_seq, rows(50, 256), targets=rows(256)),
+    Model("transformer", 21_071_872, 32, Transformer, transformer, words, token_loss, words, 1e-4),
+    Model("lstm_seq", 3_809_536, 128, LstmSequence, lstm_seq, rows(50, 256), targets=rows(256)),
     Model("conv_autoenc", 5_515_395, 64, ConvAutoencoder, conv_autoenc, rows(3, 64, 64)),
-    Model("residual_tower", 14_718_976, 256, ResidualTower, residual_tower, rows(1024)),
-    Model("gated_routing", 2_638_856, 256, GatedRouting, gated_routing, rows(512)),
-    Model("iterative_refine", 3_152_896, 256, lambda: Refine(1024, 8), lambda: refine(1024, 8), rows(1024)),
-    Model("feedback_fixed", 790_016, 128, lambda: Refine(512, 10), lambda: refine(512, 10), rows(512)),
+    Model("residual_tower", 14_718_976, 256, ResidualTower, residual_tower, rows(1024), targets=rows(1024)),
+    Model("gated_routing", 2_638_856, 256, GatedRouting, gated_routing, rows(512), targets=rows(512)),
+    Model(
+        "iterative_refine",
+        3_152_896,
+        256,
+        lambda: Refine(1024, 8),
+        lambda: refine(1024, 8),
+        rows(1024),
+        targets=rows(1024),
+    ),
+    Model(
+        "feedback_fixed", 790_016, 128, lambda: Refine(512, 10), lambda: refine(512, 10), rows(512), targets=rows(512)
+    ),
 )
