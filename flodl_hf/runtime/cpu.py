@@ -9,7 +9,7 @@ first tokens alone. Kernels are in `cpu_products`; when a graph is made and rema
 from __future__ import annotations
 
 from functools import cache, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,8 @@ def prepare_cpu(graph: Graph, precision: Precision | None) -> None:
         precision: "fp32", "bf16", "int8", or None for the weights' own dtype (fp16 is computed in fp32, and
             so is bf16 where the processor lacks it).
     """
+    if precision is None:
+        _widen(graph)
     make = _products(precision, Scratch())
     _blocks(graph, make, fused=precision in ("bf16", "int8") or _reorders())
     if precision == "int8" or _reorders():
@@ -71,6 +73,20 @@ def _product(scratch: Scratch, weight: Tensor, bias: Tensor | None) -> Product:
     return Plain(weight, bias, scratch)
 
 
+def _widen(graph: nn.Module) -> None:
+    """Give the graph float32 tensors in place of 16-bit ones that the processor cannot multiply."""
+    changed: dict[int, nn.Parameter] = {}
+    for module in graph.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or parameter.dtype not in (torch.float16, torch.bfloat16):
+                continue
+            if parameter.dtype == torch.bfloat16 and _multiplies_bf16():
+                continue
+            if id(parameter) not in changed:
+                changed[id(parameter)] = nn.Parameter(parameter.detach().float(), requires_grad=False)
+            module._parameters[name] = changed[id(parameter)]
+
+
 # --- what stands where --------------------------------------------------------------------------------
 
 
@@ -81,11 +97,11 @@ def _blocks(graph: Graph, make: MakeProduct, *, fused: bool) -> None:
             if id(child) in better:
                 setattr(module, name, better[id(child)])
             elif isinstance(child, Graph) and _is_block(child):
-                part = child.get_submodule
+                part: Any = child.get_submodule
                 better[id(child)] = block = CpuBlock(
                     part("attention"), part("attention_norm"), part("feed_forward"), part("feed_forward_norm"),
                     make, fused=fused,
-                )  # type: ignore[arg-type]  # fmt: skip
+                )  # fmt: skip
                 setattr(module, name, block)
 
 
@@ -100,6 +116,7 @@ def _is_block(graph: Graph) -> bool:
         # Graphs whose forward passes have one text share one class.
         and type(graph) is _block_class()
         and all(_is_plain(part) for part in (attention, feed_forward))
+        and not any(module._forward_hooks or module._forward_pre_hooks for module in graph.modules())
     )
 
 
@@ -110,9 +127,10 @@ def _block_class() -> type[Graph]:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Return whether the maps in a module are torch's own, with a bias and without hooks."""
-    maps = [part for part in module.modules() if isinstance(part, nn.Linear)]
-    return all(type(part) is nn.Linear and part.bias is not None and not part._forward_hooks for part in maps)
+    """Return whether the maps in a module are torch's own, with a bias."""
+    return all(
+        type(part) is nn.Linear and part.bias is not None for part in module.modules() if isinstance(part, nn.Linear)
+    )
 
 
 def _linears(graph: nn.Module, make: MakeProduct) -> None:

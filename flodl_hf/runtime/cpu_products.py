@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections.abc import Callable
 from functools import cache
 from typing import Protocol
 
@@ -82,7 +83,7 @@ class Product(Protocol):
 def activate_(x: Tensor, activation: str) -> Tensor:
     """Return the activation of ``x``, in the memory of ``x`` where that is cheaper."""
     if activation in ("gelu", "gelu_python"):
-        return torch._C._nn.gelu_(x)
+        return torch.ops.aten.gelu_(x)
     if activation == "relu":
         return torch.relu_(x)
     if activation in ("silu", "swish"):
@@ -217,9 +218,10 @@ class Whole:
         return activate_(self._scaled(x, self._bias), activation)
 
     def _scaled(self, x: Tensor, added: Tensor) -> Tensor:
-        room = self._scratch.take("quantised", *x.shape, torch.float32)
+        rows, columns = x.shape
+        room = self._scratch.take("quantised", rows, columns, torch.float32)
         scale = torch.abs(x, out=room).amax(dim=1, keepdim=True).clamp_(min=1e-30)
-        whole = self._scratch.take("whole", *x.shape, torch.int8)
+        whole = self._scratch.take("whole", rows, columns, torch.int8)
         whole.copy_(torch.mul(x, 127.0 / scale, out=room).round_())
         # Kernels multiply unsigned by signed fastest: adding 128 is turning the sign bit over.
         turned = whole.view(torch.uint8).bitwise_xor_(128)
@@ -243,8 +245,7 @@ def has_whole() -> bool:
     return _tried(lambda weight, bias: Whole(weight, bias, Scratch(), 7), torch.float32, 3e-2)
 
 
-def _tried(make: object, dtype: torch.dtype, bound: float) -> bool:
-    assert callable(make)
+def _tried(make: Callable[[Tensor, Tensor], Product], dtype: torch.dtype, bound: float) -> bool:
     # Numbers of its own, so that asking leaves the random state alone.
     numbers = torch.arange(24 * 16, dtype=torch.float32).mul_(0.37).sin_()
     x, weight, bias = numbers[:80].view(5, 16), numbers[: 24 * 16].view(24, 16), numbers[:24]
@@ -253,7 +254,7 @@ def _tried(make: object, dtype: torch.dtype, bound: float) -> bool:
     try:
         with warnings.catch_warnings(), torch.inference_mode():
             warnings.simplefilter("ignore")
-            product: Product = make(weight.to(dtype), bias.to(dtype))
+            product = make(weight.to(dtype), bias.to(dtype))
             given = x.to(dtype)
             found = [
                 (product(given), wanted),
