@@ -14,7 +14,15 @@ from pathlib import Path
 
 from flodl.errors import CheckpointError, printable
 
-__all__ = ["open_regular", "write_atomically"]
+__all__ = ["POINTER_ADVICE", "is_pointer", "open_regular", "write_atomically"]
+
+_POINTER = b"version https://git-lfs.github.com/spec/"
+POINTER_ADVICE = "a git-lfs pointer stands in place of the file; run `git lfs pull` in its folder to fetch the file"
+
+
+def is_pointer(beginning: bytes) -> bool:
+    """Return whether a file that begins so is a git-lfs pointer: a few lines of text that stand for a large file."""
+    return beginning.startswith(_POINTER)
 
 
 def open_regular(path: str | os.PathLike[str]) -> int:

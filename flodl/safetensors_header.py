@@ -21,7 +21,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from flodl.errors import CheckpointError, capped, printable
-from flodl.files import open_regular
+from flodl.files import POINTER_ADVICE, is_pointer, open_regular
 
 __all__ = ["DTYPE_BITS", "Header", "HeaderLimits", "TensorInfo", "name_fault", "read_header"]
 
@@ -159,6 +159,10 @@ class _Reader:
         head = os.pread(self.descriptor, 8, 0)
         if len(head) < 8:
             self.fail([f"{size} bytes long, expected at least 8 for the header length"])
+        if is_pointer(os.pread(self.descriptor, 64, 0)):
+            raise CheckpointError(
+                f"{printable(self.name, 400)}: {POINTER_ADVICE}", path=self.name, problems=[POINTER_ADVICE]
+            )
         (length,) = struct.unpack("<Q", head)
         if length > self.limits.max_header_bytes:
             self.fail([f"header length {length}, expected at most max_header_bytes={self.limits.max_header_bytes}"])

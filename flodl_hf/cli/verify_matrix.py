@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from flodl.errors import FlodlError, ParityError, nearest
 from flodl_hf.cli.shared import Json, emit_json, progress, reporting, say
 
 NAME = "verify-matrix"
@@ -35,16 +36,24 @@ def command(
 ) -> None:
     """Prove each cell: configuration, names, forward, gradients, training, export, predictions, precision.
 
-    Lists may be given with commas. Exit status 0 if no cell failed, 1 otherwise.
+    Lists may be given with commas. Exit status 0 if no cell failed, 1 otherwise, 2 for names that do not exist.
     """
     from flodl_hf.parity.live import live_cells
-    from flodl_hf.parity.matrix import run_matrix, select_cells
+    from flodl_hf.parity.matrix import check_names, run_matrix, select_cells
     from flodl_hf.parity.report import as_json, as_markdown, as_text, provenance
 
     if size not in ("tiny", "real"):
         typer.echo(f"--size {size}: expected tiny or real", err=True)
         raise typer.Exit(2)
-    cells = select_cells(_split(families), _split(heads), size)
+    try:
+        cells = select_cells(_split(families), _split(heads), size)
+        if wrong := [name for name in _split(checks) if name not in check_names()]:
+            near = nearest(wrong[0], check_names())
+            raise ParityError(f"no check {wrong[0]!r}{near}; expected {', '.join(check_names())}")
+    except FlodlError as fault:
+        # A name that does not exist is wrong usage, and says nothing of the matrix.
+        typer.echo(f"{type(fault).__name__}: {fault}", err=True)
+        raise typer.Exit(2) from None
     results = []
     with progress() as bar:
         task = bar.add_task("cells", total=len(cells), note="")

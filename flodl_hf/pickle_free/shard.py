@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from flodl.errors import CheckpointError, printable
-from flodl.files import open_regular
+from flodl.files import POINTER_ADVICE, is_pointer, open_regular
 from flodl_hf.checkpoint.manifest import DTYPES, SourceFile
 from flodl_hf.checkpoint.read import Extent, map_extents, read_extents
 
@@ -75,6 +75,8 @@ class BinShard:
             CheckpointError: it is damaged, or no table of tensors.
         """
         descriptor = self._open_descriptor()
+        if is_pointer(os.pread(descriptor, 64, 0)):
+            raise CheckpointError(f"{self._where}: {POINTER_ADVICE}", path=self._where, problems=[POINTER_ADVICE])
         if os.pread(descriptor, 4, 0) == b"PK\x03\x04":
             value = self._parse_archive(descriptor)
         else:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from flodl.errors import TokenizerError, printable
+from flodl.files import POINTER_ADVICE, is_pointer
 
 __all__ = ["TOKENIZER_FILES", "parse_json", "read_bytes", "read_source", "write_files"]
 
@@ -40,7 +41,8 @@ def read_bytes(path: Path, limit: int = MAX_BYTES) -> bytes:
     """Return the contents of a regular file of at most ``limit`` bytes.
 
     Raises:
-        TokenizerError: if it is missing, not a regular file (a pipe would block for ever), or too large.
+        TokenizerError: if it is missing, not a regular file (a pipe would block for ever), too large, or a git-lfs
+            pointer.
     """
     try:
         # Links are followed: the Hub's cache is made of them.
@@ -64,6 +66,8 @@ def read_bytes(path: Path, limit: int = MAX_BYTES) -> bytes:
             found=status.st_size,
             expected=limit,
         )
+    if is_pointer(data):
+        raise TokenizerError(f"{path}: {POINTER_ADVICE}", path=str(path))
     return data
 
 
