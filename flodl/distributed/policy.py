@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ __all__ = ["POLICIES", "Knobs", "LocalSteps", "Round", "Sync", "choose_policy"]
 POLICIES = ("sync", "cadence", "async")
 CALIBRATION_STEPS = 10
 REBALANCE_STEPS = 50
+STUMBLE = 5.0  # times the median of a round's steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,7 +217,8 @@ class LocalSteps:
         self._syncs: deque[float] = deque(maxlen=3)
         self._base = 0  # where the epoch's counter in the store starts
         self._claimed = 0
-        self._done, self._samples, self._ms = 0, 0, 0.0  # since the last averaging was sent or landed
+        self._samples = 0  # this and the next: since the last averaging was sent or landed
+        self._times: list[float] = []
         self._drift = self._sync_ms = 0.0
         self._ready = self._hold = self._dry = False
         self._flight: Flight | None = None
@@ -230,6 +233,16 @@ class LocalSteps:
     def speeds(self) -> tuple[float, ...]:
         """How fast ranks are in proportion, as far as is known; the same on all ranks."""
         return tuple(ratios_from_ms(self.cadence.ms))
+
+    @property
+    def _done(self) -> int:
+        return len(self._times)
+
+    @property
+    def _ms(self) -> float:
+        """The time of the steps done; one that took far longer than most (a recording, a stumble) counts for less."""
+        most = STUMBLE * median(self._times) if self._times else 0.0
+        return sum(min(ms, most) for ms in self._times)
 
     # ---- dealing turns -------------------------------------------------------------------------------
 
@@ -260,9 +273,8 @@ class LocalSteps:
     def after_step(self, turn: int, samples: int, compute_ms: float, flags: Sequence[float]) -> Round | None:
         """Be told that this rank did ``turn``; average if it is time, and return the round then."""
         self.pending.remove(turn)
-        self._done += 1
+        self._times.append(compute_ms)
         self._samples += samples
-        self._ms += compute_ms
         if self._flight is not None:
             ahead = self._done - self._sent[0]
             if self._flight.landed() or ahead >= self._lead or any(flags):
@@ -322,12 +334,12 @@ class LocalSteps:
         flight, self._flight, self._ready = self._flight, None, False
         assert flight is not None
         self.ranks.phase("averaging")
-        done, samples, ms = self._sent
+        done, samples, _ = self._sent
         flight.wait()
         wait_ms = (time.perf_counter() - begin) * 1e3
         rows, self._drift = self.mean.finish(flight, keep_progress=self._done > done)
         self._sync_ms = (time.perf_counter() - begin) * 1e3
-        self._done, self._samples, self._ms = self._done - done, self._samples - samples, self._ms - ms
+        self._times, self._samples = self._times[done:], self._samples - samples
         columns = list(zip(*rows, strict=True))
         batches = tuple(int(n) for n in columns[0])
         # Waiting for the slowest rank is no cost of communication, and the last to come did not wait. A round

@@ -165,8 +165,6 @@ class Step:
             return f"gradients are summed over {self.ranks.world} ranks"
         if self.precision.scaler is not None:
             return "float16 needs a loss scale, which the host decides"
-        if self.slowdown > 1:
-            return "a slow rank is simulated"
         reason = unfit(self.optimizer)
         if reason is not None:
             return reason
@@ -179,7 +177,7 @@ class Step:
             sticky=self.on_nan == "stop",
             compat=self.compat,
         )
-        self._deferred = deferred
+        self._deferred = deferred and self.slowdown <= 1  # a slow rank waits, so as to know how long
         self._on_device = self._device_step
         if recorder is not None:
             self.captures = Captures(self._device_step, recorder, warn, strict=strict)
@@ -192,16 +190,22 @@ class Step:
         assert self._device_step is not None
         self.ranks.phase("forward", step)
         self._device_step.hold_rates()
-        start = time.perf_counter()
+        start, graphs = time.perf_counter(), self._graphs()
         outcome = self._on_device(self.train_step, batches)
         samples = sum(batch_len(batch) for batch in batches)
         result = StepResult(math.nan, 0.0, samples, math.nan, 0.0, flags=list(flags), outcome=outcome)
         if not self._deferred:
             figures = outcome.read(outcome.row.tolist())
             spent = (time.perf_counter() - start) * 1e3
+            if self.slowdown > 1 and graphs == self._graphs():  # recording is not what a device is slow at
+                time.sleep(spent / 1e3 * (self.slowdown - 1))
+                spent *= self.slowdown
             stop = self.on_nan == "stop"
             result.settle(figures, spent, raising=partial(not_finite, self.ranks.rank, step) if stop else None)
         return result
+
+    def _graphs(self) -> int:
+        return self.captures.num_graphs if self.captures is not None else 0
 
     def run(self, batches: Sequence[Any], *, step: int = 0, flags: Sequence[float] = ()) -> StepResult:
         """Return the result of one optimiser step over ``batches``, this rank's micro-batches; may be none.
