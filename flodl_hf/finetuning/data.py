@@ -118,7 +118,7 @@ def choose_task(tables: Tables, options: Options, known: Known) -> Task:
     for name in ("labels", "problem_type", "class_weights"):
         if getattr(options, name):
             raise ConfigError(f"{name}: {task} has no labels; expected none", problems=[name])
-    return AnswerTask(columns) if task == "question_answering" else MaskedTask(columns)
+    return AnswerTask(columns) if task == "question_answering" else MaskedTask(columns, options.concatenate)
 
 
 def _columns_for(named: str, columns: Columns, row: Mapping[str, Any]) -> Columns:

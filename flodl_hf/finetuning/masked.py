@@ -1,17 +1,18 @@
-"""Words behind masks, learned from plain text: one row a line, a long line in several windows.
+"""Words behind masks, learned from plain text: one row a line, a long line in several windows; or lines end to end.
 
 What is masked is drawn anew in each epoch for training, and always alike for evaluation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from flodl.data import Columns
+from flodl.errors import ConfigError
 from flodl.metrics import Metric
 from flodl_hf.finetuning.rows import SPECIAL, EncodedRows, RowBuilder
 from flodl_hf.finetuning.step import Kind
@@ -29,9 +30,11 @@ class MaskedTask:
 
     Args:
         columns: which column holds texts.
+        concatenate: put lines end to end and cut them into full rows.
     """
 
     columns: Columns
+    concatenate: bool = False
     head: str = "masked_lm"
     kind: Kind = "words"
     labels: tuple[str, ...] | None = None
@@ -45,6 +48,10 @@ class MaskedTask:
         assert text is not None
         check_texts(examples, text, "finetune")
         builder, owner = RowBuilder(room.types), 0
+        if self.concatenate:
+            for owner, row in enumerate(_full_rows([row[text] for row in examples], tokenizer, room)):
+                builder.add(row, owner, {"words": row.words})
+            return Prepared(builder.build(), None if training else ())
         for start in range(0, len(examples), CHUNK):
             windows = tokenizer.encode_rows(
                 [row[text] for row in examples[start : start + CHUNK]],
@@ -65,6 +72,67 @@ class MaskedTask:
     def label_counts(self, rows: EncodedRows) -> None:
         """Return None: words are not weighed."""
         return
+
+
+@dataclass(frozen=True)
+class _Filled:
+    """A row of the lines' tokens between the tokens that the tokenizer puts around a text."""
+
+    ids: list[int]
+    type_ids: list[int]
+    words: list[int]
+
+
+def _full_rows(texts: Sequence[str], tokenizer: Tokenizer, room: Room) -> Iterator[_Filled]:
+    """Yield rows of exactly ``room.max_tokens``, the last one as long as it comes; every token is in one of them.
+
+    Raises:
+        ConfigError: nothing says how long a row is, or a row has no room for a token of a line.
+    """
+    frame = tokenizer.encode_rows(["a"], max_tokens=None)[0][0]
+    inside = [place for place, special in enumerate(frame.special) if not special]
+    lead, trail = list(frame.ids[: inside[0]]), list(frame.ids[inside[-1] + 1 :])
+    if room.max_tokens is None or room.max_tokens <= len(lead) + len(trail):
+        raise ConfigError(
+            f"concatenate: rows have {room.max_tokens or 'any number of'} tokens; expected more than the "
+            f"{len(lead) + len(trail)} around a text, and a bound: say max_length",
+            problems=["concatenate"],
+        )
+    size = room.max_tokens - len(lead) - len(trail)
+
+    def filled(part: list[tuple[int, int]]) -> _Filled:
+        ids = [*lead, *(token for token, _ in part), *trail]
+        words = [*([SPECIAL] * len(lead)), *(word for _, word in part), *([SPECIAL] * len(trail))]
+        return _Filled(ids, [0] * len(ids), words)
+
+    waiting: list[tuple[int, int]] = []
+    for line in _lines_end_to_end(texts, tokenizer):
+        waiting += line
+        while len(waiting) >= size:
+            yield filled(waiting[:size])
+            del waiting[:size]
+    if any(word != SPECIAL for _, word in waiting):
+        yield filled(waiting)
+
+
+def _lines_end_to_end(texts: Sequence[str], tokenizer: Tokenizer) -> Iterator[list[tuple[int, int]]]:
+    """Yield each line's tokens with their words, counted over all lines, after a separator from the line before."""
+    between = [] if tokenizer.sep_token_id is None else [(tokenizer.sep_token_id, SPECIAL)]
+    first_word, is_first = 0, True
+    for start in range(0, len(texts), CHUNK):
+        for (row,) in tokenizer.encode_rows(texts[start : start + CHUNK], max_tokens=None, add_special_tokens=False):
+            if not len(row.ids):
+                continue
+            line: list[tuple[int, int]] = [] if is_first else list(between)
+            last = None
+            for token, word in zip(row.ids, row.word_ids, strict=True):
+                # A token that is in no word is a word of its own.
+                first_word += word is None or word != last
+                line.append((token, first_word))
+                last = word
+            is_first = False
+            first_word += 1
+            yield line
 
 
 def _words(row: object) -> list[int]:

@@ -92,6 +92,7 @@ class Options:
     keep_best: bool = _opt(True, "End with the best model instead of the last.")
     early_stopping: int | None = _opt(None, "Stop after so many evaluations without a better figure.", least=1)
 
+    concatenate: bool = _opt(False, "mlm: put lines end to end, with a separator between, and cut them into full rows.")
     whole_words: bool = _opt(False, "mlm: mask whole words.")
     mask_probability: float = _opt(0.15, "mlm: share of the tokens that are masked.", least=0.0, most=1.0)
     mask_padding: bool = _opt(
@@ -161,6 +162,7 @@ class FinetuneOptions(TypedDict, total=False):
     metric: str | None
     keep_best: bool
     early_stopping: int | None
+    concatenate: bool
     whole_words: bool
     mask_probability: float
     mask_padding: bool

@@ -132,6 +132,42 @@ def test_masks_change_with_the_epoch_and_not_with_the_batch(base: Path) -> None:
         assert all((label != -100) == (int(w) in chosen) for w, label in zip(row["words"], line, strict=True))
 
 
+@pytest.mark.parametrize("length", [5, 9, 24])
+@pytest.mark.parametrize("count", [1, 64])
+def test_lines_end_to_end_fill_every_row_and_lose_nothing(length: int, count: int, base: Path) -> None:
+    rows = [{"text": "  "}, *lines(count), {"text": "\t"}]
+    planned = job(base, rows, task="mlm", concatenate=True, max_length=length)
+    tokenizer = planned.model.tokenizer
+    cls, sep = tokenizer.cls_token_id, tokenizer.sep_token_id
+    plain = [tokenizer.encode(row["text"], add_special_tokens=False) for row in rows]
+    wanted = [token for line in plain if line for token in (*line, sep)][:-1]
+    found = [planned.rows.get(i)["input_ids"].tolist() for i in range(len(planned.rows))]
+    assert [len(row) for row in found[:-1]] == [length] * (len(found) - 1)
+    assert 2 < len(found[-1]) <= length
+    assert all((row[0], row[-1]) == (cls, sep) for row in found)
+    assert [token for row in found for token in row[1:-1]] == wanted
+    # Words are apart: whole words can be masked, and separators cannot.
+    words = [planned.rows.get(i)["words"].tolist() for i in range(len(planned.rows))]
+    for row, line in zip(found, words, strict=True):
+        assert [w == -1 for w in line] == [True, *(token == sep for token in row[1:-1]), True]
+    spoken = [word for line in words for word in line if word != -1]
+    assert spoken == sorted(spoken)
+    of_a_text = [tokenizer.encode_rows([r["text"]], add_special_tokens=False)[0][0].word_ids for r in rows]
+    assert len(set(spoken)) == sum(len(set(line)) for line in of_a_text)
+
+
+def test_lines_end_to_end_need_a_length_that_leaves_room(base: Path) -> None:
+    from flodl.data import Columns
+    from flodl_hf.finetuning.masked import MaskedTask
+    from flodl_hf.finetuning.task import Room
+
+    task = MaskedTask(Columns(task="masked-lm", text="text"), concatenate=True)
+    tokenizer = job(base, lines()).model.tokenizer
+    for bound in (None, 2):
+        with pytest.raises(ConfigError, match="say max_length"):
+            task.prepare(lines(), tokenizer, Room(bound, None, True), training=True)
+
+
 # ---- what is read off the data ----------------------------------------------------------------------------
 
 
