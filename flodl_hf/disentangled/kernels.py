@@ -30,7 +30,7 @@ _ROUNDS = tl.constexpr(7)
 
 
 @triton.jit
-def _text(offsets, ends, text, longest, PACKED: tl.constexpr, MASKED: tl.constexpr):  # noqa: ANN202
+def _text(offsets, ends, text, longest, PACKED: tl.constexpr, MASKED: tl.constexpr):
     """Return where a text starts and how many of its tokens are looked at."""
     if PACKED:
         start = tl.load(offsets + text)
@@ -44,7 +44,7 @@ def _text(offsets, ends, text, longest, PACKED: tl.constexpr, MASKED: tl.constex
 
 
 @triton.jit
-def _columns(lut, distance, middle, NEAR: tl.constexpr):  # noqa: ANN202
+def _columns(lut, distance, middle, NEAR: tl.constexpr):
     """Return the table row of each distance; near ones have rows in their own order."""
     if NEAR:
         return distance + middle
@@ -53,8 +53,10 @@ def _columns(lut, distance, middle, NEAR: tl.constexpr):  # noqa: ANN202
 
 
 @triton.jit
-def _looked_up(products, row, columns, rows, NARROW: tl.constexpr):  # noqa: ANN202
-    found = tl.load(products + row * rows + columns).to(tl.float32)
+def _looked_up(products, row, columns, rows, NARROW: tl.constexpr):
+    # Entries of a row lie side by side, in whatever order: said so that threads are laid along rows.
+    at = tl.max_contiguous(row * rows + columns, (1, columns.shape[1]))
+    found = tl.load(products + at).to(tl.float32)
     if NARROW:
         # A product beyond float16 is kept finite: the softmax of infinities would not be.
         found = tl.minimum(tl.maximum(found, -65504.0), 65504.0)
@@ -62,7 +64,7 @@ def _looked_up(products, row, columns, rows, NARROW: tl.constexpr):  # noqa: ANN
 
 
 @triton.jit
-def _dropped(seed, head, i, j, length, p):  # noqa: ANN202
+def _dropped(seed, head, i, j, length, p):
     """Return True where a weight is kept: the same for a pair of tokens in every kernel."""
     draw, _, _, _ = tl.philox(seed, i * length + j, head, 0, 0, _ROUNDS)
     return tl.uint_to_uniform_float(draw) >= p
@@ -75,7 +77,7 @@ def forward(
     H: tl.constexpr, HB: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     C2P: tl.constexpr, P2C: tl.constexpr, NEAR: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr,
     DROPOUT: tl.constexpr, NARROW: tl.constexpr, PRECISION: tl.constexpr,
-):  # noqa: ANN201  # fmt: skip
+):  # fmt: skip
     """Write the mixed values, ``(tokens, heads * H)``, and the logarithm of each row's sum, ``(heads, tokens)``."""
     tiles = tl.cdiv(longest, BM)
     pid = tl.program_id(0)
@@ -83,9 +85,9 @@ def forward(
     head = (pid // tiles) % heads
     text = pid // tiles // heads
     start, length = _text(offsets, ends, text, longest, PACKED, MASKED)
-    if PACKED:
-        if first >= length:
-            return
+    if first >= length and PACKED:
+        return
+    unscale = 1.0 / scale
     h = tl.arange(0, HB)
     i = first + tl.arange(0, BM)
     # Places beyond the end read the last token's row, which is masked or never written.
@@ -103,13 +105,15 @@ def forward(
         at_j = tl.minimum(j, last)
         k_at = (start + at_j).to(tl.int64) * k_stride + head * H
         keys = tl.load(k + k_at[:, None] + h[None, :], mask=inside[None, :], other=0.0)
-        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * (scale * _LOG2E)
+        scores = tl.zeros((BM, BN), tl.float32)
         if C2P:
             columns = _columns(lut, at_i[:, None] - at_j[None, :], middle, NEAR)
-            scores += _looked_up(qp + table, at_i[:, None], columns, rows, NARROW) * _LOG2E
+            scores += _looked_up(qp + table, at_i[:, None], columns, rows, NARROW)
         if P2C:
             columns = _columns(lut, at_i[None, :] - at_j[:, None], middle, NEAR)
-            scores += tl.trans(_looked_up(kp + table, at_j[:, None], columns, rows, NARROW)) * _LOG2E
+            scores += tl.trans(_looked_up(kp + table, at_j[:, None], columns, rows, NARROW))
+        # Position scores enter as what the product adds to, so that all after it has the product's layout.
+        scores = tl.dot(queries, tl.trans(keys), scores * unscale, input_precision=PRECISION) * (scale * _LOG2E)
         real = j < length
         if MASKED:
             real = real & (tl.load(keep + start + at_j) != 0)
@@ -137,13 +141,13 @@ def forward(
 
 
 @triton.jit
-def _add(gradient, row, columns, rows, values, there, NEAR: tl.constexpr):  # noqa: ANN202
+def _add(gradient, row, columns, rows, values, there, NEAR: tl.constexpr):
     """Add to the gradient of products with the table: near distances come once, far ones share a row."""
-    at = gradient + row * rows + columns
+    at = tl.max_contiguous(row * rows + columns, (1, columns.shape[1]))
     if NEAR:
-        tl.store(at, values.to(gradient.dtype.element_ty), mask=there)
+        tl.store(gradient + at, values.to(gradient.dtype.element_ty), mask=there)
     else:
-        tl.atomic_add(at, values, mask=there, sem="relaxed")
+        tl.atomic_add(gradient + at, values, mask=there, sem="relaxed")
 
 
 @triton.jit
@@ -153,7 +157,7 @@ def backward_queries(
     H: tl.constexpr, HB: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     C2P: tl.constexpr, P2C: tl.constexpr, NEAR: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr,
     DROPOUT: tl.constexpr, NARROW: tl.constexpr, PRECISION: tl.constexpr,
-):  # noqa: ANN201  # fmt: skip
+):  # fmt: skip
     """Write the gradients of queries and of their products with the table; leave ``out . d_out`` in ``dots``."""
     tiles = tl.cdiv(longest, BM)
     pid = tl.program_id(0)
@@ -161,9 +165,9 @@ def backward_queries(
     head = (pid // tiles) % heads
     text = pid // tiles // heads
     start, length = _text(offsets, ends, text, longest, PACKED, MASKED)
-    if PACKED:
-        if first >= length:
-            return
+    if first >= length and PACKED:
+        return
+    unscale = 1.0 / scale
     h = tl.arange(0, HB)
     i = first + tl.arange(0, BM)
     last = tl.maximum(length - 1, 0)
@@ -188,13 +192,14 @@ def backward_queries(
         keys = tl.load(k + k_at[:, None] + h[None, :], mask=inside[None, :], other=0.0)
         v_at = (start + at_j).to(tl.int64) * v_stride + head * H
         values = tl.load(v + v_at[:, None] + h[None, :], mask=inside[None, :], other=0.0)
-        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * (scale * _LOG2E)
+        scores = tl.zeros((BM, BN), tl.float32)
         columns = _columns(lut, at_i[:, None] - at_j[None, :], middle, NEAR)
         if C2P:
-            scores += _looked_up(qp + table, at_i[:, None], columns, rows, NARROW) * _LOG2E
+            scores += _looked_up(qp + table, at_i[:, None], columns, rows, NARROW)
         if P2C:
             turned = _columns(lut, at_i[None, :] - at_j[:, None], middle, NEAR)
-            scores += tl.trans(_looked_up(kp + table, at_j[:, None], turned, rows, NARROW)) * _LOG2E
+            scores += tl.trans(_looked_up(kp + table, at_j[:, None], turned, rows, NARROW))
+        scores = tl.dot(queries, tl.trans(keys), scores * unscale, input_precision=PRECISION) * (scale * _LOG2E)
         real = j < length
         if MASKED:
             real = real & (tl.load(keep + start + at_j) != 0)
@@ -221,7 +226,7 @@ def backward_keys(
     H: tl.constexpr, HB: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     C2P: tl.constexpr, P2C: tl.constexpr, NEAR: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr,
     DROPOUT: tl.constexpr, NARROW: tl.constexpr, PRECISION: tl.constexpr,
-):  # noqa: ANN201  # fmt: skip
+):  # fmt: skip
     """Write the gradients of keys, of values, and of the keys' products with the table."""
     tiles = tl.cdiv(longest, BN)
     pid = tl.program_id(0)
@@ -229,9 +234,9 @@ def backward_keys(
     head = (pid // tiles) % heads
     text = pid // tiles // heads
     start, length = _text(offsets, ends, text, longest, PACKED, MASKED)
-    if PACKED:
-        if first >= length:
-            return
+    if first >= length and PACKED:
+        return
+    unscale = 1.0 / scale
     h = tl.arange(0, HB)
     j = first + tl.arange(0, BN)
     last = tl.maximum(length - 1, 0)
@@ -257,13 +262,14 @@ def backward_keys(
         d_mixed = tl.load(d_out + o_at, mask=inside[None, :], other=0.0)
         sums = tl.load(lse + head * tokens + start + at_i)
         dot = tl.load(dots + head * tokens + start + at_i)
-        scores = tl.dot(keys, tl.trans(queries), input_precision=PRECISION) * (scale * _LOG2E)
+        scores = tl.zeros((BN, BM), tl.float32)
         columns = _columns(lut, at_i[None, :] - at_j[:, None], middle, NEAR)
         if C2P:
             turned = _columns(lut, at_i[:, None] - at_j[None, :], middle, NEAR)
-            scores += tl.trans(_looked_up(qp + table, at_i[:, None], turned, rows, NARROW)) * _LOG2E
+            scores += tl.trans(_looked_up(qp + table, at_i[:, None], turned, rows, NARROW))
         if P2C:
-            scores += _looked_up(kp + table, at_j[:, None], columns, rows, NARROW) * _LOG2E
+            scores += _looked_up(kp + table, at_j[:, None], columns, rows, NARROW)
+        scores = tl.dot(keys, tl.trans(queries), scores * unscale, input_precision=PRECISION) * (scale * _LOG2E)
         there = real[:, None] & row_real[None, :]
         weights = tl.where(there, tl.exp2(scores - sums[None, :]), 0.0)
         d_weights = tl.dot(values, tl.trans(d_mixed), input_precision=PRECISION)
