@@ -218,17 +218,25 @@ class Whole:
         return activate_(self._scaled(x, self._bias), activation)
 
     def _scaled(self, x: Tensor, added: Tensor) -> Tensor:
+        whole, scale = self.quantised(x)
+        out = self.multiplied(whole)
+        return torch.addcmul(added, out, scale, out=out)
+
+    def quantised(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ``(T, I)`` as unsigned bytes around 128, good until the next call, and each token's scale."""
         rows, columns = x.shape
         room = self._scratch.take("quantised", rows, columns, torch.float32)
-        scale = torch.abs(x, out=room).amax(dim=1, keepdim=True).clamp_(min=1e-30)
+        largest = torch.abs(x, out=room).amax(dim=1, keepdim=True).clamp_(min=1e-30)
         whole = self._scratch.take("whole", rows, columns, torch.int8)
-        whole.copy_(torch.mul(x, 127.0 / scale, out=room).round_())
+        whole.copy_(torch.mul(x, 127.0 / largest, out=room).round_())
         # Kernels multiply unsigned by signed fastest: adding 128 is turning the sign bit over.
-        turned = whole.view(torch.uint8).bitwise_xor_(128)
-        out = torch.ops.onednn.qlinear_pointwise(
-            turned, 1.0, 128, self._packed, self._scale, self._zeros, None, 1.0, 0, torch.float32, "none", [], ""
+        return whole.view(torch.uint8).bitwise_xor_(128), largest.div_(127.0)
+
+    def multiplied(self, whole: Tensor) -> Tensor:
+        """Return the product of quantised tokens, the weight's scale in it and theirs not."""
+        return torch.ops.onednn.qlinear_pointwise(
+            whole, 1.0, 128, self._packed, self._scale, self._zeros, None, 1.0, 0, torch.float32, "none", [], ""
         )
-        return torch.addcmul(added, out, scale.div_(127.0), out=out)
 
 
 @cache

@@ -1,0 +1,1 @@
+"""Other libraries that benchmarks measure beside this package; each is optional."""
