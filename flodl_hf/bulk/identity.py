@@ -43,6 +43,7 @@ def model_identity(model: Any) -> dict[str, Any]:
     return {
         "class": type(model).__name__,
         "device": model.device.type,
+        "runtime": str(getattr(model, "runtime", None)),
         "config": hashlib.sha256(config.encode()).hexdigest()[:32],
         "tokenizer": hashlib.sha256(model.tokenizer.to_json().encode()).hexdigest()[:32],
         "weights": weights.hexdigest()[:32],

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from flodl.data.columnar import Kind
@@ -53,11 +54,7 @@ def answerer_for(model: Any, choice: Choice, options: Mapping[str, Any]) -> Answ
     """
     given = {name: value for name, value in options.items() if value is not None}
     method = getattr(model, _METHODS[choice.task])
-    known = [
-        name
-        for name, parameter in inspect.signature(method).parameters.items()
-        if parameter.kind is inspect.Parameter.KEYWORD_ONLY and name not in ("compat", "words")
-    ]
+    known = _keywords(method, choice.task)
     wrong = [f"{name}{nearest(name, known)}" for name in given if name not in known]
     if wrong:
         raise PredictError(
@@ -69,7 +66,9 @@ def answerer_for(model: Any, choice: Choice, options: Mapping[str, Any]) -> Answ
             raise PredictError(
                 f"predict_file: the model has {model.num_labels} labels; ranking by a query needs a model of one label"
             )
-        return Answerer({"score": "float"}, lambda items: iter(_relevance(method, items)), lambda found: (found,))
+        return Answerer(
+            {"score": "float"}, lambda items: iter(_relevance(partial(method, **given), items)), lambda found: (found,)
+        )
     if choice.task == "classes":
         return _classes(model, method, given, strict)
     if choice.task == "answers":
@@ -93,6 +92,20 @@ _METHODS = {
     "masks": "fill_mask",
     "vectors": "embed",
 }
+
+
+def _keywords(method: Any, task: str) -> list[str]:
+    """Return the options of a method that make sense for rows of a file."""
+    parameters = inspect.signature(method).parameters
+    # Pipelines' dictionaries and words in lists are not what goes into columns; a row's score has no rank.
+    left_out = {"compat", "words"} | ({"top_k"} if task == "relevance" else set())
+    known = [n for n, p in parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY and n not in left_out]
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        from flodl_hf.runtime.options import RunKeywords
+
+        # How it runs; devices are shared out by process here.
+        known += [name for name in RunKeywords.__annotations__ if name != "devices"]
+    return known
 
 
 def _classes(model: Any, method: Any, given: dict[str, Any], strict: bool) -> Answerer:

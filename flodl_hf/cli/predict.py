@@ -54,6 +54,12 @@ def command(
     strict: Annotated[
         bool, typer.Option(help="Refuse texts longer than one window instead of reading them in several.")
     ] = False,
+    precision: Annotated[
+        str | None, typer.Option(help="exact, fp32, tf32, bf16, fp16 or int8; by default that of the weights.")
+    ] = None,
+    batch_invariant: Annotated[
+        bool, typer.Option("--batch-invariant", help="Let an answer depend on its text alone, bit for bit; slower.")
+    ] = False,
     source: Annotated[
         str | None,
         _file_option("--in", "-i", says="CSV, TSV, JSON lines, Parquet, Arrow or text file; - is standard input."),
@@ -106,6 +112,7 @@ def command(
     """
     options = {"top_k": top_k, "threshold": threshold, "aggregation": aggregation}
     options |= {"strict": strict or None, "no_answer": no_answer or None}
+    options |= {"precision": precision, "batch_invariant": batch_invariant or None}
     files = {
         "format": input_format, "header": header, "text_column": text_column, "pair_column": pair_column,
         "question_column": question_column, "context_column": context_column, "query_column": query_column,
@@ -133,7 +140,7 @@ def command(
     texts = iter(text) if text is not None else (line.rstrip("\n") for line in sys.stdin)
     loaded = load(model, head=head, revision=revision, local_files_only=local_files_only, device=device)
     answers = (
-        ranked(loaded, list(texts), query, top_k)
+        ranked(loaded, list(texts), query, {k: v for k, v in options.items() if v is not None})
         if query is not None
         else answer(loaded, texts, question=question, options={k: v for k, v in options.items() if v is not None})
     )
@@ -189,15 +196,18 @@ def _known(model: Any, options: dict[str, Any]) -> None:
         "base": {"strict"},
         "token_classification": {"strict", "aggregation"},
     }.get(model.head, {"top_k", "strict", "threshold"})
+    takes |= {"precision", "batch_invariant"}
     if wrong := [f"--{name.replace('_', '-')}" for name in options if name not in takes]:
         raise PredictError(f"predict: this checkpoint ({model.head}) has no use for {', '.join(wrong)}", problems=wrong)
 
 
-def ranked(model: Any, texts: list[str], query: str, top_k: int | None) -> Iterator[tuple[str, Any]]:
+def ranked(model: Any, texts: list[str], query: str, options: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the texts that fit the query, best first."""
     if not hasattr(model, "rerank"):
         raise PredictError("predict: --query needs a checkpoint that classifies texts, with one label")
-    for found in model.rerank(query, texts, top_k=top_k):
+    if wrong := [name for name in options if name not in ("top_k", "precision", "batch_invariant")]:
+        raise PredictError(f"predict: --query has no use for {', '.join(wrong)}", problems=wrong)
+    for found in model.rerank(query, texts, **options):
         yield texts[found.index], [found]
 
 
