@@ -150,13 +150,17 @@ class Captures:
         rest = iter(inputs)
         own = [_with(batch, rest) for batch in batches]
         before = _host_random()
+        fault, replay = None, None
         try:
             replay = self.recorder.record(lambda: self.step(train_step, own))
             if not _same_random(before, _host_random()):
                 raise Refused("the step draws random numbers on the host, which a recording would repeat")
         except Exception as error:
+            fault = f"{error}".strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if fault is not None or replay is None:
+            # Outside of the handler, since the error's frames hold on to what was half recorded.
             _set_host_random(before)
-            self._give_up(f"{error}".strip().splitlines()[0] if str(error).strip() else type(error).__name__)
+            self._give_up(fault or "nothing was recorded")
             return self.step(train_step, batches)
         graph = self._graphs[key] = _Graph(inputs, replay)
         return graph
@@ -282,7 +286,7 @@ class CudaRecorder:
         outcome.row.record_stream(current)
         waits = [w for w in seen if "synchronizing CUDA operation" in str(w.message)]
         for other in seen:
-            if other not in waits:
+            if other not in waits and "debug mode is a prototype" not in str(other.message):
                 warnings.warn_explicit(other.message, other.category, other.filename, other.lineno)
         if not waits:
             return outcome, None

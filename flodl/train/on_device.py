@@ -21,7 +21,7 @@ from torch.nn.utils import get_total_norm
 from flodl.train.loss import Loss, as_loss, batch_len
 from flodl.train.precision import Precision
 
-__all__ = ["DeviceStep", "Figures", "Outcome", "make_ready", "unfit"]
+__all__ = ["DeviceStep", "Figures", "Outcome", "make_ready", "outcome_of", "unfit"]
 
 KINDS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 """Optimisers whose fused kernels take a flag that says not to move, and a number to divide gradients by."""
@@ -60,12 +60,14 @@ class Outcome:
         count: items counted, where that is known on the host; else it is in the row.
         metrics: names, and for each whether its sum and its count are in the row, or the number itself.
         moved: whether there was any gradient.
+        lacking: places of parameters without one, where that matters to others.
     """
 
     row: torch.Tensor
     count: float | None
     metrics: tuple[tuple[str, float | None, float | None], ...] = ()
     moved: bool = True
+    lacking: tuple[int, ...] = ()
 
     def read(self, values: Sequence[float]) -> Figures:
         """Return the figures of a row that has come to the host."""
@@ -193,7 +195,7 @@ class DeviceStep:
         pair = torch.stack([total.to(norm.dtype), norm])
         if moved:
             self._update(pair, norm, count)
-        return _outcome(pair, count, moved, losses)
+        return outcome_of(pair, count, moved, losses)
 
     def _update(self, pair: torch.Tensor, norm: torch.Tensor, count: Any) -> None:
         empty = count == 0 if isinstance(count, torch.Tensor) else None
@@ -219,7 +221,10 @@ def _sum(counts: Sequence[Any]) -> Any:
     return counts[0] if len(counts) == 1 else sum(counts[1:], counts[0])
 
 
-def _outcome(pair: torch.Tensor, count: Any, moved: bool, losses: Sequence[Loss]) -> Outcome:
+def outcome_of(
+    pair: torch.Tensor, count: Any, moved: bool, losses: Sequence[Loss], lacking: tuple[int, ...] = ()
+) -> Outcome:
+    """Return an outcome whose row begins with ``pair``; what is a tensor of the rest comes into the row too."""
     further: list[torch.Tensor] = []
 
     def kept(value: Any) -> float | None:
@@ -234,4 +239,4 @@ def _outcome(pair: torch.Tensor, count: Any, moved: bool, losses: Sequence[Loss]
         parts = [loss.metrics[name] for loss in losses if name in loss.metrics]
         metrics.append((name, kept(_sum([part[0] for part in parts])), kept(_sum([part[1] for part in parts]))))
     row = torch.cat([pair.to(torch.float64), torch.stack(further)]) if further else pair
-    return Outcome(row, known, tuple(metrics), moved)
+    return Outcome(row, known, tuple(metrics), moved, lacking)

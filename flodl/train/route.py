@@ -1,8 +1,9 @@
 """How the steps of a run are carried out: recorded and replayed, decided on the device, or step by step on the host.
 
 What each of these computes is in `flodl.train.capture`, `flodl.train.on_device` and `flodl.train.step`. Recorded
-are runs of `Trainer.builder` on a CUDA device in float32, TF32 or bfloat16 with Adam, AdamW or SGD, on one rank
-or on ranks that step on their own (Cadence, Async). All others ask the device once a step.
+are runs of `Trainer.builder` on a CUDA device in float32, TF32 or bfloat16 with Adam, AdamW or SGD, on one rank, on
+ranks that step on their own (Cadence, Async), and each rank's own part of the steps of all (Sync). All others ask the
+device once a step.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ def choose_route(trainer: Trainer) -> None:
         )
     recorder = make_recorder(device, settings)
     reason = f"the device is a {device.type}, and CUDA devices record graphs" if recorder is None else None
+    if reason is None and settings.knobs.shares == "measured" and not trainer.ranks.solo:
+        reason = "shares follow the time of each rank's own part, which is measured apart"
     if reason is None:
         reason = trainer.step_.decide_on_device(
             recorder if settings.capture is not False else None,

@@ -30,6 +30,7 @@ from flodl.train.capture import Captures, Recorder
 from flodl.train.loss import Loss, as_loss, batch_len
 from flodl.train.on_device import DeviceStep, Figures, Outcome, unfit
 from flodl.train.precision import Precision
+from flodl.train.shared_step import SharedStep
 
 __all__ = ["Step", "StepResult", "TrainStep"]
 
@@ -161,23 +162,21 @@ class Step:
             deferred: results come without figures, which `StepResult.outcome` holds.
             strict: raise where steps turn out not to be recordable.
         """
-        if self.share_gradients:
-            return f"gradients are summed over {self.ranks.world} ranks"
+        if self.share_gradients and self._reduce.on_cpu:
+            return "gradients travel through host memory"
         if self.precision.scaler is not None:
             return "float16 needs a loss scale, which the host decides"
         reason = unfit(self.optimizer)
         if reason is not None:
             return reason
-        self._device_step = DeviceStep(
-            self.model,
-            self.optimizer,
-            self.ranks.device,
-            self.precision,
-            max_grad_norm=self.max_grad_norm,
-            sticky=self.on_nan == "stop",
-            compat=self.compat,
-        )
-        self._deferred = deferred and self.slowdown <= 1  # a slow rank waits, so as to know how long
+        rules: Any = {"max_grad_norm": self.max_grad_norm, "sticky": self.on_nan == "stop", "compat": self.compat}
+        model, optimizer, ranks = self.model, self.optimizer, self.ranks
+        if self.share_gradients:
+            self._device_step = SharedStep(model, optimizer, self.precision, ranks, self._buffers, **rules)
+        else:
+            self._device_step = DeviceStep(model, optimizer, ranks.device, self.precision, **rules)
+        # A slow rank waits, so as to know how long; all ranks must know of each other's flags at once.
+        self._deferred = deferred and self.slowdown <= 1 and not self.share_gradients
         self._on_device = self._device_step
         if recorder is not None:
             self.captures = Captures(self._device_step, recorder, warn, strict=strict)
@@ -191,11 +190,20 @@ class Step:
         self.ranks.phase("forward", step)
         self._device_step.hold_rates()
         start, graphs = time.perf_counter(), self._graphs()
-        outcome = self._on_device(self.train_step, batches)
         samples = sum(batch_len(batch) for batch in batches)
+        shared = self._device_step if isinstance(self._device_step, SharedStep) else None
+        if shared is not None and shared.sums.renew() and self.captures is not None:
+            self.captures.forget()
+        outcome = (self._on_device if batches else self._device_step)(self.train_step, batches)
+        if shared is not None:
+            self.ranks.phase("reduce")
+            outcome = shared.finish(outcome, flags, samples)
         result = StepResult(math.nan, 0.0, samples, math.nan, 0.0, flags=list(flags), outcome=outcome)
         if not self._deferred:
-            figures = outcome.read(outcome.row.tolist())
+            values = outcome.row.tolist()
+            figures = outcome.read(values)
+            if shared is not None and flags:
+                result.flags = values[-len(flags) :]
             spent = (time.perf_counter() - start) * 1e3
             if self.slowdown > 1 and graphs == self._graphs():  # recording is not what a device is slow at
                 time.sleep(spent / 1e3 * (self.slowdown - 1))
@@ -218,7 +226,7 @@ class Step:
             TrainError: loss or gradient is not finite and ``on_nan`` is ``"stop"``.
         """
         assert self.train_step is not None
-        if self._on_device is not None and batches:
+        if self._on_device is not None and (batches or self.share_gradients):
             return self._run_on_device(batches, step, flags)
         alone = len(batches) == 1 and not self.share_gradients
         if not batches:

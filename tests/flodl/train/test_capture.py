@@ -18,6 +18,7 @@ from flodl.train.precision import Precision
 from flodl.train.schedule import Linear
 
 torch.set_num_threads(1)
+pytestmark = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
 ROWS, WIDTH, CLASSES = 40, 6, 3
 
 
@@ -80,7 +81,9 @@ def run(
     recorder, monkeypatch, *, model=make_model, train_step=step, data=None, optimizer=None, device="cpu", **settings
 ):
     """Return the losses, the weights and the warnings of a run whose steps go through ``recorder``."""
-    if recorder != "cuda":
+    if recorder == "cuda":
+        monkeypatch.undo()
+    else:
         monkeypatch.setattr(route, "make_recorder", lambda device, settings: recorder)
     losses, said = [], []
     builder = (
