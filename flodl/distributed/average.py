@@ -34,7 +34,7 @@ def model_tensors(model: nn.Module) -> list[torch.Tensor]:
     return [*model.parameters(), *model.buffers()]
 
 
-def _buckets(tensors: Sequence[torch.Tensor], most: int = BUCKET) -> Iterator[list[int]]:
+def buckets_of(tensors: Sequence[torch.Tensor], most: int = BUCKET) -> Iterator[list[int]]:
     """Yield positions of tensors that may travel together: one dtype and device, about ``most`` elements."""
     groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for place, tensor in enumerate(tensors):
@@ -51,11 +51,13 @@ def _buckets(tensors: Sequence[torch.Tensor], most: int = BUCKET) -> Iterator[li
         yield bucket
 
 
-def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def flattened(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return all elements end to end."""
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
-def _parts(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def parts_like(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return views of ``flat`` in the shapes of ``like``."""
     pieces = flat.split([tensor.numel() for tensor in like])
     return [piece.view_as(tensor) for piece, tensor in zip(pieces, like, strict=True)]
 
@@ -117,7 +119,7 @@ class GradientSum:
             self._hooks, self._parameters = [], parameters
             backwards = list(reversed(range(len(parameters))))
             members = [parameters[place] for place in backwards]
-            self._buckets = [[backwards[i] for i in places] for places in _buckets(members, GRADIENT_BUCKET)]
+            self._buckets = [[backwards[i] for i in places] for places in buckets_of(members, GRADIENT_BUCKET)]
         self._made = [False] * len(parameters)
         self._left = [len(places) for places in self._buckets]
         self._sent, self._late = [], []
@@ -140,7 +142,7 @@ class GradientSum:
     @torch.no_grad()
     def _send(self) -> None:
         members = [self._parameters[place] for place in self._buckets[len(self._sent)]]
-        flat = _flat([p.grad if p.grad is not None else torch.zeros_like(p) for p in members])
+        flat = flattened([p.grad if p.grad is not None else torch.zeros_like(p) for p in members])
         if self.on_cpu:
             flat = flat.cpu()
         with self.ranks.naming_the_dead():
@@ -173,7 +175,7 @@ class GradientSum:
             with self.ranks.naming_the_dead():
                 handle.wait()
             members = [parameters[i] for i in places]
-            for parameter, total in zip(members, _parts(flat.to(members[0].device), members), strict=True):
+            for parameter, total in zip(members, parts_like(flat.to(members[0].device), members), strict=True):
                 if parameter.grad is not None:
                     into.append(parameter.grad)
                     parts.append(total)
@@ -228,7 +230,7 @@ class BufferMean:
     def _whole(self) -> list[torch.Tensor]:
         return [b for b in self.model.buffers() if not b.is_floating_point() and b.dtype != torch.bool]
 
-    def __call__(self, weight: float) -> None:
+    def __call__(self, weight: float | torch.Tensor) -> None:
         """Replace buffers by their mean; ``weight`` is this rank's work since the last call."""
         if self.ranks.solo:
             return
@@ -239,19 +241,21 @@ class BufferMean:
         self.finish()
 
     @torch.no_grad()
-    def begin(self, weight: float) -> list[Any]:
+    def begin(self, weight: float | torch.Tensor) -> list[Any]:
         """Send the changes since the last common values; returns handles to wait for."""
         floats, whole = self._floats(), self._whole()
         handles = []
         self._sent_change = self._sent_whole = None
         if floats:
-            change = _flat([b.to(torch.float64) - c for b, c in zip(floats, self._common, strict=True)])
+            change = flattened([b.to(torch.float64) - c for b, c in zip(floats, self._common, strict=True)])
             # a constant infinity minus itself is NaN; it has not changed
             self._sent_change = change.nan_to_num_(nan=0.0)
-            self._sum = torch.cat([change * weight, change.new_tensor([weight])])
+            # a number would make the host wait for the device
+            own = weight.reshape(1) if isinstance(weight, torch.Tensor) else change.new_tensor([weight])
+            self._sum = torch.cat([change * weight, own])
             handles.append(dist.all_reduce(self._sum, async_op=True))
         if whole:
-            self._sent_whole = _flat([b.to(torch.int64) for b in whole])
+            self._sent_whole = flattened([b.to(torch.int64) for b in whole])
             self._max = self._sent_whole.clone()
             handles.append(dist.all_reduce(self._max, op=dist.ReduceOp.MAX, async_op=True))
         return handles
@@ -262,7 +266,9 @@ class BufferMean:
         floats, whole = self._floats(), self._whole()
         if self._sent_change is not None:
             mean = self._sum[:-1] / self._sum[-1].clamp(min=torch.finfo(torch.float64).tiny)
-            steps = zip(floats, self._common, _parts(mean, floats), _parts(self._sent_change, floats), strict=True)
+            steps = zip(
+                floats, self._common, parts_like(mean, floats), parts_like(self._sent_change, floats), strict=True
+            )
             for buffer, common, step, sent in steps:
                 since = (buffer.to(torch.float64) - common - sent).nan_to_num_(nan=0.0) if keep_progress else None
                 # rounded to what a checkpoint holds, so that a resumed run starts from the same bits
@@ -270,7 +276,7 @@ class BufferMean:
                 common.copy_(moved)
                 buffer.copy_(common if since is None else torch.where(since == 0, common, common + since))
         if self._sent_whole is not None:
-            gained = _parts(self._max - self._sent_whole, whole)
+            gained = parts_like(self._max - self._sent_whole, whole)
             for buffer, gain in zip(whole, gained, strict=True):
                 buffer.add_(gain.to(buffer.dtype))
 
@@ -325,9 +331,9 @@ class ParameterMean:
         ranks = self.ranks
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         members, sent, sums, handles = [], [], [], []
-        for places in _buckets(parameters):
+        for places in buckets_of(parameters):
             bucket = [parameters[i] for i in places]
-            flat = _flat(bucket)
+            flat = flattened(bucket)
             if self.on_cpu:
                 flat = flat.cpu()
             scaled = torch.cat([flat * weight, flat.new_tensor([weight])])
@@ -358,7 +364,7 @@ class ParameterMean:
             drift += float((sent - mean).square().sum(dtype=torch.float64))
             size += float(mean.square().sum(dtype=torch.float64))
             target = mean - sent if keep_progress else mean
-            for parameter, value in zip(bucket, _parts(target.to(bucket[0].device), bucket), strict=True):
+            for parameter, value in zip(bucket, parts_like(target.to(bucket[0].device), bucket), strict=True):
                 if keep_progress:
                     parameter.add_(value)
                 else:
