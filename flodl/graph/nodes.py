@@ -147,6 +147,10 @@ class Plan:
     internal: frozenset[str] = frozenset()
     label: str | None = None
 
+    def __deepcopy__(self, memo: Any) -> Plan:
+        # Nothing in a plan ever changes, so copies of a graph share it.
+        return self
+
     @property
     def calls(self) -> tuple[Node, ...]:
         """Nodes that hold a module, in the order of execution."""
