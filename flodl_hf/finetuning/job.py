@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -108,7 +108,8 @@ def plan_job(
         if tokenizer.mask_token_id is None:
             raise ConfigError(f"{where}: the tokenizer has no mask token, so nothing can be masked", problems=["mask"])
         masking = Masking(tokenizer.mask_token_id, tokenizer.vocab_size, options.mask_probability, options.whole_words)
-    collate = CollateRows(tokenizer.pad_token_id or 0, options.layout, masking)  # type: ignore[arg-type]
+    layout = _layout(options)
+    collate = CollateRows(tokenizer.pad_token_id or 0, layout, masking, _most(rows, opened.max_tokens))
     objective = Objective(task.kind, _weights(options, task, rows), options.label_smoothing, options.mask_padding)
     evaluation = None
     if tables.eval is not None:
@@ -117,14 +118,14 @@ def plan_job(
         evaluation = Evaluation(
             task,
             prepared,
-            collate,
+            replace(collate, layout="packed") if layout == "bucketed" else collate,
             Objective(task.kind, mask_padding=options.mask_padding),
             size,
             options.precision,
             options.seed,
         )
     _need_evaluation(options, evaluation)
-    batches = _batches(options, rows)
+    batches = _batches(options, rows, layout)
     filled = replace(options, task=task.head, labels=task.labels, problem_type=task.problem_type)
     return Job(
         filled, task, tables, opened, factory, rows, batches, collate, objective, evaluation,
@@ -212,17 +213,35 @@ def _need_evaluation(options: Options, evaluation: Evaluation | None) -> None:
             raise ConfigError(f"{name}: there is no held-out data to judge by; give eval=", problems=[name])
 
 
-def _batches(options: Options, rows: EncodedRows) -> Any:
+def _layout(options: Options) -> Literal["padded", "packed", "bucketed"]:
+    """Return how rows lie in training: on CUDA packed ones are filled up to shapes that come again."""
+    devices = options.devices
+    named = [devices] if isinstance(devices, str) else devices if isinstance(devices, (list, tuple)) else []
+    cuda = torch.cuda.is_available() and not any(str(name).startswith("cpu") for name in named)
+    if options.layout == "auto":
+        return "bucketed" if cuda and options.precision in ("bf16", "fp16") else "padded"
+    if options.layout == "packed":
+        return "bucketed" if cuda else "packed"
+    return "padded"
+
+
+def _most(rows: EncodedRows, bound: int | None) -> int:
+    """Return the most tokens of a row, rounded up so that other data have the same; no more than the model takes."""
+    longest = int(rows.lengths.max())
+    return max(longest, min(-(-longest // 16) * 16, bound or longest))
+
+
+def _batches(options: Options, rows: EncodedRows, layout: str) -> Any:
     sampler, lengths = RandomSampler(len(rows), options.seed), rows.lengths
     if options.tokens_per_batch is not None:
         return TokenBudgetBatches(
             sampler,
             lengths,
             options.tokens_per_batch,
-            layout="packed" if options.layout == "packed" else "padded",
+            layout="padded" if layout == "padded" else "packed",
             seed=options.seed,
         )
-    if options.group_by_length:
+    if options.group_by_length and layout != "bucketed":
         return LengthGroupedBatches(sampler, lengths, options.batch_size, seed=options.seed)
     return FixedBatches(sampler, options.batch_size)
 

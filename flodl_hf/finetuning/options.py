@@ -52,8 +52,14 @@ class Options:
     accumulate: int = _opt(1, "Batches in one optimiser step.", least=1)
     micro_batch_size: int | None = _opt(None, "Most rows in the model at once; changes nothing but memory.", least=1)
     tokens_per_batch: int | None = _opt(None, "Fill batches up to so many tokens instead of counting rows.", least=1)
-    group_by_length: bool = _opt(True, "Put rows of similar length together, which saves padding.")
-    layout: str = _opt("padded", "padded, or packed (rows end to end, no padding).", among=("padded", "packed"))
+    group_by_length: bool = _opt(
+        True, "Put rows of similar length together, which saves padding; not where rows are packed on CUDA."
+    )
+    layout: str = _opt(
+        "auto",
+        "padded, or packed (rows end to end, no padding); auto packs on CUDA in bf16 and fp16.",
+        among=("auto", "padded", "packed"),
+    )
     max_length: int | None = _opt(None, "Most tokens in a row; by default as many as the model takes.", least=4)
     stride: int | None = _opt(
         None, "Tokens shared by neighbouring windows of a long text (tokcls 64, qa 128).", least=0
@@ -81,6 +87,9 @@ class Options:
     attention: str = _opt("sdpa", "sdpa or eager.", among=("sdpa", "eager"))
     seed: int = _opt(42, "Decides new weights, order, dropout and masking.")
     deterministic: bool = _opt(False, "Use deterministic kernels only.")
+    capture: bool = _opt(True, "Record steps as CUDA graphs, one for each shape of batch, where that is possible.")
+    compile: bool = _opt(False, "Translate the model with torch.compile before training.")
+    log_every: int = _opt(20, "Steps whose figures are read from a CUDA device together.", least=1)
     on_nan: str = _opt("stop", "stop or skip when loss or gradient is not finite.", among=("stop", "skip"))
     compat: str | None = _opt(
         None, "transformers: repeat the gradient inflation of that library's Trainer.", among=("transformers",)
@@ -155,6 +164,9 @@ class FinetuneOptions(TypedDict, total=False):
     attention: str
     seed: int
     deterministic: bool
+    capture: bool
+    compile: bool
+    log_every: int
     on_nan: str
     compat: str | None
     eval_every: int | None

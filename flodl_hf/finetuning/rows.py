@@ -18,6 +18,7 @@ from flodl.data import CollateTokens
 from flodl.data.collate import Where
 from flodl.errors import DataError
 from flodl_hf.alignment import IGNORE, mask_tokens
+from flodl_hf.buckets import FILLER, Bucket, bucket_of, fill
 
 __all__ = ["CollateRows", "EncodedRows", "Masking", "RowBuilder"]
 
@@ -141,17 +142,23 @@ SPECIAL = -1
 
 @dataclass(frozen=True)
 class CollateRows:
-    """Makes a batch of rows: padded, or packed end to end.
+    """Makes a batch of rows: padded, packed end to end, or packed and filled up to a shape that comes again.
+
+    A bucketed batch has no part that is a matter of its rows' lengths, so that a training step can be recorded
+    for its shape: besides what `Packed` needs there are ``places``, ``opens`` and ``longest``, a number, and
+    ``real``, ``(texts,)``, 1 for rows and 0 for what fills up. Labels of fillers are -100 or 0.
 
     Args:
         pad_id: the padding token.
         layout: how the rows lie.
         masking: hides tokens, for masked language models.
+        longest: bucketed: most tokens of any row of the data.
     """
 
     pad_id: int
-    layout: Literal["padded", "packed"] = "padded"
+    layout: Literal["padded", "packed", "bucketed"] = "padded"
     masking: Masking | None = None
+    longest: int = 0
 
     def __call__(self, rows: Sequence[Mapping[str, Any]], where: Where) -> dict[str, Any]:
         """Return the parts of one batch; packed ones have ``row_lengths``, a list, besides."""
@@ -160,13 +167,58 @@ class CollateRows:
         whole = [name for name, value in rows[0].items() if isinstance(value, np.ndarray) and name in _PER_TOKEN]
         ragged = tuple(name for name in whole if name != "labels" or _is_per_token(rows))
         pad = {"input_ids": self.pad_id, "labels": IGNORE}
-        parts = CollateTokens(layout=self.layout, ragged=ragged, pad=pad)(rows, where)
+        together: Any = "padded" if self.layout == "padded" else "packed"
+        parts = CollateTokens(layout=together, ragged=ragged, pad=pad)(rows, where)
+        if self.layout == "bucketed":
+            parts = _filled(parts, ragged, self.longest)
         if self.layout == "packed":
             parts["row_lengths"] = parts["lengths"].tolist()
         for name in ("lengths", "max_length", "position_ids"):
             parts.pop(name, None)
         return {name: _wide(part) for name, part in parts.items()}
 
+
+def _filled(parts: dict[str, Any], per_token: Sequence[str], longest: int) -> dict[str, Any]:
+    """Return a packed batch filled up to the shapes of its bucket."""
+    lengths = parts["lengths"].numpy()
+    tokens = bucket_of(lengths, steps=BUCKET_STEPS, least=LEAST_TOKENS).tokens
+    longest = max(longest, int(lengths.max()))
+    texts = max(LEAST_TEXTS, len(lengths) - (int(lengths.sum()) - tokens) // longest)
+    step = 1 << (texts - 1).bit_length() - 2
+    bucket = Bucket(tokens, -(-texts // step) * step, longest)
+    all_lengths = fill(lengths, bucket)
+    ends = np.cumsum(all_lengths)
+    starts = ends - all_lengths
+    offsets = np.full(bucket.texts + 1, bucket.tokens, dtype=np.int32)
+    offsets[0], offsets[1 : len(ends) + 1] = 0, ends
+    opens = np.full(bucket.texts, bucket.tokens - 1, dtype=np.int64)
+    opens[: len(starts)] = starts
+    places = np.arange(bucket.tokens) - np.repeat(starts, all_lengths)
+    real = torch.zeros(bucket.texts)
+    real[: len(lengths)] = 1
+    filled: dict[str, Any] = {}
+    for name, part in parts.items():
+        if name in ("lengths", "max_length", "position_ids", "cu_seqlens"):
+            continue
+        if not isinstance(part, torch.Tensor):
+            filled[name] = part
+            continue
+        size = bucket.tokens if name in per_token or name == "input_ids" else bucket.texts
+        value = bucket.longest if name.endswith("_positions") else IGNORE if name == "labels" else FILLER
+        if name == "labels" and part.is_floating_point():
+            value = 0
+        whole = part.new_full((size, *part.shape[1:]), value)
+        whole[: len(part)] = part
+        filled[name] = whole
+    return filled | {
+        "cu_seqlens": torch.from_numpy(offsets), "opens": torch.from_numpy(opens),
+        "places": torch.from_numpy(places), "real": real, "longest": bucket.longest,
+    }  # fmt: skip
+
+
+BUCKET_STEPS = 8  # eight sizes from one power of two to the next: a sixteenth is filling at most, half that as a rule
+LEAST_TOKENS = 128
+LEAST_TEXTS = 16
 
 _PER_TOKEN = ("input_ids", "token_type_ids", "labels")
 

@@ -7,14 +7,15 @@ loop to the bit. How sums and counts become a step is decided in `flodl.train.st
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import lru_cache
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from flodl.train import Loss
-from flodl_hf.layout import Packed
+from flodl_hf.layout import Packed, Padded
 from flodl_hf.losses import IGNORED_LABEL, classification_loss, span_loss, token_loss
 
 __all__ = ["Objective", "rows_of_scores", "score"]
@@ -30,10 +31,17 @@ _PROBLEM = {
 def score(model: Any, batch: Any) -> Tensor:
     """Return the head's scores of a batch, in the layout that the batch has."""
     types = batch.get("token_type_ids")
+    if "places" in batch:
+        layout = Packed(batch["cu_seqlens"], (), batch["longest"], batch["places"], batch["opens"])
+        return model.graph(batch["input_ids"], token_type_ids=types, layout=layout)
     if "cu_seqlens" in batch:
         layout = Packed(batch["cu_seqlens"], tuple(batch["row_lengths"]))
         return model.graph(batch["input_ids"], token_type_ids=types, layout=layout)
-    return model.run_graph(batch["input_ids"], batch["attention_mask"], types, None)[0]
+    mask = batch["attention_mask"]
+    if mask.is_cuda:
+        # Asking whether all is real would make the host wait; the mask is kept instead.
+        return model.graph(batch["input_ids"], token_type_ids=types, layout=Padded(mask != 0))
+    return model.run_graph(batch["input_ids"], mask, types, None)[0]
 
 
 def rows_of_scores(scores: Tensor, batch: Any, *, per_row: bool) -> list[Tensor]:
@@ -63,6 +71,9 @@ class Objective:
     smoothing: float = 0.0
     mask_padding: bool = False
 
+    asks_num_rows: ClassVar[bool] = False
+    """Counts are taken from the labels, so a recorded step serves batches of any number of rows."""
+
     def __call__(self, model: Any, batch: Any) -> Loss:
         """Return the loss of a batch."""
         return self.of(score(model, batch), batch)
@@ -73,32 +84,52 @@ class Objective:
             return self._spans(scores, batch)
         labels = batch["labels"]
         if self.kind in ("regression", "multi_label"):
+            if "real" in batch:
+                return self._texts_of(scores, labels, batch["real"])
             return Loss.mean(self._texts(scores, labels), scores.shape[0])
         if self.weights is not None or self.smoothing:
             return self._weighted(scores, labels)
         if self.kind == "single_label":
-            return Loss.mean(self._texts(scores, labels), scores.shape[0])
+            count = batch["real"].sum() if "real" in batch else scores.shape[0]
+            return Loss.mean(self._texts(scores, labels), count)
         counted = (labels != IGNORED_LABEL).sum()
         return Loss.mean(token_loss(scores, labels, upcast=self.kind == "words"), counted)
 
     def _texts(self, scores: Tensor, labels: Tensor) -> Tensor:
         if self.kind == "multi_label" and self.weights is not None:
-            weight = torch.tensor(self.weights, dtype=scores.dtype, device=scores.device)
+            weight = _on(self.weights, scores.dtype, scores.device)
             return F.binary_cross_entropy_with_logits(scores, labels, weight=weight)
         return classification_loss(scores, labels, _PROBLEM[self.kind])
+
+    def _texts_of(self, scores: Tensor, labels: Tensor, real: Tensor) -> Loss:
+        """Return the loss of the texts that are no filling."""
+        scores, labels = scores.view(len(real), -1), labels.view(len(real), -1)
+        if self.kind == "regression":
+            each = (scores - labels).square()
+        else:
+            weight = None if self.weights is None else _on(self.weights, scores.dtype, scores.device)
+            each = F.binary_cross_entropy_with_logits(scores, labels, weight=weight, reduction="none")
+        count = real.sum()
+        return Loss.mean((each * real[:, None]).sum() / (count * each.shape[1]), count)
 
     def _weighted(self, scores: Tensor, labels: Tensor) -> Loss:
         flat, wanted = scores.view(-1, scores.shape[-1]), labels.view(-1)
         kept = wanted != IGNORED_LABEL
         weight, count = None, kept.sum()
         if self.weights is not None:
-            weight = torch.tensor(self.weights, dtype=flat.dtype, device=flat.device)
-            count = weight[wanted.clamp(min=0)][kept].sum()
+            weight = _on(self.weights, flat.dtype, flat.device)
+            count = torch.where(kept, weight[wanted.clamp(min=0)], 0.0).sum()
         mean = F.cross_entropy(flat, wanted, weight=weight, ignore_index=IGNORED_LABEL, label_smoothing=self.smoothing)
         return Loss.mean(mean, count)
 
     def _spans(self, scores: Tensor, batch: Any) -> Loss:
-        if "cu_seqlens" in batch:
+        count: Any = scores.shape[0]
+        if "places" in batch:
+            layout = Packed(batch["cu_seqlens"], (), batch["longest"], batch["places"], batch["opens"])
+            at, inside = layout.grid()
+            scores = scores[at].masked_fill(~inside[:, :, None], torch.finfo(scores.dtype).min)
+            count = batch["real"].sum()
+        elif "cu_seqlens" in batch:
             rows = rows_of_scores(scores, batch, per_row=False)
             lowest = torch.finfo(scores.dtype).min
             scores = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=lowest)
@@ -107,4 +138,10 @@ class Objective:
             scores = scores.masked_fill(padding, torch.finfo(scores.dtype).min)
         start, end = (part.squeeze(-1).contiguous() for part in scores.split(1, dim=-1))
         starts, ends = batch["start_positions"], batch["end_positions"]
-        return Loss.mean(span_loss(start, end, starts, ends), scores.shape[0])
+        return Loss.mean(span_loss(start, end, starts, ends), count)
+
+
+@lru_cache(maxsize=8)
+def _on(weights: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the weights on a device; kept, because copying them at each step would make the host wait."""
+    return torch.tensor(weights, dtype=dtype, device=device)

@@ -1,0 +1,105 @@
+"""Rows packed and filled up to shapes that come again learn what padded rows do, to rounding."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from finetune_tables import TABLES
+from test_exactness import FIXED, apart, trained
+
+from flodl.data.batch import Batch
+from flodl.data.collate import Where
+from flodl_hf.finetuning import job as job_module
+from flodl_hf.finetuning import plan_job
+from flodl_hf.finetuning.options import make_options
+
+PLAIN: dict[str, Any] = {
+    "schedule": "constant",
+    "optimizer": "sgd",
+    "lr": 0.05,
+    "mask_padding": True,
+    "group_by_length": False,
+    "max_steps": 4,
+}
+CASES = [
+    ("sequence_classification", {}),
+    ("sequence_classification", {"class_weights": "balanced", "label_smoothing": 0.1}),
+    ("token_classification", {}),
+    ("token_classification", {"class_weights": "balanced"}),
+    ("question_answering", {}),
+    ("masked_lm", {}),
+]
+
+
+@pytest.fixture
+def bucketed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_module, "_layout", lambda options: "bucketed")
+
+
+@pytest.mark.parametrize(("task", "options"), CASES)
+def test_buckets_learn_what_padded_rows_do(
+    task: str, options: dict[str, Any], base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = TABLES[task](21)  # the last batch is smaller
+    padded = trained(base, rows, layout="padded", **PLAIN, **options)
+    monkeypatch.setattr(job_module, "_layout", lambda options: "bucketed")
+    assert apart(padded, trained(base, rows, **PLAIN, **options)) < 5e-6
+
+
+@pytest.mark.parametrize("problem", ["regression", "multi_label_classification"])
+def test_numbers_and_several_labels_are_means_over_real_rows(
+    problem: str, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(1)
+    texts = [row["text"] for row in TABLES["sequence_classification"](21)]
+    if problem == "regression":
+        rows = [{"text": text, "label": float(rng.normal())} for text in texts]
+    else:
+        rows = [{"text": text, "label": [name for name in "abc" if rng.random() < 0.5]} for text in texts]
+    padded = trained(base, rows, layout="padded", problem_type=problem, **PLAIN)
+    monkeypatch.setattr(job_module, "_layout", lambda options: "bucketed")
+    assert apart(padded, trained(base, rows, problem_type=problem, **PLAIN)) < 5e-6
+
+
+def test_few_shapes_and_little_filling(base: Path, bucketed: None) -> None:
+    rows = TABLES["sequence_classification"](64)
+    job = plan_job(base, rows * 8, None, make_options({**FIXED, "batch_size": 32}))
+    shapes, filled, real = set(), 0, 0
+    for epoch in range(3):
+        for number, indices in enumerate(job.batches.plan(epoch)):
+            where = Where(0, epoch, number, tuple(indices.tolist()))
+            parts = job.collate([job.rows.get(int(i)) for i in indices], where)
+            shapes.add(tuple((name, tuple(part.shape)) for name, part in parts.items() if torch.is_tensor(part)))
+            assert not [part for part in parts.values() if isinstance(part, list)]
+            filled += len(parts["input_ids"])
+            real += int(job.rows.lengths[indices].sum())
+            assert int(parts["real"].sum()) == len(indices)
+            assert int(parts["cu_seqlens"].diff().max()) <= parts["longest"]
+    assert len(shapes) <= 6
+    assert filled < 1.2 * real
+
+
+def test_a_recorded_step_serves_batches_of_other_rows(base: Path, bucketed: None) -> None:
+    """What a loss is computed from are tensors: the same shapes with other rows in them give the other rows' loss."""
+    rows = TABLES["sequence_classification"](24)
+    job = plan_job(base, rows, None, make_options({**FIXED, "dropout": 0.0}))
+    job.model.eval()
+    assert job.objective.asks_num_rows is False
+
+    def batch(indices: list[int]) -> Batch:
+        where = Where(0, 0, 0, tuple(indices))
+        return Batch(job.collate([job.rows.get(i) for i in indices], where), len(indices))
+
+    a, b = batch([0, 1, 2]), batch([3, 4])
+    assert {n: p.shape for n, p in a.items() if torch.is_tensor(p)} == {
+        n: p.shape for n, p in b.items() if torch.is_tensor(p)
+    }
+    kept = Batch({n: p.clone() if torch.is_tensor(p) else p for n, p in a.items()}, a.num_rows)
+    for name, part in b.items():
+        if torch.is_tensor(part):
+            kept[name].copy_(part)
+    first, second = job.objective(job.model, kept), job.objective(job.model, b)
+    assert torch.equal(first.sum, second.sum)
+    assert float(first.count) == float(second.count) == 2
