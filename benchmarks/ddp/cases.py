@@ -187,7 +187,7 @@ def bert(rows: int, *, tiny: bool = False, seq: int = 128) -> Case:
         train = TensorRows({"ids": ids, "label": (ids[:, 1] > sizes["vocab_size"] // 2).long()})
         return train, None
 
-    return Case("bert", partial(_make_bert, sizes), adamw(2e-5), read, data, 1, None)
+    return Case("bert", partial(_make_bert, sizes), adamw(2e-5), read, data, 3, None)
 
 
 def _make_bert(sizes: dict[str, int], _data: Any) -> nn.Module:

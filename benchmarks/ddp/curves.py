@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.ddp.cases import Case
-from benchmarks.ddp.runs import Bench, train, warm_up
-from flodl.distributed import Ranks
+from benchmarks.ddp.runs import Bench, speed, train
 
 __all__ = ["equal_curves", "weak_scaling"]
 
@@ -35,47 +34,14 @@ def equal_curves(bench: Bench, case: Case, data: Any, *, steps: int, batch: int)
 def weak_scaling(
     bench: Bench, case: Case, data: Any, *, steps: int, batch: int, precision: str = "fp32"
 ) -> list[dict[str, Any]]:
-    """Return samples per second of one rank, and of all under Sync with gradients sent late and early.
-
-    Each rank has ``batch`` rows of a step. The first third of the steps is not counted.
-    """
-    warm_up(bench, case, data)
+    """Return samples per second of one rank, and of all under Sync, with ``batch`` rows of a step for each rank."""
     rows = []
-    for name, ranks, overlap in (
-        ("one rank", bench.alone, True),
-        ("sent after backward", bench.ranks, False),
-        ("sent during backward", bench.ranks, True),
-    ):
-        if ranks.solo and name != "one rank":
-            continue
-        rate = _rate(bench, ranks, case, data, steps, batch, precision, overlap)
+    for ranks in (bench.alone, bench.ranks):
+        rate = speed(ranks, case, data, steps, batch, precision=precision)
         rates = [row[0] for row in bench.ranks.table([rate])]
         # alone, all measure at once: the first one's figure stands for one rank
-        rows.append({"model": case.name, "how": name, "precision": precision, "batch": batch, "ranks": ranks.world})
+        rows.append({"model": case.name, "precision": precision, "batch": batch, "ranks": ranks.world})
         rows[-1]["samples_per_s"] = rates[0]
         rows[-1]["scaling"] = rates[0] / rows[0]["samples_per_s"]
         rows[-1]["efficiency"] = rows[-1]["scaling"] / ranks.world
     return rows
-
-
-def _rate(
-    bench: Bench, ranks: Ranks, case: Case, data: Any, steps: int, batch: int, precision: str, overlap: bool
-) -> float:
-    from flodl.train import StepDone
-    from flodl.train.builder import Plan
-    from flodl.train.settings import make_settings
-
-    settings = make_settings(
-        {
-            "num_epochs": 10_000, "max_steps": steps, "batch_size": batch * ranks.world, "precision": precision,
-            "policy": "sync", "save_epochs": False,
-        }
-    )  # fmt: skip
-    trainer = Plan(lambda _: case.make(data[0]), case.optimizer, case.step, settings, data=data[0]).trainer(ranks)
-    trainer.step_._reduce.early = overlap
-    times: list[float] = []
-    trainer.events.subscribe(lambda event: times.append(event.at_s), StepDone)
-    ranks.barrier()
-    trainer.fit()
-    first = steps // 3
-    return batch * ranks.world * (steps - 1 - first) / (times[-1] - times[first])

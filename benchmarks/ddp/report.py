@@ -25,7 +25,7 @@ def modes(rows: Sequence[dict[str, Any]]) -> str:
     """Return the table of modes: quality, time, meetings, idleness, shares."""
     unequal = any("at_most" in row for row in rows)
     titles = ["model", "mode", "train loss", "held-out loss", "accuracy %", "seconds", "× solo"]
-    titles += ["at most"] if unequal else []
+    titles += ["× solo from epoch 2", "at most"] if unequal else []
     titles += ["syncs", "sync ms", "idle % by rank", "anchor", "shares %"]
     body = []
     for row in rows:
@@ -33,7 +33,9 @@ def modes(rows: Sequence[dict[str, Any]]) -> str:
         line = [row["model"], row["mode"], _spread(row["loss"], digits), _spread(row["eval_loss"], digits)]
         line += [_spread(row["figure"], 2, 100), f"{row['seconds']:.2f}"]
         line += [f"{row['speed']:.2f}" if row["speed"] else "–"]
-        line += [f"{row['at_most']:.2f}" if "at_most" in row and row["mode"] != "solo" else "–"] if unequal else []
+        if unequal:
+            line += [f"{row['later']:.2f}" if row["later"] else "–"]
+            line += [f"{row['at_most']:.2f}" if "at_most" in row and row["mode"] != "solo" else "–"]
         line += [str(row["syncs"]), "–" if row["mean_sync_ms"] is None else f"{row['mean_sync_ms']:.1f}"]
         line += [" / ".join(f"{100 * part:.0f}" for part in row["idle"])]
         line += ["–" if row["anchor"] is None else str(row["anchor"])]
@@ -58,11 +60,10 @@ def curves(rows: Sequence[dict[str, Any]]) -> str:
 
 def scaling(rows: Sequence[dict[str, Any]]) -> str:
     """Return the table of weak scaling."""
-    titles = ["model", "precision", "batch per rank", "ranks", "gradients", "samples/s", "× one rank", "efficiency %"]
+    titles = ["model", "precision", "batch per rank", "ranks", "samples/s", "× one rank", "efficiency %"]
     body = [
         [
             row["model"], row["precision"], str(row["batch"]), str(row["ranks"]),
-            "–" if row["ranks"] == 1 else row["how"],
             f"{row['samples_per_s']:.0f}", f"{row['scaling']:.2f}", f"{100 * row['efficiency']:.1f}",
         ]
         for row in rows

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
@@ -19,7 +19,7 @@ from flodl.train.builder import Plan
 from flodl.train.evaluate import Callbacks
 from flodl.train.settings import make_settings
 
-__all__ = ["MODES", "Bench", "table_of_modes", "train", "warm_up"]
+__all__ = ["MODES", "Bench", "speed", "table_of_modes", "train", "warm_up"]
 
 MODES = ("solo", "nccl-sync", "nccl-cadence", "nccl-async", "cpu-sync", "cpu-cadence", "cpu-async")
 
@@ -65,13 +65,7 @@ def train(
     Times are those of training: evaluation is left out. A rank is idle while it neither computes a step nor averages:
     waiting, the optimiser, fetching data and Python count as idle.
     """
-    step = case.step
-    if bench.nap_s:
-
-        def step(model: Any, given: Any) -> Any:
-            time.sleep(bench.nap_s)
-            return case.step(model, given)
-
+    step = napping(case.step, bench.nap_s)
     chosen = make_settings(
         {
             "num_epochs": case.epochs,
@@ -129,11 +123,40 @@ def train(
     }
 
 
+def napping(step: Callable[..., Any], nap_s: float) -> Callable[..., Any]:
+    """Return a step that sleeps besides."""
+    if not nap_s:
+        return step
+
+    def slower(model: Any, batch: Any) -> Any:
+        time.sleep(nap_s)
+        return step(model, batch)
+
+    return slower
+
+
 def warm_up(bench: Bench, case: Case, data: tuple[Any, Any]) -> None:
     """Take a few steps, so that no measured run pays for the first kernels."""
     quiet = Bench(bench.ranks, bench.batch)
     train(quiet, bench.alone, case, data, max_steps=3, judged=False)
     train(quiet, bench.ranks, case, data, max_steps=3, judged=False, policy="sync")
+
+
+def speed(ranks: Ranks, case: Case, data: tuple[Any, Any], steps: int, batch: int, **settings: Any) -> float:
+    """Return samples per second under Sync, of all ``ranks``; the first third of the steps is not counted."""
+    chosen = make_settings(
+        {
+            "num_epochs": 10_000, "max_steps": steps, "batch_size": batch * ranks.world, "policy": "sync",
+            "save_epochs": False, "drop_last": True, **settings,
+        }
+    )  # fmt: skip
+    trainer = Plan(lambda _: case.make(data[0]), case.optimizer, case.step, chosen, data=data[0]).trainer(ranks)
+    wall_ms: list[float] = []
+    trainer.events.subscribe(lambda event: wall_ms.append(event.wall_ms), StepDone)
+    ranks.barrier()
+    trainer.fit()
+    counted = wall_ms[steps // 3 :]
+    return batch * ranks.world * len(counted) / sum(counted) * 1e3
 
 
 def table_of_modes(
@@ -196,18 +219,25 @@ def _summary(runs: list[dict[str, Any]], alone: list[dict[str, Any]], figure: st
         "figure": spread([run["held_out"][figure] for run in runs if run["held_out"]] or [0.0]) if figure else None,
         "seconds": seconds,
         "speed": median(run["seconds"] for run in alone) / seconds if alone else None,
+        "later": _later(alone) / _later(runs) if alone and _later(runs) else None,
         **{key: last[key] for key in ("syncs", "idle", "waiting", "anchor", "counts", "share", "mean_sync_ms")},
     }
+
+
+def _later(runs: list[dict[str, Any]]) -> float:
+    """Return the seconds after the first epoch, in which kernels are chosen and steps are recorded."""
+    return median(sum(run["epoch_seconds"][1:]) for run in runs)
 
 
 def _add_ideal(
     bench: Bench, case: Case, data: tuple[Any, Any], slow: dict[int, float], rows: list[dict[str, Any]], settings: Any
 ) -> None:
     """Measure each rank alone, as slow as it is made, and write the sum of speeds over that of the first."""
+    step = napping(case.step, bench.nap_s)
     own = slow.get(bench.ranks.rank, 1.0)
-    short = {"num_epochs": 1, **settings} | {"num_epochs": 1}
-    speed = train(bench, bench.alone, case, data, judged=False, slowdown={0: own}, **short)["samples_per_s"]
-    speeds = [row[0] for row in bench.ranks.table([speed])]
+    more = {k: v for k, v in settings.items() if k in ("precision", "capture")}
+    rate = speed(bench.alone, replace(case, step=step), data, 45, bench.batch, slowdown={0: own}, **more)
+    speeds = [row[0] for row in bench.ranks.table([rate])]
     for row in rows:
         if row["model"] == case.name:
             row["at_most"] = sum(speeds) / speeds[0]
