@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import json
 import os
 import sys
 import zlib
@@ -24,7 +25,6 @@ from flodl.data.files import (
     _format_of,
     _looks_like_header,
     _open,
-    _parse_json,
     _unnamed,
 )
 from flodl.errors import DataError, nearest, printable
@@ -33,6 +33,7 @@ __all__ = ["FORMATS", "Row", "RowFault", "Rows", "open_rows"]
 
 FORMATS = ("csv", "tsv", "jsonl", "text", "parquet", "arrow")
 STDIN = "-"
+_DECODE = json.JSONDecoder().decode
 
 
 class RowFault(Exception):
@@ -48,12 +49,14 @@ class Row:
         line: the line of the file that it begins on, from 1; None where a file has no lines.
         values: its cells by column; None where they cannot be told.
         fault: what is wrong with it, or None.
+        text: a JSON object as it was written, without what stands around it; None in other formats.
     """
 
     number: int
     line: int | None
     values: dict[str, Any] | None
     fault: str | None = None
+    text: str | None = None
 
     @property
     def place(self) -> str:
@@ -190,10 +193,10 @@ class _TextRows(Rows):
 class _LineRows(_TextRows):
     """A JSON object, or a text, on each line; empty lines are no rows."""
 
-    def __init__(self, file: IO[bytes], name: str, size: int | None, hashed: bool, json: bool) -> None:
+    def __init__(self, file: IO[bytes], name: str, size: int | None, hashed: bool, is_json: bool) -> None:
         super().__init__(file, name, size, hashed)
-        self._json = json
-        if not json:
+        self._json = is_json
+        if not is_json:
             self.names = ["text"]
 
     def _skip(self, count: int) -> int:
@@ -222,16 +225,17 @@ class _LineRows(_TextRows):
             text = _decoded(raw, line)
             if not self._json:
                 return Row(self.number, line, {"text": text.rstrip("\r\n")})
-            values = _parse_json(text)
+            text = text.strip()
+            values = _DECODE(text)
         except RowFault as fault:
             return Row(self.number, line, None, str(fault))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return Row(
                 self.number, line, None, f"invalid JSON ({error}): {printable(raw.decode('utf-8', 'replace'), 60)}"
             )
         if not isinstance(values, dict):
             return Row(self.number, line, None, f"found {type(values).__name__}, expected a JSON object")
-        return Row(self.number, line, values)
+        return Row(self.number, line, values, None, text)
 
 
 class _CellRows(_TextRows):

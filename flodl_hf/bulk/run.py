@@ -160,7 +160,7 @@ class Run:
         for place, row in enumerate(rows):
             cells = given = None
             try:
-                cells = writer.keep(row.values)
+                cells = writer.keep(row)
                 if row.fault is not None or row.values is None:
                     raise RowFault(row.fault or "no values")
                 given = item(row.values)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -46,8 +47,8 @@ def output_format(target: Path) -> str:
 class Writer(Protocol):
     """One format with the columns of one run."""
 
-    def keep(self, values: Mapping[str, Any] | None) -> Any:
-        """Return the kept cells of a row, ready to be written; without values, empty ones.
+    def keep(self, row: Row | None) -> Any:
+        """Return the kept cells of a row, ready to be written; without a row or its values, empty ones.
 
         Raises:
             RowFault: a value that the format cannot hold.
@@ -201,22 +202,28 @@ class _JsonLines:
     def __init__(
         self, keep: tuple[str, ...] | None, answer: Mapping[str, Kind], added: Mapping[str, Kind], lead: str | None
     ) -> None:
-        self._keep, self._added, self._lead = keep, added, lead
+        self._keep = None if keep is None else [(name, f"{_encode(name)}: ") for name in keep]
+        self._added, self._lead = frozenset(added), lead
         self._parts = [(f'"{name}": ', json_of(kind)) for name, kind in answer.items()]
         self._nothing = [f'"{name}": null' for name in answer]
         self._with_errors = ERROR in added
 
-    def keep(self, values: Mapping[str, Any] | None) -> str:
+    def keep(self, row: Row | None) -> str:
+        values = None if row is None else row.values
         if self._keep is not None:
-            values = {name: None if values is None else values.get(name) for name in self._keep}
-        elif values is None:
-            values = {}
-        elif not self._added.keys().isdisjoint(values):
-            again = [name for name in values if name in self._added]
-            raise RowFault(f"the row has a column {again[0]!r}, which is the answer's name; keep named columns")
-        elif self._lead in values:
-            values = {self._lead: values[self._lead], **values}
-        text = _encode(values)[1:-1]
+            cells = [lead + ("null" if values is None else _encode(values.get(name))) for name, lead in self._keep]
+            text = ", ".join(cells)
+        elif row is None or values is None:
+            return ""
+        else:
+            if not self._added.isdisjoint(values):
+                again = [name for name in values if name in self._added]
+                raise RowFault(f"the row has a column {again[0]!r}, which is the answer's name; keep named columns")
+            if row.text is not None and self._lead not in values:
+                return row.text[1:-1].strip()  # an object as it was written, opened for more
+            if self._lead is not None and self._lead in values:
+                values = {self._lead: values[self._lead], **values}
+            text = _encode(values)[1:-1]
         _bytes(text)
         return text
 
@@ -250,6 +257,10 @@ def _copied(parts: Iterable[Path]) -> Iterator[bytes]:
 # ---- cells ---------------------------------------------------------------------------------------------
 
 
+_QUOTED = re.compile('[,"\\r\\n]').search
+_UNFIT = re.compile("[\\t\\r\\n]").search
+
+
 class _Cells:
     """Cells with commas or tabs between them, under a header."""
 
@@ -270,15 +281,15 @@ class _Cells:
 
     def _cell(self, text: str) -> str:
         if self._delimiter == ",":
-            quoted = not text.isalnum() and any(c in text for c in ',"\r\n')
-            return '"' + text.replace('"', '""') + '"' if quoted else text
-        if any(c in text for c in "\t\r\n"):
+            return '"' + text.replace('"', '""') + '"' if _QUOTED(text) else text
+        if _UNFIT(text):
             raise RowFault(
                 f"a tab or line end in {printable(text, 40)}, which TSV cannot hold; write CSV or JSON lines"
             )
         return text
 
-    def keep(self, values: Mapping[str, Any] | None) -> list[str]:
+    def keep(self, row: Row | None) -> list[str]:
+        values = None if row is None else row.values
         if values is None:
             return [""] * len(self._keep)
         if self._own:
@@ -347,7 +358,8 @@ class _Tables:
             self._types[name] = arrow_type("text") if found is None else found
         self._types |= {name: arrow_type(kind) for name, kind in added.items()}
 
-    def keep(self, values: Mapping[str, Any] | None) -> list[Any]:
+    def keep(self, row: Row | None) -> list[Any]:
+        values = None if row is None else row.values
         if values is None:
             return [None] * len(self._keep)
         if self._own:

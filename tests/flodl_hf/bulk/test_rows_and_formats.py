@@ -26,7 +26,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> None:
         path.write_text("".join(json.dumps(row) + "\n" * (1 + i % 2) for i, row in enumerate(rows)), "utf-8")
     elif path.suffix == ".csv":
         with path.open("w", newline="", encoding="utf-8") as file:
-            out = csv.DictWriter(file, ["id", "text"], lineterminator="\n")
+            out = csv.DictWriter(file, ["id", "text"], lineterminator="\n", quoting=csv.QUOTE_ALL)
             out.writeheader()
             out.writerows(rows)
     elif path.suffix == ".txt":
@@ -90,7 +90,7 @@ def writer(suffix: str, names: list[str], first: list[Row] | None = None) -> Any
 @pytest.mark.parametrize("suffix", ["csv", "jsonl"])
 def test_texts_read_back_as_they_were(suffix: str, texts: list[tuple[str, str]], tmp_path: Path) -> None:
     out = writer(suffix, ["a", "b"])
-    lines = [out.line(out.keep({"a": a, "b": b}), (a + b, 0.1), None) for a, b in texts]
+    lines = [out.line(out.keep(Row(1, 1, {"a": a, "b": b})), (a + b, 0.1), None) for a, b in texts]
     part = tmp_path / "part"
     part.write_bytes(b"".join(out.part(iter(lines))))
     path = tmp_path / f"all.{suffix}"
@@ -137,3 +137,17 @@ def test_an_input_is_read_as_far_as_it_is_needed(tmp_path: Path) -> None:
     assert asked == [3]
     assert rows.take(1)[0].values == {"text": "x"}
     rows.close()
+
+
+def test_a_kept_json_object_stays_as_it_was_written(tmp_path: Path) -> None:
+    line = '  {"text":"caf\\u00e9","n":1.0,  "deep": [1e400, -0.0, {"a": "\\ud800"}] } \r\n'
+    (tmp_path / "in.jsonl").write_text(line)
+    rows = open_rows(tmp_path / "in.jsonl")
+    out = writer_for(
+        "jsonl", None, ANSWER, with_errors=False, lead=None, names=["text", "n", "deep"], types=None, first=[]
+    )
+    (row,) = rows.take(2)
+    rows.close()
+    written = out.line(out.keep(row), ("a", 0.5), None).decode()
+    assert written == line.strip()[:-1].rstrip() + ', "label": "a", "score": 0.5}\n'
+    assert json.loads(written)["text"] == "café"
