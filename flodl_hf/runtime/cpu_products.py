@@ -202,6 +202,8 @@ class Whole:
         self.size = weight.shape[0]
         self._scale = scale.view(-1).contiguous()
         self._zeros = torch.zeros(self.size, dtype=torch.int32)
+        # What 128 more in every number of a token adds to its product.
+        self._shift = whole.sum(dim=1, dtype=torch.float32).mul_(self._scale).mul_(-128.0)
         self._packed = torch.ops.onednn.qlinear_prepack(whole, None)
         self._bias = torch.zeros(self.size) if bias is None else bias.detach()
 
@@ -229,13 +231,13 @@ class Whole:
         largest = torch.abs(x, out=room).amax(dim=1, keepdim=True).clamp_(min=1e-30)
         whole = self._scratch.take("whole", rows, columns, torch.int8)
         whole.copy_(torch.mul(x, 127.0 / largest, out=room).round_())
-        # Kernels multiply unsigned by signed fastest: adding 128 is turning the sign bit over.
+        # Kernels are fastest at unsigned by signed without a zero point; adding 128 turns the sign bit over.
         return whole.view(torch.uint8).bitwise_xor_(128), largest.div_(127.0)
 
     def multiplied(self, whole: Tensor) -> Tensor:
         """Return the product of quantised tokens, the weight's scale in it and theirs not."""
         return torch.ops.onednn.qlinear_pointwise(
-            whole, 1.0, 128, self._packed, self._scale, self._zeros, None, 1.0, 0, torch.float32, "none", [], ""
+            whole, 1.0, 0, self._packed, self._scale, self._zeros, self._shift, 1.0, 0, torch.float32, "none", [], ""
         )
 
 
