@@ -71,6 +71,8 @@ class DisentangledAttention(nn.Module):
 
     def forward(self, hidden: Tensor, layout: Layout, relative: Relative | None = None) -> Tensor:
         """Return the attended states, shaped like ``hidden``: ``(B, S, hidden)`` or ``(T, hidden)``."""
+        if self._joins(hidden):
+            return self.dropout(self.output(self._joined(hidden, layout, relative)))
         query, key, value = self.query(hidden), self.key(hidden), self.value(hidden)
         return self.dropout(self.output(self.mixed(query, key, value, layout, relative)))
 
@@ -78,9 +80,7 @@ class DisentangledAttention(nn.Module):
         """Return the same attention for prediction, with one product for query, key and value; None if not plain."""
         from flodl_hf.disentangled.prediction import FusedDisentangledAttention
 
-        parts = (self.query, self.key, self.value)
-        plain = all(type(part) is nn.Linear and part.bias is not None and not part._forward_hooks for part in parts)
-        return FusedDisentangledAttention(self) if plain and type(self) is DisentangledAttention else None
+        return FusedDisentangledAttention(self) if self._plain() and type(self) is DisentangledAttention else None
 
     def mixed(self, query: Tensor, key: Tensor, value: Tensor, layout: Layout, relative: Relative | None) -> Tensor:
         """Return the mixed values of projected states, ``(B, S, hidden)`` or ``(T, hidden)``, heads side by side."""
@@ -93,7 +93,7 @@ class DisentangledAttention(nn.Module):
             tables = None if relative is None else self._scaled_tables(relative, query)
         if way == "kernel":
             return attend_by_kernel(
-                query, key, value, layout, tables, relative,
+                (query, key, value), layout, tables, relative,
                 num_heads=self.num_heads, scale=self.scale,
                 dropout=self.attention_dropout.p if self.training else 0.0,
             )  # fmt: skip
@@ -109,12 +109,56 @@ class DisentangledAttention(nn.Module):
             parts.append(texts(q, k, v, None, tables, relative).view(count * length, -1))
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
-    def _way(self, states: Tensor) -> Literal["reference", "fast", "kernel"]:
-        """Return how ``implementation`` is carried out for such states."""
+    def _plain(self) -> bool:
+        """Whether the projections are linear layers that nobody watches, so that their products may be joined."""
+        parts = (self.query, self.key, self.value)
+        return all(
+            type(part) is nn.Linear and part.bias is not None and not part._forward_hooks and not part._backward_hooks
+            and not part._forward_pre_hooks and not part._backward_pre_hooks
+            for part in parts
+        )  # fmt: skip
+
+    def _joins(self, hidden: Tensor) -> bool:
+        """Whether one product may stand for three: in half precision by kernel, where no bits are promised."""
+        dtype = self._computed(hidden)
+        half = dtype in (torch.float16, torch.bfloat16)
+        return half and self._way(hidden, dtype) == "kernel" and self._plain()
+
+    def _computed(self, hidden: Tensor) -> torch.dtype:
+        """Return the dtype that products of ``hidden`` have."""
+        kind = hidden.device.type
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.query.weight.dtype
+
+    def _joined(self, hidden: Tensor, layout: Layout, relative: Relative | None) -> Tensor:
+        """Return the mixed values with query, key and value from one product, and so one gradient."""
+        dtype = self._computed(hidden)
+        parts = (self.query, self.key, self.value)
+        weight = torch.cat([part.weight for part in parts]).to(dtype)
+        bias = torch.cat([part.bias for part in parts]).to(dtype)
+        states = F.linear(hidden, weight, bias)
+        tables = None
+        if self.relative and relative is not None:
+            if self.pos_key is None and self.pos_query is None and not self._holds(states):
+                width = self.query.out_features
+                table = self.position_dropout(relative.table[relative.window])
+                both = F.linear(table, weight[: 2 * width], bias[: 2 * width])
+                query, key = (self._heads(x) for x in both.chunk(2, dim=-1))
+                tables = PositionTables(
+                    key if self.content_to_position else None, query if self.position_to_content else None
+                ).divided(self.scale)
+            else:
+                tables = self._scaled_tables(relative, states)
+        return attend_by_kernel(
+            (states,), layout, tables, relative if self.relative else None,
+            num_heads=self.num_heads, scale=self.scale, dropout=self.attention_dropout.p if self.training else 0.0,
+        )  # fmt: skip
+
+    def _way(self, states: Tensor, dtype: torch.dtype | None = None) -> Literal["reference", "fast", "kernel"]:
+        """Return how ``implementation`` is carried out for such states, or ones like them of ``dtype``."""
         if self.implementation == "fast":
             return "kernel" if has_kernel(states, self.num_heads) else "fast"
         # Half precision has no bits to repeat, so it takes the kernel wherever there is one.
-        half = states.dtype in (torch.float16, torch.bfloat16)
+        half = (dtype or states.dtype) in (torch.float16, torch.bfloat16)
         if self.implementation == "sdpa" and half and has_kernel(states, self.num_heads):
             return "kernel"
         return "reference"
@@ -132,7 +176,7 @@ class DisentangledAttention(nn.Module):
         return PositionTables(pos_key, pos_query)
 
     def _heads(self, table: Tensor) -> Tensor:
-        return table.view(table.shape[0], self.num_heads, -1).transpose(0, 1).contiguous()
+        return table.reshape(table.shape[0], self.num_heads, -1).transpose(0, 1).contiguous()
 
     def _texts(
         self,
@@ -173,11 +217,15 @@ class DisentangledAttention(nn.Module):
             dropout=self.attention_dropout.p if self.training else 0.0,
         )  # fmt: skip
 
+    def _holds(self, states: Tensor) -> bool:
+        held = self.held
+        return held is not None and not self.training and not torch.is_grad_enabled() and held.fits(states)
+
     def _scaled_tables(self, relative: Relative, states: Tensor) -> PositionTables:
         """Return the projected positions divided by the scale, only rows that this call can reach."""
-        held = self.held
-        if held is not None and not self.training and not torch.is_grad_enabled() and held.fits(states):
-            return held.rows(relative.window)
+        if self._holds(states):
+            assert self.held is not None
+            return self.held.rows(relative.window)
         return self.position_tables(relative.table[relative.window]).divided(self.scale)
 
 

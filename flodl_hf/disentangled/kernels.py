@@ -44,12 +44,30 @@ def _text(offsets, ends, text, longest, PACKED: tl.constexpr, MASKED: tl.constex
 
 
 @triton.jit
-def _columns(lut, distance, middle, NEAR: tl.constexpr):
-    """Return the table row of each distance; near ones have rows in their own order."""
-    if NEAR:
+def _columns(lut, distance, longest, middle, OWN: tl.constexpr):
+    """Return the table row of each distance; near ones have rows of their own, in order."""
+    if OWN:
         return distance + middle
     else:  # noqa: RET505
-        return tl.load(lut + distance + middle)
+        return tl.load(lut + distance + (longest - 1))
+
+
+@triton.jit
+def _stretch(first, length, reach, PART: tl.constexpr, NEAR: tl.constexpr, SIZE: tl.constexpr, STEP: tl.constexpr):
+    """Return where the tiles of a part begin and end: far ones before a block of tokens, near ones, far ones after."""
+    begin, end = 0, length
+    if not NEAR:
+        low = tl.minimum(tl.cdiv(tl.maximum(first + SIZE - 1 - reach, 0), STEP) * STEP, length)
+        # The last tile of a text is cut short, so it is near if what there is of it is.
+        high = tl.where(first + reach + 1 >= length, length, (first + reach + 1) // STEP * STEP)
+        high = tl.maximum(high, low)
+        if PART == 0:
+            end = low
+        elif PART == 1:
+            begin, end = low, high
+        else:
+            begin = high
+    return begin, end
 
 
 @triton.jit
@@ -73,7 +91,7 @@ def _dropped(seed, head, i, j, length, p):
 @triton.jit
 def forward(
     q, k, v, qp, kp, lut, offsets, ends, keep, seed, out, lse,
-    q_stride, k_stride, v_stride, tokens, longest, rows, middle, heads, scale, p,
+    q_stride, k_stride, v_stride, tokens, longest, rows, middle, reach, heads, scale, p,
     H: tl.constexpr, HB: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     C2P: tl.constexpr, P2C: tl.constexpr, NEAR: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr,
     DROPOUT: tl.constexpr, NARROW: tl.constexpr, PRECISION: tl.constexpr,
@@ -100,36 +118,38 @@ def forward(
     best = tl.full((BM,), _LOWEST, tl.float32)
     total = tl.zeros((BM,), tl.float32)
     mixed = tl.zeros((BM, HB), tl.float32)
-    for j0 in range(0, length, BN):
-        j = j0 + tl.arange(0, BN)
-        at_j = tl.minimum(j, last)
-        k_at = (start + at_j).to(tl.int64) * k_stride + head * H
-        keys = tl.load(k + k_at[:, None] + h[None, :], mask=inside[None, :], other=0.0)
-        scores = tl.zeros((BM, BN), tl.float32)
-        if C2P:
-            columns = _columns(lut, at_i[:, None] - at_j[None, :], middle, NEAR)
-            scores += _looked_up(qp + table, at_i[:, None], columns, rows, NARROW)
-        if P2C:
-            columns = _columns(lut, at_i[None, :] - at_j[:, None], middle, NEAR)
-            scores += tl.trans(_looked_up(kp + table, at_j[:, None], columns, rows, NARROW))
-        # Position scores enter as what the product adds to, so that all after it has the product's layout.
-        scores = tl.dot(queries, tl.trans(keys), scores * unscale, input_precision=PRECISION) * (scale * _LOG2E)
-        real = j < length
-        if MASKED:
-            real = real & (tl.load(keep + start + at_j) != 0)
-        scores = tl.where(real[None, :], scores, _LOWEST)
-        above = tl.maximum(best, tl.max(scores, 1))
-        weights = tl.exp2(scores - above[:, None])
-        shrink = tl.exp2(best - above)
-        total = total * shrink + tl.sum(weights, 1)
-        if DROPOUT:
-            kept = _dropped(tl.load(seed), text * heads + head, i[:, None], j[None, :], longest, p)
-            weights = tl.where(kept, weights, 0.0)
-        v_at = (start + at_j).to(tl.int64) * v_stride + head * H
-        values = tl.load(v + v_at[:, None] + h[None, :], mask=inside[None, :], other=0.0)
-        mixed = mixed * shrink[:, None]
-        mixed = tl.dot(weights.to(values.dtype), values, mixed, input_precision=PRECISION)
-        best = above
+    for part in tl.static_range(1 if NEAR else 3):
+        begin, end = _stretch(first, length, reach, part, NEAR, BM, BN)
+        for j0 in range(begin, end, BN):
+            j = j0 + tl.arange(0, BN)
+            at_j = tl.minimum(j, last)
+            k_at = (start + at_j).to(tl.int64) * k_stride + head * H
+            keys = tl.load(k + k_at[:, None] + h[None, :], mask=inside[None, :], other=0.0)
+            scores = tl.zeros((BM, BN), tl.float32)
+            if C2P:
+                columns = _columns(lut, at_i[:, None] - at_j[None, :], longest, middle, NEAR or part == 1)
+                scores += _looked_up(qp + table, at_i[:, None], columns, rows, NARROW)
+            if P2C:
+                columns = _columns(lut, at_i[None, :] - at_j[:, None], longest, middle, NEAR or part == 1)
+                scores += tl.trans(_looked_up(kp + table, at_j[:, None], columns, rows, NARROW))
+            # Position scores enter as what the product adds to, so that all after it has the product's layout.
+            scores = tl.dot(queries, tl.trans(keys), scores * unscale, input_precision=PRECISION) * (scale * _LOG2E)
+            real = j < length
+            if MASKED:
+                real = real & (tl.load(keep + start + at_j) != 0)
+            scores = tl.where(real[None, :], scores, _LOWEST)
+            above = tl.maximum(best, tl.max(scores, 1))
+            weights = tl.exp2(scores - above[:, None])
+            shrink = tl.exp2(best - above)
+            total = total * shrink + tl.sum(weights, 1)
+            if DROPOUT:
+                kept = _dropped(tl.load(seed), text * heads + head, i[:, None], j[None, :], longest, p)
+                weights = tl.where(kept, weights, 0.0)
+            v_at = (start + at_j).to(tl.int64) * v_stride + head * H
+            values = tl.load(v + v_at[:, None] + h[None, :], mask=inside[None, :], other=0.0)
+            mixed = mixed * shrink[:, None]
+            mixed = tl.dot(weights.to(values.dtype), values, mixed, input_precision=PRECISION)
+            best = above
     if DROPOUT:
         mixed = mixed / (1.0 - p)
     mixed = mixed / tl.maximum(total, 1.0e-30)[:, None]
@@ -141,10 +161,10 @@ def forward(
 
 
 @triton.jit
-def _add(gradient, row, columns, rows, values, there, NEAR: tl.constexpr):
+def _add(gradient, row, columns, rows, values, there, OWN: tl.constexpr):
     """Add to the gradient of products with the table: near distances come once, far ones share a row."""
     at = tl.max_contiguous(row * rows + columns, (1, columns.shape[1]))
-    if NEAR:
+    if OWN:
         tl.store(gradient + at, values.to(gradient.dtype.element_ty), mask=there)
     else:
         tl.atomic_add(gradient + at, values, mask=there, sem="relaxed")
@@ -153,7 +173,7 @@ def _add(gradient, row, columns, rows, values, there, NEAR: tl.constexpr):
 @triton.jit
 def backward_queries(
     q, k, v, qp, kp, lut, offsets, ends, keep, seed, out, lse, d_out, d_q, d_qp, dots,
-    q_stride, k_stride, v_stride, tokens, longest, rows, middle, heads, scale, p,
+    q_stride, k_stride, v_stride, d_stride, tokens, longest, rows, middle, reach, heads, scale, p,
     H: tl.constexpr, HB: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     C2P: tl.constexpr, P2C: tl.constexpr, NEAR: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr,
     DROPOUT: tl.constexpr, NARROW: tl.constexpr, PRECISION: tl.constexpr,
@@ -185,35 +205,37 @@ def backward_queries(
     sums = tl.load(lse + head * tokens + start + at_i)
     table = (head * tokens + start).to(tl.int64) * rows
     d_queries = tl.zeros((BM, HB), tl.float32)
-    for j0 in range(0, length, BN):
-        j = j0 + tl.arange(0, BN)
-        at_j = tl.minimum(j, last)
-        k_at = (start + at_j).to(tl.int64) * k_stride + head * H
-        keys = tl.load(k + k_at[:, None] + h[None, :], mask=inside[None, :], other=0.0)
-        v_at = (start + at_j).to(tl.int64) * v_stride + head * H
-        values = tl.load(v + v_at[:, None] + h[None, :], mask=inside[None, :], other=0.0)
-        scores = tl.zeros((BM, BN), tl.float32)
-        columns = _columns(lut, at_i[:, None] - at_j[None, :], middle, NEAR)
-        if C2P:
-            scores += _looked_up(qp + table, at_i[:, None], columns, rows, NARROW)
-        if P2C:
-            turned = _columns(lut, at_i[None, :] - at_j[:, None], middle, NEAR)
-            scores += tl.trans(_looked_up(kp + table, at_j[:, None], turned, rows, NARROW))
-        scores = tl.dot(queries, tl.trans(keys), scores * unscale, input_precision=PRECISION) * (scale * _LOG2E)
-        real = j < length
-        if MASKED:
-            real = real & (tl.load(keep + start + at_j) != 0)
-        there = row_real[:, None] & real[None, :]
-        weights = tl.where(there, tl.exp2(scores - sums[:, None]), 0.0)
-        d_weights = tl.dot(d_mixed, tl.trans(values), input_precision=PRECISION)
-        if DROPOUT:
-            kept = _dropped(tl.load(seed), text * heads + head, i[:, None], j[None, :], longest, p)
-            d_weights = tl.where(kept, d_weights / (1.0 - p), 0.0)
-        d_scores = weights * (d_weights - dot[:, None])
-        if C2P:
-            _add(d_qp + table, at_i[:, None], columns, rows, d_scores, there, NEAR)
-        d_queries = tl.dot(d_scores.to(keys.dtype), keys, d_queries, input_precision=PRECISION)
-    d_at = (start + i).to(tl.int64)[:, None] * (heads * H) + head * H + h[None, :]
+    for part in tl.static_range(1 if NEAR else 3):
+        begin, end = _stretch(first, length, reach, part, NEAR, BM, BN)
+        for j0 in range(begin, end, BN):
+            j = j0 + tl.arange(0, BN)
+            at_j = tl.minimum(j, last)
+            k_at = (start + at_j).to(tl.int64) * k_stride + head * H
+            keys = tl.load(k + k_at[:, None] + h[None, :], mask=inside[None, :], other=0.0)
+            v_at = (start + at_j).to(tl.int64) * v_stride + head * H
+            values = tl.load(v + v_at[:, None] + h[None, :], mask=inside[None, :], other=0.0)
+            scores = tl.zeros((BM, BN), tl.float32)
+            columns = _columns(lut, at_i[:, None] - at_j[None, :], longest, middle, NEAR or part == 1)
+            if C2P:
+                scores += _looked_up(qp + table, at_i[:, None], columns, rows, NARROW)
+            if P2C:
+                turned = _columns(lut, at_i[None, :] - at_j[:, None], longest, middle, NEAR or part == 1)
+                scores += tl.trans(_looked_up(kp + table, at_j[:, None], turned, rows, NARROW))
+            scores = tl.dot(queries, tl.trans(keys), scores * unscale, input_precision=PRECISION) * (scale * _LOG2E)
+            real = j < length
+            if MASKED:
+                real = real & (tl.load(keep + start + at_j) != 0)
+            there = row_real[:, None] & real[None, :]
+            weights = tl.where(there, tl.exp2(scores - sums[:, None]), 0.0)
+            d_weights = tl.dot(d_mixed, tl.trans(values), input_precision=PRECISION)
+            if DROPOUT:
+                kept = _dropped(tl.load(seed), text * heads + head, i[:, None], j[None, :], longest, p)
+                d_weights = tl.where(kept, d_weights / (1.0 - p), 0.0)
+            d_scores = weights * (d_weights - dot[:, None])
+            if C2P:
+                _add(d_qp + table, at_i[:, None], columns, rows, d_scores, there, NEAR or part == 1)
+            d_queries = tl.dot(d_scores.to(keys.dtype), keys, d_queries, input_precision=PRECISION)
+    d_at = (start + i).to(tl.int64)[:, None] * d_stride + head * H + h[None, :]
     written = i < (length if PACKED else longest)
     d_queries = tl.where(row_real[:, None], d_queries * scale, 0.0)
     tl.store(d_q + d_at, d_queries.to(d_q.dtype.element_ty), mask=written[:, None] & inside[None, :])
@@ -222,7 +244,7 @@ def backward_queries(
 @triton.jit
 def backward_keys(
     q, k, v, qp, kp, lut, offsets, ends, keep, seed, lse, d_out, dots, d_k, d_v, d_kp,
-    q_stride, k_stride, v_stride, tokens, longest, rows, middle, heads, scale, p,
+    q_stride, k_stride, v_stride, d_stride, tokens, longest, rows, middle, reach, heads, scale, p,
     H: tl.constexpr, HB: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     C2P: tl.constexpr, P2C: tl.constexpr, NEAR: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr,
     DROPOUT: tl.constexpr, NARROW: tl.constexpr, PRECISION: tl.constexpr,
@@ -252,38 +274,40 @@ def backward_keys(
     table = (head * tokens + start).to(tl.int64) * rows
     d_keys = tl.zeros((BN, HB), tl.float32)
     d_values = tl.zeros((BN, HB), tl.float32)
-    for i0 in range(0, length, BM):
-        i = i0 + tl.arange(0, BM)
-        at_i = tl.minimum(i, last)
-        row_real = i < length
-        q_at = (start + at_i).to(tl.int64)[:, None] * q_stride + head * H + h[None, :]
-        o_at = (start + at_i).to(tl.int64)[:, None] * (heads * H) + head * H + h[None, :]
-        queries = tl.load(q + q_at, mask=inside[None, :], other=0.0)
-        d_mixed = tl.load(d_out + o_at, mask=inside[None, :], other=0.0)
-        sums = tl.load(lse + head * tokens + start + at_i)
-        dot = tl.load(dots + head * tokens + start + at_i)
-        scores = tl.zeros((BN, BM), tl.float32)
-        columns = _columns(lut, at_i[None, :] - at_j[:, None], middle, NEAR)
-        if C2P:
-            turned = _columns(lut, at_i[:, None] - at_j[None, :], middle, NEAR)
-            scores += tl.trans(_looked_up(qp + table, at_i[:, None], turned, rows, NARROW))
-        if P2C:
-            scores += _looked_up(kp + table, at_j[:, None], columns, rows, NARROW)
-        scores = tl.dot(keys, tl.trans(queries), scores * unscale, input_precision=PRECISION) * (scale * _LOG2E)
-        there = real[:, None] & row_real[None, :]
-        weights = tl.where(there, tl.exp2(scores - sums[None, :]), 0.0)
-        d_weights = tl.dot(values, tl.trans(d_mixed), input_precision=PRECISION)
-        left = weights
-        if DROPOUT:
-            kept = _dropped(tl.load(seed), text * heads + head, i[None, :], j[:, None], longest, p)
-            left = tl.where(kept, weights / (1.0 - p), 0.0)
-            d_weights = tl.where(kept, d_weights / (1.0 - p), 0.0)
-        d_values = tl.dot(left.to(d_mixed.dtype), d_mixed, d_values, input_precision=PRECISION)
-        d_scores = weights * (d_weights - dot[None, :])
-        if P2C:
-            _add(d_kp + table, at_j[:, None], columns, rows, d_scores, there, NEAR)
-        d_keys = tl.dot(d_scores.to(queries.dtype), queries, d_keys, input_precision=PRECISION)
-    at = (start + j).to(tl.int64)[:, None] * (heads * H) + head * H + h[None, :]
+    for part in tl.static_range(1 if NEAR else 3):
+        begin, end = _stretch(first, length, reach, part, NEAR, BN, BM)
+        for i0 in range(begin, end, BM):
+            i = i0 + tl.arange(0, BM)
+            at_i = tl.minimum(i, last)
+            row_real = i < length
+            q_at = (start + at_i).to(tl.int64)[:, None] * q_stride + head * H + h[None, :]
+            o_at = (start + at_i).to(tl.int64)[:, None] * (heads * H) + head * H + h[None, :]
+            queries = tl.load(q + q_at, mask=inside[None, :], other=0.0)
+            d_mixed = tl.load(d_out + o_at, mask=inside[None, :], other=0.0)
+            sums = tl.load(lse + head * tokens + start + at_i)
+            dot = tl.load(dots + head * tokens + start + at_i)
+            scores = tl.zeros((BN, BM), tl.float32)
+            columns = _columns(lut, at_i[None, :] - at_j[:, None], longest, middle, NEAR or part == 1)
+            if C2P:
+                turned = _columns(lut, at_i[:, None] - at_j[None, :], longest, middle, NEAR or part == 1)
+                scores += tl.trans(_looked_up(qp + table, at_i[:, None], turned, rows, NARROW))
+            if P2C:
+                scores += _looked_up(kp + table, at_j[:, None], columns, rows, NARROW)
+            scores = tl.dot(keys, tl.trans(queries), scores * unscale, input_precision=PRECISION) * (scale * _LOG2E)
+            there = real[:, None] & row_real[None, :]
+            weights = tl.where(there, tl.exp2(scores - sums[None, :]), 0.0)
+            d_weights = tl.dot(values, tl.trans(d_mixed), input_precision=PRECISION)
+            left = weights
+            if DROPOUT:
+                kept = _dropped(tl.load(seed), text * heads + head, i[None, :], j[:, None], longest, p)
+                left = tl.where(kept, weights / (1.0 - p), 0.0)
+                d_weights = tl.where(kept, d_weights / (1.0 - p), 0.0)
+            d_values = tl.dot(left.to(d_mixed.dtype), d_mixed, d_values, input_precision=PRECISION)
+            d_scores = weights * (d_weights - dot[None, :])
+            if P2C:
+                _add(d_kp + table, at_j[:, None], columns, rows, d_scores, there, NEAR or part == 1)
+            d_keys = tl.dot(d_scores.to(queries.dtype), queries, d_keys, input_precision=PRECISION)
+    at = (start + j).to(tl.int64)[:, None] * d_stride + head * H + h[None, :]
     written = (j < (length if PACKED else longest))[:, None] & inside[None, :]
     d_keys = tl.where(real[:, None], d_keys * scale, 0.0)
     d_values = tl.where(real[:, None], d_values, 0.0)

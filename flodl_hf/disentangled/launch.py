@@ -34,9 +34,9 @@ class Tile(NamedTuple):
 
 # By kernel, for 2-byte numbers with heads up to 64 wide, up to 128 wide, and for 4-byte numbers.
 TILES: dict[str, tuple[Tile, Tile, Tile]] = {
-    "forward": (Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(32, 32, 4, 1)),
+    "forward": (Tile(64, 32, 4, 3), Tile(64, 32, 4, 2), Tile(32, 32, 4, 1)),
     "queries": (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 1)),
-    "keys": (Tile(64, 64, 4, 2), Tile(32, 64, 4, 2), Tile(32, 32, 4, 1)),
+    "keys": (Tile(32, 64, 4, 2), Tile(32, 64, 4, 2), Tile(32, 32, 4, 1)),
 }
 
 
@@ -62,9 +62,7 @@ def has_kernel(states: Tensor, num_heads: int) -> bool:
 
 
 def attend_by_kernel(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    states: tuple[Tensor, ...],
     layout: Layout,
     tables: PositionTables | None,
     relative: Relative | None,
@@ -73,10 +71,11 @@ def attend_by_kernel(
     scale: float,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Return the mixed values, shaped like ``query``; rows of filling hold numbers that mean nothing.
+    """Return the mixed values, ``(B, S, N*H)`` or ``(T, N*H)``; rows of filling hold numbers that mean nothing.
 
     Args:
-        query: ``(B, S, N*H)`` or ``(T, N*H)``; ``key`` and ``value`` alike, rows may lie apart.
+        states: queries, keys and values, ``(B, S, N*H)`` or ``(T, N*H)``, whose rows may lie apart; or all three
+            side by side in one tensor ``(..., 3*N*H)``, whose gradient is then one tensor too.
         layout: which tokens belong together.
         tables: projected positions divided by ``scale``, the rows of ``relative.window``; None for none.
         relative: distances of the call; None for none.
@@ -84,27 +83,40 @@ def attend_by_kernel(
         scale: what scores are divided by.
         dropout: probability of dropping an attention weight, drawn from the device's generator.
     """
-    q, k, v = (x.reshape(-1, num_heads, x.shape[-1] // num_heads) for x in (query, key, value))
+    width = states[0].shape[-1] * len(states) // 3
+    if len(states) == 1:
+        q, k, v = states[0].reshape(-1, 3, num_heads, width // num_heads), None, None
+    else:
+        q, k, v = (x.reshape(-1, num_heads, width // num_heads) for x in states)
     offsets = ends = keep = None
     if isinstance(layout, Packed):
         offsets, longest = layout.offsets, layout.max_length
     else:
-        longest = query.shape[1]
+        longest = states[0].shape[1]
         if layout.mask is not None:
             keep = layout.mask.reshape(-1)
             ends = ends_of(layout.mask) if relative is None or relative.ends is None else relative.ends
     seed = torch.randint(2**62, (1,), device=q.device) if dropout > 0.0 else None
     pk = pq = lut = None
-    near, middle = True, 0
+    near, middle, reach = True, 0, 0
     if tables is not None and relative is not None:
         pk, pq = (None if table is None else table.to(q.dtype) for table in tables)
         near = relative.near
-        middle = relative.used if near else relative.length - 1
+        middle = relative.used
         lut = None if near else relative.columns
+        # The last row that a distance has of its own may be where farther ones end up too.
+        reach = relative.reach - 1
     mixed, _ = torch.ops.flodl_hf.disentangled(
-        q, k, v, pk, pq, lut, offsets, ends, keep, seed, longest, middle, near, 1.0 / scale, dropout
+        q, k, v, pk, pq, lut, offsets, ends, keep, seed, longest, middle, reach, near, 1.0 / scale, dropout
     )
-    return mixed.view(query.shape)
+    return mixed.view(*states[0].shape[:-1], width)
+
+
+def _apart(q: Tensor, k: Tensor | None, v: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys and values, ``(T, N, H)`` each, of three tensors or of one ``(T, 3, N, H)``."""
+    if k is None or v is None:
+        q, k, v = q.unbind(1)
+    return q, k, v
 
 
 def _products(states: Tensor, table: Tensor | None) -> Tensor | None:
@@ -135,12 +147,13 @@ def _options(q: Tensor, rows: int, longest: int, offsets: Tensor | None, kernel:
 
 @torch.library.custom_op("flodl_hf::disentangled", mutates_args=())
 def _disentangled(
-    q: Tensor, k: Tensor, v: Tensor, pk: Tensor | None, pq: Tensor | None, lut: Tensor | None,
+    q: Tensor, k: Tensor | None, v: Tensor | None, pk: Tensor | None, pq: Tensor | None, lut: Tensor | None,
     offsets: Tensor | None, ends: Tensor | None, keep: Tensor | None, seed: Tensor | None,
-    longest: int, middle: int, near: bool, scale: float, dropout: float,
+    longest: int, middle: int, reach: int, near: bool, scale: float, dropout: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     from flodl_hf.disentangled import kernels
 
+    q, k, v = _apart(q, k, v)
     tokens, heads, width = q.shape
     out = torch.empty(tokens, heads, width, dtype=q.dtype, device=q.device)
     lse = torch.empty(heads, tokens, dtype=torch.float32, device=q.device)
@@ -150,7 +163,7 @@ def _disentangled(
     grid = (-(-longest // options["BM"]) * heads * texts,)
     kernels.forward[grid](
         q, k, v, qp, kp, lut, offsets, ends, keep, seed, out, lse,
-        q.stride(0), k.stride(0), v.stride(0), tokens, longest, rows, middle, heads, scale, dropout,
+        q.stride(0), k.stride(0), v.stride(0), tokens, longest, rows, middle, reach, heads, scale, dropout,
         **_kinds(qp, kp, near, offsets, keep, dropout), **options,
     )  # fmt: skip
     return out, lse
@@ -158,31 +171,50 @@ def _disentangled(
 
 @_disentangled.register_fake
 def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    tokens, heads, width = q.shape
+    tokens, heads, width = q.shape[0], q.shape[-2], q.shape[-1]
     return q.new_empty(tokens, heads, width), q.new_empty(heads, tokens, dtype=torch.float32)
 
 
 @torch.library.custom_op("flodl_hf::disentangled_backward", mutates_args=())
 def _backward(
     d_out: Tensor, out: Tensor, lse: Tensor,
-    q: Tensor, k: Tensor, v: Tensor, pk: Tensor | None, pq: Tensor | None, lut: Tensor | None,
+    q: Tensor, k: Tensor | None, v: Tensor | None, pk: Tensor | None, pq: Tensor | None, lut: Tensor | None,
     offsets: Tensor | None, ends: Tensor | None, keep: Tensor | None, seed: Tensor | None,
-    longest: int, middle: int, near: bool, scale: float, dropout: float,
+    longest: int, middle: int, reach: int, near: bool, scale: float, dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from flodl_hf.disentangled import kernels
 
+    joined = k is None
+    q, k, v = _apart(q, k, v)
     tokens, heads, width = q.shape
     d_out = d_out.contiguous()
     # Made anew rather than kept since the forward: two products are cheaper than the memory of all layers.
     qp, kp = _products(q, pk), _products(k, pq)
     rows = _rows(pk, pq)
-    d_q, d_k, d_v = (torch.empty(tokens, heads, width, dtype=q.dtype, device=q.device) for _ in range(3))
+    if joined:
+        whole = torch.empty(tokens, 3, heads, width, dtype=q.dtype, device=q.device)
+        d_q, d_k, d_v = whole.unbind(1)
+    else:
+        d_q, d_k, d_v = (torch.empty(tokens, heads, width, dtype=q.dtype, device=q.device) for _ in range(3))
     # Entries that no distance reaches stay zero. Far distances add up in a row, in float32.
     dtype = q.dtype if near else torch.float32
     d_qp, d_kp = (None if x is None else torch.zeros(x.shape, dtype=dtype, device=q.device) for x in (qp, kp))
     dots = torch.empty_like(lse)
     kinds = _kinds(qp, kp, near, offsets, keep, dropout)
-    numbers = (q.stride(0), k.stride(0), v.stride(0), tokens, longest, rows, middle, heads, scale, dropout)
+    numbers = (
+        q.stride(0),
+        k.stride(0),
+        v.stride(0),
+        d_q.stride(0),
+        tokens,
+        longest,
+        rows,
+        middle,
+        reach,
+        heads,
+        scale,
+        dropout,
+    )
     texts, options = _options(q, rows, longest, offsets, "queries")
     kernels.backward_queries[(-(-longest // options["BM"]) * heads * texts,)](
         q, k, v, qp, kp, lut, offsets, ends, keep, seed, out, lse, d_out, d_q, d_qp, dots,
@@ -195,6 +227,8 @@ def _backward(
     )  # fmt: skip
     d_pk = _through(d_q, d_qp, pk, q)
     d_pq = _through(d_k, d_kp, pq, k)
+    if joined:
+        return whole, whole.new_empty(0), whole.new_empty(0), d_pk, d_pq
     return d_q, d_k, d_v, d_pk, d_pq
 
 
@@ -209,11 +243,12 @@ def _through(d_states: Tensor, d_products: Tensor | None, table: Tensor | None, 
 
 @_backward.register_fake
 def _(
-    d_out: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, pk: Tensor | None, pq: Tensor | None,
+    d_out: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor | None, v: Tensor | None, pk: Tensor | None, pq: Tensor | None,
     *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     d_pk, d_pq = (q.new_empty(0) if table is None else q.new_empty(table.shape) for table in (pk, pq))
-    return q.new_empty(q.shape), q.new_empty(q.shape), q.new_empty(q.shape), d_pk, d_pq
+    d_k, d_v = (q.new_empty(0 if x is None else x.shape) for x in (k, v))
+    return q.new_empty(q.shape), d_k, d_v, d_pk, d_pq
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -224,9 +259,9 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 def _gradients(ctx: Any, d_out: Tensor, _: Any) -> tuple[Any, ...]:
     out, lse, *inputs = ctx.saved_tensors
     d_q, d_k, d_v, d_pk, d_pq = torch.ops.flodl_hf.disentangled_backward(d_out, out, lse, *inputs, *ctx.numbers)
-    _, _, _, pk, pq, *_ = inputs
-    tables = (None if pk is None else d_pk, None if pq is None else d_pq)
-    return d_q, d_k, d_v, *tables, *(None,) * (len(inputs) - 5 + len(ctx.numbers))
+    found = (d_q, d_k, d_v, d_pk, d_pq)
+    given = (None if x is None else d for x, d in zip(inputs, found, strict=False))
+    return *given, *(None,) * (len(inputs) - len(found) + len(ctx.numbers))
 
 
 _disentangled.register_autograd(_gradients, setup_context=_keep_for_backward)

@@ -65,9 +65,6 @@ class FusedDisentangledAttention(DisentangledAttention):
             self._heads(query) if query is not None and self.position_to_content else None,
         )
 
-    def _heads(self, table: Tensor) -> Tensor:
-        return table.reshape(table.shape[0], self.num_heads, -1).transpose(0, 1).contiguous()
-
     def _scaled_tables(self, relative: Relative, states: Tensor) -> PositionTables:
         if torch.is_grad_enabled():
             return super()._scaled_tables(relative, states)
