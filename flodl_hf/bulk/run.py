@@ -7,7 +7,10 @@ depend on where a run was ended before, or on which rank did its neighbours.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, field
 from typing import Any
 
 from flodl.errors import DataError, FlodlError, PredictError, capped
@@ -57,28 +60,41 @@ class Run:
         result = FileResult(self._parts.target)
         there: set[int] = set()
         number = 0
-        while not self._is_over():
-            record = self._parts.record(number)
-            if record is not None:
-                there.add(number)
-            if record is None and self._rank.takes(number):
-                rows = self._rows.take(self._plan.part_rows)
-                if not rows:
-                    break
-                self._predict(number, rows)
-            else:
-                passed = self._rows.skip(self._plan.part_rows)
-                if not passed:
-                    break
-                self._compare(number, record)
-            number += 1
-            self._tell()
-        else:
-            return self._result(result, range(number), there)
+        parts = self._read()
+        with closing(_ahead(parts) if self._is_ahead() else parts) as parts:
+            for part in parts:
+                if self._is_over():
+                    return self._result(result, range(number), there)
+                if part.record is not None:
+                    self._compare(part)
+                    there.add(part.number)
+                elif part.rows:
+                    self._predict(part)
+                number = part.number + 1
+                self._tell()
         if self._rank.rank == 0 and self._all_there(number, there, before):
             self._finish(number)
             result.is_whole = True
         return self._result(result, range(number), there)
+
+    def _is_ahead(self) -> bool:
+        # An accelerator would stand still while rows are read; a processor would read with the same cores.
+        return self._plan.model.device.type != "cpu"
+
+    def _read(self) -> Generator[_Part, None, None]:
+        """Yield the parts in order, those that this rank does with their rows."""
+        number, size = 0, self._plan.part_rows
+        while True:
+            record = self._parts.record(number)
+            if record is None and self._rank.takes(number):
+                if not (rows := self._rows.take(size)):
+                    return
+                yield _Part(number, None, self._rows.digest, rows, *self._items(rows))
+            elif self._rows.skip(size):
+                yield _Part(number, record, self._rows.digest)
+            else:
+                return
+            number += 1
 
     def _finish(self, count: int) -> None:
         identity = self._plan.identity["input"]
@@ -118,28 +134,27 @@ class Run:
         result.seconds = round(time.monotonic() - self._started, 3)
         return result
 
-    def _compare(self, number: int, record: Mapping[str, Any] | None) -> None:
+    def _compare(self, part: _Part) -> None:
         """Refuse an input that cannot be looked at beforehand and is not what it was."""
-        if record is not None and record.get("digest") != self._rows.digest:
+        if part.record is not None and part.record.get("digest") != part.digest:
             raise DataError(
-                f"{self._plan.source}: the rows of part {number} are not those that were read before; expected the "
-                "same input. Send it again, or begin anew with --restart (restart=True)",
-                part=number,
+                f"{self._plan.source}: the rows of part {part.number} are not those that were read before; expected "
+                "the same input. Send it again, or begin anew with --restart (restart=True)",
+                part=part.number,
             )
 
     # ---- one part --------------------------------------------------------------------------------------
 
-    def _predict(self, number: int, rows: Sequence[Row]) -> None:
-        plan = self._plan
+    def _predict(self, part: _Part) -> None:
+        plan, items, faults = self._plan, part.items, part.faults
         record: dict[str, Any] = {}
-        items, kept, faults = self._items(rows)
         while True:
-            self._refuse(rows, faults)
-            good = [place for place in range(len(rows)) if place not in faults]
-            found = plan.answerer.run([items[place] for place in good])
-            lines = self._lines(rows, kept, faults, found, record)
+            if faults and plan.on_error == "stop":
+                raise self._refusal(part.rows, faults)
+            good = [place for place in range(len(items)) if place not in faults]
+            lines = self._lines(part, plan.answerer.run([items[place] for place in good]), record)
             try:
-                self._parts.commit(number, plan.writer.part(lines), record)
+                self._parts.commit(part.number, plan.writer.part(lines), record)
                 break
             except _Refusal as refusal:
                 raise refusal.fault from None
@@ -149,7 +164,7 @@ class Run:
                 self._explain(fault, items, good, faults)
             except FlodlError as fault:
                 self._explain(fault, items, good, faults)
-        self._new_rows += len(rows)
+        self._new_rows += len(part.rows)
 
     def _items(self, rows: Sequence[Row]) -> tuple[list[Any], list[Any], dict[int, str]]:
         """Return what the model takes and what is kept of each row, and the faults by place."""
@@ -172,16 +187,10 @@ class Run:
             faults[place], kept[place] = reason, None
         return items, kept, faults
 
-    def _lines(
-        self,
-        rows: Sequence[Row],
-        kept: Sequence[Any],
-        faults: Mapping[int, str],
-        answers: Iterator[Any],
-        record: dict[str, Any],
-    ) -> Iterator[Any]:
+    def _lines(self, part: _Part, answers: Iterator[Any], record: dict[str, Any]) -> Iterator[Any]:
         """Yield the part's lines as answers come, and fill in its record at the end."""
-        plan, tokens, late = self._plan, self._tokens, dict(faults)
+        plan, tokens, late = self._plan, self._tokens, dict(part.faults)
+        rows, kept, faults = part.rows, part.kept, part.faults
         writer, values = plan.writer, plan.answerer.values
         written = 0
         for place, row in enumerate(rows):
@@ -205,7 +214,7 @@ class Run:
         told = [f"{rows[place].place}: {late[place]}" for place in sorted(late)]
         record |= {
             "rows": len(rows), "written": written, "faulty": len(late), "faults": told[:TOLD],
-            "tokens": self._tokens - tokens, "digest": self._rows.digest,
+            "tokens": self._tokens - tokens, "digest": part.digest,
         }  # fmt: skip
 
     def _explain(self, fault: FlodlError, items: Sequence[Any], good: Sequence[int], faults: dict[int, str]) -> None:
@@ -214,10 +223,6 @@ class Run:
         if not found:
             raise fault
         faults |= {good[place]: reason for place, reason in found.items()}
-
-    def _refuse(self, rows: Sequence[Row], faults: Mapping[int, str]) -> None:
-        if faults and self._plan.on_error == "stop":
-            raise self._refusal(rows, faults)
 
     def _refusal(self, rows: Sequence[Row], faults: Mapping[int, str]) -> DataError:
         places = sorted(faults)
@@ -240,6 +245,28 @@ class Run:
         tokens = self._tokens + sum(o.get("tokens", 0) for o in others if not o.get("over") or waiting)
         done, total = self._rows.position()
         self._on_progress(Progress(rows, tokens, done, total, now - self._started, waiting))
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One part as it is read: of another rank, finished before, or with its rows and what is to be done with them."""
+
+    number: int
+    record: dict[str, Any] | None
+    digest: str | None
+    rows: Sequence[Row] = ()
+    items: Sequence[Any] = ()
+    kept: Sequence[Any] = ()
+    faults: dict[int, str] = field(default_factory=dict)
+
+
+def _ahead(parts: Iterator[_Part]) -> Generator[_Part, None, None]:
+    """Yield ``parts``, the next one read meanwhile."""
+    with ThreadPoolExecutor(1, thread_name_prefix="flodl-hf-read") as pool:
+        coming = pool.submit(next, parts, None)
+        while (part := coming.result()) is not None:
+            coming = pool.submit(next, parts, None)
+            yield part
 
 
 class _Refusal(Exception):

@@ -94,7 +94,7 @@ print(kills, runs)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+@pytest.mark.parametrize("suffix", ["jsonl", pytest.param("parquet", marks=pytest.mark.slow)])
 def test_a_run_killed_at_random_goes_on(suffix: str, folder: Any, model: Any, numbered: Any, tmp_path: Path) -> None:
     if suffix == "parquet":
         pytest.importorskip("pyarrow")
@@ -153,6 +153,21 @@ def test_other_options_are_refused_and_said(now: Any, says: str, model: Any, num
     assert {p.name: p.read_bytes() for p in folder_of(out).glob("part-*")} == before
     with pytest.raises(DataError) if "text_column" in now else _nothing():
         assert predict_file(model(), source, out, restart=True, **now).resumed == 0
+
+
+def test_rows_read_ahead_are_the_same_rows(model: Any, numbered: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    from flodl_hf.bulk.run import Run
+
+    source, wanted, out = numbered(95), tmp_path / "wanted.jsonl", tmp_path / "out.jsonl"
+    predict_file(model(), source, wanted, part_rows=10)
+    monkeypatch.setattr(Run, "_is_ahead", lambda run: True)
+    begun(model(), source, out)
+    assert predict_file(model(), source, out).resumed == 2
+    assert same(out, wanted)
+    source.write_text(source.read_text() + "{\n")
+    with pytest.raises(DataError, match="row 96"):
+        predict_file(model(), source, tmp_path / "faulty.jsonl", part_rows=10)
+    assert len(list(folder_of(tmp_path / "faulty.jsonl").glob("part-*.json"))) == 9
 
 
 class _nothing:
@@ -323,12 +338,12 @@ def wait_for(what: Callable[[], bool], process: subprocess.Popen[str]) -> None:
         time.sleep(0.005)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_signals_finish_the_part_and_say_how_to_go_on(
     number: signal.Signals, folder: Any, model: Any, numbered: Any, tmp_path: Path
 ) -> None:
     pytest.importorskip("typer")
-    source, wanted, out = numbered(1000), tmp_path / "wanted.jsonl", tmp_path / "out.jsonl"
+    source, wanted, out = numbered(400), tmp_path / "wanted.jsonl", tmp_path / "out.jsonl"
     running = start(folder(HEAD), "--in", source, "--out", out, "--part-rows", 4)
     wait_for(lambda: (folder_of(out) / "part-00000001.json").exists(), running)
     running.send_signal(number)
@@ -434,7 +449,7 @@ print(*peaks)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts memory as Linux does")
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+@pytest.mark.parametrize("suffix", ["jsonl", pytest.param("parquet", marks=pytest.mark.slow)])
 def test_memory_does_not_grow_with_the_file(suffix: str, folder: Any, tmp_path: Path) -> None:
     if suffix == "parquet":
         pytest.importorskip("pyarrow")
