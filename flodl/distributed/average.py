@@ -358,18 +358,18 @@ class ParameterMean:
             The rows of all ranks, and ``norm(sent - mean) / norm(mean)`` of this rank.
         """
         flight.wait()
-        drift = size = 0.0
+        apart = torch.zeros(2, dtype=torch.float64, device=flight.sent[0].device if flight.sent else None)
         for bucket, sent, total in zip(flight.members, flight.sent, flight.sums, strict=True):
             mean = total[:-1] / total[-1].clamp(min=torch.finfo(total.dtype).tiny)
-            drift += float((sent - mean).square().sum(dtype=torch.float64))
-            size += float(mean.square().sum(dtype=torch.float64))
-            target = mean - sent if keep_progress else mean
-            for parameter, value in zip(bucket, parts_like(target.to(bucket[0].device), bucket), strict=True):
-                if keep_progress:
-                    parameter.add_(value)
-                else:
-                    parameter.copy_(value)
+            change = mean - sent
+            # both stay on the device until the end, so that the host waits once
+            norms = [torch.linalg.vector_norm(values, dtype=torch.float64) for values in (change, mean)]
+            apart += torch.stack(norms).square().to(apart.device)
+            values = parts_like((change if keep_progress else mean).to(bucket[0].device), bucket)
+            move = torch._foreach_add_ if keep_progress else torch._foreach_copy_  # pyright: ignore
+            move(bucket, values)
         self.buffers.finish(keep_progress=keep_progress)
+        drift, size = apart.tolist()
         return flight.table.tolist(), (drift / size) ** 0.5 if size > 0 else 0.0
 
 
