@@ -71,7 +71,7 @@ class SharedStep(DeviceStep):
             lacking = self.sums.collect()
         finally:
             self.optimizer.zero_grad(set_to_none=True)
-        return outcome_of(torch.stack([total, count]), 0.0, True, losses, lacking)
+        return outcome_of(torch.stack([total, count]), 0.0, True, losses, lacking=lacking)
 
     def finish(self, part: Outcome, flags: Sequence[float], samples: int) -> Outcome:
         """Return the outcome of the step of all ranks; the sums of ``flags`` are at the end of its row."""
@@ -92,7 +92,7 @@ class SharedStep(DeviceStep):
                 self._update(torch.stack([total.to(norm.dtype), norm]), norm, count)
             self.optimizer.zero_grad(set_to_none=True)
             row = torch.cat([torch.stack([total, norm.to(torch.float64), count]), part.row[2:], sums[2:-1]])
-        return Outcome(row, None, part.metrics, bool(grads))
+        return Outcome(row, None, metrics=part.metrics, moved=bool(grads))
 
     def _hold(self, own: tuple[float, ...]) -> None:
         """Have flags and samples on the device; they seldom change, and bringing them there makes the host wait."""

@@ -111,7 +111,7 @@ class Evaluation:
 
     def _figures(self, losses: Iterable[Sequence[float]], scorer: Scorer) -> dict[str, float]:
         total = count = 0.0
-        for _, loss_sum, items in sorted(losses):
+        for _, loss_sum, items in sorted(map(tuple, losses)):
             total, count = total + loss_sum, count + items
         mean = total / count if count else math.nan
         figures = {"eval_loss": mean, **scorer.compute()}
