@@ -25,8 +25,6 @@ __all__ = ["backward_keys", "backward_queries", "forward"]
 _LOG2E = tl.constexpr(1.4426950408889634)
 # Stands for minus infinity: differences of two of it are 0 and not NaN.
 _LOWEST = tl.constexpr(-1.0e30)
-# Seven rounds pass the statistical tests that ten do (Salmon et al. 2011, section 5.2).
-_ROUNDS = tl.constexpr(7)
 
 
 @triton.jit
@@ -82,10 +80,23 @@ def _looked_up(products, row, columns, rows, NARROW: tl.constexpr):
 
 
 @triton.jit
-def _dropped(seed, head, i, j, length, p):
+def _keys_of(seed, head):
+    """Return two keys, independent for every seed and every head of every text."""
+    one, two, _, _ = tl.philox(seed, head, 0, 0, 0)
+    return one, two
+
+
+@triton.jit
+def _dropped(one, two, i, j, length, p):
     """Return True where a weight is kept: the same for a pair of tokens in every kernel."""
-    draw, _, _, _ = tl.philox(seed, i * length + j, head, 0, 0, _ROUNDS)
-    return tl.uint_to_uniform_float(draw) >= p
+    # A mix of 32 bits whose every output bit depends on every input bit; Philox for each pair would cost more
+    # than all else in a tile.
+    x = (i * length + j).to(tl.uint32, bitcast=True) ^ one
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = ((x ^ (x >> 15)) + two) * 0x846CA68B
+    x = (x ^ (x >> 16)) * 0x9E3779B1
+    x = x ^ (x >> 15)
+    return (x >> 8).to(tl.int32).to(tl.float32) * 5.9604645e-08 >= p
 
 
 @triton.jit
@@ -106,6 +117,8 @@ def forward(
     if first >= length and PACKED:
         return
     unscale = 1.0 / scale
+    if DROPOUT:
+        one, two = _keys_of(tl.load(seed), text * heads + head)
     h = tl.arange(0, HB)
     i = first + tl.arange(0, BM)
     # Places beyond the end read the last token's row, which is masked or never written.
@@ -143,7 +156,7 @@ def forward(
             shrink = tl.exp2(best - above)
             total = total * shrink + tl.sum(weights, 1)
             if DROPOUT:
-                kept = _dropped(tl.load(seed), text * heads + head, i[:, None], j[None, :], longest, p)
+                kept = _dropped(one, two, i[:, None], j[None, :], longest, p)
                 weights = tl.where(kept, weights, 0.0)
             v_at = (start + at_j).to(tl.int64) * v_stride + head * H
             values = tl.load(v + v_at[:, None] + h[None, :], mask=inside[None, :], other=0.0)
@@ -188,6 +201,8 @@ def backward_queries(
     if first >= length and PACKED:
         return
     unscale = 1.0 / scale
+    if DROPOUT:
+        one, two = _keys_of(tl.load(seed), text * heads + head)
     h = tl.arange(0, HB)
     i = first + tl.arange(0, BM)
     last = tl.maximum(length - 1, 0)
@@ -229,7 +244,7 @@ def backward_queries(
             weights = tl.where(there, tl.exp2(scores - sums[:, None]), 0.0)
             d_weights = tl.dot(d_mixed, tl.trans(values), input_precision=PRECISION)
             if DROPOUT:
-                kept = _dropped(tl.load(seed), text * heads + head, i[:, None], j[None, :], longest, p)
+                kept = _dropped(one, two, i[:, None], j[None, :], longest, p)
                 d_weights = tl.where(kept, d_weights / (1.0 - p), 0.0)
             d_scores = weights * (d_weights - dot[:, None])
             if C2P:
@@ -243,13 +258,17 @@ def backward_queries(
 
 @triton.jit
 def backward_keys(
-    q, k, v, qp, kp, lut, offsets, ends, keep, seed, lse, d_out, dots, d_k, d_v, d_kp,
+    q, k, v, qp, kp, lut, offsets, ends, keep, seed, out, lse, d_out, dots, d_q, d_k, d_v, d_qp, d_kp,
     q_stride, k_stride, v_stride, d_stride, tokens, longest, rows, middle, reach, heads, scale, p,
     H: tl.constexpr, HB: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     C2P: tl.constexpr, P2C: tl.constexpr, NEAR: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr,
     DROPOUT: tl.constexpr, NARROW: tl.constexpr, PRECISION: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of keys, of values, and of the keys' products with the table."""
+    """Write the gradients of keys, of values, and of the keys' products with the table.
+
+    WHOLE is for texts no longer than a tile of keys: then this writes what `backward_queries` would, too.
+    """
     tiles = tl.cdiv(longest, BN)
     pid = tl.program_id(0)
     first = (pid % tiles) * BN
@@ -259,6 +278,8 @@ def backward_keys(
     if first >= length and PACKED:
         return
     unscale = 1.0 / scale
+    if DROPOUT:
+        one, two = _keys_of(tl.load(seed), text * heads + head)
     h = tl.arange(0, HB)
     j = first + tl.arange(0, BN)
     last = tl.maximum(length - 1, 0)
@@ -285,7 +306,11 @@ def backward_keys(
             queries = tl.load(q + q_at, mask=inside[None, :], other=0.0)
             d_mixed = tl.load(d_out + o_at, mask=inside[None, :], other=0.0)
             sums = tl.load(lse + head * tokens + start + at_i)
-            dot = tl.load(dots + head * tokens + start + at_i)
+            if WHOLE:
+                mixed = tl.load(out + o_at, mask=inside[None, :], other=0.0)
+                dot = tl.sum(d_mixed.to(tl.float32) * mixed.to(tl.float32), 1)
+            else:
+                dot = tl.load(dots + head * tokens + start + at_i)
             scores = tl.zeros((BN, BM), tl.float32)
             columns = _columns(lut, at_i[None, :] - at_j[:, None], longest, middle, NEAR or part == 1)
             if C2P:
@@ -299,7 +324,7 @@ def backward_keys(
             d_weights = tl.dot(values, tl.trans(d_mixed), input_precision=PRECISION)
             left = weights
             if DROPOUT:
-                kept = _dropped(tl.load(seed), text * heads + head, i[None, :], j[:, None], longest, p)
+                kept = _dropped(one, two, i[None, :], j[:, None], longest, p)
                 left = tl.where(kept, weights / (1.0 - p), 0.0)
                 d_weights = tl.where(kept, d_weights / (1.0 - p), 0.0)
             d_values = tl.dot(left.to(d_mixed.dtype), d_mixed, d_values, input_precision=PRECISION)
@@ -307,6 +332,23 @@ def backward_keys(
             if P2C:
                 _add(d_kp + table, at_j[:, None], columns, rows, d_scores, there, NEAR or part == 1)
             d_keys = tl.dot(d_scores.to(queries.dtype), queries, d_keys, input_precision=PRECISION)
+            if WHOLE:
+                across = tl.trans(d_scores)
+                if C2P:
+                    turned = _columns(lut, at_i[:, None] - at_j[None, :], longest, middle, NEAR or part == 1)
+                    meet = row_real[:, None] & real[None, :]
+                    _add(d_qp + table, at_i[:, None], turned, rows, across, meet, NEAR or part == 1)
+                d_queries = tl.dot(across.to(keys.dtype), keys, input_precision=PRECISION) * scale
+                d_at = (start + i).to(tl.int64)[:, None] * d_stride + head * H + h[None, :]
+                d_queries = d_queries.to(d_q.dtype.element_ty)
+                tl.store(d_q + d_at, d_queries, mask=row_real[:, None] & inside[None, :])
+    if WHOLE and not PACKED:
+        # Rows of filling are nobody's queries.
+        for i0 in range(length // BM * BM, longest, BM):
+            i = i0 + tl.arange(0, BM)
+            d_at = (start + i).to(tl.int64)[:, None] * d_stride + head * H + h[None, :]
+            blank = ((i >= length) & (i < longest))[:, None] & inside[None, :]
+            tl.store(d_q + d_at, tl.zeros((BM, HB), d_q.dtype.element_ty), mask=blank)
     at = (start + j).to(tl.int64)[:, None] * d_stride + head * H + h[None, :]
     written = (j < (length if PACKED else longest))[:, None] & inside[None, :]
     d_keys = tl.where(real[:, None], d_keys * scale, 0.0)

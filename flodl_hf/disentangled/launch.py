@@ -36,6 +36,7 @@ class Tile(NamedTuple):
 TILES: dict[str, tuple[Tile, Tile, Tile]] = {
     "forward": (Tile(64, 32, 4, 3), Tile(64, 32, 4, 2), Tile(32, 32, 4, 1)),
     "queries": (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 1)),
+    "whole": (Tile(64, 128, 8, 2), Tile(32, 64, 8, 2), Tile(32, 32, 4, 1)),
     "keys": (Tile(32, 64, 4, 2), Tile(32, 64, 4, 2), Tile(32, 32, 4, 1)),
 }
 
@@ -124,7 +125,12 @@ def _products(states: Tensor, table: Tensor | None) -> Tensor | None:
     return None if table is None else torch.bmm(states.transpose(0, 1), table.transpose(1, 2))
 
 
-def _options(q: Tensor, rows: int, longest: int, offsets: Tensor | None, kernel: str) -> tuple[int, dict[str, Any]]:
+def _whole(q: Tensor, longest: int) -> bool:
+    """Return whether one tile of keys holds any text, so that one kernel gives all gradients."""
+    return q.element_size() == 2 and q.shape[-1] <= 64 and longest <= TILES["whole"][0].keys
+
+
+def _options(q: Tensor, longest: int, offsets: Tensor | None, kernel: str) -> tuple[int, dict[str, Any]]:
     """Return how many texts there are, and what the kernels are compiled for."""
     width = q.shape[-1]
     block = max(16, 1 << (width - 1).bit_length())
@@ -159,7 +165,7 @@ def _disentangled(
     lse = torch.empty(heads, tokens, dtype=torch.float32, device=q.device)
     qp, kp = _products(q, pk), _products(k, pq)
     rows = _rows(pk, pq)
-    texts, options = _options(q, rows, longest, offsets, "forward")
+    texts, options = _options(q, longest, offsets, "forward")
     grid = (-(-longest // options["BM"]) * heads * texts,)
     kernels.forward[grid](
         q, k, v, qp, kp, lut, offsets, ends, keep, seed, out, lse,
@@ -184,16 +190,15 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from flodl_hf.disentangled import kernels
 
-    joined = k is None
+    joint = None if k is not None else q.new_empty(q.shape)
     q, k, v = _apart(q, k, v)
     tokens, heads, width = q.shape
     d_out = d_out.contiguous()
     # Made anew rather than kept since the forward: two products are cheaper than the memory of all layers.
     qp, kp = _products(q, pk), _products(k, pq)
     rows = _rows(pk, pq)
-    if joined:
-        whole = torch.empty(tokens, 3, heads, width, dtype=q.dtype, device=q.device)
-        d_q, d_k, d_v = whole.unbind(1)
+    if joint is not None:
+        d_q, d_k, d_v = joint.unbind(1)
     else:
         d_q, d_k, d_v = (torch.empty(tokens, heads, width, dtype=q.dtype, device=q.device) for _ in range(3))
     # Entries that no distance reaches stay zero. Far distances add up in a row, in float32.
@@ -215,20 +220,22 @@ def _backward(
         scale,
         dropout,
     )
-    texts, options = _options(q, rows, longest, offsets, "queries")
-    kernels.backward_queries[(-(-longest // options["BM"]) * heads * texts,)](
-        q, k, v, qp, kp, lut, offsets, ends, keep, seed, out, lse, d_out, d_q, d_qp, dots,
-        *numbers, **kinds, **options,
-    )  # fmt: skip
-    _, options = _options(q, rows, longest, offsets, "keys")
+    whole = _whole(q, longest)
+    if not whole:
+        texts, options = _options(q, longest, offsets, "queries")
+        kernels.backward_queries[(-(-longest // options["BM"]) * heads * texts,)](
+            q, k, v, qp, kp, lut, offsets, ends, keep, seed, out, lse, d_out, d_q, d_qp, dots,
+            *numbers, **kinds, **options,
+        )  # fmt: skip
+    texts, options = _options(q, longest, offsets, "whole" if whole else "keys")
     kernels.backward_keys[(-(-longest // options["BN"]) * heads * texts,)](
-        q, k, v, qp, kp, lut, offsets, ends, keep, seed, lse, d_out, dots, d_k, d_v, d_kp,
-        *numbers, **kinds, **options,
+        q, k, v, qp, kp, lut, offsets, ends, keep, seed, out, lse, d_out, dots, d_q, d_k, d_v, d_qp, d_kp,
+        *numbers, **kinds, **options, WHOLE=whole,
     )  # fmt: skip
     d_pk = _through(d_q, d_qp, pk, q)
     d_pq = _through(d_k, d_kp, pq, k)
-    if joined:
-        return whole, whole.new_empty(0), whole.new_empty(0), d_pk, d_pq
+    if joint is not None:
+        return joint, q.new_empty(0), q.new_empty(0), d_pk, d_pq
     return d_q, d_k, d_v, d_pk, d_pq
 
 
@@ -243,8 +250,8 @@ def _through(d_states: Tensor, d_products: Tensor | None, table: Tensor | None, 
 
 @_backward.register_fake
 def _(
-    d_out: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor | None, v: Tensor | None, pk: Tensor | None, pq: Tensor | None,
-    *_: Any,
+    d_out: Tensor, out: Tensor, lse: Tensor,
+    q: Tensor, k: Tensor | None, v: Tensor | None, pk: Tensor | None, pq: Tensor | None, *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     d_pk, d_pq = (q.new_empty(0) if table is None else q.new_empty(table.shape) for table in (pk, pq))
     d_k, d_v = (q.new_empty(0 if x is None else x.shape) for x in (k, v))
