@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn.utils import get_total_norm
 
+from flodl.train.finite import GradientWatch, find_faults
 from flodl.train.loss import Loss, as_loss, batch_len
 from flodl.train.precision import Precision
 
@@ -56,11 +57,12 @@ class Outcome:
     """What a step came to, still on the device.
 
     Attributes:
-        row: its figures, ``(3 + 2 * metrics,)`` at most; loss and norm first.
+        row: its figures: the loss, norms of parts of the gradient, then what the host does not know yet.
         count: items counted, where that is known on the host; else it is in the row.
         metrics: names, and for each whether its sum and its count are in the row, or the number itself.
         moved: whether there was any gradient.
         lacking: places of parameters without one, where that matters to others.
+        norms: how many norms there are; together they are the norm of the gradient.
     """
 
     row: torch.Tensor
@@ -68,16 +70,18 @@ class Outcome:
     metrics: tuple[tuple[str, float | None, float | None], ...] = ()
     moved: bool = True
     lacking: tuple[int, ...] = ()
+    norms: int = 1
 
     def read(self, values: Sequence[float]) -> Figures:
         """Return the figures of a row that has come to the host."""
-        rest = iter(values[2:])
+        rest = iter(values[1 + self.norms :])
         count = self.count if self.count is not None else next(rest)
         metrics = {
             name: (total if total is not None else next(rest), number if number is not None else next(rest))
             for name, total, number in self.metrics
         }
-        return Figures(values[0], count if self.moved else 0.0, values[1], metrics)
+        norm = math.hypot(*values[1 : 1 + self.norms])
+        return Figures(values[0], count if self.moved else 0.0, norm, metrics)
 
 
 def unfit(optimizer: torch.optim.Optimizer) -> str | None:
@@ -143,7 +147,7 @@ class DeviceStep:
         self.model, self.optimizer, self.device, self.precision = model, optimizer, device, precision
         self.max_grad_norm, self.sticky, self.compat = max_grad_norm, sticky, compat
         self._found = torch.zeros((), dtype=torch.float32, device=device)
-        self._one = torch.ones((), dtype=torch.float32, device=device)
+        self._watch = GradientWatch(model, device)
         make_ready(optimizer, device)
         self._rates = [group["lr"] for group in optimizer.param_groups]
 
@@ -172,7 +176,9 @@ class DeviceStep:
                 loss = as_loss(train_step(self.model, batch), batch_len(batch))
             loss.check_depends()
             value = loss.as_mean() if alone or self.compat is not None else loss.as_sum()
-            value.backward()
+            # With several micro-batches a gradient is whole only when it has been divided.
+            with self._watch.watching(alone and self.max_grad_norm is None):
+                value.backward()
             losses.append(loss)
             values.append(value.detach())
         try:
@@ -184,13 +190,14 @@ class DeviceStep:
     def _finish(self, losses: list[Loss], values: list[torch.Tensor], *, divided: bool) -> Outcome:
         total = values[0] if len(values) == 1 else torch.stack(values).sum()
         count: Any = float(len(losses)) if self.compat is not None else _sum([loss.count for loss in losses])
-        parameters = [p for p in self.model.parameters() if p.requires_grad and p.grad is not None]
-        grads = [p.grad for p in parameters if p.grad is not None]
+        grads = [p.grad for p in self.model.parameters() if p.requires_grad and p.grad is not None]
         moved = bool(grads) and (isinstance(count, torch.Tensor) or count != 0)
         if not divided and moved:
             divisor = count.to(grads[0].dtype) if isinstance(count, torch.Tensor) else float(count)
             torch._foreach_div_(grads, divisor)  # pyright: ignore[reportPrivateImportUsage]
             total = total / count
+        if moved and len(values) == 1 and self.max_grad_norm is None:
+            return self._update_watched(total, count, losses)
         norm = get_total_norm(grads) if grads else total.new_zeros(())
         pair = torch.stack([total.to(norm.dtype), norm])
         if moved:
@@ -198,22 +205,47 @@ class DeviceStep:
         return outcome_of(pair, count, moved, losses)
 
     def _update(self, pair: torch.Tensor, norm: torch.Tensor, count: Any) -> None:
-        empty = count == 0 if isinstance(count, torch.Tensor) else None
-        if not self.sticky:
-            self._found.zero_()
-        # The mean of nothing is no fault, though it is not a number.
-        checked = pair if empty is None else torch.where(empty, 0.0, pair)
-        torch._amp_foreach_non_finite_check_and_unscale_([checked], self._found, self._one)  # pyright: ignore[reportPrivateImportUsage]
-        flags: Any = self.optimizer
-        flags.found_inf = self._found if empty is None else torch.maximum(self._found, empty.to(torch.float32))
+        """Move the parameters if loss and norm, the two in ``pair``, are finite; clip on the way."""
+        found = self._fresh(count)
+        find_faults([pair], found, self._watch.one)
+        scale = None
         if self.max_grad_norm is not None:
             # Gradients are divided by this inside the update, instead of being multiplied in a pass of their own.
-            flags.grad_scale = ((norm + 1e-6) / self.max_grad_norm).clamp(min=1.0).to(torch.float32)
+            scale = ((norm + 1e-6) / self.max_grad_norm).clamp(min=1.0).to(torch.float32)
+        self._move(found, count, scale)
+
+    def _update_watched(self, total: torch.Tensor, count: Any, losses: Sequence[Loss]) -> Outcome:
+        """The same without clipping, where faults are looked for beside the backward pass and the update."""
+        found = self._fresh(count)
+        self._watch.check(total, found)
+        self._move(found, count, None)
+        figures = self._watch.figures(total)
+        return outcome_of(figures, count, True, losses, norms=figures.numel() - 1)
+
+    def release(self) -> None:
+        """Leave the model as it was found."""
+        self._watch.release()
+
+    def _fresh(self, count: Any) -> torch.Tensor:
+        if not self.sticky:
+            self._found.zero_()
+        return torch.zeros_like(self._found) if isinstance(count, torch.Tensor) else self._found
+
+    def _move(self, found: torch.Tensor, count: Any, scale: torch.Tensor | None) -> None:
+        if isinstance(count, torch.Tensor):
+            # The mean of nothing is no fault, though it is not a number; it is left out all the same.
+            empty = (count == 0).to(torch.float32)
+            torch.maximum(self._found, found * (1 - empty), out=self._found)
+            found = torch.maximum(self._found, empty)
+        flags: Any = self.optimizer
+        flags.found_inf = found
+        if scale is not None:
+            flags.grad_scale = scale
         try:
             self.optimizer.step()
         finally:
             del flags.found_inf
-            if self.max_grad_norm is not None:
+            if scale is not None:
                 del flags.grad_scale
 
 
@@ -222,9 +254,15 @@ def _sum(counts: Sequence[Any]) -> Any:
 
 
 def outcome_of(
-    pair: torch.Tensor, count: Any, moved: bool, losses: Sequence[Loss], lacking: tuple[int, ...] = ()
+    pair: torch.Tensor,
+    count: Any,
+    moved: bool,
+    losses: Sequence[Loss],
+    lacking: tuple[int, ...] = (),
+    *,
+    norms: int = 1,
 ) -> Outcome:
-    """Return an outcome whose row begins with ``pair``; what is a tensor of the rest comes into the row too."""
+    """Return an outcome whose row begins with ``pair``, the loss and the norms; tensors of the rest come into it too."""
     further: list[torch.Tensor] = []
 
     def kept(value: Any) -> float | None:
@@ -239,4 +277,4 @@ def outcome_of(
         parts = [loss.metrics[name] for loss in losses if name in loss.metrics]
         metrics.append((name, kept(_sum([part[0] for part in parts])), kept(_sum([part[1] for part in parts]))))
     row = torch.cat([pair.to(torch.float64), torch.stack(further)]) if further else pair
-    return Outcome(row, known, tuple(metrics), moved, lacking)
+    return Outcome(row, known, tuple(metrics), moved, lacking, norms)

@@ -56,6 +56,7 @@ def choose_route(trainer: Trainer) -> None:
             deferred=isinstance(trainer.policy, Sync),
             strict=settings.capture is True,
         )
+    trainer.log.before = trainer.step_.count_writes
     if reason is None or settings.capture is False:
         return
     if settings.capture is True:

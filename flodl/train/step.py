@@ -379,6 +379,16 @@ class Step:
     def _parameters(self) -> Iterator[nn.Parameter]:
         return (p for p in self.model.parameters() if p.requires_grad)
 
+    def release(self) -> None:
+        """Leave the model as it was found; no step follows."""
+        if self._device_step is not None:
+            self._device_step.release()
+
+    def count_writes(self) -> None:
+        """Tell torch that replays wrote to the parameters, which it does not see."""
+        if self.captures is not None and self.captures.num_graphs:
+            torch.autograd.graph.increment_version(list(self._parameters()))
+
     def look_again(self) -> None:
         """Be told that somebody may have changed the model or the optimiser."""
         if self.captures is not None:

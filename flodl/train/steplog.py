@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -43,6 +43,9 @@ class StepLog:
         events: who is told.
         every: steps in a window.
         on_nan: ``"stop"`` raises when a step is told that was not finite.
+
+    Attributes:
+        before: called before all steps are told.
     """
 
     def __init__(self, events: Events, *, every: int, on_nan: str) -> None:
@@ -50,6 +53,7 @@ class StepLog:
         self._open: list[_Entry] = []
         self._sent: deque[_Window] = deque()
         self._start: torch.cuda.Event | None = None
+        self.before: Callable[[], object] = lambda: None
 
     def note(self, tally: Tally, result: StepResult, *, step: int, epoch: int, lr: float, wall_ms: float) -> None:
         """Take in one step, and tell what is known.
@@ -80,6 +84,7 @@ class StepLog:
         Raises:
             TrainError: one of them was not finite.
         """
+        self.before()
         if self._open:
             self._send()
         while self._sent:

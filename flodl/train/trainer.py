@@ -399,6 +399,7 @@ class Trainer:
                 self.keeper.close(give_up=True)
             raise
         finally:
+            self.step_.release()
             if undo is not None:
                 undo()
 
