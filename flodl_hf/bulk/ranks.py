@@ -143,9 +143,10 @@ def wait_for_parts(
             told = parts.told(other)
             if told != last.get(other, {}):
                 last[other], since[other] = told, time.monotonic()
-            fresh = told.get("life") != before.get(other, {}).get("life")
+            # What was said before this run began may be of an earlier one, or of a rank that was quicker to start.
+            fresh = told != before.get(other, {})
             silent = time.monotonic() - since.get(other, started)
-            if fresh and told.get("over"):
+            if told.get("over") and (fresh or silent > FROZEN_S):
                 if all(parts.record(number) is not None for number in left if number % rank.world == other):
                     continue
                 _lost(parts, other, told.get("fault") or "it was stopped before its parts were done", left)

@@ -25,6 +25,7 @@ from flodl_hf.bulk.tasks import faulty_items
 __all__ = ["Run"]
 
 TOLD = 20  # faults whose text is kept
+QUICKER_S = 15.0  # ranks that are started together begin within this time
 TICK_S = 0.2  # between two reports of progress
 
 
@@ -46,6 +47,7 @@ class Run:
         self._on_progress, self._should_stop, self._workers = on_progress, should_stop, workers
         self._tokens = self._new_rows = 0
         self._started = self._told = time.monotonic()
+        self._began = time.time()
 
     def count(self, tokens: int) -> None:
         """Take in that so many tokens go through the model."""
@@ -67,7 +69,8 @@ class Run:
                     return self._result(result, range(number), there)
                 if part.record is not None:
                     self._compare(part)
-                    there.add(part.number)
+                    if self._is_old(part):
+                        there.add(part.number)
                 elif part.rows:
                     self._predict(part)
                 number = part.number + 1
@@ -76,6 +79,11 @@ class Run:
             self._finish(number)
             result.is_whole = True
         return self._result(result, range(number), there)
+
+    def _is_old(self, part: _Part) -> bool:
+        """Return whether a finished part is of an earlier run, and not of a rank that was quicker in this one."""
+        mine = self._rank.world == 1 or self._rank.takes(part.number)
+        return mine or (part.record or {}).get("time", 0.0) < self._began - QUICKER_S
 
     def _is_ahead(self) -> bool:
         # An accelerator would stand still while rows are read; a processor would read with the same cores.
@@ -214,7 +222,7 @@ class Run:
         told = [f"{rows[place].place}: {late[place]}" for place in sorted(late)]
         record |= {
             "rows": len(rows), "written": written, "faulty": len(late), "faults": told[:TOLD],
-            "tokens": self._tokens - tokens, "digest": part.digest,
+            "tokens": self._tokens - tokens, "digest": part.digest, "time": time.time(),
         }  # fmt: skip
 
     def _explain(self, fault: FlodlError, items: Sequence[Any], good: Sequence[int], faults: dict[int, str]) -> None:

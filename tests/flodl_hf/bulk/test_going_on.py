@@ -416,6 +416,23 @@ def test_a_silent_rank_is_given_up(model: Any, numbered: Any, tmp_path: Path, mo
     assert same(out, wanted)
 
 
+def test_a_rank_that_failed_before_the_first_began_is_no_secret(
+    model: Any, numbered: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    import flodl_hf.bulk.ranks as ranks
+
+    source, out = numbered(50), tmp_path / "out.jsonl"
+    begun(model(), source, out)
+    told = {"life": "1", "beat": 3, "fault": "DataError: row 1", "over": True, "rows": 0, "tokens": 0}
+    (folder_of(out) / "rank-00001.json").write_text(json.dumps(told))
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(ranks, "FROZEN_S", 0.3)
+    with pytest.raises(PredictError, match="rank 1: DataError: row 1") as lost:
+        predict_file(model(), source, out)
+    assert lost.value.missing == [3]
+
+
 @pytest.mark.parametrize("env", [{"RANK": "2", "WORLD_SIZE": "2"}, {"RANK": "x", "WORLD_SIZE": "2"}])
 def test_ranks_that_make_no_sense(env: Any, model: Any, numbered: Any, tmp_path: Path, monkeypatch: Any) -> None:
     for name, value in env.items():
