@@ -262,7 +262,7 @@ def outcome_of(
     *,
     norms: int = 1,
 ) -> Outcome:
-    """Return an outcome whose row begins with ``pair``, the loss and the norms; tensors of the rest come into it too."""
+    """Return an outcome whose row begins with ``pair``, loss and norms; tensors of the rest come into it too."""
     further: list[torch.Tensor] = []
 
     def kept(value: Any) -> float | None:

@@ -237,12 +237,11 @@ class Trainer:
                 self.ranks.phase("data")
 
     def _after_step(self, turn: int, result: StepResult) -> None:
-        flags = self._flags()
-        round_ = self.policy.after_step(turn, result.samples, result.compute_ms, flags)
+        round_ = self.policy.after_step(turn, result.samples, result.compute_ms, self._flags())
         now = time.perf_counter()
         wall_ms, self._mark = (now - self._mark) * 1e3, now
-        step, epoch = self.policy.lr_step, self.epoch_number
-        self.log.note(self.tally, result, step=step, epoch=epoch, lr=self.rates.first, wall_ms=wall_ms)
+        about: Any = {"epoch": self.epoch_number, "lr": self.rates.first, "wall_ms": wall_ms}
+        self.log.note(self.tally, result, step=self.policy.lr_step, **about)
         if round_ is not None:
             self._met(round_)
         elif isinstance(self.policy, Sync):
