@@ -100,8 +100,8 @@ def show(rows: list[dict[str, Any]], peak: float) -> None:
     for row in rows:
         share = row["tokens_s"] * DENSE / peak
         print(
-            f"{row['name']:<24} {row['steps_s']:>9.1f} {row['sigma']:>7.2%} {row['tokens_s'] / 1e3:>8.0f} {share:>9.1%} "
-            f"{row['peak_mb']:>8.0f} {row.get('said', '')}",
+            f"{row['name']:<24} {row['steps_s']:>9.1f} {row['sigma']:>7.2%} {row['tokens_s'] / 1e3:>8.0f} "
+            f"{share:>9.1%} {row['peak_mb']:>8.0f} {row.get('said', '')}",
             flush=True,
         )
 

@@ -1,8 +1,8 @@
-"""Whether a gradient is finite, and its norm, found out while the backward pass still runs.
+"""Whether a gradient is finite, and its norm: after the backward pass, or while it still runs.
 
-Parts of the gradient that are whole are looked at on a second stream of the device, so that reading them costs
-little; after the backward pass one small kernel is left between it and the update. What follows from a fault is
-decided in `flodl.train.on_device`.
+With `BESIDE`, parts of the gradient that are whole are looked at on a second stream of the device, so that
+reading them costs little; after the backward pass one small kernel is left between it and the update. What
+follows from a fault is decided in `flodl.train.on_device`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from torch import nn
 
 __all__ = ["GradientWatch", "find_faults"]
 
+BESIDE = False
+"""Whether CUDA devices use a second stream for it: less between the backward pass and the update, more launches."""
 PARTS = 8  # about so many looks at a gradient
 LEAST_BYTES = 4 << 20  # not worth a look of its own
 
@@ -37,12 +39,12 @@ class GradientWatch:
 
     Args:
         model: whose gradients.
-        device: where they are; without CUDA all is looked at after the backward pass.
+        device: where they are.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.model = model
-        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" and BESIDE else None
         self.one = torch.ones((), dtype=torch.float32, device=device)
         self._hooks: dict[nn.Parameter, Any] = {}
         self._on = False
@@ -67,6 +69,8 @@ class GradientWatch:
             if parameter not in self._hooks:
                 self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(self._note)
         self._enough = max(LEAST_BYTES, sum(p.numel() * p.element_size() for p in learning) // PARTS)
+        # Autograd has threads of its own, whose current streams are not those of the forward pass.
+        self._main = torch.cuda.current_stream(self._side.device)
         self._on = True
         try:
             yield
@@ -80,7 +84,7 @@ class GradientWatch:
         self._bytes += parameter.grad.numel() * parameter.grad.element_size()
         if self._bytes >= self._enough:
             assert self._side is not None
-            self._side.wait_stream(torch.cuda.current_stream(parameter.device))
+            self._side.wait_stream(self._main)
             with torch.no_grad(), torch.cuda.stream(self._side):
                 norms = _norms(self._waiting)
                 self._norms += norms
@@ -90,9 +94,9 @@ class GradientWatch:
     def check(self, loss: torch.Tensor, found: torch.Tensor) -> None:
         """Find faults in the loss, which is written to, and in all gradients; see `find_faults`."""
         if self._side is None:
-            grads = [p.grad for p in self.model.parameters() if p.grad is not None]
-            self._norms = _norms(grads)
-            find_faults([torch.stack(self._norms), loss], found, self.one)
+            norms = _norms([p.grad for p in self.model.parameters() if p.grad is not None])
+            self._row = torch.stack([loss.to(norms[0].dtype), *norms])
+            find_faults([self._row], found, self.one)
             return
         current = torch.cuda.current_stream(loss.device)
         if self._busy:
@@ -103,18 +107,24 @@ class GradientWatch:
             self._side.wait_stream(current)
             with torch.cuda.stream(self._side):
                 self._norms += _norms(self._waiting)
-            self._waiting, self._busy = [], True
+            self._waiting = []
+        self._busy = True
 
     def figures(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss and the norms that together are the gradient's, ``(1 + norms,)``."""
+        if self._side is None:
+            return self._row
         dtype = self._norms[0].dtype
-        if self._side is None or not self._busy:
-            return torch.stack([loss.to(dtype), *self._norms])
         with torch.cuda.stream(self._side):
             row = torch.stack([loss.to(dtype), *self._norms])
-        torch.cuda.current_stream(loss.device).wait_stream(self._side)
-        self._busy = False
+        self.join()
         return row
+
+    def join(self) -> None:
+        """Have the device go on only when the second stream is done."""
+        if self._busy and self._side is not None:
+            torch.cuda.current_stream(self._side.device).wait_stream(self._side)
+        self._busy = False
 
     def release(self) -> None:
         """Leave the parameters as they were found."""

@@ -185,6 +185,7 @@ class DeviceStep:
             with torch.no_grad():
                 return self._finish(losses, values, divided=alone or self.compat is not None)
         finally:
+            self._watch.join()
             self.optimizer.zero_grad(set_to_none=True)
 
     def _finish(self, losses: list[Loss], values: list[torch.Tensor], *, divided: bool) -> Outcome:

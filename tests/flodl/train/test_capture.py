@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 from flodl.data import DataLoader, TensorRows
 from flodl.data.batch import Batch
 from flodl.errors import TrainError
-from flodl.train import Loss, StepDone, Trainer, Warned, adamw, route, sgd
+from flodl.train import Loss, StepDone, Trainer, Warned, adamw, finite, route, sgd
 from flodl.train.capture import Captures, Refused, flatten
 from flodl.train.on_device import DeviceStep, unfit
 from flodl.train.precision import Precision
@@ -83,7 +83,7 @@ def run(
     """Return the losses, the weights and the warnings of a run whose steps go through ``recorder``."""
     if recorder == "cuda":
         monkeypatch.undo()
-    else:
+    elif not settings.pop("recorder_is_cuda", False):
         monkeypatch.setattr(route, "make_recorder", lambda device, settings: recorder)
     losses, said = [], []
     builder = (
@@ -358,6 +358,21 @@ def test_graphs_give_the_bits_of_ordinary_steps(monkeypatch, name, settings):
     same(replayed, eager)
     assert len(replayed[0]) >= 20
     assert replayed[2] == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("capture", [True, False])
+@pytest.mark.parametrize("bad", [None, 29])
+def test_faults_looked_for_beside_the_backward_pass_are_the_same_faults(monkeypatch, capture, bad):
+    settings = {"device": "cuda", "capture": capture, "data": make_data(bad=bad), "on_nan": "skip", "shuffle": False}
+    settings["model"] = lambda device: make_model(norm=False)
+    after = run("cuda", monkeypatch, **settings)
+    monkeypatch.setattr(finite, "LEAST_BYTES", 64)
+    monkeypatch.setattr(finite, "BESIDE", True)
+    beside = run(None, monkeypatch, recorder_is_cuda=True, **settings)
+    assert [str(loss) for loss in after[0]] == [str(loss) for loss in beside[0]]
+    assert all(torch.equal(after[1][name], beside[1][name]) for name in after[1])
+    assert after[2] == beside[2]
 
 
 @pytest.mark.gpu
