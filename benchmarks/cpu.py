@@ -187,7 +187,7 @@ def peaks(width: int, clock: Callable[[], float]) -> dict[str, float]:
         kinds["bf16"] = [partial(half, x.bfloat16())]
     if has_whole():
         product = Whole(weight, bias, Scratch(), 8 if cpu._multiplies_whole() else 7)
-        kinds["int8"] = [partial(product.multiplied, product.quantised(x)[0])]
+        kinds["int8"] = [partial(product.multiplied, product.quantised(x)[0].clone())]
     found = {}
     with torch.inference_mode():
         for precision, ways in kinds.items():

@@ -156,13 +156,13 @@ needs_whole = pytest.mark.skipif(not has_whole(), reason="this build of torch ha
 
 @needs_whole
 @pytest.mark.parametrize(("model_type", "head"), CELLS)
-def test_int8_answers_stay_within_three_hundredths_of_their_range(model_type: str, head: str) -> None:
+def test_int8_answers_stay_within_a_twentieth_of_their_range(model_type: str, head: str) -> None:
     model = made(model_type, head)
     graph = shadow(model.graph)
     cpu.prepare_cpu(graph, "int8")
     ids, layout = next(batches())
     wanted, found = run(model.graph, ids, layout), run(graph, ids, layout)
-    assert float((found - wanted).abs().max()) <= 0.03 * float(wanted.max() - wanted.min())
+    assert float((found - wanted).abs().max()) <= 0.05 * float(wanted.max() - wanted.min())
     assert not torch.equal(found, wanted)
 
 
@@ -182,6 +182,16 @@ def test_int8_sums_do_not_saturate() -> None:
     bits = 8 if cpu._multiplies_whole() else 7
     weight, x = torch.full((16, 64), 0.5), torch.full((3, 64), 2.0)
     assert Whole(weight, None, Scratch(), bits)(x) == pytest.approx(torch.full((3, 16), 64.0), rel=1e-4)
+
+
+@needs_whole
+def test_int8_takes_tokens_of_any_range() -> None:
+    x = torch.stack([torch.zeros(24), torch.full((24,), 3.0), torch.full((24,), -3.0), torch.randn(24) + 1e4])
+    weight = torch.randn(16, 24)
+    for row in x:
+        wanted = nn.functional.linear(row[None], weight)
+        bound = 0.02 * float(row.abs().max()) * float(weight.abs().sum(1).max()) + 1e-6
+        assert Whole(weight, None, Scratch(), 7)(row[None]) == pytest.approx(wanted, abs=bound)
 
 
 # --- what the processor and torch have ----------------------------------------------------------------
