@@ -11,6 +11,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from json.encoder import encode_basestring
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -142,6 +143,10 @@ def _short(value: float | None) -> str:
     return str(np.float32(value))
 
 
+def _text(value: str | None) -> str:
+    return "null" if value is None else encode_basestring(value)
+
+
 def _vector(value: Any) -> str:
     if not np.isfinite(value).all():
         raise RowFault("the embedding holds values that are no numbers")
@@ -156,7 +161,7 @@ def json_of(kind: Kind) -> Callable[[Any], str]:
     if isinstance(kind, dict):
         parts = [(name, f'"{name}": ', json_of(part)) for name, part in kind.items()]
         return lambda value: "{" + ", ".join(lead + part(value[name]) for name, lead, part in parts) + "}"
-    plain: dict[str, Callable[[Any], str]] = {"text": _encode, "float": _short, "int": _encode, "vector": _vector}
+    plain: dict[str, Callable[[Any], str]] = {"text": _text, "float": _short, "int": _encode, "vector": _vector}
     return plain[kind]
 
 
