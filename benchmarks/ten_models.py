@@ -89,7 +89,7 @@ def measure(model: Model, device: torch.device, rounds: int, batches: int) -> di
             module.to(device)
     for module in hand.modules():
         if hasattr(module, "need_weights"):
-            module.need_weights = True  # what attention does when it is called without further words
+            vars(module)["need_weights"] = True  # what attention does when it is called without further words
     users = users_epoch(model, hand, data)
     captured = recorded_epoch(model, recorded, data, device)
     for _ in range(WARM_UP):
@@ -196,13 +196,9 @@ def recorded_epoch(model: Model, module: nn.Module, data: Batches, device: torch
             graph.replay()
         return total.item() / len(data)
 
-    keeping = (module, optimizer, graph)  # the graph knows addresses only
-
-    def whole_epoch() -> float:
-        assert keeping
-        return epoch()
-
-    return whole_epoch
+    # The graph knows addresses only, so whoever holds the epoch has to hold what lies there.
+    epoch.__dict__["holds"] = (module, optimizer, graph)
+    return epoch
 
 
 def synchronize(device: torch.device) -> None:
