@@ -36,7 +36,7 @@ class Tile(NamedTuple):
 TILES: dict[str, tuple[Tile, Tile, Tile]] = {
     "forward": (Tile(64, 32, 4, 3), Tile(64, 32, 4, 2), Tile(32, 32, 4, 1)),
     "queries": (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 1)),
-    "whole": (Tile(64, 128, 8, 2), Tile(32, 64, 8, 2), Tile(32, 32, 4, 1)),
+    "whole": (Tile(32, 128, 8, 2), Tile(32, 64, 8, 2), Tile(32, 32, 4, 1)),
     "keys": (Tile(32, 64, 4, 2), Tile(32, 64, 4, 2), Tile(32, 32, 4, 1)),
 }
 
