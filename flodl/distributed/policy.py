@@ -13,6 +13,7 @@ and adds the average's change when it arrives. Both end every epoch with one ave
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections import deque
@@ -258,11 +259,17 @@ class LocalSteps:
             yield list(self.pending), None
 
     def _take(self) -> list[int]:
-        key = f"turns/{self.ranks.attempt}/{self._run}/{self.epoch}/{self._base}"
-        store, rank = self.ranks.store, self.ranks.rank
+        pool = f"{self.ranks.attempt}/{self._run}/{self.epoch}/{self._base}"
+        key, store, rank = f"turns/{pool}", self.ranks.store, self.ranks.rank
         left = self.total - self._base - store.add(key, 0)
-        if not wants_chunk(left, self.cadence.ms, rank):
+        if left <= 0:
             return []
+        if not wants_chunk(left, self.cadence.ms, rank):
+            # Ranks may know of different rounds. Whoever leaves turns to others goes by the speeds of the first to do
+            # so, or two ranks could each think the other faster, and leave turns that nobody does.
+            first = store.compare_set(f"speeds/{pool}", "", json.dumps(self.cadence.ms))
+            if not wants_chunk(left, json.loads(first), rank):
+                return []
         size = chunk_size(left, self.cadence.counts, rank)
         last = self._base + store.add(key, size)
         self._claimed = min(last, self.total)

@@ -1,7 +1,12 @@
+from dataclasses import dataclass, replace
+
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flodl.distributed import Ranks
+from flodl.distributed.policy import Knobs, LocalSteps
 from flodl.distributed.shares import chunk_size, ranges, ratios_from_ms, split, wants_chunk
 from flodl.errors import TrainError
 
@@ -78,3 +83,37 @@ def test_the_fastest_rank_always_takes_and_a_slow_one_leaves_the_last_batches():
     assert wants_chunk(10, ms, 1)
     assert wants_chunk(1, [0.0, 0.0], 1)
     assert not wants_chunk(0, ms, 0)
+
+
+@dataclass
+class OneOfTwo(Ranks):
+    """A rank without a process group, which takes turns from a store in this process."""
+
+    def tell(self, value, source=0):
+        return 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    total=st.integers(0, 40),
+    speeds=st.lists(st.tuples(st.floats(1, 100), st.floats(1, 100)), min_size=2, max_size=2),
+    order=st.lists(st.integers(0, 1), max_size=80),
+)
+def test_no_turn_is_left_behind_by_ranks_that_know_different_speeds(total, speeds, order):
+    store = torch.distributed.HashStore()
+    ranks = [OneOfTwo(rank, 2, store=store) for rank in (0, 1)]
+    policies = [LocalSteps(r, torch.nn.Linear(1, 1), Knobs(), overlap=False) for r in ranks]
+    for policy, ms in zip(policies, speeds, strict=True):
+        policy.total = total
+        policy.cadence = replace(policy.cadence, ms=ms, calibrated=True)
+    done = []
+    while order or policies:
+        # a rank that finds nothing is dry for good, whatever it learns later
+        policy = policies[(order.pop() if order else 0) % len(policies)]
+        if taken := policy._take():
+            done += taken
+        else:
+            policies.remove(policy)
+        if not policies:
+            break
+    assert sorted(done) == list(range(total))
