@@ -27,6 +27,7 @@ from flodl.train.on_device import DeviceStep, Outcome
 __all__ = ["Captures", "CudaRecorder", "Recorder", "Refused", "flatten"]
 
 MOST_GRAPHS = 64
+SMALL = 1 << 15  # numbers; the common kernel gives 65,536 of them to one block
 DIRTY_RUNS = 2  # a first run may wait while kernels are chosen; a second one that waits is how the step is
 
 
@@ -54,6 +55,18 @@ class Recorder(Protocol):
 class _Graph:
     inputs: list[torch.Tensor]
     replay: Callable[[], Outcome]
+
+    def __post_init__(self) -> None:
+        self.groups = _together(self.inputs)
+
+    def take(self, tensors: list[torch.Tensor]) -> None:
+        """Copy a batch to where the recording reads it."""
+        for places in self.groups:
+            if len(places) == 1:
+                self.inputs[places[0]].copy_(tensors[places[0]])
+                continue
+            into, parts = [self.inputs[i] for i in places], [tensors[i] for i in places]
+            torch._foreach_copy_(into, parts)  # pyright: ignore[reportPrivateImportUsage]
 
 
 class Captures:
@@ -87,15 +100,24 @@ class Captures:
         self._runs: dict[Any, int] = {}
         self._dirty = 0
         self._modules = list(self.step.model.modules())
+        tables = [table for m in self._modules for table in (m._modules, m._parameters) if table]
+        self._tables = [(table, tuple(table.values())) for table in tables]
         self._parameters = list(self.step.model.parameters())
         self._places = [p.data_ptr() for p in self._parameters]
 
     def look_again(self) -> None:
         """Drop all recordings if modules or the memory of parameters were exchanged."""
-        modules, parameters = list(self.step.model.modules()), list(self.step.model.parameters())
-        same = len(modules) == len(self._modules) and all(map(is_, modules, self._modules))
-        if not same or [p.data_ptr() for p in parameters] != self._places:
+        for table, seen in self._tables:
+            if len(table) != len(seen) or not all(map(is_, table.values(), seen)):
+                self.forget()
+                return
+        if [p.data_ptr() for p in self._parameters] != self._places:
             self.forget()
+
+    def count_writes(self) -> None:
+        """Tell torch that replays wrote to the parameters, which it does not see."""
+        if self._graphs:
+            torch.autograd.graph.increment_version(self._parameters)
 
     @property
     def num_graphs(self) -> int:
@@ -120,7 +142,7 @@ class Captures:
             graph = self._prepare(key, train_step, batches, tensors)
             if isinstance(graph, Outcome):
                 return graph
-        torch._foreach_copy_(graph.inputs, tensors)  # pyright: ignore[reportPrivateImportUsage]
+        graph.take(tensors)
         outcome = graph.replay()
         # The next replay writes to the same place.
         return replace(outcome, row=outcome.row.clone())
@@ -182,6 +204,14 @@ class Captures:
         learns = bytes([p.requires_grad for p in self._parameters])
         modes = bytes([m.training for m in self._modules])
         return options, learns, modes
+
+
+def _together(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Return which tensors are copied by one launch: small ones of one dtype, and each large one by itself."""
+    groups: dict[Any, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        groups.setdefault(tensor.dtype if tensor.numel() <= SMALL else place, []).append(place)
+    return list(groups.values())
 
 
 def _plain(group: Mapping[str, Any]) -> tuple[Any, ...]:

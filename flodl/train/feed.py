@@ -34,6 +34,8 @@ class Share:
 
     def of(self, total: int) -> tuple[int, int]:
         """Return the half-open range of this rank in ``total`` items."""
+        if len(self.ratios) == 1:
+            return 0, total
         return ranges(split(total, self.ratios, self.least))[self.rank]
 
 

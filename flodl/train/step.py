@@ -386,8 +386,8 @@ class Step:
 
     def count_writes(self) -> None:
         """Tell torch that replays wrote to the parameters, which it does not see."""
-        if self.captures is not None and self.captures.num_graphs:
-            torch.autograd.graph.increment_version(list(self._parameters()))
+        if self.captures is not None:
+            self.captures.count_writes()
 
     def look_again(self) -> None:
         """Be told that somebody may have changed the model or the optimiser."""
