@@ -148,7 +148,7 @@ def part_scaling(bench: Bench, args: argparse.Namespace) -> Any:
             rows += weak_scaling(
                 bench, case, case.data(_folder(args)), steps=steps, batch=batch, precision=precision
             )  # fmt: skip
-            _say(bench.ranks, "\n".join(str(row) for row in rows[-3:]))
+            _say(bench.ranks, "\n".join(str(row) for row in rows[-2:]))
     return rows
 
 
