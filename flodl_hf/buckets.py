@@ -70,7 +70,7 @@ def bucket_of(
 class Buffer:
     """Room on the host for one packed batch in a bucket: int32 arrays in one piece of memory.
 
-    ``packed`` holds, one after another, the token ids, token types, places ``(tokens,)`` each, then offsets
+    ``packed`` holds, one after another, the token ids, token types, places, ends ``(tokens,)`` each, then offsets
     ``(texts + 1,)`` and opens ``(texts,)``. `on` cuts a copy of it on a device into those tensors.
 
     Args:
@@ -82,7 +82,7 @@ class Buffer:
     def __init__(self, bucket: Bucket, *, types: bool = True, pinned: bool = False) -> None:
         self.bucket = bucket
         self.types = types
-        size = bucket.tokens * (3 if types else 2) + 2 * bucket.texts + 1
+        size = bucket.tokens * (4 if types else 3) + 2 * bucket.texts + 1
         self.packed = torch.zeros(size, dtype=torch.int32, pin_memory=pinned)
         self._array = self.packed.numpy()
 
@@ -107,6 +107,8 @@ class Buffer:
         starts = ends - all_lengths
         a[at : at + tokens] = np.arange(tokens) - np.repeat(starts, all_lengths)
         at += tokens
+        a[at : at + tokens] = np.repeat(ends, all_lengths)
+        at += tokens
         a[at] = 0
         a[at + 1 : at + 1 + texts] = tokens
         a[at + 1 : at + 1 + len(ends)] = ends
@@ -128,10 +130,10 @@ class Buffer:
             real: how many of the texts are no filling.
         """
         tokens, texts = self.bucket.tokens, self.bucket.texts
-        sizes = [tokens] * (3 if self.types else 2) + [texts + 1, texts]
+        sizes = [tokens] * (4 if self.types else 3) + [texts + 1, texts]
         parts = packed.split(sizes)
-        places, offsets, opens = parts[-3:]
-        layout = Packed(offsets, lengths, self.bucket.longest, places, opens, real)
+        places, ends, offsets, opens = parts[-4:]
+        layout = Packed(offsets, lengths, self.bucket.longest, places, opens, real, ends)
         return parts[0], parts[1] if self.types else None, layout
 
 

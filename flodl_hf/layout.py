@@ -97,6 +97,7 @@ class Packed:
         places: each token's place in its own text, ``(tokens,)``, int64; None counts them when asked.
         opens: index of each text's first token, ``(texts,)``, int64, within the tokens even for a slot
             without any; None takes ``offsets``.
+        ends: index after the last token of each token's text, ``(tokens,)``, int32; None where nobody noted it.
         real: how many of the texts are real; those after them are filling that nothing reads. None: all.
     """
 
@@ -106,6 +107,7 @@ class Packed:
     places: Tensor | None = None
     opens: Tensor | None = None
     real: int | None = None
+    ends: Tensor | None = None
 
     @classmethod
     def of(cls, lengths: list[int] | tuple[int, ...], device: torch.device | str | None = None) -> Packed:
@@ -142,7 +144,7 @@ class Packed:
 
     def without_lengths(self) -> Packed:
         """Return the layout as a recorded pass may see it: without numbers that differ between batches."""
-        return Packed(self.offsets, (), self.max_length, self.places, self.opens, None)
+        return Packed(self.offsets, (), self.max_length, self.places, self.opens, None, self.ends)
 
     def _starts(self, num_tokens: int) -> Tensor:
         if self.places is not None:
@@ -192,11 +194,11 @@ class Packed:
 Layout = Padded | Packed
 
 
-def _unflatten(tensors: list[Tensor], context: tuple[tuple[int, ...], int, bool, bool, int | None]) -> Packed:
-    lengths, longest, has_places, has_opens, real = context
-    places = tensors[1] if has_places else None
-    opens = tensors[-1] if has_opens else None
-    return Packed(tensors[0], lengths, longest, places, opens, real)
+def _unflatten(tensors: list[Tensor], context: tuple[tuple[int, ...], int, bool, bool, int | None, bool]) -> Packed:
+    lengths, longest, has_places, has_opens, real, has_ends = context
+    offsets, *rest = tensors
+    places, opens, ends = (rest.pop(0) if there else None for there in (has_places, has_opens, has_ends))
+    return Packed(offsets, lengths, longest, places, opens, real, ends)
 
 
 # Registered so that graphs which take a layout can be exported and traced: its tensors are leaves.
@@ -204,8 +206,15 @@ pytree.register_dataclass(Padded, serialized_type_name="flodl_hf.Padded")  # typ
 pytree.register_pytree_node(
     Packed,
     lambda layout: (
-        [t for t in (layout.offsets, layout.places, layout.opens) if t is not None],
-        (layout.lengths, layout.longest, layout.places is not None, layout.opens is not None, layout.real),
+        [layout.offsets, *(t for t in (layout.places, layout.opens, layout.ends) if t is not None)],
+        (
+            layout.lengths,
+            layout.longest,
+            layout.places is not None,
+            layout.opens is not None,
+            layout.real,
+            layout.ends is not None,
+        ),
     ),
     lambda children, context: _unflatten(list(children), context),
     serialized_type_name="flodl_hf.Packed",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from flodl_hf.layout import Padded
 from flodl_hf.loading import LoadReport
 
 if TYPE_CHECKING:
+    from flodl_hf.runtime.options import RunKeywords, RunOptions
     from flodl_hf.sentence import SentenceRecipe
     from flodl_hf.source import Source
     from flodl_hf.tokenizer import Tokenizer
@@ -89,6 +90,7 @@ class EncoderModel(nn.Module):
         self._tokenizer: Tokenizer | None = None
         self.sentence_recipe: SentenceRecipe | None = None
         self._untouched: dict[str, int] = {}
+        self._run_options: RunOptions | None = None
 
     # --- making ---------------------------------------------------------------------------------
 
@@ -258,6 +260,28 @@ class EncoderModel(nn.Module):
         """The longest row of tokens that the model and its tokenizer allow; None where nothing bounds it."""
         bounds = [self.config.max_tokens, self.tokenizer.model_max_length if self.tokenizer else None]
         return min((bound for bound in bounds if bound), default=None)
+
+    @property
+    def run_options(self) -> RunOptions:
+        """How predictions of this model run where a call does not say."""
+        if self._run_options is None:
+            from flodl_hf.runtime.options import RunOptions
+
+            self._run_options = RunOptions()
+        return self._run_options
+
+    def runtime(self, **run: Unpack[RunKeywords]) -> Self:
+        """Set how predictions run where a call does not say; returns the model.
+
+        Args:
+            **run: ``precision``, ``token_budget``, ``devices``, ``batch_invariant``, ``window``; see
+                `flodl_hf.runtime.RunOptions`. What is not named stays.
+
+        Raises:
+            PredictError: a value makes no sense.
+        """
+        self._run_options = self.run_options.changed(dict(run))
+        return self
 
     def compute_loss(self, encoding: Mapping[str, Tensor], labels: Any) -> Tensor:
         """Return the loss of one batch, a scalar with its gradient.

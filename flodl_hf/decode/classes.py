@@ -7,7 +7,7 @@ caller.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
@@ -98,7 +98,9 @@ def class_scores(logits: Tensor | np.ndarray, activation: Activation) -> Tensor:
     return torch.sigmoid(values) if activation == "sigmoid" else values
 
 
-def mean_over_windows(values: Tensor, owners: np.ndarray, texts: int, weights: Sequence[float] | None = None) -> Tensor:
+def mean_over_windows(
+    values: Tensor, owners: np.ndarray, texts: int, weights: Sequence[float] | np.ndarray | None = None
+) -> Tensor:
     """Return for each text the weighted mean of its rows, ``(texts, labels)``; a text of one row keeps it as
     is.
 
@@ -117,7 +119,7 @@ def mean_over_windows(values: Tensor, owners: np.ndarray, texts: int, weights: S
         )
     if len(owners) == texts:
         return values[torch.from_numpy(np.argsort(owners, kind="stable")).to(values.device)]
-    weight = torch.ones(len(owners), dtype=torch.float64) if weights is None else torch.tensor(weights)
+    weight = torch.ones(len(owners), dtype=torch.float64) if weights is None else torch.as_tensor(weights)
     # An empty text has a row without content, which still must count as one.
     weight = weight.double().clamp(min=1e-9).to(values.device)
     index = torch.from_numpy(owners).to(values.device)
@@ -135,8 +137,8 @@ def decode_classes(
     function_to_apply: str | None = None,
     top_k: int | None = None,
     threshold: float | Sequence[float] | Mapping[str, float] | None = None,
-    owners: Sequence[int] | None = None,
-    weights: Sequence[float] | None = None,
+    owners: Sequence[int] | np.ndarray | None = None,
+    weights: Sequence[float] | np.ndarray | None = None,
     texts: int | None = None,
 ) -> list[list[Classification]]:
     """Return for each text its labels with scores, best first; equal scores in the order of the labels.
@@ -170,29 +172,54 @@ def decode_classes(
     if top_k is not None and top_k < 1:
         raise PredictError(f"classification: top_k={top_k}; expected at least 1, or None for all", top_k=top_k)
     if owners is not None and texts is None:
-        texts = max(owners, default=-1) + 1
+        texts = _count(owners)
     count = len(values) if texts is None else texts
     owner = owners_of(range(len(values)) if owners is None else owners, len(values), count)
-    scores = class_scores(values, activation_for(problem_type, len(labels), function_to_apply))
+    scores = _scores(values, activation_for(problem_type, len(labels), function_to_apply))
     _finite(scores, "classification")
-    merged = mean_over_windows(scores, owner, count, weights)
-    windows = np.bincount(owner, minlength=count).tolist()
-    ordered, index = torch.sort(merged, dim=1, descending=True, stable=True)
-    keep = ordered >= _thresholds(threshold, labels).to(ordered)[index]
+    alone = owners is None or (len(owner) == count and bool((owner == np.arange(count)).all()))
+    merged = scores if alone else mean_over_windows(torch.from_numpy(scores), owner, count, weights).numpy()
+    windows = [1] * count if alone else np.bincount(owner, minlength=count).tolist()
+    index = np.argsort(-merged, axis=1, kind="stable")
+    ordered = np.take_along_axis(merged, index, 1)
     if top_k is not None:
-        keep[:, top_k:] = False
+        index, ordered = index[:, :top_k], ordered[:, :top_k]
+    rows: Iterable[tuple[list[int], list[float], int]] = zip(index.tolist(), ordered.tolist(), windows, strict=True)
+    if threshold is None:
+        return [
+            [Classification(labels[label], score, window) for label, score in zip(ids, found, strict=True)]
+            for ids, found, window in rows
+        ]
+    least = _thresholds(threshold, labels).to(torch.float32).tolist()
     return [
-        [Classification(labels[int(label)], score, window) for score, label, kept in zip(*row, strict=True) if kept]
-        for *row, window in zip(ordered.tolist(), index.tolist(), keep.tolist(), windows, strict=True)
+        [Classification(labels[i], score, window) for i, score in zip(ids, found, strict=True) if score >= least[i]]
+        for ids, found, window in rows
     ]
 
 
-def _finite(values: Tensor, task: str) -> None:
-    if not bool(torch.isfinite(values).all()):
+def _scores(logits: Tensor, activation: Activation) -> np.ndarray:
+    """Return what `class_scores` does, as an array: a handful of rows is done before a tensor operation starts."""
+    values = logits.float().cpu().numpy()
+    if activation == "none" or not values.size:
+        return values
+    # What is not finite shows in the result, where it is looked for.
+    with np.errstate(over="ignore", invalid="ignore"):
+        if activation == "sigmoid":
+            return 1 / (1 + np.exp(-values))
+        powers = np.exp(values - values.max(1, keepdims=True))
+        return powers / powers.sum(1, keepdims=True)
+
+
+def _finite(values: Tensor | np.ndarray, task: str) -> None:
+    if not bool(np.isfinite(values).all() if isinstance(values, np.ndarray) else torch.isfinite(values).all()):
         raise PredictError(
             f"{task}: the logits are not finite; expected numbers; half precision may have overflowed, "
             "so predict in float32 or bfloat16"
         )
+
+
+def _count(owners: Sequence[int] | np.ndarray) -> int:
+    return int(max(owners)) + 1 if len(owners) else 0
 
 
 def _thresholds(threshold: float | Sequence[float] | Mapping[str, float] | None, labels: Sequence[str]) -> Tensor:
@@ -253,8 +280,8 @@ def decode_zero_shot(
     entailment: int,
     contradiction: int,
     multi_label: bool = False,
-    owners: Sequence[int] | None = None,
-    weights: Sequence[float] | None = None,
+    owners: Sequence[int] | np.ndarray | None = None,
+    weights: Sequence[float] | np.ndarray | None = None,
 ) -> list[list[Classification]]:
     """Return for each text its candidate labels with scores, best first.
 
@@ -303,7 +330,7 @@ def decode_ranking(
     *,
     activation: Activation = "sigmoid",
     top_k: int | None = None,
-    owners: Sequence[int] | None = None,
+    owners: Sequence[int] | np.ndarray | None = None,
     documents: int | None = None,
 ) -> list[Ranked]:
     """Return the documents of one query, best first; equal scores in the caller's order.
@@ -331,7 +358,7 @@ def decode_ranking(
     if activation == "softmax":
         raise PredictError("ranking: softmax of one number is always 1; expected 'sigmoid' or 'none'")
     rows = len(values)
-    count = documents if documents is not None else rows if owners is None else max(owners, default=-1) + 1
+    count = documents if documents is not None else rows if owners is None else _count(owners)
     owner = owners_of(range(rows) if owners is None else owners, rows, count)
     windows = np.bincount(owner, minlength=count)
     if bool((windows == 0).any()):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ import torch
 from flodl.errors import PredictError
 from flodl_hf.decode.constrained import best_paths
 from flodl_hf.decode.labels import BEGIN, END, OUT, SINGLE, TagScheme
-from flodl_hf.decode.rows import Logits, TokenRow, flat_logits, owners_of
+from flodl_hf.decode.rows import Logits, Rows, flat_logits, owners_of
 from flodl_hf.decode.windows import TokenStream, merge_windows
 from flodl_hf.decode.words import Words, trimmed, words_of
 
@@ -59,7 +59,7 @@ class Entity:
 
 def decode_entities(
     logits: Logits,
-    rows: Sequence[TokenRow],
+    rows: Rows,
     text: str,
     scheme: TagScheme,
     *,
@@ -84,11 +84,11 @@ def decode_entities(
 
 def decode_entities_batch(
     logits: Logits,
-    rows: Sequence[TokenRow],
+    rows: Rows,
     texts: Sequence[str],
     scheme: TagScheme,
     *,
-    owners: Sequence[int] | None = None,
+    owners: Sequence[int] | np.ndarray | None = None,
     aggregation: Aggregation = "first",
     ignore_labels: Collection[str] = ("O",),
     constrained: bool = False,
@@ -170,24 +170,22 @@ def decode_entities_batch(
     means = np.add.reduceat(score, heads) / (tails - heads)
     # A mean of probabilities may round to just above its largest member.
     means = np.minimum(means, 1.0)
-    for group in np.flatnonzero(~ignored[labels[heads]]).tolist():
-        head, tail = int(heads[group]), int(tails[group]) - 1
-        text = int(text_of[head])
-        start, end = trimmed(texts[text], int(words.start[head]), int(words.end[tail]))
-        if start == end:
-            continue
-        first, last = int(words.first[head]), int(words.last[tail]) - 1
-        answers[text].append(
-            Entity(
-                label=names[labels[head]],
-                score=float(means[group]),
-                start=start,
-                end=end,
-                word=texts[text][start:end],
-                words=(int(stream.word_ids[first]), int(stream.word_ids[last]) + 1),
-                tokens=(int(stream.position[first]), int(stream.position[last]) + 1),
+    chosen = np.flatnonzero(~ignored[labels[heads]])
+    head, tail = heads[chosen], tails[chosen] - 1
+    first, last = words.first[head], words.last[tail] - 1
+    columns: tuple[Any, ...] = (
+        text_of[head], labels[head], means[chosen], words.start[head], words.end[tail],
+        stream.word_ids[first], stream.word_ids[last] + 1, stream.position[first], stream.position[last] + 1,
+    )  # fmt: skip
+    # Python's share is one short round for each entity; what it needs was gathered for all of them above.
+    for place, label, mean, low, high, *spans in zip(*(column.tolist() for column in columns), strict=True):
+        text: str = texts[int(place)]
+        start, end = trimmed(text, low, high)
+        if start != end:
+            word = text[start:end]
+            answers[place].append(
+                Entity(names[label], mean, start, end, word, (spans[0], spans[1]), (spans[2], spans[3]))
             )
-        )
     return answers
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, TypeAlias, get_args
 
 import numpy as np
@@ -102,7 +103,7 @@ class TagScheme:
 
     @classmethod
     def detect(cls, labels: Sequence[str], name: SchemeName | None = None) -> TagScheme:
-        """Return the scheme that ``labels`` (names by id) spell.
+        """Return the scheme that ``labels`` (names by id) spell; the same object for the same labels.
 
         Args:
             labels: label names in the order of their ids.
@@ -117,21 +118,26 @@ class TagScheme:
                 f"tag scheme: found {name!r}, expected one of {', '.join(get_args(SchemeName))}",
                 problems=[name],
             )
-        split = [(None, label) if name in ("plain", "tags") else _split(label) for label in labels]
-        split = _keep_real_prefixes(labels, split)
-        found = name if name is not None else _scheme_of(labels, [letter for letter, _ in split if letter])
-        parts = np.array(
-            [
-                OUT if label == OUTSIDE else SINGLE if found == "tags" else _CODES[letter] if letter else INSIDE
-                for label, (letter, _) in zip(labels, split, strict=True)
-            ],
-            np.int8,
-        )
-        index = {entity: i for i, entity in enumerate(dict.fromkeys(entity for _, entity in split))}
-        names = tuple(index)
-        entities = np.array([index[entity] for _, entity in split], np.int64)
-        allowed, may_start, may_end = _transitions(parts, entities)
-        return cls(found, tuple(labels), parts, entities, names, allowed, may_start, may_end)
+        return _detected(tuple(labels), name)
+
+
+@lru_cache(maxsize=64)
+def _detected(labels: tuple[str, ...], name: SchemeName | None) -> TagScheme:
+    split = [(None, label) if name in ("plain", "tags") else _split(label) for label in labels]
+    split = _keep_real_prefixes(labels, split)
+    found = name if name is not None else _scheme_of(labels, [letter for letter, _ in split if letter])
+    parts = np.array(
+        [
+            OUT if label == OUTSIDE else SINGLE if found == "tags" else _CODES[letter] if letter else INSIDE
+            for label, (letter, _) in zip(labels, split, strict=True)
+        ],
+        np.int8,
+    )
+    index = {entity: i for i, entity in enumerate(dict.fromkeys(entity for _, entity in split))}
+    names = tuple(index)
+    entities = np.array([index[entity] for _, entity in split], np.int64)
+    allowed, may_start, may_end = _transitions(parts, entities)
+    return TagScheme(found, tuple(labels), parts, entities, names, allowed, may_start, may_end)
 
 
 def _split(label: str) -> tuple[str | None, str]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flodl.errors import PredictError
 
-__all__ = ["Pooling", "finish_embeddings", "pool_packed", "pool_padded"]
+__all__ = ["Pooling", "check_pooling", "finish_embeddings", "pool_packed", "pool_padded"]
 
 Pooling: TypeAlias = Literal["cls", "mean", "max", "mean_sqrt_len", "weighted_mean", "last_token", "pooler"]
 
@@ -104,6 +104,15 @@ def _float(hidden: Tensor) -> Tensor:
 
 def _join(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+
+
+def check_pooling(pooling: Pooling | Sequence[Pooling]) -> tuple[str, ...]:
+    """Return the poolings' names in order.
+
+    Raises:
+        PredictError: one of them is unknown, or there is none.
+    """
+    return tuple(_names(pooling))
 
 
 def _names(pooling: Pooling | Sequence[Pooling]) -> list[str]:

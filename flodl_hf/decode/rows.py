@@ -19,10 +19,44 @@ from torch import Tensor
 
 from flodl.errors import PredictError
 
-__all__ = ["Content", "Logits", "TokenRow", "as_tensor", "content_of", "flat_logits", "owners_of"]
+__all__ = [
+    "Content",
+    "Logits",
+    "Placed",
+    "Rows",
+    "TokenRow",
+    "TokenTable",
+    "as_tensor",
+    "content_of",
+    "flat_logits",
+    "null_columns",
+    "owners_of",
+]
 
-Logits: TypeAlias = Tensor | np.ndarray | Sequence[Tensor] | Sequence[np.ndarray]
-"""Padded ``(rows, seq, ...)``, packed ``(tokens, ...)``, or one array ``(seq, ...)`` per row."""
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Placed:
+    """Values of the tokens of many rows, in whatever order they were computed.
+
+    Attributes:
+        values: ``(tokens, ...)``.
+        starts: where each row's first token is in ``values``, ``(rows,)``.
+    """
+
+    values: Tensor
+    starts: np.ndarray
+
+    def rows(self, table: TokenTable) -> list[Tensor]:
+        """Return the values of each row, ``(tokens of the row, ...)``, in the order of the rows."""
+        return self.pieces(table.lengths.tolist())
+
+    def pieces(self, sizes: Sequence[int]) -> list[Tensor]:
+        """Return ``sizes[i]`` values of each row, in the order of the rows."""
+        return [self.values[a : a + size] for a, size in zip(self.starts.tolist(), sizes, strict=True)]
+
+
+Logits: TypeAlias = Tensor | np.ndarray | Sequence[Tensor] | Sequence[np.ndarray] | Placed
+"""Padded ``(rows, seq, ...)``, packed ``(tokens, ...)``, one array ``(seq, ...)`` per row, or told where."""
 
 
 class TokenRow(Protocol):
@@ -80,6 +114,55 @@ class Content:
     counts: np.ndarray
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenTable:
+    """Many rows of tokens as flat arrays, rows end to end: what `TokenRow` says of one, without an object for each.
+
+    Attributes:
+        ids: token ids, ``(tokens,)``.
+        types: token types, ``(tokens,)``; None where all are 0.
+        lengths: tokens of each row, ``(rows,)``.
+        owners: the text of each row, ``(rows,)``.
+        counts: content tokens of each row, specials left out, ``(rows,)``.
+        first_token: place of each row's first content token in its text's token stream, ``(rows,)``.
+        window: place of each row among those of its text, ``(rows,)``.
+        sequence: 0 or 1 for a token of the first or second text, -1 for a special, ``(tokens,)``.
+        offsets: character spans, ``(tokens, 2)``; None where they were not asked for.
+        word_ids: word of each token, -1 for none, ``(tokens,)``; None likewise.
+        nulls: column of each row's first special token, 0 where there is none, ``(rows,)``.
+    """
+
+    ids: np.ndarray
+    types: np.ndarray | None
+    lengths: np.ndarray
+    owners: np.ndarray
+    counts: np.ndarray
+    first_token: np.ndarray
+    window: np.ndarray
+    sequence: np.ndarray
+    offsets: np.ndarray | None
+    word_ids: np.ndarray | None
+    nulls: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def starts(self) -> np.ndarray:
+        """Where each row begins, ``(rows,)``."""
+        return np.cumsum(self.lengths) - self.lengths
+
+
+Rows: TypeAlias = Sequence[TokenRow] | TokenTable
+
+
+def null_columns(rows: Rows) -> np.ndarray:
+    """Return the place of each row's first special token, where models are trained to say "nothing here"."""
+    if isinstance(rows, TokenTable):
+        return rows.nulls
+    return np.fromiter((next((i for i, s in enumerate(row.special) if s), 0) for row in rows), np.int64, len(rows))
+
+
 def as_tensor(values: Tensor | np.ndarray) -> Tensor:
     """Return ``values`` as a tensor without gradient; arrays are shared, not copied, where that can be."""
     return values.detach() if isinstance(values, Tensor) else torch.as_tensor(np.ascontiguousarray(values))
@@ -91,7 +174,7 @@ def _integers(parts: Iterable[Sequence[int | None]], total: int) -> np.ndarray:
     return np.fromiter(values, np.int64, total)
 
 
-def content_of(rows: Sequence[TokenRow], sequence: int = 0) -> Content:
+def content_of(rows: Rows, sequence: int = 0) -> Content:
     """Return the tokens of ``rows`` that belong to text number ``sequence`` (0 or 1), as arrays.
 
     A special token written by hand inside a text counts as content, since it covers characters of that text.
@@ -99,6 +182,8 @@ def content_of(rows: Sequence[TokenRow], sequence: int = 0) -> Content:
     Raises:
         PredictError: a row came without offsets.
     """
+    if isinstance(rows, TokenTable):
+        return _content_of_table(rows, sequence)
     lengths = np.fromiter((len(row.ids) for row in rows), np.int64, len(rows))
     total = int(lengths.sum())
     kept = np.flatnonzero(_integers((row.sequence_ids for row in rows), total) == sequence)
@@ -121,7 +206,24 @@ def content_of(rows: Sequence[TokenRow], sequence: int = 0) -> Content:
     )
 
 
-def flat_logits(logits: Logits, rows: Sequence[TokenRow], trailing: int) -> tuple[Tensor, np.ndarray]:
+def _content_of_table(table: TokenTable, sequence: int) -> Content:
+    if table.offsets is None or table.word_ids is None:
+        raise PredictError("decoding: rows without offsets; expected one span per token; encode the texts with offsets")
+    kept = np.flatnonzero(table.sequence == sequence)
+    row_of = np.repeat(np.arange(len(table)), table.lengths)[kept]
+    counts = np.bincount(row_of, minlength=len(table)).astype(np.int64)
+    rank = np.arange(len(kept)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return Content(
+        row=row_of,
+        column=kept - table.starts[row_of],
+        position=table.first_token[row_of] + rank,
+        offsets=table.offsets[kept],
+        word_ids=table.word_ids[kept],
+        counts=counts,
+    )
+
+
+def flat_logits(logits: Logits, rows: Rows, trailing: int) -> tuple[Tensor, np.ndarray]:
     """Return the logits as ``(positions, ...)`` and the place of each row's first token in them.
 
     Args:
@@ -133,7 +235,12 @@ def flat_logits(logits: Logits, rows: Sequence[TokenRow], trailing: int) -> tupl
     Raises:
         PredictError: the logits do not have the shape that the rows ask for.
     """
-    lengths = np.fromiter((len(row.ids) for row in rows), np.int64, len(rows))
+    if isinstance(logits, Placed):
+        return logits.values, logits.starts
+    if isinstance(rows, TokenTable):
+        lengths = rows.lengths
+    else:
+        lengths = np.fromiter((len(row.ids) for row in rows), np.int64, len(rows))
     if not isinstance(logits, (Tensor, np.ndarray)):
         parts = [as_tensor(part) for part in logits]
         sizes = np.fromiter((part.shape[0] for part in parts), np.int64, len(parts))
@@ -163,7 +270,7 @@ def _misfit(found: object, lengths: np.ndarray) -> PredictError:
     )
 
 
-def owners_of(owners: Sequence[int] | None, rows: int, texts: int) -> np.ndarray:
+def owners_of(owners: Sequence[int] | np.ndarray | None, rows: int, texts: int) -> np.ndarray:
     """Return for each row the index of its text; without ``owners`` row ``i`` is text ``i``, or all are the
     only text.
 
@@ -172,7 +279,7 @@ def owners_of(owners: Sequence[int] | None, rows: int, texts: int) -> np.ndarray
     """
     if owners is None:
         owners = [0] * rows if texts == 1 else range(rows)
-    found = np.asarray(list(owners), np.int64)
+    found = owners if isinstance(owners, np.ndarray) else np.asarray(list(owners), np.int64)
     if len(found) != rows or bool(((found < 0) | (found >= texts)).any()) or (rows and texts == 0):
         raise PredictError(
             f"decoding: {rows} rows of {texts} texts came with owners {found.tolist()[:20]}; "

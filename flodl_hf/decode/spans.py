@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flodl.errors import PredictError
-from flodl_hf.decode.rows import Content, Logits, TokenRow, content_of, flat_logits, owners_of
+from flodl_hf.decode.rows import Content, Logits, Rows, content_of, flat_logits, null_columns, owners_of
 from flodl_hf.decode.windows import TokenStream, merge_windows
 from flodl_hf.decode.words import Words, trimmed, words_of
 
@@ -63,7 +63,7 @@ class _Windows:
 def decode_answers(
     start_logits: Logits,
     end_logits: Logits,
-    rows: Sequence[TokenRow],
+    rows: Rows,
     context: str,
     *,
     top_k: int = 1,
@@ -94,10 +94,10 @@ def decode_answers(
 def decode_answers_batch(
     start_logits: Logits,
     end_logits: Logits,
-    rows: Sequence[TokenRow],
+    rows: Rows,
     contexts: Sequence[str],
     *,
-    owners: Sequence[int] | None = None,
+    owners: Sequence[int] | np.ndarray | None = None,
     top_k: int = 1,
     max_answer_length: int = 30,
     no_answer: bool = False,
@@ -189,7 +189,7 @@ def _check_options(top_k: int, max_answer_length: int, distinct: str) -> None:
 def _window_logits(
     start_logits: Logits,
     end_logits: Logits,
-    rows: Sequence[TokenRow],
+    rows: Rows,
     content: Content,
     owner: np.ndarray,
     contexts: int,
@@ -214,7 +214,7 @@ def _window_logits(
         return out.index_copy_(0, into, values).view(len(rows), width)
 
     start, end = padded(flat_start, row_starts), padded(flat_end, end_starts)
-    columns = np.fromiter((_null_column(row) for row in rows), np.int64, len(rows))
+    columns = null_columns(rows)
     null_start = flat_start.index_select(0, torch.from_numpy(row_starts + columns).to(device)).double()
     null_end = flat_end.index_select(0, torch.from_numpy(end_starts + columns).to(device)).double()
     null_pair = torch.stack([null_start, null_end]).cpu().numpy()
@@ -229,11 +229,6 @@ def _window_logits(
         log_start = np.logaddexp(log_start, null_pair[0, speaks])
         log_end = np.logaddexp(log_end, null_pair[1, speaks])
     return _Windows(start, end, first, owner, log_start, log_end, null)
-
-
-def _null_column(row: TokenRow) -> int:
-    """Return the place of the row's first special token, where models are trained to say "no answer"."""
-    return next((column for column, special in enumerate(row.special) if special), 0)
 
 
 def _log_normaliser(values: Tensor, content: Content, rank: np.ndarray, owner: np.ndarray, contexts: int) -> np.ndarray:

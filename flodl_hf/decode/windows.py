@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flodl.errors import PredictError
-from flodl_hf.decode.rows import Content, TokenRow, content_of
+from flodl_hf.decode.rows import Content, Rows, content_of
 
 __all__ = ["JoinedWords", "TokenStream", "join_words", "merge_windows"]
 
@@ -70,9 +70,7 @@ def _context(content: Content) -> np.ndarray:
     return np.minimum(rank, counts - 1 - rank)
 
 
-def merge_windows(
-    rows: Sequence[TokenRow], owners: np.ndarray, *, sequence: int = 0, content: Content | None = None
-) -> TokenStream:
+def merge_windows(rows: Rows, owners: np.ndarray, *, sequence: int = 0, content: Content | None = None) -> TokenStream:
     """Return the tokens of each text once; of several windows the one counts in which the token has most
     context.
 
@@ -90,7 +88,7 @@ def merge_windows(
     """
     found = content_of(rows, sequence) if content is None else content
     text = owners[found.row]
-    if len(np.unique(owners)) == len(owners) and (len(text) == 0 or bool((np.diff(text) >= 0).all())):
+    if len(owners) == 0 or bool((np.diff(owners) > 0).all()):
         chosen = np.arange(len(text))
     else:
         order = np.lexsort((found.row, -_context(found), found.position, text))

@@ -7,6 +7,7 @@ that clings to its outside, never ending inside a character. It leaves labels an
 
 from __future__ import annotations
 
+import sys
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +19,10 @@ from flodl_hf.decode.windows import TokenStream
 
 __all__ = ["Characters", "Words", "characters_of", "trimmed", "words_of"]
 
-_SPACE, _PUNCTUATION = 1, 2
+_UNSEEN, _SPACE, _PUNCTUATION = -1, 1, 2
+
+# The class of every character that was ever asked for: a table is read faster than code points are sorted.
+_CLASSES = np.full(sys.maxunicode + 1, _UNSEEN, np.int8)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,8 +69,11 @@ def characters_of(texts: Sequence[str]) -> Characters:
     """Return the character classes of ``texts``; lone surrogates count as ordinary characters."""
     sizes = np.fromiter((len(text) for text in texts), np.int64, len(texts))
     codes = np.frombuffer("".join(texts).encode("utf-32-le", "surrogatepass"), "<u4")
-    distinct, place = np.unique(codes, return_inverse=True)
-    classes = np.fromiter((_class(chr(code)) for code in distinct), np.int8, len(distinct))[place]
+    classes = _CLASSES[codes]
+    unseen = np.unique(codes[classes == _UNSEEN])
+    if len(unseen):
+        _CLASSES[unseen] = [_class(chr(code)) for code in unseen.tolist()]
+        classes = _CLASSES[codes]
     zero = np.zeros(1, np.int64)
     return Characters(
         base=np.concatenate([zero, np.cumsum(sizes)]),

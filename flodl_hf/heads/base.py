@@ -6,7 +6,7 @@ Transformers' class: ``BertModel`` and its siblings.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from flodl_hf.outputs import BaseOutput
 
 if TYPE_CHECKING:
     from flodl_hf.decode.pooling import Pooling
+    from flodl_hf.runtime import RunKeywords
+    from flodl_hf.runtime.engine import Pending
+    from flodl_hf.runtime.inputs import Encoded
 
 __all__ = ["HEAD", "BaseModel"]
 
@@ -73,6 +76,7 @@ class BaseModel(EncoderModel):
         strict: bool = False,
         truncate: bool = False,
         untrained: bool = False,
+        **run: Unpack[RunKeywords],
     ) -> Tensor | Iterator[Tensor]:
         """Return one vector for each text, ``(texts, size)``; for an iterator, an iterator of vectors.
 
@@ -89,35 +93,36 @@ class BaseModel(EncoderModel):
             strict: raise on a text that does not fit into one window.
             truncate: keep only the first window of a long text, as sentence-transformers does.
             untrained: embed although the model holds random values.
+            **run: how to run (``precision``, ``devices``, ``batch_invariant``, ``token_budget``, ...), see
+                `flodl_hf.runtime.RunOptions`; what is not given is as `runtime` set it.
 
         Raises:
             PredictError: the model has no tokenizer, or an option makes no sense.
         """
-        from flodl_hf.runtime.stream import stream
+        from flodl_hf.decode.pooling import check_pooling, finish_embeddings
+        from flodl_hf.runtime import Session
+        from flodl_hf.runtime.passes import Pooled
 
         self.ready("embed", untrained=untrained)
+        recipe = self.sentence_recipe
+        names = check_pooling(pooling or (recipe.pooling if recipe else "mean"))
+        wanted = normalize if normalize is not None else (recipe.normalize if recipe else True)
 
-        def step(chunk: list[str]) -> list[Tensor]:
-            return list(self._embed(chunk, pooling, normalize, truncate_dim, strict, truncate))
+        def encode(chunk: list[str]) -> Encoded:
+            return self._embeddable(chunk, strict=strict, truncate=truncate)
 
-        if isinstance(texts, str):
-            return step([texts])[0]
-        found = stream(texts, step)
+        def finish(chunk: list[str], encoded: Encoded, vectors: Pending) -> list[Tensor]:
+            whole = _over_windows(vectors.stacked(), encoded)
+            return list(finish_embeddings(whole, truncate_dim=truncate_dim, normalize=wanted))
+
+        session = Session(self, run)
+        found = session.answer(texts, encode, Pooled(names), finish, single=isinstance(texts, str))
         if not isinstance(found, list):
             return found
         return torch.stack(found) if found else torch.zeros(0, truncate_dim or self.config.encoder.hidden_size)
 
-    def _embed(
-        self,
-        texts: list[str],
-        pooling: Any,
-        normalize: bool | None,
-        truncate_dim: int | None,
-        strict: bool,
-        truncate: bool,
-    ) -> Tensor:
-        from flodl_hf.decode.pooling import finish_embeddings, pool_packed
-        from flodl_hf.runtime import Engine
+    def _embeddable(self, texts: list[str], *, strict: bool, truncate: bool) -> Encoded:
+        """Return the windows of texts as the folder's recipe wants them read."""
         from flodl_hf.runtime.inputs import encode
 
         tokenizer, recipe = self.tokenizer, self.sentence_recipe
@@ -127,34 +132,19 @@ class BaseModel(EncoderModel):
             limit = min(limit or recipe.max_tokens, recipe.max_tokens)
         if recipe is not None and recipe.lower_case:
             texts = [text.lower() for text in texts]
-        names = pooling or (recipe.pooling if recipe else "mean")
         encoded = encode(tokenizer, texts, max_tokens=limit, strict=strict)
-        rows, owners, weights = encoded.rows, encoded.owners, [max(1, c) for c in encoded.counts]
-        if truncate:
-            keep = [i for i, row in enumerate(rows) if row.window == 0]
-            rows, owners, weights = (
-                [rows[i] for i in keep],
-                [owners[i] for i in keep],
-                [weights[i] for i in keep],
-            )
-        engine = Engine(self)
-        vectors: list[Tensor] = []
-        if names == "pooler":
-            vectors = [vector.float() for vector in engine.pooled(rows)]
-        else:
-            for states in engine.states(rows):
-                ends = torch.tensor([0, len(states)])
-                vectors.append(pool_packed(states, ends, names)[0])
-        size = vectors[0].shape[-1] if vectors else 0
-        total, share = torch.zeros(len(texts), size), torch.zeros(len(texts), 1)
-        if len(rows) == len(texts):
-            total = torch.stack(vectors)
-        else:
-            index = torch.tensor(owners)
-            weight = torch.tensor(weights, dtype=torch.float32)[:, None]
-            total = total.index_add(0, index, torch.stack(vectors) * weight) / share.index_add(0, index, weight)
-        wanted = normalize if normalize is not None else (recipe.normalize if recipe else True)
-        return finish_embeddings(total, truncate_dim=truncate_dim, normalize=wanted)
+        return encoded.first_windows() if truncate else encoded
+
+
+def _over_windows(vectors: Tensor, encoded: Encoded) -> Tensor:
+    """Return one vector a text: the mean over its windows, weighted by their tokens."""
+    index = torch.from_numpy(encoded.owners)
+    if len(encoded.table) == encoded.texts and bool((index[1:] > index[:-1]).all()):
+        return vectors
+    # An empty text has a window without content, which still must count as one.
+    weight = torch.from_numpy(encoded.counts).clamp(min=1).float()[:, None]
+    total = torch.zeros(encoded.texts, vectors.shape[-1]).index_add(0, index, vectors * weight)
+    return total / torch.zeros(encoded.texts, 1).index_add(0, index, weight)
 
 
 HEAD = Head("base", "Model", BaseModel, "base")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Unpack
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from flodl_hf.losses import check_labels, token_loss
 from flodl_hf.outputs import MaskedLMOutput
 
 if TYPE_CHECKING:
+    from flodl_hf.runtime import RunKeywords, Session
+    from flodl_hf.runtime.engine import Pending
     from flodl_hf.tokenizer import Row, Tokenizer
 
 __all__ = ["HEAD", "Fill", "MaskedLM"]
@@ -65,6 +67,7 @@ class MaskedLM(ScoringModel):
         targets: Sequence[str] | None = None,
         untrained: bool = False,
         compat: Literal["transformers"] | None = None,
+        **run: Unpack[RunKeywords],
     ) -> list[Any] | Iterator[Any]:
         """Return for each mask of a text its most probable words, best first; for several texts a list of that.
 
@@ -77,40 +80,71 @@ class MaskedLM(ScoringModel):
                 with as many masks.
             untrained: predict although parts of the model hold random values.
             compat: "transformers" gives the dictionaries of its pipeline.
+            **run: how to run (``precision``, ``devices``, ``batch_invariant``, ``token_budget``, ...), see
+                `flodl_hf.runtime.RunOptions`; what is not given is as `runtime` set it.
 
         Raises:
             PredictError: a text has no mask, ``top_k`` is below 1, or the model has no tokenizer or an untrained
                 head.
         """
-        from flodl_hf.runtime.stream import stream
+        from flodl_hf.runtime import Session
+        from flodl_hf.runtime.inputs import table_of
+        from flodl_hf.runtime.passes import At
+        from flodl_hf.runtime.stream import Job
 
         tokenizer = self.ready("fill_mask", untrained=untrained)
         if tokenizer.mask_token is None or tokenizer.mask_token_id is None:
             raise PredictError("fill_mask: the tokenizer has no mask token; name one in tokenizer_config.json")
+        session = Session(self, run)
+
+        def encode(chunk: list[str]) -> list[tuple[list[Row], list[list[int]]]]:
+            return [self._masked_rows(tokenizer, text) for text in chunk]
+
+        def start(found: list[tuple[list[Row], list[list[int]]]]) -> Pending:
+            rows = [row for own, _ in found for row in own]
+            owners = [text for text, (own, _) in enumerate(found) for _ in own]
+            return session.start(table_of(rows, owners, offsets=False), At(), [p for _, own in found for p in own])
+
+        def finish(chunk: list[str], found: list[tuple[list[Row], list[list[int]]]], scores: Pending) -> list[Any]:
+            sizes = [len(places) for _, own in found for places in own]
+            logits = iter(scores.placed().pieces(sizes))
+            answers = []
+            for text, (rows, places) in zip(chunk, found, strict=True):
+                own = torch.cat([next(logits) for _ in rows])
+                answers.append(self._fill(tokenizer, session, text, rows, places, own, top_k, targets, compat))
+            return answers
+
+        job: Job[str, Any] = Job(encode, start, finish)
         if isinstance(texts, str):
-            return self._fill(tokenizer, texts, top_k, targets, compat)
-        return stream(texts, lambda chunk: [self._fill(tokenizer, text, top_k, targets, compat) for text in chunk])
+            return job.alone([texts])[0]
+        # Scores over a whole vocabulary take much memory.
+        return session.run(texts, job, rows=16)
 
     def _fill(
-        self, tokenizer: Tokenizer, text: str, top_k: int, targets: Sequence[str] | None, compat: str | None
+        self,
+        tokenizer: Tokenizer,
+        session: Session,
+        text: str,
+        rows: list[Row],
+        places: list[list[int]],
+        logits: Tensor,
+        top_k: int,
+        targets: Sequence[str] | None,
+        compat: str | None,
     ) -> list[Any]:
         from flodl_hf.decode import decode_masks
         from flodl_hf.decode.compat import fill_mask
-        from flodl_hf.runtime import Engine
 
-        rows, places = self._masked_rows(tokenizer, text)
-        engine = Engine(self)
         if compat is not None:
-            logits = engine.scores_at(rows, places)
             ids = [_target_ids(tokenizer, word)[0] for word in targets] if targets else None
             return fill_mask(
-                torch.cat(logits), list(rows[0].ids),
+                logits, list(rows[0].ids),
                 mask_id=tokenizer.mask_token_id or 0, pad_id=tokenizer.pad_token_id,
                 decode=lambda i, skip: tokenizer.decode(i, skip_special_tokens=skip), top_k=top_k, targets=ids,
             )  # fmt: skip
         if targets is not None:
-            return self._fill_targets(tokenizer, engine, text, top_k, targets, rows, places)
-        proposals = decode_masks(torch.cat(engine.scores_at(rows, places)), top_k=top_k)
+            return self._fill_targets(tokenizer, session, text, top_k, targets, rows, places)
+        proposals = decode_masks(logits, top_k=top_k)
         return [
             [
                 Fill(
@@ -127,7 +161,7 @@ class MaskedLM(ScoringModel):
     def _fill_targets(
         self,
         tokenizer: Tokenizer,
-        engine: Any,
+        session: Session,
         text: str,
         top_k: int,
         targets: Sequence[str],
@@ -135,6 +169,8 @@ class MaskedLM(ScoringModel):
         places: list[list[int]],
     ) -> list[Any]:
         from flodl_hf.decode import decode_targets
+        from flodl_hf.runtime.inputs import table_of
+        from flodl_hf.runtime.passes import At
 
         ids = [_target_ids(tokenizer, word) for word in targets]
         masks = sum(map(len, places))
@@ -146,7 +182,9 @@ class MaskedLM(ScoringModel):
             for mask in range(masks):
                 widened = _put(tokenizer, text, mask, (tokenizer.mask_token or "") * size)
                 wide_rows, wide_places = (rows, places) if size == 1 else self._masked_rows(tokenizer, widened)
-                joined = torch.cat(engine.scores_at(wide_rows, wide_places))
+                table = table_of(wide_rows, [0] * len(wide_rows), offsets=False)
+                found = session.start(table, At(), wide_places).placed()
+                joined = torch.cat(found.pieces([len(own) for own in wide_places]))
                 at[mask, size] = list(range(total + mask, total + mask + size))
                 scores.append(joined)
                 total += len(joined)

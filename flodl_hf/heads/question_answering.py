@@ -6,7 +6,7 @@ Transformers' class: ``BertForQuestionAnswering`` and its siblings.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Unpack
 
 from torch import Tensor
 
@@ -17,7 +17,9 @@ from flodl_hf.model import EncoderModel
 from flodl_hf.outputs import QuestionAnsweringOutput
 
 if TYPE_CHECKING:
-    pass
+    from flodl_hf.runtime import RunKeywords
+    from flodl_hf.runtime.engine import Pending
+    from flodl_hf.runtime.inputs import Encoded
 
 __all__ = ["HEAD", "QuestionAnswerer"]
 
@@ -95,6 +97,7 @@ class QuestionAnswerer(EncoderModel):
         strict: bool = False,
         untrained: bool = False,
         compat: Literal["transformers-4.57"] | None = None,
+        **run: Unpack[RunKeywords],
     ) -> list[Any] | Iterator[Any]:
         """Return for each question and context its answers, best first.
 
@@ -116,6 +119,8 @@ class QuestionAnswerer(EncoderModel):
             strict: raise on a context that does not fit into one window.
             untrained: answer although parts of the model hold random values.
             compat: "transformers-4.57" repeats the pipeline that transformers has since removed.
+            **run: how to run (``precision``, ``devices``, ``batch_invariant``, ``token_budget``, ...), see
+                `flodl_hf.runtime.RunOptions`; what is not given is as `runtime` set it.
 
         Raises:
             PredictError: the model has no tokenizer or an untrained head, a context without text, or an option
@@ -123,34 +128,39 @@ class QuestionAnswerer(EncoderModel):
         """
         from flodl_hf.decode import decode_answers_batch
         from flodl_hf.decode.compat import question_answering
-        from flodl_hf.runtime import Engine
+        from flodl_hf.decode.rows import Placed
+        from flodl_hf.runtime import Session
         from flodl_hf.runtime.inputs import encode
-        from flodl_hf.runtime.stream import stream
+        from flodl_hf.runtime.passes import Scores
 
         tokenizer = self.ready("answer", untrained=untrained)
         width = min(window_tokens, self.max_tokens or window_tokens)
 
-        def step(chunk: list[Any]) -> list[Any]:
+        def tokens(chunk: list[Any]) -> Encoded:
             questions, contexts = _questions(chunk)
-            encoded = encode(
+            return encode(
                 tokenizer, questions, contexts, max_tokens=width, stride=min(stride, width // 2), strict=strict,
-                offsets=True, snap=compat is None,
+                offsets=True, snap=compat is None, records=compat is not None,
             )  # fmt: skip
-            scores = Engine(self).scores(encoded.rows)
-            start, end = [row[:, 0] for row in scores], [row[:, 1] for row in scores]
+
+        def finish(chunk: list[Any], encoded: Encoded, scores: Pending) -> list[Any]:
+            _, contexts = _questions(chunk)
+            placed = scores.placed()
             if compat is None:
+                start, end = (Placed(part, placed.starts) for part in self.split(placed.values))
                 return decode_answers_batch(
-                    start, end, encoded.rows, contexts, owners=encoded.owners, top_k=top_k,
+                    start, end, encoded.table, contexts, owners=encoded.owners, top_k=top_k,
                     max_answer_length=max_answer_length, no_answer=no_answer, null_margin=null_margin,
                     whole_words=whole_words, distinct=distinct,
                 )  # fmt: skip
+            rows = placed.rows(encoded.table)
             results = []
             for place, context in enumerate(contexts):
                 own = [i for i, owner in enumerate(encoded.owners) if owner == place]
                 results.append(
                     question_answering(
-                        [start[i] for i in own],
-                        [end[i] for i in own],
+                        [rows[i][:, 0] for i in own],
+                        [rows[i][:, 1] for i in own],
                         [encoded.rows[i] for i in own],
                         context,
                         cls_id=tokenizer.cls_token_id,
@@ -162,7 +172,7 @@ class QuestionAnswerer(EncoderModel):
                 )
             return results
 
-        return stream(pairs, step, window=256)
+        return Session(self, run).answer(pairs, tokens, Scores(False), finish, rows=4)
 
 
 def _questions(chunk: Sequence[Any]) -> tuple[list[str], list[str]]:

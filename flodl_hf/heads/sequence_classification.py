@@ -6,7 +6,7 @@ Transformers' class: ``BertForSequenceClassification`` and its siblings.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Unpack
 
 import torch
 from torch import Tensor
@@ -17,7 +17,9 @@ from flodl_hf.losses import check_labels, classification_loss
 from flodl_hf.outputs import SequenceClassificationOutput
 
 if TYPE_CHECKING:
-    from flodl_hf.decode import Classification, Ranked
+    from flodl_hf.decode import Ranked
+    from flodl_hf.runtime import RunKeywords
+    from flodl_hf.runtime.engine import Pending
     from flodl_hf.runtime.inputs import Encoded, Text
 
 __all__ = ["HEAD", "SequenceClassifier"]
@@ -54,6 +56,7 @@ class SequenceClassifier(ScoringModel):
         strict: bool = False,
         untrained: bool = False,
         compat: Literal["transformers"] | None = None,
+        **run: Unpack[RunKeywords],
     ) -> list[Any] | Iterator[Any]:
         """Return for each text its labels with scores, best first.
 
@@ -68,6 +71,8 @@ class SequenceClassifier(ScoringModel):
             strict: raise on a text that does not fit into one window.
             untrained: predict although parts of the model hold random values.
             compat: "transformers" gives the dictionaries of its pipeline.
+            **run: how to run (``precision``, ``devices``, ``batch_invariant``, ``token_budget``, ...), see
+                `flodl_hf.runtime.RunOptions`; what is not given is as `runtime` set it.
 
         Raises:
             PredictError: the model has no tokenizer or an untrained head, or an option makes no sense.
@@ -75,27 +80,27 @@ class SequenceClassifier(ScoringModel):
         """
         from flodl_hf.decode import decode_classes
         from flodl_hf.decode.compat import text_classification
-        from flodl_hf.runtime.stream import stream
+        from flodl_hf.runtime import Session
+        from flodl_hf.runtime.passes import Scores
 
         self.ready("predict", untrained=untrained)
 
-        def step(chunk: list[Text]) -> list[list[Classification]] | list[Any]:
-            encoded = self._encode(chunk, strict=strict or compat is not None)
-            logits = self._logits(encoded)
+        def encode(chunk: list[Text]) -> Encoded:
+            return self._encode(chunk, strict=strict or compat is not None)
+
+        def finish(chunk: list[Text], encoded: Encoded, scores: Pending) -> list[Any]:
             if compat is not None:
                 return text_classification(
-                    logits, self.config.labels, problem_type=self.config.problem_type,
+                    scores.stacked(), self.config.labels, problem_type=self.config.problem_type,
                     function_to_apply=function_to_apply, top_k=top_k,
                 )  # fmt: skip
             return decode_classes(
-                logits, self.config.labels, problem_type=self.config.problem_type,
+                scores.stacked(), self.config.labels, problem_type=self.config.problem_type,
                 function_to_apply=function_to_apply, top_k=top_k, threshold=threshold,
                 owners=encoded.owners, weights=encoded.counts, texts=len(chunk),
             )  # fmt: skip
 
-        if _single(texts):
-            return step([texts])[0]  # type: ignore[list-item]
-        return stream(texts, step)  # type: ignore[arg-type]
+        return Session(self, run).answer(texts, encode, Scores(True), finish, single=_single(texts))
 
     def zero_shot(
         self,
@@ -107,6 +112,7 @@ class SequenceClassifier(ScoringModel):
         strict: bool = False,
         untrained: bool = False,
         compat: Literal["transformers"] | None = None,
+        **run: Unpack[RunKeywords],
     ) -> list[Any] | dict[str, Any] | Iterator[Any]:
         """Return for each text the labels that a natural language inference model sees in it, best first.
 
@@ -120,6 +126,8 @@ class SequenceClassifier(ScoringModel):
             strict: raise on a text that does not fit into one window.
             untrained: answer although parts of the model hold random values.
             compat: "transformers" gives the dictionaries of its pipeline.
+            **run: how to run (``precision``, ``devices``, ``batch_invariant``, ``token_budget``, ...), see
+                `flodl_hf.runtime.RunOptions`; what is not given is as `runtime` set it.
 
         Raises:
             PredictError: no labels, a template without ``{}``, or a model without an entailment label.
@@ -127,7 +135,8 @@ class SequenceClassifier(ScoringModel):
         from flodl.errors import PredictError
         from flodl_hf.decode import contradiction_id, decode_zero_shot, entailment_id
         from flodl_hf.decode.compat import zero_shot_classification
-        from flodl_hf.runtime.stream import stream
+        from flodl_hf.runtime import Session
+        from flodl_hf.runtime.passes import Scores
 
         self.ready("zero_shot", untrained=untrained)
         if isinstance(labels, str) or not labels or "{}" not in template:
@@ -136,10 +145,12 @@ class SequenceClassifier(ScoringModel):
             )
         entailment = entailment_id(self.config.labels) if compat is None else 0
 
-        def step(chunk: list[str]) -> list[Any]:
+        def encode(chunk: list[str]) -> Encoded:
             pairs = [(text, template.format(label)) for text in chunk for label in labels]
-            encoded = self._encode(pairs, strict=strict or compat is not None, cut="first")
-            logits = self._logits(encoded)
+            return self._encode(pairs, strict=strict or compat is not None, cut="first")
+
+        def finish(chunk: list[str], encoded: Encoded, scores: Pending) -> list[Any]:
+            logits = scores.stacked()
             if compat is not None:
                 return zero_shot_classification(logits, chunk, labels, self.config.labels, multi_label=multi_label)
             return decode_zero_shot(
@@ -148,24 +159,35 @@ class SequenceClassifier(ScoringModel):
                 owners=encoded.owners, weights=encoded.counts,
             )  # fmt: skip
 
-        return step([texts])[0] if isinstance(texts, str) else stream(texts, step, window=256)
+        session = Session(self, run)
+        return session.answer(
+            texts, encode, Scores(True), finish, single=isinstance(texts, str), rows=max(4, len(labels))
+        )  # fmt: skip
 
-    def rerank(self, query: str, documents: Sequence[str], *, top_k: int | None = None) -> list[Ranked]:
+    def rerank(
+        self, query: str, documents: Sequence[str], *, top_k: int | None = None, **run: Unpack[RunKeywords]
+    ) -> list[Ranked]:
         """Return the documents that fit the query, best first, with their places in the list.
 
         Args:
             query: what is looked for.
             documents: what may fit; a long one is as good as its best window.
             top_k: most documents; None for all.
+            **run: how to run (``precision``, ``devices``, ``batch_invariant``, ``token_budget``, ...), see
+                `flodl_hf.runtime.RunOptions`; what is not given is as `runtime` set it.
 
         Raises:
             PredictError: the model has more than one label.
         """
         from flodl_hf.decode import decode_ranking
+        from flodl_hf.runtime import Session
+        from flodl_hf.runtime.passes import Scores
 
         self.ready("rerank")
         encoded = self._encode([(query, document) for document in documents])
-        return decode_ranking(self._logits(encoded), top_k=top_k, owners=encoded.owners, documents=len(documents))
+        pending = Session(self, run).start(encoded.table, Scores(True))
+        logits = pending.stacked() if len(documents) else torch.zeros(0, self.num_labels)
+        return decode_ranking(logits, top_k=top_k, owners=encoded.owners, documents=len(documents))
 
     def _encode(self, items: Sequence[Text], *, strict: bool = False, cut: str | None = None) -> Encoded:
         from flodl_hf.runtime.inputs import encode, split_pairs
@@ -174,12 +196,6 @@ class SequenceClassifier(ScoringModel):
         assert tokenizer is not None
         firsts, seconds = split_pairs(items, "predict")
         return encode(tokenizer, firsts, seconds, max_tokens=self.max_tokens, strict=strict, cut=cut)
-
-    def _logits(self, encoded: Encoded) -> Tensor:
-        from flodl_hf.runtime import Engine
-
-        rows = Engine(self).scores(encoded.rows)
-        return torch.stack(rows) if rows else torch.zeros(0, self.num_labels)
 
 
 def _single(texts: Any) -> bool:

@@ -6,7 +6,7 @@ Transformers' class: ``BertForTokenClassification`` and its siblings.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Unpack
 
 from torch import Tensor
 
@@ -17,6 +17,8 @@ from flodl_hf.outputs import TokenClassificationOutput
 
 if TYPE_CHECKING:
     from flodl_hf.decode.entities import Aggregation
+    from flodl_hf.runtime import RunKeywords
+    from flodl_hf.runtime.engine import Pending
     from flodl_hf.runtime.inputs import Encoded
 
 __all__ = ["HEAD", "TokenClassifier"]
@@ -53,6 +55,7 @@ class TokenClassifier(ScoringModel):
         strict: bool = False,
         untrained: bool = False,
         compat: Literal["transformers"] | None = None,
+        **run: Unpack[RunKeywords],
     ) -> list[Any] | Iterator[Any]:
         """Return for each text its entities in order: label, score, word, start, end; ``text[start:end]`` is the word.
 
@@ -71,43 +74,46 @@ class TokenClassifier(ScoringModel):
             strict: raise on a text that does not fit into one window.
             untrained: predict although parts of the model hold random values.
             compat: "transformers" gives the dictionaries of its pipeline, and its flaws.
+            **run: how to run (``precision``, ``devices``, ``batch_invariant``, ``token_budget``, ...), see
+                `flodl_hf.runtime.RunOptions`; what is not given is as `runtime` set it.
 
         Raises:
             PredictError: the model has no tokenizer or an untrained head, or an option makes no sense.
             TokenizerError: a text is not a valid string, or too long with ``strict``.
         """
         from flodl_hf.decode import TagScheme, decode_entities_batch, join_words
-        from flodl_hf.runtime import Engine
+        from flodl_hf.runtime import Session
         from flodl_hf.runtime.inputs import encode
-        from flodl_hf.runtime.stream import stream
+        from flodl_hf.runtime.passes import Scores
 
         tokenizer = self.ready("predict", untrained=untrained)
         scheme = TagScheme.detect(self.config.labels)
         # Letters of a text would be taken for labels.
         ignored = (ignore_labels,) if isinstance(ignore_labels, str) else ignore_labels
 
-        def step(chunk: list[Any]) -> list[Any]:
-            encoded = encode(
+        def tokens(chunk: list[Any]) -> Encoded:
+            return encode(
                 tokenizer, chunk, max_tokens=self.max_tokens, stride=self._stride(stride), words=words,
-                strict=strict, offsets=True, snap=compat is None,
+                strict=strict, offsets=True, snap=compat is None, records=compat is not None,
             )  # fmt: skip
+
+        def finish(chunk: list[Any], encoded: Encoded, scores: Pending) -> list[Any]:
             joined = [join_words(text) for text in chunk] if words else None
             plain = [text.text for text in joined] if joined else chunk
             spans = [text.spans for text in joined] if joined else None
-            logits = Engine(self).scores(encoded.rows)
+            placed = scores.placed()
             if compat is not None:
-                return self._as_transformers(logits, encoded, plain, spans, aggregation, ignored)
+                rows = placed.rows(encoded.table)
+                return self._as_transformers(rows, encoded, plain, spans, aggregation, ignored)
             return decode_entities_batch(
-                logits, encoded.rows, plain, scheme, owners=encoded.owners, aggregation=aggregation,
+                placed, encoded.table, plain, scheme, owners=encoded.owners, aggregation=aggregation,
                 ignore_labels=ignored, constrained=constrained, word_spans=spans,
             )  # fmt: skip
 
         single = isinstance(texts, str) or (
             words and isinstance(texts, Sequence) and len(texts) > 0 and isinstance(texts[0], str)
         )
-        if single:
-            return step([texts])[0]
-        return stream(texts, step)
+        return Session(self, run).answer(texts, tokens, Scores(False), finish, single=single)
 
     def _stride(self, stride: int) -> int:
         # Windows that barely advance would take for ever; half a window is the most they may share.

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -271,16 +273,14 @@ def _row_scores(theirs: Any, ours: Any, row: Any) -> Tensor:
 
 
 def _decode(model: Any, head: str, scores: Callable[[list[Any]], list[Tensor]] | None) -> list[tuple[Any, list[float]]]:
-    """Return (what was answered, its scores) for each text, with the engine's scores replaced if given."""
-    from flodl_hf.runtime import engine
+    """Return (what was answered, its scores) for each text, with the passes' scores replaced if given."""
+    from flodl_hf.runtime import passes
 
-    saved = engine.Engine.scores, engine.Engine.states, engine.Engine.scores_at
+    saved = passes.scored, passes.encoded, passes.headed
     if scores is not None:
-        engine.Engine.scores = lambda self, rows: scores(list(rows))  # type: ignore[method-assign]
-        engine.Engine.states = lambda self, rows: scores(list(rows))  # type: ignore[method-assign]
-        engine.Engine.scores_at = lambda self, rows, places: [  # type: ignore[method-assign]
-            s[torch.tensor(p)] for s, p in zip(scores(list(rows)), places, strict=True)
-        ]
+        replaced = partial(_replaced, scores, model.per_text)
+        passes.scored = passes.encoded = replaced
+        passes.headed = lambda graph, picked, layout: picked
     try:
         if head == "sequence_classification":
             return [([c.label for c in found], [c.score for c in found]) for found in model.predict(TEXTS)]
@@ -299,7 +299,22 @@ def _decode(model: Any, head: str, scores: Callable[[list[Any]], list[Tensor]] |
             return [([f.token_ids for f in found], [f.score for f in found]) for found in results]
         return [((), vector.tolist()) for vector in model.embed(list(TEXTS))]
     finally:
-        engine.Engine.scores, engine.Engine.states, engine.Engine.scores_at = saved  # type: ignore[method-assign]
+        passes.scored, passes.encoded, passes.headed = saved
+
+
+def _replaced(
+    scores: Callable[[list[Any]], list[Tensor]],
+    per_text: bool,
+    graph: Any,
+    ids: Tensor,
+    types: Tensor | None,
+    layout: Any,
+) -> Tensor:
+    """Return a batch's scores as another implementation gives them, row by row."""
+    kinds = torch.zeros_like(ids) if types is None else types
+    pairs = zip(layout.unpack(ids), layout.unpack(kinds), strict=True)
+    found = scores([SimpleNamespace(ids=own.tolist(), type_ids=kind.tolist()) for own, kind in pairs])
+    return torch.stack(found) if per_text else torch.cat(found)
 
 
 def half_precision(bench: Bench) -> Evidence:

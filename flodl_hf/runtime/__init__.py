@@ -1,12 +1,36 @@
 """From raw text to answers at speed: planning, packing, running and putting results back in order.
 
-plan      which rows run together: sorted by length, cut by a token budget
-engine    rows through the model without filling, scores back in the order of the rows
-stream    any iterable in, an iterator out, in constant memory
-inputs    what users pass as texts: strings, pairs, words
+options    the keywords that every call takes: precision, devices, token_budget, ...
+precision  which precisions there are and which device has them
+prepared   the graph that predicts: fused and cast, remade when the model changes
+inputs     what users pass as texts, and their tokens as arrays
+plan       which rows run together: sorted by length, cut by a token budget
+passes     what a batch computes: scores, states, pooled vectors
+engine     rows through a prepared graph; memory that runs out; results that come later
+record     small batches as recorded CUDA graphs
+fleet      several devices with one queue
+stream     any iterable in, an iterator out, in constant memory
+session    one call: its options, engines and stream
+spread     how far answers depend on what else is in the batch
 """
 
 from flodl_hf.runtime.engine import Engine
+from flodl_hf.runtime.options import RunKeywords, RunOptions
 from flodl_hf.runtime.plan import plan_batches
+from flodl_hf.runtime.precision import Precision
+from flodl_hf.runtime.prepared import forget, prepared
+from flodl_hf.runtime.session import Session
+from flodl_hf.runtime.spread import Spread, spread
 
-__all__ = ["Engine", "plan_batches"]
+__all__ = [
+    "Engine",
+    "Precision",
+    "RunKeywords",
+    "RunOptions",
+    "Session",
+    "Spread",
+    "forget",
+    "plan_batches",
+    "prepared",
+    "spread",
+]

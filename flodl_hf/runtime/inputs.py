@@ -1,17 +1,22 @@
-"""What users pass as texts, brought to one shape, and the rows of tokens made of it."""
+"""What users pass as texts, brought to one shape, and the rows of tokens made of it, as flat arrays."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
 
 from flodl.errors import PredictError
+from flodl_hf.decode.rows import TokenTable
 
 if TYPE_CHECKING:
     from flodl_hf.tokenizer import Row, Tokenizer
 
-__all__ = ["Encoded", "Text", "encode", "split_pairs"]
+__all__ = ["Encoded", "Text", "encode", "split_pairs", "table_of"]
 
 Text = str | tuple[str, str] | Mapping[str, str]
 """A text; or a pair ``(a, b)``, also as ``{"text": a, "text_pair": b}``."""
@@ -19,25 +24,61 @@ Text = str | tuple[str, str] | Mapping[str, str]
 
 @dataclass(frozen=True)
 class Encoded:
-    """The windows of many texts in one list.
+    """The windows of many texts.
 
     Attributes:
-        rows: the windows, text after text.
-        owners: the text of each window.
-        counts: content tokens of each window, specials left out.
+        table: the windows as arrays.
+        texts: how many texts there are.
+        rows: the windows as records, text after text; empty unless they were asked for.
     """
 
-    rows: list[Row]
-    owners: list[int]
-    counts: list[int]
+    table: TokenTable
+    texts: int
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def owners(self) -> np.ndarray:
+        """The text of each window, ``(rows,)``."""
+        return self.table.owners
+
+    @property
+    def counts(self) -> np.ndarray:
+        """Content tokens of each window, ``(rows,)``."""
+        return self.table.counts
+
+    def first_windows(self) -> Encoded:
+        """Return the first window of each text alone."""
+        keep = self.table.window == 0
+        return self if bool(keep.all()) else Encoded(chosen_rows(self.table, keep), self.texts)
 
 
-def split_pairs(items: Sequence[Any], task: str) -> tuple[list[str], list[str] | None]:
+def chosen_rows(table: TokenTable, keep: np.ndarray) -> TokenTable:
+    """Return some rows of a table.
+
+    Args:
+        table: the rows.
+        keep: True for those that stay, ``(rows,)``.
+    """
+    tokens = np.repeat(keep, table.lengths)
+
+    def of_tokens(values: np.ndarray | None) -> np.ndarray | None:
+        return None if values is None else values[tokens]
+
+    return TokenTable(
+        table.ids[tokens], of_tokens(table.types), table.lengths[keep], table.owners[keep], table.counts[keep],
+        table.first_token[keep], table.window[keep], table.sequence[tokens], of_tokens(table.offsets),
+        of_tokens(table.word_ids), table.nulls[keep],
+    )  # fmt: skip
+
+
+def split_pairs(items: Sequence[Any], task: str) -> tuple[Sequence[str], list[str] | None]:
     """Return first and second texts; the second is None when no item is a pair.
 
     Raises:
         PredictError: an item is neither a text nor a pair, or texts and pairs are mixed.
     """
+    if all(type(item) is str for item in items):
+        return items, None
     firsts: list[str] = []
     seconds: list[str | None] = []
     for place, item in enumerate(items):
@@ -76,6 +117,7 @@ def encode(
     offsets: bool = False,
     cut: str | None = None,
     snap: bool = True,
+    records: bool = False,
 ) -> Encoded:
     """Return the windows of all texts.
 
@@ -90,12 +132,180 @@ def encode(
         offsets: note where each token stands in its text.
         cut: "first" or "second": which text of a pair is cut.
         snap: let windows begin and end between words.
+        records: also return the windows as records, which compatible outputs read.
     """
-    windows = tokenizer.encode_rows(
-        texts, pairs, max_tokens=max_tokens, stride=stride, words=words, offsets=offsets,
-        overflow="error" if strict else "windows", cut=cut,  # type: ignore[arg-type]
-        snap=snap,
+
+    def slowly(texts: Sequence[Any], pairs: Sequence[Any] | None) -> list[list[Row]]:
+        return tokenizer.encode_rows(
+            texts, pairs, max_tokens=max_tokens, stride=stride, words=words, offsets=offsets,
+            overflow="error" if strict else "windows", cut=cut,  # type: ignore[arg-type]
+            snap=snap,
+        )  # fmt: skip
+
+    if not records and not words and len(texts) and stride >= 0:
+        found = _quickly(tokenizer, texts, pairs, max_tokens, offsets, strict, slowly)
+        if found is not None:
+            return Encoded(found, len(texts))
+    groups = slowly(texts, pairs)
+    rows = [row for group in groups for row in group]
+    owners = [text for text, group in enumerate(groups) for _ in group]
+    return Encoded(table_of(rows, owners, offsets=offsets), len(texts), rows)
+
+
+@dataclass(frozen=True)
+class _Template:
+    """What a tokenizer puts around a single text: so many specials before, so many after, all of type 0."""
+
+    lead: int
+    trail: int
+
+
+_TEMPLATES: WeakKeyDictionary[Any, _Template | None] = WeakKeyDictionary()
+
+
+def _template(tokenizer: Tokenizer) -> _Template | None:
+    """Return the frame around a single text; None where it is not one, and each row must be asked."""
+    if tokenizer not in _TEMPLATES:
+        probe = tokenizer._backend.encodings(["a a a"])[0]
+        mask = list(probe.special_tokens_mask)
+        inside = [place for place, special in enumerate(mask) if not special]
+        plain = bool(inside) and inside == list(range(inside[0], inside[-1] + 1)) and not any(probe.type_ids)
+        framed = _Template(inside[0], len(mask) - 1 - inside[-1]) if plain else None
+        bare = len(tokenizer._backend.encodings(["a a a"], special=False)[0])
+        _TEMPLATES[tokenizer] = framed if framed and bare == len(inside) else None
+    return _TEMPLATES[tokenizer]
+
+
+def _quickly(
+    tokenizer: Tokenizer,
+    texts: Sequence[Any],
+    pairs: Sequence[Any] | None,
+    max_tokens: int | None,
+    offsets: bool,
+    strict: bool,
+    slowly: Callable[[Sequence[Any], Sequence[Any] | None], list[list[Row]]],
+) -> TokenTable | None:
+    """Return the table without an object for each row; texts that need windows come last in it."""
+    from flodl_hf.tokenization.batch import check_batch
+
+    check_batch(texts, "text", False)
+    if pairs is not None:
+        check_batch(pairs, "second text", False)
+    template = _template(tokenizer) if pairs is None else None
+    encodings = tokenizer._backend.encodings(texts, pairs, fast=not offsets)
+    lengths = np.fromiter(map(len, encodings), np.int64, len(encodings))
+    owners = np.arange(len(encodings))
+    long = np.flatnonzero(lengths > max_tokens) if max_tokens is not None else owners[:0]
+    if len(long) and (strict or pairs is not None):
+        return None
+    rest: TokenTable | None = None
+    if len(long):
+        groups = slowly([texts[i] for i in long.tolist()], None)
+        windows = [row for group in groups for row in group]
+        owner_of = [int(text) for text, group in zip(long, groups, strict=True) for _ in group]
+        rest = table_of(windows, owner_of, offsets=offsets)
+        owners = np.delete(owners, long)
+        encodings = [encodings[i] for i in owners.tolist()]
+        lengths = lengths[owners]
+        if not encodings:
+            return rest
+    table = _tabulated(encodings, lengths, owners, template, offsets)
+    return table if rest is None else _joined(table, rest)
+
+
+def _tabulated(
+    encodings: list[Any], lengths: np.ndarray, owners: np.ndarray, template: _Template | None, offsets: bool
+) -> TokenTable:
+    total, rows = int(lengths.sum()), len(lengths)
+    ids = np.fromiter(chain.from_iterable([e.ids for e in encodings]), np.int32, total)
+    starts = np.cumsum(lengths) - lengths
+    if template is not None:
+        types = None
+        sequence = np.zeros(total, np.int8)
+        counts = lengths - template.lead - template.trail
+        for place in range(template.lead):
+            sequence[starts + place] = -1
+        for place in range(1, template.trail + 1):
+            sequence[starts + lengths - place] = -1
+        nulls = np.zeros(rows, np.int64) if template.lead else lengths - template.trail
+        if not template.lead and not template.trail:
+            nulls = np.zeros(rows, np.int64)
+    else:
+        types = np.fromiter(chain.from_iterable([e.type_ids for e in encodings]), np.int32, total)
+        special = np.fromiter(chain.from_iterable([e.special_tokens_mask for e in encodings]), bool, total)
+        sequence = _numbers(chain.from_iterable([e.sequence_ids for e in encodings]), total).astype(np.int8)
+        counts = _per_row(~special, starts)
+        nulls = _first_true(special, lengths, starts)
+    spans = words = None
+    if offsets:
+        pairs = chain.from_iterable(chain.from_iterable([e.offsets for e in encodings]))
+        spans = np.fromiter(pairs, np.int64, 2 * total).reshape(total, 2)
+        words = _numbers(chain.from_iterable([e.word_ids for e in encodings]), total)
+    zeros = np.zeros(rows, np.int64)
+    return TokenTable(ids, types, lengths, owners, counts, zeros, zeros, sequence, spans, words, nulls)
+
+
+def _numbers(values: Iterable[int | None], total: int) -> np.ndarray:
+    """Return the values as int64, None as -1."""
+    found = np.fromiter(values, object, total)
+    found[found == None] = -1  # noqa: E711
+    return found.astype(np.int64)
+
+
+def _per_row(flags: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    return np.add.reduceat(flags.astype(np.int64), starts)
+
+
+def _first_true(flags: np.ndarray, lengths: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    place = np.arange(len(flags)) - np.repeat(starts, lengths)
+    least = np.minimum.reduceat(np.where(flags, place, len(flags)), starts)
+    return np.where(least == len(flags), 0, least)
+
+
+def table_of(rows: Sequence[Row], owners: Sequence[int], *, offsets: bool = True) -> TokenTable:
+    """Return rows as a table.
+
+    Args:
+        rows: windows.
+        owners: the text of each.
+        offsets: whether they have offsets and words.
+    """
+    lengths = np.fromiter((len(row.ids) for row in rows), np.int64, len(rows))
+    total = int(lengths.sum())
+    starts = np.cumsum(lengths) - lengths
+    special = np.fromiter(chain.from_iterable(row.special for row in rows), bool, total)
+    spans = words = None
+    if offsets:
+        pairs = chain.from_iterable(chain.from_iterable(row.offsets for row in rows))
+        spans = np.fromiter(pairs, np.int64, 2 * total).reshape(total, 2)
+        words = _numbers(chain.from_iterable(row.word_ids for row in rows), total)
+    types = np.fromiter(chain.from_iterable(row.type_ids for row in rows), np.int32, total)
+    return TokenTable(
+        np.fromiter(chain.from_iterable(row.ids for row in rows), np.int32, total),
+        types if types.any() else None,
+        lengths,
+        np.asarray(owners, np.int64),
+        _per_row(~special, starts) if len(rows) else lengths,
+        np.fromiter((row.first_token for row in rows), np.int64, len(rows)),
+        np.fromiter((row.window for row in rows), np.int64, len(rows)),
+        _numbers(chain.from_iterable(row.sequence_ids for row in rows), total).astype(np.int8),
+        spans,
+        words,
+        _first_true(special, lengths, starts) if len(rows) else lengths,
+    )
+
+
+def _joined(a: TokenTable, b: TokenTable) -> TokenTable:
+    def both(x: np.ndarray | None, y: np.ndarray | None) -> np.ndarray | None:
+        if x is None and y is None:
+            return None
+        x = np.zeros(len(a.ids), np.int32) if x is None else x
+        return np.concatenate([x, np.zeros(len(b.ids), np.int32) if y is None else y])
+
+    def join(name: str) -> np.ndarray:
+        return np.concatenate([getattr(a, name), getattr(b, name)])
+
+    return TokenTable(
+        join("ids"), both(a.types, b.types), join("lengths"), join("owners"), join("counts"), join("first_token"),
+        join("window"), join("sequence"), both(a.offsets, b.offsets), both(a.word_ids, b.word_ids), join("nulls"),
     )  # fmt: skip
-    rows = [row for group in windows for row in group]
-    owners = [text for text, group in enumerate(windows) for _ in group]
-    return Encoded(rows, owners, [row.special.count(False) for row in rows])

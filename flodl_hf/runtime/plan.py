@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 __all__ = ["plan_batches"]
 
 
-def plan_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
+def plan_batches(
+    lengths: Sequence[int] | np.ndarray, budget: int, *, equal: bool = False, alone: bool = False
+) -> list[np.ndarray]:
     """Return the rows' indices in batches, longest rows first, each batch of at most ``budget`` tokens.
 
     Sorting puts rows of one length side by side, which is what attention over a packed batch wants;
@@ -16,17 +20,23 @@ def plan_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
     Args:
         lengths: tokens of each row.
         budget: most tokens of a batch.
+        equal: rows of one batch have one length.
+        alone: each row is a batch.
     """
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    batches: list[list[int]] = []
-    current: list[int] = []
-    tokens = 0
-    for index in order:
-        if current and tokens + lengths[index] > budget:
-            batches.append(current)
-            current, tokens = [], 0
-        current.append(index)
-        tokens += lengths[index]
-    if current:
-        batches.append(current)
+    sizes = np.asarray(lengths, np.int64)
+    order = np.argsort(-sizes, kind="stable")
+    if alone or not len(order):
+        return [order[i : i + 1] for i in range(len(order))]
+    ends = np.cumsum(sizes[order])
+    ordered = sizes[order]
+    # Where the next length begins, for each row; without ``equal`` nothing but the budget ends a batch.
+    limits = np.searchsorted(-ordered, -ordered, side="right") if equal else np.full(len(order), len(order))
+    batches = []
+    start = 0
+    while start < len(order):
+        before = int(ends[start - 1]) if start else 0
+        stop = int(np.searchsorted(ends, before + budget, side="right"))
+        stop = min(max(stop, start + 1), int(limits[start]))
+        batches.append(order[start:stop])
+        start = stop
     return batches

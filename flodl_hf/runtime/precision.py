@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from typing import Literal, TypeAlias, get_args
 
 import torch
 
 from flodl.errors import PredictError, nearest
 
-__all__ = ["Precision", "check_precision", "dtype_of", "multiplying"]
+__all__ = ["Precision", "check_name", "check_precision", "dtype_of", "multiplying"]
 
 Precision: TypeAlias = Literal["exact", "fp32", "tf32", "bf16", "fp16", "int8"]
 """How prediction computes.
@@ -38,20 +37,25 @@ def dtype_of(precision: Precision | None) -> torch.dtype | None:
     return None if precision is None else _DTYPES.get(precision)
 
 
+def check_name(precision: str | None) -> None:
+    """Raise `PredictError` unless the name is one of `Precision`, or None."""
+    names = get_args(Precision)
+    if precision is not None and precision not in names:
+        raise PredictError(
+            f"precision={precision!r} is unknown; expected one of {', '.join(names)}{nearest(str(precision), names)}",
+            precision=precision,
+        )
+
+
 def check_precision(precision: str | None, device: torch.device) -> None:
     """Raise unless the device has the precision.
 
     Raises:
         PredictError: the name is unknown, or the device lacks it; the text says what it has.
     """
+    check_name(precision)
     if precision is None or precision in ("exact", "fp32"):
         return
-    names = get_args(Precision)
-    if precision not in names:
-        raise PredictError(
-            f"precision={precision!r} is unknown; expected one of {', '.join(names)}{nearest(precision, names)}",
-            precision=precision,
-        )
     missing = _missing(precision, device)
     if missing:
         raise PredictError(
@@ -79,18 +83,9 @@ def _missing_on_cpu(precision: str) -> str | None:
         return "tf32 is a number format of NVIDIA's devices"
     if precision == "fp16":
         return "processors multiply fp16 more slowly than fp32; use fp32, bf16 or int8"
-    if find_spec("flodl_hf.runtime.cpu") is not None:
-        # Asked for by name, because the processor's room decides what its kernels need.
-        from importlib import import_module
+    from flodl_hf.runtime.cpu import missing
 
-        ask = getattr(import_module("flodl_hf.runtime.cpu"), "missing", None)
-        if ask is not None:
-            return ask(precision)
-    if precision == "int8":
-        return "there are no int8 kernels for processors in this installation"
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return "the processor has no bf16 instructions, so bf16 would be slower than fp32"
-    return None
+    return missing(precision)
 
 
 @contextmanager

@@ -3,9 +3,8 @@
 A shadow is a copy of the modules that shares every parameter and buffer, so a model keeps its own graph, with
 its own names, for training, export and parity, while prediction runs another arrangement of the same weights.
 
-Modules that have a better form for prediction offer ``fused() -> nn.Module | None``; what it returns takes
-their place in the shadow. Then weights are cast, and on a processor ``flodl_hf.runtime.cpu.prepare_cpu``
-rearranges what is left.
+Weights are cast, `flodl_hf.runtime.cpu` or `flodl_hf.runtime.cuda` rearranges whole blocks for the device, and
+of what is left the modules that have a better form for prediction offer it as ``fused() -> nn.Module | None``.
 
 A change of the model is noticed by identity, version counter and address of each tensor, and by the modules
 that hold them. Code that writes weights behind torch's back (a replayed CUDA graph does) has to say so, by
@@ -16,8 +15,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Iterator
-from importlib.util import find_spec
+from collections.abc import Callable, Iterator
 from itertools import chain
 from operator import is_
 from typing import TYPE_CHECKING, Any
@@ -108,15 +106,17 @@ class Prepared:
 
     Attributes:
         graph: the shadow, fused and cast.
+        device: where it is.
         precision: what was asked for.
         stamp: the source when it was made.
         recorded: what the engine keeps with it: captured passes, staging buffers; gone when it is.
     """
 
-    def __init__(self, source: Graph, precision: Precision | None) -> None:
+    def __init__(self, source: Graph, precision: Precision | None, device: torch.device) -> None:
         self.precision = precision
         self.stamp = Stamp(source)
-        self.graph = _make(source, precision)
+        self.graph = _make(source, precision, device)
+        self.device = device
         self.recorded: dict[Any, Any] = {}
 
 
@@ -125,21 +125,25 @@ class _Holder:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._made: dict[Precision | None, Prepared] = {}
+        self._made: dict[tuple[Precision | None, torch.device | None], Prepared] = {}
 
-    def get(self, graph: Graph, precision: Precision | None) -> Prepared:
-        found = self._made.get(precision)
+    def get(self, graph: Graph, precision: Precision | None, device: torch.device | None = None) -> Prepared:
+        """Return the prepared graph for a device; None is where the graph is."""
+        key = (precision, device)
+        found = self._made.get(key)
         if found is not None and found.stamp.holds():
             return found
         with self._lock:
-            found = self._made.get(precision)
+            found = self._made.get(key)
             if found is not None and found.stamp.holds():
                 return found
-            # What is stale goes first: there may be no room for two copies.
-            self._made.pop(precision, None)
-            while len(self._made) >= _KEPT:
-                self._made.pop(next(iter(self._made)))
-            self._made[precision] = made = Prepared(graph, precision)
+            # What is stale or long unused goes first: there may be no room for more copies.
+            recent = [precision, *dict.fromkeys(other for other, _ in reversed(self._made) if other != precision)][
+                :_KEPT
+            ]
+            self._made = {k: made for k, made in self._made.items() if k[0] in recent and made.stamp.holds()}
+            home = next(graph.parameters()).device
+            self._made[key] = made = Prepared(graph, precision, device or home)
             return made
 
     def __deepcopy__(self, memo: Any) -> _Holder:
@@ -154,20 +158,25 @@ def holder(model: EncoderModel) -> _Holder:
     return model.__dict__.setdefault(_PLACE, _Holder())
 
 
-def _make(source: Graph, precision: Precision | None) -> Graph:
-    device = next(source.parameters()).device
+def _make(source: Graph, precision: Precision | None, device: torch.device) -> Graph:
     check_precision(precision, device)
     graph = shadow(source)
+    if device != next(source.parameters()).device:
+        _convert(graph, lambda tensor: tensor.to(device))
     if precision == "exact":
         return graph
-    _fuse(graph)
     dtype = dtype_of(precision)
     if dtype is not None:
-        _cast(graph, dtype)
-    if device.type == "cpu" and find_spec("flodl_hf.runtime.cpu") is not None:
-        from flodl_hf.runtime.cpu import prepare_cpu  # pyright: ignore[reportMissingImports]
+        _convert(graph, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+    if device.type == "cpu":
+        from flodl_hf.runtime.cpu import prepare_cpu
 
         prepare_cpu(graph, precision)
+    elif device.type == "cuda":
+        from flodl_hf.runtime.cuda import prepare_cuda
+
+        prepare_cuda(graph)
+    _fuse(graph)
     return graph
 
 
@@ -175,7 +184,7 @@ def _fuse(graph: nn.Module) -> None:
     better: dict[int, nn.Module | None] = {}
     for module in list(graph.modules()):
         for name, child in list(module._modules.items()):
-            if child is None or not hasattr(child, "fused"):
+            if child is None or not callable(getattr(child, "fused", None)):
                 continue
             if id(child) not in better:
                 better[id(child)] = child.fused()  # type: ignore[operator]
@@ -185,17 +194,19 @@ def _fuse(graph: nn.Module) -> None:
                 setattr(module, name, found)
 
 
-def _cast(graph: nn.Module, dtype: torch.dtype) -> None:
-    """Give the shadow parameters of another dtype; tied ones stay tied, and the source keeps its own."""
-    cast: dict[int, nn.Parameter] = {}
+def _convert(graph: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    """Give the shadow changed parameters and buffers; tied ones stay tied, and the source keeps its own."""
+    changed: dict[int, nn.Parameter] = {}
     with torch.no_grad():
         for module in graph.modules():
             for name, parameter in module._parameters.items():
-                if parameter is None or not parameter.is_floating_point() or parameter.dtype == dtype:
+                if parameter is None:
                     continue
-                if id(parameter) not in cast:
-                    cast[id(parameter)] = nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
-                module._parameters[name] = cast[id(parameter)]
+                if id(parameter) not in changed:
+                    found = change(parameter.detach())
+                    same = found.data_ptr() == parameter.data_ptr() and found.dtype == parameter.dtype
+                    changed[id(parameter)] = parameter if same else nn.Parameter(found, requires_grad=False)
+                module._parameters[name] = changed[id(parameter)]
             for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.is_floating_point():
-                    module._buffers[name] = buffer.to(dtype)
+                if buffer is not None:
+                    module._buffers[name] = change(buffer)

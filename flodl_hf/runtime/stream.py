@@ -1,12 +1,20 @@
-"""Any iterable in, answers out in its order, a bounded number of texts in memory."""
+"""Any iterable in, answers out in its order, a bounded number of texts in memory.
+
+Decides how many items are answered together, and what happens at the same time: while an accelerator runs one
+window of items, a thread tokenises the next and the caller's thread decodes the last. Items are read in the
+caller's thread alone.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import islice
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
-__all__ = ["WINDOW", "stream"]
+__all__ = ["WINDOW", "Job", "stream"]
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -15,22 +23,98 @@ R = TypeVar("R")
 WINDOW = 1024
 
 
-def stream(items: Iterable[T], step: Callable[[list[T]], list[R]], window: int = WINDOW) -> list[R] | Iterator[R]:
-    """Return ``step`` of all items: a list for a list, an iterator for an iterator.
+@dataclass(frozen=True)
+class Job(Generic[T, R]):
+    """The three steps from items to answers.
+
+    Args:
+        encode: what the device needs of some items; may run in another thread, ahead of the others.
+        start: sends that on its way and returns something to wait for.
+        finish: the items, what `encode` gave and what `start` gave, to one answer for each item.
+    """
+
+    encode: Callable[[list[T]], Any]
+    start: Callable[[Any], Any]
+    finish: Callable[[list[T], Any, Any], list[R]]
+
+    def alone(self, items: list[T]) -> list[R]:
+        """Return the answers, one step after another."""
+        encoded = self.encode(items)
+        return self.finish(items, encoded, self.start(encoded))
+
+
+def stream(
+    items: Iterable[T],
+    job: Job[T, R],
+    *,
+    first: int = WINDOW,
+    most: int = WINDOW,
+    ahead: bool = False,
+) -> list[R] | Iterator[R]:
+    """Return the job's answers to all items: a list for a list, an iterator for an iterator.
 
     Args:
         items: a sequence, or any iterable of any length.
-        step: answers for some neighbouring items, in their order.
-        window: how many items are answered at once.
+        job: what is done.
+        first: items of the first window; each is twice the last.
+        most: most items of a window.
+        ahead: tokenise and run ahead of what is decoded. At most four windows are then in memory, else one.
     """
+    run = _overlapped if ahead else _in_turn
     if isinstance(items, Sequence):
         results: list[R] = []
-        for start in range(0, len(items), window):
-            results += step(list(items[start : start + window]))
+        for part in run(iter(items), job, _windows(first, most)):
+            results += part
         return results
-    return _lazily(iter(items), step, window)
+    return _each(run(iter(items), job, _windows(first, most)))
 
 
-def _lazily(items: Iterator[T], step: Callable[[list[T]], list[R]], window: int) -> Iterator[R]:
-    while chunk := list(islice(items, window)):
-        yield from step(chunk)
+def _windows(first: int, most: int) -> Iterator[int]:
+    size = min(first, most)
+    while True:
+        yield size
+        size = min(2 * size, most)
+
+
+def _each(parts: Iterator[list[R]]) -> Iterator[R]:
+    for part in parts:
+        yield from part
+
+
+def _in_turn(items: Iterator[T], job: Job[T, R], sizes: Iterator[int]) -> Iterator[list[R]]:
+    while chunk := list(islice(items, next(sizes))):
+        yield job.alone(chunk)
+
+
+def _overlapped(items: Iterator[T], job: Job[T, R], sizes: Iterator[int]) -> Iterator[list[R]]:
+    chunk = list(islice(items, next(sizes)))
+    if not chunk:
+        return
+    following = list(islice(items, next(sizes)))
+    if not following:
+        yield job.alone(chunk)
+        return
+    encoding: deque[tuple[list[T], Future[Any]]] = deque()
+    running: deque[tuple[list[T], Any, Any]] = deque()
+    pool = ThreadPoolExecutor(1, thread_name_prefix="flodl-hf-encode")
+    try:
+        for part in (chunk, following):
+            encoding.append((part, pool.submit(job.encode, part)))
+        while encoding:
+            part, future = encoding.popleft()
+            try:
+                encoded = future.result()
+                running.append((part, encoded, job.start(encoded)))
+                if further := list(islice(items, next(sizes))):
+                    encoding.append((further, pool.submit(job.encode, further)))
+            except Exception:
+                # What was answered before the fault is handed out before it.
+                while running:
+                    yield job.finish(*running.popleft())
+                raise
+            if len(running) > 1:
+                yield job.finish(*running.popleft())
+        while running:
+            yield job.finish(*running.popleft())
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,101 @@
+"""What one pass of a batch computes: scores, states, pooled vectors, or scores at chosen tokens.
+
+A pass is made of a prepared graph and is called with ids, token types and a layout. Everything in it depends
+on tensors and shapes alone, so it can be recorded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from flodl_hf.layout import Layout, Padded
+
+if TYPE_CHECKING:
+    from flodl.graph import Graph
+
+__all__ = ["At", "Pooled", "Scores", "States", "Work", "encoded", "scored"]
+
+
+def encoded(graph: Graph, ids: Tensor, types: Tensor | None, layout: Layout) -> Tensor:
+    """Return the token states."""
+    return graph.get_submodule("encoder")(ids, token_type_ids=types, layout=layout)
+
+
+def scored(graph: Graph, ids: Tensor, types: Tensor | None, layout: Layout) -> Tensor:
+    """Return the head's scores."""
+    return graph(ids, token_type_ids=types, layout=layout)
+
+
+def headed(graph: Graph, states: Tensor, layout: Layout) -> Tensor:
+    """Return the head's scores of token states."""
+    return graph.get_submodule("head")(states, layout=layout)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The head's scores.
+
+    Args:
+        per_text: whether there is one result a text rather than one a token.
+    """
+
+    per_text: bool
+
+    def __call__(self, graph: Graph, ids: Tensor, types: Tensor | None, layout: Layout, at: Tensor | None) -> Tensor:
+        """Return ``(texts, ...)`` or ``(tokens, ...)``."""
+        found = scored(graph, ids, types, layout)
+        return found if self.per_text else _flat(found, layout)
+
+
+@dataclass(frozen=True)
+class States:
+    """The token states."""
+
+    per_text: bool = False
+
+    def __call__(self, graph: Graph, ids: Tensor, types: Tensor | None, layout: Layout, at: Tensor | None) -> Tensor:
+        """Return ``(tokens, hidden)``."""
+        return _flat(encoded(graph, ids, types, layout), layout)
+
+
+@dataclass(frozen=True)
+class Pooled:
+    """One vector a text, in float32.
+
+    Args:
+        names: poolings whose results are joined, see `flodl_hf.decode.pooling`; "pooler" is the model's own.
+    """
+
+    names: tuple[str, ...]
+    per_text: bool = True
+
+    def __call__(self, graph: Graph, ids: Tensor, types: Tensor | None, layout: Layout, at: Tensor | None) -> Tensor:
+        """Return ``(texts, hidden x poolings)``."""
+        from flodl_hf.runtime.pool import pool
+
+        states = encoded(graph, ids, types, layout)
+        pooled = graph.get_submodule("pooler")(states, layout=layout) if "pooler" in self.names else None
+        return pool(states, layout, self.names, pooled)
+
+
+@dataclass(frozen=True)
+class At:
+    """The head's scores at chosen tokens; for the others they are never computed."""
+
+    per_text: bool = False
+
+    def __call__(self, graph: Graph, ids: Tensor, types: Tensor | None, layout: Layout, at: Tensor | None) -> Tensor:
+        """Return ``(chosen tokens, ...)``."""
+        assert at is not None
+        states = _flat(encoded(graph, ids, types, layout), layout)
+        return headed(graph, states.index_select(0, at), layout)
+
+
+Work = Scores | States | Pooled | At
+
+
+def _flat(values: Tensor, layout: Layout) -> Tensor:
+    return values.flatten(0, 1) if isinstance(layout, Padded) else values

@@ -1,0 +1,84 @@
+"""One call that predicts: its options, the engines that run it, and the stream of its answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from flodl_hf.decode.rows import TokenTable
+from flodl_hf.runtime.engine import Engine, Pending
+from flodl_hf.runtime.fleet import Fleet
+from flodl_hf.runtime.inputs import Encoded
+from flodl_hf.runtime.options import RunKeywords, RunOptions
+from flodl_hf.runtime.passes import Work
+from flodl_hf.runtime.stream import WINDOW, Job, stream
+
+if TYPE_CHECKING:
+    from flodl_hf.model import EncoderModel
+
+__all__ = ["Session"]
+
+R = TypeVar("R")
+
+# An accelerator answers a small window while the next is tokenised, so windows begin small and grow.
+FIRST = 512
+MOST = 4096
+
+
+class Session:
+    """How one call runs on one model.
+
+    Args:
+        model: the model.
+        given: the call's keywords, which come before the model's own options.
+    """
+
+    def __init__(self, model: EncoderModel, given: RunKeywords) -> None:
+        self.model = model
+        options: RunOptions = model.run_options
+        self.options = options.changed(dict(given)) if given else options
+
+    def runner(self) -> Engine | Fleet:
+        """Return what runs rows now; asked for each window, because the model may have changed since the last."""
+        devices = self.options.devices
+        if devices is None:
+            return Engine.of(self.model, self.options)
+        engines = [Engine.of(self.model, self.options, device) for device in devices]
+        return engines[0] if len(engines) == 1 else Fleet(engines)
+
+    def start(self, table: TokenTable, work: Work, places: Sequence[Sequence[int]] | None = None) -> Pending:
+        """Send rows on their way."""
+        return self.runner().start(table, work, places)
+
+    def answer(
+        self,
+        items: Any,
+        encode: Callable[[list[Any]], Encoded],
+        work: Work,
+        finish: Callable[[list[Any], Encoded, Pending], list[R]],
+        *,
+        single: bool = False,
+        rows: int = 1,
+    ) -> Any:
+        """Return the answers to some items.
+
+        Args:
+            items: items; an iterator gives an iterator.
+            encode: their rows of tokens.
+            work: what is computed of them.
+            finish: answers of scores.
+            single: ``items`` is one item, and its answer is wanted.
+            rows: about how many rows an item has.
+        """
+        job: Job[Any, R] = Job(encode, lambda encoded: self.start(encoded.table, work), finish)
+        if single:
+            return job.alone([items])[0]
+        return self.run(items, job, rows=rows)
+
+    def run(self, items: Iterable[Any], job: Job[Any, R], *, rows: int = 1) -> list[R] | Iterator[R]:
+        """Return the answers that a job gives."""
+        devices = list(self.options.devices or [self.model.device])
+        ahead = len(devices) > 1 or devices[0].type == "cuda"
+        most = self.options.window or max(1, (MOST * len(devices) if ahead else WINDOW) // rows)
+        first = self.options.window or (max(1, FIRST // rows) if ahead else most)
+        return stream(items, job, first=first, most=most, ahead=ahead)
