@@ -195,7 +195,7 @@ class Peers:
         rng = random.Random(0)
         self.data = [{"input_ids": ids, "label": rng.randrange(2)} for ids in encoded]
         self.real = sum(map(len, encoded)) / len(encoded) * BATCH
-        self.calls: dict[str, tuple[Callable[[int], None], float, int]] = {}
+        self.calls: dict[str, tuple[Callable[[int], float], float, int]] = {}
         self.speeds: dict[str, list[float]] = {}
         self.peaks: dict[str, int] = {}
         for name, make, steps in (("trainer", self._trainer, 16), ("by hand, 32 x 128", self._by_hand, 24)):
@@ -206,34 +206,52 @@ class Peers:
             except Exception as error:
                 print(f"{name}: left out, {type(error).__name__}: {error}", flush=True)
                 continue
-            self.calls[name] = call, tokens, steps if CUDA else 2
+            self.calls[name] = call, tokens, steps if CUDA else 4
             self.speeds[name], self.peaks[name] = [], (torch.cuda.memory_allocated() if CUDA else 0) - before
 
-    def _trainer(self, transformers: Any, tokenizer: Any, config: Any) -> tuple[Callable[[int], None], float]:
+    def _trainer(self, transformers: Any, tokenizer: Any, config: Any) -> tuple[Callable[[int], float], float]:
         model = transformers.BertForSequenceClassification(config)
         folder = tempfile.mkdtemp()
 
-        def call(steps: int) -> None:
+        class Clock(transformers.TrainerCallback):
+            """When steps ended; what comes before the second one is setting up."""
+
+            def __init__(self) -> None:
+                self.ends: list[float] = []
+
+            def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+                if len(self.ends) == 1 and CUDA:
+                    torch.cuda.synchronize()
+                self.ends.append(perf_counter())
+
+        def call(steps: int) -> float:
+            clock = Clock()
             options = transformers.TrainingArguments(
                 folder, per_device_train_batch_size=BATCH, max_steps=steps, bf16=CUDA, report_to=[],
                 save_strategy="no", disable_tqdm=True, use_cpu=not CUDA, logging_strategy="no",
             )  # fmt: skip
             trainer = transformers.Trainer(
                 model=model, args=options, train_dataset=self.data,
-                data_collator=transformers.DataCollatorWithPadding(tokenizer),
+                data_collator=transformers.DataCollatorWithPadding(tokenizer), callbacks=[clock],
             )  # fmt: skip
             trainer.train()
+            if CUDA:
+                torch.cuda.synchronize()
+            return (len(clock.ends) - 2) / (perf_counter() - clock.ends[1])
 
         return call, self.real
 
-    def _by_hand(self, transformers: Any, tokenizer: Any, config: Any) -> tuple[Callable[[int], None], float]:
+    def _by_hand(self, transformers: Any, tokenizer: Any, config: Any) -> tuple[Callable[[int], float], float]:
         device = torch.device("cuda" if CUDA else "cpu")
         model = transformers.BertForSequenceClassification(config).to(device).train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5, fused=CUDA)
         ids = torch.randint(1000, 30000, (BATCH, LENGTH), device=device)
         labels = torch.randint(0, 2, (BATCH,), device=device)
 
-        def call(steps: int) -> None:
+        def call(steps: int) -> float:
+            if CUDA:
+                torch.cuda.synchronize()
+            start = perf_counter()
             for _ in range(steps):
                 with torch.autocast(device.type, torch.bfloat16):
                     loss = model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=labels).loss
@@ -241,6 +259,9 @@ class Peers:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
+            if CUDA:
+                torch.cuda.synchronize()
+            return steps / (perf_counter() - start)
 
         return call, float(BATCH * LENGTH)
 
@@ -252,13 +273,10 @@ class Peers:
                 torch.cuda.synchronize()
                 torch.cuda.reset_peak_memory_stats()
                 before = torch.cuda.memory_allocated()
-            start = perf_counter()
-            call(steps)
+            self.speeds[name].append(call(steps))
             if CUDA:
-                torch.cuda.synchronize()
                 peak = torch.cuda.max_memory_allocated() - before
                 self.peaks[f"{name} turn"] = max(self.peaks.get(f"{name} turn", 0), peak)
-            self.speeds[name].append(steps / (perf_counter() - start))
 
     def rows(self) -> list[dict[str, Any]]:
         """Return their rows of the table."""

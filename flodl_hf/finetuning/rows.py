@@ -183,7 +183,8 @@ def _filled(parts: dict[str, Any], per_token: Sequence[str], longest: int) -> di
     lengths = parts["lengths"].numpy()
     tokens = bucket_of(lengths, steps=BUCKET_STEPS, least=LEAST_TOKENS).tokens
     longest = max(longest, int(lengths.max()))
-    texts = max(LEAST_TEXTS, len(lengths) - (int(lengths.sum()) - tokens) // longest)
+    missing = tokens - int(lengths.sum())
+    texts = max(LEAST_TEXTS, len(lengths) + max(1, -(-missing // longest)))
     step = 1 << (texts - 1).bit_length() - 2
     bucket = Bucket(tokens, -(-texts // step) * step, longest)
     all_lengths = fill(lengths, bucket)

@@ -315,6 +315,20 @@ def test_a_rate_set_by_hand_reaches_the_device(monkeypatch):
     assert moved == [False, True]
 
 
+def test_a_compiled_model_trains_alike_and_is_itself_afterwards(monkeypatch):
+    seen = []
+
+    def compile_plainly(module):
+        seen.append(module)
+        module._compiled_call_impl = torch.compile(module._call_impl, backend="eager")
+
+    monkeypatch.setattr(nn.Module, "compile", compile_plainly)
+    limit = torch._dynamo.config.recompile_limit
+    same(run(Repeats(), monkeypatch, compile=True), run(Repeats(), monkeypatch))
+    assert [module._compiled_call_impl for module in seen] == [None]
+    assert torch._dynamo.config.recompile_limit == limit
+
+
 # ---- checkpoints -----------------------------------------------------------------------------------------
 
 

@@ -11,8 +11,9 @@ from test_exactness import FIXED, apart, trained
 
 from flodl.data.batch import Batch
 from flodl.data.collate import Where
+from flodl.train import Warned
 from flodl_hf.finetuning import job as job_module
-from flodl_hf.finetuning import plan_job
+from flodl_hf.finetuning import finetune, plan_job
 from flodl_hf.finetuning.options import make_options
 
 PLAIN: dict[str, Any] = {
@@ -103,3 +104,23 @@ def test_a_recorded_step_serves_batches_of_other_rows(base: Path, bucketed: None
     first, second = job.objective(job.model, kept), job.objective(job.model, b)
     assert torch.equal(first.sum, second.sum)
     assert float(first.count) == float(second.count) == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
+@pytest.mark.parametrize("task", TABLES)
+def test_on_a_gpu_every_task_is_recorded_and_gives_the_bits_of_ordinary_steps(task: str, base: Path) -> None:
+    options: dict[str, Any] = {**FIXED, "max_steps": 24, "precision": "bf16", "log_every": 5}
+    found = []
+    for capture in (True, False):
+        told: list[str] = []
+
+        def note(event: Any, told: list[str] = told) -> None:
+            if isinstance(event, Warned):
+                told.append(event.message)
+
+        result = finetune(base, train=TABLES[task](48), on_event=note, capture=capture, **options)
+        found.append((result.losses, {k: v.clone() for k, v in result.model.graph.state_dict().items()}, told))
+    assert found[0][0] == found[1][0]
+    assert apart(found[0][1], found[1][1]) == 0
+    assert found[0][2] == []
