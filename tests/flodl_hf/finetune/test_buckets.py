@@ -12,8 +12,8 @@ from test_exactness import FIXED, apart, trained
 from flodl.data.batch import Batch
 from flodl.data.collate import Where
 from flodl.train import Warned
-from flodl_hf.finetuning import job as job_module
 from flodl_hf.finetuning import finetune, plan_job
+from flodl_hf.finetuning import job as job_module
 from flodl_hf.finetuning.options import make_options
 
 PLAIN: dict[str, Any] = {
