@@ -75,8 +75,6 @@ def texts_of(task: str, data: Path, count: int) -> list[Any]:
         return spread([(row["question"], row["context"]) for row in squad], count)
     sst = [row["text"] for row in load_rows(data / "sst2/dev.tsv")]
     wnut = [" ".join(row["words"]) for row in load_rows(data / "wnut17/dev.conll")]
-    if task == "classification":
-        return spread(sst, count)
     if task == "entities":
         return spread(wnut, count)
     # Peers cut a text where the model's folder says, ours reads on in windows: only texts that fit are compared.
