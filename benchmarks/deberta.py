@@ -99,6 +99,8 @@ def recorded(call: Call) -> Call:
 def reference_model(kind: str, head: str, device: torch.device) -> torch.nn.Module:
     import transformers
 
+    made: Any
+
     if kind == "bert":
         config = transformers.BertConfig()
         made = transformers.BertModel if head == "base" else transformers.BertForSequenceClassification

@@ -92,7 +92,11 @@ def _bias(q: Tensor, k: Tensor, tables: PositionTables, relative: Relative) -> T
         assert from_keys is not None
         return from_keys.contiguous()
     bias = look_up(q, tables.key, relative, by_key=False)
-    return bias.contiguous() if from_keys is None else bias + from_keys
+    if from_keys is None:
+        return bias.contiguous()
+    # What was gathered is nobody else's; what was sheared is a view in which entries overlap.
+    own = look_up is _gathered and not torch.is_grad_enabled()
+    return bias.add_(from_keys) if own else bias + from_keys
 
 
 def _products(states: Tensor, table: Tensor) -> Tensor:
@@ -122,7 +126,9 @@ def _gathered(states: Tensor, table: Tensor, relative: Relative, *, by_key: bool
     """Return position scores ``(B, N, S, S)``, row by the token that looks up, where far distances share rows."""
     batch, length, heads, _ = states.shape
     products = _products(states, table).view(heads, batch, length, -1).transpose(0, 1)
-    index = relative.index_for(length, by_key=by_key) - relative.window.start
+    index = relative.index_for(length, by_key=by_key)
+    if relative.window.start:
+        index = index - relative.window.start
     shape = (batch, heads, length, length)
     if not by_key or torch.is_grad_enabled():
         return torch.gather(products, -1, index.expand(shape))

@@ -20,7 +20,7 @@ __all__ = ["Relative", "RelativePositions", "bucketed", "ends_of", "table_rows"]
 
 # Rows of distances on a device, a few kilobytes each: a dozen launches less in every call.
 _KEPT: dict[tuple[int, int, int, int, torch.device], Tensor] = {}
-_MOST_KEPT = 256
+_MOST_KEPT = 1024
 
 
 @dataclass(frozen=True)
@@ -175,8 +175,9 @@ class RelativePositions(nn.Module):
         length = layout.max_length if isinstance(layout, Packed) else hidden.shape[1]
         reach = self.buckets // 2 if self.buckets > 0 else self.span - 1
         used = _used(length, self.span, self.buckets, self.max_distance, reach)
-        masked = hidden.is_cuda and not isinstance(layout, Packed) and layout.mask is not None
-        ends = ends_of(layout.mask) if masked else None
+        ends = None
+        if hidden.is_cuda and not isinstance(layout, Packed) and layout.mask is not None:
+            ends = ends_of(layout.mask)
         return Relative(table, self._rows(length, hidden.device), length, reach, used, ends)
 
     def _rows(self, length: int, device: torch.device) -> Tensor:
@@ -188,9 +189,9 @@ class RelativePositions(nn.Module):
             with torch.inference_mode(False):
                 found = table_rows(*settings)
             # What a recording makes is its own, and holds numbers only once it is replayed.
-            if type(found) is Tensor and not torch.cuda.is_current_stream_capturing():
-                if len(_KEPT) >= _MOST_KEPT:
-                    _KEPT.clear()
+            # What is kept is never let go, because a recording reads it where it lies.
+            whole = type(found) is Tensor and not torch.cuda.is_current_stream_capturing()
+            if whole and len(_KEPT) < _MOST_KEPT:
                 _KEPT[settings] = found
         return found
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flodl_hf.disentangled import attention as attention_module
-from flodl_hf.disentangled import launch
+from flodl_hf.disentangled import operator
 from flodl_hf.disentangled.attention import DisentangledAttention
 from flodl_hf.disentangled.launch import attend_by_kernel
 from flodl_hf.disentangled.positions import Relative, RelativePositions
@@ -177,7 +177,7 @@ def test_joined_states_get_one_gradient(kind: str) -> None:
 @pytest.mark.parametrize("name", ["log buckets", "every distance its own"])
 def test_one_kernel_for_short_texts_is_the_two_for_long_ones(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for whole in (True, False):
-        monkeypatch.setattr(launch, "_whole", lambda _q, _longest, whole=whole: whole)
+        monkeypatch.setattr(operator, "_whole", lambda _q, _longest, whole=whole: whole)
         compare(name, "packed", torch.float16)
         compare(name, "holes", torch.float16)
 
@@ -347,7 +347,7 @@ def test_shapes_are_known_without_running() -> None:
     q = torch.empty(7, 3, 2, 16, device="meta")
     table = torch.empty(2, 8, 16, device="meta")
     more = (None, None, None, None, None, 7, 4, 1, True, 0.25, 0.0)
-    out, lse = torch.ops.flodl_hf.disentangled(q, None, None, table, None, *more)
+    out, lse = operator.disentangled(q, None, None, table, None, *more)
     assert out.shape == (7, 2, 16)
     assert lse.shape == (2, 7)
     grads = torch.ops.flodl_hf.disentangled_backward(out, out, lse, q, None, None, table, None, *more)
