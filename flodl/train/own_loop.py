@@ -12,6 +12,7 @@ from flodl.distributed.policy import Sync
 from flodl.errors import TrainError
 from flodl.train.feed import as_feed
 from flodl.train.loss import as_loss, batch_len
+from flodl.train.route import tell_own_loop
 from flodl.train.step import StepResult
 from flodl.train.trainer import Trainer
 
@@ -39,6 +40,7 @@ class OwnLoop(Trainer):
         if not self._begun:
             self._begun = True
             self._begin_run()
+            tell_own_loop(self)
 
     def epoch(self, loader: Any) -> Iterator[Any]:
         """Yield this rank's batches of the present epoch, on its device; call `step` for each.

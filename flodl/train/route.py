@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from flodl.train.settings import Settings
     from flodl.train.trainer import Trainer
 
-__all__ = ["choose_route", "compiled"]
+__all__ = ["choose_route", "compiled", "tell_own_loop"]
 
 CHOICES = ("auto", True, False)
 
@@ -62,6 +62,19 @@ def choose_route(trainer: Trainer) -> None:
     if settings.capture is True:
         raise TrainError(f"capture: steps cannot be recorded, because {reason}. Leave it at 'auto'.", reason=reason)
     if recorder is not None:
+        trainer._warn(f"capture: steps run one operation at a time, because {reason}")
+
+
+def tell_own_loop(trainer: Trainer) -> None:
+    """Say that the steps of a loop that the user writes are not recorded.
+
+    Raises:
+        TrainError: ``capture`` is True.
+    """
+    reason = "the loop is your own (Trainer.setup); those of Trainer.builder are recorded"
+    if trainer.settings.capture is True:
+        raise TrainError(f"capture: steps cannot be recorded, because {reason}. Leave it at 'auto'.", reason=reason)
+    if trainer.ranks.device.type == "cuda" and trainer.settings.capture == "auto":
         trainer._warn(f"capture: steps run one operation at a time, because {reason}")
 
 

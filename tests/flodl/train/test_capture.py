@@ -239,6 +239,12 @@ def test_asked_for_and_impossible_is_refused(monkeypatch):
         run(Repeats(), monkeypatch, capture="always")
 
 
+def test_a_loop_of_ones_own_cannot_ask_for_recording():
+    trainer = Trainer.setup(make_model(), optimizer=adamw(1e-2), capture=True)
+    with pytest.raises(TrainError, match="your own"):
+        next(trainer.epochs(1))
+
+
 @pytest.mark.parametrize(
     ("make", "text"),
     [
