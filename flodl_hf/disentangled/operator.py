@@ -86,7 +86,6 @@ def disentangled(
     offsets: Tensor | None, ends: Tensor | None, keep: Tensor | None, seed: Tensor | None,
     longest: int, middle: int, reach: int, near: bool, scale: float, dropout: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    kernels = _kernels()
     """Return the mixed values ``(T, N, H)`` and the logarithms of rows' sums ``(N, T)``, base 2, float32.
 
     Args:
@@ -107,6 +106,7 @@ def disentangled(
         scale: what products of queries and keys are multiplied by.
         dropout: probability of dropping a weight.
     """
+    kernels = _kernels()
     q, k, v = _apart(q, k, v)
     tokens, heads, width = q.shape
     out = torch.empty(tokens, heads, width, dtype=q.dtype, device=q.device)
