@@ -174,6 +174,11 @@ def _without_collecting() -> Iterator[None]:
         yield
     finally:
         if collecting:
+            if not gc.get_freeze_count():
+                # Counts what is here now as old, without a look at it: the sweep that importing torch left due
+                # takes a tenth of a second, and would fall into the first answer.
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()
 
 
