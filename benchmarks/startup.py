@@ -126,9 +126,7 @@ def main() -> None:
     if options.json:
         print(json.dumps({"rounds": options.rounds, "table": table}))
         return
-    print(
-        f"medians of {options.rounds} interleaved rounds in fresh processes, warm files; MB: largest resident set"
-    )
+    print(f"medians of {options.rounds} interleaved rounds in fresh processes, warm files; MB: largest resident set")
     print(f"{'':<24}{'wall s':>8}{'x floor':>9}{'+-':>6}{'processor s':>13}{'x floor':>9}{'+-':>6}{'MB':>8}")
     for name, row in table.items():
         print(
