@@ -20,6 +20,8 @@ __all__ = ["attend_fast"]
 
 # Numbers in one block of position scores: 8 MB stay in a core's share of the last cache level.
 _CPU_BLOCK = 1 << 21
+# What one thread holds next to its core: 4 MB.
+_THREAD_BLOCK = 1 << 20
 _DEVICE_BLOCK = 1 << 26
 # Rows whose length is a power of two fall into few cache sets when read by columns; this many more avoid it.
 _STAGGER = 16
@@ -57,15 +59,31 @@ def attend_fast(
     limit = _CPU_BLOCK if query.device.type == "cpu" else _DEVICE_BLOCK
     columns = 2 * length if length - 1 <= relative.reach else _columns(tables)
     step = max(1, limit // (num_heads * length * columns))
+    heads = _heads_at_once(num_heads, length * columns, query.device)
     parts = []
     for start in range(0, batch, step):
         rows = slice(start, start + step)
-        bias = _bias(q[rows], k[rows], tables, relative)
-        if keep is not None:
-            lowest = torch.finfo(bias.dtype).min
-            bias = bias.masked_fill(~keep[rows, None, None, :], lowest)
-        parts.append(_mix(q[rows], k[rows], v[rows], bias, scale, dropout))
+        drop = None if keep is None else ~keep[rows, None, None, :]
+        mixed = []
+        for first in range(0, num_heads, heads):
+            some = slice(first, first + heads)
+            bias = _bias(q[rows, :, some], k[rows, :, some], tables.heads(some), relative)
+            if drop is not None:
+                bias = bias.masked_fill(drop, torch.finfo(bias.dtype).min)
+            mixed.append(_mix(q[rows, :, some], k[rows, :, some], v[rows, :, some], bias, scale, dropout))
+        parts.append(torch.cat(mixed, -1) if len(mixed) > 1 else mixed[0])
     return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+def _heads_at_once(num_heads: int, numbers: int, device: torch.device) -> int:
+    """Return how many heads to score together, each of so many numbers.
+
+    One thread works through few heads at a time, which its cache holds. Several would wait for each other at the
+    end of every step, which costs them more than that saves.
+    """
+    if device.type != "cpu" or torch.get_num_threads() > 1:
+        return num_heads
+    return max(1, min(num_heads, _THREAD_BLOCK // numbers))
 
 
 def _mix(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, dropout: float) -> Tensor:

@@ -45,6 +45,10 @@ class PositionTables(NamedTuple):
         """Return some rows of the tables, as views."""
         return PositionTables(*(None if table is None else table[:, window] for table in self))
 
+    def heads(self, some: slice) -> PositionTables:
+        """Return the tables of some heads, as views."""
+        return PositionTables(*(None if table is None else table[some] for table in self))
+
     def fits(self, states: Tensor) -> bool:
         """Return whether the tables are of the dtype and on the device of ``states``."""
         return all(t is None or (t.dtype == states.dtype and t.device == states.device) for t in self)

@@ -112,9 +112,12 @@ def test_the_size_of_blocks_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     use(graph, "fast")
     with torch.no_grad():
         expected = padded(graph), packed(graph)
-        monkeypatch.setattr(fast, "_CPU_BLOCK", 1)
-        assert_near(padded(graph), expected[0])
-        assert_near(packed(graph), expected[1])
+        for name in ("_CPU_BLOCK", "_THREAD_BLOCK"):
+            monkeypatch.setattr(fast, name, 1)
+            for threads in (1, 2):
+                monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+                assert_near(padded(graph), expected[0])
+                assert_near(packed(graph), expected[1])
 
 
 def test_held_positions_serve_only_calls_that_learn_nothing() -> None:
