@@ -32,6 +32,8 @@ __all__ = [
     "mean_over_windows",
 ]
 
+_ALONE = np.zeros(1, np.int64)
+
 Activation: TypeAlias = Literal["softmax", "sigmoid", "none"]
 
 
@@ -174,14 +176,15 @@ def decode_classes(
     if owners is not None and texts is None:
         texts = _count(owners)
     count = len(values) if texts is None else texts
-    owner = owners_of(range(len(values)) if owners is None else owners, len(values), count)
+    single = count == len(values) == 1 and owners is not None and len(owners) == 1 and not owners[0]
+    owner = _ALONE if single else owners_of(range(len(values)) if owners is None else owners, len(values), count)
     scores = _scores(values, activation_for(problem_type, len(labels), function_to_apply))
     _finite(scores, "classification")
-    alone = owners is None or (len(owner) == count and bool((owner == np.arange(count)).all()))
+    alone = single or owners is None or (len(owner) == count and bool((owner == np.arange(count)).all()))
     merged = scores if alone else mean_over_windows(torch.from_numpy(scores), owner, count, weights).numpy()
     windows = [1] * count if alone else np.bincount(owner, minlength=count).tolist()
     index = np.argsort(-merged, axis=1, kind="stable")
-    ordered = np.take_along_axis(merged, index, 1)
+    ordered = merged[np.arange(count)[:, None], index]
     if top_k is not None:
         index, ordered = index[:, :top_k], ordered[:, :top_k]
     rows: Iterable[tuple[list[int], list[float], int]] = zip(index.tolist(), ordered.tolist(), windows, strict=True)

@@ -36,6 +36,9 @@ CPU_BUDGET = 1024
 CUDA_BUDGET = 16_384
 
 
+_FIRST = np.zeros(1, np.int64)
+
+
 class Pending:
     """Results on their way; ask for them when they are needed.
 
@@ -144,9 +147,11 @@ class Engine:
             at = int(np.argmin(table.lengths))
             raise PredictError(f"row {at} has no tokens; expected at least one, such as a special token", row=at)
         pending = Pending(len(table), work.per_text)
-        with torch.inference_mode(), multiplying(self.options.precision, self.device):
-            for batch in self.batches(table):
-                self.send(pending, table, batch, work, places)
+        batches = self.batches(table)
+        with torch.inference_mode(), multiplying(self.options.precision, self.device), current(self.device):
+            for batch in batches:
+                # A lone batch is somebody waiting for one answer; many are bound by the device, not by launches.
+                self.send(pending, table, batch, work, places, record=len(batches) == 1)
         return pending
 
     def send(
@@ -156,10 +161,12 @@ class Engine:
         batch: np.ndarray,
         work: Work,
         places: Sequence[Sequence[int]] | None = None,
+        *,
+        record: bool = False,
     ) -> None:
-        """Run one batch; if memory runs out, its halves."""
+        """Run one batch; if memory runs out, its halves. With ``record`` the pass may be recorded for the next."""
         try:
-            sizes, values, event = self._one(table, batch, work, places)
+            sizes, values, event = self._one(table, batch, work, places, record or self.options.batch_invariant)
         except torch.OutOfMemoryError:
             if len(batch) == 1:
                 raise
@@ -179,13 +186,23 @@ class Engine:
             torch.cuda.empty_cache()
 
     def _one(
-        self, table: TokenTable, batch: np.ndarray, work: Work, places: Sequence[Sequence[int]] | None
+        self,
+        table: TokenTable,
+        batch: np.ndarray,
+        work: Work,
+        places: Sequence[Sequence[int]] | None,
+        record: bool,
     ) -> tuple[np.ndarray, Tensor, Any]:
-        lengths = table.lengths[batch]
-        starts = np.cumsum(lengths) - lengths
-        tokens = np.arange(int(lengths.sum())) + np.repeat(table.starts[batch] - starts, lengths)
-        ids = table.ids[tokens]
-        types = table.types[tokens] if self.types and table.types is not None else None
+        if len(table) == 1:
+            # Somebody waits for this one text: what sorting and gathering would do to it is nothing.
+            lengths, starts, ids = table.lengths, _FIRST, table.ids
+            types = table.types if self.types else None
+        else:
+            lengths = table.lengths[batch]
+            starts = np.cumsum(lengths) - lengths
+            tokens = np.arange(int(lengths.sum())) + np.repeat(table.starts[batch] - starts, lengths)
+            ids = table.ids[tokens]
+            types = table.types[tokens] if self.types and table.types is not None else None
         if work.per_text:
             sizes = np.ones(len(batch), np.int64)
         elif places is not None:
@@ -198,9 +215,10 @@ class Engine:
             at = np.concatenate(
                 [start + np.asarray(places[i], np.int64) for start, i in zip(starts, batch, strict=True)]
             )
-        run = self._bucketed if self.bucketed and not self.exact else self._plain
-        found, event = run(work, ids, types, lengths, at, int(sizes.sum()))
-        return sizes, found, event
+        count = int(sizes.sum())
+        if self.bucketed and not self.exact:
+            return sizes, *self._bucketed(work, ids, types, lengths, at, count, record)
+        return sizes, *self._plain(work, ids, types, lengths, at, count)
 
     def _plain(
         self,
@@ -232,11 +250,12 @@ class Engine:
         lengths: np.ndarray,
         at: np.ndarray | None,
         count: int,
+        record: bool,
     ) -> tuple[Tensor, Any]:
         bucket = bucket_of(lengths, most=self.longest)
         buffer = Buffer(bucket, types=self.types, pinned=self.cuda)
         all_lengths = buffer.write(ids, types, lengths)
-        if at is None:
+        if at is None and record:
             step = self._step(work, bucket, buffer)
             found = self.recorder.run(
                 (work, bucket), buffer.packed, step, self.device, lambda out: self._back(out[:count], count)
@@ -267,6 +286,12 @@ class Engine:
         event = torch.cuda.Event()
         event.record()
         return home, event
+
+
+def current(device: torch.device) -> torch.cuda.device:
+    """Return a context in which a CUDA device is the current one; of another device it changes nothing."""
+    # An index below zero leaves the current device as it is.
+    return torch.cuda.device(device if device.type == "cuda" else -1)
 
 
 def facts(model: EncoderModel) -> dict[str, Any]:

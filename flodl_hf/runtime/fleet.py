@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from flodl_hf.decode.rows import TokenTable
-from flodl_hf.runtime.engine import Engine, Pending
+from flodl_hf.runtime.engine import Engine, Pending, current
 from flodl_hf.runtime.passes import Work
 from flodl_hf.runtime.precision import multiplying
 
@@ -59,7 +59,7 @@ def _serve(
 ) -> None:
     sent: deque[torch.cuda.Event] = deque()
     try:
-        with torch.inference_mode(), multiplying(engine.options.precision, engine.device), _on(engine.device):
+        with torch.inference_mode(), multiplying(engine.options.precision, engine.device), current(engine.device):
             while queue and not pending.faults:
                 try:
                     batch = queue.popleft()
@@ -74,8 +74,3 @@ def _serve(
                         sent.popleft().synchronize()
     except BaseException as fault:  # raised again where the results are asked for
         pending.faults.append(fault)
-
-
-def _on(device: torch.device) -> torch.cuda.device:
-    # An index below zero leaves the current device as it is.
-    return torch.cuda.device(device if device.type == "cuda" else -1)

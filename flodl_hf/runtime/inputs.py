@@ -160,6 +160,7 @@ class _Template:
     trail: int
 
 
+_ZERO = np.zeros(1, np.int64)
 _TEMPLATES: WeakKeyDictionary[Any, _Template | None] = WeakKeyDictionary()
 
 
@@ -195,7 +196,9 @@ def _quickly(
     encodings = tokenizer._backend.encodings(texts, pairs, fast=not offsets)
     lengths = np.fromiter(map(len, encodings), np.int64, len(encodings))
     owners = np.arange(len(encodings))
-    long = np.flatnonzero(lengths > max_tokens) if max_tokens is not None else owners[:0]
+    long = owners[:0]
+    if max_tokens is not None and int(lengths.max()) > max_tokens:
+        long = np.flatnonzero(lengths > max_tokens)
     if len(long) and (strict or pairs is not None):
         return None
     rest: TokenTable | None = None
@@ -217,6 +220,14 @@ def _tabulated(
     encodings: list[Any], lengths: np.ndarray, owners: np.ndarray, template: _Template | None, offsets: bool
 ) -> TokenTable:
     total, rows = int(lengths.sum()), len(lengths)
+    if rows == 1 and template is not None and not offsets:
+        inner = total - template.lead - template.trail
+        around = [-1] * template.lead + [0] * inner + [-1] * template.trail
+        nulls = 0 if template.lead or not template.trail else inner
+        return TokenTable(
+            np.array(encodings[0].ids, np.int32), None, lengths, owners, np.array([inner]), _ZERO, _ZERO,
+            np.array(around, np.int8), None, None, np.array([nulls]),
+        )  # fmt: skip
     ids = np.fromiter(chain.from_iterable([e.ids for e in encodings]), np.int32, total)
     starts = np.cumsum(lengths) - lengths
     if template is not None:

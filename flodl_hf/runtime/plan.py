@@ -23,6 +23,8 @@ def plan_batches(
         equal: rows of one batch have one length.
         alone: each row is a batch.
     """
+    if len(lengths) == 1:
+        return [np.zeros(1, np.int64)]
     sizes = np.asarray(lengths, np.int64)
     order = np.argsort(-sizes, kind="stable")
     if alone or not len(order):

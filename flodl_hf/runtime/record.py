@@ -1,6 +1,6 @@
 """Passes recorded as CUDA graphs: one launch instead of hundreds, for batches whose shapes come again.
 
-Decides what is worth recording (small batches, at their second coming), how many recordings are kept (the
+Decides what is worth recording (small batches, at their third coming), how many recordings are kept (the
 least recently used go first), and that a pass which cannot be recorded runs as it always did.
 """
 
@@ -22,8 +22,8 @@ T = TypeVar("T")
 MOST_NUMBERS = 4 * 4096
 # Each recording keeps its activations' memory, a few megabytes at these sizes; all share one pool.
 KEPT = 48
-# Recording costs some tens of passes, so a shape has to come again first.
-WAIT = 1
+# Recording costs as much as some hundred passes, so a shape has to come again first.
+WAIT = 2
 
 
 class _Recording:

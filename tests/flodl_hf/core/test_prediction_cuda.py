@@ -28,7 +28,7 @@ def test_answers_on_the_device_are_those_of_the_processor(make: Make, family: st
     whole = model.predict(TEXTS)  # type: ignore[attr-defined]
     model.to("cuda")
     bound = {"fp32": 1e-4, "bf16": 0.2, "fp16": 0.03}[precision]
-    for _ in range(3):
+    for _ in range(4):
         found = model.predict(TEXTS, precision=precision)  # type: ignore[attr-defined]
         for mine, other in zip(found, whole, strict=True):
             scores = {r.label: r.score for r in other}
@@ -78,7 +78,7 @@ def test_small_batches_are_recorded_and_replayed(make: Make) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_passes_of_each_family_can_be_recorded(make: Make, family: str) -> None:
     model = make(family, "token_classification").to("cuda")
-    for _ in range(3):
+    for _ in range(4):
         model.predict(TEXTS[0], precision="bf16")  # type: ignore[attr-defined]
     recorder = Engine.of(model, RunOptions(precision="bf16")).recorder
     assert recorder.refused is None, recorder.refused
