@@ -156,10 +156,10 @@ class DisentangledAttention(nn.Module):
     def _way(self, states: Tensor, dtype: torch.dtype | None = None) -> Literal["reference", "fast", "kernel"]:
         """Return how ``implementation`` is carried out for such states, or ones like them of ``dtype``."""
         if self.implementation == "fast":
-            return "kernel" if has_kernel(states, self.num_heads) else "fast"
+            return "kernel" if has_kernel(states, self.num_heads, dtype) else "fast"
         # Half precision has no bits to repeat, so it takes the kernel wherever there is one.
         half = (dtype or states.dtype) in (torch.float16, torch.bfloat16)
-        if self.implementation == "sdpa" and half and has_kernel(states, self.num_heads):
+        if self.implementation == "sdpa" and half and has_kernel(states, self.num_heads, dtype):
             return "kernel"
         return "reference"
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flodl_hf.disentangled.positions import Relative, ends_of
+from flodl_hf.disentangled.probe import kernels_agree
 from flodl_hf.disentangled.scores import PositionTables
 from flodl_hf.layout import Layout, Packed
 
@@ -30,15 +31,28 @@ def _able(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def has_kernel(states: Tensor, num_heads: int) -> bool:
-    """Return whether the kernels take ``(..., N*H)`` states: CUDA from Ampere on, Triton there, H from 16 to 128."""
-    return (
+def has_kernel(states: Tensor, num_heads: int, dtype: torch.dtype | None = None) -> bool:
+    """Return whether the kernels take ``(..., N*H)`` states: CUDA from Ampere on, Triton there, H from 16 to 128.
+
+    Where they do in principle, the first question computes a small case to see that they do, see `probe`.
+
+    Args:
+        states: states of the device and width in question.
+        num_heads: N.
+        dtype: what queries will be; None for what ``states`` is.
+    """
+    dtype = dtype or states.dtype
+    width = states.shape[-1] // num_heads
+    able = (
         states.is_cuda
-        and states.dtype in (torch.float16, torch.bfloat16, torch.float32)
-        and 16 <= states.shape[-1] // num_heads <= 128
+        and dtype in (torch.float16, torch.bfloat16, torch.float32)
+        and 16 <= width <= 128
         and _triton()
         and _able(states.device)
     )
+    if not able or torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
+        return able
+    return kernels_agree(states.device, dtype, width)
 
 
 def attend_by_kernel(

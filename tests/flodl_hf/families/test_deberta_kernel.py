@@ -19,6 +19,7 @@ from flodl_hf.disentangled import operator
 from flodl_hf.disentangled.attention import DisentangledAttention
 from flodl_hf.disentangled.launch import attend_by_kernel
 from flodl_hf.disentangled.positions import Relative, RelativePositions
+from flodl_hf.disentangled.probe import kernels_agree
 from flodl_hf.disentangled.scores import PositionTables
 from flodl_hf.layout import Layout, Packed, Padded
 
@@ -352,3 +353,18 @@ def test_shapes_are_known_without_running() -> None:
     assert lse.shape == (2, 7)
     grads = torch.ops.flodl_hf.disentangled_backward(out, out, lse, q, None, None, table, None, *more)
     assert [tuple(g.shape) for g in grads] == [(7, 3, 2, 16), (0,), (0,), (2, 8, 16), (0,)]
+
+
+@runs
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16] + [torch.bfloat16] * (not INTERPRETED))
+def test_a_device_is_asked_whether_its_kernels_agree(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device(DEVICE)
+    kernels_agree.cache_clear()
+    with torch.inference_mode():
+        assert kernels_agree(device, dtype, 32)
+    kernels_agree.cache_clear()
+    kernels = operator._products
+    monkeypatch.setattr(operator, "_products", lambda states, table: kernels(states, table * 1.5))
+    with pytest.warns(UserWarning, match="are not used"):
+        assert not kernels_agree(device, dtype, 32)
+    kernels_agree.cache_clear()
