@@ -113,7 +113,7 @@ WEIGHT_CASES = [
     Case(
         "a pointer file",
         weight_bytes(lambda b: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"),
-        CheckpointError, (WEIGHTS, "expected", "again"),
+        CheckpointError, (WEIGHTS, "expected", "git lfs pull"),
     ),
     Case("surplus bytes", weight_bytes(lambda b: b + b"\0" * 64), CheckpointError, (WEIGHTS, "expected")),
     Case(
