@@ -7,6 +7,7 @@ beyond "one result a row" and "one result a token".
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from threading import Thread
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,10 @@ CUDA_BUDGET = 16_384
 
 
 _FIRST = np.zeros(1, np.int64)
+
+
+# Share of the largest number by which results in buckets may differ: other kernels, other order of sums.
+BUCKETS_APART = {torch.float16: 2e-2, torch.bfloat16: 1e-1, torch.float32: 5e-3, torch.float64: 1e-9}
 
 
 class Pending:
@@ -216,9 +221,42 @@ class Engine:
                 [start + np.asarray(places[i], np.int64) for start, i in zip(starts, batch, strict=True)]
             )
         count = int(sizes.sum())
-        if self.bucketed and not self.exact:
+        if self.bucketed and not self.exact and self._buckets_hold(work, ids, types, lengths, at, count):
             return sizes, *self._bucketed(work, ids, types, lengths, at, count, record)
         return sizes, *self._plain(work, ids, types, lengths, at, count)
+
+    def _buckets_hold(
+        self,
+        work: Work,
+        ids: np.ndarray,
+        types: np.ndarray | None,
+        lengths: np.ndarray,
+        at: np.ndarray | None,
+        count: int,
+    ) -> bool:
+        """Return whether a device gives in buckets what it gives without; asked with a graph's first batch.
+
+        Buckets use kernels that no other way of running needs, on devices that we have never seen.
+        """
+        known = self.prepared.recorded.get("buckets_hold")
+        if known is not None or not self.cuda:
+            return known is not False
+        given = (work, ids, types, lengths, at, count)
+        right, there = self._plain(*given)
+        try:
+            found, event = self._bucketed(*given, record=False)
+            for mark in (there, event):
+                mark.synchronize()
+            apart = float((found.float() - right.float()).abs().max() / right.float().abs().max().clamp(min=1e-6))
+            fault = "" if apart <= BUCKETS_APART[found.dtype] else f"results part by {apart:.1e}"
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            fault = str(error).splitlines()[0]
+        if fault:
+            warnings.warn(f"prediction on {self.device} goes on without buckets, more slowly: {fault}", stacklevel=2)
+        self.prepared.recorded["buckets_hold"] = not fault
+        return not fault
 
     def _plain(
         self,

@@ -420,3 +420,38 @@ def test_pooling_of_a_bucket_is_pooling_of_each_text(make: Make, pooling: str) -
     found = engine_of(model, bucketed=True).start(table, Pooled((pooling,))).stacked()
     expected = engine_of(model, precision="exact", batch_invariant=True).start(table, Pooled((pooling,))).stacked()
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+class Mark:
+    """An event of a device that has none."""
+
+    def synchronize(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("fault", [None, "wrong", "raises"])
+def test_a_device_on_which_buckets_part_goes_on_without(
+    make: Make, monkeypatch: pytest.MonkeyPatch, fault: str | None
+) -> None:
+    engine = engine_of(make("bert", "sequence_classification"), bucketed=True)
+    engine.cuda = True  # asked as if of a device that has not been seen
+    monkeypatch.setattr(Engine, "_back", lambda self, found, count: (found[:count], Mark()))
+    bucketed = Engine._bucketed
+
+    def on_device(self: Engine, *args: Any, **options: Any) -> Any:
+        if fault == "raises":
+            raise RuntimeError("no kernel image is available")
+        self.cuda = False  # nothing to pin here
+        found, mark = bucketed(self, *args, **options)
+        self.cuda = True
+        return (found * 1.5 if fault else found), mark
+
+    monkeypatch.setattr(Engine, "_bucketed", on_device)
+    given = (Scores(True), np.array([2, 5, 6, 3, 2, 7, 3]), None, np.array([4, 3]), None, 2)
+    with torch.inference_mode():
+        if fault is None:
+            assert engine._buckets_hold(*given)
+            return
+        with pytest.warns(UserWarning, match="goes on without buckets"):
+            assert not engine._buckets_hold(*given)
+        assert not engine._buckets_hold(*given)  # and says so once
