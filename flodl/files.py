@@ -17,7 +17,7 @@ from flodl.errors import CheckpointError, printable
 __all__ = ["POINTER_ADVICE", "is_pointer", "open_regular", "write_atomically"]
 
 _POINTER = b"version https://git-lfs.github.com/spec/"
-POINTER_ADVICE = "found a git-lfs pointer, expected the file it stands for; run `git lfs pull` in its folder to fetch it"
+POINTER_ADVICE = "found a git-lfs pointer, expected the file it stands for; run `git lfs pull` in its folder"
 
 
 def is_pointer(beginning: bytes) -> bool:
