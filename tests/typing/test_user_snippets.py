@@ -17,7 +17,10 @@ ROOT = Path(__file__).parents[2]
 def test_the_snippets_type_check() -> None:
     # `make check` looks at the same file; here it stands beside the other tests for whoever runs them alone.
     checked = subprocess.run(
-        [sys.executable, "-m", "pyright", "tests/typing/user_snippets.py"], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "tests/typing/user_snippets.py"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     assert checked.returncode == 0, checked.stdout
 
