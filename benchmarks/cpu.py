@@ -116,7 +116,7 @@ def ours(task: str, model: EncoderModel, precision: str) -> Callable[[Sequence[A
 
         return classify
     if task == "answers":
-        return lambda pairs: call.predict(list(pairs), precision=precision, untrained=True)
+        return lambda pairs: call.answer_batch(list(pairs), precision=precision, untrained=True)
     return lambda texts: call.predict(list(texts), precision=precision, untrained=True)
 
 
