@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from flodl_hf.layout import Layout, Packed, Padded
 
-__all__ = ["IMPLEMENTATIONS", "FusedSelfAttention", "SelfAttention", "attend", "equal_runs"]
+__all__ = ["IMPLEMENTATIONS", "FusedSelfAttention", "SelfAttention", "attend", "equal_runs", "joined"]
 
 # "fast" is what a family has beside the reference arithmetic; where it has nothing, it is "sdpa".
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor]
@@ -75,6 +75,15 @@ class SelfAttention(nn.Module):
         return FusedSelfAttention(self) if plain and type(self) is SelfAttention else None
 
 
+def joined(*parts: nn.Linear) -> nn.Linear:
+    """Return one linear map whose outputs are those of several, side by side; for inference, its weights are copies."""
+    found = nn.Linear(parts[0].in_features, sum(part.out_features for part in parts), device="meta")
+    with torch.no_grad():
+        found.weight = nn.Parameter(torch.cat([part.weight for part in parts]), requires_grad=False)
+        found.bias = nn.Parameter(torch.cat([part.bias for part in parts]), requires_grad=False)
+    return found
+
+
 class FusedSelfAttention(nn.Module):
     """`SelfAttention` for prediction: one product gives query, key and value, and nothing is dropped.
 
@@ -86,12 +95,7 @@ class FusedSelfAttention(nn.Module):
         super().__init__()
         self.num_heads = source.num_heads
         self.implementation = source.implementation
-        parts = (source.query, source.key, source.value)
-        width = source.query.in_features
-        self.qkv = nn.Linear(width, 3 * width, device="meta")
-        with torch.no_grad():
-            self.qkv.weight = nn.Parameter(torch.cat([part.weight for part in parts]), requires_grad=False)
-            self.qkv.bias = nn.Parameter(torch.cat([part.bias for part in parts]), requires_grad=False)
+        self.qkv = joined(source.query, source.key, source.value)
         self.output = source.output
 
     def forward(self, hidden: Tensor, layout: Layout) -> Tensor:

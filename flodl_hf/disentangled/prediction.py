@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from flodl_hf.attention import joined
 from flodl_hf.disentangled.attention import DisentangledAttention
 from flodl_hf.disentangled.positions import Relative
 from flodl_hf.disentangled.scores import PositionTables
@@ -37,12 +38,7 @@ class FusedDisentangledAttention(DisentangledAttention):
         self.scale = source.scale
         self.position_dropout = nn.Identity()
         self.attention_dropout = nn.Dropout(0.0)
-        parts = (source.query, source.key, source.value)
-        width = source.query.in_features
-        self.qkv = nn.Linear(width, 3 * width, device="meta")
-        with torch.no_grad():
-            self.qkv.weight = nn.Parameter(torch.cat([part.weight for part in parts]), requires_grad=False)
-            self.qkv.bias = nn.Parameter(torch.cat([part.bias for part in parts]), requires_grad=False)
+        self.qkv = joined(source.query, source.key, source.value)
         self.pos_key = source.pos_key
         self.pos_query = source.pos_query
         self.output = source.output

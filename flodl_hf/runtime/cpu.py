@@ -15,9 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from flodl.graph import Graph
-from flodl_hf.attention import SelfAttention
-from flodl_hf.encoder import FeedForward, FirstToken, post_norm_block
-from flodl_hf.layout import Layout
+from flodl_hf.runtime.blocks import replace_blocks
 from flodl_hf.runtime.cpu_block import CpuBlock, CpuLinear, MakeProduct
 from flodl_hf.runtime.cpu_products import Plain, Product, Reordered, Scratch, Whole, has_reordered, has_whole
 
@@ -55,7 +53,6 @@ def prepare_cpu(graph: Graph, precision: Precision | None) -> None:
     if precision == "int8" or _reorders():
         # Heads are a small part of the work and the answer itself, so int8 leaves them alone.
         _linears(graph.get_submodule("encoder") if precision == "int8" else graph, make)
-    _first_tokens(graph)
 
 
 def _products(precision: str | None, scratch: Scratch) -> MakeProduct:
@@ -91,46 +88,14 @@ def _widen(graph: nn.Module) -> None:
 
 
 def _blocks(graph: Graph, make: MakeProduct, *, fused: bool) -> None:
-    better: dict[int, CpuBlock] = {}
-    for module in list(graph.modules()):
-        for name, child in list(module.named_children()):
-            if id(child) in better:
-                setattr(module, name, better[id(child)])
-            elif isinstance(child, Graph) and _is_block(child):
-                part: Any = child.get_submodule
-                better[id(child)] = block = CpuBlock(
-                    part("attention"), part("attention_norm"), part("feed_forward"), part("feed_forward_norm"),
-                    make, fused=fused,
-                )  # fmt: skip
-                setattr(module, name, block)
+    def rearranged(block: Graph) -> CpuBlock:
+        part: Any = block.get_submodule
+        return CpuBlock(
+            part("attention"), part("attention_norm"), part("feed_forward"), part("feed_forward_norm"),
+            make, fused=fused,
+        )  # fmt: skip
 
-
-def _is_block(graph: Graph) -> bool:
-    """Return whether a graph computes what the shared post-norm block does, of parts that are as they were."""
-    parts = dict(graph.named_children())
-    attention, feed_forward = parts.get("attention"), parts.get("feed_forward")
-    return (
-        type(attention) is SelfAttention
-        and type(feed_forward) is FeedForward
-        and all(type(parts.get(name)) is nn.LayerNorm for name in ("attention_norm", "feed_forward_norm"))
-        # Graphs whose forward passes have one text share one class.
-        and type(graph) is _block_class()
-        and all(_is_plain(part) for part in (attention, feed_forward))
-        and not any(module._forward_hooks or module._forward_pre_hooks for module in graph.modules())
-    )
-
-
-@cache
-def _block_class() -> type[Graph]:
-    with torch.device("meta"):
-        return type(post_norm_block(SelfAttention(1, 1, 0.0, 0.0), FeedForward(1, 1, "relu", 0.0), 1, 1e-5))
-
-
-def _is_plain(module: nn.Module) -> bool:
-    """Return whether the maps in a module are torch's own, with a bias."""
-    return all(
-        type(part) is nn.Linear and part.bias is not None for part in module.modules() if isinstance(part, nn.Linear)
-    )
+    replace_blocks(graph, rearranged)
 
 
 def _linears(graph: nn.Module, make: MakeProduct) -> None:
@@ -141,29 +106,6 @@ def _linears(graph: nn.Module, make: MakeProduct) -> None:
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear and not child._forward_hooks:
                 setattr(module, name, better.setdefault(id(child), CpuLinear(child, make)))
-
-
-class _Taken(nn.Module):
-    """Stands where first tokens were picked, after a layer that gives nothing else."""
-
-    def forward(self, hidden: Tensor, layout: Layout) -> Tensor:
-        """Return ``hidden`` as it is."""
-        return hidden
-
-
-def _first_tokens(graph: Graph) -> None:
-    """Let the last layer compute first tokens alone, where a classifier reads no others."""
-    parts = dict(graph.named_children())
-    if "head" not in parts:
-        return
-    reader = parts.get("pooler", parts["head"])
-    layers = dict(graph.get_submodule("encoder").named_children()).get("layers")
-    if not isinstance(layers, Graph) or not isinstance(dict(reader.named_children()).get("first"), FirstToken):
-        return
-    last = next(reversed(list(layers.children())), None)
-    if isinstance(last, CpuBlock) and list(layers.children()).count(last) == 1:
-        last.first_only = True
-        reader.first = _Taken()
 
 
 # --- what the processor has ---------------------------------------------------------------------------

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flodl.graph import Graph
-from flodl_hf.attention import FusedSelfAttention, SelfAttention, attend
-from flodl_hf.encoder import FeedForward, FirstToken, post_norm_block
+from flodl_hf.attention import FusedSelfAttention, attend
 from flodl_hf.layout import Layout, Packed
+from flodl_hf.runtime.blocks import replace_blocks
 
 if TYPE_CHECKING:
     from flodl_hf.activations import Activation
@@ -36,14 +36,7 @@ def prepare_cuda(graph: Graph) -> None:
     first = next(graph.parameters())
     if first.dtype not in (torch.float16, torch.bfloat16) or not _kernels_hold(first.device, first.dtype):
         return
-    better: dict[int, CudaBlock] = {}
-    for module in list(graph.modules()):
-        for name, child in list(module.named_children()):
-            if id(child) not in better and isinstance(child, Graph) and is_block(child):
-                better[id(child)] = CudaBlock(child)
-            if id(child) in better:
-                setattr(module, name, better[id(child)])
-    _first_tokens(graph)
+    replace_blocks(graph, CudaBlock)
 
 
 @cache
@@ -87,41 +80,17 @@ def _agree(device: torch.device, dtype: torch.dtype) -> bool:
     return all(close) and bool(((wide.float() - activated).abs() <= 0.05 + 0.03 * activated.abs()).all())
 
 
-def is_block(graph: Graph) -> bool:
-    """Return whether a graph computes what the shared post-norm block does, of parts that are as they were."""
-    parts = dict(graph.named_children())
-    norms = [parts.get("attention_norm"), parts.get("feed_forward_norm")]
-    linears = [part for part in graph.modules() if isinstance(part, nn.Linear)]
-    return (
-        type(parts.get("attention")) in (SelfAttention, FusedSelfAttention)
-        and type(parts.get("feed_forward")) is FeedForward
-        and all(type(norm) is nn.LayerNorm and norm.bias is not None for norm in norms)
-        # Graphs whose forward passes have one text share one class.
-        and type(graph) is _block_class()
-        and all(type(part) is nn.Linear and part.bias is not None for part in linears)
-        and not any(module._forward_hooks or module._forward_pre_hooks for module in graph.modules())
-        and next(graph.parameters()).dtype in (torch.float16, torch.bfloat16)
-    )
-
-
-@cache
-def _block_class() -> type[Graph]:
-    with torch.device("meta"):
-        return type(post_norm_block(SelfAttention(1, 1, 0.0, 0.0), FeedForward(1, 1, "relu", 0.0), 1, 1e-5))
-
-
 class CudaBlock(nn.Module):
     """One post-norm encoder layer in eight kernels.
 
     Args:
-        block: the layer, its query, key and value one product already.
+        block: the layer.
     """
 
     def __init__(self, block: Graph) -> None:
         super().__init__()
         part: Any = block.get_submodule
-        attention, feed_forward = part("attention"), part("feed_forward")
-        fused = attention if isinstance(attention, FusedSelfAttention) else FusedSelfAttention(attention)
+        fused, feed_forward = FusedSelfAttention(part("attention")), part("feed_forward")
         self.qkv, self.output = fused.qkv, fused.output
         self.attention_norm, self.feed_forward_norm = part("attention_norm"), part("feed_forward_norm")
         self.up, self.down = feed_forward.up, feed_forward.down
@@ -171,26 +140,3 @@ def _sum_norm(a: Tensor, b: Tensor, norm: nn.LayerNorm) -> Tensor:
     from flodl_hf.runtime.kernels import add_norm
 
     return add_norm(a.contiguous(), b.contiguous(), norm.weight, norm.bias, norm.eps)
-
-
-class _Taken(nn.Module):
-    """Stands where first tokens were picked, after a layer that gives nothing else."""
-
-    def forward(self, hidden: Tensor, layout: Layout) -> Tensor:
-        """Return ``hidden`` as it is."""
-        return hidden
-
-
-def _first_tokens(graph: Graph) -> None:
-    """Let the last layer finish first tokens alone, where a classifier reads no others."""
-    parts = dict(graph.named_children())
-    if "head" not in parts:
-        return
-    reader = parts.get("pooler", parts["head"])
-    layers = dict(graph.get_submodule("encoder").named_children()).get("layers")
-    if not isinstance(layers, Graph) or not isinstance(dict(reader.named_children()).get("first"), FirstToken):
-        return
-    last = next(reversed(list(layers.children())), None)
-    if isinstance(last, CudaBlock) and list(layers.children()).count(last) == 1:
-        last.first_only = True
-        reader.first = _Taken()
