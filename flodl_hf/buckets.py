@@ -83,7 +83,8 @@ class Buffer:
         self.bucket = bucket
         self.types = types
         size = bucket.tokens * (4 if types else 3) + 2 * bucket.texts + 1
-        self.packed = torch.zeros(size, dtype=torch.int32, pin_memory=pinned)
+        # Every number is written by `write`; filling this much in parallel would also wait for busy cores.
+        self.packed = torch.empty(size, dtype=torch.int32, pin_memory=pinned)
         self._array = self.packed.numpy()
 
     def write(self, ids: np.ndarray, types: np.ndarray | None, lengths: np.ndarray) -> tuple[int, ...]:
