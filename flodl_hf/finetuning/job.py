@@ -23,6 +23,7 @@ from flodl_hf.finetuning.factory import Given, ModelFactory
 from flodl_hf.finetuning.options import Options
 from flodl_hf.finetuning.rates import make_schedule
 from flodl_hf.finetuning.rows import CollateRows, EncodedRows, Masking
+from flodl_hf.finetuning.shapes import choose_shapes
 from flodl_hf.finetuning.step import Objective
 from flodl_hf.finetuning.task import Room, Task
 
@@ -109,7 +110,11 @@ def plan_job(
             raise ConfigError(f"{where}: the tokenizer has no mask token, so nothing can be masked", problems=["mask"])
         masking = Masking(tokenizer.mask_token_id, tokenizer.vocab_size, options.mask_probability, options.whole_words)
     layout = _layout(options)
-    collate = CollateRows(tokenizer.pad_token_id or 0, layout, masking, _most(rows, opened.max_tokens))
+    batches = _batches(options, rows, layout)
+    collate = CollateRows(tokenizer.pad_token_id or 0, layout, masking)
+    if layout == "bucketed":
+        cut: Any = {"micro_batch_size": options.micro_batch_size, "accumulate": options.accumulate}
+        collate = replace(collate, shapes=choose_shapes(rows.lengths, batches, _most(rows, opened.max_tokens), **cut))
     objective = Objective(task.kind, _weights(options, task, rows), options.label_smoothing, options.mask_padding)
     evaluation = None
     if tables.eval is not None:
@@ -125,7 +130,6 @@ def plan_job(
             options.seed,
         )
     _need_evaluation(options, evaluation)
-    batches = _batches(options, rows, layout)
     filled = replace(options, task=task.head, labels=task.labels, problem_type=task.problem_type)
     return Job(
         filled, task, tables, opened, factory, rows, batches, collate, objective, evaluation,

@@ -1,26 +1,26 @@
 """Tokenized training data: rows kept flat in a few arrays, and how some of them become a batch.
 
 Decides how rows lie in memory and which parts a batch has. Which tokens and labels a row holds is decided by
-its task; which rows come together by `flodl.data.batches`.
+its task; which rows come together by `flodl.data.batches`; what they are filled up to by `flodl_hf.finetuning.shapes`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from flodl.data import CollateTokens
 from flodl.data.collate import Where
 from flodl.errors import DataError
 from flodl_hf.alignment import IGNORE, mask_tokens
-from flodl_hf.buckets import FILLER, Bucket, bucket_of, fill
+from flodl_hf.buckets import FILLER, fill
+from flodl_hf.finetuning.shapes import Shapes
 
-__all__ = ["CollateRows", "EncodedRows", "Masking", "RowBuilder"]
+__all__ = ["CollateRows", "EncodedRows", "Masking", "RowBuilder", "TakenRows"]
 
 
 class EncodedRows:
@@ -54,6 +54,68 @@ class EncodedRows:
         part = slice(end - self.lengths[index], end)
         row: dict[str, Any] = {name: column[part].astype(np.int64) for name, column in self.columns.items()}
         return row | {name: column[index] for name, column in self.values.items()}
+
+    def __getitems__(self, indices: Sequence[int]) -> TakenRows:
+        """Return several rows at once."""
+        which = np.asarray(indices, dtype=np.int64)
+        lengths = self.lengths[which]
+        # each token's place: where its row starts, less where it starts among those taken, and one by one from there
+        shifts = self.ends[which] - np.cumsum(lengths)
+        at = np.arange(int(lengths.sum())) + np.repeat(shifts, lengths)
+        columns = {name: column[at].astype(np.int64) for name, column in self.columns.items()}
+        return TakenRows(columns, lengths, {name: _stacked(column[which]) for name, column in self.values.items()})
+
+
+class TakenRows(Sequence[Mapping[str, Any]]):
+    """Some rows together: a sequence of dicts of arrays that lie end to end.
+
+    Args:
+        columns: values of all tokens by name, int64 ``(tokens,)``, ``input_ids`` first.
+        lengths: tokens of each row.
+        values: by name, arrays ``(rows, ...)`` in the types that batches have, or lists.
+    """
+
+    def __init__(
+        self, columns: Mapping[str, NDArray[Any]], lengths: NDArray[np.int64], values: Mapping[str, Any]
+    ) -> None:
+        self.columns, self.lengths, self.values = columns, lengths, values
+        self.ends = np.cumsum(lengths)
+
+    @classmethod
+    def of(cls, rows: Sequence[Mapping[str, Any]]) -> TakenRows:
+        """Return rows that are dicts; labels are per token where they are numbers as many as the tokens."""
+        lengths = np.asarray([len(row["input_ids"]) for row in rows], np.int64)
+        per_token = ["input_ids", *(n for n in rows[0] if n in _PER_TOKEN[1:] and _is_per_token(n, rows, lengths))]
+        columns = {n: np.concatenate([np.asarray(row[n]) for row in rows]).astype(np.int64) for n in per_token}
+        values = {n: _stacked([row[n] for row in rows]) for n in rows[0] if n not in columns}
+        return cls(columns, lengths, values)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        part = slice(self.ends[index] - self.lengths[index], self.ends[index])
+        row = {name: column[part] for name, column in self.columns.items()}
+        return row | {name: column[index] for name, column in self.values.items()}
+
+
+def _is_per_token(name: str, rows: Sequence[Mapping[str, Any]], lengths: NDArray[np.int64]) -> bool:
+    found = [row[name] for row in rows]
+    if any(not isinstance(value, np.ndarray) or value.dtype.kind != "i" or value.ndim != 1 for value in found):
+        return False
+    return name != "labels" or [len(value) for value in found] == lengths.tolist()
+
+
+def _stacked(column: Any) -> Any:
+    """Return values of rows as one array, float64 as the models' float32; others as a list."""
+    whole = np.asarray(column)
+    if whole.dtype.kind not in "biuf":
+        return list(column)
+    return whole.astype(np.float32) if whole.dtype == np.float64 else whole
 
 
 class RowBuilder:
@@ -133,7 +195,7 @@ class Masking:
             words=[None if word < 0 else word for word in words] if self.whole_words else None,
         )
         rest = {name: value for name, value in row.items() if name != "words"}
-        return {**rest, "input_ids": ids, "labels": labels}
+        return {**rest, "input_ids": np.asarray(ids), "labels": np.asarray(labels)}
 
 
 SPECIAL = -1
@@ -152,82 +214,68 @@ class CollateRows:
         pad_id: the padding token.
         layout: how the rows lie.
         masking: hides tokens, for masked language models.
-        longest: bucketed: most tokens of any row of the data.
+        shapes: bucketed: what batches are filled up to.
     """
 
     pad_id: int
     layout: Literal["padded", "packed", "bucketed"] = "padded"
     masking: Masking | None = None
-    longest: int = 0
+    shapes: Shapes = field(default_factory=Shapes)
 
     def __call__(self, rows: Sequence[Mapping[str, Any]], where: Where) -> dict[str, Any]:
         """Return the parts of one batch; packed ones have ``row_lengths``, a list, besides."""
         if self.masking is not None:
             rows = [self.masking(row, where, index) for row, index in zip(rows, where.indices, strict=True)]
-        whole = [name for name, value in rows[0].items() if isinstance(value, np.ndarray) and name in _PER_TOKEN]
-        ragged = tuple(name for name in whole if name != "labels" or _is_per_token(rows))
+        taken = rows if isinstance(rows, TakenRows) else TakenRows.of(rows)
+        make = {"padded": self._padded, "packed": _packed, "bucketed": self._filled}[self.layout]
+        return {name: _tensor(part) for name, part in make(taken).items()}
+
+    def _padded(self, rows: TakenRows) -> dict[str, Any]:
+        mask = np.arange(int(rows.lengths.max())) < rows.lengths[:, None]
         pad = {"input_ids": self.pad_id, "labels": IGNORE}
-        together: Any = "padded" if self.layout == "padded" else "packed"
-        parts = CollateTokens(layout=together, ragged=ragged, pad=pad)(rows, where)
-        if self.layout == "bucketed":
-            parts = _filled(parts, ragged, self.longest)
-        if self.layout == "packed":
-            parts["row_lengths"] = parts["lengths"].tolist()
-        for name in ("lengths", "max_length", "position_ids"):
-            parts.pop(name, None)
-        return {name: _wide(part) for name, part in parts.items()}
+        parts: dict[str, Any] = {}
+        for name, column in rows.columns.items():
+            parts[name] = block = np.full(mask.shape, pad.get(name, 0), column.dtype)
+            block[mask] = column
+        return {**parts, "attention_mask": mask.astype(np.int64), **rows.values}
+
+    def _filled(self, rows: TakenRows) -> dict[str, Any]:
+        """Return a packed batch filled up to the shapes of its bucket."""
+        bucket = self.shapes.bucket(rows.lengths)
+        lengths = fill(rows.lengths, bucket)
+        ends = np.cumsum(lengths)
+        starts = ends - lengths
+        offsets = np.full(bucket.texts + 1, bucket.tokens, np.int32)
+        offsets[0], offsets[1 : len(ends) + 1] = 0, ends
+        opens = np.full(bucket.texts, bucket.tokens - 1, np.int64)
+        opens[: len(starts)] = starts
+        real = np.zeros(bucket.texts, np.float32)
+        real[: len(rows)] = 1
+        parts: dict[str, Any] = {}
+        for name, column in rows.columns.items():
+            parts[name] = whole = np.full(bucket.tokens, IGNORE if name == "labels" else FILLER, column.dtype)
+            whole[: len(column)] = column
+        for name, column in rows.values.items():
+            if not isinstance(column, np.ndarray):
+                parts[name] = column
+                continue
+            filler = bucket.longest if name.endswith("_positions") else 0
+            if name == "labels" and column.dtype.kind != "f":
+                filler = IGNORE
+            parts[name] = whole = np.full((bucket.texts, *column.shape[1:]), filler, column.dtype)
+            whole[: len(column)] = column
+        places = np.arange(bucket.tokens) - np.repeat(starts, lengths)
+        further = {"cu_seqlens": offsets, "opens": opens, "places": places, "real": real, "longest": bucket.longest}
+        return parts | further
 
 
-def _filled(parts: dict[str, Any], per_token: Sequence[str], longest: int) -> dict[str, Any]:
-    """Return a packed batch filled up to the shapes of its bucket."""
-    lengths = parts["lengths"].numpy()
-    tokens = bucket_of(lengths, steps=BUCKET_STEPS, least=LEAST_TOKENS).tokens
-    longest = max(longest, int(lengths.max()))
-    missing = tokens - int(lengths.sum())
-    texts = max(LEAST_TEXTS, len(lengths) + max(1, -(-missing // longest)))
-    step = 1 << (texts - 1).bit_length() - 2
-    bucket = Bucket(tokens, -(-texts // step) * step, longest)
-    all_lengths = fill(lengths, bucket)
-    ends = np.cumsum(all_lengths)
-    starts = ends - all_lengths
-    offsets = np.full(bucket.texts + 1, bucket.tokens, dtype=np.int32)
-    offsets[0], offsets[1 : len(ends) + 1] = 0, ends
-    opens = np.full(bucket.texts, bucket.tokens - 1, dtype=np.int64)
-    opens[: len(starts)] = starts
-    places = np.arange(bucket.tokens) - np.repeat(starts, all_lengths)
-    real = torch.zeros(bucket.texts)
-    real[: len(lengths)] = 1
-    filled: dict[str, Any] = {}
-    for name, part in parts.items():
-        if name in ("lengths", "max_length", "position_ids", "cu_seqlens"):
-            continue
-        if not isinstance(part, torch.Tensor):
-            filled[name] = part
-            continue
-        size = bucket.tokens if name in per_token or name == "input_ids" else bucket.texts
-        value = bucket.longest if name.endswith("_positions") else IGNORE if name == "labels" else FILLER
-        if name == "labels" and part.is_floating_point():
-            value = 0
-        whole = part.new_full((size, *part.shape[1:]), value)
-        whole[: len(part)] = part
-        filled[name] = whole
-    return filled | {
-        "cu_seqlens": torch.from_numpy(offsets), "opens": torch.from_numpy(opens),
-        "places": torch.from_numpy(places), "real": real, "longest": bucket.longest,
-    }  # fmt: skip
+def _packed(rows: TakenRows) -> dict[str, Any]:
+    offsets = np.concatenate([[0], np.cumsum(rows.lengths)]).astype(np.int32)
+    return {**rows.columns, "cu_seqlens": offsets, **rows.values, "row_lengths": rows.lengths.tolist()}
 
 
-BUCKET_STEPS = 8  # eight sizes from one power of two to the next: a sixteenth is filling at most, half that as a rule
-LEAST_TOKENS = 128
-LEAST_TEXTS = 16
+def _tensor(part: Any) -> Any:
+    return torch.from_numpy(part) if isinstance(part, np.ndarray) else part
+
 
 _PER_TOKEN = ("input_ids", "token_type_ids", "labels")
-
-
-def _is_per_token(rows: Sequence[Mapping[str, Any]]) -> bool:
-    return rows[0]["labels"].dtype.kind == "i" and all(len(row["labels"]) == len(row["input_ids"]) for row in rows)
-
-
-def _wide(part: Any) -> Any:
-    # Labels are stored narrow; losses want the model's float32.
-    return part.float() if isinstance(part, torch.Tensor) and part.dtype == torch.float64 else part

@@ -1,5 +1,7 @@
 """Rows packed and filled up to shapes that come again learn what padded rows do, to rounding."""
 
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +11,16 @@ import torch
 from finetune_tables import TABLES
 from test_exactness import FIXED, apart, trained
 
+from flodl.data import RandomSampler, TokenBudgetBatches
 from flodl.data.batch import Batch
+from flodl.data.batches import FixedBatches
 from flodl.data.collate import Where
 from flodl.train import Warned
+from flodl_hf.buckets import Bucket, fill
 from flodl_hf.finetuning import finetune, plan_job
 from flodl_hf.finetuning import job as job_module
 from flodl_hf.finetuning.options import make_options
+from flodl_hf.finetuning.shapes import Shapes, choose_shapes
 
 PLAIN: dict[str, Any] = {
     "schedule": "constant",
@@ -80,6 +86,71 @@ def test_few_shapes_and_little_filling(base: Path, bucketed: None) -> None:
             assert int(parts["cu_seqlens"].diff().max()) <= parts["longest"]
     assert len(shapes) <= 6
     assert filled < 1.2 * real
+
+
+def lognormal(count: int, seed: int = 0) -> np.ndarray:
+    return np.clip(np.exp(np.random.default_rng(seed).normal(np.log(28), 0.75, count)), 3, 128).astype(np.int64)
+
+
+def used(shapes: Shapes, lengths: np.ndarray, source: Any, epochs: range) -> tuple[Counter[Bucket], float]:
+    """Return how often which shape comes, and the share of filling."""
+    found: Counter[Bucket] = Counter()
+    filled = real = 0
+    for epoch in epochs:
+        for rows in source.plan(epoch):
+            bucket = shapes.bucket(lengths[rows])
+            found[bucket] += 1
+            filled += bucket.tokens
+            real += int(lengths[rows].sum())
+            fillers = len(fill(lengths[rows], bucket))
+            assert max(fillers, len(rows) + 1) <= bucket.texts
+    return found, filled / real - 1
+
+
+@pytest.mark.parametrize("count", [48 * 32, 48 * 32 - 27, 400 * 32])
+def test_batches_of_all_epochs_come_in_six_shapes_that_fit(count: int) -> None:
+    lengths = lognormal(count)
+    source = FixedBatches(RandomSampler(count, 1), 32)
+    shapes = choose_shapes(lengths, source, 128)
+    assert shapes == choose_shapes(lengths, source, 128)
+    found, filling = used(shapes, lengths, source, range(20, 23))
+    assert sum(n for _, n in found.most_common(6)) > 0.99 * found.total()
+    assert filling < 0.065
+
+
+def test_batches_of_a_budget_of_tokens_come_in_a_size_or_two() -> None:
+    lengths = lognormal(8000)
+    source = TokenBudgetBatches(RandomSampler(8000, 1), lengths, 8192, layout="packed", seed=1)
+    found, filling = used(choose_shapes(lengths, source, 128), lengths, source, range(3))
+    assert len({bucket.tokens for bucket, n in found.items() if n > 3}) == 1
+    assert len(found) <= 6
+    assert filling < 0.02
+
+
+def test_micro_batches_and_shares_of_ranks_have_shapes_of_their_size() -> None:
+    lengths = lognormal(1024)
+    source = FixedBatches(RandomSampler(1024, 1), 32)
+    shapes = choose_shapes(lengths, source, 128, micro_batch_size=16)
+    assert len(shapes.tokens) == 2  # a step has two of them, so four recordings serve all
+    assert max(shapes.tokens) < 0.8 * max(choose_shapes(lengths, source, 128).tokens)
+    assert choose_shapes(lengths, source, 128, accumulate=4).tokens[1:] == ()
+    whole = choose_shapes(lengths, source, 128)
+    assert whole.bucket(lengths[:4]).tokens < 1.3 * max(128, int(lengths[:4].sum()))
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed", "bucketed"])
+def test_rows_taken_together_are_rows_taken_one_by_one(layout: Any, base: Path) -> None:
+    for task in TABLES:
+        job = plan_job(base, TABLES[task](11), None, make_options({**FIXED, "dropout": 0.0}))
+        which = [7, 2, 2, 9]
+        collate = replace(job.collate, layout=layout)
+        where = Where(0, 0, 0, tuple(which))
+        one = collate([job.rows.get(i) for i in which], where)
+        together = collate(job.rows.__getitems__(which), where)
+        assert list(one) == list(together)
+        for name, part in one.items():
+            same = torch.equal(part, together[name]) if torch.is_tensor(part) else part == together[name]
+            assert same, (task, name)
 
 
 def test_a_recorded_step_serves_batches_of_other_rows(base: Path, bucketed: None) -> None:

@@ -1,0 +1,134 @@
+"""Which shapes the batches of a run are filled up to: few, and chosen for its data.
+
+A training step is recorded once for each shape, so steps are fast when batches meet few shapes, and little is wasted
+when these fit closely. Rows and the order of the first epochs are known before training, so the sizes follow the
+totals that batches of this run really have. Equal data and options give equal sizes, whatever the number of epochs.
+How a batch is filled up is in `flodl_hf.finetuning.rows`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flodl_hf.buckets import Bucket, bucket_of
+
+__all__ = ["Shapes", "choose_shapes"]
+
+MOST_SHAPES = 6
+MOST_RECORDINGS = 8  # of a step with several micro-batches, each of which may have any of the shapes
+ENOUGH = 0.03  # filling, of all tokens, that no further shape is worth
+ENOUGH_SLOTS = 0.5  # an empty slot costs a few blocks of a kernel that end at once
+MOST_SEEN = 512  # batches looked at,
+MOST_EPOCHS = 16  # and epochs at most
+TOKENS, SLOTS = 16, 8  # sizes are multiples of these
+
+STEPS = 8  # of other batches: sizes from one power of two to the next, so that a sixteenth is filling at most
+LEAST_TOKENS = 128
+LEAST_TEXTS = 16
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Sizes to fill batches up to.
+
+    Attributes:
+        longest: most tokens of any row of the data.
+        tokens: sizes in tokens, ascending.
+        texts: for each of them the numbers of slots for texts, ascending.
+    """
+
+    longest: int = 0
+    tokens: tuple[int, ...] = ()
+    texts: tuple[tuple[int, ...], ...] = ()
+
+    def bucket(self, lengths: NDArray[Any]) -> Bucket:
+        """Return the shape for rows of these lengths: one of those chosen, or one by rule where none is near."""
+        total, longest = int(lengths.sum()), max(self.longest, int(lengths.max()))
+        for tokens, texts in zip(self.tokens, self.texts, strict=True):
+            if total <= tokens:
+                if 2 * total < self.tokens[0]:
+                    break  # the share of a rank, or what is left of an epoch
+                need = _slots(len(lengths), tokens - total, longest)
+                return Bucket(tokens, next((n for n in texts if n >= need), _round_up(need)), longest)
+        tokens = bucket_of(lengths, steps=STEPS, least=LEAST_TOKENS).tokens
+        return Bucket(tokens, _round_up(_slots(len(lengths), tokens - total, longest)), longest)
+
+
+def _slots(rows: int, missing: int, longest: int) -> int:
+    return max(LEAST_TEXTS, rows + max(1, -(-missing // longest)))
+
+
+def _round_up(texts: int) -> int:
+    step = 1 << (texts - 1).bit_length() - 2
+    return -(-texts // step) * step
+
+
+def choose_shapes(
+    lengths: NDArray[Any], batches: Any, longest: int, *, micro_batch_size: int | None = None, accumulate: int = 1
+) -> Shapes:
+    """Return shapes for the batches of a run.
+
+    Args:
+        lengths: tokens of each row of the data.
+        batches: which rows come together, a `flodl.data.batches.BatchSource`.
+        longest: upper bound of the lengths.
+        micro_batch_size: rows that go through the model together at most.
+        accumulate: batches of a step.
+    """
+    totals, counts, whole = [], [], 0
+    for epoch in range(MOST_EPOCHS):
+        plan = batches.plan(epoch)
+        for rows in list(plan)[: MOST_SEEN - whole]:
+            size = micro_batch_size or max(1, len(rows))
+            for start in range(0, len(rows), size):
+                part = lengths[rows[start : start + size]]
+                totals.append(int(part.sum()))
+                counts.append(len(part))
+            whole += 1
+        if whole >= MOST_SEEN:
+            break
+    parts = max(1, round(len(totals) / max(1, whole))) * accumulate
+    most = max(1, min(MOST_SHAPES, int(MOST_RECORDINGS ** (1 / parts) + 1e-9)))
+    sizes = _sizes(np.maximum(totals, LEAST_TOKENS), most, ENOUGH, TOKENS)
+    slots: list[list[int]] = [[] for _ in sizes]
+    for total, count, at in zip(totals, counts, np.searchsorted(sizes, totals).tolist(), strict=True):
+        if 2 * total >= sizes[0]:
+            slots[at].append(_slots(count, sizes[at] - total, longest))
+    texts = [
+        tuple(_sizes(np.asarray(found or [LEAST_TEXTS]), most // len(sizes), ENOUGH_SLOTS, SLOTS)) for found in slots
+    ]
+    return Shapes(longest, tuple(sizes), tuple(texts))
+
+
+def _sizes(totals: NDArray[Any], most: int, enough: float, grain: int) -> list[int]:
+    """Return at most so many sizes that fill these totals up the least; fewer where they fill up less than enough.
+
+    Found by dynamic programming over the totals, rounded up to a grain.
+    """
+    grain = max(grain, 1 << max(8, int(totals.max()).bit_length()) - 8)
+    values, weights = np.unique(-(-totals // grain) * grain, return_counts=True)
+    below = np.concatenate([[0], np.cumsum(weights)])
+    cost = np.full(len(values) + 1, np.inf)  # of filling up the first i values with the sizes so far
+    cost[0] = 0
+    choices: list[NDArray[Any]] = []
+    spent = float((values * weights).sum())
+    for _ in range(most):
+        # one more size, the last of the first j values, holds values i to j
+        table = cost[:-1, None] + (below[None, 1:] - below[:-1, None]) * values[None, :].astype(float)
+        table = np.where(np.arange(len(values))[:, None] <= np.arange(len(values))[None, :], table, np.inf)
+        choices.append(table.argmin(0))
+        cost = np.concatenate([[np.inf], table.min(0)])
+        if cost[-1] <= (1 + enough) * spent:
+            break
+    found: list[int] = []
+    end = len(values)
+    for choice in reversed(choices):
+        found.append(int(values[end - 1]))
+        end = int(choice[end - 1])
+        if end == 0:
+            break
+    return sorted(found)
