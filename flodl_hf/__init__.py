@@ -11,15 +11,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from flodl_hf.auto import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForMaskedLM,
-    AutoModelForQuestionAnswering,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    load,
-)
+from flodl_hf.collecting import without_collecting
+
+# Where torch comes in with this import, its million objects are not swept over and over.
+with without_collecting():
+    from flodl_hf.auto import (
+        AutoConfig,
+        AutoModel,
+        AutoModelForMaskedLM,
+        AutoModelForQuestionAnswering,
+        AutoModelForSequenceClassification,
+        AutoModelForTokenClassification,
+        load,
+    )
 
 if TYPE_CHECKING:
     from flodl_hf.bulk import predict_file

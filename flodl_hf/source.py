@@ -7,9 +7,7 @@ model is handed out only when all of it is there. What was read is remembered as
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from flodl.errors import ConfigError, nearest
 from flodl.graph import Graph
 from flodl_hf.checkpoint import Checkpoint, SourceManifest, StoredTensor
+from flodl_hf.collecting import without_collecting
 from flodl_hf.config import MAX_CONFIG_BYTES, ModelConfig
 from flodl_hf.loading import LoadReport, Plan, head_of, plan_load
 from flodl_hf.model import EncoderModel, assign, build_graph, initialise, tie_tensors
@@ -158,28 +157,11 @@ def load_model(
     """Return the filled model; see `EncoderModel.from_pretrained` for arguments and errors."""
     head = model_class.head
     wanted, attention = dtype_of(dtype), attention_name(attention)
-    with _without_collecting():
+    with without_collecting():
         return _load(
             model_class, name_or_path, head, hub, wanted, device, attention, labels, problem_type, ignore_config_keys,
             mapped,
         )  # fmt: skip
-
-
-@contextmanager
-def _without_collecting() -> Iterator[None]:
-    """Put garbage collection off: thousands of new objects, none of them garbage, would set off full sweeps."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            if not gc.get_freeze_count():
-                # Counts what is here now as old, without a look at it: the sweep that importing torch left due
-                # takes a tenth of a second, and would fall into the first answer.
-                gc.freeze()
-                gc.unfreeze()
-            gc.enable()
 
 
 def _load(

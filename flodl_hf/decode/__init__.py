@@ -7,23 +7,29 @@ One file a kind of answer: ``entities.py`` (token classification), ``spans.py`` 
 tokenizer.
 """
 
-from flodl_hf.decode.classes import (
-    Classification,
-    Ranked,
-    activation_for,
-    contradiction_id,
-    decode_classes,
-    decode_ranking,
-    decode_zero_shot,
-    entailment_id,
-)
-from flodl_hf.decode.entities import Entity, decode_entities, decode_entities_batch
-from flodl_hf.decode.labels import TagScheme, normalise_id2label
-from flodl_hf.decode.masks import MaskFill, decode_masks, decode_targets
-from flodl_hf.decode.pooling import finish_embeddings, pool_packed, pool_padded
-from flodl_hf.decode.rows import TokenRow
-from flodl_hf.decode.spans import Answer, decode_answers, decode_answers_batch
-from flodl_hf.decode.windows import join_words, merge_windows
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flodl_hf.decode.classes import (
+        Classification,
+        Ranked,
+        activation_for,
+        contradiction_id,
+        decode_classes,
+        decode_ranking,
+        decode_zero_shot,
+        entailment_id,
+    )
+    from flodl_hf.decode.entities import Entity, decode_entities, decode_entities_batch
+    from flodl_hf.decode.labels import TagScheme, normalise_id2label
+    from flodl_hf.decode.masks import MaskFill, decode_masks, decode_targets
+    from flodl_hf.decode.pooling import finish_embeddings, pool_packed, pool_padded
+    from flodl_hf.decode.rows import TokenRow
+    from flodl_hf.decode.spans import Answer, decode_answers, decode_answers_batch
+    from flodl_hf.decode.windows import join_words, merge_windows
 
 __all__ = [
     "Answer",
@@ -52,3 +58,31 @@ __all__ = [
     "pool_packed",
     "pool_padded",
 ]
+
+# One answer needs one kind of decoding, and the first answer waits for what it imports.
+_FILES = {
+    "classes": (
+        "Classification",
+        "Ranked",
+        "activation_for",
+        "contradiction_id",
+        "decode_classes",
+        "decode_ranking",
+        "decode_zero_shot",
+        "entailment_id",
+    ),
+    "entities": ("Entity", "decode_entities", "decode_entities_batch"),
+    "labels": ("TagScheme", "normalise_id2label"),
+    "masks": ("MaskFill", "decode_masks", "decode_targets"),
+    "pooling": ("finish_embeddings", "pool_packed", "pool_padded"),
+    "rows": ("TokenRow",),
+    "spans": ("Answer", "decode_answers", "decode_answers_batch"),
+    "windows": ("join_words", "merge_windows"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for file, names in _FILES.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{file}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

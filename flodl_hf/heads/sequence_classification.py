@@ -79,7 +79,6 @@ class SequenceClassifier(ScoringModel):
             TokenizerError: a text is not a valid string, or too long with ``strict``.
         """
         from flodl_hf.decode import decode_classes
-        from flodl_hf.decode.compat import text_classification
         from flodl_hf.runtime import Session
         from flodl_hf.runtime.passes import Scores
 
@@ -90,6 +89,8 @@ class SequenceClassifier(ScoringModel):
 
         def finish(chunk: list[Text], encoded: Encoded, scores: Pending) -> list[Any]:
             if compat is not None:
+                from flodl_hf.decode.compat import text_classification
+
                 return text_classification(
                     scores.stacked(), self.config.labels, problem_type=self.config.problem_type,
                     function_to_apply=function_to_apply, top_k=top_k,

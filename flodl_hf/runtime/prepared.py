@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from functools import cache
 from itertools import chain
 from operator import is_
 from typing import TYPE_CHECKING, Any
@@ -23,10 +25,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from flodl.graph import Graph
 from flodl_hf.runtime.precision import Precision, check_precision, dtype_of
 
 if TYPE_CHECKING:
-    from flodl.graph import Graph
     from flodl_hf.model import EncoderModel
 
 __all__ = ["Prepared", "Stamp", "forget", "prepared", "shadow"]
@@ -39,9 +41,49 @@ _PLACE = "_prepared_graphs"
 def shadow(graph: Graph) -> Graph:
     """Return a copy of the graph's modules, in evaluation mode, that shares every parameter and buffer."""
     memo: dict[int, Any] = {id(tensor): tensor for tensor in _tensors(graph)}
-    found = copy.deepcopy(graph, memo)
+    found = _double(graph, memo)
     found.eval()
     return found
+
+
+def _double(module: Any, memo: dict[int, Any]) -> Any:
+    """Return what ``copy.deepcopy`` does; in a quarter of its time where modules have no ways of their own."""
+    if id(module) in memo:
+        return memo[id(module)]
+    kind = type(module)
+    # A graph's way to be pickled makes its class anew of its plan, and it has that class already.
+    whole = isinstance(module, Graph)
+    if not whole and not _copied_by_state(kind):
+        return copy.deepcopy(module, memo)
+    found = memo[id(module)] = object.__new__(kind)
+    state: dict[str, Any] = {}
+    for name, value in (module.__reduce__()[2] if whole else module.__getstate__()).items():
+        if name == "_modules":
+            state[name] = {child: None if part is None else _double(part, memo) for child, part in value.items()}
+        elif name in ("_parameters", "_buffers"):
+            state[name] = dict(value)
+        elif type(value) in _PLAIN:
+            state[name] = value
+        elif type(value) in _TABLES and not value:
+            state[name] = type(value)()
+        else:
+            state[name] = copy.deepcopy(value, memo)
+    found.__setstate__(state)
+    return found
+
+
+_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
+_TABLES = (dict, OrderedDict, set, list)
+
+
+_WAYS = ("__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__slots__")
+
+
+@cache
+def _copied_by_state(kind: type) -> bool:
+    """Return whether a kind of module is copied as `nn.Module` is, by no way of its own."""
+    own = kind.__mro__[: kind.__mro__.index(nn.Module)]
+    return not any(way in vars(base) for base in own for way in _WAYS)
 
 
 def _tensors(graph: nn.Module) -> Iterator[Tensor]:

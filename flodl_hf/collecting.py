@@ -1,0 +1,29 @@
+"""Garbage collection put off while much is made that stays: importing, loading.
+
+Decides nothing but that. A program that has switched collection off finds it off.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["without_collecting"]
+
+
+@contextmanager
+def without_collecting() -> Iterator[None]:
+    """Put garbage collection off: thousands of new objects, none of them garbage, would set off full sweeps."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            if not gc.get_freeze_count():
+                # Counts what is here now as old, without a look at it: the sweep that importing torch left due
+                # takes a tenth of a second, and would fall into the first answer.
+                gc.freeze()
+                gc.unfreeze()
+            gc.enable()
