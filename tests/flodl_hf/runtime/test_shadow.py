@@ -43,14 +43,20 @@ def test_a_shadow_has_modules_of_its_own_and_everything_they_hold() -> None:
     graph = FlowBuilder(Plain(), name="first").through(nn.Dropout(0.5), name="second").build()
     first: Any = graph.get_submodule("first")
     copied: Any = shadow(graph).get_submodule("first")
-    assert copied is not first and copied.linear is not first.linear
-    assert copied.twice is copied.linear and copied.seen[0] is copied.linear
-    assert copied.linear.weight is first.linear.weight and copied.scale is first.scale
-    assert copied.notes == first.notes and copied.notes["depth"] is not first.notes["depth"]
+    assert copied is not first
+    assert copied.linear is not first.linear
+    assert copied.twice is copied.linear
+    assert copied.seen[0] is copied.linear
+    assert copied.linear.weight is first.linear.weight
+    assert copied.scale is first.scale
+    assert copied.notes == first.notes
+    assert copied.notes["depth"] is not first.notes["depth"]
     copied.register_forward_hook(lambda *_: None)
     copied.register_buffer("more", torch.zeros(1))
-    assert not first._forward_hooks and "more" not in first._buffers
-    assert graph.training and not copied.training
+    assert not first._forward_hooks
+    assert "more" not in first._buffers
+    assert graph.training
+    assert not copied.training
     x = torch.ones(2, 3)
     torch.testing.assert_close(shadow(graph)(x), copy.deepcopy(graph).eval()(x))
 
