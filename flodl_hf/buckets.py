@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -37,6 +38,11 @@ class Bucket:
     longest: int
 
 
+@cache
+def _counting(count: int) -> np.ndarray:
+    return np.arange(count, dtype=np.int32)
+
+
 def _up(value: int, steps: int, least: int) -> int:
     """Return ``value`` rounded up to a multiple of a power of two that leaves ``steps`` steps an octave."""
     value = max(value, least)
@@ -45,11 +51,16 @@ def _up(value: int, steps: int, least: int) -> int:
 
 
 def bucket_of(
-    lengths: Sequence[int] | np.ndarray, *, steps: int = 4, least: int = 32, most: int | None = None
+    lengths: Sequence[int] | np.ndarray,
+    *,
+    steps: int = 4,
+    least: int = 32,
+    most: int | None = None,
+    full: int | None = None,
 ) -> Bucket:
     """Return the smallest bucket that holds texts of these lengths.
 
-    Sizes grow by a quarter to an eighth of themselves (with the default ``steps``), so that little is filling
+    Tokens grow by a quarter to an eighth of themselves (with the default ``steps``), so that little is filling
     and few buckets exist.
 
     Args:
@@ -57,14 +68,23 @@ def bucket_of(
         steps: steps from one power of two to the next for tokens.
         least: fewest tokens of a bucket.
         most: most tokens of a text that the model takes; bounds the longest.
+        full: tokens of a full batch, for large ones: no bucket is larger unless its texts are, and slots and
+            longest are powers of two. They cost little there, and full batches so come in a handful of shapes.
     """
-    sizes = np.asarray(lengths, np.int64)
-    tokens = _up(int(sizes.sum()), steps, least)
-    longest = _up(int(sizes.max()), 2, min(16, least))
+    if len(lengths) == 1:
+        total = most_here = int(lengths[0])
+    else:
+        sizes = np.asarray(lengths, np.int64)
+        total, most_here = int(sizes.sum()), int(sizes.max())
+    tokens = _up(total, steps, least)
+    if full is not None and total <= full < tokens:
+        tokens = full
+    fine = 2 if full is None else 1
+    longest = _up(most_here, fine, min(16, least))
     if most is not None:
-        longest = max(int(sizes.max()), min(longest, most))
-    filling = -(-(tokens - int(sizes.sum())) // longest)
-    return Bucket(tokens, _up(len(sizes) + filling, 2, 1), longest)
+        longest = max(most_here, min(longest, most))
+    filling = -(-(tokens - total) // longest)
+    return Bucket(tokens, _up(len(lengths) + filling, fine, 1), longest)
 
 
 class Buffer:
@@ -96,6 +116,8 @@ class Buffer:
             lengths: tokens of each text, ``(texts,)``.
         """
         tokens, texts, longest = self.bucket.tokens, self.bucket.texts, self.bucket.longest
+        if len(lengths) == 1 and tokens - len(ids) <= longest:
+            return self._write_one(ids, types)
         all_lengths = fill(lengths, self.bucket)
         a, at, real = self._array, tokens, len(ids)
         a[:real] = ids
@@ -119,6 +141,25 @@ class Buffer:
         assert int(all_lengths.max()) <= longest
         assert len(ends) <= texts
         return tuple(all_lengths.tolist())
+
+    def _write_one(self, ids: np.ndarray, types: np.ndarray | None) -> tuple[int, ...]:
+        """Do what `write` does for one text and at most one filling; somebody waits for it."""
+        tokens, texts, real = self.bucket.tokens, self.bucket.texts, len(ids)
+        parts = self._array[: -2 * texts - 1].reshape(-1, tokens)
+        parts[0, :real] = ids
+        parts[0, real:] = FILLER
+        if self.types:
+            parts[1, :real] = 0 if types is None else types
+            parts[1, real:] = 0
+        counting = _counting(tokens)
+        parts[-2, :real] = counting[:real]
+        parts[-2, real:] = counting[: tokens - real]
+        parts[-1, :real] = real
+        parts[-1, real:] = tokens
+        offsets, opens = self._array[-2 * texts - 1 : -texts], self._array[-texts:]
+        offsets[0], offsets[1], offsets[2:] = 0, real, tokens
+        opens[0], opens[1:2], opens[2:] = 0, min(real, tokens - 1), tokens - 1
+        return (real, tokens - real) if tokens > real else (real,)
 
     def on(
         self, packed: Tensor, lengths: tuple[int, ...] = (), real: int | None = None

@@ -6,8 +6,10 @@ prepared   the graph that predicts: fused and cast, remade when the model change
 inputs     what users pass as texts, and their tokens as arrays
 plan       which rows run together: sorted by length, cut by a token budget
 passes     what a batch computes: scores, states, pooled vectors
-engine     rows through a prepared graph; memory that runs out; results that come later
-record     small batches as recorded CUDA graphs
+batch      rows of a table end to end, as an engine hands them on
+pending    results on their way home
+engine     rows through a prepared graph; memory that runs out
+record     batches as recorded CUDA graphs
 fleet      several devices with one queue
 stream     any iterable in, an iterator out, in constant memory
 session    one call: its options, engines and stream

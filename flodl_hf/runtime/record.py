@@ -1,7 +1,8 @@
-"""Passes recorded as CUDA graphs: one launch instead of hundreds, for batches whose shapes come again.
+"""Passes recorded as CUDA graphs: one launch instead of a hundred, for batches whose shapes come again.
 
-Decides what is worth recording (small batches, at their third coming), how many recordings are kept (the
-least recently used go first), and that a pass which cannot be recorded runs as it always did.
+Decides what is worth recording (a shape at its third coming, and ever later after each time it had to go), how
+many recordings are kept (the least recently used go first), that captures take turns, and that a pass which cannot
+be recorded runs as it always did. How shapes are made to come again is `flodl_hf.buckets`' and the engine's.
 """
 
 from __future__ import annotations
@@ -9,32 +10,71 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-__all__ = ["Recorder"]
+__all__ = ["SMALL", "Recorder", "Recording"]
 
 T = TypeVar("T")
 
-# Above this many numbers in the input a batch takes longer to compute than to launch.
-MOST_NUMBERS = 4 * 4096
-# Each recording keeps its activations' memory, a few megabytes at these sizes; all share one pool.
-KEPT = 48
-# Recording costs as much as some hundred passes, so a shape has to come again first.
+# Tokens up to which a batch computes faster than it is launched, op by op.
+SMALL = 4096
+# All recordings share one pool of memory, which holds the activations of the largest; what each has for itself is
+# its input and its result, and what the driver keeps of a graph, about 100 kB.
+KEPT = 64
+# Results of all recordings together, and of one, in bytes: results for each token may be large.
+KEPT_BYTES = 256 << 20
+MOST_BYTES = 64 << 20
+# Recording costs as much as some tens of passes, so a shape has to come again first.
 WAIT = 2
 
+# Two captures at once are more than torch's random number generators and memory pools are made for.
+_CAPTURING = threading.Lock()
 
-class _Recording:
-    def __init__(self, packed: Tensor, step: Callable[[Tensor], Tensor], device: torch.device, pool: Any) -> None:
-        self.input = packed.to(device)
-        # Once outside of the recording: libraries set themselves up, kernels are compiled.
-        step(self.input)
-        torch.cuda.synchronize(device)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
-            self.output = step(self.input)
+
+class Recording(Protocol):
+    """One pass, ready to be replayed.
+
+    Attributes:
+        input: where the next batch goes.
+        output: where its result will be.
+    """
+
+    input: Tensor
+    output: Tensor
+
+    def replay(self) -> None:
+        """Run the pass on what is in ``input``."""
+        ...
+
+
+class _Captured:
+    """A pass as a CUDA graph.
+
+    Args:
+        step: the pass.
+        input: its input, on the device.
+        pool: the memory that recordings share.
+        stream: where captures of this pool are made; replays run on the caller's stream.
+    """
+
+    def __init__(self, step: Callable[[Tensor], Tensor], input: Tensor, pool: Any, stream: torch.cuda.Stream) -> None:
+        self.input = input
+        torch.cuda.synchronize(input.device)
+        self._graph = torch.cuda.CUDAGraph()
+        # `torch.cuda.graph` would also hand all cached memory back, pinned memory too, which the next batches want.
+        with _CAPTURING, torch.cuda.stream(stream):
+            self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                self.output = step(self.input)
+            finally:
+                self._graph.capture_end()
+        torch.cuda.current_stream(input.device).wait_stream(stream)
+
+    def replay(self) -> None:
+        self._graph.replay()
 
 
 class Recorder:
@@ -42,10 +82,12 @@ class Recorder:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._kept: OrderedDict[Hashable, _Recording] = OrderedDict()
+        self._kept: OrderedDict[Hashable, Recording] = OrderedDict()
         self._seen: dict[Hashable, int] = {}
+        self._wanted: dict[Hashable, int] = {}
         self._pool: Any = None
         self._stream: Any = None
+        self._side: Any = None
         self.refused: str | None = None
         """Why passes of this graph cannot be recorded, once that was found out."""
 
@@ -56,6 +98,7 @@ class Recorder:
         """Drop every recording and its memory."""
         with self._lock:
             self._kept.clear()
+            self._seen.clear()
             self._pool = None
 
     def run(
@@ -75,9 +118,9 @@ class Recorder:
             device: where it runs.
             take: sends the result on its way; it is overwritten by the next call.
         """
-        if device.type != "cuda" or self.refused is not None or packed.numel() > MOST_NUMBERS:
+        if self.refused is not None or not self.records_on(device):
             return None
-        stream = torch.cuda.current_stream(device)
+        stream = self.stream_of(device)
         with self._lock:
             # All recordings share memory, so all must run on one stream; callers on another do without.
             if self._stream is None:
@@ -89,27 +132,62 @@ class Recorder:
                 return None
             self._kept.move_to_end(key)
             recording.input.copy_(packed, non_blocking=True)
-            recording.graph.replay()
+            recording.replay()
             return take(recording.output)
+
+    def records_on(self, device: torch.device) -> bool:
+        """Return whether passes can be recorded on a device."""
+        return device.type == "cuda"
+
+    def stream_of(self, device: torch.device) -> Any:
+        """Return the stream that the caller's work goes to."""
+        return torch.cuda.current_stream(device)
+
+    def capture(self, step: Callable[[Tensor], Tensor], input: Tensor) -> Recording:
+        """Return a pass recorded on its input, in the memory that all recordings share."""
+        with torch.cuda.device(input.device):
+            if self._side is None:
+                self._side = torch.cuda.Stream(input.device)
+            if self._pool is None:
+                self._pool = torch.cuda.graph_pool_handle()
+            return _Captured(step, input, self._pool, self._side)
 
     def _record(
         self, key: Hashable, packed: Tensor, step: Callable[[Tensor], Tensor], device: torch.device
-    ) -> _Recording | None:
+    ) -> Recording | None:
         seen = self._seen.get(key, 0)
         self._seen[key] = seen + 1
-        if seen < WAIT:
+        wait = self._wanted.get(key, WAIT)
+        if seen < wait:
             return None
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        while len(self._kept) >= KEPT:
-            self._kept.popitem(last=False)
+        # One that is dropped and wanted again shall not be recorded time and again.
+        self._seen[key], self._wanted[key] = 0, 2 * wait
         try:
-            with torch.cuda.device(device):
-                recording = _Recording(packed, step, device, self._pool)
+            input = packed.to(device)
+            # Once outside of the recording: libraries set themselves up, kernels are compiled.
+            size = _bytes(step(input))
+            if size > MOST_BYTES:
+                self._wanted[key] = 1 << 62
+                return None
+            self._make_room(size)
+            recording = self.capture(step, input)
         except torch.OutOfMemoryError:
-            raise
+            # The pool wants memory beside what ordinary passes use, and they need none of it.
+            self._kept.clear()
+            self._pool = None
+            return None
         except RuntimeError as fault:
             self.refused = str(fault).splitlines()[0]
             return None
         self._kept[key] = recording
         return recording
+
+    def _make_room(self, size: int) -> None:
+        kept = sum(_bytes(recording.output) for recording in self._kept.values())
+        while self._kept and (len(self._kept) >= KEPT or kept + size > KEPT_BYTES):
+            _, gone = self._kept.popitem(last=False)
+            kept -= _bytes(gone.output)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -11,6 +11,9 @@ import torch
 from flodl_hf.buckets import Buffer, bucket_of
 from flodl_hf.model import EncoderModel
 from flodl_hf.runtime import Engine, RunOptions, prepared, spread
+from flodl_hf.runtime.batch import Batch
+from flodl_hf.runtime.inputs import encode
+from flodl_hf.runtime.passes import Scores
 
 pytestmark = pytest.mark.gpu
 Make = Callable[..., EncoderModel]
@@ -75,6 +78,30 @@ def test_small_batches_are_recorded_and_replayed(make: Make) -> None:
     assert model.predict(TEXTS[0], precision="bf16") != first  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("head", ["sequence_classification", "token_classification"])
+def test_large_batches_are_recorded_and_their_replays_give_the_same(make: Make, head: str) -> None:
+    model = make("bert", head, **WIDE["bert"]).to("cuda")
+    assert model.tokenizer is not None
+    engine = Engine.of(model, RunOptions(precision="bf16"))
+    first, second = (
+        encode(model.tokenizer, [" ".join(["good film"] * (1 + (i * step) % 17)) for i in range(900)], max_tokens=40)
+        for step in (5, 7)
+    )
+    work = Scores(model.per_text)
+
+    def scores(found: object) -> torch.Tensor:
+        started = engine.start(found.table, work)  # type: ignore[attr-defined]
+        return started.stacked() if model.per_text else started.placed().values
+
+    known = [scores(first), scores(second)]
+    assert len(engine.recorder) == 0
+    for _ in range(3):
+        for table, before in zip((first, second), known, strict=True):
+            torch.testing.assert_close(scores(table), before, rtol=0, atol=2e-2)
+    assert engine.recorder.refused is None, engine.recorder.refused
+    assert len(engine.recorder) > 0
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_passes_of_each_family_can_be_recorded(make: Make, family: str) -> None:
     model = make(family, "token_classification").to("cuda")
@@ -98,10 +125,10 @@ def test_memory_that_runs_out_halves_the_budget(make: Make, monkeypatch: pytest.
     expected = model.predict(TEXTS)  # type: ignore[attr-defined]
     whole = Engine._bucketed
 
-    def fails(self: Engine, work: object, ids: np.ndarray, *rest: object) -> object:
-        if len(ids) > 40:
+    def fails(self: Engine, batch: Batch, alone: bool) -> object:
+        if len(batch.ids) > 40:
             raise torch.OutOfMemoryError("CUDA out of memory (made in a test)")
-        return whole(self, work, ids, *rest)  # type: ignore[arg-type]
+        return whole(self, batch, alone)
 
     monkeypatch.setattr(Engine, "_bucketed", fails)
     found = model.predict(TEXTS)  # type: ignore[attr-defined]

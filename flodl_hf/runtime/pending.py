@@ -1,0 +1,79 @@
+"""Results that are on their way home, and in which order they are wanted.
+
+Arrays, not tensors, put them in order: torch would wake a thread for every core, which then waits busily beside
+the threads that tokenise.
+"""
+
+from __future__ import annotations
+
+from threading import Thread
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flodl_hf.decode.rows import Placed
+
+__all__ = ["Pending"]
+
+
+class Pending:
+    """Results on their way; ask for them when they are needed.
+
+    Args:
+        rows: how many rows there are.
+        per_text: whether there is one result a row.
+    """
+
+    def __init__(self, rows: int, per_text: bool) -> None:
+        self._per_text = per_text
+        self._rows = rows
+        self._parts: list[tuple[np.ndarray, np.ndarray, Tensor, Any]] = []
+        self.threads: list[Thread] = []
+        self.faults: list[BaseException] = []
+
+    def add(self, rows: np.ndarray, sizes: np.ndarray, values: Tensor, event: Any) -> None:
+        """Note a batch.
+
+        Args:
+            rows: its rows.
+            sizes: how many results each has.
+            values: where they will be, float32 on the CPU.
+            event: says when they are there; None if they are.
+        """
+        self._parts.append((rows, sizes, values, event))
+
+    def placed(self) -> Placed:
+        """Return the results of all tokens, in float32 on the CPU, and where each row's begin."""
+        self.wait()
+        starts = np.zeros(self._rows, np.int64)
+        at = 0
+        for rows, sizes, values, _ in self._parts:
+            starts[rows] = at + np.cumsum(sizes) - sizes
+            at += len(values)
+        parts = [part[2] for part in self._parts]
+        if len(parts) == 1:
+            return Placed(parts[0], starts)
+        return Placed(torch.from_numpy(np.concatenate([part.numpy() for part in parts])), starts)
+
+    def stacked(self) -> Tensor:
+        """Return the result of each row in the order of the rows, ``(rows, ...)``, in float32 on the CPU."""
+        self.wait()
+        first = self._parts[0][2]
+        if len(self._parts) == 1 and self._rows == 1:
+            return first
+        found = np.empty((self._rows, *first.shape[1:]), np.float32)
+        for rows, _, values, _ in self._parts:
+            found[rows] = values.numpy()
+        return torch.from_numpy(found)
+
+    def wait(self) -> None:
+        """Return when all results are here; raise what another thread met on the way."""
+        for thread in self.threads:
+            thread.join()
+        if self.faults:
+            raise self.faults[0]
+        for *_, event in self._parts:
+            if event is not None:
+                event.synchronize()
