@@ -38,6 +38,8 @@ class Settings:
         deterministic: ask torch for deterministic kernels, and fail where there is none.
         checkpoint_activations: called with the model before training, to switch gradient
             checkpointing on in it.
+        arrange: called with the model, on its device, when training begins, to have it computed another
+            way; returns what undoes that.
         schedule: has ``lr(step)``; or a function of the number of ranks that returns such an object.
         schedule_metric: the figure that a schedule with ``observe`` is told after each epoch.
         lr_scale_ratio: multiply the learning rate by ``1 + (ranks - 1) * ratio``.
@@ -80,6 +82,7 @@ class Settings:
     compat: str | None = None
     deterministic: bool = False
     checkpoint_activations: Callable[[nn.Module], Any] | None = None
+    arrange: Callable[[nn.Module], Callable[[], Any]] | None = None
     schedule: Any = None
     schedule_metric: str = "loss"
     lr_scale_ratio: float = 0.0

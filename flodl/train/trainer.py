@@ -389,7 +389,7 @@ class Trainer:
     @contextlib.contextmanager
     def _leaving_cleanly(self) -> Iterator[None]:
         """Listen to signals while inside, and free the checkpoint folder however the inside ends."""
-        undo = compiled(self.model) if self.settings.compile else None
+        arranged = [way(self.model) for way in (compiled if self.settings.compile else None, self.settings.arrange) if way]
         try:
             with self.signals:
                 yield
@@ -399,7 +399,7 @@ class Trainer:
             raise
         finally:
             self.step_.release()
-            if undo is not None:
+            for undo in arranged:
                 undo()
 
     def _begin_run(self) -> None:

@@ -88,6 +88,7 @@ class Options:
     seed: int = _opt(42, "Decides new weights, order, dropout and masking.")
     deterministic: bool = _opt(False, "Use deterministic kernels only.")
     capture: bool = _opt(True, "Record steps as CUDA graphs, one for each shape of batch, where that is possible.")
+    fused: bool = _opt(True, "Compute encoder layers by fused kernels on CUDA in half precision.")
     compile: bool = _opt(False, "Translate the model with torch.compile before training.")
     log_every: int = _opt(20, "Steps whose figures are read from a CUDA device together.", least=1)
     on_nan: str = _opt("stop", "stop or skip when loss or gradient is not finite.", among=("stop", "skip"))
@@ -165,6 +166,7 @@ class FinetuneOptions(TypedDict, total=False):
     seed: int
     deterministic: bool
     capture: bool
+    fused: bool
     compile: bool
     log_every: int
     on_nan: str

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -211,6 +212,7 @@ def train_job(job: Job, on_event: Callable[[Any], Any], stack: ExitStack, folder
             schedule_metric=job.metric.lstrip("-") if job.metric else "loss",
             parameter_groups=_Groups(options.lr, options.layerwise_decay),
             checkpoint_activations=checkpoint_layers if options.gradient_checkpointing else None,
+            arrange=_arrangement(options),
         )
         .subscribe(on_event)
     )
@@ -240,6 +242,20 @@ def train_job(job: Job, on_event: Callable[[Any], Any], stack: ExitStack, folder
         return trained
     state.load_into(job.model)
     return job.model
+
+
+def _arrangement(options: Options) -> Callable[[Any], Callable[[], Any]] | None:
+    """Return what has layers computed by fused kernels in half precision; None where others arrange them."""
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(options.precision)
+    if half is None or not options.fused or options.compile or options.gradient_checkpointing:
+        return None
+    return partial(_fuse, half)
+
+
+def _fuse(dtype: torch.dtype, model: Any) -> Callable[[], None]:
+    from flodl_hf.fused import fuse_layers
+
+    return fuse_layers(model.graph, dtype)
 
 
 def _factory(job: Job, stack: ExitStack) -> Any:

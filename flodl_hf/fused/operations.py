@@ -1,0 +1,232 @@
+"""What an encoder layer computes in training, as four differentiable operations over our kernels.
+
+The arithmetic is autocast's: products in half precision, the residual stream and norms in float32, gradients of
+weights in float32. Fewer numbers travel: a state's half-precision copy is written where the state is, dropout,
+residual, norm and their gradients are one kernel each, and weights' gradients leave the product in float32.
+
+Shapes: T tokens, D width of a state, N heads, H width of a head.
+"""
+
+# Autograd passes contexts and argument lists without types.
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from flodl_hf.fused import kernels
+
+__all__ = ["activated", "added_and_normed", "mixed", "projected"]
+
+# One block of tokens per program; a text is rarely longer.
+TILE = 64
+# Streams of random numbers of one layer: its heads, then what follows attention and what ends the layer.
+AFTER_ATTENTION, AFTER_FEED_FORWARD = 1 << 20, (1 << 20) + 1
+STREAMS = 1 << 21
+
+
+def _programs(device: torch.device, each: int) -> int:
+    if device.type != "cuda":
+        return each
+    return each * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _of_weight(d_out: Tensor, x: Tensor) -> Tensor:
+    """Return the float32 gradient of a weight, ``(out, in)``."""
+    if d_out.is_cuda:
+        return torch.mm(d_out.t(), x, out_dtype=torch.float32)
+    return torch.mm(d_out.t().float(), x.float())
+
+
+def _sums(d_out: Tensor, x: Tensor | None, tanh: bool) -> tuple[Tensor, Tensor]:
+    """Return the gradient before the GELU (``d_out`` itself without ``x``), and the sums of its columns, float32."""
+    rows, width = d_out.shape
+    d_x = d_out if x is None else torch.empty_like(d_out)
+    wide, high = 128, 16
+    columns = triton.cdiv(width, wide)
+    blocks = max(1, min(triton.cdiv(rows, high), _programs(d_out.device, 8) // columns))
+    parts = torch.empty(blocks, width, dtype=torch.float32, device=d_out.device)
+    kernels.column_sums[(blocks, columns)](
+        d_out, d_out if x is None else x, d_x, parts, rows, width, high, wide, x is not None, tanh, num_warps=4
+    )
+    return d_x, parts.sum(0)
+
+
+class _Projected(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight_half: Tensor, bias_half: Tensor, parts: int, *weights_and_biases: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight_half)
+        ctx.sizes = [weight.shape[0] for weight in weights_and_biases[:parts]]
+        ctx.set_materialize_grads(False)
+        return torch.addmm(bias_half, x, weight_half.t())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (d_out,) = grads
+        x, weight_half = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        d_x = torch.mm(d_out, weight_half) if needs[0] else None
+        middle = 4 + len(ctx.sizes)
+        d_weights: list[Any] = [None] * len(ctx.sizes)
+        d_biases: list[Any] = [None] * (len(needs) - middle)
+        if any(needs[4:middle]):
+            d_weights = list(_of_weight(d_out, x).split(ctx.sizes))
+        if any(needs[middle:]):
+            d_biases = list(_sums(d_out, None, False)[1].split(ctx.sizes))
+        return d_x, None, None, None, *d_weights, *d_biases
+
+
+def projected(x: Tensor, weight: Tensor, bias: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
+    """Return ``x @ weight.T + bias``, ``(T, outputs)``, in half precision.
+
+    Args:
+        x: ``(T, D)``, in half precision.
+        weight: the weights in half precision, one below the other, ``(outputs, D)``.
+        bias: the biases in half precision, ``(outputs,)``.
+        weights: the parameters that ``weight`` copies, which get the gradients.
+        biases: those that ``bias`` copies; empty where what comes next sums their gradients.
+    """
+    return _Projected.apply(x, weight, bias, len(weights), *weights, *biases)  # type: ignore[return-value]
+
+
+class _Mixed(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, qkv: Tensor, places: Tensor, ends: Tensor, seed: Tensor, heads: int, p: float, stream: int
+    ) -> Tensor:
+        tokens, width = qkv.shape[0], qkv.shape[1] // (3 * heads)
+        out = torch.empty(tokens, heads * width, dtype=qkv.dtype, device=qkv.device)
+        lse = torch.empty(heads, tokens, dtype=torch.float32, device=qkv.device)
+        kernels.mix[(triton.cdiv(tokens, TILE), heads)](
+            qkv, places, ends, seed, out, lse, tokens, qkv.stride(0), width**-0.5, p, stream,
+            heads, width, TILE, TILE, p > 0, num_warps=4,
+        )  # fmt: skip
+        ctx.save_for_backward(qkv, places, ends, seed, out, lse)
+        ctx.about = heads, p, stream
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        qkv, places, ends, seed, out, lse = ctx.saved_tensors
+        heads, p, stream = ctx.about
+        d_out = grads[0].contiguous()
+        tokens, width = qkv.shape[0], qkv.shape[1] // (3 * heads)
+        d_qkv, dots = torch.empty_like(qkv), torch.empty_like(lse)
+        grid = (triton.cdiv(tokens, TILE), heads)
+        numbers = (tokens, qkv.stride(0), width**-0.5, p, stream, heads, width, TILE, TILE, p > 0)
+        kernels.mix_queries[grid](qkv, places, ends, seed, out, lse, d_out, d_qkv, dots, *numbers, num_warps=4)
+        kernels.mix_keys[grid](qkv, places, ends, seed, lse, d_out, d_qkv, dots, *numbers, num_warps=4)
+        return d_qkv, None, None, None, None, None, None
+
+
+def mixed(qkv: Tensor, places: Tensor, ends: Tensor, seed: Tensor, *, heads: int, p: float, stream: int) -> Tensor:
+    """Return what attention within each text mixes, ``(T, N*H)``.
+
+    Args:
+        qkv: query, key and value side by side, ``(T, 3*N*H)``, contiguous, H one of 16, 32, 64, 128.
+        places: each token's place in its text, ``(T,)``, integers.
+        ends: index after the last token of each token's text, ``(T,)``, int32.
+        seed: of what is dropped, ``(1,)``, int64, on the same device.
+        heads: N.
+        p: probability of dropping a weight.
+        stream: number of the first stream of random numbers; each head has its own.
+    """
+    return _Mixed.apply(qkv, places, ends, seed, heads, p, stream)  # type: ignore[return-value]
+
+
+class _Normed(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, x_bias: Tensor, seed: Tensor, eps: float,
+        p: float, stream: int,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        rows, width = x.shape
+        out, half = torch.empty_like(residual), torch.empty_like(x)
+        stats = torch.empty(rows, 2, dtype=torch.float32, device=x.device)
+        block = triton.next_power_of_2(width)
+        kernels.norm[(rows,)](
+            x, residual, weight, bias, seed, out, half, stats, p, eps, stream, width, block, p > 0,
+            num_warps=4 if block <= 2048 else 8,
+        )  # fmt: skip
+        ctx.save_for_backward(x, residual, weight, stats, seed)
+        ctx.about = p, stream
+        ctx.set_materialize_grads(False)
+        return out, half
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, residual, weight, stats, seed = ctx.saved_tensors
+        p, stream = ctx.about
+        full, half = (None if grad is None else grad.contiguous() for grad in grads)
+        rows, width = x.shape
+        programs = min(rows, _programs(x.device, 6))
+        d_residual, d_x = torch.empty_like(residual), torch.empty_like(x)
+        parts = torch.empty(programs, 3, width, dtype=torch.float32, device=x.device)
+        block = triton.next_power_of_2(width)
+        kernels.norm_backward[(programs,)](
+            x if full is None else full, x if half is None else half, x, residual, weight, stats, seed, d_residual,
+            d_x, parts, rows, p, stream, width, block, p > 0, full is not None, half is not None,
+            num_warps=4 if block <= 2048 else 8,
+        )  # fmt: skip
+        d_weight, d_bias, d_x_bias = parts.sum(0).unbind(0)
+        return d_x, d_residual, d_weight, d_bias, d_x_bias, None, None, None, None
+
+
+def added_and_normed(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, x_bias: Tensor, seed: Tensor, *, eps: float, p: float,
+    stream: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the layer norm of ``dropout(x) + residual``, ``(T, D)``, in float32 and once more in ``x``'s dtype.
+
+    Args:
+        x: ``(T, D)``, in half precision, with its bias already added.
+        residual: ``(T, D)``, float32.
+        weight: the norm's gain, ``(D,)``, float32.
+        bias: its shift.
+        x_bias: the bias that is in ``x``; gets the gradient that is summed here anyway.
+        seed: of what is dropped, ``(1,)``, int64.
+        eps: of the norm.
+        p: probability of dropping a value of ``x``.
+        stream: number of the stream of random numbers.
+    """
+    return _Normed.apply(x, residual, weight, bias, x_bias, seed, eps, p, stream)  # type: ignore[return-value]
+
+
+class _Activated(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, x_bias: Tensor, tanh: bool) -> Tensor:
+        out = torch.empty_like(x)
+        block = 2048
+        kernels.activate[(triton.cdiv(x.numel(), block),)](x, out, x.numel(), block, tanh, num_warps=4)
+        ctx.save_for_backward(x)
+        ctx.tanh = tanh
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (x,) = ctx.saved_tensors
+        d_x, sums = _sums(grads[0].contiguous(), x, ctx.tanh)
+        return d_x, sums, None
+
+
+def activated(x: Tensor, x_bias: Tensor, *, tanh: bool) -> Tensor:
+    """Return the GELU of ``x``, ``(T, F)``, in its dtype.
+
+    Args:
+        x: in half precision, with its bias already added.
+        x_bias: the bias that is in ``x``; gets the gradient that is summed here anyway.
+        tanh: the approximation by tanh in the place of the error function.
+    """
+    return _Activated.apply(x, x_bias, tanh)  # type: ignore[return-value]

@@ -1,0 +1,261 @@
+"""Fused layers give the states and gradients of plain ones, drop the same values back and forth, and leave no trace.
+
+Kernels run on a CUDA device, or anywhere in Triton's interpreter (``TRITON_INTERPRET=1``); those tests are skipped
+elsewhere.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from flodl_hf.config import ModelConfig
+from flodl_hf.fused import install, probe
+from flodl_hf.fused.install import fuse_layers
+from flodl_hf.fused.layer import FusedLayer, ends_of
+from flodl_hf.heads.sequence_classification import SequenceClassifier
+from flodl_hf.layout import Packed
+
+HAS_TRITON = find_spec("triton") is not None
+INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
+runs = pytest.mark.skipif(
+    not (INTERPRETED or (HAS_TRITON and DEVICE.type == "cuda")),
+    reason="needs Triton and a CUDA device or its interpreter",
+)
+on_device = pytest.mark.skipif(DEVICE.type != "cuda" or not HAS_TRITON, reason="needs a CUDA device and Triton")
+# The interpreter has no products of bfloat16.
+DTYPES = [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16]
+NEAREST = {torch.float16: 3e-3, torch.bfloat16: 2e-2}
+
+
+def distance(found: Tensor, right: Tensor) -> float:
+    found, right = found.detach().float(), right.detach().float()
+    return float((found - right).norm() / right.norm().clamp(min=1e-6))
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape).to(DEVICE, dtype).requires_grad_()
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(3)
+
+
+def seeds(value: int = 5) -> Tensor:
+    return torch.tensor([value], device=DEVICE)
+
+
+def test_ends_follow_from_places() -> None:
+    _, _, layout = probe.small_case(torch.device("cpu"))
+    assert layout.ends is not None
+    bare = Packed(layout.offsets, (), layout.longest, layout.places, layout.opens)
+    assert torch.equal(ends_of(bare), layout.ends)
+
+
+@runs
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_two_layers_are_the_plain_ones(dtype: torch.dtype) -> None:
+    assert probe.apart(DEVICE, dtype) < NEAREST[dtype]
+
+
+@runs
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_attention_drops_the_same_weights_forward_and_backward(dtype: torch.dtype, p: float) -> None:
+    from flodl_hf.fused.operations import mixed
+
+    heads, width = 2, 128
+    _, _, layout = probe.small_case(DEVICE)
+    assert layout.places is not None
+    assert layout.ends is not None
+    tokens = layout.num_tokens
+    qkv = drawn(tokens, 3 * heads * width, dtype=dtype)
+
+    def run(given: Tensor) -> Tensor:
+        return mixed(given, layout.places, layout.ends, seeds(), heads=heads, p=p, stream=7)  # type: ignore[arg-type]
+
+    # With unit vectors as values the mix shows the weights themselves.
+    shown = qkv.detach().clone()
+    shown[:, 2 * heads * width :] = torch.eye(tokens, width, dtype=dtype, device=DEVICE).repeat(1, heads)
+    dropped = run(shown).view(tokens, heads, width)[:, :, :tokens].transpose(0, 1)
+    query, key, value = (part.view(tokens, heads, width).transpose(0, 1).float() for part in qkv.chunk(3, -1))
+    text = (layout.places == 0).cumsum(0)
+    scores = query @ key.transpose(1, 2) * width**-0.5
+    weights = scores.masked_fill(text[:, None] != text[None, :], float("-inf")).softmax(-1)
+    kept = (dropped != 0).float() if p else torch.ones_like(weights)
+    weights = weights * kept / (1 - p)
+    assert distance(dropped, weights) < NEAREST[dtype]
+    if p:
+        inside = (text[:, None] == text[None, :]).expand_as(kept)
+        assert abs(float(kept[inside].mean()) - (1 - p)) < 0.02
+        assert not torch.equal(kept[0], kept[1])
+    direction = drawn(tokens, heads * width, dtype=dtype).detach()
+    right = (weights @ value).transpose(0, 1).reshape(tokens, -1)
+    found = run(qkv)
+    assert distance(found, right) < NEAREST[dtype]
+    mine, theirs = (torch.autograd.grad(x, qkv, direction.to(x.dtype))[0] for x in (found, right))
+    for a, b in zip(mine.chunk(3, -1), theirs.chunk(3, -1), strict=True):
+        assert distance(a, b) < NEAREST[dtype]
+
+
+@runs
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("used", ["both", "full", "half"])
+def test_sum_and_norm_with_its_gradients(dtype: torch.dtype, p: float, used: str) -> None:
+    from flodl_hf.fused.operations import added_and_normed
+
+    rows, width = 70, 96
+    x, residual = drawn(rows, width, dtype=dtype), drawn(rows, width)
+    weight, bias, x_bias = drawn(width), drawn(width), drawn(width)
+    given = [x, residual, weight, bias]
+    full, half = added_and_normed(x, residual, weight, bias, x_bias, seeds(), eps=1e-5, p=p, stream=3)
+    d_full, d_half = drawn(rows, width).detach(), drawn(rows, width, dtype=dtype).detach()
+    outs = {"both": [full, half], "full": [full], "half": [half]}[used]
+    directions = {"both": [d_full, d_half], "full": [d_full], "half": [d_half]}[used]
+    *mine, of_bias = torch.autograd.grad(outs, [*given, x_bias], directions)
+    kept = (mine[0] != 0).float() if p else torch.ones(rows, width, device=DEVICE)
+    if p:
+        assert abs(float(kept.mean()) - (1 - p)) < 0.03
+    right = F.layer_norm(x.float() * kept / (1 - p) + residual, (width,), weight, bias, 1e-5)
+    theirs = torch.autograd.grad(right, given, sum(d.float() for d in directions))
+    assert distance(full, right) < 1e-5
+    assert torch.equal(full.to(dtype), half)
+    for a, b in zip(mine, theirs, strict=True):
+        assert distance(a, b) < NEAREST[dtype]
+    assert distance(of_bias, theirs[0].float().sum(0)) < NEAREST[dtype]
+
+
+@runs
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tanh", [False, True])
+def test_gelu_and_the_sums_of_its_gradient(dtype: torch.dtype, tanh: bool) -> None:
+    from flodl_hf.fused.operations import activated, projected
+
+    x, x_bias, direction = drawn(70, 200, dtype=dtype), drawn(200), drawn(70, 200, dtype=dtype).detach()
+    right = F.gelu(x.float(), approximate="tanh" if tanh else "none")
+    found = activated(x, x_bias, tanh=tanh)
+    (theirs,) = torch.autograd.grad(right, x, direction.float())
+    mine, of_bias = torch.autograd.grad(found, [x, x_bias], direction)
+    for a, b in ((found, right), (mine, theirs), (of_bias, theirs.float().sum(0))):
+        assert distance(a, b) < NEAREST[dtype]
+    weights, biases = [drawn(32, 200), drawn(16, 200)], [drawn(32), drawn(16)]
+    joined = [torch.cat([t.detach() for t in parts]).to(dtype) for parts in (weights, biases)]
+    out = projected(x, joined[0], joined[1], weights, biases)
+    expected = F.linear(x.float(), torch.cat(weights), torch.cat(biases))
+    direction = drawn(70, 48, dtype=dtype).detach()
+    given = [x, *weights, *biases]
+    pairs = zip(
+        torch.autograd.grad(out, given, direction), torch.autograd.grad(expected, given, direction.float()), strict=True
+    )
+    assert distance(out, expected) < NEAREST[dtype]
+    assert max(distance(a, b) for a, b in pairs) < NEAREST[dtype]
+
+
+@runs
+def test_a_layer_draws_anew_each_time_and_the_same_from_one_state() -> None:
+    block, states, layout = probe.small_case(DEVICE)
+    for part in block.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.2
+    block.get_submodule("attention").attention_dropout = 0.2  # type: ignore[assignment]
+    run = FusedLayer(block, block.forward)
+
+    def found() -> Tensor:
+        with torch.autocast(DEVICE.type, torch.float16):
+            return run(states, layout).detach()
+
+    torch.manual_seed(1)
+    first, second = found(), found()
+    torch.manual_seed(1)
+    assert torch.equal(found(), first)
+    assert not torch.equal(first, second)
+    block.eval()
+    assert torch.equal(found(), found())
+
+
+@runs
+def test_frozen_parameters_get_no_gradient_and_the_others_the_same() -> None:
+    block, states, layout = probe.small_case(DEVICE)
+    direction = torch.randn(states.shape).to(DEVICE)
+
+    def grads() -> dict[str, Tensor]:
+        block.zero_grad(set_to_none=True)
+        with torch.autocast(DEVICE.type, torch.float16):
+            FusedLayer(block, block.forward)(states, layout).backward(direction)
+        return {name: p.grad for name, p in block.named_parameters() if p.grad is not None}
+
+    whole = grads()
+    for name, parameter in block.named_parameters():
+        parameter.requires_grad_("attention" not in name and "up" not in name)
+    some = grads()
+    assert set(some) == {name for name in whole if "attention" not in name and "up" not in name}
+    assert all(torch.equal(some[name], whole[name]) for name in some)
+
+
+def model() -> SequenceClassifier:
+    sizes: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 50}
+    return SequenceClassifier.from_config(
+        ModelConfig.for_model("bert", **sizes, intermediate_size=48, max_position_embeddings=16, type_vocab_size=2)
+    )
+
+
+def test_without_a_device_nothing_changes() -> None:
+    graph = model().graph
+    undo = fuse_layers(graph, torch.bfloat16)
+    assert not any("forward" in part.__dict__ for part in graph.modules())
+    undo()
+
+
+def test_what_is_put_in_is_taken_out_and_the_model_stays_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(install, "kernels_hold", lambda _device, _dtype: True)
+    monkeypatch.setattr(install, "NEEDS_CUDA", False)
+    graph = model().graph.eval()
+    names = list(graph.state_dict())
+    ids, layout = torch.tensor([2, 7, 9, 3, 2, 8]), Packed.of([4, 2])
+    expected = graph(ids, token_type_ids=None, layout=layout)
+    undo = fuse_layers(graph, torch.bfloat16)
+    assert sum("forward" in part.__dict__ for part in graph.modules()) == 2
+    assert list(graph.state_dict()) == names
+    # No autocast, no bucket: the layers as they were built.
+    assert torch.equal(graph(ids, token_type_ids=None, layout=layout), expected)
+    assert torch.equal(copy.deepcopy(graph)(ids, token_type_ids=None, layout=layout), expected)
+    undo()
+    assert not any("forward" in part.__dict__ for part in graph.modules())
+    assert torch.equal(graph(ids, token_type_ids=None, layout=layout), expected)
+
+
+@pytest.mark.parametrize(("change", "left"), [("hook", 1), ("activation", 1), ("heads", 0)])
+def test_layers_that_the_kernels_do_not_know_are_left_alone(
+    change: str, left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(install, "kernels_hold", lambda _device, _dtype: True)
+    monkeypatch.setattr(install, "NEEDS_CUDA", False)
+    graph: Any = model().graph
+    block: Any = graph.get_submodule("encoder.layers.0")
+    if change == "hook":
+        block.attention_norm.register_forward_hook(lambda *_: None)
+    elif change == "activation":
+        block.feed_forward.activation.name = "relu"
+    else:
+        for layer in graph.get_submodule("encoder.layers").children():
+            layer.attention.num_heads = 4  # eight wide
+    undo = fuse_layers(graph, torch.bfloat16)
+    assert sum("forward" in part.__dict__ for part in graph.modules()) == left
+    undo()
+
+
+@on_device
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_this_device_runs_the_kernels(dtype: torch.dtype) -> None:
+    assert install.kernels_hold(torch.device("cuda", 0), dtype)
