@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from flodl.data.piece import Piece
 from flodl.errors import DataError, nearest
 
 __all__ = ["Batch", "move"]
@@ -27,12 +28,21 @@ class Batch:
         parts: name to value, in order.
         num_rows: samples in this batch. 0 is possible: the empty share of a rank, whose tensors have no rows.
         indices: the row numbers in the data set, on the host, shape ``(num_rows,)``.
+        piece: memory that all tensors among the parts are views of, where there is any.
     """
 
-    __slots__ = ("_parts", "indices", "num_rows")
+    __slots__ = ("_parts", "indices", "num_rows", "piece")
 
-    def __init__(self, parts: Mapping[str, Any], num_rows: int, indices: NDArray[np.int64] | None = None) -> None:
+    def __init__(
+        self,
+        parts: Mapping[str, Any],
+        num_rows: int,
+        indices: NDArray[np.int64] | None = None,
+        *,
+        piece: Piece | None = None,
+    ) -> None:
         self._parts = dict(parts)
+        self.piece = piece
         self.num_rows = int(num_rows)
         self.indices = np.empty(0, dtype=np.int64) if indices is None else indices
 
@@ -100,6 +110,10 @@ class Batch:
         """Return this batch with its tensors on ``device``."""
         moved = {n: move(p, device, non_blocking=non_blocking) for n, p in self._parts.items()}
         return Batch(moved, self.num_rows, self.indices)
+
+    def over(self, piece: Piece) -> Batch:
+        """Return this batch with the tensors that lie in ``piece`` in place of its own."""
+        return Batch({**self._parts, **piece.parts()}, self.num_rows, self.indices, piece=piece)
 
     def pin_memory(self) -> Batch:
         """Return this batch with its host tensors in page-locked memory."""

@@ -14,7 +14,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from operator import is_
+from operator import is_, itemgetter
 from typing import Any, Protocol
 
 import numpy as np
@@ -29,6 +29,9 @@ __all__ = ["Captures", "CudaRecorder", "Recorder", "Refused", "flatten"]
 MOST_GRAPHS = 64
 SMALL = 1 << 15  # numbers; the common kernel gives 65,536 of them to one block
 DIRTY_RUNS = 2  # a first run may wait while kernels are chosen; a second one that waits is how the step is
+
+
+_TRAINING = itemgetter("training")
 
 
 class Refused(Exception):
@@ -99,8 +102,9 @@ class Captures:
         self._graphs: dict[Any, _Graph] = {}
         self._runs: dict[Any, int] = {}
         self._dirty = 0
-        self._modules = list(self.step.model.modules())
-        tables = [table for m in self._modules for table in (m._modules, m._parameters) if table]
+        modules = list(self.step.model.modules())
+        self._own = [vars(m) for m in modules]
+        tables = [table for m in modules for table in (m._modules, m._parameters) if table]
         self._tables = [(table, tuple(table.values())) for table in tables]
         self._parameters = list(self.step.model.parameters())
         self._places = [p.data_ptr() for p in self._parameters]
@@ -202,7 +206,7 @@ class Captures:
         groups = self.step.optimizer.param_groups
         options = tuple([(_plain(group), id(group["lr"]), len(group["params"])) for group in groups])
         learns = bytes([p.requires_grad for p in self._parameters])
-        modes = bytes([m.training for m in self._modules])
+        modes = bytes(map(_TRAINING, self._own))
         return options, learns, modes
 
 
@@ -236,8 +240,13 @@ def flatten(value: Any, tensors: list[torch.Tensor], rows: bool = True) -> Any:
         tensors.append(value)
         return value.shape, value.dtype, value.stride()
     if isinstance(value, Batch):
-        inner = tuple((name, flatten(part, tensors)) for name, part in value.items())
-        return "batch", inner, value.num_rows if rows else None
+        parts, layout = value.items(), None
+        if value.piece is not None:
+            layout = value.piece.layout
+            flatten(value.piece.memory, tensors)
+            parts = [(name, part) for name, part in parts if not isinstance(part, torch.Tensor)]
+        inner = tuple([(name, flatten(part, tensors)) for name, part in parts])
+        return "batch", layout, inner, value.num_rows if rows else None
     if isinstance(value, Mapping):
         return type(value).__name__, tuple((name, flatten(part, tensors)) for name, part in value.items())
     if isinstance(value, (list, tuple)):
@@ -255,6 +264,8 @@ def _with(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         return next(tensors)
     if isinstance(value, Batch):
+        if value.piece is not None:
+            return value.over(value.piece.at(next(tensors)))
         return Batch({name: _with(part, tensors) for name, part in value.items()}, value.num_rows)
     if isinstance(value, Mapping):
         return {name: _with(part, tensors) for name, part in value.items()}

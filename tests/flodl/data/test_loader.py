@@ -28,7 +28,8 @@ from flodl.data import (
     collate_rows,
 )
 from flodl.data.memory import DeviceMemory, clamp_usage, fits, prefetch_depth
-from flodl.data.stream import Channel
+from flodl.data.piece import lay_out
+from flodl.data.stream import Channel, Placement
 from flodl.errors import DataError
 
 ROWS = 23
@@ -540,3 +541,43 @@ def test_as_batches_passes_batches_through():
     assert batch.to("cpu")["t"] == ["x", "y"]
     assert batch.emptied()["t"] == []
     assert "2 rows" in repr(batch)
+
+
+PARTS = {
+    "ids": torch.arange(7),
+    "offsets": torch.arange(3, dtype=torch.int32),
+    "half": torch.tensor([1.5, -2.0], dtype=torch.bfloat16),
+    "one": torch.tensor(3.25),
+    "flags": torch.tensor([[True], [False]]),
+    "none": torch.zeros(0, 4),
+}
+
+
+def test_a_batch_in_one_piece_has_the_parts_it_had():
+    batch = Batch({**PARTS, "names": ["a", "b"]}, 2)
+    piece = lay_out(batch.items())
+    assert piece is not None
+    moved = batch.over(piece.at(piece.memory.clone()))
+    assert moved.names == batch.names
+    assert moved["names"] == ["a", "b"]
+    assert moved.piece is not None
+    for name, part in PARTS.items():
+        assert torch.equal(moved[name], part), name
+        assert moved[name].dtype == part.dtype
+        assert moved[name].shape == part.shape
+        assert moved[name].untyped_storage().data_ptr() == moved.piece.memory.data_ptr()
+    assert moved.with_parts(ids=torch.zeros(1)).piece is None
+
+
+@pytest.mark.parametrize("part", [torch.ones(2, 3).t(), torch.ones(2, requires_grad=True), torch.ones(2).to_sparse()])
+def test_parts_that_do_not_lie_in_order_go_one_by_one(part):
+    assert lay_out({**PARTS, "part": part}.items()) is None
+    assert lay_out([("names", ["a"])]) is None
+
+
+@pytest.mark.gpu
+def test_a_batch_in_one_piece_arrives_whole():
+    placement = Placement(torch.device("cuda", 0))
+    found = placement.receive(*placement.send(Batch(dict(PARTS), 2)))
+    assert found.piece is not None
+    assert all(torch.equal(found[name].cpu(), part) for name, part in PARTS.items())

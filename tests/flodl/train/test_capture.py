@@ -10,6 +10,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 from flodl.data import DataLoader, TensorRows
 from flodl.data.batch import Batch
+from flodl.data.piece import lay_out
 from flodl.errors import TrainError
 from flodl.train import Loss, StepDone, Trainer, Warned, adamw, finite, route, sgd
 from flodl.train.capture import Captures, Refused, flatten
@@ -198,6 +199,32 @@ def test_batches_of_all_kinds_lie_flat_and_strange_ones_are_refused():
     assert flatten(Batch({"a": a}, 2), [], rows=False) == flatten(Batch({"a": a}, 1), [], rows=False)
     with pytest.raises(Refused, match="object"):
         flatten([object()], [])
+
+
+def test_a_batch_in_one_piece_is_one_input_and_told_apart_by_what_lies_where():
+    def batch(rows, width=WIDTH):
+        made = Batch({"x": torch.randn(rows, width), "y": torch.zeros(rows, dtype=torch.int64), "k": 2}, rows)
+        piece = lay_out(made.items())
+        assert piece is not None
+        return made.over(piece)
+
+    model = make_model(norm=False)
+    on_device = DeviceStep(
+        model, adamw(1e-3)(model.parameters()), torch.device("cpu"), Precision("fp32", torch.device("cpu"))
+    )
+    recorder = Repeats()
+    captures = Captures(on_device, recorder, pytest.fail)
+    assert flatten(batch(8), tensors := []) == flatten(batch(8), [])
+    assert len(tensors) == 1
+    assert flatten(batch(8), []) != flatten(batch(9), [])
+    found = []
+    for number in range(4):
+        made = batch(8)
+        want = float(step(model, made).detach())
+        found.append((float(captures.run(step, [made]).row[0]), want))
+        assert captures.num_graphs == (number > 0)
+    assert all(got == want for got, want in found)
+    assert recorder.replayed == 3
 
 
 def fails():
