@@ -162,6 +162,8 @@ def item_of(choice: Choice) -> Callable[[Mapping[str, Any]], Any]:
 
     def text(values: Mapping[str, Any], column: str) -> str:
         value = values.get(column)
+        if type(value) is str and value and not value.isspace():
+            return value
         if not isinstance(value, str):
             if column not in values:
                 raise RowFault(f"found no column {column!r}, expected one with a text")

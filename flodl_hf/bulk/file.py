@@ -21,6 +21,7 @@ from flodl_hf.bulk.results import FileResult, Progress
 from flodl_hf.bulk.rows import STDIN, open_rows
 from flodl_hf.bulk.run import Run
 from flodl_hf.bulk.write import output_format
+from flodl_hf.collecting import passing_over_what_is_here
 
 __all__ = ["predict_file"]
 
@@ -141,6 +142,7 @@ def predict_file(
         )  # fmt: skip
         stack.enter_context(counting_tokens(model, run.count))
         stack.enter_context(Pulse(parts, rank, run.figures, parent))
+        stack.enter_context(passing_over_what_is_here())
         return run.go(before)
 
 

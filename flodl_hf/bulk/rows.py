@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, get_args
@@ -34,6 +34,7 @@ __all__ = ["FORMATS", "Row", "RowFault", "Rows", "open_rows"]
 FORMATS = ("csv", "tsv", "jsonl", "text", "parquet", "arrow")
 STDIN = "-"
 _DECODE = json.JSONDecoder().decode
+_SCAN: Callable[[str, int], tuple[Any, int]] = json.JSONDecoder().scan_once  # type: ignore[attr-defined]
 
 
 class RowFault(Exception):
@@ -226,7 +227,7 @@ class _LineRows(_TextRows):
             if not self._json:
                 return Row(self.number, line, {"text": text.rstrip("\r\n")})
             text = text.strip()
-            values = _DECODE(text)
+            values = _parsed(text)
         except RowFault as fault:
             return Row(self.number, line, None, str(fault))
         except (ValueError, RecursionError) as error:
@@ -353,6 +354,17 @@ class _TableRows(Rows):
         first = self.number + 1
         self.number += len(found)
         return [Row(first + k, None, values) for k, values in enumerate(found)]
+
+
+def _parsed(text: str) -> Any:
+    """Return the value of a JSON text that nothing stands around."""
+    try:
+        values, end = _SCAN(text, 0)
+        if end == len(text):
+            return values
+    except StopIteration:
+        pass
+    return _DECODE(text)  # says what is wrong
 
 
 def _decoded(raw: bytes, line: int) -> str:

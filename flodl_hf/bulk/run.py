@@ -9,8 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from flodl.errors import DataError, FlodlError, PredictError, capped
@@ -27,6 +28,7 @@ __all__ = ["Run"]
 TOLD = 20  # faults whose text is kept
 QUICKER_S = 15.0  # ranks that are started together begin within this time
 TICK_S = 0.2  # between two reports of progress
+BLOCK = 64  # answers that are put into one text together
 
 
 class Run:
@@ -201,24 +203,33 @@ class Run:
         rows, kept, faults = part.rows, part.kept, part.faults
         writer, values = plan.writer, plan.answerer.values
         written = 0
-        for place, row in enumerate(rows):
-            if not place % 64:
-                self._tell(more=place)
-            reason = faults.get(place)
-            if reason is None:
-                try:
-                    line = writer.line(kept[place], values(next(answers)), None)
-                    written += 1
-                    yield line
+        for first in range(0, len(rows), BLOCK):
+            self._tell(more=first)
+            places = range(first, min(first + BLOCK, len(rows)))
+            found = list(map(values, islice(answers, sum(place not in faults for place in places))))
+            if len(found) == len(places):
+                with suppress(RowFault):  # which row it is shows when they are written one by one
+                    lines = writer.lines(kept[first : places.stop], found)
+                    written += len(found)
+                    yield from lines
                     continue
-                except RowFault as fault:
-                    reason = late[place] = str(fault)
-                    if plan.on_error == "stop":
-                        raise _Refusal(self._refusal(rows, late)) from None
-            if plan.on_error == "null":
-                cells = kept[place] if kept[place] is not None else writer.keep(None)
-                written += 1
-                yield writer.line(cells, None, f"{row.place}: {reason}")
+            given = iter(found)
+            for place in places:
+                reason = faults.get(place)
+                if reason is None:
+                    try:
+                        line = writer.line(kept[place], next(given), None)
+                        written += 1
+                        yield line
+                        continue
+                    except RowFault as fault:
+                        reason = late[place] = str(fault)
+                        if plan.on_error == "stop":
+                            raise _Refusal(self._refusal(rows, late)) from None
+                if plan.on_error == "null":
+                    cells = kept[place] if kept[place] is not None else writer.keep(None)
+                    written += 1
+                    yield writer.line(cells, None, f"{rows[place].place}: {reason}")
         told = [f"{rows[place].place}: {late[place]}" for place in sorted(late)]
         record |= {
             "rows": len(rows), "written": written, "faulty": len(late), "faults": told[:TOLD],
