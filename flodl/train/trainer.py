@@ -389,7 +389,9 @@ class Trainer:
     @contextlib.contextmanager
     def _leaving_cleanly(self) -> Iterator[None]:
         """Listen to signals while inside, and free the checkpoint folder however the inside ends."""
-        arranged = [way(self.model) for way in (compiled if self.settings.compile else None, self.settings.arrange) if way]
+        arranged = [
+            way(self.model) for way in (compiled if self.settings.compile else None, self.settings.arrange) if way
+        ]
         try:
             with self.signals:
                 yield
@@ -398,7 +400,6 @@ class Trainer:
                 self.keeper.close(give_up=True)
             raise
         finally:
-            self.step_.release()
             for undo in arranged:
                 undo()
 

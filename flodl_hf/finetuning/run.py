@@ -30,7 +30,7 @@ from flodl_hf.export.publish import is_model_file
 from flodl_hf.finetuning.card import papers
 from flodl_hf.finetuning.factory import Given, ModelFactory, checkpoint_layers, restore_layers, set_dropout
 from flodl_hf.finetuning.job import Job, plan_job
-from flodl_hf.finetuning.options import FinetuneOptions, make_options
+from flodl_hf.finetuning.options import FinetuneOptions, Options, make_options
 
 if TYPE_CHECKING:
     from flodl_hf.model import EncoderModel

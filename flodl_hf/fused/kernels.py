@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["activate", "column_sums", "mix", "mix_keys", "mix_queries", "norm", "norm_backward"]
+__all__ = ["activate", "add_parts", "column_sums", "mix", "mix_keys", "mix_queries", "norm", "norm_backward"]
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -185,7 +185,7 @@ def norm(
     x, residual, weight, bias, seed, out, half, stats, p, eps, stream,
     W: tl.constexpr, BLOCK: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """Write the layer norm of ``drop(x) + residual`` twice, in float32 and in ``x``'s dtype, and mean and 1/deviation."""
+    """Write the layer norm of ``drop(x) + residual`` in float32 and in ``x``'s dtype, with mean and 1/deviation."""
     row = tl.program_id(0)
     cols = tl.arange(0, BLOCK)
     real = cols < W
@@ -212,7 +212,7 @@ def norm_backward(
     d_out, d_half, x, residual, weight, stats, seed, d_residual, d_x, parts, rows, p, stream,
     W: tl.constexpr, BLOCK: tl.constexpr, DROPOUT: tl.constexpr, FULL: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of ``x`` and ``residual``, and each program's part of those of gain, shift and ``x``'s bias."""
+    """Write the gradients of ``x`` and ``residual``, and a part of those of gain, shift and ``x``'s bias."""
     pid, step = tl.program_id(0), tl.num_programs(0)
     cols = tl.arange(0, BLOCK)
     real = cols < W
@@ -284,10 +284,11 @@ def column_sums(
     d_out, x, d_x, parts, rows, width,
     ROWS: tl.constexpr, COLS: tl.constexpr, GELU: tl.constexpr, TANH: tl.constexpr,
 ):  # fmt: skip
-    """Write each program's part of the sums of columns; with ``GELU`` of the gradient before it, which is written too."""
+    """Write each program's part of the sums of columns; with ``GELU`` those of the gradient before it, and it too."""
     cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
     inside = cols < width
-    total = tl.zeros([COLS], tl.float32)
+    # Kept by row until the end: a sum over rows in every round would make threads wait for each other.
+    total = tl.zeros([ROWS, COLS], tl.float32)
     for first in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
         row = first + tl.arange(0, ROWS)
         there = (row < rows)[:, None] & inside[None, :]
@@ -297,5 +298,18 @@ def column_sums(
             value = tl.load(x + at, mask=there, other=0.0).to(tl.float32)
             grad = (grad.to(tl.float32) * _gelu_slope(value, TANH)).to(d_x.dtype.element_ty)
             tl.store(d_x + at, grad, mask=there)
-        total += tl.sum(tl.where(there, grad.to(tl.float32), 0.0), 0)
-    tl.store(parts + tl.program_id(0) * width + cols, total, mask=inside)
+        total += tl.where(there, grad.to(tl.float32), 0.0)
+    tl.store(parts + tl.program_id(0) * width + cols, tl.sum(total, 0), mask=inside)
+
+
+@triton.jit
+def add_parts(parts, out, count, width, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Write the sums of the columns of ``(count, width)``, float32."""
+    cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    inside = cols < width
+    total = tl.zeros([ROWS, COLS], tl.float32)
+    for first in range(0, count, ROWS):
+        row = first + tl.arange(0, ROWS)
+        there = (row < count)[:, None] & inside[None, :]
+        total += tl.load(parts + row[:, None] * width + cols[None, :], mask=there, other=0.0)
+    tl.store(out + cols, tl.sum(total, 0), mask=inside)

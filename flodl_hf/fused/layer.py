@@ -105,7 +105,11 @@ class FusedLayer:
     def _finished(self, mix: Tensor, hidden: Tensor, carried: _Carried, halves: list[Tensor], stream: int) -> Tensor:
         """Return the states after the output projection, both norms and the feed-forward part."""
         from flodl_hf.fused.operations import (
-            AFTER_ATTENTION, AFTER_FEED_FORWARD, activated, added_and_normed, projected,
+            AFTER_ATTENTION,
+            AFTER_FEED_FORWARD,
+            activated,
+            added_and_normed,
+            projected,
         )  # fmt: skip
 
         out, up, down = self.attention.output, self.feed_forward.up, self.feed_forward.down
@@ -128,7 +132,7 @@ class FusedLayer:
         return states
 
     def _halves(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Return weights and biases in half precision: those of query, key and value joined, then the others in order."""
+        """Return weights and biases of query, key and value joined, then those of the others, in half precision."""
         attention, feed_forward = self.attention, self.feed_forward
         first = [attention.query, attention.key, attention.value]
         rest = [attention.output, feed_forward.up, feed_forward.down]

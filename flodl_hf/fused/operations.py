@@ -44,18 +44,26 @@ def _of_weight(d_out: Tensor, x: Tensor) -> Tensor:
     return torch.mm(d_out.t().float(), x.float())
 
 
+def _added(parts: Tensor) -> Tensor:
+    """Return the sum over the first dimension, in an order that depends on the shape alone."""
+    out = torch.empty(parts.shape[1:], dtype=parts.dtype, device=parts.device)
+    wide = 64
+    kernels.add_parts[(triton.cdiv(out.numel(), wide),)](parts, out, len(parts), out.numel(), 32, wide, num_warps=4)
+    return out
+
+
 def _sums(d_out: Tensor, x: Tensor | None, tanh: bool) -> tuple[Tensor, Tensor]:
     """Return the gradient before the GELU (``d_out`` itself without ``x``), and the sums of its columns, float32."""
     rows, width = d_out.shape
     d_x = d_out if x is None else torch.empty_like(d_out)
     wide, high = 128, 16
     columns = triton.cdiv(width, wide)
-    blocks = max(1, min(triton.cdiv(rows, high), _programs(d_out.device, 8) // columns))
+    blocks = max(1, min(triton.cdiv(rows, 2 * high), _programs(d_out.device, 8) // columns))
     parts = torch.empty(blocks, width, dtype=torch.float32, device=d_out.device)
     kernels.column_sums[(blocks, columns)](
         d_out, d_out if x is None else x, d_x, parts, rows, width, high, wide, x is not None, tanh, num_warps=4
     )
-    return d_x, parts.sum(0)
+    return d_x, _added(parts)
 
 
 class _Projected(Function):
@@ -170,7 +178,8 @@ class _Normed(Function):
         p, stream = ctx.about
         full, half = (None if grad is None else grad.contiguous() for grad in grads)
         rows, width = x.shape
-        programs = min(rows, _programs(x.device, 6))
+        # Each program leaves a part of three sums, so with few rows there are few programs.
+        programs = max(1, min(triton.cdiv(rows, 4), _programs(x.device, 6)))
         d_residual, d_x = torch.empty_like(residual), torch.empty_like(x)
         parts = torch.empty(programs, 3, width, dtype=torch.float32, device=x.device)
         block = triton.next_power_of_2(width)
@@ -179,7 +188,7 @@ class _Normed(Function):
             d_x, parts, rows, p, stream, width, block, p > 0, full is not None, half is not None,
             num_warps=4 if block <= 2048 else 8,
         )  # fmt: skip
-        d_weight, d_bias, d_x_bias = parts.sum(0).unbind(0)
+        d_weight, d_bias, d_x_bias = _added(parts).unbind(0)
         return d_x, d_residual, d_weight, d_bias, d_x_bias, None, None, None, None
 
 

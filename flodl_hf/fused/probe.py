@@ -34,7 +34,7 @@ def small_case(device: torch.device, *, seed: int = 0) -> tuple[Graph, Tensor, P
 
 
 def apart(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the largest relative distance (2-norm) of states and gradients from those of the plain layer in float32."""
+    """Return the largest relative distance (2-norm) of states and gradients from the plain layer's in float32."""
     block, states, layout = small_case(device)
     direction = torch.randn(states.shape, generator=torch.Generator().manual_seed(1)).to(device)
 

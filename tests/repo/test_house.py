@@ -28,7 +28,12 @@ ONLY_IN = {
     "typer": ("flodl_hf/cli/",),
     "rich": ("flodl_hf/cli/",),
     "pyarrow": ("flodl/data/",),
-    "triton": ("flodl_hf/disentangled/kernels.py", "flodl_hf/runtime/kernels.py"),
+    "triton": (
+        "flodl_hf/disentangled/kernels.py",
+        "flodl_hf/fused/kernels.py",
+        "flodl_hf/fused/operations.py",
+        "flodl_hf/runtime/kernels.py",
+    ),
 }
 FLODL_NEEDS = {"torch", "numpy", "safetensors", "pyarrow", "flodl"}
 

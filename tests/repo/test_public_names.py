@@ -35,7 +35,13 @@ def modules() -> list[str]:
 
 
 # Modules that a machine may lack the library for.
-NEEDS = {"flodl_hf.cli": "typer", "flodl_hf.disentangled.kernels": "triton", "flodl_hf.runtime.kernels": "triton"}
+NEEDS = {
+    "flodl_hf.cli": "typer",
+    "flodl_hf.disentangled.kernels": "triton",
+    "flodl_hf.fused.kernels": "triton",
+    "flodl_hf.fused.operations": "triton",
+    "flodl_hf.runtime.kernels": "triton",
+}
 
 
 def needed(module: str) -> list[str]:
