@@ -195,3 +195,14 @@ def test_on_a_gpu_every_task_is_recorded_and_gives_the_bits_of_ordinary_steps(ta
     assert found[0][0] == found[1][0]
     assert apart(found[0][1], found[1][1]) == 0
     assert found[0][2] == []
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("task", TABLES)
+def test_on_a_gpu_fused_layers_train_as_plain_ones(task: str, precision: str, base: Path) -> None:
+    options: dict[str, Any] = {**FIXED, "max_steps": 12, "precision": precision, "dropout": 0.0}
+    fused, plain = (finetune(base, train=TABLES[task](48), fused=fused, **options).losses for fused in (True, False))
+    assert fused == pytest.approx(plain, rel=2e-2, abs=2e-2)
+    assert fused != plain
