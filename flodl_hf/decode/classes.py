@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from flodl.errors import PredictError
+from flodl_hf.decode.quick import made
 from flodl_hf.decode.rows import as_tensor, owners_of
 
 __all__ = [
@@ -183,10 +184,10 @@ def decode_classes(
     alone = single or owners is None or (len(owner) == count and bool((owner == np.arange(count)).all()))
     merged = scores if alone else mean_over_windows(torch.from_numpy(scores), owner, count, weights).numpy()
     windows = [1] * count if alone else np.bincount(owner, minlength=count).tolist()
-    index = np.argsort(-merged, axis=1, kind="stable")
-    ordered = merged[np.arange(count)[:, None], index]
-    if top_k is not None:
-        index, ordered = index[:, :top_k], ordered[:, :top_k]
+    index = np.argsort(-merged, axis=1, kind="stable")[:, :top_k]
+    ordered = np.take_along_axis(merged, index, 1)
+    if threshold is None and count > 1:
+        return _classifications(labels, index, ordered, windows)
     rows: Iterable[tuple[list[int], list[float], int]] = zip(index.tolist(), ordered.tolist(), windows, strict=True)
     if threshold is None:
         return [
@@ -198,6 +199,17 @@ def decode_classes(
         [Classification(labels[i], score, window) for i, score in zip(ids, found, strict=True) if score >= least[i]]
         for ids, found, window in rows
     ]
+
+
+def _classifications(
+    labels: Sequence[str], index: np.ndarray, scores: np.ndarray, windows: list[int]
+) -> list[list[Classification]]:
+    """Return a list for each row of label ids and their scores."""
+    width = index.shape[1]
+    names = np.array([*labels], object)[index.ravel()].tolist()
+    seen = windows if width == 1 else [window for window in windows for _ in range(width)]
+    found = made(Classification, names, scores.ravel().tolist(), seen)
+    return [found[at : at + width] for at in range(0, len(found), width)]
 
 
 def _scores(logits: Tensor, activation: Activation) -> np.ndarray:

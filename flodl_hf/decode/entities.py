@@ -17,6 +17,7 @@ import torch
 from flodl.errors import PredictError
 from flodl_hf.decode.constrained import best_paths
 from flodl_hf.decode.labels import BEGIN, END, OUT, SINGLE, TagScheme
+from flodl_hf.decode.quick import made, pairs_of
 from flodl_hf.decode.rows import Logits, Rows, flat_logits, owners_of
 from flodl_hf.decode.windows import TokenStream, merge_windows
 from flodl_hf.decode.words import Words, trimmed, words_of
@@ -130,10 +131,9 @@ def decode_entities_batch(
         )
     flat, row_starts = flat_logits(logits, rows, trailing=1)
     owner = owners_of(owners, len(rows), len(texts))
-    answers: list[list[Entity]] = [[] for _ in texts]
     stream = merge_windows(rows, owner)
     if len(stream) == 0:
-        return answers
+        return [[] for _ in texts]
     if flat.shape[1] != len(scheme.labels):
         raise PredictError(
             f"entities: logits have {flat.shape[1]} labels, the scheme {len(scheme.labels)}; "
@@ -144,21 +144,17 @@ def decode_entities_batch(
     presplit = word_spans is not None and any(spans is not None for spans in word_spans)
     if word_spans is not None and presplit:
         stream = _shifted(stream, word_spans)
-    place = torch.from_numpy(row_starts[stream.row] + stream.column).to(flat.device)
-    probabilities = torch.softmax(flat.index_select(0, place).float(), -1).cpu().numpy()
-    if not bool(np.isfinite(probabilities).all()):
-        raise PredictError(
-            "entities: the logits are not finite; expected numbers; half precision may have overflowed, "
-            "so predict in float32 or bfloat16"
-        )
+    probabilities = _softmax(flat, row_starts[stream.row] + stream.column)
     words = words_of(stream, texts, whole=aggregation not in ("none", "simple"), split_punctuation=not presplit)
     if aggregation == "none":
         words = _each_token(stream)
     scores = _unit_scores(probabilities, words, aggregation)
     text_of = stream.text[words.first]
     rows_of = np.bincount(text_of, minlength=len(texts))
-    labels = best_paths(scores, rows_of, scheme) if constrained else scores.argmax(1)
-    score = np.take_along_axis(scores, labels[:, None], 1)[:, 0].astype(np.float64)
+    labels, score = _best(scores)
+    if constrained:
+        labels = best_paths(scores.T, rows_of, scheme)
+        score = scores[labels, np.arange(len(labels))].astype(np.float64)
     ignored = np.array(
         [label in ignore_labels or scheme.entity_names[e] in ignore_labels for label, e in _pairs(scheme)]
     )
@@ -173,20 +169,66 @@ def decode_entities_batch(
     chosen = np.flatnonzero(~ignored[labels[heads]])
     head, tail = heads[chosen], tails[chosen] - 1
     first, last = words.first[head], words.last[tail] - 1
-    columns: tuple[Any, ...] = (
-        text_of[head], labels[head], means[chosen], words.start[head], words.end[tail],
-        stream.word_ids[first], stream.word_ids[last] + 1, stream.position[first], stream.position[last] + 1,
-    )  # fmt: skip
-    # Python's share is one short round for each entity; what it needs was gathered for all of them above.
-    for place, label, mean, low, high, *spans in zip(*(column.tolist() for column in columns), strict=True):
-        text: str = texts[int(place)]
-        start, end = trimmed(text, low, high)
-        if start != end:
-            word = text[start:end]
-            answers[place].append(
-                Entity(names[label], mean, start, end, word, (spans[0], spans[1]), (spans[2], spans[3]))
-            )
-    return answers
+    spans = stream.word_ids[first], stream.word_ids[last] + 1, stream.position[first], stream.position[last] + 1
+    label = np.array(names, object)[labels[head]].tolist()
+    return _entities(texts, text_of[head], label, means[chosen], words.start[head], words.end[tail], spans)
+
+
+def _entities(
+    texts: Sequence[str], owners: np.ndarray, labels: list[str], means: np.ndarray, low: np.ndarray, high: np.ndarray,
+    spans: tuple[np.ndarray, ...],
+) -> list[list[Entity]]:  # fmt: skip
+    """Return the entities of each text, given as columns in the order of the texts; empty ones are left out."""
+    starts, ends = low.tolist(), high.tolist()
+    surfaces: list[Any] = [
+        texts[owner][start:end] for owner, start, end in zip(owners.tolist(), starts, ends, strict=True)
+    ]
+    bare = list(map(str.strip, surfaces))
+    # Few have white space at their ends, and a string without any is its own strip.
+    for i, word in enumerate(bare):
+        if word is not surfaces[i] or not word:
+            starts[i], ends[i] = trimmed(texts[int(owners[i])], starts[i], ends[i])
+    found = made(Entity, labels, means.tolist(), starts, ends, bare, pairs_of(*spans[:2]), pairs_of(*spans[2:]))
+    if "" in bare:
+        there = np.fromiter(map(bool, bare), bool, len(bare))
+        owners, found = owners[there], [entity for entity in found if entity.word]
+    stops = np.searchsorted(owners, np.arange(len(texts)), side="right").tolist()
+    return [found[a:b] for a, b in zip([0, *stops], stops, strict=False)]
+
+
+def _softmax(logits: torch.Tensor, place: np.ndarray) -> np.ndarray:
+    """Return the distributions of some tokens, one column each, ``(labels, tokens)``.
+
+    Arrays, and labels first: sums along a short row are slow, and torch would wake a thread for every core.
+    """
+    if logits.device.type == "cpu" and logits.dtype == torch.float32:
+        chosen = logits.numpy()[place]
+    else:
+        chosen = logits.index_select(0, torch.from_numpy(place).to(logits.device)).float().cpu().numpy()
+    values = np.ascontiguousarray(chosen.T)
+    # What is not finite shows in the sums.
+    with np.errstate(over="ignore", invalid="ignore"):
+        values -= values.max(0)
+        np.exp(values, out=values)
+        total = values.sum(0)
+    if not bool(np.isfinite(total).all()):
+        raise PredictError(
+            "entities: the logits are not finite; expected numbers; half precision may have overflowed, "
+            "so predict in float32 or bfloat16"
+        )
+    values /= total
+    return values
+
+
+def _best(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return each unit's best label, the first of equal ones, and its score, ``(units,)``."""
+    best = scores[0].copy()
+    labels = np.zeros(len(best), np.int64)
+    for label in range(1, len(scores)):
+        better = scores[label] > best
+        labels[better] = label
+        np.maximum(best, scores[label], out=best)
+    return labels, best.astype(np.float64)
 
 
 def _pairs(scheme: TagScheme) -> list[tuple[str, int]]:
@@ -216,17 +258,17 @@ def _each_token(stream: TokenStream) -> Words:
 
 
 def _unit_scores(probabilities: np.ndarray, words: Words, aggregation: Aggregation) -> np.ndarray:
-    """Return the label distribution of each unit, ``(units, labels)``."""
-    if len(words.first) == len(probabilities):
+    """Return the label distribution of each unit, one column each, ``(labels, units)``."""
+    if len(words.first) == probabilities.shape[1]:
         return probabilities
     if aggregation == "average":
-        return np.add.reduceat(probabilities, words.first) / (words.last - words.first)[:, None]
+        return np.add.reduceat(probabilities, words.first, axis=1) / (words.last - words.first)
     if aggregation == "max":
-        best = probabilities.max(1)
+        best = probabilities.max(0)
         at_best = best == np.maximum.reduceat(best, words.first)[words.of_token]
         index = np.where(at_best, np.arange(len(best)), len(best))
-        return probabilities[np.minimum.reduceat(index, words.first)]
-    return probabilities[words.first]
+        return probabilities[:, np.minimum.reduceat(index, words.first)]
+    return probabilities[:, words.first]
 
 
 def _heads(labels: np.ndarray, text_of: np.ndarray, scheme: TagScheme) -> np.ndarray:

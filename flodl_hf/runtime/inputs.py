@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -228,7 +229,12 @@ def _tabulated(
             np.array(encodings[0].ids, np.int32), None, lengths, owners, np.array([inner]), _ZERO, _ZERO,
             np.array(around, np.int8), None, None, np.array([nulls]),
         )  # fmt: skip
-    ids = np.fromiter(chain.from_iterable([e.ids for e in encodings]), np.int32, total)
+
+    # Read one after another: an encoding's lists are made when asked for, and their memory serves the next.
+    def each(name: str) -> Iterable[Any]:
+        return chain.from_iterable(map(attrgetter(name), encodings))
+
+    ids = np.fromiter(each("ids"), np.int32, total)
     starts = np.cumsum(lengths) - lengths
     if template is not None:
         types = None
@@ -242,18 +248,33 @@ def _tabulated(
         if not template.lead and not template.trail:
             nulls = np.zeros(rows, np.int64)
     else:
-        types = np.fromiter(chain.from_iterable([e.type_ids for e in encodings]), np.int32, total)
-        special = np.fromiter(chain.from_iterable([e.special_tokens_mask for e in encodings]), bool, total)
-        sequence = _numbers(chain.from_iterable([e.sequence_ids for e in encodings]), total).astype(np.int8)
+        types = np.fromiter(each("type_ids"), np.int32, total)
+        special = np.fromiter(each("special_tokens_mask"), bool, total)
+        sequence = _numbers(each("sequence_ids"), total).astype(np.int8)
         counts = _per_row(~special, starts)
         nulls = _first_true(special, lengths, starts)
     spans = words = None
     if offsets:
-        pairs = chain.from_iterable(chain.from_iterable([e.offsets for e in encodings]))
-        spans = np.fromiter(pairs, np.int64, 2 * total).reshape(total, 2)
-        words = _numbers(chain.from_iterable([e.word_ids for e in encodings]), total)
+        spans = np.fromiter(chain.from_iterable(each("offsets")), np.int64, 2 * total).reshape(total, 2)
+        words = _content_words(encodings, sequence, template) if template is not None else None
+        if words is None:
+            words = _numbers(each("word_ids"), total)
     zeros = np.zeros(rows, np.int64)
     return TokenTable(ids, types, lengths, owners, counts, zeros, zeros, sequence, spans, words, nulls)
+
+
+def _content_words(encodings: list[Any], sequence: np.ndarray, template: _Template) -> np.ndarray | None:
+    """Return the word of each token where only the frame's specials have none; None where others lack one too."""
+    inside = slice(template.lead, -template.trail or None)
+    content = sequence == 0
+    found = np.full(len(sequence), -1, np.int64)
+    try:
+        found[content] = np.fromiter(
+            chain.from_iterable(encoding.word_ids[inside] for encoding in encodings), np.int64, int(content.sum())
+        )
+    except TypeError:
+        return None
+    return found
 
 
 def _numbers(values: Iterable[int | None], total: int) -> np.ndarray:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import tokenizers
@@ -18,6 +19,7 @@ from flodl.errors import TokenizerError, printable
 from .guard import MAX_GROWTH, check_texts, growth, guarded
 from .rows import Row
 from .source import parse_json
+from .spread import over_threads
 from .words import join, joins_words, rows_from_joined
 
 __all__ = ["Backend", "load_json"]
@@ -129,8 +131,12 @@ class Backend:
             )
         batch = list(texts) if pairs is None else list(zip(texts, pairs, strict=True))
         with guarded("encoding", "the tokenizer cannot treat one of the texts", texts, pairs):
+            if len(batch) == 1 and not fast:
+                # Alone there is nothing to share out, which is what a batch begins with.
+                pair = (batch[0], None) if pairs is None else batch[0]
+                return [self.inner.encode(*pair, is_pretokenized=words, add_special_tokens=special)]
             run = self.inner.encode_batch_fast if fast else self.inner.encode_batch
-            return run(batch, is_pretokenized=words, add_special_tokens=special)
+            return over_threads(partial(run, is_pretokenized=words, add_special_tokens=special), batch)
 
     def rows(
         self,

@@ -1,0 +1,85 @@
+"""Answers that are made in bulk are what their class makes of the same values."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from dataclasses import FrozenInstanceError
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flodl_hf.decode import Classification, Entity
+from flodl_hf.decode.entities import _best, _entities, _softmax
+from flodl_hf.decode.quick import made, pairs_of
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [(Classification, ("POSITIVE", 0.75, 2)), (Entity, ("PER", 0.5, 4, 9, "Marie", (1, 2), (2, 4)))],
+)
+def test_bulk_made_records_are_their_class(kind: type, values: tuple[object, ...]) -> None:
+    one, other = made(kind, *([value, value] for value in values))
+    right = kind(*values)
+    assert one == other == right
+    assert type(one) is kind
+    assert hash(one) == hash(right)
+    assert repr(one) == repr(right)
+    assert pickle.loads(pickle.dumps(one)) == right
+    assert copy.deepcopy(one) == right
+    with pytest.raises(FrozenInstanceError):
+        one.score = 1.0  # type: ignore[attr-defined]
+    assert not hasattr(one, "__dict__")
+
+
+@given(st.lists(st.tuples(st.integers(-1, 2**40), st.integers(0, 2**31)), max_size=30))
+@settings(max_examples=50, deadline=None)
+def test_pairs_are_those_of_zip_and_equal_ones_are_one(pairs: list[tuple[int, int]]) -> None:
+    columns = np.array(pairs, np.int64).reshape(-1, 2)
+    small = columns[columns[:, 0] < 2**30]
+    found = pairs_of(small[:, 0], small[:, 1])
+    assert found == [tuple(pair) for pair in small.tolist()]
+    assert all(a is b for a, b in zip(found, pairs_of(small[:, 0], small[:, 1]), strict=True))
+
+
+SPACES = st.text(" \t\n\u3000\u00a0\x1fab", min_size=0, max_size=8)
+
+
+@given(st.lists(st.tuples(SPACES, st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8)), max_size=4)), max_size=4))
+@settings(max_examples=150, deadline=None)
+def test_entities_hold_no_outer_white_space_and_empty_ones_are_gone(
+    given_: list[tuple[str, list[tuple[int, int]]]],
+) -> None:
+    texts, expected, columns = [text for text, _ in given_], [], []
+    for owner, (text, spans) in enumerate(given_):
+        right = []
+        for a, b in spans:
+            low, high = sorted((min(a, len(text)), min(b, len(text))))
+            columns.append((owner, low, high))
+            word = text[low:high]
+            if word.strip():
+                start = low + len(word) - len(word.lstrip())
+                right.append((start, start + len(word.strip()), word.strip()))
+        expected.append(right)
+    rows = np.array(columns, np.int64).reshape(-1, 3)
+    count = len(rows)
+    spans = tuple(np.arange(count) + i for i in range(4))
+    found = _entities(texts, rows[:, 0], ["X"] * count, np.ones(count), rows[:, 1], rows[:, 2], spans)
+    assert [[(e.start, e.end, e.word) for e in es] for es in found] == expected
+
+
+def test_distributions_in_columns_are_those_of_torch() -> None:
+    import torch
+
+    logits = torch.randn(50, 9, generator=torch.Generator().manual_seed(0)) * 5
+    logits[3] = 0.25
+    place = np.array([4, 3, 3, 49, 0])
+    for values in (logits, logits.double(), logits.half()):
+        right = torch.softmax(values.float()[place], -1).numpy()
+        found = _softmax(values, place)
+        np.testing.assert_allclose(found.T, right, rtol=0, atol=1e-6)
+        labels, score = _best(found)
+        assert labels.tolist() == right.argmax(1).tolist()
+        np.testing.assert_allclose(score, right.max(1), rtol=0, atol=1e-6)
