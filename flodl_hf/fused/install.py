@@ -75,7 +75,9 @@ def kernels_hold(device: torch.device, dtype: torch.dtype) -> bool:
     from flodl_hf.fused.probe import apart
 
     try:
-        found = apart(device, dtype)
+        # A run's own random numbers must not depend on whether its process has asked before.
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            found = apart(device, dtype)
         fault = "" if found <= NEAREST[dtype] else f"results part by {found:.1e}"
     except Exception as error:
         # Whatever a compiler may raise: torch's operations do the same work.

@@ -258,4 +258,8 @@ def test_layers_that_the_kernels_do_not_know_are_left_alone(
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_this_device_runs_the_kernels(dtype: torch.dtype) -> None:
+    install.kernels_hold.cache_clear()
+    before = torch.cuda.get_rng_state(), torch.get_rng_state()
     assert install.kernels_hold(torch.device("cuda", 0), dtype)
+    after = torch.cuda.get_rng_state(), torch.get_rng_state()
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
