@@ -184,16 +184,16 @@ def decode_classes(
     alone = single or owners is None or (len(owner) == count and bool((owner == np.arange(count)).all()))
     merged = scores if alone else mean_over_windows(torch.from_numpy(scores), owner, count, weights).numpy()
     windows = [1] * count if alone else np.bincount(owner, minlength=count).tolist()
+    if threshold is None and count == 1:
+        row = merged[0]
+        best = np.argsort(-row, kind="stable")[:top_k]
+        pairs: Iterable[tuple[int, float]] = zip(best.tolist(), row[best].tolist(), strict=True)
+        return [[Classification(labels[label], score, windows[0]) for label, score in pairs]]
     index = np.argsort(-merged, axis=1, kind="stable")[:, :top_k]
     ordered = np.take_along_axis(merged, index, 1)
-    if threshold is None and count > 1:
+    if threshold is None:
         return _classifications(labels, index, ordered, windows)
     rows: Iterable[tuple[list[int], list[float], int]] = zip(index.tolist(), ordered.tolist(), windows, strict=True)
-    if threshold is None:
-        return [
-            [Classification(labels[label], score, window) for label, score in zip(ids, found, strict=True)]
-            for ids, found, window in rows
-        ]
     least = _thresholds(threshold, labels).to(torch.float32).tolist()
     return [
         [Classification(labels[i], score, window) for i, score in zip(ids, found, strict=True) if score >= least[i]]

@@ -72,10 +72,18 @@ class Engine:
         self.budget = min(options.token_budget or usual, kept.get("most_tokens", 1 << 60))
 
     @classmethod
-    def of(cls, model: EncoderModel, options: RunOptions | None = None, device: torch.device | None = None) -> Engine:
-        """Return the engine of a model on a device, or on the model's own."""
+    def of(
+        cls,
+        model: EncoderModel,
+        options: RunOptions | None = None,
+        device: torch.device | None = None,
+        *,
+        unchecked: bool = False,
+    ) -> Engine:
+        """Return the engine of a model on a device, or on the model's own; ``unchecked`` as `_Holder.get` has it."""
         options = options or RunOptions()
-        return cls(holder(model).get(model.graph, options.precision, device), options, **facts(model))
+        found = holder(model).get(model.graph, options.precision, device, unchecked=unchecked)
+        return cls(found, options, **facts(model))
 
     def batches(self, table: TokenTable) -> list[np.ndarray]:
         """Return which rows run together."""

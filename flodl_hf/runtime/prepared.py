@@ -19,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import chain
-from operator import is_
+from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -115,32 +115,43 @@ class Stamp:
 
     Args:
         graph: the graph to remember.
+
+    Attributes:
+        tensors: its parameters and buffers.
     """
 
     def __init__(self, graph: nn.Module) -> None:
         modules = list(graph.modules())
-        self._children = [(m._modules, tuple(m._modules.values())) for m in modules if m._modules]
+        self._branches = [m._modules for m in modules if m._modules]
+        self._children = self._below()
         self._tables = [table for m in modules for table in (m._parameters, m._buffers) if table]
         self._held = list(self._now())
-        self._tensors = [tensor for tensor in self._held if tensor is not None]
+        self.tensors = [tensor for tensor in self._held if tensor is not None]
         # Tensors made in inference mode count no versions; a write to one of them is not seen.
-        self._counted = [tensor for tensor in self._tensors if not tensor.is_inference()]
-        self._versions = [tensor._version for tensor in self._counted]
-        self._places = [tensor.data_ptr() for tensor in self._tensors]
-        self._ways = [(m, m.__dict__["implementation"]) for m in modules if "implementation" in m.__dict__]
+        self._counted = [tensor for tensor in self.tensors if not tensor.is_inference()]
+        self._versions = list(map(_version, self._counted))
+        self._places = list(map(_address, self.tensors))
+        self._ways = [(m.__dict__, m.__dict__["implementation"]) for m in modules if "implementation" in m.__dict__]
 
     def _now(self) -> Iterator[Tensor | None]:
         return chain.from_iterable(map(dict.values, self._tables))  # type: ignore[arg-type]
+
+    def _below(self) -> list[tuple[nn.Module | None, ...]]:
+        return list(map(tuple, map(dict.values, self._branches)))  # type: ignore[arg-type]
 
     def holds(self) -> bool:
         """Return whether nothing has changed since; takes microseconds, because every prediction asks."""
         return (
             all(map(is_, chain(self._now(), (None,)), chain(self._held, (None,))))
-            and [tensor._version for tensor in self._counted] == self._versions
-            and [tensor.data_ptr() for tensor in self._tensors] == self._places
-            and all(tuple(table.values()) == seen for table, seen in self._children)
-            and all(module.__dict__.get("implementation") == seen for module, seen in self._ways)
+            and list(map(_version, self._counted)) == self._versions
+            and list(map(_address, self.tensors)) == self._places
+            and self._below() == self._children
+            and all(table.get("implementation") == seen for table, seen in self._ways)
         )
+
+
+_address = Tensor.data_ptr
+_version: Callable[[Tensor], int] = attrgetter("_version")
 
 
 class Prepared:
@@ -160,6 +171,16 @@ class Prepared:
         self.graph = _make(source, precision, device)
         self.device = device
         self.recorded: dict[Any, Any] = {}
+        read = {tensor.data_ptr() for tensor in _tensors(self.graph)}
+        self._lent = [tensor for tensor in self.stamp.tensors if tensor.data_ptr() in read]
+        self._places = list(map(_address, self._lent))
+
+    def sound(self) -> bool:
+        """Return whether all memory that the graph reads is still its own, though what lies there may be stale.
+
+        Much cheaper than `Stamp.holds` where weights were cast, and enough to run the graph without harm.
+        """
+        return list(map(_address, self._lent)) == self._places
 
 
 class _Holder:
@@ -169,10 +190,17 @@ class _Holder:
         self._lock = threading.Lock()
         self._made: dict[tuple[Precision | None, torch.device | None], Prepared] = {}
 
-    def get(self, graph: Graph, precision: Precision | None, device: torch.device | None = None) -> Prepared:
-        """Return the prepared graph for a device; None is where the graph is."""
+    def get(
+        self, graph: Graph, precision: Precision | None, device: torch.device | None = None, *, unchecked: bool = False
+    ) -> Prepared:
+        """Return the prepared graph for a device; None is where the graph is.
+
+        ``unchecked`` may give a stale one, if it can be run; the caller asks its stamp before results are believed.
+        """
         key = (precision, device)
         found = self._made.get(key)
+        if unchecked and found is not None and found.sound():
+            return found
         if found is not None and found.stamp.holds():
             return found
         with self._lock:

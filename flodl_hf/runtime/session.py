@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
+
 from flodl_hf.decode.rows import TokenTable
 from flodl_hf.runtime.engine import Engine, Pending
 from flodl_hf.runtime.fleet import Fleet
@@ -23,6 +25,11 @@ R = TypeVar("R")
 # An accelerator answers a small window while the next is tokenised, so windows begin small and grow.
 FIRST = 512
 MOST = 4096
+
+
+def works_by_itself(device: torch.device) -> bool:
+    """Return whether a device goes on with what it was sent while the caller does something else."""
+    return device.type == "cuda"
 
 
 class Session:
@@ -48,7 +55,26 @@ class Session:
 
     def start(self, table: TokenTable, work: Work, places: Sequence[Sequence[int]] | None = None) -> Pending:
         """Send rows on their way."""
+        if len(table) == 1 and self.options.devices is None and works_by_itself(self.model.device):
+            started = self._while_checked(table, work, places)
+            if started is not None:
+                return started
         return self.runner().start(table, work, places)
+
+    def _while_checked(self, table: TokenTable, work: Work, places: Sequence[Sequence[int]] | None) -> Pending | None:
+        """Start on the graph that was prepared last and look meanwhile whether the model has changed since.
+
+        None if it has; the device's work is then for nothing, and harmless. Somebody waits for this one row, and
+        looking takes as long as tokenising it.
+        """
+        engine = Engine.of(self.model, self.options, unchecked=True)
+        try:
+            started = engine.start(table, work, places)
+        except Exception:
+            if engine.prepared.stamp.holds():
+                raise
+            return None
+        return started if engine.prepared.stamp.holds() else None
 
     def answer(
         self,
@@ -78,7 +104,7 @@ class Session:
     def run(self, items: Iterable[Any], job: Job[Any, R], *, rows: int = 1) -> list[R] | Iterator[R]:
         """Return the answers that a job gives."""
         devices = list(self.options.devices or [self.model.device])
-        ahead = len(devices) > 1 or devices[0].type == "cuda"
+        ahead = len(devices) > 1 or works_by_itself(devices[0])
         most = self.options.window or max(1, (MOST * len(devices) if ahead else WINDOW) // rows)
         first = self.options.window or (max(1, FIRST // rows) if ahead else most)
         return stream(items, job, first=first, most=most, ahead=ahead)

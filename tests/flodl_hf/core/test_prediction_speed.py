@@ -510,3 +510,57 @@ def test_large_batches_are_recorded_and_give_what_they_gave(
     for _ in range(3):
         ask(engine, few)  # somebody who waits for one small answer is served by a recording as well
     assert len(engine.recorder) == known + 1
+
+
+def test_a_change_is_seen_although_the_device_starts_before_anybody_looked(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = make("bert", "sequence_classification")
+    started: list[Any] = []
+    plain = Engine.start
+    monkeypatch.setattr(Engine, "start", lambda self, *a: (started.append(self.prepared), plain(self, *a))[1])
+
+    def ask(starts: int) -> Any:
+        started.clear()
+        found = model.predict("a good cat")
+        assert len(started) == starts
+        return found
+
+    first = ask(1)
+    monkeypatch.setattr("flodl_hf.runtime.session.works_by_itself", lambda device: True)
+    assert ask(1) == first
+    bias = model.graph.get_parameter("head.classifier.bias")
+    with torch.no_grad():
+        bias[0] += 3
+    second = ask(2)  # for nothing, and again
+    assert started[0] is not started[1]
+    assert second != first
+    assert ask(1) == second
+    with torch.no_grad():
+        bias.data = bias.detach() + torch.tensor([0.0, 5.0])
+    # Memory that the graph reads is gone: nothing may run before that is known.
+    third = ask(1)
+    assert third != second
+    monkeypatch.setattr("flodl_hf.runtime.session.works_by_itself", lambda device: False)
+    forget(model)
+    assert ask(1) == third
+
+
+def test_a_fault_of_a_stale_graph_is_not_told_and_any_other_is(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = make("bert", "sequence_classification")
+    monkeypatch.setattr("flodl_hf.runtime.session.works_by_itself", lambda device: True)
+    first = model.predict("a good cat")
+    stale = holder(model)._made[(None, None)]
+    plain = Engine.start
+
+    def start(self: Engine, *args: Any) -> Any:
+        if self.prepared is stale:
+            raise RuntimeError("shapes do not fit")
+        return plain(self, *args)
+
+    monkeypatch.setattr(Engine, "start", start)
+    with pytest.raises(RuntimeError, match="do not fit"):
+        model.predict("a good cat")
+    with torch.no_grad():
+        model.graph.get_parameter("head.classifier.bias")[0] += 3
+    assert model.predict("a good cat") != first
