@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from benchmarks.graph_overhead import align, scaled_mad
 from benchmarks.models import MODELS, Model
-from flodl.train import OptimizerFactory, Trainer, Warned, finite
+from flodl.train import OptimizerFactory, Trainer, Warned
 
 BATCHES = 50
 WARM_UP = 3
@@ -46,9 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--batches", type=int, default=BATCHES, help="batches of an epoch")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, help="write the figures here")
-    parser.add_argument("--beside", action="store_true", help="look for faults beside the backward pass")
     args = parser.parse_args(argv)
-    finite.BESIDE = args.beside
     wanted = args.models.split(",") if args.models else [model.name for model in MODELS]
     device = torch.device(args.device)
     rows = []

@@ -58,6 +58,7 @@ class Recorder(Protocol):
 class _Graph:
     inputs: list[torch.Tensor]
     replay: Callable[[], Outcome]
+    held: object = None  # memory that the recording reads
 
     def __post_init__(self) -> None:
         self.groups = _together(self.inputs)
@@ -147,9 +148,7 @@ class Captures:
             if isinstance(graph, Outcome):
                 return graph
         graph.take(tensors)
-        outcome = graph.replay()
-        # The next replay writes to the same place.
-        return replace(outcome, row=outcome.row.clone())
+        return graph.replay().replayed()
 
     def _prepare(
         self, key: Any, train_step: Callable[..., Any], batches: Sequence[Any], tensors: list[torch.Tensor]
@@ -188,7 +187,7 @@ class Captures:
             _set_host_random(before)
             self._give_up(fault or "nothing was recorded")
             return self.step(train_step, batches)
-        graph = self._graphs[key] = _Graph(inputs, replay)
+        graph = self._graphs[key] = _Graph(inputs, replay, self.step.recorded())
         return graph
 
     def _give_up(self, reason: str) -> None:

@@ -1,25 +1,198 @@
-"""Whether a gradient is finite, and its norm: after the backward pass, or while it still runs.
+"""What stands between backward pass and update: the gradient's norm, whether all is finite, the factor to clip by.
 
-With `BESIDE`, parts of the gradient that are whole are looked at on a second stream of the device, so that
-reading them costs little; after the backward pass one small kernel is left between it and the update. What
-follows from a fault is decided in `flodl.train.on_device`.
+Everything is decided on the device. On CUDA two kernels of `flodl.train.norm_kernels` do it for dense gradients in
+float32 or half precision; elsewhere, and for other gradients, a few operations of torch. What is done with a verdict is
+decided in `flodl.train.on_device`.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from torch.nn.utils import get_total_norm
 
-__all__ = ["GradientWatch", "find_faults"]
+__all__ = ["KEPT_ROWS", "Judge", "Verdict", "find_faults"]
 
-BESIDE = False
-"""Whether CUDA devices use a second stream for it: less between the backward pass and the update, more launches."""
-PARTS = 8  # about so many looks at a gradient
-LEAST_BYTES = 4 << 20  # not worth a look of its own
+KEPT_ROWS = 512
+
+BLOCK = 4096  # elements that a program reads at once
+MOST_PROGRAMS = 4096  # so that one program can add up what they found
+SUMS = 1024
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was decided, on the device.
+
+    Attributes:
+        found: float32, 1 where the step is to be left out.
+        scale: float32, what gradients are to be divided by; None where nothing is clipped.
+        figures: the loss, norms that together are the gradient's, and the count where ``has_count``.
+        norms: how many norms there are.
+        has_count: whether the count of items is among the figures.
+        next_row: where this was recorded: gives the figures of the next replay, which those after it leave alone for
+            at least `KEPT_ROWS` steps.
+    """
+
+    found: torch.Tensor
+    scale: torch.Tensor | None
+    figures: torch.Tensor
+    norms: int
+    has_count: bool = False
+    next_row: Callable[[], torch.Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Who reads what: the same for all gradients of these shapes."""
+
+    sizes: torch.Tensor
+    which: torch.Tensor
+    starts: torch.Tensor
+    span: int
+
+    @classmethod
+    def of(cls, sizes: Sequence[int], device: torch.device) -> _Plan:
+        span = BLOCK
+        while sum(-(-size // span) for size in sizes) > max(MOST_PROGRAMS, len(sizes)):
+            span *= 2
+        which = np.repeat(np.arange(len(sizes)), [-(-size // span) for size in sizes])
+        starts = np.concatenate([np.arange(0, size, span) for size in sizes])
+        return cls(*(_sent(a, device) for a in (np.asarray(sizes), which.astype(np.int32), starts)), span)
+
+
+class Judge:
+    """Decides whether steps count.
+
+    Args:
+        device: where gradients are.
+        max_grad_norm: clip the gradient to this 2-norm.
+        sticky: after a step that is not finite none moves any more; else just that one is left out.
+
+    Attributes:
+        state: float32, 1 after a fault.
+    """
+
+    def __init__(self, device: torch.device, *, max_grad_norm: float | None = None, sticky: bool = True) -> None:
+        self.device, self.max_grad_norm, self.sticky = device, max_grad_norm, sticky
+        self.state = torch.zeros((), dtype=torch.float32, device=device)
+        self._one = torch.ones((), dtype=torch.float32, device=device)
+        self._kernels = _kernels(device) if device.type == "cuda" else None
+        self._plans: dict[Any, _Plan] = {}
+        self._unknown: list[tuple[torch.Tensor, list[int]]] = []
+        if self._kernels is not None:
+            self._make_ring()
+
+    def _make_ring(self) -> None:
+        """Make room for figures of replays, which the device finds by a count of its own, and the host by the same."""
+        self._ring = torch.zeros(KEPT_ROWS, 3, dtype=torch.float64, device=self.device)
+        self._turn = torch.zeros((), dtype=torch.int64, device=self.device)
+        self._turns = 0
+        self._rows = {width: self._ring[:, :width].unbind() for width in (2, 3)}
+
+    def _next_row(self, width: int) -> torch.Tensor:
+        self._turns += 1
+        return self._rows[width][(self._turns - 1) % KEPT_ROWS]
+
+    def __call__(self, grads: Sequence[torch.Tensor], loss: torch.Tensor, count: Any, *, apart: bool) -> Verdict:
+        """Return the verdict on a step.
+
+        Args:
+            grads: the whole gradient, at least one tensor.
+            loss: the mean loss.
+            count: items counted; only where it is a tensor may it turn out to be 0.
+            apart: norms of its parts may be figures, unless the gradient is clipped.
+        """
+        plan = self._plan(grads) if self._kernels is not None else None
+        if plan is not None:
+            return self._by_kernels(plan, grads, loss, count)
+        norm = None
+        if apart and self.max_grad_norm is None:
+            norms = torch._foreach_norm(list(grads))  # pyright: ignore[reportPrivateImportUsage]
+            norms = [n if n.dtype == torch.float64 else n.to(torch.float32) for n in norms]
+        else:
+            norm = get_total_norm(list(grads))
+            norms = [norm]
+        figures = torch.stack([loss.to(norms[0].dtype), *norms])
+        return self.of_figures(figures, norm, count)
+
+    def of_figures(self, figures: torch.Tensor, norm: torch.Tensor | None, count: Any) -> Verdict:
+        """Return the verdict on a step whose loss and norms are known; they are written to."""
+        if not self.sticky:
+            self.state.zero_()
+        found = torch.zeros_like(self.state) if isinstance(count, torch.Tensor) else self.state
+        find_faults([figures], found, self._one)
+        if isinstance(count, torch.Tensor):
+            # The mean of nothing is no fault, though it is not a number; it is left out all the same.
+            empty = (count == 0).to(torch.float32)
+            torch.maximum(self.state, found * (1 - empty), out=self.state)
+            found = torch.maximum(self.state, empty)
+        scale = None
+        if self.max_grad_norm is not None:
+            assert norm is not None
+            # Gradients are divided by this inside the update, instead of being multiplied in a pass of their own.
+            scale = ((norm + 1e-6) / self.max_grad_norm).clamp(min=1.0).to(torch.float32)
+        return Verdict(found, scale, figures, figures.numel() - 1)
+
+    def recorded(self) -> object:
+        """Complete what was recorded since the last call; the answer must be held as long as that is replayed."""
+        done, self._unknown = self._unknown, []
+        for table, addresses in done:
+            table.copy_(torch.tensor(addresses))
+        return done
+
+    def _plan(self, grads: Sequence[torch.Tensor]) -> _Plan | None:
+        if grads[0].dtype not in _KINDS or any(
+            g.dtype != grads[0].dtype or g.layout != torch.strided or g.device != self.device for g in grads
+        ):
+            return None
+        sizes = tuple(g.numel() for g in grads)
+        if not all(map(_is_dense, grads)):
+            return None
+        if sizes not in self._plans:
+            if min(sizes) == 0 or _recording(self.device):
+                return None
+            self._plans[sizes] = _Plan.of(sizes, self.device)
+        return self._plans[sizes]
+
+    def _table(self, addresses: list[int]) -> torch.Tensor:
+        if not _recording(self.device):
+            return _sent(np.asarray(addresses), self.device)
+        # Nothing is brought to the device while it records; addresses stay the same in all replays.
+        table = torch.empty(len(addresses), dtype=torch.int64, device=self.device)
+        self._unknown.append((table, addresses))
+        return table
+
+    def _by_kernels(self, plan: _Plan, grads: Sequence[torch.Tensor], loss: torch.Tensor, count: Any) -> Verdict:
+        kernels: Any = self._kernels
+        counts, clips = isinstance(count, torch.Tensor), self.max_grad_norm is not None
+        table = self._table([g.data_ptr() for g in grads])
+        programs = plan.which.numel()
+        sums = torch.empty(programs, dtype=torch.float32, device=self.device)
+        figures = torch.empty(3 if counts else 2, dtype=torch.float64, device=self.device)
+        found = torch.empty_like(self.state) if counts else self.state
+        scale = torch.empty_like(self.state) if clips else None
+        kind = getattr(kernels.language, _KINDS[grads[0].dtype])
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
+            kernels.square_sums[(programs,)](
+                table, plan.sizes, plan.which, plan.starts, sums, plan.span, kind, BLOCK, num_warps=8
+            )
+            kernels.decide[(1,)](
+                sums, programs, loss, count if counts else loss, self.state, found, scale if clips else self.state,
+                figures, self._ring, self._turn, float(self.max_grad_norm or 1.0), counts, self.sticky, clips,
+                KEPT_ROWS, SUMS, num_warps=8,
+            )  # fmt: skip
+        if _recording(self.device):
+            return Verdict(found, scale, figures, 1, counts, partial(self._next_row, 3 if counts else 2))
+        self._turns += 1
+        return Verdict(found, scale, figures, 1, counts)
 
 
 def find_faults(tensors: Sequence[torch.Tensor], found: torch.Tensor, one: torch.Tensor) -> None:
@@ -34,105 +207,64 @@ def find_faults(tensors: Sequence[torch.Tensor], found: torch.Tensor, one: torch
         torch._amp_foreach_non_finite_check_and_unscale_(part, found, one)  # pyright: ignore[reportPrivateImportUsage]
 
 
-class GradientWatch:
-    """Looks at the gradients of a model.
-
-    Args:
-        model: whose gradients.
-        device: where they are.
-    """
-
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self.model = model
-        self._side = torch.cuda.Stream(device) if device.type == "cuda" and BESIDE else None
-        self.one = torch.ones((), dtype=torch.float32, device=device)
-        self._hooks: dict[nn.Parameter, Any] = {}
-        self._on = False
-        self._busy = False
-        self._begin()
-
-    def _begin(self) -> None:
-        self._waiting: list[torch.Tensor] = []
-        self._bytes = 0
-        self._norms: list[torch.Tensor] = []
-        self._seen: list[torch.Tensor] = []
-
-    @contextlib.contextmanager
-    def watching(self, wanted: bool) -> Iterator[None]:
-        """Look at gradients as they become whole; the backward pass inside is the only one of its step."""
-        self._begin()
-        if not wanted or self._side is None:
-            yield
-            return
-        learning = [p for p in self.model.parameters() if p.requires_grad]
-        for parameter in learning:
-            if parameter not in self._hooks:
-                self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(self._note)
-        self._enough = max(LEAST_BYTES, sum(p.numel() * p.element_size() for p in learning) // PARTS)
-        # Autograd has threads of its own, whose current streams are not those of the forward pass.
-        self._main = torch.cuda.current_stream(self._side.device)
-        self._on = True
-        try:
-            yield
-        finally:
-            self._on = False
-
-    def _note(self, parameter: torch.Tensor) -> None:
-        if not self._on or parameter.grad is None:
-            return
-        self._waiting.append(parameter.grad)
-        self._bytes += parameter.grad.numel() * parameter.grad.element_size()
-        if self._bytes >= self._enough:
-            assert self._side is not None
-            self._side.wait_stream(self._main)
-            with torch.no_grad(), torch.cuda.stream(self._side):
-                norms = _norms(self._waiting)
-                self._norms += norms
-                self._seen.append(torch.stack(norms))
-            self._waiting, self._bytes, self._busy = [], 0, True
-
-    def check(self, loss: torch.Tensor, found: torch.Tensor) -> None:
-        """Find faults in the loss, which is written to, and in all gradients; see `find_faults`."""
-        if self._side is None:
-            norms = _norms([p.grad for p in self.model.parameters() if p.grad is not None])
-            self._row = torch.stack([loss.to(norms[0].dtype), *norms])
-            find_faults([self._row], found, self.one)
-            return
-        current = torch.cuda.current_stream(loss.device)
-        if self._busy:
-            current.wait_stream(self._side)
-        find_faults([*self._waiting, loss, *self._seen], found, self.one)
-        if self._waiting:
-            # Nothing waits for these norms, so they are found beside the update.
-            self._side.wait_stream(current)
-            with torch.cuda.stream(self._side):
-                self._norms += _norms(self._waiting)
-            self._waiting = []
-        self._busy = True
-
-    def figures(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss and the norms that together are the gradient's, ``(1 + norms,)``."""
-        if self._side is None:
-            return self._row
-        dtype = self._norms[0].dtype
-        with torch.cuda.stream(self._side):
-            row = torch.stack([loss.to(dtype), *self._norms])
-        self.join()
-        return row
-
-    def join(self) -> None:
-        """Have the device go on only when the second stream is done."""
-        if self._busy and self._side is not None:
-            torch.cuda.current_stream(self._side.device).wait_stream(self._side)
-        self._busy = False
-
-    def release(self) -> None:
-        """Leave the parameters as they were found."""
-        for hook in self._hooks.values():
-            hook.remove()
-        self._hooks.clear()
+_KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
-def _norms(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    found = torch._foreach_norm(tensors)  # pyright: ignore[reportPrivateImportUsage]
-    return [norm if norm.dtype == torch.float64 else norm.to(torch.float32) for norm in found]
+@dataclass(frozen=True)
+class _Kernels:
+    square_sums: Any
+    decide: Any
+    language: Any
+
+
+def _load() -> _Kernels | None:
+    with contextlib.suppress(ImportError):
+        import triton.language  # pyright: ignore[reportMissingImports]
+
+        from flodl.train import norm_kernels
+
+        return _Kernels(norm_kernels.square_sums, norm_kernels.decide, triton.language)
+    return None
+
+
+@lru_cache(maxsize=8)
+def _kernels(device: torch.device) -> _Kernels | None:
+    """Return the kernels; None where there is no Triton, or where they do not agree with torch on this device."""
+    kernels = _load()
+    if kernels is None:
+        return None
+    judge = Judge(torch.device("cpu"), max_grad_norm=1.0)
+    judge.device, judge._kernels, judge.state = device, kernels, judge.state.to(device)
+    judge._make_ring()
+    grads = [torch.linspace(-1, 1, size, device=device) for size in (3, BLOCK + 1)]
+    try:
+        found = judge(grads, torch.ones((), device=device), 1.0, apart=False).figures.tolist()
+        wanted = [1.0, float(get_total_norm(grads))]
+        fault = None if np.allclose(found, wanted, rtol=1e-5) else f"found {found}, expected {wanted}"
+    except Exception as error:  # compilers and drivers fail in many ways
+        fault = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+    if fault is not None:
+        warnings.warn(f"train: kernels for the gradient's norm are not used: {fault}", RuntimeWarning, stacklevel=2)
+        return None
+    return kernels
+
+
+def _recording(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether the elements are one stretch of memory, in any order."""
+    spans = sorted(zip(tensor.stride(), tensor.shape, strict=True))
+    size = 1
+    for stride, length in spans:
+        if length != 1 and stride != size:
+            return False
+        size *= length
+    return True
+
+
+def _sent(array: Any, device: torch.device) -> torch.Tensor:
+    """Return the numbers on the device, without making the host wait."""
+    found = torch.from_numpy(array)
+    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found

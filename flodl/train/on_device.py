@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils import get_total_norm
 
-from flodl.train.finite import GradientWatch, find_faults
+from flodl.train.finite import Judge, Verdict
 from flodl.train.loss import Loss, as_loss, batch_len
 from flodl.train.precision import Precision
 
@@ -63,6 +62,8 @@ class Outcome:
         moved: whether there was any gradient.
         lacking: places of parameters without one, where that matters to others.
         norms: how many norms there are; together they are the norm of the gradient.
+        next_row: where this was recorded: gives ``row``, less the metrics, of the replay that was launched last, in
+            memory that the next replays leave alone. None: the next replay writes to the same row.
     """
 
     row: torch.Tensor
@@ -71,6 +72,14 @@ class Outcome:
     moved: bool = True
     lacking: tuple[int, ...] = ()
     norms: int = 1
+    next_row: Callable[[], torch.Tensor] | None = None
+
+    def replayed(self) -> Outcome:
+        """Return the outcome of the replay that was launched last, out of the way of the next; called after each."""
+        row = self.next_row() if self.next_row is not None else None
+        if row is None or row.numel() != self.row.numel():
+            row = self.row.clone()
+        return replace(self, row=row, next_row=None)
 
     def read(self, values: Sequence[float]) -> Figures:
         """Return the figures of a row that has come to the host."""
@@ -145,9 +154,8 @@ class DeviceStep:
         compat: str | None = None,
     ) -> None:
         self.model, self.optimizer, self.device, self.precision = model, optimizer, device, precision
-        self.max_grad_norm, self.sticky, self.compat = max_grad_norm, sticky, compat
-        self._found = torch.zeros((), dtype=torch.float32, device=device)
-        self._watch = GradientWatch(model, device)
+        self.compat = compat
+        self.judge = Judge(device, max_grad_norm=max_grad_norm, sticky=sticky)
         make_ready(optimizer, device)
         self._rates = [group["lr"] for group in optimizer.param_groups]
 
@@ -176,16 +184,13 @@ class DeviceStep:
                 loss = as_loss(train_step(self.model, batch), batch_len(batch))
             loss.check_depends()
             value = loss.as_mean() if alone or self.compat is not None else loss.as_sum()
-            # With several micro-batches a gradient is whole only when it has been divided.
-            with self._watch.watching(alone and self.max_grad_norm is None):
-                value.backward()
+            value.backward()
             losses.append(loss)
             values.append(value.detach())
         try:
             with torch.no_grad():
                 return self._finish(losses, values, divided=alone or self.compat is not None)
         finally:
-            self._watch.join()
             self.optimizer.zero_grad(set_to_none=True)
 
     def _finish(self, losses: list[Loss], values: list[torch.Tensor], *, divided: bool) -> Outcome:
@@ -197,56 +202,28 @@ class DeviceStep:
             divisor = count.to(grads[0].dtype) if isinstance(count, torch.Tensor) else float(count)
             torch._foreach_div_(grads, divisor)  # pyright: ignore[reportPrivateImportUsage]
             total = total / count
-        if moved and len(values) == 1 and self.max_grad_norm is None:
-            return self._update_watched(total, count, losses)
-        norm = get_total_norm(grads) if grads else total.new_zeros(())
-        pair = torch.stack([total.to(norm.dtype), norm])
-        if moved:
-            self._update(pair, norm, count)
-        return outcome_of(pair, count, moved, losses)
+        if not moved:
+            return outcome_of(torch.stack([total, total.new_zeros(())]), count, False, losses)
+        verdict = self.judge(grads, total, count, apart=len(values) == 1)
+        self._move(verdict)
+        found = outcome_of(verdict.figures, count, True, losses, norms=verdict.norms, has_count=verdict.has_count)
+        return found if verdict.next_row is None else replace(found, next_row=verdict.next_row)
 
-    def _update(self, pair: torch.Tensor, norm: torch.Tensor, count: Any) -> None:
-        """Move the parameters if loss and norm, the two in ``pair``, are finite; clip on the way."""
-        found = self._fresh(count)
-        find_faults([pair], found, self._watch.one)
-        scale = None
-        if self.max_grad_norm is not None:
-            # Gradients are divided by this inside the update, instead of being multiplied in a pass of their own.
-            scale = ((norm + 1e-6) / self.max_grad_norm).clamp(min=1.0).to(torch.float32)
-        self._move(found, count, scale)
+    def recorded(self) -> object:
+        """Complete what was recorded; the answer must be held as long as that is replayed."""
+        return self.judge.recorded()
 
-    def _update_watched(self, total: torch.Tensor, count: Any, losses: Sequence[Loss]) -> Outcome:
-        """The same without clipping, where faults are looked for beside the backward pass and the update."""
-        found = self._fresh(count)
-        self._watch.check(total, found)
-        self._move(found, count, None)
-        figures = self._watch.figures(total)
-        return outcome_of(figures, count, True, losses, norms=figures.numel() - 1)
-
-    def release(self) -> None:
-        """Leave the model as it was found."""
-        self._watch.release()
-
-    def _fresh(self, count: Any) -> torch.Tensor:
-        if not self.sticky:
-            self._found.zero_()
-        return torch.zeros_like(self._found) if isinstance(count, torch.Tensor) else self._found
-
-    def _move(self, found: torch.Tensor, count: Any, scale: torch.Tensor | None) -> None:
-        if isinstance(count, torch.Tensor):
-            # The mean of nothing is no fault, though it is not a number; it is left out all the same.
-            empty = (count == 0).to(torch.float32)
-            torch.maximum(self._found, found * (1 - empty), out=self._found)
-            found = torch.maximum(self._found, empty)
+    def _move(self, verdict: Verdict) -> None:
+        """Move the parameters unless the verdict says not to; clip on the way."""
         flags: Any = self.optimizer
-        flags.found_inf = found
-        if scale is not None:
-            flags.grad_scale = scale
+        flags.found_inf = verdict.found
+        if verdict.scale is not None:
+            flags.grad_scale = verdict.scale
         try:
             self.optimizer.step()
         finally:
             del flags.found_inf
-            if scale is not None:
+            if verdict.scale is not None:
                 del flags.grad_scale
 
 
@@ -262,8 +239,12 @@ def outcome_of(
     lacking: tuple[int, ...] = (),
     *,
     norms: int = 1,
+    has_count: bool = False,
 ) -> Outcome:
-    """Return an outcome whose row begins with ``pair``, loss and norms; tensors of the rest come into it too."""
+    """Return an outcome whose row begins with ``pair``: loss, norms, and the count where it ``has_count``.
+
+    Tensors of the rest come into it too.
+    """
     further: list[torch.Tensor] = []
 
     def kept(value: Any) -> float | None:
@@ -272,7 +253,7 @@ def outcome_of(
         further.append(value.detach().reshape(()).to(pair.device, torch.float64))
         return None
 
-    known = kept(count)
+    known = None if has_count else kept(count)
     metrics = []
     for name in dict.fromkeys(name for loss in losses for name in loss.metrics):
         parts = [loss.metrics[name] for loss in losses if name in loss.metrics]

@@ -89,7 +89,7 @@ class SharedStep(DeviceStep):
                     torch._foreach_div_(flats, count.to(dtype))  # pyright: ignore[reportPrivateImportUsage]
             norm = get_total_norm(grads) if grads else total.new_zeros(())
             if grads:
-                self._update(torch.stack([total.to(norm.dtype), norm]), norm, count)
+                self._move(self.judge.of_figures(torch.stack([total.to(norm.dtype), norm]), norm, count))
             self.optimizer.zero_grad(set_to_none=True)
             row = torch.cat([torch.stack([total, norm.to(torch.float64), count]), part.row[2:], sums[2:-1]])
         return Outcome(row, None, metrics=part.metrics, moved=bool(grads))

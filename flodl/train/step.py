@@ -379,11 +379,6 @@ class Step:
     def _parameters(self) -> Iterator[nn.Parameter]:
         return (p for p in self.model.parameters() if p.requires_grad)
 
-    def release(self) -> None:
-        """Leave the model as it was found; no step follows."""
-        if self._device_step is not None:
-            self._device_step.release()
-
     def count_writes(self) -> None:
         """Tell torch that replays wrote to the parameters, which it does not see."""
         if self.captures is not None:

@@ -16,6 +16,7 @@ from functools import partial
 import torch
 
 from flodl.train.events import Events, StepDone, Warned
+from flodl.train.finite import KEPT_ROWS
 from flodl.train.on_device import Outcome
 from flodl.train.step import StepResult, not_finite
 from flodl.train.tally import Tally
@@ -41,7 +42,7 @@ class StepLog:
 
     Args:
         events: who is told.
-        every: steps in a window.
+        every: steps in a window; fewer where rows would not be kept as long.
         on_nan: ``"stop"`` raises when a step is told that was not finite.
 
     Attributes:
@@ -49,7 +50,7 @@ class StepLog:
     """
 
     def __init__(self, events: Events, *, every: int, on_nan: str) -> None:
-        self.events, self.every, self.on_nan = events, max(1, every), on_nan
+        self.events, self.every, self.on_nan = events, min(max(1, every), KEPT_ROWS // 2), on_nan
         self._open: list[_Entry] = []
         self._sent: deque[_Window] = deque()
         self._start: torch.cuda.Event | None = None

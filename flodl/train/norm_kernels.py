@@ -1,0 +1,111 @@
+"""Triton kernels of what stands between backward pass and update: the gradient's norm, and what follows from it.
+
+Gradients lie wherever autograd left them, so the first kernel goes by a table of addresses; many programs read them,
+each a stretch of one gradient. The second is one program: it adds up, decides, and writes the step's figures. Sums are
+in an order that depends on shapes alone, so a step repeats to the bit. What is launched when is in
+`flodl.train.finite`; importing this file needs Triton.
+"""
+
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportIndexIssue=false
+# pyright: reportMissingImports=false, reportPossiblyUnboundVariable=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["decide", "square_sums"]
+
+
+@triton.jit(do_not_specialize=["span"])
+def square_sums(table, sizes, which, starts, sums, span, kind: tl.constexpr, block: tl.constexpr):
+    """Write the sum of squares of each stretch of the tensors that ``table`` has the addresses of.
+
+    Args:
+        table: addresses, int64 ``(tensors,)``.
+        sizes: their numbers of elements, int64 ``(tensors,)``.
+        which: the tensor of each program, int32.
+        starts: where in it the program's stretch begins, int64.
+        sums: float32, one for each program.
+        span: elements of a stretch.
+        kind: what the tensors are of.
+        block: elements read at once.
+    """
+    program = tl.program_id(0)
+    tensor = tl.load(which + program)
+    size = tl.load(sizes + tensor)
+    values = tl.load(table + tensor).to(tl.pointer_type(kind))
+    places = tl.load(starts + program) + tl.arange(0, block)
+    total = tl.zeros([block], tl.float32)
+    for offset in range(0, span, block):
+        x = tl.load(values + places + offset, mask=places + offset < size, other=0.0).to(tl.float32)
+        total += x * x
+    tl.store(sums + program, tl.sum(total, 0))
+
+
+@triton.jit(do_not_specialize=["number"])
+def decide(
+    sums,
+    number,
+    loss,
+    count,
+    state,
+    found,
+    scale,
+    row,
+    ring,
+    turn,
+    max_norm,
+    counts: tl.constexpr,
+    sticky: tl.constexpr,
+    clips: tl.constexpr,
+    rows: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Decide whether a step counts, and write its figures.
+
+    Args:
+        sums: what `square_sums` wrote.
+        number: how many.
+        loss: one number.
+        count: items counted, one number, where ``counts``.
+        state: float32, 1 after a fault; from earlier steps where ``sticky``.
+        found: float32, is set to 1 where this step is to be left out; ``state`` itself unless ``counts``.
+        scale: float32, is set to what gradients are divided by, where ``clips``.
+        row: float64, is set to loss, norm, and the count where ``counts``.
+        ring: float64 ``(rows, 3)``, gets the same at the place that ``turn`` says.
+        turn: int64, how many rows went there; is counted up.
+        max_norm: clip to this.
+    """
+    total = tl.zeros([block], tl.float32)
+    places = tl.arange(0, block)
+    for offset in range(0, number, block):
+        total += tl.load(sums + places + offset, mask=places + offset < number, other=0.0)
+    norm = tl.sqrt_rn(tl.sum(total, 0))
+    # No comparison holds for what is not a number.
+    sound = (tl.abs(tl.load(loss).to(tl.float32)) < float("inf")) & (norm < float("inf"))
+    fault = tl.where(sound, 0.0, 1.0)
+    held = 0.0
+    if sticky:
+        held = tl.load(state)
+    turns = tl.load(turn)
+    place = ring + (turns % rows) * 3
+    tl.store(turn, turns + 1)
+    value = tl.load(loss).to(tl.float64)
+    tl.store(row, value)
+    tl.store(place, value)
+    tl.store(row + 1, norm.to(tl.float64))
+    tl.store(place + 1, norm.to(tl.float64))
+    if counts:
+        items = tl.load(count).to(tl.float64)
+        tl.store(row + 2, items)
+        tl.store(place + 2, items)
+        # The mean of nothing is no fault, though it is not a number; it is left out all the same.
+        empty = tl.where(items == 0.0, 1.0, 0.0)
+        held = tl.maximum(held, fault * (1.0 - empty))
+        tl.store(found, tl.maximum(held, empty))
+    else:
+        held = tl.maximum(held, fault)
+    tl.store(state, held)
+    if clips:
+        tl.store(scale, tl.maximum((norm + 1e-6) / max_norm, 1.0))

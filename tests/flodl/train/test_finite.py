@@ -1,0 +1,151 @@
+"""Two kernels and a few operations of torch give the same verdict on a step."""
+
+import math
+import os
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from flodl.train import finite
+from flodl.train.finite import Judge
+from flodl.train.on_device import Outcome
+
+CPU = torch.device("cpu")
+interpreted = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1" or find_spec("triton") is None, reason="needs Triton's interpreter"
+)
+SHAPES = [(3,), (7, 5), (), (2, 4096), (4097,), (1, 9)]
+
+
+def make_judge(*, kernels: bool, device: torch.device = CPU, **options) -> Judge:
+    judge = Judge(device, **options)
+    judge._kernels = None
+    if kernels:
+        judge._kernels = finite._load()
+        judge._make_ring()
+    return judge
+
+
+def gradients(bad=None, dtype=torch.float32, device=CPU):
+    g = torch.Generator().manual_seed(1)
+    found = [torch.randn(shape, generator=g).to(dtype) for shape in SHAPES]
+    found.append(torch.randn(6, 4, generator=g).to(dtype).t())
+    if bad is not None:
+        found[3].view(-1)[5000] = bad
+    return [part.to(device) for part in found]
+
+
+def told(verdict):
+    """Return whether the step is left out, what gradients are divided by, loss and norm."""
+    loss, *rest = verdict.figures.tolist()
+    scale = None if verdict.scale is None else float(verdict.scale)
+    return float(verdict.found), scale, loss, math.hypot(*rest[: verdict.norms]), rest[verdict.norms :]
+
+
+@pytest.mark.parametrize("apart", [True, False])
+@pytest.mark.parametrize("bad", [None, math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("clip", [None, 0.5, 1e9])
+def test_what_is_not_finite_is_found_and_norms_are_norms(bad, clip, apart):
+    judge = make_judge(kernels=False, max_grad_norm=clip)
+    left_out, scale, loss, norm, _ = told(judge(gradients(bad), torch.tensor(2.5), 8.0, apart=apart))
+    whole = float(torch.cat([g.reshape(-1) for g in gradients(bad)]).norm())
+    assert left_out == (bad is not None)
+    assert loss == 2.5
+    if bad is None:
+        assert norm == pytest.approx(whole, rel=1e-6)
+        assert scale == (None if clip is None else pytest.approx(max(1.0, (whole + 1e-6) / clip), rel=1e-6))
+
+
+CASES = [
+    {"sticky": sticky, "max_grad_norm": clip, "bad": bad, "loss": loss, "count": count, "dtype": dtype}
+    for sticky, clip in ((True, None), (False, 0.5))
+    for bad, loss in ((None, 1.25), (math.nan, 1.25), (None, math.nan), (math.inf, 1.25))
+    for count, dtype in ((8.0, torch.float32), (8, torch.float32), (0, torch.bfloat16))
+]
+
+
+def follow(judge, case, device):
+    """Return what is told of a step as in the case, and of a sound one after it."""
+    count = torch.tensor(case["count"], device=device) if isinstance(case["count"], int) else case["count"]
+    found = []
+    for bad, loss in ((case["bad"], case["loss"]), (None, 0.75)):
+        grads = gradients(bad, case["dtype"], device)
+        verdict = judge(grads, torch.tensor(loss, device=device), count, apart=False)
+        left_out, scale, *figures, rest = told(verdict)
+        assert rest == ([float(case["count"])] if verdict.has_count else [])
+        found.append([left_out, scale or 1.0 if left_out == 0 else 0.0, *figures])
+    return found
+
+
+def compare(device):
+    for case in CASES:
+        options = {"sticky": case["sticky"], "max_grad_norm": case["max_grad_norm"], "device": device}
+        judge = make_judge(kernels=True, **options)
+        ours = follow(judge, case, device)
+        assert len(judge._plans) == 1  # the kernels were asked
+        plain = follow(make_judge(kernels=False, **options), case, device)
+        for a, b in zip(ours, plain, strict=True):
+            assert a == pytest.approx(b, rel=1e-5 if case["dtype"] == torch.float32 else 1e-2, nan_ok=True), case
+
+
+@interpreted
+def test_kernels_decide_as_torch_does():
+    compare(CPU)
+
+
+@interpreted
+def test_figures_of_replays_are_kept_for_a_while_each_in_a_place_of_its_own(monkeypatch):
+    """On a processor recording runs once, so what is recorded stands for its first replay."""
+    judge = make_judge(kernels=True)
+    told(judge(gradients(), torch.tensor(0.0), 1.0, apart=True))  # an ordinary step goes before
+    monkeypatch.setattr(finite, "_recording", lambda device: True)
+    monkeypatch.setattr(Judge, "_table", lambda self, addresses: torch.tensor(addresses))
+    assert judge(gradients()[1:], torch.tensor(0.0), 1.0, apart=True).next_row is None  # no ordinary step of this shape
+    found = []
+    for number in range(5):
+        verdict = judge(gradients(), torch.tensor(float(number)), torch.tensor(7), apart=True)
+        assert verdict.next_row is not None
+        replayed = Outcome(verdict.figures, None, norms=1, next_row=verdict.next_row).replayed()
+        found.append(replayed)
+        verdict.figures.zero_()  # which the next replay writes to
+    assert [outcome.read(outcome.row.tolist()).loss for outcome in found] == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert {outcome.read(outcome.row.tolist()).count for outcome in found} == {7.0}
+    longer = Outcome(torch.arange(5.0), None, norms=1, next_row=verdict.next_row).replayed()
+    assert longer.row.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+@pytest.mark.gpu
+def test_kernels_decide_as_torch_does_on_a_gpu():
+    device = torch.device("cuda", 0)
+    assert finite._kernels(device) is not None
+    compare(device)
+
+
+@pytest.mark.gpu
+def test_a_recording_of_the_kernels_reads_its_own_gradients():
+    device = torch.device("cuda", 0)
+    judge = Judge(device)
+    grads = gradients(device=device)
+    loss = torch.zeros((), device=device)
+    want = told(judge(grads, loss, 1.0, apart=True))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        doubled = [2 * g for g in grads]
+        verdict = judge(doubled, loss, 1.0, apart=True)
+    held = judge.recorded()
+    graph.replay()
+    assert told(verdict)[3] == pytest.approx(2 * want[3], rel=1e-6)
+    for g in grads:
+        g.mul_(3)
+    graph.replay()
+    assert told(verdict)[3] == pytest.approx(6 * want[3], rel=1e-6)
+    assert held
+
+
+def test_a_gradient_with_gaps_is_none_for_the_kernels():
+    judge = make_judge(kernels=False)
+    assert judge._plan([torch.zeros(4, 4)[:, :2]]) is None
+    assert judge._plan([torch.zeros(2, dtype=torch.float64)]) is None
+    assert judge._plan([torch.zeros(2), torch.zeros(2, dtype=torch.bfloat16)]) is None
+    assert judge._plan([torch.zeros(4, 6).t(), torch.zeros(())]) is not None
