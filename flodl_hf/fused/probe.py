@@ -24,12 +24,12 @@ def small_case(device: torch.device, *, seed: int = 0) -> tuple[Graph, Tensor, P
     buffer = Buffer(bucket_of(lengths))
     buffer.write(np.zeros(int(lengths.sum()), np.int32), None, lengths)
     _, _, layout = buffer.on(buffer.packed.to(device))
+    draw = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]):
-        torch.random.default_generator.manual_seed(seed)
         block = post_norm_block(SelfAttention(128, 2, 0.0, 0.0), FeedForward(128, 512, "gelu", 0.0), 128, 1e-12)
-        for parameter in block.parameters():
-            torch.nn.init.normal_(parameter, std=0.1)
-        states = torch.randn(buffer.bucket.tokens, 128)
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter, std=0.1, generator=draw)
+    states = torch.randn(buffer.bucket.tokens, 128, generator=draw)
     return block.to(device), states.to(device), layout
 
 

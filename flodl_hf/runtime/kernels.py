@@ -70,7 +70,7 @@ def mix_short(qkv: Tensor, places: Tensor, ends: Tensor, num_heads: int) -> Tens
     queries = 64
     grid = (triton.cdiv(tokens, queries), num_heads)
     scale = width**-0.5 * 1.4426950408889634  # powers of two are what the device raises fastest
-    _mix[grid](qkv, places, ends, out, tokens, qkv.stride(0), scale, num_heads, width, queries, 64, num_warps=4)
+    _mix[grid](qkv, places, ends, out, tokens, qkv.stride(0), scale, num_heads, width, queries, 32, num_warps=4)
     return out
 
 
@@ -94,5 +94,5 @@ def add_norm(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor, eps: float) -> 
     rows, width = a.shape
     out = torch.empty_like(a)
     block = triton.next_power_of_2(width)
-    _add_norm[(rows,)](a, b, weight, bias, out, eps, width, block, num_warps=4 if block <= 2048 else 8)
+    _add_norm[(rows,)](a, b, weight, bias, out, eps, width, block, num_warps=2 if block <= 1024 else 8)
     return out
