@@ -46,13 +46,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--batches", type=int, default=BATCHES, help="batches of an epoch")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--kernels", action="store_true", help="list where the device's work differs")
     args = parser.parse_args(argv)
     wanted = args.models.split(",") if args.models else [model.name for model in MODELS]
     device = torch.device(args.device)
     rows = []
     for model in MODELS:
         if model.name in wanted:
-            rows.append(measure(model, device, args.rounds, args.batches))
+            rows.append(measure(model, device, args.rounds, args.batches, kernels=args.kernels))
             print(line(rows[-1]), flush=True)
     print(f"\n{'model':<17} {'users':>14} {'recorded':>14} {'ours':>14}   ours to users, to recorded, sigma")
     for row in rows:
@@ -74,7 +75,7 @@ def line(row: dict[str, Any]) -> str:
     return f"{row['name']:<17} {' '.join(cells)}   {tail}{loss} {row['ours']['peak_mb']:.0f} MB {row['said']}"
 
 
-def measure(model: Model, device: torch.device, rounds: int, batches: int) -> dict[str, Any]:
+def measure(model: Model, device: torch.device, rounds: int, batches: int, *, kernels: bool = False) -> dict[str, Any]:
     """Return the figures of one model."""
     torch.manual_seed(0)
     torch.backends.cudnn.benchmark = model.name not in ("gru_seq", "lstm_seq")
@@ -97,16 +98,25 @@ def measure(model: Model, device: torch.device, rounds: int, batches: int) -> di
     losses: dict[str, float] = {}
     said: list[str] = []
     start = [0.0]
+    seen: dict[str, Any] = {"recorded": None, "ours": None}
 
     def before(epoch: int, trainer: Trainer) -> None:
         if epoch >= WARM_UP:
             for who, call in (("users", users), ("recorded", captured)):
                 times[who].append(clocked(device, lambda call=call, who=who: losses.__setitem__(who, call())))
         synchronize(device)
+        if kernels and epoch == WARM_UP + rounds - 1:
+            with profiled() as seen["recorded"]:
+                captured()
+                synchronize(device)
+            seen["ours"] = profiled()
+            seen["ours"].__enter__()
         start[0] = perf_counter()
 
     def after(metrics: Any) -> None:
         synchronize(device)
+        if seen["ours"] is not None:
+            seen["ours"].__exit__(None, None, None)
         if metrics.epoch >= WARM_UP:
             times["ours"].append((perf_counter() - start[0]) * 1e3)
         losses["ours"] = metrics.loss
@@ -128,7 +138,35 @@ def measure(model: Model, device: torch.device, rounds: int, batches: int) -> di
         who: {"ms": median(ms), "sigma": scaled_mad(ms), "loss": losses[who], "all": ms} for who, ms in times.items()
     }
     found["ours"]["peak_mb"] = peak
+    if kernels:
+        show_differences(seen["recorded"], seen["ours"], batches)
     return {"name": model.name, **found, "said": "; ".join(said)}
+
+
+def profiled() -> Any:
+    """Return a profiler of the device's work."""
+    return torch.profiler.profile(activities=list(torch.profiler.supported_activities()))
+
+
+def show_differences(recorded: Any, ours: Any, steps: int) -> None:
+    """Print the kernels whose number or time a step is not the same in both."""
+    totals = []
+    for profile in (recorded, ours):
+        found: dict[str, list[float]] = {}
+        for event in profile.events():
+            if str(event.device_type).endswith("CUDA"):
+                kept = found.setdefault(event.name, [0.0, 0.0])
+                kept[0] += 1 / steps
+                kept[1] += event.time_range.elapsed_us() / steps
+        totals.append(found)
+    none = [0.0, 0.0]
+    print(f"{'recorded':>16} {'ours':>16}   kernels and microseconds a step")
+    for name in sorted(totals[0].keys() | totals[1].keys()):
+        a, b = totals[0].get(name, none), totals[1].get(name, none)
+        if abs(a[0] - b[0]) > 0.01 or abs(a[1] - b[1]) > 0.5:
+            print(f"{a[0]:>6.2f} {a[1]:>8.1f} {b[0]:>6.2f} {b[1]:>9.1f}   {name[:110]}")
+    sums = [[sum(v[i] for v in found.values()) for i in (0, 1)] for found in totals]
+    print(f"{sums[0][0]:>6.1f} {sums[0][1]:>8.1f} {sums[1][0]:>6.1f} {sums[1][1]:>9.1f}   all", flush=True)
 
 
 class OurStep:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -163,7 +164,10 @@ class Captures:
                 )
             return self.step(train_step, batches)
         if not self._runs.get(key):
+            translated = _translated()
             outcome, fault = self.recorder.watch(lambda: self.step(train_step, batches))
+            if translated != _translated():
+                return outcome  # torch.compile waits for the device while it translates; another run will tell
             if fault is None:
                 self._runs[key] = 1
             else:
@@ -274,6 +278,14 @@ def _with(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return replace(value, **{f.name: _with(getattr(value, f.name), tensors) for f in fields(value)})
     return value
+
+
+def _translated() -> tuple[int, int]:
+    """Return how many functions ``torch.compile`` has looked at, and how many graphs it made of them."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    if dynamo is None:
+        return 0, 0
+    return dynamo.counters["frames"]["total"], dynamo.counters["stats"]["unique_graphs"]
 
 
 # ---- random numbers of the host ------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters as dynamo_counters
 from torch.nn.functional import cross_entropy, mse_loss
 
 from flodl.data import DataLoader, TensorRows
@@ -357,9 +358,53 @@ def test_a_compiled_model_trains_alike_and_is_itself_afterwards(monkeypatch):
 
     monkeypatch.setattr(nn.Module, "compile", compile_plainly)
     limit = torch._dynamo.config.recompile_limit
-    same(run(Repeats(), monkeypatch, compile=True), run(Repeats(), monkeypatch))
+    same(run(Repeats(), monkeypatch, compile=True, model=Own), run(Repeats(), monkeypatch, model=Own))
     assert [module._compiled_call_impl for module in seen] == [None]
     assert torch._dynamo.config.recompile_limit == limit
+
+
+class Own(nn.Module):
+    """A module that is not torch's own, which are left as they are."""
+
+    def __init__(self, device=None):
+        super().__init__()
+        self.layers = make_model(norm=False)
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+class Compiles(Repeats):
+    """Waits while ``torch.compile`` translates, as its folding of constants does on a device."""
+
+    def __init__(self, slow=False):
+        super().__init__()
+        self.slow, self.translated = slow, 0
+
+    def watch(self, run):
+        before = dict(dynamo_counters["stats"])
+        outcome, _ = super().watch(run)
+        new = dict(dynamo_counters["stats"]) != before
+        self.translated += new
+        return outcome, "it waits" if new or self.slow else None
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_waits_while_a_model_is_translated_are_not_the_steps(monkeypatch, slow):
+    torch._dynamo.reset()
+    monkeypatch.setattr(
+        nn.Module,
+        "compile",
+        lambda module: setattr(module, "_compiled_call_impl", torch.compile(module._call_impl, backend="eager")),
+    )
+    recorder = Compiles(slow)
+    settings = {"model": Own, "compile": True, "data": make_data(rows=46), "batch_size": 16, "num_epochs": 6}
+    found = run(recorder, monkeypatch, **settings)  # batches of 16 and of 14: the second size is translated anew
+    assert recorder.translated >= 2
+    assert (recorder.recorded == 0) == slow
+    assert len(found[2]) == slow
+    if not slow:
+        assert recorder.recorded == 2
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------
