@@ -221,8 +221,9 @@ def _scores(logits: Tensor, activation: Activation) -> np.ndarray:
     with np.errstate(over="ignore", invalid="ignore"):
         if activation == "sigmoid":
             return 1 / (1 + np.exp(-values))
-        powers = np.exp(values - values.max(1, keepdims=True))
-        return powers / powers.sum(1, keepdims=True)
+        powers = np.exp(values - np.maximum.reduce(values, 1, keepdims=True))
+        powers /= np.add.reduce(powers, 1, keepdims=True)
+        return powers
 
 
 def _finite(values: Tensor | np.ndarray, task: str) -> None:

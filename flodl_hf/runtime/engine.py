@@ -218,7 +218,7 @@ class Engine:
     def _back(self, found: Tensor, count: int) -> tuple[Tensor, Any]:
         found = found[:count]
         if not self.cuda:
-            return found, None
+            return found.cpu(), None
         # Copied while the next batch runs; the event says when it is here.
         home = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
         home.copy_(found, non_blocking=True)

@@ -195,6 +195,10 @@ def _quickly(
         check_batch(pairs, "second text", False)
     template = _template(tokenizer) if pairs is None else None
     encodings = tokenizer._backend.encodings(texts, pairs, fast=not offsets)
+    if len(texts) == 1 and template is not None and not offsets:
+        ids = encodings[0].ids
+        if max_tokens is None or len(ids) <= max_tokens:
+            return _alone(ids, template)
     lengths = np.fromiter(map(len, encodings), np.int64, len(encodings))
     owners = np.arange(len(encodings))
     long = owners[:0]
@@ -217,18 +221,22 @@ def _quickly(
     return table if rest is None else _joined(table, rest)
 
 
+def _alone(ids: list[int], template: _Template) -> TokenTable:
+    """Return the table of one text, whose answer somebody waits for."""
+    inner = len(ids) - template.lead - template.trail
+    nulls = 0 if template.lead or not template.trail else inner
+    sequence = np.full(len(ids), -1, np.int8)
+    sequence[template.lead : template.lead + inner] = 0
+    return TokenTable(
+        np.array(ids, np.int32), None, np.array([len(ids)]), _ZERO, np.array([inner]), _ZERO, _ZERO,
+        sequence, None, None, np.array([nulls]),
+    )  # fmt: skip
+
+
 def _tabulated(
     encodings: list[Any], lengths: np.ndarray, owners: np.ndarray, template: _Template | None, offsets: bool
 ) -> TokenTable:
     total, rows = int(lengths.sum()), len(lengths)
-    if rows == 1 and template is not None and not offsets:
-        inner = total - template.lead - template.trail
-        around = [-1] * template.lead + [0] * inner + [-1] * template.trail
-        nulls = 0 if template.lead or not template.trail else inner
-        return TokenTable(
-            np.array(encodings[0].ids, np.int32), None, lengths, owners, np.array([inner]), _ZERO, _ZERO,
-            np.array(around, np.int8), None, None, np.array([nulls]),
-        )  # fmt: skip
 
     # Read one after another: an encoding's lists are made when asked for, and their memory serves the next.
     def each(name: str) -> Iterable[Any]:

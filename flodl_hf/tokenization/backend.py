@@ -132,7 +132,7 @@ class Backend:
         batch = list(texts) if pairs is None else list(zip(texts, pairs, strict=True))
         with guarded("encoding", "the tokenizer cannot treat one of the texts", texts, pairs):
             if len(batch) == 1 and not fast:
-                # Alone there is nothing to share out, which is what a batch begins with.
+                # A batch is handed to threads that have to wake up first, which takes as long as one text does.
                 pair = (batch[0], None) if pairs is None else batch[0]
                 return [self.inner.encode(*pair, is_pretokenized=words, add_special_tokens=special)]
             run = self.inner.encode_batch_fast if fast else self.inner.encode_batch

@@ -94,7 +94,6 @@ def test_large_batches_are_recorded_and_their_replays_give_the_same(make: Make, 
         return started.stacked() if model.per_text else started.placed().values
 
     known = [scores(first), scores(second)]
-    assert len(engine.recorder) == 0
     for _ in range(3):
         for table, before in zip((first, second), known, strict=True):
             torch.testing.assert_close(scores(table), before, rtol=0, atol=2e-2)
