@@ -19,9 +19,10 @@ from flodl.train.evaluate import Callbacks
 from flodl.train.events import EpochMetrics, Event
 from flodl.train.feed import as_feed
 from flodl.train.handle import Handle, Trained
+from flodl.train.optimizers import OptimizerMaker
 from flodl.train.settings import Settings, make_settings
 from flodl.train.step import TrainStep
-from flodl.train.trainer import OptimizerMaker, Trainer, _seed
+from flodl.train.trainer import Trainer, _seed
 
 __all__ = ["TrainerBuilder"]
 

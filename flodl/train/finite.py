@@ -65,7 +65,8 @@ class _Plan:
             span *= 2
         which = np.repeat(np.arange(len(sizes)), [-(-size // span) for size in sizes])
         starts = np.concatenate([np.arange(0, size, span) for size in sizes])
-        return cls(*(_sent(a, device) for a in (np.asarray(sizes), which.astype(np.int32), starts)), span)
+        numbers = np.asarray(sizes)
+        return cls(_sent(numbers, device), _sent(which.astype(np.int32), device), _sent(starts, device), span)
 
 
 class Judge:
@@ -179,7 +180,7 @@ class Judge:
         figures = torch.empty(3 if counts else 2, dtype=torch.float64, device=self.device)
         found = torch.empty_like(self.state) if counts else self.state
         scale = torch.empty_like(self.state) if clips else None
-        kind = getattr(kernels.language, _KINDS[grads[0].dtype])
+        kind = getattr(kernels.tl, _KINDS[grads[0].dtype])
         with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
             kernels.square_sums[(programs,)](
                 table, plan.sizes, plan.which, plan.starts, sums, plan.span, kind, BLOCK, num_warps=8
@@ -210,25 +211,16 @@ def find_faults(tensors: Sequence[torch.Tensor], found: torch.Tensor, one: torch
 _KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
-@dataclass(frozen=True)
-class _Kernels:
-    square_sums: Any
-    decide: Any
-    language: Any
-
-
-def _load() -> _Kernels | None:
+def _load() -> Any:
     with contextlib.suppress(ImportError):
-        import triton.language  # pyright: ignore[reportMissingImports]
-
         from flodl.train import norm_kernels
 
-        return _Kernels(norm_kernels.square_sums, norm_kernels.decide, triton.language)
+        return norm_kernels
     return None
 
 
 @lru_cache(maxsize=8)
-def _kernels(device: torch.device) -> _Kernels | None:
+def _kernels(device: torch.device) -> Any:
     """Return the kernels; None where there is no Triton, or where they do not agree with torch on this device."""
     kernels = _load()
     if kernels is None:

@@ -18,7 +18,15 @@ from torch import nn
 
 from flodl.errors import TrainError
 
-__all__ = ["OptimizerFactory", "adamw", "layerwise_decay", "parameter_groups", "sgd"]
+__all__ = [
+    "OptimizerFactory",
+    "OptimizerMaker",
+    "adamw",
+    "layerwise_decay",
+    "make_optimizer",
+    "parameter_groups",
+    "sgd",
+]
 
 FUSED = {torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad}
 
@@ -143,3 +151,14 @@ def layerwise_decay(
 
 
 GroupFactory = Callable[[nn.Module], list[dict[str, Any]]]
+OptimizerMaker = OptimizerFactory | Callable[[Any], torch.optim.Optimizer] | torch.optim.Optimizer
+
+
+def make_optimizer(
+    model: nn.Module, maker: OptimizerMaker, groups: GroupFactory | None = None
+) -> torch.optim.Optimizer:
+    """Return the optimiser that ``maker`` is or makes, of the groups or of all parameters that learn."""
+    if isinstance(maker, torch.optim.Optimizer):
+        return maker
+    made = groups(model) if groups is not None else None
+    return maker(made if made is not None else [p for p in model.parameters() if p.requires_grad])

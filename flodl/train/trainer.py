@@ -29,7 +29,7 @@ from flodl.train.evaluate import Callbacks, Evaluator
 from flodl.train.events import EvalDone, Events, RunDone, RunStarted, Synced, Warned
 from flodl.train.feed import Feed, Share
 from flodl.train.keeper import Keeper
-from flodl.train.optimizers import OptimizerFactory
+from flodl.train.optimizers import OptimizerMaker, make_optimizer
 from flodl.train.precision import Precision
 from flodl.train.rates import Rates
 from flodl.train.route import choose_route, compiled
@@ -45,8 +45,6 @@ if TYPE_CHECKING:
     from flodl.train.replicas import Replicas
 
 __all__ = ["Trainer"]
-
-OptimizerMaker = OptimizerFactory | Callable[[Any], torch.optim.Optimizer] | torch.optim.Optimizer
 
 
 class Trainer:
@@ -88,7 +86,7 @@ class Trainer:
             torch.use_deterministic_algorithms(True)
         if settings.checkpoint_activations is not None:
             settings.checkpoint_activations(model)
-        self.optimizer = _make_optimizer(model, optimizer, settings)
+        self.optimizer = make_optimizer(model, optimizer, settings.parameter_groups)
         self.precision = Precision(settings.precision, ranks.device)
         # a copy, since a schedule that waits for plateaus changes, and the caller may run again
         schedule = copy.deepcopy(settings.schedule(ranks.world) if callable(settings.schedule) else settings.schedule)
@@ -492,10 +490,3 @@ def _seed(seed: int) -> None:
     torch.manual_seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     random.seed(seed)
-
-
-def _make_optimizer(model: nn.Module, maker: OptimizerMaker, settings: Settings) -> torch.optim.Optimizer:
-    if isinstance(maker, torch.optim.Optimizer):
-        return maker
-    groups = settings.parameter_groups(model) if settings.parameter_groups is not None else None
-    return maker(groups if groups is not None else [p for p in model.parameters() if p.requires_grad])

@@ -29,13 +29,14 @@ ONLY_IN = {
     "rich": ("flodl_hf/cli/",),
     "pyarrow": ("flodl/data/",),
     "triton": (
+        "flodl/train/norm_kernels.py",
         "flodl_hf/disentangled/kernels.py",
         "flodl_hf/fused/kernels.py",
         "flodl_hf/fused/operations.py",
         "flodl_hf/runtime/kernels.py",
     ),
 }
-FLODL_NEEDS = {"torch", "numpy", "safetensors", "pyarrow", "flodl"}
+FLODL_NEEDS = {"torch", "numpy", "safetensors", "pyarrow", "triton", "flodl"}
 
 
 def name(path: Path) -> str:

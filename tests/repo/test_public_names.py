@@ -36,6 +36,7 @@ def modules() -> list[str]:
 
 # Modules that a machine may lack the library for.
 NEEDS = {
+    "flodl.train.norm_kernels": "triton",
     "flodl_hf.cli": "typer",
     "flodl_hf.disentangled.kernels": "triton",
     "flodl_hf.fused.kernels": "triton",
