@@ -110,6 +110,13 @@ def command(
     Labels for texts, entities, an answer (--question), the words behind [MASK], an embedding, or an order (--query), as
     the checkpoint says. A file may have any number of rows; the same command goes on where it was ended.
     """
+    if precision is not None:
+        from flodl_hf.runtime.precision import check_name
+
+        try:
+            check_name(precision)
+        except PredictError as fault:
+            _misused(f"--precision {precision}: {fault}")
     options = {"top_k": top_k, "threshold": threshold, "aggregation": aggregation}
     options |= {"strict": strict or None, "no_answer": no_answer or None}
     options |= {"precision": precision, "batch_invariant": batch_invariant or None}

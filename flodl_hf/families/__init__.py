@@ -9,7 +9,7 @@ from flodl.errors import ConfigError, nearest
 from flodl_hf.families import albert, bert, camembert, deberta_v2, distilbert, roberta, xlm_roberta
 from flodl_hf.family import Family
 
-__all__ = ["FAMILIES", "families", "register"]
+__all__ = ["FAMILIES", "families", "register", "registered"]
 
 FAMILIES: tuple[Family, ...] = (
     bert.FAMILY,
@@ -27,6 +27,11 @@ _registered: dict[str, Family] = {}
 def families() -> tuple[Family, ...]:
     """Return the families of this package, then those that were registered in this process."""
     return (*FAMILIES, *_registered.values())
+
+
+def registered() -> tuple[Family, ...]:
+    """Return the families that `register` added in this process."""
+    return tuple(_registered.values())
 
 
 def register(family: Family) -> Family:

@@ -6,17 +6,20 @@ configuration, or a check that needs what is not installed, is written down as s
 
 from __future__ import annotations
 
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
+from importlib import import_module
 from multiprocessing import get_context
 from typing import Any
 
 import torch
 
 from flodl.errors import ParityError, nearest
+from flodl_hf.families import register, registered
 from flodl_hf.parity.cell import Bench, Cell, all_cells
 from flodl_hf.parity.checks import CHECKS, Evidence, Status
 from flodl_hf.parity.shapes import variants_of
@@ -151,11 +154,36 @@ def run_matrix(
             yield run_cell(cell, **options)
         return
     # Fresh interpreters: torch's thread pools do not survive a fork.
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_one_share, initargs=(jobs,)) as pool:
+    share = (jobs, _portable())
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_one_share, initargs=share) as pool:
         futures = [pool.submit(run_cell, cell, **options) for cell in todo]
         for future in as_completed(futures):
             yield future.result()
 
 
-def _one_share(jobs: int) -> None:
+def _one_share(jobs: int, known: Sequence[tuple[str, str]]) -> None:
     torch.set_num_threads(max(1, torch.get_num_threads() // jobs))
+    for module, name in known:
+        register(getattr(import_module(module), name))
+
+
+def _portable() -> list[tuple[str, str]]:
+    """Return module and name of each family that was registered here, for processes that begin without them.
+
+    Raises:
+        ParityError: one of them is in no module.
+    """
+    found: dict[int, tuple[str, str]] = {}
+    wanted = {id(family): family.model_type for family in registered()}
+    for module, content in list(sys.modules.items()) if wanted else ():
+        for name, value in list(getattr(content, "__dict__", {}).items()):
+            if id(value) in wanted:
+                found.setdefault(id(value), (module, name))
+    lost = [model_type for place, model_type in wanted.items() if place not in found]
+    if lost:
+        raise ParityError(
+            f"run_matrix: the registered families {lost} are in no module, so other processes cannot import them; "
+            "expected a name at the top of a module for each. Give them one, or run with jobs=1.",
+            problems=lost,
+        )
+    return [found[place] for place in wanted]

@@ -112,12 +112,20 @@ def test_the_size_of_blocks_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     use(graph, "fast")
     with torch.no_grad():
         expected = padded(graph), packed(graph)
-        for name in ("_CPU_BLOCK", "_THREAD_BLOCK"):
+        for name in ("_CPU_BLOCK", "_THREAD_BLOCK", "_LONG_HEAD"):
             monkeypatch.setattr(fast, name, 1)
             for threads in (1, 2):
                 monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
                 assert_near(padded(graph), expected[0])
                 assert_near(packed(graph), expected[1])
+
+
+def test_long_heads_are_scored_one_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    for threads in (1, 2, 16):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        assert fast._heads_at_once(12, 512 * 512, cpu) == min(12, threads)
+        assert fast._heads_at_once(12, 128 * 256, cpu) == 12
 
 
 def test_held_positions_serve_only_calls_that_learn_nothing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -150,3 +151,27 @@ def test_reports_show_every_status_and_the_largest_difference() -> None:
 def test_unknown_checks_raise_before_anything_runs() -> None:
     with pytest.raises(ParityError, match="did you mean 'gradients'"):
         next(run_matrix(select_cells(["bert"]), checks=["gradient"]))
+
+
+def test_processes_know_the_families_that_were_registered_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from flodl_hf import families
+
+    (tmp_path / "our_family_module.py").write_text(
+        "from flodl_hf.families import bert\nOURS = bert.FAMILY.renamed('our-bert', 'OurBert')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(families, "_registered", {})
+    families.register(importlib.import_module("our_family_module").OURS)
+    (found,) = run_matrix([Cell("our-bert", "base")], checks=["key_map"], jobs=2)
+    (here,) = run_matrix([Cell("our-bert", "base")], checks=["key_map"])
+    assert [(e.check, e.status) for e in found.evidence] == [(e.check, e.status) for e in here.evidence]
+
+
+def test_families_of_no_module_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flodl_hf import families
+    from flodl_hf.families import bert
+
+    monkeypatch.setattr(families, "_registered", {})
+    families.register(bert.FAMILY.renamed("our-bert", "OurBert"))
+    with pytest.raises(ParityError, match=r"our-bert.*in no module"):
+        next(iter(run_matrix([Cell("our-bert", "base")], jobs=2)))

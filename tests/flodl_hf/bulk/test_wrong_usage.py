@@ -1,0 +1,28 @@
+"""Wrong usage of ``flodl-hf predict`` is status 2, and says what there is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+typer_testing = pytest.importorskip("typer.testing")
+
+
+def run(*arguments: str) -> Any:
+    from flodl_hf.cli.app import app
+
+    return typer_testing.CliRunner().invoke(app, ["predict", *arguments])
+
+
+@pytest.mark.parametrize("to_file", [False, True])
+def test_an_unknown_precision_is_wrong_usage(tmp_path: Path, to_file: bool) -> None:
+    texts = tmp_path / "in.txt"
+    texts.write_text("a text\n")
+    rest = ["--in", str(texts), "--out", str(tmp_path / "out.jsonl")] if to_file else ["a text"]
+    done = run(str(tmp_path), *rest, "--precision", "bf61")
+    assert done.exit_code == 2, done.output
+    assert "bf61" in done.output
+    assert "bf16" in done.output
+    assert not (tmp_path / "out.jsonl").exists()
