@@ -7,7 +7,7 @@ Shapes: ids ``(batch, seq)`` or ``(tokens,)``; states with one more dimension, `
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -126,12 +126,26 @@ class FirstToken(nn.Module):
         return layout.first(hidden)
 
 
-def post_norm_block(attention: nn.Module, feed_forward: nn.Module, hidden_size: int, norm_eps: float) -> Graph:
-    """Return one encoder layer: attend, add, normalise, transform, add, normalise (Devlin et al. 2018)."""
+def post_norm_block(
+    attention: nn.Module,
+    feed_forward: nn.Module,
+    hidden_size: int,
+    norm_eps: float,
+    inputs: Sequence[str] = ("layout",),
+) -> Graph:
+    """Return one encoder layer: attend, add, normalise, transform, add, normalise (Devlin et al. 2018).
+
+    Args:
+        attention: mixes states; takes ``inputs`` besides.
+        feed_forward: transforms each state.
+        hidden_size: width of a state.
+        norm_eps: of both norms.
+        inputs: what attention is given by name.
+    """
     return (
         FlowBuilder()
-        .input("layout")
-        .also(attention, name="attention").using("layout")
+        .input(*inputs)
+        .also(attention, name="attention").using(*inputs)
         .through(nn.LayerNorm(hidden_size, eps=norm_eps), name="attention_norm")
         .also(feed_forward, name="feed_forward")
         .through(nn.LayerNorm(hidden_size, eps=norm_eps), name="feed_forward_norm")

@@ -38,7 +38,7 @@ from flodl_hf.config_rows import (
 )
 from flodl_hf.disentangled import DisentangledAttention, RelativePositions
 from flodl_hf.disentangled.parts import Convolution, MaskedEmbeddings, Shift
-from flodl_hf.encoder import FeedForward
+from flodl_hf.encoder import FeedForward, post_norm_block
 from flodl_hf.family import Family, FamilyHead, Ignored
 from flodl_hf.keys import KeyRow, Tie
 from flodl_hf.losses import check_labels
@@ -294,20 +294,21 @@ def block(c: DebertaConfig, index: int) -> Graph:
         kinds=c.position_kinds, relative=c.relative_attention, share_keys=c.share_keys,
     )  # fmt: skip
     feed_forward = FeedForward(c.hidden_size, c.intermediate_size, c.activation, c.hidden_dropout)
-    flow = (
+    if index or not c.conv_kernel_size:
+        return post_norm_block(attention, feed_forward, c.hidden_size, c.norm_eps, ("layout", "relative"))
+    conv = Convolution(
+        c.hidden_size, c.conv_kernel_size, c.conv_groups, c.conv_activation, c.norm_eps, c.hidden_dropout
+    )
+    return (
         FlowBuilder().tag("below")
         .input("layout", "relative")
         .also(attention, name="attention").using("layout", "relative")
         .through(nn.LayerNorm(c.hidden_size, eps=c.norm_eps), name="attention_norm")
         .also(feed_forward, name="feed_forward")
         .through(nn.LayerNorm(c.hidden_size, eps=c.norm_eps), name="feed_forward_norm")
+        .through(conv, name="conv").using("layout", "below")
+        .build()
     )  # fmt: skip
-    if index == 0 and c.conv_kernel_size:
-        conv = Convolution(
-            c.hidden_size, c.conv_kernel_size, c.conv_groups, c.conv_activation, c.norm_eps, c.hidden_dropout
-        )
-        flow = flow.through(conv, name="conv").using("layout", "below")
-    return flow.build()
 
 
 def encoder(c: DebertaConfig) -> Graph:

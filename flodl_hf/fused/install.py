@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from flodl.graph import Graph
+from flodl_hf.disentangled.attention import DisentangledAttention
 from flodl_hf.fused.layer import GELUS, WIDEST, WIDTHS, FusedLayer
 from flodl_hf.runtime.blocks import is_block
 
@@ -34,7 +35,7 @@ def fuse_layers(graph: Graph, dtype: torch.dtype) -> Callable[[], None]:
         dtype: of autocast: bfloat16 or float16.
     """
     device = next(graph.parameters()).device
-    blocks = {id(part): part for part in graph.modules() if isinstance(part, Graph) and is_block(part) and _fits(part)}
+    blocks = {id(part): part for part in graph.modules() if isinstance(part, Graph) and _fits(part)}
     if not blocks or (NEEDS_CUDA and device.type != "cuda") or not kernels_hold(device, dtype):
         return _nothing
     for block in blocks.values():
@@ -52,6 +53,8 @@ def _nothing() -> None:
 
 
 def _fits(block: Graph) -> bool:
+    if not is_block(block) and not is_block(block, DisentangledAttention, ("layout", "relative")):
+        return False
     attention: Any = block.get_submodule("attention")
     feed_forward: Any = block.get_submodule("feed_forward")
     width = attention.query.in_features

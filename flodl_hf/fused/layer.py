@@ -1,7 +1,8 @@
-"""One shared encoder layer in training, over the operations of `flodl_hf.fused.operations`.
+"""One encoder layer in training, over the operations of `flodl_hf.fused.operations`.
 
-Decides when a layer is computed that way: packed buckets on a CUDA device under autocast in half precision, with
-the parts and the activation that the kernels know. Everything else goes through the layer as it was built.
+Decides when a layer is computed that way: where a gradient is wanted, under autocast in half precision. Everything
+else goes through the layer as it was built. Attention among short texts in buckets is a kernel of ours, disentangled
+attention has its own; other layouts take torch's.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from flodl.graph import Graph
 from flodl_hf.attention import attend
+from flodl_hf.disentangled.attention import DisentangledAttention
 from flodl_hf.layout import Layout, Packed
 
 __all__ = ["FusedLayer"]
@@ -25,6 +27,9 @@ WIDTHS = (16, 32, 64, 128)
 GELUS = {"gelu": False, "gelu_python": False, "gelu_new": True, "gelu_pytorch_tanh": True, "gelu_accurate": True}
 GELUS |= {"gelu_fast": True, "gelu_python_tanh": True}
 WIDEST = 8192
+# Streams of random numbers of one layer: its heads, then what follows attention and what ends the layer.
+AFTER_ATTENTION, AFTER_FEED_FORWARD = 1 << 20, (1 << 20) + 1
+STREAMS = 1 << 21
 
 
 @dataclass(frozen=True)
@@ -34,13 +39,13 @@ class _Carried:
     Attributes:
         half: the states in half precision.
         seed: of what is dropped, ``(1,)``, int64.
-        ends: index after the last token of each token's text, ``(tokens,)``, int32.
+        ends: index after the last token of each token's text, ``(tokens,)``, int32; None of layouts without buckets.
         depth: layers before.
     """
 
     half: Tensor
     seed: Tensor
-    ends: Tensor
+    ends: Tensor | None
     depth: int
 
 
@@ -59,62 +64,78 @@ class FusedLayer:
         self.attention_norm: nn.LayerNorm = part("attention_norm")
         self.feed_forward_norm: nn.LayerNorm = part("feed_forward_norm")
 
-    def __call__(self, hidden: Tensor, layout: Layout) -> Tensor:
+    def __call__(self, hidden: Tensor, layout: Layout, **others: Any) -> Tensor:
         """Return the layer's states, float32, shaped like ``hidden``."""
-        if not (isinstance(layout, Packed) and self.fits(hidden, layout)):
-            return self.plain(hidden, layout=layout)
-        with torch.autocast(hidden.device.type, enabled=False):
-            return self._fused(hidden, layout, torch.get_autocast_dtype(hidden.device.type))
-
-    def fits(self, hidden: Tensor, layout: Packed) -> bool:
-        """Return whether the kernels compute this."""
-        kind = hidden.device.type
-        return (
-            layout.bucketed
-            and torch.is_grad_enabled()
-            and torch.is_autocast_enabled(kind)
-            and torch.get_autocast_dtype(kind) in (torch.bfloat16, torch.float16)
-            and hidden.dtype == torch.float32
-            and self.attention.implementation == "sdpa"
-            and self.attention.query.weight.dtype == torch.float32
-        )
-
-    def _fused(self, hidden: Tensor, layout: Packed, dtype: torch.dtype) -> Tensor:
-        from flodl_hf.fused.operations import STREAMS, mixed, projected
-
+        if not self.fits(hidden):
+            return self.plain(hidden, layout=layout, **others)
+        kind, width = hidden.device.type, hidden.shape[-1]
+        dtype = torch.get_autocast_dtype(kind)
         carried: _Carried | None = getattr(hidden, "_carried", None)
         if carried is None or carried.half.dtype != dtype:
             seed = torch.empty(1, dtype=torch.int64, device=hidden.device).random_(1 << 48)
             carried = _Carried(hidden.to(dtype), seed, ends_of(layout), 0)
-        attention, seed, stream = self.attention, carried.seed, carried.depth * STREAMS
-        learns = attention.training
-        in_weights, in_biases, others = self._halves(dtype)
-        parts = (attention.query, attention.key, attention.value)
-        qkv = projected(
-            carried.half, in_weights, in_biases, [part.weight for part in parts], [part.bias for part in parts]
-        )  # fmt: skip
-        p = attention.attention_dropout if learns else 0.0
-        if layout.max_length <= SHORT:
-            assert layout.places is not None
-            mix = mixed(qkv, layout.places, carried.ends, seed, heads=attention.num_heads, p=p, stream=stream)
+        stream = carried.depth * STREAMS
+        if type(self.attention) is DisentangledAttention:
+            mix = self.attention._joined(carried.half, layout, others["relative"])
+            halves = self._halves(self._others(), dtype)[1]
         else:
-            query, key, value = qkv.chunk(3, dim=-1)
-            mix = attend(query, key, value, layout, num_heads=attention.num_heads, dropout=p)
-        return self._finished(mix, hidden, carried, others, stream)
+            parts = [self.attention.query, self.attention.key, self.attention.value]
+            room, halves = self._halves([*(p.weight for p in parts), *(p.bias for p in parts), *self._others()], dtype)
+            with torch.autocast(kind, enabled=False):
+                mix = self._mixed(room, carried, layout, stream)
+            halves = halves[6:]
+        with torch.autocast(kind, enabled=False):
+            found = self._finished(mix.view(-1, width), hidden.reshape(-1, width), carried, halves, stream)
+            states, half = (part.view(hidden.shape) for part in found)
+        states._carried = _Carried(half, carried.seed, carried.ends, carried.depth + 1)
+        return states
 
-    def _finished(self, mix: Tensor, hidden: Tensor, carried: _Carried, halves: list[Tensor], stream: int) -> Tensor:
-        """Return the states after the output projection, both norms and the feed-forward part."""
-        from flodl_hf.fused.operations import (
-            AFTER_ATTENTION,
-            AFTER_FEED_FORWARD,
-            activated,
-            added_and_normed,
-            projected,
+    def fits(self, hidden: Tensor) -> bool:
+        """Return whether the kernels compute this."""
+        kind = hidden.device.type
+        if type(self.attention) is DisentangledAttention:
+            attends = self.attention._joins(hidden)
+        else:
+            attends = self.attention.implementation == "sdpa"
+        return (
+            attends
+            and torch.is_grad_enabled()
+            and torch.is_autocast_enabled(kind)
+            and torch.get_autocast_dtype(kind) in (torch.bfloat16, torch.float16)
+            and hidden.dtype == torch.float32
+            and self.attention.query.weight.dtype == torch.float32
+        )
+
+    def _mixed(self, room: Tensor, carried: _Carried, layout: Layout, stream: int) -> Tensor:
+        """Return what attention mixes, shaped like the states; ``room`` begins with its weights and biases."""
+        from flodl_hf.fused.operations import mixed, projected
+
+        attention: Any = self.attention
+        parts = (attention.query, attention.key, attention.value)
+        width, shape = attention.query.in_features, carried.half.shape
+        weights, outputs = 3 * attention.query.weight.numel(), 3 * attention.query.out_features
+        qkv = projected(
+            carried.half.view(-1, width), room[:weights].view(-1, width), room[weights : weights + outputs],
+            [part.weight for part in parts], [part.bias for part in parts],
         )  # fmt: skip
+        p = attention.attention_dropout if attention.training else 0.0
+        if isinstance(layout, Packed) and layout.places is not None and layout.max_length <= SHORT:
+            assert carried.ends is not None
+            return mixed(qkv, layout.places, carried.ends, carried.seed, heads=attention.num_heads, p=p, stream=stream)
+        query, key, value = qkv.view(*shape[:-1], -1).chunk(3, dim=-1)
+        return attend(query, key, value, layout, num_heads=attention.num_heads, dropout=p)
+
+    def _finished(
+        self, mix: Tensor, hidden: Tensor, carried: _Carried, halves: list[Tensor], stream: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return the states after the output projection, both norms and the feed-forward part, in both dtypes."""
+        from flodl_hf.fused.operations import activated, added_and_normed, projected
 
         out, up, down = self.attention.output, self.feed_forward.up, self.feed_forward.down
 
-        def normed(x: Tensor, residual: Tensor, norm: nn.LayerNorm, bias: Tensor, dropout: nn.Dropout, at: int) -> Any:
+        def normed(
+            x: Tensor, residual: Tensor, norm: nn.LayerNorm, bias: Tensor, dropout: nn.Dropout, at: int
+        ) -> tuple[Tensor, Tensor]:
             return added_and_normed(
                 x, residual, norm.weight, norm.bias, bias, carried.seed, eps=norm.eps,
                 p=dropout.p if dropout.training else 0.0, stream=stream + at,
@@ -125,32 +146,28 @@ class FusedLayer:
         x = projected(half, halves[2], halves[3], [up.weight], [])
         x = activated(x, up.bias, tanh=GELUS[self.feed_forward.activation.name])
         x = projected(x, halves[4], halves[5], [down.weight], [])
-        states, half = normed(
-            x, states, self.feed_forward_norm, down.bias, self.feed_forward.dropout, AFTER_FEED_FORWARD
-        )
-        states._carried = _Carried(half, carried.seed, carried.ends, carried.depth + 1)
-        return states
+        return normed(x, states, self.feed_forward_norm, down.bias, self.feed_forward.dropout, AFTER_FEED_FORWARD)
 
-    def _halves(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Return weights and biases of query, key and value joined, then those of the others, in half precision."""
-        attention, feed_forward = self.attention, self.feed_forward
-        first = [attention.query, attention.key, attention.value]
-        rest = [attention.output, feed_forward.up, feed_forward.down]
-        parameters = [part.weight.detach() for part in first] + [part.bias.detach() for part in first]
-        parameters += [tensor.detach() for part in rest for tensor in (part.weight, part.bias)]
-        room = torch.empty(sum(p.numel() for p in parameters), dtype=dtype, device=parameters[0].device)
-        flats = list(room.split([p.numel() for p in parameters]))
-        views = [flat.view(p.shape) for flat, p in zip(flats, parameters, strict=True)]
-        torch._foreach_copy_(views, parameters)  # pyright: ignore[reportPrivateImportUsage]
-        width = parameters[0].shape[1]
-        weights, biases = sum(p.numel() for p in parameters[:3]), sum(p.numel() for p in parameters[3:6])
-        return room[:weights].view(-1, width), room[weights : weights + biases], views[6:]
+    def _others(self) -> list[Tensor]:
+        """Return weights and biases of the projections behind attention, in order."""
+        parts = (self.attention.output, self.feed_forward.up, self.feed_forward.down)
+        return [tensor for part in parts for tensor in (part.weight, part.bias)]
+
+    def _halves(self, parameters: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+        """Return copies in half precision: the memory in which they lie in order, and each."""
+        sizes = [parameter.numel() for parameter in parameters]
+        room = torch.empty(sum(sizes), dtype=dtype, device=parameters[0].device)
+        copies = [part.view(p.shape) for part, p in zip(room.split(sizes), parameters, strict=True)]
+        with torch.no_grad():
+            torch._foreach_copy_(copies, parameters)  # pyright: ignore[reportPrivateImportUsage]
+        return room, copies
 
 
-def ends_of(layout: Packed) -> Tensor:
-    """Return the index after the last token of each token's text, ``(tokens,)``, int32."""
+def ends_of(layout: Layout) -> Tensor | None:
+    """Return the index after the last token of each token's text, ``(tokens,)``, int32; None where nobody needs it."""
+    if not isinstance(layout, Packed) or layout.places is None:
+        return None
     if layout.ends is not None:
         return layout.ends
-    assert layout.places is not None
     text = (layout.places == 0).cumsum(0) - 1
     return layout.offsets[1:][text]

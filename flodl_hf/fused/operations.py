@@ -26,9 +26,6 @@ __all__ = ["activated", "added_and_normed", "mixed", "projected"]
 
 # Tokens of a program, and tokens that it meets at a time; with what follows the fastest of those tried on an H200.
 TILE, MET = 64, 32
-# Streams of random numbers of one layer: its heads, then what follows attention and what ends the layer.
-AFTER_ATTENTION, AFTER_FEED_FORWARD = 1 << 20, (1 << 20) + 1
-STREAMS = 1 << 21
 
 
 def _programs(device: torch.device, each: int) -> int:

@@ -42,7 +42,7 @@ def apart(device: torch.device, dtype: torch.dtype) -> float:
         given = states.clone().requires_grad_()
         run = FusedLayer(block, block.forward)
         with torch.enable_grad(), torch.autocast(device.type, dtype, enabled=fused):
-            if fused and not run.fits(given, layout):
+            if fused and not run.fits(given):
                 raise RuntimeError("the kernels do not take the layer")
             found = run(given, layout) if fused else block(given, layout=layout)
             # Twice, so that what a layer hands to the next is looked at too.

@@ -42,26 +42,40 @@ def replace_blocks(graph: Graph, make: Callable[[Graph], nn.Module]) -> None:
     finish_first_tokens(graph, list(better.values()))
 
 
-def is_block(graph: Graph) -> bool:
-    """Return whether a graph computes what the shared post-norm block does, of parts that are as they were."""
+def is_block(graph: Graph, attention: type[nn.Module] = SelfAttention, inputs: tuple[str, ...] = ("layout",)) -> bool:
+    """Return whether a graph computes what the shared post-norm block does, of parts that are as they were.
+
+    Args:
+        graph: any.
+        attention: the kind of its attention.
+        inputs: what that is given by name.
+    """
     parts = dict(graph.named_children())
     norms = [parts.get("attention_norm"), parts.get("feed_forward_norm")]
     linears = [part for part in graph.modules() if isinstance(part, nn.Linear)]
     return (
-        type(parts.get("attention")) is SelfAttention
+        type(parts.get("attention")) is attention
         and type(parts.get("feed_forward")) is FeedForward
         and all(type(norm) is nn.LayerNorm and norm.bias is not None for norm in norms)
         # Graphs whose forward passes have one text share one class.
-        and type(graph) is _block_class()
+        and type(graph) is _block_class(inputs)
         and all(type(part) is nn.Linear and part.bias is not None for part in linears)
         and not any(module._forward_hooks or module._forward_pre_hooks for module in graph.modules())
     )
 
 
 @cache
-def _block_class() -> type[Graph]:
+def _block_class(inputs: tuple[str, ...]) -> type[Graph]:
     with torch.device("meta"):
-        return type(post_norm_block(SelfAttention(1, 1, 0.0, 0.0), FeedForward(1, 1, "relu", 0.0), 1, 1e-5))
+        return type(post_norm_block(_Taking(), FeedForward(1, 1, "relu", 0.0), 1, 1e-5, inputs))
+
+
+class _Taking(nn.Module):
+    """Stands where attention is in a block of which only the order of things matters."""
+
+    def forward(self, hidden: Tensor, **inputs: object) -> Tensor:
+        """Return ``hidden`` as it is."""
+        return hidden
 
 
 class _Taken(nn.Module):

@@ -58,7 +58,9 @@ def test_ends_follow_from_places() -> None:
     _, _, layout = probe.small_case(torch.device("cpu"))
     assert layout.ends is not None
     bare = Packed(layout.offsets, (), layout.longest, layout.places, layout.opens)
-    assert torch.equal(ends_of(bare), layout.ends)
+    found = ends_of(bare)
+    assert found is not None
+    assert torch.equal(found, layout.ends)
 
 
 @runs
