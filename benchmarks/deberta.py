@@ -25,6 +25,7 @@ from torch import Tensor
 from flodl_hf.auto import AutoModel, AutoModelForSequenceClassification
 from flodl_hf.config import ModelConfig
 from flodl_hf.disentangled import launch
+from flodl_hf.fused import fuse_layers
 from flodl_hf.layout import Padded
 from flodl_hf.runtime.prepared import prepared
 
@@ -198,6 +199,8 @@ def training(device: torch.device, batch: int, length: int, rounds: int, *, prof
         model = reference_model(kind, "classifier", device).train()
         calls[name] = step(model, lambda model=model: model(ids, labels=labels).loss)
     ours = our_model("classifier", device).train()
+    # As `finetune` does in half precision.
+    fuse_layers(ours.graph, torch.bfloat16)
     loss = torch.nn.CrossEntropyLoss()
 
     def our_loss() -> Tensor:

@@ -185,19 +185,24 @@ def _has_efficient(q: Tensor) -> bool:
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, layout: Packed, dropout: float) -> Tensor:
     # What `torch.nn.attention.varlen` calls, which has no dropout of its own and costs more to launch.
-    ends, longest = layout.offsets, layout.max_length
+    ends, longest = layout.offsets, _longest(q, layout)
     return torch.ops.aten._flash_attention_forward(
         q, k, v, ends, ends, longest, longest, dropout, False, False, scale=q.shape[-1] ** -0.5
     )[0]
 
 
 def _efficient(q: Tensor, k: Tensor, v: Tensor, layout: Packed, dropout: float) -> Tensor:
-    ends, longest = layout.offsets, layout.max_length
+    ends, longest = layout.offsets, _longest(q, layout)
     wants_gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     return torch.ops.aten._efficient_attention_forward(
         q[None], k[None], v[None], None, ends, ends, longest, longest, dropout, 0, wants_gradient,
         scale=q.shape[-1] ** -0.5,
     )[0][0]  # fmt: skip
+
+
+def _longest(q: Tensor, layout: Packed) -> int:
+    """Return a bound of a text's tokens that is none of all tokens: kernels refuse what is larger."""
+    return min(layout.max_length, q.shape[0])
 
 
 def _gathered(q: Tensor, k: Tensor, v: Tensor, layout: Packed, dropout: float, kernel: Kernel) -> Tensor:

@@ -51,12 +51,17 @@ class Verdict:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Who reads what: the same for all gradients of these shapes."""
+    """Who reads what: the same for all gradients of these shapes.
+
+    ``spare`` is room for the addresses of a recording. What is allocated while recording shares its memory with other
+    tensors of the recording, which overwrite it at each replay; so this room is made before.
+    """
 
     sizes: torch.Tensor
     which: torch.Tensor
     starts: torch.Tensor
     span: int
+    spare: list[torch.Tensor]
 
     @classmethod
     def of(cls, sizes: Sequence[int], device: torch.device) -> _Plan:
@@ -66,7 +71,7 @@ class _Plan:
         which = np.repeat(np.arange(len(sizes)), [-(-size // span) for size in sizes])
         starts = np.concatenate([np.arange(0, size, span) for size in sizes])
         numbers = np.asarray(sizes)
-        return cls(_sent(numbers, device), _sent(which.astype(np.int32), device), _sent(starts, device), span)
+        return cls(_sent(numbers, device), _sent(which.astype(np.int32), device), _sent(starts, device), span, [])
 
 
 class Judge:
@@ -87,7 +92,7 @@ class Judge:
         self._one = torch.ones((), dtype=torch.float32, device=device)
         self._kernels = _kernels(device) if device.type == "cuda" else None
         self._plans: dict[Any, _Plan] = {}
-        self._unknown: list[tuple[torch.Tensor, list[int]]] = []
+        self._unknown: list[tuple[_Plan, torch.Tensor, list[int]]] = []
         if self._kernels is not None:
             self._make_ring()
 
@@ -120,6 +125,7 @@ class Judge:
             norms = [n if n.dtype == torch.float64 else n.to(torch.float32) for n in norms]
         else:
             norm = get_total_norm(list(grads))
+            norm = norm if norm.dtype == torch.float64 else norm.to(torch.float32)
             norms = [norm]
         figures = torch.stack([loss.to(norms[0].dtype), *norms])
         return self.of_figures(figures, norm, count)
@@ -145,8 +151,9 @@ class Judge:
     def recorded(self) -> object:
         """Complete what was recorded since the last call; the answer must be held as long as that is replayed."""
         done, self._unknown = self._unknown, []
-        for table, addresses in done:
+        for plan, table, addresses in done:
             table.copy_(torch.tensor(addresses))
+            plan.spare.append(torch.empty_like(table))
         return done
 
     def _plan(self, grads: Sequence[torch.Tensor]) -> _Plan | None:
@@ -157,24 +164,29 @@ class Judge:
         sizes = tuple(g.numel() for g in grads)
         if not all(map(_is_dense, grads)):
             return None
-        if sizes not in self._plans:
-            if min(sizes) == 0 or _recording(self.device):
+        plan = self._plans.get(sizes)
+        if _recording(self.device):
+            return plan if plan is not None and plan.spare else None
+        if plan is None:
+            if min(sizes) == 0:
                 return None
-            self._plans[sizes] = _Plan.of(sizes, self.device)
-        return self._plans[sizes]
+            plan = self._plans[sizes] = _Plan.of(sizes, self.device)
+        if not plan.spare:
+            plan.spare.append(torch.empty(len(sizes), dtype=torch.int64, device=self.device))
+        return plan
 
-    def _table(self, addresses: list[int]) -> torch.Tensor:
+    def _table(self, plan: _Plan, addresses: list[int]) -> torch.Tensor:
         if not _recording(self.device):
             return _sent(np.asarray(addresses), self.device)
         # Nothing is brought to the device while it records; addresses stay the same in all replays.
-        table = torch.empty(len(addresses), dtype=torch.int64, device=self.device)
-        self._unknown.append((table, addresses))
+        table = plan.spare.pop()
+        self._unknown.append((plan, table, addresses))
         return table
 
     def _by_kernels(self, plan: _Plan, grads: Sequence[torch.Tensor], loss: torch.Tensor, count: Any) -> Verdict:
         kernels: Any = self._kernels
         counts, clips = isinstance(count, torch.Tensor), self.max_grad_norm is not None
-        table = self._table([g.data_ptr() for g in grads])
+        table = self._table(plan, [g.data_ptr() for g in grads])
         programs = plan.which.numel()
         sums = torch.empty(programs, dtype=torch.float32, device=self.device)
         figures = torch.empty(3 if counts else 2, dtype=torch.float64, device=self.device)

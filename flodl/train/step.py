@@ -29,6 +29,7 @@ from flodl.errors import TrainError
 from flodl.train.capture import Captures, Recorder
 from flodl.train.loss import Loss, as_loss, batch_len
 from flodl.train.on_device import DeviceStep, Figures, Outcome, unfit
+from flodl.train.pace import StepTimes
 from flodl.train.precision import Precision
 from flodl.train.shared_step import SharedStep
 
@@ -136,6 +137,7 @@ class Step:
         )
         self._on_device: Callable[[TrainStep, Sequence[Any]], Outcome] | None = None
         self._deferred = False
+        self._lag: StepTimes | None = None
         self.captures: Captures | None = None
         self._device_step: DeviceStep | None = None
         self._unit = 1.0  # float16 sums are kept small by this power of two, which rounds nothing
@@ -159,7 +161,8 @@ class Step:
         Args:
             recorder: records steps; None runs them one operation at a time.
             warn: told once when steps turn out not to be recordable.
-            deferred: results come without figures, which `StepResult.outcome` holds.
+            deferred: results come without figures, which `StepResult.outcome` holds, and without times. Else a CUDA
+                device still runs one step ahead of what is known: a result then has the time of the step before.
             strict: raise where steps turn out not to be recordable.
         """
         if self.share_gradients and self._reduce.on_cpu:
@@ -176,7 +179,10 @@ class Step:
         else:
             self._device_step = DeviceStep(model, optimizer, ranks.device, self.precision, **rules)
         # A slow rank waits, so as to know how long; all ranks must know of each other's flags at once.
-        self._deferred = deferred and self.slowdown <= 1 and not self.share_gradients
+        may_wait = self.slowdown <= 1 and not self.share_gradients
+        self._deferred = deferred and may_wait
+        if may_wait and not deferred and ranks.device.type == "cuda":
+            self._deferred, self._lag = True, StepTimes(ranks.device)
         self._on_device = self._device_step
         if recorder is not None:
             self.captures = Captures(self._device_step, recorder, warn, strict=strict)
@@ -194,11 +200,15 @@ class Step:
         shared = self._device_step if isinstance(self._device_step, SharedStep) else None
         if shared is not None and shared.sums.renew() and self.captures is not None:
             self.captures.forget()
+        if self._lag is not None:
+            self._lag.begin()
         outcome = (self._on_device if batches else self._device_step)(self.train_step, batches)
         if shared is not None:
             self.ranks.phase("reduce")
             outcome = shared.finish(outcome, flags, samples)
         result = StepResult(math.nan, 0.0, samples, math.nan, 0.0, flags=list(flags), outcome=outcome)
+        if self._lag is not None:
+            result.compute_ms = self._lag.end()
         if not self._deferred:
             values = outcome.row.tolist()
             figures = outcome.read(values)

@@ -34,7 +34,7 @@ __all__ = ["Engine", "Pending"]
 
 # Small chunks keep activations in a processor's cache; an accelerator wants large products.
 CPU_BUDGET = 1024
-CUDA_BUDGET = 32_768
+CUDA_BUDGET = 65_536
 
 # Share of the largest number by which results in buckets may differ: other kernels, other order of sums.
 BUCKETS_APART = {torch.float16: 2e-2, torch.bfloat16: 1e-1, torch.float32: 5e-3, torch.float64: 1e-9}

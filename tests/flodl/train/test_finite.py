@@ -100,7 +100,7 @@ def test_figures_of_replays_are_kept_for_a_while_each_in_a_place_of_its_own(monk
     judge = make_judge(kernels=True)
     told(judge(gradients(), torch.tensor(0.0), 1.0, apart=True))  # an ordinary step goes before
     monkeypatch.setattr(finite, "_recording", lambda device: True)
-    monkeypatch.setattr(Judge, "_table", lambda self, addresses: torch.tensor(addresses))
+    monkeypatch.setattr(Judge, "_table", lambda self, plan, addresses: torch.tensor(addresses))
     assert judge(gradients()[1:], torch.tensor(0.0), 1.0, apart=True).next_row is None  # no ordinary step of this shape
     found = []
     for number in range(5):
@@ -113,6 +113,23 @@ def test_figures_of_replays_are_kept_for_a_while_each_in_a_place_of_its_own(monk
     assert {outcome.read(outcome.row.tolist()).count for outcome in found} == {7.0}
     longer = Outcome(torch.arange(5.0), None, norms=1, next_row=verdict.next_row).replayed()
     assert longer.row.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+@interpreted
+def test_room_for_a_recordings_addresses_is_made_before_it(monkeypatch):
+    judge = make_judge(kernels=True)
+    told(judge(gradients(), torch.tensor(0.0), 1.0, apart=True))
+    (plan,) = judge._plans.values()
+    (room,) = plan.spare
+    monkeypatch.setattr(finite, "_recording", lambda device: True)
+    grads = gradients()
+    assert judge._table(plan, [g.data_ptr() for g in grads]) is room
+    assert judge._plan(grads) is None  # a second one has no room yet
+    held = judge.recorded()
+    assert room.tolist() == [g.data_ptr() for g in grads]
+    assert held
+    assert judge._plan(grads) is plan
+    assert plan.spare[0] is not room
 
 
 @pytest.mark.gpu
@@ -131,6 +148,9 @@ def test_a_recording_of_the_kernels_reads_its_own_gradients():
     want = told(judge(grads, loss, 1.0, apart=True))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
+        # What is free again before the kernels run gives its memory to whatever comes next, at each replay.
+        freed = [torch.full((64 << i,), 1.0, device=device) for i in range(8)]
+        del freed
         doubled = [2 * g for g in grads]
         verdict = judge(doubled, loss, 1.0, apart=True)
     held = judge.recorded()
