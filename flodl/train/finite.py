@@ -25,6 +25,7 @@ KEPT_ROWS = 512
 BLOCK = 4096  # elements that a program reads at once
 MOST_PROGRAMS = 4096  # so that one program can add up what they found
 SUMS = 1024
+WARPS = 8
 
 
 @dataclass(frozen=True)
@@ -195,7 +196,7 @@ class Judge:
         kind = getattr(kernels.tl, _KINDS[grads[0].dtype])
         with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
             kernels.square_sums[(programs,)](
-                table, plan.sizes, plan.which, plan.starts, sums, plan.span, kind, BLOCK, num_warps=8
+                table, plan.sizes, plan.which, plan.starts, sums, plan.span, kind, BLOCK, num_warps=WARPS
             )
             kernels.decide[(1,)](
                 sums, programs, loss, count if counts else loss, self.state, found, scale if clips else self.state,

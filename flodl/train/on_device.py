@@ -10,7 +10,8 @@ when `flodl.train.steplog` wants them. So the host never waits, and a CUDA graph
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -220,11 +221,29 @@ class DeviceStep:
         if verdict.scale is not None:
             flags.grad_scale = verdict.scale
         try:
-            self.optimizer.step()
+            with largest_first(self.optimizer):
+                self.optimizer.step()
         finally:
             del flags.found_inf
             if verdict.scale is not None:
                 del flags.grad_scale
+
+
+@contextmanager
+def largest_first(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Have the optimiser go through each group's parameters from the largest to the smallest inside.
+
+    Its kernels take a few dozen tensors a launch, and each launch lasts at least as long as its largest tensor: a
+    large one that comes last costs a launch of its own, in which the device has little to do.
+    """
+    before = [group["params"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["params"] = sorted(group["params"], key=torch.Tensor.numel, reverse=True)
+    try:
+        yield
+    finally:
+        for group, parameters in zip(optimizer.param_groups, before, strict=True):
+            group["params"] = parameters
 
 
 def _sum(counts: Sequence[Any]) -> Any:

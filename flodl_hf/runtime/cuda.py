@@ -55,7 +55,9 @@ def _kernels_hold(device: torch.device, dtype: torch.dtype) -> bool:
         # Whatever a compiler may raise: torch's kernels do the same work.
         fault = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     if fault:
-        warnings.warn(f"prediction on {device} in {dtype} goes on without our kernels, more slowly: {fault}", stacklevel=2)
+        warnings.warn(
+            f"prediction on {device} in {dtype} goes on without our kernels, more slowly: {fault}", stacklevel=2
+        )
     return not fault
 
 

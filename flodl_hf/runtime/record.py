@@ -15,6 +15,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from flodl_hf.collecting import without_collecting
+
 __all__ = ["SMALL", "Recorder", "Recording"]
 
 T = TypeVar("T")
@@ -65,7 +67,8 @@ class _Captured:
         torch.cuda.synchronize(input.device)
         self._graph = torch.cuda.CUDAGraph()
         # `torch.cuda.graph` would also hand all cached memory back, pinned memory too, which the next batches want.
-        with _CAPTURING, torch.cuda.stream(stream):
+        # Garbage that holds another recording must not be found meanwhile: freeing it would break this one.
+        with _CAPTURING, without_collecting(), torch.cuda.stream(stream):
             self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 self.output = step(self.input)
