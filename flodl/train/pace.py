@@ -8,19 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from typing import Any
 
 import torch
 
 __all__ = ["StepTimes"]
-
-
-class Event(Protocol):
-    """What is used of `torch.cuda.Event`."""
-
-    def record(self) -> None: ...
-    def synchronize(self) -> None: ...
-    def elapsed_time(self, end_event: Event) -> float: ...
 
 
 class StepTimes:
@@ -28,14 +20,14 @@ class StepTimes:
 
     Args:
         device: a CUDA device.
-        event: makes an event that notes the time.
+        event: makes an event that notes the time, as `torch.cuda.Event` does, which it stands in for.
     """
 
-    def __init__(self, device: torch.device, event: Callable[[], Event] | None = None) -> None:
+    def __init__(self, device: torch.device, event: Callable[[], Any] | None = None) -> None:
         self.device = device
-        self._event: Callable[[], Event] = event or partial(torch.cuda.Event, enable_timing=True)
-        self._start: Event | None = None
-        self._before: tuple[Event, Event] | None = None
+        self._event = event or partial(torch.cuda.Event, enable_timing=True)
+        self._start: Any = None
+        self._before: tuple[Any, Any] | None = None
 
     def begin(self) -> None:
         """Be told that a step is about to be sent."""

@@ -49,8 +49,14 @@ def test_the_order_is_put_back_when_the_update_fails():
 
 
 def test_no_garbage_is_sought_while_a_step_is_recorded():
-    assert gc.isenabled()
-    with pytest.raises(ValueError, match="broken"), _uncollected():
-        assert not gc.isenabled()
+    seen = []
+
+    @_uncollected()
+    def breaks():
+        seen.append(gc.isenabled())
         raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        breaks()
+    assert seen == [False]
     assert gc.isenabled()
