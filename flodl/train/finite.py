@@ -22,10 +22,10 @@ __all__ = ["KEPT_ROWS", "Judge", "Verdict", "find_faults"]
 
 KEPT_ROWS = 512
 
-BLOCK = 4096  # elements that a program reads at once
-MOST_PROGRAMS = 4096  # so that one program can add up what they found
+BLOCK = 2048  # elements that a program reads at once
+MOST_PROGRAMS = 1056  # so that all run at once, and one program can add up what they found
 SUMS = 1024
-WARPS = 8
+WARPS = 4
 
 
 @dataclass(frozen=True)
