@@ -87,7 +87,8 @@ class FusedLayer:
         with torch.autocast(kind, enabled=False):
             found = self._finished(mix.view(-1, width), hidden.reshape(-1, width), carried, halves, stream)
             states, half = (part.view(hidden.shape) for part in found)
-        states._carried = _Carried(half, carried.seed, carried.ends, carried.depth + 1)
+        # The graph passes states alone from layer to layer, so what else there is travels on them.
+        vars(states)["_carried"] = _Carried(half, carried.seed, carried.ends, carried.depth + 1)
         return states
 
     def fits(self, hidden: Tensor) -> bool:
