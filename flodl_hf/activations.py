@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["ACTIVATIONS", "Activation"]
+__all__ = ["ACTIVATIONS", "GELUS", "Activation"]
 
 _TANH_SCALE = math.sqrt(2.0 / math.pi)
 
@@ -72,6 +72,11 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "swish": F.silu,
     "tanh": torch.tanh,
 }
+
+
+GELUS = {"gelu": False, "gelu_python": False, "gelu_new": True, "gelu_pytorch_tanh": True, "gelu_accurate": True}
+GELUS |= {"gelu_fast": True, "gelu_python_tanh": True}
+"""The names whose curve is GELU's, and whether by its tanh form; they differ in rounding alone."""
 
 
 class Activation(nn.Module):

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from flodl.collecting import uncollected
 from flodl.errors import ConfigError, nearest
 from flodl.graph import Graph
 from flodl_hf.checkpoint import Checkpoint, SourceManifest, StoredTensor
-from flodl_hf.collecting import without_collecting
 from flodl_hf.config import MAX_CONFIG_BYTES, ModelConfig
 from flodl_hf.loading import LoadReport, Plan, head_of, plan_load
 from flodl_hf.model import EncoderModel, assign, build_graph, initialise, tie_tensors
@@ -157,7 +157,7 @@ def load_model(
     """Return the filled model; see `EncoderModel.from_pretrained` for arguments and errors."""
     head = model_class.head
     wanted, attention = dtype_of(dtype), attention_name(attention)
-    with without_collecting():
+    with uncollected(settled=True):
         return _load(
             model_class, name_or_path, head, hub, wanted, device, attention, labels, problem_type, ignore_config_keys,
             mapped,

@@ -451,6 +451,8 @@ class Graph(nn.Module):
         # lose their history, which belongs to the run that made them and could be neither copied nor pickled.
         state = dict(self.__dict__)
         state.pop("_steps")
+        # Who has a graph computed another way for a while means that graph, not its copies.
+        state.pop("forward", None)
         state.update(
             _modules=dict(self._modules),
             _memory=[_detached(value) for value in self._memory],

@@ -10,7 +10,6 @@ ordinary steps, and recording itself computes nothing. What a step computes is i
 from __future__ import annotations
 
 import contextlib
-import gc
 import random
 import sys
 import warnings
@@ -22,6 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from flodl.collecting import uncollected
 from flodl.data.batch import Batch
 from flodl.errors import TrainError
 from flodl.train.on_device import DeviceStep, Outcome
@@ -307,18 +307,6 @@ def _set_host_random(state: tuple[Any, Any, Any]) -> None:
     random.setstate(state[2])
 
 
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Keep Python from finding garbage meanwhile: freeing an older recording would break the one being made."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
-
-
 # ---- CUDA ----------------------------------------------------------------------------------------------
 
 
@@ -367,7 +355,7 @@ class CudaRecorder:
             # Other threads copy batches and allocate meanwhile; only this one is held to the rules of recording.
             with (
                 self._tuned(),
-                _uncollected(),
+                uncollected(),  # freeing an older recording would break this one
                 torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
             ):
                 outcome = run()

@@ -197,6 +197,8 @@ class DeviceStep:
     def _finish(self, losses: list[Loss], values: list[torch.Tensor], *, divided: bool) -> Outcome:
         total = values[0] if len(values) == 1 else torch.stack(values).sum()
         count: Any = float(len(losses)) if self.compat is not None else _sum([loss.count for loss in losses])
+        if isinstance(count, torch.Tensor) and count.device != self.device:
+            count = float(count) if count.device.type == "cpu" else count.to(self.device)
         grads = [p.grad for p in self.model.parameters() if p.requires_grad and p.grad is not None]
         moved = bool(grads) and (isinstance(count, torch.Tensor) or count != 0)
         if not divided and moved:

@@ -387,19 +387,16 @@ class Trainer:
     @contextlib.contextmanager
     def _leaving_cleanly(self) -> Iterator[None]:
         """Listen to signals while inside, and free the checkpoint folder however the inside ends."""
-        arranged = [
-            way(self.model) for way in (compiled if self.settings.compile else None, self.settings.arrange) if way
-        ]
         try:
-            with self.signals:
+            with contextlib.ExitStack() as arranged, self.signals:
+                for way in (compiled if self.settings.compile else None, self.settings.arrange):
+                    if way is not None:
+                        arranged.callback(way(self.model))
                 yield
         except BaseException:
             if self.keeper is not None:
                 self.keeper.close(give_up=True)
             raise
-        finally:
-            for undo in arranged:
-                undo()
 
     def _begin_run(self) -> None:
         self.model.train()

@@ -85,4 +85,6 @@ def __getattr__(name: str) -> Any:
     for file, names in _FILES.items():
         if name in names:
             return getattr(import_module(f"{__name__}.{file}"), name)
+    if name in _FILES:
+        return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

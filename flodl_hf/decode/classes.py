@@ -180,7 +180,6 @@ def decode_classes(
     single = count == len(values) == 1 and owners is not None and len(owners) == 1 and not owners[0]
     owner = _ALONE if single else owners_of(range(len(values)) if owners is None else owners, len(values), count)
     scores = _scores(values, activation_for(problem_type, len(labels), function_to_apply))
-    _finite(scores, "classification")
     alone = single or owners is None or (len(owner) == count and bool((owner == np.arange(count)).all()))
     merged = scores if alone else mean_over_windows(torch.from_numpy(scores), owner, count, weights).numpy()
     windows = [1] * count if alone else np.bincount(owner, minlength=count).tolist()
@@ -215,9 +214,9 @@ def _classifications(
 def _scores(logits: Tensor, activation: Activation) -> np.ndarray:
     """Return what `class_scores` does, as an array: a handful of rows is done before a tensor operation starts."""
     values = logits.float().cpu().numpy()
+    _finite(values, "classification")
     if activation == "none" or not values.size:
         return values
-    # What is not finite shows in the result, where it is looked for.
     with np.errstate(over="ignore", invalid="ignore"):
         if activation == "sigmoid":
             return 1 / (1 + np.exp(-values))

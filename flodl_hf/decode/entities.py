@@ -205,17 +205,18 @@ def _softmax(logits: torch.Tensor, place: np.ndarray) -> np.ndarray:
         chosen = logits.numpy()[place]
     else:
         chosen = logits.index_select(0, torch.from_numpy(place).to(logits.device)).float().cpu().numpy()
-    values = np.ascontiguousarray(chosen.T)
-    # What is not finite shows in the sums.
-    with np.errstate(over="ignore", invalid="ignore"):
-        values -= values.max(0)
-        np.exp(values, out=values)
-        total = values.sum(0)
-    if not bool(np.isfinite(total).all()):
+    if not bool(np.isfinite(chosen).all()):
         raise PredictError(
             "entities: the logits are not finite; expected numbers; half precision may have overflowed, "
             "so predict in float32 or bfloat16"
         )
+    values = np.ascontiguousarray(chosen.T)
+    values -= values.max(0)
+    np.exp(values, out=values)
+    # Label by label: numpy adds up a single column in another order than many, and a score must not depend on that.
+    total = values[0].copy()
+    for row in values[1:]:
+        total += row
     values /= total
     return values
 

@@ -136,7 +136,9 @@ def set_dropout(model: nn.Module, probability: float) -> list[tuple[Any, str, fl
     before: list[tuple[Any, str, float]] = []
     for module in model.modules():
         for name in ("p", "attention_dropout"):
-            if (name == "p" and isinstance(module, nn.Dropout)) or (name != "p" and hasattr(module, name)):
+            # Where the attribute is a module, that one's own probability is set.
+            number = isinstance(getattr(module, name, None), (int, float))
+            if (name == "p" and isinstance(module, nn.Dropout)) or (name != "p" and number):
                 before.append((module, name, getattr(module, name)))
                 setattr(module, name, probability)
     return before

@@ -96,8 +96,9 @@ class TakenRows(Sequence[Mapping[str, Any]]):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        if not 0 <= index < len(self):
+        if not -len(self) <= index < len(self):
             raise IndexError(index)
+        index %= len(self)
         part = slice(self.ends[index] - self.lengths[index], self.ends[index])
         row = {name: column[part] for name, column in self.columns.items()}
         return row | {name: column[index] for name, column in self.values.items()}

@@ -13,10 +13,13 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch import nn
 
 from flodl.graph import Graph
+from flodl_hf.activations import GELUS
 from flodl_hf.disentangled.attention import DisentangledAttention
-from flodl_hf.fused.layer import GELUS, WIDEST, WIDTHS, FusedLayer
+from flodl_hf.fused.layer import WIDEST, WIDTHS, FusedLayer
+from flodl_hf.fused.probe import Sizes, apart
 from flodl_hf.runtime.blocks import is_block
 
 __all__ = ["fuse_layers"]
@@ -36,7 +39,9 @@ def fuse_layers(graph: Graph, dtype: torch.dtype) -> Callable[[], None]:
     """
     device = next(graph.parameters()).device
     blocks = {id(part): part for part in graph.modules() if isinstance(part, Graph) and _fits(part)}
-    if not blocks or (NEEDS_CUDA and device.type != "cuda") or not kernels_hold(device, dtype):
+    if not blocks or (NEEDS_CUDA and device.type != "cuda"):
+        return _nothing
+    if not all(kernels_hold(device, dtype, sizes) for sizes in dict.fromkeys(map(_sizes, blocks.values()))):
         return _nothing
     for block in blocks.values():
         block.__dict__["forward"] = FusedLayer(block, block.forward)
@@ -67,26 +72,49 @@ def _fits(block: Graph) -> bool:
     )
 
 
-@cache
-def kernels_hold(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether a fused layer gives on a device what the plain one gives there; asked once a process.
+def _sizes(block: Graph) -> Sizes:
+    attention: Any = block.get_submodule("attention")
+    feed_forward: Any = block.get_submodule("feed_forward")
+    dropped = [m.p for m in block.modules() if isinstance(m, nn.Dropout)]
+    own = attention.attention_dropout
+    dropout = any(dropped) or (isinstance(own, float) and own > 0)
+    return Sizes(
+        attention.query.in_features, attention.num_heads, feed_forward.up.out_features,
+        GELUS[feed_forward.activation.name], dropout,
+    )  # fmt: skip
 
-    Triton compiles at run time, for devices and with compilers that we have never seen.
+
+def kernels_hold(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> bool:
+    """Return whether a fused layer gives on a device what the plain one gives there; if not, warn why.
+
+    Triton compiles at run time, for devices and with compilers that we have never seen, so this is tried out, once
+    a process for each kind of layer.
     """
-    if find_spec("triton") is None or torch.cuda.get_device_capability(device) < (8, 0):
-        return False
-    from flodl_hf.fused.probe import apart
-
     try:
-        # A run's own random numbers must not depend on whether its process has asked before.
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            found = apart(device, dtype)
-        fault = "" if found <= NEAREST[dtype] else f"results part by {found:.1e}"
-    except Exception as error:
-        # Whatever a compiler may raise: torch's operations do the same work.
-        fault = f"{type(error).__name__}: {error}".splitlines()[0]
+        fault = _fault(device, dtype, sizes)
+    except torch.OutOfMemoryError:
+        fault = "there is no memory left to try them"  # which may pass, so it is not kept
     if fault:
         warnings.warn(
             f"fine-tuning on {device} in {dtype} goes on without fused layers, more slowly: {fault}", stacklevel=2
         )
     return not fault
+
+
+@cache
+def _fault(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> str:
+    """Return what is wrong with the kernels; empty if nothing is."""
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "the device is older than compute capability 8.0"
+    try:
+        # A run's own random numbers must not depend on whether its process has asked before.
+        with torch.cuda.device(device), torch.random.fork_rng(devices=[device]):
+            found = apart(device, dtype, sizes)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        # Whatever a compiler may raise: torch's operations do the same work.
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    return "" if found <= NEAREST[dtype] else f"results part by {found:.1e}"

@@ -15,17 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from flodl.graph import Graph
+from flodl_hf.activations import GELUS
 from flodl_hf.attention import attend
 from flodl_hf.disentangled.attention import DisentangledAttention
 from flodl_hf.layout import Layout, Packed
+from flodl_hf.runtime.cuda import SHORT
 
 __all__ = ["FusedLayer"]
 
-# Up to here a block of tokens meets little beyond its own texts, and walking over tokens beats walking over texts.
-SHORT = 128
 WIDTHS = (16, 32, 64, 128)
-GELUS = {"gelu": False, "gelu_python": False, "gelu_new": True, "gelu_pytorch_tanh": True, "gelu_accurate": True}
-GELUS |= {"gelu_fast": True, "gelu_python_tanh": True}
 WIDEST = 8192
 # Streams of random numbers of one layer: its heads, then what follows attention and what ends the layer.
 AFTER_ATTENTION, AFTER_FEED_FORWARD = 1 << 20, (1 << 20) + 1
@@ -41,12 +39,14 @@ class _Carried:
         seed: of what is dropped, ``(1,)``, int64.
         ends: index after the last token of each token's text, ``(tokens,)``, int32; None of layouts without buckets.
         depth: layers before.
+        version: how often the states had been written to when they were handed on.
     """
 
     half: Tensor
     seed: Tensor
     ends: Tensor | None
     depth: int
+    version: int
 
 
 class FusedLayer:
@@ -60,20 +60,21 @@ class FusedLayer:
     def __init__(self, block: Graph, plain: Callable[..., Tensor]) -> None:
         self.plain = plain
         part: Any = block.get_submodule
+        self.block, self.inner = block, list(block.modules())
         self.attention, self.feed_forward = part("attention"), part("feed_forward")
         self.attention_norm: nn.LayerNorm = part("attention_norm")
         self.feed_forward_norm: nn.LayerNorm = part("feed_forward_norm")
 
     def __call__(self, hidden: Tensor, layout: Layout, **others: Any) -> Tensor:
         """Return the layer's states, float32, shaped like ``hidden``."""
-        if not self.fits(hidden):
+        if not self.fits(hidden) or self.watched(others):
             return self.plain(hidden, layout=layout, **others)
         kind, width = hidden.device.type, hidden.shape[-1]
         dtype = torch.get_autocast_dtype(kind)
         carried: _Carried | None = getattr(hidden, "_carried", None)
-        if carried is None or carried.half.dtype != dtype:
+        if carried is None or carried.half.dtype != dtype or carried.version != hidden._version:
             seed = torch.empty(1, dtype=torch.int64, device=hidden.device).random_(1 << 48)
-            carried = _Carried(hidden.to(dtype), seed, ends_of(layout), 0)
+            carried = _Carried(hidden.to(dtype), seed, ends_of(layout), 0, 0)
         stream = carried.depth * STREAMS
         if type(self.attention) is DisentangledAttention:
             mix = self.attention._joined(carried.half, layout, others["relative"])
@@ -88,8 +89,16 @@ class FusedLayer:
             found = self._finished(mix.view(-1, width), hidden.reshape(-1, width), carried, halves, stream)
             states, half = (part.view(hidden.shape) for part in found)
         # The graph passes states alone from layer to layer, so what else there is travels on them.
-        vars(states)["_carried"] = _Carried(half, carried.seed, carried.ends, carried.depth + 1)
+        vars(states)["_carried"] = _Carried(half, carried.seed, carried.ends, carried.depth + 1, states._version)
         return states
+
+    def watched(self, others: dict[str, Any]) -> bool:
+        """Return whether somebody wants to see what lies between the parts, which kernels never give."""
+        return (
+            others.get("outputs") is not None
+            or bool(self.block._watched)
+            or any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in self.inner)
+        )
 
     def fits(self, hidden: Tensor) -> bool:
         """Return whether the kernels compute this."""

@@ -76,7 +76,7 @@ class _Projected(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
-        (d_out,) = grads
+        d_out = grads[0].contiguous()
         x, weight_half = ctx.saved_tensors
         needs = ctx.needs_input_grad
         d_x = torch.mm(d_out, weight_half) if needs[0] else None

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flodl.graph import Graph
+from flodl_hf.activations import GELUS
 from flodl_hf.attention import FusedSelfAttention, attend
 from flodl_hf.layout import Layout, Packed
 from flodl_hf.runtime.blocks import replace_blocks
@@ -140,13 +141,10 @@ class CudaBlock(nn.Module):
         return attend(query, key, value, layout, num_heads=self.num_heads, implementation=self.implementation)
 
     def _widened(self, states: Tensor) -> Tensor:
-        if states.is_cuda and states.dtype == torch.bfloat16 and self.activation.name in _GELUS:
+        if states.is_cuda and states.dtype == torch.bfloat16 and self.activation.name in GELUS:
             weight, bias = self.up.weight, self.up.bias
             return torch.ops.aten._addmm_activation(bias, states, weight.t(), use_gelu=True)
         return self.activation(self.up(states))
-
-
-_GELUS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu_python", "gelu_accurate", "gelu_python_tanh")
 
 
 def _sum_norm(a: Tensor, b: Tensor, norm: nn.LayerNorm) -> Tensor:

@@ -164,7 +164,7 @@ class Engine:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            fault = str(error).splitlines()[0]
+            fault = f"{type(error).__name__}: {error}".splitlines()[0]
         if fault:
             warnings.warn(f"prediction on {self.device} goes on without buckets, more slowly: {fault}", stacklevel=2)
         self.prepared.recorded["buckets_hold"] = not fault

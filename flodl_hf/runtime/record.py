@@ -8,14 +8,16 @@ be recorded runs as it always did. How shapes are made to come again is `flodl_h
 from __future__ import annotations
 
 import threading
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from flodl_hf.collecting import without_collecting
+from flodl.collecting import uncollected
 
 __all__ = ["SMALL", "Recorder", "Recording"]
 
@@ -64,16 +66,23 @@ class _Captured:
 
     def __init__(self, step: Callable[[Tensor], Tensor], input: Tensor, pool: Any, stream: torch.cuda.Stream) -> None:
         self.input = input
-        torch.cuda.synchronize(input.device)
         self._graph = torch.cuda.CUDAGraph()
         # `torch.cuda.graph` would also hand all cached memory back, pinned memory too, which the next batches want.
         # Garbage that holds another recording must not be found meanwhile: freeing it would break this one.
-        with _CAPTURING, without_collecting(), torch.cuda.stream(stream):
+        with _CAPTURING, uncollected(), torch.cuda.stream(stream):
+            # Not before: a device must not be waited for while another thread records.
+            torch.cuda.synchronize(input.device)
             self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 self.output = step(self.input)
-            finally:
                 self._graph.capture_end()
+            except BaseException:
+                with suppress(Exception):
+                    self._graph.capture_end()
+                with suppress(Exception):
+                    # A recording that broke may leave its allocations open, and memory would never be freed.
+                    torch._C._cuda_endAllocateToPool(input.device.index or 0, pool)  # pyright: ignore
+                raise
         torch.cuda.current_stream(input.device).wait_stream(stream)
 
     def replay(self) -> None:
@@ -180,7 +189,8 @@ class Recorder:
             self._pool = None
             return None
         except RuntimeError as fault:
-            self.refused = str(fault).splitlines()[0]
+            self.refused = f"{type(fault).__name__}: {fault}".splitlines()[0]
+            warnings.warn(f"passes on {device} are not recorded, and launched one by one: {self.refused}", stacklevel=2)
             return None
         self._kept[key] = recording
         return recording

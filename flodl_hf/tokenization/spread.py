@@ -14,6 +14,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import flodl_hf
+
 __all__ = ["over_threads"]
 
 _VARIABLE = "TOKENIZERS_PARALLELISM"
@@ -23,13 +25,17 @@ _OFF = ("", "off", "false", "f", "no", "n", "0")
 _LEAST = 256
 
 
-def switched_off() -> bool:
-    """Return whether the library uses one core now."""
-    value = os.environ.get(_VARIABLE)
+def means_off(value: str | None) -> bool:
+    """Return whether a value of the variable keeps the library to one core."""
     return value is not None and value.lower() in _OFF
 
 
-_WISHED = switched_off()
+def switched_off() -> bool:
+    """Return whether the library uses one core now."""
+    return means_off(os.environ.get(_VARIABLE))
+
+
+_WISHED = means_off(flodl_hf._TOKENIZERS_PARALLELISM)
 
 
 def cores() -> int:

@@ -1,12 +1,9 @@
 """An update goes from the largest parameter to the smallest, and nothing else about it changes."""
 
-import gc
-
 import pytest
 import torch
 from torch import nn
 
-from flodl.train.capture import _uncollected
 from flodl.train.on_device import largest_first
 
 
@@ -46,17 +43,3 @@ def test_the_order_is_put_back_when_the_update_fails():
         raise RuntimeError("no")
     for group, parameters in zip(optimizer.param_groups, before, strict=True):
         assert all(a is b for a, b in zip(group["params"], parameters, strict=True))
-
-
-def test_no_garbage_is_sought_while_a_step_is_recorded():
-    seen = []
-
-    @_uncollected()
-    def breaks():
-        seen.append(gc.isenabled())
-        raise ValueError("broken")
-
-    with pytest.raises(ValueError, match="broken"):
-        breaks()
-    assert seen == [False]
-    assert gc.isenabled()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 
@@ -63,3 +66,15 @@ def test_one_text_alone_is_tokenised_as_in_a_batch(tokenizer: Tokenizer) -> None
     assert [tokenizer.encode_rows([a], [b])[0] for a, b in zip(TEXTS[:3], TEXTS[3:6], strict=True)] == pairs
     words = [text.split() for text in TEXTS[:3]]
     assert [tokenizer.encode_rows([w], words=True)[0] for w in words] == tokenizer.encode_rows(words, words=True)
+
+
+@pytest.mark.parametrize(("before", "wished"), [(None, False), ("false", True), ("true", False)])
+def test_what_counts_is_what_was_said_before_the_package_came_in(before: str | None, wished: bool) -> None:
+    program = (
+        "import os, flodl_hf; os.environ['TOKENIZERS_PARALLELISM'] = 'false'; "
+        "from flodl_hf.tokenization import spread; print(spread._WISHED)"
+    )
+    others = {name: value for name, value in os.environ.items() if name != "TOKENIZERS_PARALLELISM"}
+    env = others if before is None else others | {"TOKENIZERS_PARALLELISM": before}
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(wished)

@@ -8,10 +8,12 @@ from dataclasses import FrozenInstanceError
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flodl_hf.decode import Classification, Entity
+from flodl.errors import PredictError
+from flodl_hf.decode import Classification, Entity, decode_classes
 from flodl_hf.decode.entities import _best, _entities, _softmax
 from flodl_hf.decode.quick import made, pairs_of
 
@@ -83,3 +85,21 @@ def test_distributions_in_columns_are_those_of_torch() -> None:
         labels, score = _best(found)
         assert labels.tolist() == right.argmax(1).tolist()
         np.testing.assert_allclose(score, right.max(1), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("labels", [2, 7, 9, 37])
+def test_a_tokens_distribution_does_not_depend_on_the_tokens_beside_it(labels: int) -> None:
+    logits = torch.randn(200, labels, generator=torch.Generator().manual_seed(0)) * 4
+    together = _softmax(logits, np.arange(200))
+    for token in range(200):
+        assert np.array_equal(_softmax(logits, np.array([token]))[:, 0], together[:, token])
+
+
+@pytest.mark.parametrize("wrong", [float("inf"), float("-inf"), float("nan")])
+def test_logits_that_are_not_finite_are_refused(wrong: float) -> None:
+    logits = torch.tensor([[0.0, 1.0, wrong], [0.0, 1.0, 2.0]])
+    with pytest.raises(PredictError, match="not finite"):
+        _softmax(logits, np.arange(2))
+    for function in ("softmax", "sigmoid", "none"):
+        with pytest.raises(PredictError, match="not finite"):
+            decode_classes(logits, ("A", "B", "C"), function_to_apply=function)

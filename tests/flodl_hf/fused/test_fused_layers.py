@@ -219,7 +219,7 @@ def test_without_a_device_nothing_changes() -> None:
 
 
 def test_what_is_put_in_is_taken_out_and_the_model_stays_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(install, "kernels_hold", lambda _device, _dtype: True)
+    monkeypatch.setattr(install, "kernels_hold", lambda *_: True)
     monkeypatch.setattr(install, "NEEDS_CUDA", False)
     graph = model().graph.eval()
     names = list(graph.state_dict())
@@ -230,7 +230,9 @@ def test_what_is_put_in_is_taken_out_and_the_model_stays_what_it_was(monkeypatch
     assert list(graph.state_dict()) == names
     # No autocast, no bucket: the layers as they were built.
     assert torch.equal(graph(ids, token_type_ids=None, layout=layout), expected)
-    assert torch.equal(copy.deepcopy(graph)(ids, token_type_ids=None, layout=layout), expected)
+    twin = copy.deepcopy(graph)
+    assert not any("forward" in part.__dict__ for part in twin.modules())
+    assert torch.equal(twin(ids, token_type_ids=None, layout=layout), expected)
     undo()
     assert not any("forward" in part.__dict__ for part in graph.modules())
     assert torch.equal(graph(ids, token_type_ids=None, layout=layout), expected)
@@ -240,7 +242,7 @@ def test_what_is_put_in_is_taken_out_and_the_model_stays_what_it_was(monkeypatch
 def test_layers_that_the_kernels_do_not_know_are_left_alone(
     change: str, left: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(install, "kernels_hold", lambda _device, _dtype: True)
+    monkeypatch.setattr(install, "kernels_hold", lambda *_: True)
     monkeypatch.setattr(install, "NEEDS_CUDA", False)
     graph: Any = model().graph
     block: Any = graph.get_submodule("encoder.layers.0")
@@ -260,8 +262,9 @@ def test_layers_that_the_kernels_do_not_know_are_left_alone(
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_this_device_runs_the_kernels(dtype: torch.dtype) -> None:
-    install.kernels_hold.cache_clear()
+    install._fault.cache_clear()
+    sizes = probe.Sizes(width=256, heads=2, inner=320, tanh=True, dropout=True)
     before = torch.cuda.get_rng_state(), torch.get_rng_state()
-    assert install.kernels_hold(torch.device("cuda", 0), dtype)
+    assert install.kernels_hold(torch.device("cuda", 0), dtype, sizes)
     after = torch.cuda.get_rng_state(), torch.get_rng_state()
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))

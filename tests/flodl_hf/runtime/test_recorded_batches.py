@@ -105,10 +105,13 @@ def test_what_is_kept_is_bounded_and_what_had_to_go_waits_longer_each_time(monke
     assert not tape.made
 
 
-def test_a_pass_that_cannot_be_recorded_runs_as_it_did() -> None:
-    tape = Tape(RuntimeError("operation not permitted when stream is capturing"))
-    assert [ask(tape, "a", 1.0) for _ in range(4)] == [None] * 4
-    assert tape.refused == "operation not permitted when stream is capturing"
+@pytest.mark.parametrize("said", ["operation not permitted when stream is capturing", ""])
+def test_a_pass_that_cannot_be_recorded_runs_as_it_did_and_that_is_said_once(said: str) -> None:
+    tape = Tape(RuntimeError(said))
+    with pytest.warns(UserWarning, match="not recorded") as warned:
+        assert [ask(tape, "a", 1.0) for _ in range(6)] == [None] * 6
+    assert len(warned) == 1
+    assert tape.refused == f"RuntimeError: {said}"
 
 
 def test_memory_that_recordings_lack_is_given_back_and_the_pass_runs_as_it_did() -> None:

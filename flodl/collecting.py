@@ -1,0 +1,44 @@
+"""Garbage collection put off, by any number of threads at once.
+
+Decides nothing but that. A program that has switched collection off finds it off.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["uncollected"]
+
+_LOCK = threading.Lock()
+_INSIDE = 0
+_WAS_ON = False
+
+
+@contextmanager
+def uncollected(*, settled: bool = False) -> Iterator[None]:
+    """Put garbage collection off: while much is made that stays, or while freeing a tensor would do harm.
+
+    Threads may overlap; it is on again when the last one leaves.
+
+    Args:
+        settled: what is here then counts as old, without a look at it, so that no sweep through it all is due next.
+    """
+    global _INSIDE, _WAS_ON
+    with _LOCK:
+        if not _INSIDE:
+            _WAS_ON = gc.isenabled()
+            gc.disable()
+        _INSIDE += 1
+    try:
+        yield
+    finally:
+        with _LOCK:
+            _INSIDE -= 1
+            if not _INSIDE and _WAS_ON:
+                if settled and not gc.get_freeze_count():
+                    gc.freeze()
+                    gc.unfreeze()
+                gc.enable()

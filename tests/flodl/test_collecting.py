@@ -1,0 +1,54 @@
+"""Garbage collection is off until the last who wants that has left, and on again only where it was on."""
+
+import gc
+import threading
+
+import pytest
+
+from flodl.collecting import uncollected
+
+
+@pytest.mark.parametrize("settled", [False, True])
+def test_it_is_on_again_after_an_error(settled):
+    seen = []
+
+    @uncollected(settled=settled)
+    def breaks():
+        seen.append(gc.isenabled())
+        raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        breaks()
+    assert seen == [False]
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
+
+
+def test_one_who_leaves_does_not_turn_it_on_under_another():
+    inside, leave, seen = threading.Event(), threading.Event(), []
+
+    def other():
+        with uncollected():
+            inside.set()
+            leave.wait(10)
+            seen.append(gc.isenabled())
+
+    thread = threading.Thread(target=other)
+    with uncollected():
+        thread.start()
+        assert inside.wait(10)
+    assert not gc.isenabled()
+    leave.set()
+    thread.join()
+    assert seen == [False]
+    assert gc.isenabled()
+
+
+def test_where_it_was_off_it_stays_off():
+    gc.disable()
+    try:
+        with uncollected():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
