@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import random
 import shutil
 import sys
 import tempfile
@@ -69,7 +70,7 @@ class Contender:
 
 
 def texts_of(task: str, data: Path, count: int) -> list[Any]:
-    """Return real texts, spread evenly over what the data hold."""
+    """Return real texts, spread evenly over what the data hold, in an order that repeats."""
     squad = load_rows(data / "xquad/dev.json")
     if task == "answers":
         return spread([(row["question"], row["context"]) for row in squad], count)
@@ -80,7 +81,10 @@ def texts_of(task: str, data: Path, count: int) -> list[Any]:
     # Peers cut a text where the model's folder says, ours reads on in windows: only texts that fit are compared.
     contexts = [row["context"] for row in squad if len(row["context"].split()) < 130]
     fifth = count // 5
-    return [*spread(sst, 2 * fifth), *spread(wnut, 2 * fifth), *spread(contexts, fifth)]
+    found = [*spread(sst, 2 * fifth), *spread(wnut, 2 * fifth), *spread(contexts, fifth)]
+    # In no order: who fills batches up as they come pays for the longest text of each.
+    random.Random(0).shuffle(found)
+    return found
 
 
 def spread(items: list[Any], count: int) -> list[Any]:
