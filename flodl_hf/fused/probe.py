@@ -56,7 +56,9 @@ def small_case(
         feed_forward = FeedForward(sizes.width, sizes.inner, "gelu_pytorch_tanh" if sizes.tanh else "gelu", p)
         block = post_norm_block(attention, feed_forward, sizes.width, 1e-12)
     for parameter in block.parameters():
-        torch.nn.init.normal_(parameter, std=0.1, generator=draw)
+        # Scores and states of one size whatever the widths: where attention is nearly sure, rounding shows most.
+        std = 0.1 if parameter.ndim == 1 else 1.1 * parameter.shape[1] ** -0.5
+        torch.nn.init.normal_(parameter, std=std, generator=draw)
     states = torch.randn(buffer.bucket.tokens, sizes.width, generator=draw)
     return block.to(device), states.to(device), layout
 
