@@ -394,6 +394,11 @@ class Step:
         if self.captures is not None:
             self.captures.count_writes()
 
+    def drop_recordings(self) -> None:
+        """Give back the device memory of what was recorded; garbage collection would do it some day."""
+        if self.captures is not None:
+            self.captures.forget()
+
     def look_again(self) -> None:
         """Be told that somebody may have changed the model or the optimiser."""
         if self.captures is not None:

@@ -389,6 +389,7 @@ class Trainer:
         """Listen to signals while inside, and free the checkpoint folder however the inside ends."""
         try:
             with contextlib.ExitStack() as arranged, self.signals:
+                arranged.callback(self.step_.drop_recordings)
                 for way in (compiled if self.settings.compile else None, self.settings.arrange):
                     if way is not None:
                         arranged.callback(way(self.model))

@@ -62,10 +62,10 @@ def run(
         return
     if data["eval"] is None:
         say("no --eval was given: nothing will be measured, and the last model is kept")
+    kept = target is not None or values.get("checkpoints") is not None
     with progress() as bar:
-        result = finetune(
-            name, **data, out=target, overwrite=overwrite, on_event=_Progress(bar, values.get("max_steps")), **values
-        )
+        events = _Progress(bar, values.get("max_steps"), kept=kept)
+        result = finetune(name, **data, out=target, overwrite=overwrite, on_event=events, **values)
     if json_output:
         emit_json(
             {
@@ -88,14 +88,20 @@ def run(
 
 
 class _Progress:
-    """Shows the events of a run as a bar; where there is no terminal, as a line for each evaluation."""
+    """Shows the events of a run as a bar; where there is no terminal, as a line for each evaluation.
 
-    def __init__(self, bar: Any, max_steps: int | None) -> None:
-        self.bar, self.max_steps = bar, max_steps
+    Args:
+        bar: from `progress`.
+        max_steps: the run's last step, where it has one of its own.
+        kept: whether its checkpoints outlive it.
+    """
+
+    def __init__(self, bar: Any, max_steps: int | None, *, kept: bool) -> None:
+        self.bar, self.max_steps, self.kept = bar, max_steps, kept
         self.task: Any = None
 
     def __call__(self, event: Any) -> None:
-        from flodl.train import EpochMetrics, EvalDone, RunStarted, SaveFailed, StepDone, Warned
+        from flodl.train import EpochMetrics, EvalDone, RunDone, RunStarted, SaveFailed, StepDone, Warned
 
         if isinstance(event, RunStarted):
             total = min(event.steps_per_epoch * event.epochs, self.max_steps or sys.maxsize)
@@ -116,6 +122,9 @@ class _Progress:
             )
         elif isinstance(event, Warned):
             self._say(f"warning: {event.message}")
+        elif isinstance(event, RunDone) and event.reason == "signal":
+            further = "run the same command with --resume to go on" if self.kept else "nothing is kept without --out"
+            self._say(f"stopped after step {event.step}; {further}")
         elif isinstance(event, SaveFailed):
             self._say(f"warning: the checkpoint of step {event.step} could not be written: {event.reason}")
 

@@ -97,7 +97,10 @@ class FusedLayer:
         return (
             others.get("outputs") is not None
             or bool(self.block._watched)
-            or any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in self.inner)
+            or any(
+                m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
+                for m in self.inner
+            )
         )
 
     def fits(self, hidden: Tensor) -> bool:

@@ -1,6 +1,7 @@
 """A recorded step is the ordinary step: the same numbers, and nothing trained, lost or repeated by recording."""
 
 import random
+from contextlib import nullcontext
 from itertools import pairwise
 
 import pytest
@@ -347,6 +348,24 @@ def test_a_rate_set_by_hand_reaches_the_device(monkeypatch):
     built.checkpoint_fn(lambda done, model: states.append({k: v.clone() for k, v in model.state_dict().items()})).run()
     moved = [any(not torch.equal(a[name], b[name]) for name in a) for a, b in pairwise(states)]
     assert moved == [False, True]
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_a_run_that_is_over_keeps_no_recordings(monkeypatch, breaks):
+    seen = []
+
+    def look(epoch, trainer):
+        seen.append((trainer, trainer.step_.captures.num_graphs))
+        if breaks and epoch == 2:
+            raise ValueError("enough")
+
+    monkeypatch.setattr(route, "make_recorder", lambda device, settings: Repeats())
+    built = Trainer.builder(make_model, adamw(1e-2), step).dataset(make_data())
+    built.set(batch_size=8, num_epochs=3).epoch_fn(look)
+    with pytest.raises(ValueError, match="enough") if breaks else nullcontext():
+        built.run().join()
+    assert [number > 0 for _, number in seen] == [False, True, True]
+    assert seen[0][0].step_.captures.num_graphs == 0
 
 
 def test_a_compiled_model_trains_alike_and_is_itself_afterwards(monkeypatch):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -107,3 +110,19 @@ def test_show_reports_options_that_do_not_exist(tmp_path: Path) -> None:
 )
 def test_faults_are_one_message_and_status_1(args: list[str], says: str) -> None:
     assert says in run(*args, code=1).stderr
+
+
+@pytest.mark.parametrize("out", [True, False])
+def test_ctrl_c_says_how_to_go_on(base: Path, files: tuple[str, str], tmp_path: Path, out: bool) -> None:
+    command = [sys.executable, "-m", "flodl_hf.cli", "finetune", str(base), "--train", files[0], "--epochs", "100000"]
+    command += ["--out", str(tmp_path / "out")] if out else []
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as run:
+        assert run.stderr is not None
+        said = [next(line for line in run.stderr if line.startswith("epoch 1:"))]
+        run.send_signal(signal.SIGINT)
+        said += list(run.stderr)
+    assert run.returncode == 130
+    stopped = next(line for line in said if line.startswith("stopped after step "))
+    assert ("--resume" in stopped) == out
+    assert ("nothing is kept" in stopped) != out
+    assert bool(list(tmp_path.glob("out.checkpoints/step-*"))) == out

@@ -84,7 +84,9 @@ def test_states_that_were_written_to_are_taken_as_they_are(case: Any) -> None:
         assert torch.equal(found, run(states.clone(), case.layout))
 
 
-@pytest.mark.parametrize("how", ["hook", "backward hook", "outputs", "watch", "no autocast", "no gradient"])
+@pytest.mark.parametrize(
+    "how", ["hook", "backward hook", "backward pre-hook", "outputs", "watch", "no autocast", "no gradient"]
+)
 def test_who_looks_between_the_parts_gets_the_layer_as_it_was_built(case: Any, how: str) -> None:
     block: Graph = case.block
     called: list[Any] = []
@@ -100,6 +102,8 @@ def test_who_looks_between_the_parts_gets_the_layer_as_it_was_built(case: Any, h
         part.register_forward_hook(lambda *_: None)
     elif how == "backward hook":
         part.register_full_backward_hook(lambda *_: None)
+    elif how == "backward pre-hook":
+        part.register_full_backward_pre_hook(lambda *_: None)
     elif how == "outputs":
         others = {"outputs": ["attention_norm"]}
     elif how == "watch":
