@@ -25,9 +25,9 @@ from torch import Tensor
 from flodl_hf.auto import AutoModel, AutoModelForSequenceClassification
 from flodl_hf.config import ModelConfig
 from flodl_hf.disentangled import launch
-from flodl_hf.fused import fuse_layers
 from flodl_hf.layout import Padded
 from flodl_hf.runtime.prepared import prepared
+from flodl_hf.tables.arrange import arrange_training
 
 SIZES: dict[str, Any] = {
     "vocab_size": 128_100, "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
@@ -200,7 +200,7 @@ def training(device: torch.device, batch: int, length: int, rounds: int, *, prof
         calls[name] = step(model, lambda model=model: model(ids, labels=labels).loss)
     ours = our_model("classifier", device).train()
     # As `finetune` does in half precision.
-    fuse_layers(ours.graph, torch.bfloat16)
+    arrange_training(ours.graph, torch.bfloat16)
     loss = torch.nn.CrossEntropyLoss()
 
     def our_loss() -> Tensor:

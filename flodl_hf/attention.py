@@ -9,21 +9,55 @@ Shapes in this file: B batch, S tokens of a row, T tokens in all, N heads, H wid
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from itertools import groupby
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flodl_hf.layout import Layout, Packed, Padded
+from flodl_hf.layout import Layout, Packed
 
-__all__ = ["IMPLEMENTATIONS", "FusedSelfAttention", "SelfAttention", "attend", "equal_runs", "joined"]
+__all__ = ["IMPLEMENTATIONS", "Bias", "Rotary", "SelfAttention", "attend", "attend_first"]
 
 # "fast" is what a family has beside the reference arithmetic; where it has nothing, it is "sdpa".
-Kernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor]
-
 IMPLEMENTATIONS = ("sdpa", "eager", "fast")
+
+Bias = Callable[[int, torch.dtype, torch.device], Tensor]
+"""``bias(length, dtype, device)`` is added to the scores of texts of this length, ``(N or 1, length, length)``."""
+
+
+class Rotary(nn.Module):
+    """Rotary position embeddings: each pair of features turned by an angle that grows with the place (Su et al. 2021).
+
+    The angles of a call are computed once, in float32, for all layers that share a base.
+
+    Args:
+        width: H, of a head; even.
+        theta: base of the wavelengths.
+    """
+
+    def __init__(self, width: int, theta: float = 10_000.0) -> None:
+        super().__init__()
+        self.width, self.theta = width, theta
+
+    def angles(self, hidden: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines for the places of ``hidden``, ``(..., 1, H)``, in float32."""
+        key = ("rotary", self.width, self.theta)
+        if key not in layout.memo:
+            places = layout.positions(hidden).float()
+            steps = torch.arange(0, self.width, 2, dtype=torch.int64, device=hidden.device).float()
+            angles = places[..., None] * (1.0 / self.theta ** (steps / self.width))
+            angles = torch.cat([angles, angles], -1)[..., None, :]
+            layout.memo[key] = (angles.cos(), angles.sin())
+        return layout.memo[key]
+
+    def forward(self, states: Tensor, layout: Layout, num_heads: int) -> Tensor:
+        """Return queries or keys ``(..., N*H)`` turned, in their dtype."""
+        cos, sin = self.angles(states, layout)
+        x = states.view(*states.shape[:-1], num_heads, self.width)
+        one, two = x.float().chunk(2, -1)
+        turned = x.float() * cos + torch.cat([-two, one], -1) * sin
+        return turned.to(states.dtype).view(states.shape)
 
 
 class SelfAttention(nn.Module):
@@ -35,6 +69,10 @@ class SelfAttention(nn.Module):
         attention_dropout: probability of dropping a weight, in [0, 1).
         hidden_dropout: probability of dropping an output value, in [0, 1).
         implementation: "sdpa" for torch's fused kernels, "eager" for the plain products.
+        bias: whether projections add a bias.
+        kv_heads: heads of keys and values, each of which serves several of queries; None for one each.
+        window: how many tokens to each side a token attends to; None for all.
+        rotary: turns queries and keys by their places; None for none.
     """
 
     def __init__(
@@ -44,67 +82,51 @@ class SelfAttention(nn.Module):
         attention_dropout: float,
         hidden_dropout: float,
         implementation: str = "sdpa",
+        *,
+        bias: bool = True,
+        kv_heads: int | None = None,
+        window: int | None = None,
+        rotary: Rotary | None = None,
     ) -> None:
         super().__init__()
         self.num_heads = num_heads
+        self.kv_heads = kv_heads or num_heads
+        self.window = window
         self.attention_dropout = attention_dropout
         self.implementation = implementation
-        self.query = nn.Linear(hidden_size, hidden_size)
-        self.key = nn.Linear(hidden_size, hidden_size)
-        self.value = nn.Linear(hidden_size, hidden_size)
-        self.output = nn.Linear(hidden_size, hidden_size)
+        of_keys = hidden_size // num_heads * self.kv_heads
+        self.query = nn.Linear(hidden_size, hidden_size, bias=bias)
+        self.key = nn.Linear(hidden_size, of_keys, bias=bias)
+        self.value = nn.Linear(hidden_size, of_keys, bias=bias)
+        self.rotary = rotary
+        self.output = nn.Linear(hidden_size, hidden_size, bias=bias)
         self.dropout = nn.Dropout(hidden_dropout)
 
     def forward(self, hidden: Tensor, layout: Layout) -> Tensor:
         """Return the attended states, shaped like ``hidden``: ``(B, S, hidden)`` or ``(T, hidden)``."""
-        mixed = attend(
-            self.query(hidden),
-            self.key(hidden),
-            self.value(hidden),
+        mixed = self.mixed(self.query(hidden), self.key(hidden), self.value(hidden), layout)
+        return self.dropout(self.output(mixed))
+
+    def mixed(self, query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> Tensor:
+        """Return the mixed values of projected states, ``(..., N*H)``, heads side by side."""
+        query, key = self.placed(query, key, layout)
+        return attend(
+            query,
+            key,
+            value,
             layout,
             num_heads=self.num_heads,
+            kv_heads=self.kv_heads,
+            window=self.window,
             dropout=self.attention_dropout if self.training else 0.0,
             implementation=self.implementation,
         )
-        return self.dropout(self.output(mixed))
 
-    def fused(self) -> FusedSelfAttention | None:
-        """Return the same attention with one product for query, key and value; None where they are not plain."""
-        parts = (self.query, self.key, self.value)
-        plain = all(type(part) is nn.Linear and part.bias is not None and not part._forward_hooks for part in parts)
-        return FusedSelfAttention(self) if plain and type(self) is SelfAttention else None
-
-
-def joined(*parts: nn.Linear) -> nn.Linear:
-    """Return one linear map whose outputs are those of several, side by side; for inference, its weights are copies."""
-    found = nn.Linear(parts[0].in_features, sum(part.out_features for part in parts), device="meta")
-    with torch.no_grad():
-        found.weight = nn.Parameter(torch.cat([part.weight for part in parts]), requires_grad=False)
-        found.bias = nn.Parameter(torch.cat([part.bias for part in parts]), requires_grad=False)
-    return found
-
-
-class FusedSelfAttention(nn.Module):
-    """`SelfAttention` for prediction: one product gives query, key and value, and nothing is dropped.
-
-    Args:
-        source: where the weights come from; query, key and value are copied, the output projection is shared.
-    """
-
-    def __init__(self, source: SelfAttention) -> None:
-        super().__init__()
-        self.num_heads = source.num_heads
-        self.implementation = source.implementation
-        self.qkv = joined(source.query, source.key, source.value)
-        self.output = source.output
-
-    def forward(self, hidden: Tensor, layout: Layout) -> Tensor:
-        """Return the attended states, shaped like ``hidden``: ``(B, S, hidden)`` or ``(T, hidden)``."""
-        query, key, value = self.qkv(hidden).chunk(3, dim=-1)
-        mixed = attend(
-            query, key, value, layout, num_heads=self.num_heads, implementation=self.implementation
-        )  # fmt: skip
-        return self.output(mixed)
+    def placed(self, query: Tensor, key: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+        """Return queries and keys that know their places, where it is attention that tells them."""
+        if self.rotary is None:
+            return query, key
+        return self.rotary(query, layout, self.num_heads), self.rotary(key, layout, self.kv_heads)
 
 
 def attend(
@@ -114,80 +136,126 @@ def attend(
     layout: Layout,
     *,
     num_heads: int,
+    kv_heads: int | None = None,
+    bias: Bias | None = None,
+    window: int | None = None,
     dropout: float = 0.0,
     implementation: str = "sdpa",
 ) -> Tensor:
-    """Return ``softmax(q k^T / sqrt(H)) v`` within each text, all heads side by side.
+    """Return ``softmax(q k^T / sqrt(H) + bias) v`` within each text, all heads side by side.
 
     Args:
-        query: ``(B, S, N*H)`` for `Padded`, ``(T, N*H)`` for `Packed`; ``key`` and ``value`` alike.
+        query: ``(B, S, N*H)`` for `Padded`, ``(T, N*H)`` for `Packed`; ``key`` and ``value`` alike, as wide as
+            their heads.
         layout: which tokens belong together.
         num_heads: N.
+        kv_heads: heads of keys and values; None for N.
+        bias: added to the scores; None for nothing.
+        window: how many tokens to each side a token attends to; None for all.
         dropout: probability of dropping an attention weight; 0 in evaluation.
         implementation: "sdpa" or "eager".
     """
-    if isinstance(layout, Padded):
-        split = (*query.shape[:-1], num_heads, -1)
-        q, k, v = (x.view(split).transpose(1, 2) for x in (query, key, value))
-        kernel = _eager if implementation == "eager" else _fused
-        return kernel(q, k, v, layout.attention_mask, dropout).transpose(1, 2).reshape(query.shape)
-    return _packed(query, key, value, layout, num_heads, dropout, implementation)
+    kv_heads = kv_heads or num_heads
+    if isinstance(layout, Packed) and implementation == "sdpa" and bias is None and query.is_cuda:
+        q, k, v = (x.view(x.shape[0], n, -1) for x, n in ((query, num_heads), (key, kv_heads), (value, kv_heads)))
+        if _has_flash(q):
+            return _flash(q, k, v, layout, dropout, window).reshape(query.shape)
+        if _has_efficient(q) and window is None and kv_heads == num_heads:
+            return _efficient(q, k, v, layout, dropout).reshape(query.shape)
+    kernel = _eager if implementation == "eager" else _fused
+
+    def rows(keep: Tensor | None, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        q, k, v = (
+            x.view(*x.shape[:-1], n, -1).transpose(1, 2)
+            for x, n in ((query, num_heads), (key, kv_heads), (value, kv_heads))
+        )
+        mask = _mask(keep, window, bias, q)
+        return kernel(q, k, v, mask, dropout).transpose(1, 2).reshape(query.shape)
+
+    return layout.by_rows(rows, query, key, value)
+
+
+def attend_first(
+    query: Tensor, key: Tensor, value: Tensor, layout: Layout, *, num_heads: int, kv_heads: int, window: int | None
+) -> Tensor:
+    """Return what `attend` gives each text's first token, ``(texts, N*H)``; for inference.
+
+    Args:
+        query: of first tokens alone, ``(texts, N*H)``.
+        key: of all tokens; ``value`` alike.
+        layout: which tokens belong together.
+        num_heads: N.
+        kv_heads: heads of keys and values.
+        window: how many tokens to each side a token attends to; None for all.
+    """
+    parts: list[Tensor] = []
+    done = 0
+    for keep, (keys, values) in layout.rows(key, value):
+        texts, length = keys.shape[:2]
+        q = query[done : done + texts].view(texts, 1, num_heads, -1).transpose(1, 2)
+        k, v = (x.view(texts, length, kv_heads, -1).transpose(1, 2) for x in (keys, values))
+        mask = None if keep is None else keep[:, None, None, :]
+        if window is not None and window < length - 1:
+            near = torch.arange(length, device=key.device) <= window
+            mask = near.expand(texts, 1, 1, length) if mask is None else mask & near
+        parts.append(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=kv_heads != num_heads))
+        done += texts
+    return torch.cat(parts).view(query.shape)
+
+
+def _mask(keep: Tensor | None, window: int | None, bias: Bias | None, q: Tensor) -> Tensor | None:
+    """Return what is added to scores, or True where they are kept, ``(B or 1, N or 1, S or 1, S)``; else None."""
+    length = q.shape[2]
+    mask = None if keep is None else keep[:, None, None, :]
+    if window is not None and window < length - 1:
+        places = torch.arange(length, device=q.device)
+        near = ((places[:, None] - places[None, :]).abs() <= window)[None, None]
+        mask = near if mask is None else mask & near
+        if keep is not None:
+            # A padding token may have no kept neighbour at all; it keeps its own place, which nothing reads.
+            mask = mask | torch.eye(length, dtype=torch.bool, device=q.device)
+    if bias is None:
+        return mask
+    added = bias(length, q.dtype, q.device)[None]
+    return added if mask is None else added.masked_fill(~mask, torch.finfo(q.dtype).min)
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=q.shape[-1] ** -0.5)
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, dropout_p=dropout, scale=q.shape[-1] ** -0.5, enable_gqa=grouped
+    )
 
 
 def _eager(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
+    if q.shape[1] != k.shape[1]:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = torch.matmul(q, k.transpose(2, 3)) * q.shape[-1] ** -0.5
-    if mask is not None:
+    if mask is not None and mask.dtype == torch.bool:
         # The dtype's lowest number rather than -inf: a row without any real token stays finite.
         lowest = torch.finfo(scores.dtype).min
-        scores = scores + torch.where(mask, torch.zeros((), dtype=scores.dtype, device=scores.device), lowest)
+        mask = torch.where(mask, torch.zeros((), dtype=scores.dtype, device=scores.device), lowest)
+    if mask is not None:
+        scores = scores + mask
     weights = F.dropout(F.softmax(scores, dim=-1), p=dropout, training=dropout > 0.0)
     return torch.matmul(weights, v)
 
 
-def _packed(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    layout: Packed,
-    num_heads: int,
-    dropout: float,
-    implementation: str,
-) -> Tensor:
-    split = (query.shape[0], num_heads, -1)
-    q, k, v = (x.view(split) for x in (query, key, value))
-    if implementation == "sdpa" and _has_flash(q):
-        return _flash(q, k, v, layout, dropout).reshape(query.shape)
-    if implementation == "sdpa" and _has_efficient(q):
-        return _efficient(q, k, v, layout, dropout).reshape(query.shape)
-    kernel = _eager if implementation == "eager" else _fused
-    if not layout.lengths:
-        return _gathered(q, k, v, layout, dropout, kernel).reshape(query.shape)
-    parts: list[Tensor] = []
-    for start, count, length in equal_runs(layout.lengths):
-        rows = slice(start, start + count * length)
-        qs, ks, vs = (x[rows].view(count, length, num_heads, -1).transpose(1, 2) for x in (q, k, v))
-        parts.append(kernel(qs, ks, vs, None, dropout).transpose(1, 2).reshape(count * length, -1))
-    return torch.cat(parts) if len(parts) > 1 else parts[0]
-
-
 def _has_flash(q: Tensor) -> bool:
     width = q.shape[-1]
-    return q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and width <= 256 and width % 8 == 0
+    return q.dtype in (torch.float16, torch.bfloat16) and width <= 256 and width % 8 == 0
 
 
 def _has_efficient(q: Tensor) -> bool:
-    return q.is_cuda and q.dtype == torch.float32 and q.shape[-1] % 4 == 0
+    return q.dtype == torch.float32 and q.shape[-1] % 4 == 0
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, layout: Packed, dropout: float) -> Tensor:
+def _flash(q: Tensor, k: Tensor, v: Tensor, layout: Packed, dropout: float, window: int | None) -> Tensor:
     # What `torch.nn.attention.varlen` calls, which has no dropout of its own and costs more to launch.
     ends, longest = layout.offsets, _longest(q, layout)
+    near = {} if window is None else {"window_size_left": window, "window_size_right": window}
     return torch.ops.aten._flash_attention_forward(
-        q, k, v, ends, ends, longest, longest, dropout, False, False, scale=q.shape[-1] ** -0.5
+        q, k, v, ends, ends, longest, longest, dropout, False, False, scale=q.shape[-1] ** -0.5, **near
     )[0]
 
 
@@ -203,28 +271,3 @@ def _efficient(q: Tensor, k: Tensor, v: Tensor, layout: Packed, dropout: float) 
 def _longest(q: Tensor, layout: Packed) -> int:
     """Return a bound of a text's tokens that is none of all tokens: kernels refuse what is larger."""
     return min(layout.max_length, q.shape[0])
-
-
-def _gathered(q: Tensor, k: Tensor, v: Tensor, layout: Packed, dropout: float, kernel: Kernel) -> Tensor:
-    """Return the mix by laying texts out in rows and back: shapes from the bucket alone, on any device."""
-    at, real = layout.grid()
-    # A slot without tokens would have no weight to normalise; it sees its first place and nothing reads it.
-    mask = (real | (torch.arange(at.shape[1], device=at.device) == 0))[:, None, None, :]
-    qs, ks, vs = (x[at].transpose(1, 2) for x in (q, k, v))
-    rows = kernel(qs, ks, vs, mask, dropout).transpose(1, 2)
-    text = torch.searchsorted(
-        layout.offsets[1:], torch.arange(q.shape[0], device=q.device, dtype=torch.int32), right=True
-    )
-    return rows[text, layout.positions(text)]
-
-
-def equal_runs(lengths: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
-    """Yield ``(first token, texts, tokens each)`` for every run of neighbouring texts of one length.
-
-    One attention call serves a run; sorting texts by length makes the runs long.
-    """
-    start = 0
-    for length, run in groupby(lengths):
-        count = sum(1 for _ in run)
-        yield start, count, length
-        start += count * length

@@ -1,4 +1,4 @@
-"""The encoder that the families share, as graphs: embeddings, a stack of blocks, a pooler.
+"""The encoder that the families share, as graphs: embeddings, a stack of layers, a pooler.
 
 A family's file chains these parts and says where it departs. Names given here are the vocabulary of
 every family: ``embeddings.word``, ``layers.3.attention.query``, ``layers.3.feed_forward.up``.
@@ -7,7 +7,7 @@ Shapes: ids ``(batch, seq)`` or ``(tokens,)``; states with one more dimension, `
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from flodl.graph import FlowBuilder, Graph
 from flodl_hf.activations import Activation
 from flodl_hf.attention import SelfAttention
+from flodl_hf.encoder_layer import EncoderLayer, FeedForward
 from flodl_hf.layout import Layout
 
 __all__ = [
@@ -96,28 +97,6 @@ class Embeddings(nn.Module):
         return layout.running_count(real) * real + self.pad_token_id
 
 
-class FeedForward(nn.Module):
-    """Two projections with an activation between, applied to each token alone.
-
-    Args:
-        hidden_size: width in and out.
-        intermediate_size: width between.
-        activation: a name of `flodl_hf.activations.ACTIVATIONS`.
-        dropout: probability of dropping an output value, in [0, 1).
-    """
-
-    def __init__(self, hidden_size: int, intermediate_size: int, activation: str, dropout: float) -> None:
-        super().__init__()
-        self.up = nn.Linear(hidden_size, intermediate_size)
-        self.activation = Activation(activation)
-        self.down = nn.Linear(intermediate_size, hidden_size)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Return the transformed states, shaped like ``hidden``."""
-        return self.dropout(self.down(self.activation(self.up(hidden))))
-
-
 class FirstToken(nn.Module):
     """The state of each text's first token."""
 
@@ -126,31 +105,21 @@ class FirstToken(nn.Module):
         return layout.first(hidden)
 
 
-def post_norm_block(
-    attention: nn.Module,
-    feed_forward: nn.Module,
-    hidden_size: int,
-    norm_eps: float,
-    inputs: Sequence[str] = ("layout",),
-) -> Graph:
+def post_norm_block(attention: nn.Module, feed_forward: FeedForward, hidden_size: int, norm_eps: float) -> EncoderLayer:
     """Return one encoder layer: attend, add, normalise, transform, add, normalise (Devlin et al. 2018).
 
     Args:
-        attention: mixes states; takes ``inputs`` besides.
+        attention: mixes states.
         feed_forward: transforms each state.
         hidden_size: width of a state.
         norm_eps: of both norms.
-        inputs: what attention is given by name.
     """
-    return (
-        FlowBuilder()
-        .input(*inputs)
-        .also(attention, name="attention").using(*inputs)
-        .through(nn.LayerNorm(hidden_size, eps=norm_eps), name="attention_norm")
-        .also(feed_forward, name="feed_forward")
-        .through(nn.LayerNorm(hidden_size, eps=norm_eps), name="feed_forward_norm")
-        .build()
-    )  # fmt: skip
+    return EncoderLayer(
+        attention,
+        feed_forward,
+        nn.LayerNorm(hidden_size, eps=norm_eps),
+        nn.LayerNorm(hidden_size, eps=norm_eps),
+    )
 
 
 class BlockConfig(Protocol):
@@ -172,8 +141,8 @@ class BlockConfig(Protocol):
     def norm_eps(self) -> float: ...  # noqa: D102
 
 
-def bert_block(config: BlockConfig) -> Graph:
-    """Return the block that BERT, RoBERTa, DistilBERT and ALBERT share."""
+def bert_block(config: BlockConfig) -> EncoderLayer:
+    """Return the layer that BERT, RoBERTa, DistilBERT and ALBERT share."""
     c = config
     return post_norm_block(
         SelfAttention(c.hidden_size, c.num_heads, c.attention_dropout, c.hidden_dropout),

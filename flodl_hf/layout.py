@@ -1,19 +1,25 @@
 """How the tokens of a batch lie in memory, and the few operations that depend on it.
 
-An encoder is token-wise but for three things: where a token stands in its own text, which token
-opens a text, and which tokens may attend to which. Those three are asked of a layout:
+An encoder is token-wise but for a few things: where a token stands in its own text, which token opens a text,
+and which tokens may attend to which. Those are asked of a layout:
 
 * `Padded`: one row a text, shorter rows filled up, tensors are ``(batch, seq, ...)``;
-* `Packed`: texts end to end, tensors are ``(tokens, ...)``; `flodl_hf.buckets` fills one up to a shape that
+* `Packed`: texts end to end, tensors are ``(tokens, ...)``; `flodl_hf.buckets` pads one to a shape that
   other batches have too.
 
 Families and heads are written once against this interface; attention (`flodl_hf.attention`) is the
 only other place that tells the two apart. Masks are boolean with True = keep.
+
+A layout is made for one call of a model. What is computed once in a call and read by several layers (tables of
+rotations, a half-precision copy of the states) is kept in its `memo`, and is gone with it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
@@ -21,7 +27,10 @@ from torch import Tensor
 
 from flodl.errors import PredictError
 
-__all__ = ["Layout", "Packed", "Padded"]
+__all__ = ["Layout", "Packed", "Padded", "equal_runs"]
+
+ByRows = Callable[..., Tensor]
+"""``call(keep_mask, *rows)``: rows ``(texts, seq, ...)`` to rows; the mask ``(texts, seq)`` is None if all is kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +42,7 @@ class Padded:
     """
 
     mask: Tensor | None = None
+    memo: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of(cls, attention_mask: Tensor | None) -> Padded:
@@ -79,6 +89,27 @@ class Padded:
         """Return the mask shaped to multiply ``hidden``, ``(batch, seq, 1)``; None where nothing is masked."""
         return None if self.mask is None else self.mask[:, :, None]
 
+    def length(self, hidden: Tensor) -> int:
+        """Return an upper bound of a text's tokens: that of a row."""
+        return hidden.shape[1]
+
+    def rows(self, *tensors: Tensor) -> Iterator[tuple[Tensor | None, tuple[Tensor, ...]]]:
+        """Yield rows of texts ``(texts, seq, ...)`` of each tensor, behind the mask of what is kept of them."""
+        yield self.mask, tensors
+
+    def by_rows(self, call: ByRows, *tensors: Tensor) -> Tensor:
+        """Return what ``call`` makes of rows of texts, ``(batch, seq, ...)`` in and out."""
+        return call(self.mask, *tensors)
+
+    def row_ends(self) -> Tensor | None:
+        """Return the places up to each row's last real token, ``(batch,)``, int32; None where nothing is padding."""
+        if self.mask is None:
+            return None
+        if "row_ends" not in self.memo:
+            places = torch.arange(1, self.mask.shape[1] + 1, device=self.mask.device, dtype=torch.int32)
+            self.memo["row_ends"] = (self.mask * places).amax(1)
+        return self.memo["row_ends"]
+
 
 @dataclass(frozen=True, slots=True)
 class Packed:
@@ -108,6 +139,7 @@ class Packed:
     opens: Tensor | None = None
     real: int | None = None
     ends: Tensor | None = None
+    memo: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of(cls, lengths: list[int] | tuple[int, ...], device: torch.device | str | None = None) -> Packed:
@@ -181,6 +213,53 @@ class Packed:
         lengths = list(self.lengths if self.real is None else self.lengths[: self.real])
         return tokens[: sum(lengths)].split(lengths)
 
+    def length(self, hidden: Tensor) -> int:
+        """Return an upper bound of a text's tokens."""
+        return self.max_length
+
+    def segment_ends(self) -> Tensor:
+        """Return the index after the last token of each token's text, ``(tokens,)``, int32."""
+        if self.ends is not None:
+            return self.ends
+        if "segment_ends" not in self.memo:
+            if self.places is not None:
+                found = self.offsets[1:][(self.places == 0).cumsum(0) - 1]
+            else:
+                counts = (self.offsets[1:] - self.offsets[:-1]).long()
+                found = torch.repeat_interleave(self.offsets[1:], counts, output_size=self.num_tokens)
+            self.memo["segment_ends"] = found
+        return self.memo["segment_ends"]
+
+    def rows(self, *tensors: Tensor) -> Iterator[tuple[Tensor | None, tuple[Tensor, ...]]]:
+        """Yield rows of texts ``(texts, seq, ...)`` of each tensor, behind the mask of what is kept of them.
+
+        Texts of one length that stand side by side come together, and nothing of them is masked. Where lengths are
+        unknown to the host, all texts come at once in rows of the longest: shapes then follow from the layout alone.
+        """
+        if self.lengths:
+            for start, count, length in equal_runs(self.lengths):
+                part = slice(start, start + count * length)
+                yield None, tuple(x[part].view(count, length, *x.shape[1:]) for x in tensors)
+            return
+        at, real = self.grid()
+        # A slot without tokens keeps its first place, so that its weights have a sum; nothing reads it.
+        keep = real | (torch.arange(at.shape[1], device=at.device) == 0)
+        yield keep, tuple(x[at] for x in tensors)
+
+    def by_rows(self, call: ByRows, *tensors: Tensor) -> Tensor:
+        """Return what ``call`` makes of rows of texts, for ``(tokens, ...)`` in and out."""
+        parts = [call(keep, *rows) for keep, rows in self.rows(*tensors)]
+        if not self.lengths:
+            return self._from_rows(parts[0])
+        parts = [part.reshape(-1, *part.shape[2:]) for part in parts]
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def _from_rows(self, rows: Tensor) -> Tensor:
+        """Return the tokens of ``(texts, longest, ...)`` rows end to end, ``(tokens, ...)``."""
+        tokens = torch.arange(self.num_tokens, device=rows.device, dtype=torch.int32)
+        text = torch.searchsorted(self.offsets[1:], tokens, right=True)
+        return rows[text, self.positions(tokens)]
+
     def grid(self) -> tuple[Tensor, Tensor]:
         """Return the token at each place of each text, ``(texts, longest)``, and where there is one.
 
@@ -194,6 +273,18 @@ class Packed:
 Layout = Padded | Packed
 
 
+def equal_runs(lengths: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
+    """Yield ``(first token, texts, tokens each)`` for every run of neighbouring texts of one length.
+
+    One attention call serves a run; sorting texts by length makes the runs long.
+    """
+    start = 0
+    for length, run in groupby(lengths):
+        count = sum(1 for _ in run)
+        yield start, count, length
+        start += count * length
+
+
 def _unflatten(tensors: list[Tensor], context: tuple[tuple[int, ...], int, bool, bool, int | None, bool]) -> Packed:
     lengths, longest, has_places, has_opens, real, has_ends = context
     offsets, *rest = tensors
@@ -202,7 +293,14 @@ def _unflatten(tensors: list[Tensor], context: tuple[tuple[int, ...], int, bool,
 
 
 # Registered so that graphs which take a layout can be exported and traced: its tensors are leaves.
-pytree.register_dataclass(Padded, serialized_type_name="flodl_hf.Padded")  # type: ignore[arg-type]
+pytree.register_pytree_node(
+    Padded,
+    lambda layout: ([] if layout.mask is None else [layout.mask], layout.mask is not None),
+    lambda children, context: Padded(*children) if context else Padded(),
+    serialized_type_name="flodl_hf.Padded",
+    to_dumpable_context=bool,
+    from_dumpable_context=bool,
+)
 pytree.register_pytree_node(
     Packed,
     lambda layout: (

@@ -22,7 +22,9 @@ from flodl_hf.layout import Padded
 from flodl_hf.loading import LoadReport
 
 if TYPE_CHECKING:
+    from flodl_hf.runtime.explain import Explanation
     from flodl_hf.runtime.options import RunKeywords, RunOptions
+    from flodl_hf.runtime.precision import Precision
     from flodl_hf.sentence import SentenceRecipe
     from flodl_hf.source import Source
     from flodl_hf.tokenizer import Tokenizer
@@ -282,6 +284,23 @@ class EncoderModel(nn.Module):
         """
         self._run_options = self.run_options.changed(dict(run))
         return self
+
+    def explain(
+        self, device: torch.device | str | None = None, precision: Precision | None = None, *, training: bool = False
+    ) -> Explanation:
+        """Return what runs each layer on a device, by which kernels, what is recorded, and why not where not.
+
+        Args:
+            device: where; None is the model's own. A device that is not here is explained as far as can be known.
+            precision: see `flodl_hf.runtime.Precision`; None keeps the weights' own dtype.
+            training: explain training steps under autocast in ``precision`` rather than prediction.
+
+        Raises:
+            PredictError: the precision is unknown, or the device lacks it.
+        """
+        from flodl_hf.runtime.explain import explain
+
+        return explain(self, device, precision, training=training)
 
     def compute_loss(self, encoding: Mapping[str, Tensor], labels: Any) -> Tensor:
         """Return the loss of one batch, a scalar with its gradient.

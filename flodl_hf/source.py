@@ -26,6 +26,7 @@ from flodl_hf.model import EncoderModel, assign, build_graph, initialise, tie_te
 from flodl_hf.sentence import read_recipe, transformer_folder
 
 if TYPE_CHECKING:
+    from flodl_hf.runtime.warm import Warming
     from flodl_hf.tokenizer import Tokenizer
 
 __all__ = ["Source", "load_model", "load_tokenizer", "plan_folder", "read_config_file", "resolve_folder"]
@@ -177,6 +178,7 @@ def _load(
     ignore_config_keys: Sequence[str],
     mapped: bool | None,
 ) -> ModelT:
+    warming = _warming(device)
     root, commit = resolve_folder(name_or_path, hub, MODEL_FILES)
     folder = transformer_folder(root)
     config = read_config_file(folder, ignore_config_keys)
@@ -186,6 +188,8 @@ def _load(
     with Checkpoint.open(folder) as checkpoint:
         stored = checkpoint.manifest.tensors
         plan, graph = plan_folder(config, head, stored, str(folder), relabelled=labels is not None)
+        if warming is not None:
+            warming.layers(graph, wanted or _stored_dtype(stored))
         tokenizer = load_tokenizer(folder, config)
         same_head = plan.report.source_head == head and not plan.report.new
         carried_names = list(plan.report.ignored) if same_head else []
@@ -227,7 +231,26 @@ def _load(
     )
     model.set_attention(attention)
     model.eval()
-    return model.to(device) if device is not None else model
+    if device is not None:
+        model.to(device)
+    if warming is not None:
+        warming.wait()
+    return model
+
+
+def _warming(device: torch.device | str | None) -> Warming | None:
+    """Return what makes a CUDA device ready meanwhile; None for other devices."""
+    if device is None or torch.device(device).type != "cuda" or not torch.cuda.is_available():
+        return None
+    from flodl_hf.runtime.warm import Warming
+
+    return Warming(torch.device(device))
+
+
+def _stored_dtype(stored: Mapping[str, StoredTensor]) -> torch.dtype:
+    """Return half precision where all numbers are stored so, else float32."""
+    kinds = {tensor.dtype for tensor in stored.values()}
+    return {frozenset({"F16"}): torch.float16, frozenset({"BF16"}): torch.bfloat16}.get(frozenset(kinds), torch.float32)
 
 
 def plan_folder(

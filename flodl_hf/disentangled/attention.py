@@ -7,20 +7,19 @@ Knows both layouts and the order of dropouts; the scores themselves are `scores`
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flodl_hf.attention import equal_runs
 from flodl_hf.disentangled.fast import attend_fast
-from flodl_hf.disentangled.grid import from_rows
-from flodl_hf.disentangled.launch import attend_by_kernel, has_kernel
+from flodl_hf.disentangled.launch import attend_by_kernel
 from flodl_hf.disentangled.positions import Relative, RelativePositions
+from flodl_hf.disentangled.probe import has_kernel
 from flodl_hf.disentangled.scores import PositionTables, disentangled_scores
-from flodl_hf.layout import Layout, Packed
+from flodl_hf.layout import Layout
 
 __all__ = ["DisentangledAttention", "hold_positions", "release_positions"]
 
@@ -56,6 +55,8 @@ class DisentangledAttention(nn.Module):
         self.position_to_content = "p2c" in kinds
         self.implementation = "sdpa"
         self.held: PositionTables | None = None
+        self.keeps_positions = False
+        """Whether the first call without a gradient holds positions for later ones; of a graph that predicts."""
         self.terms = 1 + self.content_to_position + self.position_to_content
         self.scale = math.sqrt(hidden_size // num_heads * self.terms)
         self.query = nn.Linear(hidden_size, hidden_size)
@@ -76,12 +77,6 @@ class DisentangledAttention(nn.Module):
         query, key, value = self.query(hidden), self.key(hidden), self.value(hidden)
         return self.dropout(self.output(self.mixed(query, key, value, layout, relative)))
 
-    def fused(self) -> nn.Module | None:
-        """Return the same attention for prediction, with one product for query, key and value; None if not plain."""
-        from flodl_hf.disentangled.prediction import FusedDisentangledAttention
-
-        return FusedDisentangledAttention(self) if self._plain() and type(self) is DisentangledAttention else None
-
     def mixed(self, query: Tensor, key: Tensor, value: Tensor, layout: Layout, relative: Relative | None) -> Tensor:
         """Return the mixed values of projected states, ``(B, S, hidden)`` or ``(T, hidden)``, heads side by side."""
         if not self.relative:
@@ -98,16 +93,7 @@ class DisentangledAttention(nn.Module):
                 dropout=self.attention_dropout.p if self.training else 0.0,
             )  # fmt: skip
         texts = self._texts_fast if way == "fast" else self._texts
-        if not isinstance(layout, Packed):
-            return texts(query, key, value, layout.mask, tables, relative)
-        if not layout.lengths:
-            return _by_grid(texts, query, key, value, layout, tables, relative)
-        parts: list[Tensor] = []
-        for start, count, length in equal_runs(layout.lengths):
-            rows = slice(start, start + count * length)
-            q, k, v = (x[rows].view(count, length, -1) for x in (query, key, value))
-            parts.append(texts(q, k, v, None, tables, relative).view(count * length, -1))
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
+        return layout.by_rows(partial(texts, tables=tables, relative=relative), query, key, value)
 
     def _plain(self) -> bool:
         """Whether the projections are linear layers that nobody watches, so that their products may be joined."""
@@ -180,10 +166,11 @@ class DisentangledAttention(nn.Module):
 
     def _texts(
         self,
+        mask: Tensor | None,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        mask: Tensor | None,
+        *,
         tables: PositionTables | None,
         relative: Relative | None,
     ) -> Tensor:
@@ -203,10 +190,11 @@ class DisentangledAttention(nn.Module):
 
     def _texts_fast(
         self,
+        mask: Tensor | None,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        mask: Tensor | None,
+        *,
         tables: PositionTables | None,
         relative: Relative | None,
     ) -> Tensor:
@@ -223,27 +211,16 @@ class DisentangledAttention(nn.Module):
 
     def _scaled_tables(self, relative: Relative, states: Tensor) -> PositionTables:
         """Return the projected positions divided by the scale, only rows that this call can reach."""
+        if not self._holds(states) and self.keeps_positions and not torch.is_grad_enabled():
+            found = self.position_tables(relative.table).divided(self.scale).to(states.dtype)
+            # Numbers made during a recording exist only while it is replayed.
+            if states.is_cuda and torch.cuda.is_current_stream_capturing():
+                return found.rows(relative.window)
+            self.held = found
         if self._holds(states):
             assert self.held is not None
             return self.held.rows(relative.window)
         return self.position_tables(relative.table[relative.window]).divided(self.scale)
-
-
-def _by_grid(
-    texts: Callable[..., Tensor],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    layout: Packed,
-    tables: PositionTables | None,
-    relative: Relative | None,
-) -> Tensor:
-    """Mix texts of unknown lengths in rows of the longest: shapes come from the layout alone."""
-    at, real = layout.grid()
-    # A slot without tokens sees its first place, so that its weights have a sum; nothing reads them.
-    mask = real | (torch.arange(at.shape[1], device=at.device) == 0)
-    rows = texts(query[at], key[at], value[at], mask, tables, relative)
-    return from_rows(rows, layout)
 
 
 def hold_positions(encoder: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Where the kernels of disentangled attention can run, and calls of them in this package's terms.
+"""Calls of the kernels of disentangled attention in this package's terms.
 
 The operator that they make up, with its gradients, is `operator`'s and is registered at the first call.
 
@@ -7,52 +7,14 @@ Shapes: B texts, S tokens of a row, T tokens in all, N heads, H width of a head,
 
 from __future__ import annotations
 
-from functools import cache
-from importlib.util import find_spec
-
 import torch
 from torch import Tensor
 
-from flodl_hf.disentangled.positions import Relative, ends_of
-from flodl_hf.disentangled.probe import kernels_agree
+from flodl_hf.disentangled.positions import Relative
 from flodl_hf.disentangled.scores import PositionTables
 from flodl_hf.layout import Layout, Packed
 
-__all__ = ["attend_by_kernel", "has_kernel"]
-
-
-@cache
-def _triton() -> bool:
-    return find_spec("triton") is not None
-
-
-@cache
-def _able(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-def has_kernel(states: Tensor, num_heads: int, dtype: torch.dtype | None = None) -> bool:
-    """Return whether the kernels take ``(..., N*H)`` states: CUDA from Ampere on, Triton there, H from 16 to 128.
-
-    Where they do in principle, the first question computes a small case to see that they do, see `probe`.
-
-    Args:
-        states: states of the device and width in question.
-        num_heads: N.
-        dtype: what queries will be; None for what ``states`` is.
-    """
-    dtype = dtype or states.dtype
-    width = states.shape[-1] // num_heads
-    able = (
-        states.is_cuda
-        and dtype in (torch.float16, torch.bfloat16, torch.float32)
-        and 16 <= width <= 128
-        and _triton()
-        and _able(states.device)
-    )
-    if not able or torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
-        return able
-    return kernels_agree(states.device, dtype, width)
+__all__ = ["attend_by_kernel"]
 
 
 def attend_by_kernel(
@@ -86,13 +48,11 @@ def attend_by_kernel(
     else:
         q, k, v = (x.reshape(-1, num_heads, width // num_heads) for x in states)
     offsets = ends = keep = None
+    longest = layout.length(states[0])
     if isinstance(layout, Packed):
-        offsets, longest = layout.offsets, layout.max_length
-    else:
-        longest = states[0].shape[1]
-        if layout.mask is not None:
-            keep = layout.mask.reshape(-1)
-            ends = ends_of(layout.mask) if relative is None or relative.ends is None else relative.ends
+        offsets = layout.offsets
+    elif layout.mask is not None:
+        keep, ends = layout.mask.reshape(-1), layout.row_ends()
     seed = torch.randint(2**62, (1,), device=q.device) if dropout > 0.0 else None
     pk = pq = lut = None
     near, middle, reach = True, 0, 0

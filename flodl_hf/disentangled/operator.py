@@ -39,7 +39,7 @@ TILES: dict[str, tuple[Tile, Tile, Tile]] = {
 
 @cache
 def _kernels() -> Any:
-    return import_module("flodl_hf.disentangled.kernels")
+    return import_module("flodl_hf.kernels.disentangled")
 
 
 def _apart(q: Tensor, k: Tensor | None, v: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -5,15 +5,16 @@ All three work on both layouts. Shapes: ``(batch, seq, hidden)`` or ``(tokens, h
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from flodl_hf.activations import Activation
-from flodl_hf.attention import equal_runs
-from flodl_hf.disentangled.grid import from_rows
-from flodl_hf.layout import Layout, Packed
+from flodl_hf.encoder_layer import EncoderLayer
+from flodl_hf.layout import Layout
 
-__all__ = ["Convolution", "MaskedEmbeddings", "Shift"]
+__all__ = ["Convolution", "ConvolvedLayer", "MaskedEmbeddings", "Shift"]
 
 
 class MaskedEmbeddings(nn.Module):
@@ -109,19 +110,31 @@ class Convolution(nn.Module):
         return states if keep is None else states * keep.to(states.dtype)
 
     def _mixed(self, below: Tensor, layout: Layout) -> Tensor:
-        if not isinstance(layout, Packed):
-            return self._rows(below)
-        if not layout.lengths:
-            at, real = layout.grid()
-            return from_rows(self._rows(below[at] * real[:, :, None].to(below.dtype)), layout)
-        parts = []
-        for start, count, length in equal_runs(layout.lengths):
-            run = below[start : start + count * length].view(count, length, -1)
-            parts.append(self._rows(run).view(count * length, -1))
-        return torch.cat(parts)
+        def rows(keep: Tensor | None, below: Tensor) -> Tensor:
+            # Rows laid out of packed texts hold other texts' tokens where nothing is kept.
+            return self._rows(below if keep is None else below * keep[:, :, None].to(below.dtype))
+
+        return layout.by_rows(rows, below)
 
     def _rows(self, states: Tensor) -> Tensor:
         return self.filter(states.transpose(1, 2).contiguous()).transpose(1, 2).contiguous()
+
+
+class ConvolvedLayer(EncoderLayer):
+    """A layer whose output is joined with what a convolution makes of its input.
+
+    Args:
+        *parts: as of `EncoderLayer`.
+        conv: the convolution.
+    """
+
+    def __init__(self, *parts: Any, conv: Convolution) -> None:
+        super().__init__(*parts)
+        self.conv = conv
+
+    def forward(self, hidden: Tensor, layout: Layout, **given: Any) -> Tensor:
+        """Return the layer's states, shaped like ``hidden``."""
+        return self.conv(super().forward(hidden, layout, **given), below=hidden, layout=layout)
 
 
 class Shift(nn.Module):

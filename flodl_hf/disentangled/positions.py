@@ -14,9 +14,9 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor, nn
 
-from flodl_hf.layout import Layout, Packed
+from flodl_hf.layout import Layout
 
-__all__ = ["Relative", "RelativePositions", "bucketed", "ends_of", "table_rows"]
+__all__ = ["Relative", "RelativePositions", "bucketed", "table_rows"]
 
 # Rows of distances on a device, a few kilobytes each: a dozen launches less in every call.
 _KEPT: dict[tuple[int, int, int, int, torch.device], Tensor] = {}
@@ -33,7 +33,6 @@ class Relative:
         length: tokens of the longest text.
         reach: distances up to this one have a row of their own in the table.
         used: rows of each sign that distances of the call can reach, or a few more.
-        ends: places up to the last real token of each row, ``(batch,)``, int32; None where nothing is filling.
     """
 
     table: Tensor
@@ -41,7 +40,6 @@ class Relative:
     length: int
     reach: int
     used: int
-    ends: Tensor | None = None
 
     @property
     def near(self) -> bool:
@@ -119,11 +117,6 @@ def table_rows(length: int, span: int, buckets: int, max_distance: int, device: 
     return torch.clamp(distance + span, 0, 2 * span - 1)
 
 
-def ends_of(mask: Tensor) -> Tensor:
-    """Return the places up to the last real token of each row of ``(batch, seq)``, ``(batch,)``, int32."""
-    return (mask * torch.arange(1, mask.shape[1] + 1, device=mask.device, dtype=torch.int32)).amax(1)
-
-
 @lru_cache(maxsize=4096)
 def _used(length: int, span: int, buckets: int, max_distance: int, reach: int) -> int:
     """Return how many rows of each sign distances below ``length`` reach, in eights, at most all."""
@@ -172,13 +165,10 @@ class RelativePositions(nn.Module):
         table = self.table()
         if table is None:
             return None
-        length = layout.max_length if isinstance(layout, Packed) else hidden.shape[1]
+        length = layout.length(hidden)
         reach = self.buckets // 2 if self.buckets > 0 else self.span - 1
         used = _used(length, self.span, self.buckets, self.max_distance, reach)
-        ends = None
-        if hidden.is_cuda and not isinstance(layout, Packed) and layout.mask is not None:
-            ends = ends_of(layout.mask)
-        return Relative(table, self._rows(length, hidden.device), length, reach, used, ends)
+        return Relative(table, self._rows(length, hidden.device), length, reach, used)
 
     def _rows(self, length: int, device: torch.device) -> Tensor:
         settings = (length, self.span, self.buckets, self.max_distance, device)

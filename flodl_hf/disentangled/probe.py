@@ -1,63 +1,72 @@
-"""Whether the kernels of disentangled attention give on a device what the reference arithmetic gives there.
+"""Where the kernels of disentangled attention run: how far they are from the reference there, on small cases.
 
-Triton compiles at run time, for devices and with compilers that we have never seen. So the first call of each
-dtype and head width computes a small case both ways, forward and backward, and a device on which they part (or
-nothing compiles) goes on with torch's own operations, with one warning.
+`flodl_hf.kernels.trust` asks, and decides what is near enough.
 """
 
 from __future__ import annotations
 
-import warnings
 from functools import cache
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
+from flodl_hf.disentangled.fast import attend_fast
+from flodl_hf.disentangled.launch import attend_by_kernel
 from flodl_hf.disentangled.positions import Relative, RelativePositions
 from flodl_hf.disentangled.scores import PositionTables
+from flodl_hf.kernels.trust import LEAST_CAPABILITY, trusted
 from flodl_hf.layout import Packed
 
-__all__ = ["kernels_agree"]
+__all__ = ["furthest", "has_kernel"]
 
 # Texts of one tile and of several; near distances and, with 16 buckets, far ones.
 CASES = ((37, 5, 1), (150, 33))
-NEAREST = {torch.float32: 5e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
 @cache
-def kernels_agree(device: torch.device, dtype: torch.dtype, width: int) -> bool:
-    """Return whether forward and backward for heads of this width agree with the reference; asked once a process.
+def _able(device: torch.device) -> bool:
+    return find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY
+
+
+def has_kernel(states: Tensor, num_heads: int, dtype: torch.dtype | None = None) -> bool:
+    """Return whether the kernels take ``(..., N*H)`` states: CUDA from Ampere on, Triton there, H from 16 to 128.
+
+    Where they do in principle, the first question computes a small case to see that they do, see
+    `flodl_hf.kernels.trust`.
+
+    Args:
+        states: states of the device and width in question.
+        num_heads: N.
+        dtype: what queries will be; None for what ``states`` is.
+    """
+    dtype = dtype or states.dtype
+    width = states.shape[-1] // num_heads
+    able = (
+        states.is_cuda
+        and dtype in (torch.float16, torch.bfloat16, torch.float32)
+        and 16 <= width <= 128
+        and _able(states.device)
+    )
+    if not able or torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
+        return able
+    return trusted("disentangled", states.device, dtype, width, furthest)
+
+
+def furthest(device: torch.device, dtype: torch.dtype, width: int) -> tuple[float, str]:
+    """Return the largest relative distance of a result or gradient from the reference's in float32, and of what.
 
     Args:
         device: where.
         dtype: of queries, keys and values.
         width: of a head.
     """
-    current = torch.cuda.device(device if device.type == "cuda" else -1)
-    try:
-        with (
-            current,
-            torch.inference_mode(False),
-            torch.enable_grad(),
-            torch.autocast(device.type, enabled=False),
-        ):
-            apart = max(_apart(device, dtype, width, lengths) for lengths in CASES)
-        found = "" if apart <= NEAREST[dtype] else f"they part from the reference by {apart:.1e}"
-    except Exception as fault:  # whatever a compiler may raise: torch's operations do the same work
-        found = f"{type(fault).__name__}: {fault}".splitlines()[0]
-    if found:
-        warnings.warn(
-            f"disentangled attention: the kernels are not used on {device} in {dtype} ({found}); torch's operations "
-            "do the work, more slowly",
-            stacklevel=2,
-        )
-    return not found
+    with torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        return max(_apart(device, dtype, width, lengths) for lengths in CASES), "attention or a gradient of it"
 
 
 def _apart(device: torch.device, dtype: torch.dtype, width: int, lengths: tuple[int, ...]) -> float:
     """Return the largest relative distance of the result and of all gradients."""
-    from flodl_hf.disentangled.launch import attend_by_kernel
-
     draw = torch.Generator().manual_seed(0)
     tokens, heads, scale = sum(lengths), 2, (3 * width) ** 0.5
     layout = Packed.of(lengths, device)
@@ -92,8 +101,6 @@ def _reference(
     heads: int,
     scale: float,
 ) -> Tensor:
-    from flodl_hf.disentangled.fast import attend_fast
-
     parts: list[Tensor] = []
     start = 0
     for length in layout.lengths:

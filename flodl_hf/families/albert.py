@@ -20,7 +20,8 @@ from flodl.graph import FlowBuilder, Graph
 from flodl_hf import bodies
 from flodl_hf.attention import SelfAttention
 from flodl_hf.config_rows import Inert, Row, activation, count, epsilon, fraction, optional, token_id
-from flodl_hf.encoder import Embeddings, FeedForward, Repeated, pooler, post_norm_block
+from flodl_hf.encoder import Embeddings, Repeated, pooler, post_norm_block
+from flodl_hf.encoder_layer import EncoderLayer, FeedForward
 from flodl_hf.family import Family, FamilyHead, Ignored
 from flodl_hf.keys import KeyRow, Tie
 
@@ -135,8 +136,8 @@ def indices(c: AlbertConfig) -> list[dict[str, int]]:
     return [{"i": g * size + b, "g": g, "b": b} for g in range(c.num_groups) for b in range(size)]
 
 
-def block(c: AlbertConfig) -> Graph:
-    """Return one block: BERT's, without dropout inside the feed-forward part."""
+def block(c: AlbertConfig) -> EncoderLayer:
+    """Return one layer: BERT's, without dropout inside the feed-forward part."""
     attention = SelfAttention(c.hidden_size, c.num_heads, c.attention_dropout, c.hidden_dropout)
     feed_forward = FeedForward(c.hidden_size, c.intermediate_size, c.activation, 0.0)
     return post_norm_block(attention, feed_forward, c.hidden_size, c.norm_eps)

@@ -37,8 +37,9 @@ from flodl_hf.config_rows import (
     token_id,
 )
 from flodl_hf.disentangled import DisentangledAttention, RelativePositions
-from flodl_hf.disentangled.parts import Convolution, MaskedEmbeddings, Shift
-from flodl_hf.encoder import FeedForward, post_norm_block
+from flodl_hf.disentangled.parts import Convolution, ConvolvedLayer, MaskedEmbeddings, Shift
+from flodl_hf.encoder import post_norm_block
+from flodl_hf.encoder_layer import EncoderLayer, FeedForward
 from flodl_hf.family import Family, FamilyHead, Ignored
 from flodl_hf.keys import KeyRow, Tie
 from flodl_hf.losses import check_labels
@@ -287,7 +288,7 @@ def embeddings(c: DebertaConfig) -> MaskedEmbeddings:
     )  # fmt: skip
 
 
-def block(c: DebertaConfig, index: int) -> Graph:
+def block(c: DebertaConfig, index: int) -> EncoderLayer:
     """Return one layer: attend, add, normalise, transform, add, normalise; the first may add the convolution."""
     attention = DisentangledAttention(
         c.hidden_size, c.num_heads, c.attention_dropout, c.hidden_dropout,
@@ -295,20 +296,12 @@ def block(c: DebertaConfig, index: int) -> Graph:
     )  # fmt: skip
     feed_forward = FeedForward(c.hidden_size, c.intermediate_size, c.activation, c.hidden_dropout)
     if index or not c.conv_kernel_size:
-        return post_norm_block(attention, feed_forward, c.hidden_size, c.norm_eps, ("layout", "relative"))
+        return post_norm_block(attention, feed_forward, c.hidden_size, c.norm_eps)
     conv = Convolution(
         c.hidden_size, c.conv_kernel_size, c.conv_groups, c.conv_activation, c.norm_eps, c.hidden_dropout
     )
-    return (
-        FlowBuilder().tag("below")
-        .input("layout", "relative")
-        .also(attention, name="attention").using("layout", "relative")
-        .through(nn.LayerNorm(c.hidden_size, eps=c.norm_eps), name="attention_norm")
-        .also(feed_forward, name="feed_forward")
-        .through(nn.LayerNorm(c.hidden_size, eps=c.norm_eps), name="feed_forward_norm")
-        .through(conv, name="conv").using("layout", "below")
-        .build()
-    )  # fmt: skip
+    norms = (nn.LayerNorm(c.hidden_size, eps=c.norm_eps) for _ in range(2))
+    return ConvolvedLayer(attention, feed_forward, *norms, conv=conv)
 
 
 def encoder(c: DebertaConfig) -> Graph:

@@ -16,7 +16,8 @@ from flodl.graph import Graph
 from flodl_hf import bodies
 from flodl_hf.attention import SelfAttention
 from flodl_hf.config_rows import Inert, Row, activation, count, fraction, optional, token_id
-from flodl_hf.encoder import Embeddings, FeedForward, chain, post_norm_block, stack
+from flodl_hf.encoder import Embeddings, chain, post_norm_block, stack
+from flodl_hf.encoder_layer import EncoderLayer, FeedForward
 from flodl_hf.family import Family, FamilyHead, Ignored
 from flodl_hf.keys import KeyRow, Tie
 
@@ -104,7 +105,7 @@ IGNORED = (
 # fmt: on
 
 
-def block(c: DistilBertConfig) -> Graph:
+def block(c: DistilBertConfig) -> EncoderLayer:
     """Return one layer: BERT's, without dropout on the attention's output."""
     attention = SelfAttention(c.hidden_size, c.num_heads, c.attention_dropout, 0.0)
     feed_forward = FeedForward(c.hidden_size, c.intermediate_size, c.activation, c.hidden_dropout)

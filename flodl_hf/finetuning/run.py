@@ -253,9 +253,10 @@ def _arrangement(options: Options) -> Callable[[Any], Callable[[], Any]] | None:
 
 
 def _fuse(dtype: torch.dtype, model: Any) -> Callable[[], None]:
-    from flodl_hf.fused import fuse_layers
+    from flodl_hf.tables.arrange import arrange_training
 
-    return fuse_layers(model.graph, dtype)
+    undo, _ = arrange_training(model.graph, dtype)
+    return undo
 
 
 def _factory(job: Job, stack: ExitStack) -> Any:

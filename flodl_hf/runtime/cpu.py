@@ -9,20 +9,21 @@ first tokens alone. Kernels are in `cpu_products`; when a graph is made and rema
 from __future__ import annotations
 
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from flodl.graph import Graph
-from flodl_hf.runtime.blocks import replace_blocks
-from flodl_hf.runtime.cpu_block import CpuBlock, CpuLinear, MakeProduct
-from flodl_hf.runtime.cpu_products import Plain, Product, Reordered, Scratch, Whole, has_reordered, has_whole
+from flodl_hf.runtime.cpu_products import CpuLinear, Plain, Product, Reordered, Scratch, Whole, has_reordered, has_whole
+from flodl_hf.tables.arrange import arrange_processor, layers_of
+from flodl_hf.tables.processor import MakeProduct
+from flodl_hf.tables.table import TORCH
 
 if TYPE_CHECKING:
     from flodl_hf.runtime.precision import Precision
 
-__all__ = ["missing", "prepare_cpu"]
+__all__ = ["missing", "prepare_cpu", "products_of"]
 
 
 def missing(precision: str) -> str | None:
@@ -34,7 +35,7 @@ def missing(precision: str) -> str | None:
     return None
 
 
-def prepare_cpu(graph: Graph, precision: Precision | None) -> None:
+def prepare_cpu(graph: Graph, precision: Precision | None) -> dict[str, str]:
     """Rearrange a prepared graph for the processor, in place; it then is for inference only.
 
     Weights stay shared with the model where torch's own product is used. Where oneDNN reorders them, or int8 is
@@ -49,10 +50,11 @@ def prepare_cpu(graph: Graph, precision: Precision | None) -> None:
     if precision is None:
         _widen(graph)
     make = _products(precision, Scratch())
-    _blocks(graph, make, fused=precision in ("bf16", "int8") or _reorders())
+    lacking = arrange_processor(graph, make, joined=precision in ("bf16", "int8") or _reorders())
     if precision == "int8" or _reorders():
         # Heads are a small part of the work and the answer itself, so int8 leaves them alone.
         _linears(graph.get_submodule("encoder") if precision == "int8" else graph, make)
+    return lacking
 
 
 def _products(precision: str | None, scratch: Scratch) -> MakeProduct:
@@ -87,25 +89,25 @@ def _widen(graph: nn.Module) -> None:
 # --- what stands where --------------------------------------------------------------------------------
 
 
-def _blocks(graph: Graph, make: MakeProduct, *, fused: bool) -> None:
-    def rearranged(block: Graph) -> CpuBlock:
-        part: Any = block.get_submodule
-        return CpuBlock(
-            part("attention"), part("attention_norm"), part("feed_forward"), part("feed_forward_norm"),
-            make, fused=fused,
-        )  # fmt: skip
-
-    replace_blocks(graph, rearranged)
-
-
 def _linears(graph: nn.Module, make: MakeProduct) -> None:
     better: dict[int, CpuLinear] = {}
+    # A table reads its layers' weights by itself.
+    theirs = {id(m) for _, layer in layers_of(graph) if layer.table is not TORCH for m in layer.modules()}
     for module in list(graph.modules()):
-        if isinstance(module, CpuBlock):
+        if id(module) in theirs:
             continue
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear and not child._forward_hooks:
                 setattr(module, name, better.setdefault(id(child), CpuLinear(child, make)))
+
+
+def products_of(precision: str | None) -> str:
+    """Return what multiplies weights here, in words."""
+    if precision == "int8":
+        return "int8 by oneDNN" + ("" if _multiplies_whole() else ", with 7-bit weights")
+    if _reorders() or precision == "bf16":
+        return "oneDNN with reordered weights"
+    return "torch's own, on the model's weights as they are"
 
 
 # --- what the processor has ---------------------------------------------------------------------------

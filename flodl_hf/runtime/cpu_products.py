@@ -16,12 +16,12 @@ from functools import cache
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flodl_hf.activations import ACTIVATIONS
 
-__all__ = ["Plain", "Product", "Reordered", "Scratch", "Whole", "activate_", "has_reordered", "has_whole"]
+__all__ = ["CpuLinear", "Plain", "Product", "Reordered", "Scratch", "Whole", "activate_", "has_reordered", "has_whole"]
 
 # Numbers in the largest buffer that is kept between calls: 1,024 tokens of 4,096 features, twice over.
 _KEPT_NUMBERS = 1 << 23
@@ -275,3 +275,26 @@ def _tried(make: Callable[[Tensor, Tensor], Product], dtype: torch.dtype, bound:
             return all(float((a.float() - b).abs().max()) <= bound * float(b.abs().max()) for a, b in found)
     except (AttributeError, RuntimeError, NotImplementedError, TypeError):
         return False
+
+
+class CpuLinear(nn.Module):
+    """A linear map with a product chosen for the processor.
+
+    Args:
+        source: whose weight and bias, shared.
+        make: makes the product, at the first use.
+    """
+
+    def __init__(self, source: nn.Linear, make: Callable[[Tensor, Tensor | None], Product]) -> None:
+        super().__init__()
+        self.in_features, self.out_features = source.in_features, source.out_features
+        self.weight = source.weight
+        self.bias = source.bias
+        self._make = make
+        self._product: Product | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``(..., out_features)``."""
+        if self._product is None:
+            self._product = self._make(self.weight, self.bias)
+        return self._product(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)

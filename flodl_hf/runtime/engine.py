@@ -7,7 +7,6 @@ beyond "one result a row" and "one result a token".
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flodl_hf.buckets import Bucket, Buffer, bucket_of
+from flodl_hf.buckets import Buffer, bucket_of
 from flodl_hf.decode.rows import TokenTable
 from flodl_hf.layout import Layout, Packed, Padded
 from flodl_hf.runtime.batch import Batch, batch_of, check_rows
@@ -25,7 +24,7 @@ from flodl_hf.runtime.pending import Pending
 from flodl_hf.runtime.plan import plan_batches
 from flodl_hf.runtime.precision import multiplying
 from flodl_hf.runtime.prepared import Prepared, holder
-from flodl_hf.runtime.record import SMALL, Recorder
+from flodl_hf.runtime.record import SMALL, WAIT, Recorder
 
 if TYPE_CHECKING:
     from flodl_hf.model import EncoderModel
@@ -36,9 +35,6 @@ __all__ = ["Engine", "Pending"]
 CPU_BUDGET = 1024
 CUDA_BUDGET = 65_536
 
-# Share of the largest number by which results in buckets may differ: other kernels, other order of sums.
-BUCKETS_APART = {torch.float16: 2e-2, torch.bfloat16: 1e-1, torch.float32: 5e-3, torch.float64: 1e-9}
-
 
 class Engine:
     """Runs rows through one prepared graph on one device.
@@ -48,7 +44,7 @@ class Engine:
         options: how to run.
         types: whether the graph reads token types.
         longest: most tokens that the model takes in a row, or None.
-        bucketed: whether batches are filled up to buckets; None does so on a CUDA device.
+        bucketed: whether batches are padded to buckets; None does so on a CUDA device that is trusted with them.
     """
 
     def __init__(
@@ -61,7 +57,7 @@ class Engine:
         self.longest = longest
         self.device = prepared.device
         self.cuda = self.device.type == "cuda"
-        self.bucketed = self.cuda if bucketed is None else bucketed
+        self.bucketed = prepared.bucketed if bucketed is None else bucketed
         self.exact = options.precision == "exact"
         kept = prepared.recorded
         if "recorder" not in kept:
@@ -141,34 +137,9 @@ class Engine:
             torch.cuda.empty_cache()
 
     def _run(self, batch: Batch, alone: bool) -> tuple[Tensor, Any]:
-        if self.bucketed and not self.exact and self._buckets_hold(batch):
+        if self.bucketed and not self.exact:
             return self._bucketed(batch, alone)
         return self._plain(batch)
-
-    def _buckets_hold(self, batch: Batch) -> bool:
-        """Return whether a device gives in buckets what it gives without; asked with a graph's first batch.
-
-        Buckets use kernels that no other way of running needs, on devices that we have never seen.
-        """
-        known = self.prepared.recorded.get("buckets_hold")
-        if known is not None or not self.cuda:
-            return known is not False
-        right, there = self._plain(batch)
-        try:
-            found, event = self._bucketed(batch, alone=False)
-            for mark in (there, event):
-                mark.synchronize()
-            apart = float((found - right).abs().max() / right.abs().max().clamp(min=1e-6))
-            bound = BUCKETS_APART[next(self.graph.parameters()).dtype]
-            fault = "" if apart <= bound else f"results part by {apart:.1e}"
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            fault = f"{type(error).__name__}: {error}".splitlines()[0]
-        if fault:
-            warnings.warn(f"prediction on {self.device} goes on without buckets, more slowly: {fault}", stacklevel=2)
-        self.prepared.recorded["buckets_hold"] = not fault
-        return not fault
 
     def _plain(self, batch: Batch) -> tuple[Tensor, Any]:
         layout: Layout
@@ -193,14 +164,20 @@ class Engine:
         bucket = bucket_of(batch.lengths, most=self.longest, full=self.budget if large else None)
         buffer = Buffer(bucket, types=self.types, pinned=self.cuda)
         all_lengths = buffer.write(batch.ids, batch.types, batch.lengths)
-        if batch.at is None and (large or alone):
-            step = self._step(batch.work, bucket, buffer)
-            found = self.recorder.run(
-                (batch.work, bucket), buffer.packed, step, self.device, lambda out: self._back(out, batch.count)
-            )
+        recorder, key = self.recorder, (batch.work, bucket)
+        recorded = batch.at is None and (large or alone) and recorder.records_on(self.device) and not recorder.refused
+        if recorded:
+            found = recorder.replayed(key, buffer.packed, self.device, lambda out: self._back(out, batch.count))
             if found is not None:
                 return found
         packed = buffer.packed.to(self.device, non_blocking=True)
+        if recorded:
+            # As the recording will compute it, to the bit: it knows no lengths.
+            step = self._step(batch.work, buffer)
+            output = step(packed)
+            result = self._back(output, batch.count)
+            recorder.saw(key, packed, output, step, wait=1 if large else WAIT)
+            return result
         there, kinds, layout = buffer.on(packed, all_lengths, len(batch.lengths))
         chosen = None
         if batch.at is not None:
@@ -208,7 +185,7 @@ class Engine:
             chosen = (pinned.pin_memory() if self.cuda else pinned).to(self.device, non_blocking=True)
         return self._back(batch.work(self.graph, there, kinds, layout, chosen).float(), batch.count)
 
-    def _step(self, work: Work, bucket: Bucket, buffer: Buffer) -> Callable[[Tensor], Tensor]:
+    def _step(self, work: Work, buffer: Buffer) -> Callable[[Tensor], Tensor]:
         def step(packed: Tensor) -> Tensor:
             there, kinds, layout = buffer.on(packed)
             return work(self.graph, there, kinds, layout, None).float()

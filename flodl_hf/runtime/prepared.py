@@ -3,8 +3,7 @@
 A shadow is a copy of the modules that shares every parameter and buffer, so a model keeps its own graph, with
 its own names, for training, export and parity, while prediction runs another arrangement of the same weights.
 
-Weights are cast, `flodl_hf.runtime.cpu` or `flodl_hf.runtime.cuda` rearranges whole blocks for the device, and
-of what is left the modules that have a better form for prediction offer it as ``fused() -> nn.Module | None``.
+Weights are cast, and each layer is run by the device's table of operations (`flodl_hf.tables`).
 
 A change of the model is noticed by identity, version counter and address of each tensor, and by the modules
 that hold them. Code that writes weights behind torch's back (a replayed CUDA graph does) has to say so, by
@@ -15,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -160,6 +160,8 @@ class Prepared:
     Attributes:
         graph: the shadow, fused and cast.
         device: where it is.
+        lacking: why torch's operations run a layer, by its path, where another table does not.
+        bucketed: whether batches are brought to a few shapes, which a device's kernels must be trusted with.
         precision: what was asked for.
         stamp: the source when it was made.
         recorded: what the engine keeps with it: captured passes, staging buffers; gone when it is.
@@ -168,8 +170,9 @@ class Prepared:
     def __init__(self, source: Graph, precision: Precision | None, device: torch.device) -> None:
         self.precision = precision
         self.stamp = Stamp(source)
-        self.graph = _make(source, precision, device)
+        self.graph, self.lacking = _make(source, precision, device)
         self.device = device
+        self.bucketed = device.type == "cuda" and precision != "exact" and _trusts_buckets(self.graph)
         self.recorded: dict[Any, Any] = {}
         read = {tensor.data_ptr() for tensor in _tensors(self.graph)}
         self._lent = [tensor for tensor in self.stamp.tensors if tensor.data_ptr() in read]
@@ -228,40 +231,51 @@ def holder(model: EncoderModel) -> _Holder:
     return model.__dict__.setdefault(_PLACE, _Holder())
 
 
-def _make(source: Graph, precision: Precision | None, device: torch.device) -> Graph:
+def _make(source: Graph, precision: Precision | None, device: torch.device) -> tuple[Graph, dict[str, str]]:
     check_precision(precision, device)
     graph = shadow(source)
     if device != next(source.parameters()).device:
         _convert(graph, lambda tensor: tensor.to(device))
+    lacking: dict[str, str] = {}
     if precision == "exact":
-        return graph
+        return graph, lacking
     dtype = dtype_of(precision)
     if dtype is not None:
         _convert(graph, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
     if device.type == "cpu":
         from flodl_hf.runtime.cpu import prepare_cpu
 
-        prepare_cpu(graph, precision)
+        lacking = prepare_cpu(graph, precision)
     elif device.type == "cuda":
-        from flodl_hf.runtime.cuda import prepare_cuda
+        from flodl_hf.tables.arrange import arrange_cuda
 
-        prepare_cuda(graph)
-    _fuse(graph)
-    return graph
+        lacking = arrange_cuda(graph)
+    if lacking:
+        warnings.warn(told(lacking), stacklevel=2)
+    return graph, lacking
 
 
-def _fuse(graph: nn.Module) -> None:
-    better: dict[int, nn.Module | None] = {}
-    for module in list(graph.modules()):
-        for name, child in list(module._modules.items()):
-            if child is None or not callable(getattr(child, "fused", None)):
-                continue
-            if id(child) not in better:
-                better[id(child)] = child.fused()  # type: ignore[operator]
-            found = better[id(child)]
-            if found is not None:
-                found.eval()
-                setattr(module, name, found)
+def _trusts_buckets(graph: Graph) -> bool:
+    """Return whether a device attends in buckets as it does without: kernels that no other way of running needs."""
+    from flodl_hf.attention import SelfAttention
+    from flodl_hf.kernels.trust import trusted
+    from flodl_hf.tables.arrange import layers_of
+    from flodl_hf.tables.trials import buckets
+
+    first = next(graph.parameters())
+    attentions = [layer.attention for _, layer in layers_of(graph) if type(layer.attention) is SelfAttention]
+    sizes = {(part.num_heads, part.query.in_features // part.num_heads) for part in attentions}
+    return all(trusted("buckets", first.device, first.dtype, each, buckets) for each in sizes)
+
+
+def told(lacking: dict[str, str]) -> str:
+    """Return a sentence about layers that torch's operations run, by reason."""
+    reasons = dict.fromkeys(lacking.values())
+    parts = [f"{reason} ({', '.join([p for p in lacking if lacking[p] == reason][:3])})" for reason in reasons]
+    return (
+        f"prediction: {len(lacking)} layers run on torch's own operations, more slowly: {'; '.join(parts[:4])}. "
+        "model.explain() says what runs where."
+    )
 
 
 def _convert(graph: nn.Module, change: Callable[[Tensor], Tensor]) -> None:

@@ -1,8 +1,9 @@
 """Passes recorded as CUDA graphs: one launch instead of a hundred, for batches whose shapes come again.
 
-Decides what is worth recording (a shape at its third coming, and ever later after each time it had to go), how
-many recordings are kept (the least recently used go first), that captures take turns, and that a pass which cannot
-be recorded runs as it always did. How shapes are made to come again is `flodl_hf.buckets`' and the engine's.
+Decides when a shape is recorded (behind an ordinary pass of it, while the device computes that one; ever later after
+each time a recording had to go), how many recordings are kept (the least recently used go first), that captures take
+turns, and that a pass which cannot be recorded runs as it always did. How shapes are made to come again is
+`flodl_hf.buckets`' and the engine's.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ KEPT = 64
 # Results of all recordings together, and of one, in bytes: results for each token may be large.
 KEPT_BYTES = 256 << 20
 MOST_BYTES = 64 << 20
-# Recording costs as much as some tens of passes, so a shape has to come again first.
+# Recording costs the host as much as some passes of a small shape, so such a one has to come twice. A large one
+# computes for longer than its recording takes, and comes again because large shapes are few.
 WAIT = 2
 
 # Two captures at once are more than torch's random number generators and memory pools are made for.
@@ -67,11 +69,10 @@ class _Captured:
     def __init__(self, step: Callable[[Tensor], Tensor], input: Tensor, pool: Any, stream: torch.cuda.Stream) -> None:
         self.input = input
         self._graph = torch.cuda.CUDAGraph()
-        # `torch.cuda.graph` would also hand all cached memory back, pinned memory too, which the next batches want.
+        # `torch.cuda.graph` would also wait for the device, which has work, and hand all cached memory back, pinned
+        # memory too, which the next batches want.
         # Garbage that holds another recording must not be found meanwhile: freeing it would break this one.
         with _CAPTURING, uncollected(), torch.cuda.stream(stream):
-            # Not before: a device must not be waited for while another thread records.
-            torch.cuda.synchronize(input.device)
             self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 self.output = step(self.input)
@@ -83,7 +84,6 @@ class _Captured:
                     # A recording that broke may leave its allocations open, and memory would never be freed.
                     torch._C._cuda_endAllocateToPool(input.device.index or 0, pool)  # pyright: ignore
                 raise
-        torch.cuda.current_stream(input.device).wait_stream(stream)
 
     def replay(self) -> None:
         self._graph.replay()
@@ -113,39 +113,73 @@ class Recorder:
             self._seen.clear()
             self._pool = None
 
-    def run(
-        self,
-        key: Hashable,
-        packed: Tensor,
-        step: Callable[[Tensor], Tensor],
-        device: torch.device,
-        take: Callable[[Tensor], T],
-    ) -> T | None:
+    def replayed(self, key: Hashable, packed: Tensor, device: torch.device, take: Callable[[Tensor], T]) -> T | None:
         """Return what ``take`` makes of a recorded pass's result; None where the pass is not recorded.
 
         Args:
             key: what the pass is and which shapes it has.
             packed: the input, on the host.
-            step: the pass.
             device: where it runs.
             take: sends the result on its way; it is overwritten by the next call.
         """
-        if self.refused is not None or not self.records_on(device):
+        if key not in self._kept:
             return None
         stream = self.stream_of(device)
         with self._lock:
+            recording = self._kept.get(key)
             # All recordings share memory, so all must run on one stream; callers on another do without.
-            if self._stream is None:
-                self._stream = stream
-            if self._stream != stream:
-                return None
-            recording = self._kept.get(key) or self._record(key, packed, step, device)
-            if recording is None:
+            if recording is None or self._stream != stream:
                 return None
             self._kept.move_to_end(key)
             recording.input.copy_(packed, non_blocking=True)
             recording.replay()
             return take(recording.output)
+
+    def saw(
+        self, key: Hashable, input: Tensor, output: Tensor, step: Callable[[Tensor], Tensor], *, wait: int = WAIT
+    ) -> None:
+        """Be told of an ordinary pass that was just sent to the device; record it where that is worth it.
+
+        Args:
+            key: as of `replayed`.
+            input: its input on the device, which becomes the recording's own.
+            output: its result, for its size.
+            step: the pass.
+            wait: at which coming of the shape it is recorded.
+        """
+        device = input.device
+        if self.refused is not None or not self.records_on(device):
+            return
+        stream = self.stream_of(device)
+        with self._lock:
+            if self._stream is None:
+                self._stream = stream
+            if self._stream != stream or key in self._kept:
+                return
+            self._seen[key] = self._seen.get(key, 0) + 1
+            wait = self._wanted.get(key, wait)
+            if self._seen[key] < wait:
+                return
+            # One that is dropped and wanted again shall not be recorded time and again.
+            self._seen[key], self._wanted[key] = 0, 2 * max(wait, WAIT)
+            size = _bytes(output)
+            if size > MOST_BYTES:
+                self._wanted[key] = 1 << 62
+                return
+            self._make_room(size)
+            try:
+                self._kept[key] = self.capture(step, input)
+            except torch.OutOfMemoryError:
+                # The pool wants memory beside what ordinary passes use, and they need none of it.
+                self._kept.clear()
+                self._pool = None
+            except RuntimeError as fault:
+                self.refused = f"{type(fault).__name__}: {fault}".splitlines()[0]
+                warnings.warn(
+                    f"prediction on {device}: passes are not recorded, but launched operation by operation, which is "
+                    f"slower: {self.refused}",
+                    stacklevel=2,
+                )
 
     def records_on(self, device: torch.device) -> bool:
         """Return whether passes can be recorded on a device."""
@@ -163,37 +197,6 @@ class Recorder:
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
             return _Captured(step, input, self._pool, self._side)
-
-    def _record(
-        self, key: Hashable, packed: Tensor, step: Callable[[Tensor], Tensor], device: torch.device
-    ) -> Recording | None:
-        seen = self._seen.get(key, 0)
-        self._seen[key] = seen + 1
-        wait = self._wanted.get(key, WAIT)
-        if seen < wait:
-            return None
-        # One that is dropped and wanted again shall not be recorded time and again.
-        self._seen[key], self._wanted[key] = 0, 2 * wait
-        try:
-            input = packed.to(device)
-            # Once outside of the recording: libraries set themselves up, kernels are compiled.
-            size = _bytes(step(input))
-            if size > MOST_BYTES:
-                self._wanted[key] = 1 << 62
-                return None
-            self._make_room(size)
-            recording = self.capture(step, input)
-        except torch.OutOfMemoryError:
-            # The pool wants memory beside what ordinary passes use, and they need none of it.
-            self._kept.clear()
-            self._pool = None
-            return None
-        except RuntimeError as fault:
-            self.refused = f"{type(fault).__name__}: {fault}".splitlines()[0]
-            warnings.warn(f"passes on {device} are not recorded, and launched one by one: {self.refused}", stacklevel=2)
-            return None
-        self._kept[key] = recording
-        return recording
 
     def _make_room(self, size: int) -> None:
         kept = sum(_bytes(recording.output) for recording in self._kept.values())

@@ -30,10 +30,7 @@ ONLY_IN = {
     "pyarrow": ("flodl/data/",),
     "triton": (
         "flodl/train/norm_kernels.py",
-        "flodl_hf/disentangled/kernels.py",
-        "flodl_hf/fused/kernels.py",
-        "flodl_hf/fused/operations.py",
-        "flodl_hf/runtime/kernels.py",
+        "flodl_hf/kernels/",
     ),
 }
 FLODL_NEEDS = {"torch", "numpy", "safetensors", "pyarrow", "triton", "flodl"}

@@ -38,10 +38,7 @@ def modules() -> list[str]:
 NEEDS = {
     "flodl.train.norm_kernels": "triton",
     "flodl_hf.cli": "typer",
-    "flodl_hf.disentangled.kernels": "triton",
-    "flodl_hf.fused.kernels": "triton",
-    "flodl_hf.fused.operations": "triton",
-    "flodl_hf.runtime.kernels": "triton",
+    **{f"flodl_hf.kernels.{n}": "triton" for n in ("disentangled", "operations", "random", "rows", "short_texts")},
 }
 
 

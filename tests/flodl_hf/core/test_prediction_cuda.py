@@ -43,7 +43,7 @@ def test_answers_on_the_device_are_those_of_the_processor(make: Make, family: st
 @pytest.mark.parametrize("lengths", [(9, 1, 5, 5, 12), (64,), (33, 40, 1, 1, 1, 90, 128), (3,) * 50])
 def test_attention_over_token_blocks_is_attention_within_texts(lengths: tuple[int, ...]) -> None:
     from flodl_hf.attention import attend
-    from flodl_hf.runtime.kernels import add_norm, mix_short
+    from flodl_hf.kernels.operations import mix, norm_of_sum
 
     torch.manual_seed(0)
     bucket = bucket_of(lengths)
@@ -54,7 +54,7 @@ def test_attention_over_token_blocks_is_attention_within_texts(lengths: tuple[in
         qkv = torch.randn(bucket.tokens, 3 * 2 * width, device="cuda", dtype=torch.bfloat16)
         assert layout.places is not None
         assert layout.ends is not None
-        found = mix_short(qkv, layout.places, layout.ends, 2)
+        found = mix(*qkv.chunk(3, -1), layout.places, layout.ends, heads=2)
         q, k, v = qkv.float().chunk(3, -1)
         expected = attend(q, k, v, layout, num_heads=2)
         real = sum(lengths)
@@ -62,7 +62,8 @@ def test_attention_over_token_blocks_is_attention_within_texts(lengths: tuple[in
     a, b = (torch.randn(37, 768, device="cuda", dtype=torch.float16) for _ in range(2))
     weight, bias = (torch.randn(768, device="cuda", dtype=torch.float16) for _ in range(2))
     expected = torch.nn.functional.layer_norm((a + b).float(), (768,), weight.float(), bias.float(), 1e-12)
-    torch.testing.assert_close(add_norm(a, b, weight, bias, 1e-12).float(), expected, rtol=0.01, atol=0.01)
+    found = norm_of_sum(a, b, weight, bias, eps=1e-12)[1]
+    torch.testing.assert_close(found.float(), expected, rtol=0.01, atol=0.01)
 
 
 def test_small_batches_are_recorded_and_replayed(make: Make) -> None:

@@ -22,17 +22,18 @@ from flodl_hf.attention import attend
 from flodl_hf.buckets import Buffer, bucket_of, fill
 from flodl_hf.families import FAMILIES
 from flodl_hf.heads import HEADS
+from flodl_hf.kernels import trust
 from flodl_hf.layout import Packed
 from flodl_hf.model import EncoderModel
 from flodl_hf.runtime import Engine, RunOptions, forget, plan_batches, prepared, spread
 from flodl_hf.runtime import passes as passes_module
-from flodl_hf.runtime.batch import Batch
 from flodl_hf.runtime.inputs import encode
 from flodl_hf.runtime.passes import Pooled, Scores, States
-from flodl_hf.runtime.prepared import holder, shadow
+from flodl_hf.runtime.prepared import _trusts_buckets, holder, shadow
 from flodl_hf.runtime.record import Recorder
 from flodl_hf.runtime.session import Session
 from flodl_hf.runtime.stream import Job, stream
+from flodl_hf.tables import trials
 
 CELLS = [(f.model_type, h.name) for f in FAMILIES for h in HEADS if h.name == "base" or h.name in f.heads]
 cells = pytest.mark.parametrize(("model_type", "head"), CELLS)
@@ -424,41 +425,26 @@ def test_pooling_of_a_bucket_is_pooling_of_each_text(make: Make, pooling: str) -
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
-class Mark:
-    """An event of a device that has none."""
-
-    def synchronize(self) -> None:
-        pass
-
-
-@pytest.mark.parametrize("fault", [None, "wrong", "raises"])
-def test_a_device_on_which_buckets_part_goes_on_without(
+@pytest.mark.parametrize("fault", [None, "differs", "raises"])
+def test_a_device_on_which_buckets_differ_goes_on_without(
     make: Make, monkeypatch: pytest.MonkeyPatch, fault: str | None
 ) -> None:
-    engine = engine_of(make("bert", "sequence_classification"), bucketed=True)
-    engine.cuda = True  # asked as if of a device that has not been seen
-    monkeypatch.setattr(Engine, "_back", lambda self, found, count: (found[:count], Mark()))
-    bucketed = Engine._bucketed
-
-    def on_device(self: Engine, *args: Any, **options: Any) -> Any:
+    def case(*_: Any) -> tuple[float, str]:
         if fault == "raises":
             raise RuntimeError("no kernel image is available")
-        self.cuda = False  # nothing to pin here
-        found, mark = bucketed(self, *args, **options)
-        self.cuda = True
-        return (found * 1.5 if fault else found), mark
+        return (0.5 if fault else 1e-4), "attention in buckets"
 
-    monkeypatch.setattr(Engine, "_bucketed", on_device)
-    given = Batch(
-        Scores(True), np.array([2, 5, 6, 3, 2, 7, 3]), None, np.array([4, 3]), np.array([1, 1]), None, 2
-    )  # fmt: skip
-    with torch.inference_mode():
-        if fault is None:
-            assert engine._buckets_hold(given)
-            return
-        with pytest.warns(UserWarning, match="goes on without buckets"):
-            assert not engine._buckets_hold(given)
-        assert not engine._buckets_hold(given)  # and says so once
+    trust.forget()
+    monkeypatch.setattr(trust, "find_spec", lambda _: object())
+    monkeypatch.setattr(trials, "buckets", case)
+    graph = prepared(make("bert", "sequence_classification"))
+    if fault is None:
+        assert _trusts_buckets(graph)
+    else:
+        with pytest.warns(UserWarning, match="limit|no kernel image"):
+            assert not _trusts_buckets(graph)
+        assert not _trusts_buckets(graph)  # and says so once
+    trust.forget()
 
 
 class Played:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,8 +21,9 @@ from flodl_hf.disentangled import operator
 from flodl_hf.disentangled.attention import DisentangledAttention
 from flodl_hf.disentangled.launch import attend_by_kernel
 from flodl_hf.disentangled.positions import Relative, RelativePositions
-from flodl_hf.disentangled.probe import kernels_agree
+from flodl_hf.disentangled.probe import furthest
 from flodl_hf.disentangled.scores import PositionTables
+from flodl_hf.kernels import trust
 from flodl_hf.layout import Layout, Packed, Padded
 
 HAS_TRITON = find_spec("triton") is not None
@@ -290,7 +293,7 @@ def test_the_module_with_joined_products_is_the_reference(
     kinds: tuple[str, ...], share: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if DEVICE == "cpu":
-        monkeypatch.setattr(attention_module, "has_kernel", lambda _states, _heads: True)
+        monkeypatch.setattr(attention_module, "has_kernel", lambda *_: True)
     torch.manual_seed(1)
     module = DisentangledAttention(32, 2, 0.0, 0.0, kinds=kinds, share_keys=share).to(DEVICE)
     hidden = torch.randn(sum(LENGTHS), 32, device=DEVICE)
@@ -300,7 +303,7 @@ def test_the_module_with_joined_products_is_the_reference(
     for dtype, way in ((torch.float32, "eager"), (torch.float16, "sdpa")):
         module.implementation = way
         half = module.to(dtype)
-        found = half(hidden.to(dtype), layout, Relative(relative.table.to(dtype), *list(vars(relative).values())[1:6]))
+        found = half(hidden.to(dtype), layout, replace(relative, table=relative.table.to(dtype)))
         found.float().pow(2).sum().backward()
         grads = [p.grad.float() for p in half.parameters() if p.grad is not None]
         results.append([found.detach().float(), *grads])
@@ -357,14 +360,17 @@ def test_shapes_are_known_without_running() -> None:
 
 @runs
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16] + [torch.bfloat16] * (not INTERPRETED))
-def test_a_device_is_asked_whether_its_kernels_agree(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_is_asked_whether_its_kernels_agree(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     device = torch.device(DEVICE)
-    kernels_agree.cache_clear()
+    monkeypatch.setenv("FLODL_HF_CACHE", "off")
+    trust.forget()
     with torch.inference_mode():
-        assert kernels_agree(device, dtype, 32)
-    kernels_agree.cache_clear()
+        assert trust.trusted("disentangled", device, dtype, 32, furthest)
+    trust.forget()
     kernels = operator._products
     monkeypatch.setattr(operator, "_products", lambda states, table: kernels(states, table * 1.5))
-    with pytest.warns(UserWarning, match="are not used"):
-        assert not kernels_agree(device, dtype, 32)
-    kernels_agree.cache_clear()
+    with pytest.warns(UserWarning, match="falling back to torch's own kernels"):
+        assert not trust.trusted("disentangled", device, dtype, 32, furthest)
+    trust.forget()

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from flodl_hf.activations import ACTIVATIONS
 from flodl_hf.auto import head_named
 from flodl_hf.config import ModelConfig
+from flodl_hf.encoder_layer import EncoderLayer
 from flodl_hf.families import FAMILIES
 from flodl_hf.layout import Layout, Packed, Padded
 from flodl_hf.model import EncoderModel
 from flodl_hf.runtime import cpu
-from flodl_hf.runtime.cpu_block import CpuBlock, CpuLinear
 from flodl_hf.runtime.cpu_products import Plain, Reordered, Scratch, Whole, activate_, has_reordered, has_whole
 from flodl_hf.runtime.prepared import shadow
 
@@ -71,8 +71,7 @@ def test_fp32_answers_are_the_models_to_five_digits(model_type: str, head: str, 
     model = made(model_type, head)
     graph = shadow(model.graph)
     cpu.prepare_cpu(graph, "fp32")
-    changed = [m for m in graph.modules() if isinstance(m, (CpuBlock, CpuLinear))]
-    assert bool(changed) == (model_type != "deberta-v2" or product == "reordered")
+    assert {m.table.name for m in graph.modules() if isinstance(m, EncoderLayer)} == {"processor"}
     for ids, layout in batches():
         wanted = run(model.graph, ids, layout)
         if isinstance(layout, Padded) and layout.mask is not None and wanted.shape[:2] == ids.shape:
@@ -87,7 +86,7 @@ def test_fp32_answers_are_the_models_to_five_digits(model_type: str, head: str, 
 def test_a_classifiers_last_layer_computes_first_tokens_alone(model_type: str) -> None:
     graph = shadow(made(model_type, "sequence_classification").graph)
     cpu.prepare_cpu(graph, "fp32")
-    blocks = [m for m in graph.modules() if isinstance(m, CpuBlock)]
+    blocks = [m for m in graph.modules() if isinstance(m, EncoderLayer)]
     assert [block.first_only for block in blocks] == [False, False, True]
     seen: list[torch.Size] = []
     blocks[-1].register_forward_hook(lambda _m, _a, out: seen.append(out.shape))
@@ -100,7 +99,7 @@ def test_token_heads_and_shared_blocks_keep_every_token() -> None:
     for model_type, head in (("bert", "token_classification"), ("bert", "base"), ("albert", "sequence_classification")):
         graph = shadow(made(model_type, head).graph)
         cpu.prepare_cpu(graph, "fp32")
-        assert not any(m.first_only for m in graph.modules() if isinstance(m, CpuBlock))
+        assert not any(m.first_only for m in graph.modules() if isinstance(m, EncoderLayer))
 
 
 def test_the_model_keeps_its_graph_and_plain_products_share_its_weights() -> None:
@@ -122,7 +121,8 @@ def test_a_part_that_someone_listens_to_stays_as_it_is() -> None:
     ids, layout = next(batches())
     run(graph, ids, layout)
     assert len(heard) == 1
-    assert sum(isinstance(m, CpuBlock) for m in graph.modules()) == 2
+    tables = [m.table.name for m in graph.modules() if isinstance(m, EncoderLayer)]
+    assert tables == ["processor", "torch", "processor"]
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -232,7 +232,8 @@ def test_without_private_operators_torchs_own_product_answers(monkeypatch: pytes
     cpu.prepare_cpu(graph, "fp32")
     ids, layout = next(batches())
     assert run(graph, ids, layout) == pytest.approx(run(model.graph, ids, layout), abs=CLOSE)
-    products = [p for m in graph.modules() if isinstance(m, CpuBlock) for p in m._products.values()]
+    tables: Any = [m.table for m in graph.modules() if isinstance(m, EncoderLayer)]
+    products = list(tables[0].products.values())
     assert products
     assert all(type(p) is Plain for p in products)
 

@@ -8,10 +8,10 @@ import torch
 from flodl.errors import PredictError
 from flodl_hf.auto import head_named
 from flodl_hf.config import ModelConfig
+from flodl_hf.encoder_layer import EncoderLayer
 from flodl_hf.layout import Packed
 from flodl_hf.model import EncoderModel
 from flodl_hf.runtime import cpu
-from flodl_hf.runtime.cpu_block import CpuBlock
 from flodl_hf.runtime.cpu_products import has_reordered, has_whole
 from flodl_hf.runtime.precision import Precision
 from flodl_hf.runtime.prepared import prepared
@@ -78,10 +78,11 @@ def test_a_weight_that_is_replaced_or_written_by_hand_counts_at_once() -> None:
     assert answer(model, "fp32") == pytest.approx(reference(model), abs=1e-5)
 
 
-def test_prediction_runs_the_blocks_of_the_processor_and_exact_does_not() -> None:
+def test_prediction_runs_the_table_of_the_processor_and_exact_does_not() -> None:
     model = made()
-    for precision, count in ((None, 2), ("fp32", 2), ("exact", 0)):
-        assert sum(isinstance(m, CpuBlock) for m in prepared(model, precision).modules()) == count
+    for precision, name in ((None, "processor"), ("fp32", "processor"), ("exact", "torch")):
+        layers = [m for m in prepared(model, precision).modules() if isinstance(m, EncoderLayer)]
+        assert [layer.table.name for layer in layers] == [name] * 2
     assert torch.equal(answer(model, "exact"), reference(model))
 
 

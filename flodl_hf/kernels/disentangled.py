@@ -8,8 +8,8 @@ The running softmax and the two passes of the backward are those of FlashAttenti
 https://arxiv.org/abs/2307.08691). A score is ``scale * q_i . k_j + c2p + p2c`` in float32; the products with
 the table arrive divided by the scale, so that half precision cannot overflow where the score does not.
 
-Importing this file needs Triton. Launching, shapes and gradients are `launch`'s. Names: M rows of queries, N rows
-of keys in a tile, H width of a head, R table rows that a call reaches.
+Importing this file needs Triton. Launching, shapes and gradients are `flodl_hf.disentangled.operator`'s. Names:
+M rows of queries, N rows of keys in a tile, H width of a head, R table rows that a call reaches.
 """
 
 # Kernel arguments are typed by Triton, and a launch has one argument a line of the signature.
@@ -20,6 +20,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from flodl_hf.kernels.random import kept, keys_of
 
 __all__ = ["backward_keys", "backward_queries", "forward"]
 
@@ -81,26 +83,6 @@ def _looked_up(products, row, columns, rows, NARROW: tl.constexpr):
 
 
 @triton.jit
-def _keys_of(seed, head):
-    """Return two keys, independent for every seed and every head of every text."""
-    one, two, _, _ = tl.philox(seed, head, 0, 0, 0)
-    return one, two
-
-
-@triton.jit
-def _dropped(one, two, i, j, length, p):
-    """Return True where a weight is kept: the same for a pair of tokens in every kernel."""
-    # A mix of 32 bits whose every output bit depends on every input bit; Philox for each pair would cost more
-    # than all else in a tile.
-    x = (i * length + j).to(tl.uint32, bitcast=True) ^ one
-    x = (x ^ (x >> 16)) * 0x7FEB352D
-    x = ((x ^ (x >> 15)) + two) * 0x846CA68B
-    x = (x ^ (x >> 16)) * 0x9E3779B1
-    x = x ^ (x >> 15)
-    return (x >> 8).to(tl.int32).to(tl.float32) * 5.9604645e-08 >= p
-
-
-@triton.jit
 def forward(
     q, k, v, qp, kp, lut, offsets, ends, keep, seed, out, lse,
     q_stride, k_stride, v_stride, tokens, longest, rows, middle, reach, heads, scale, p,
@@ -119,7 +101,7 @@ def forward(
         return
     unscale = 1.0 / scale
     if DROPOUT:
-        one, two = _keys_of(tl.load(seed), text * heads + head)
+        one, two = keys_of(tl.load(seed), text * heads + head)
     h = tl.arange(0, HB)
     i = first + tl.arange(0, BM)
     # Places beyond the end read the last token's row, which is masked or never written.
@@ -157,8 +139,8 @@ def forward(
             shrink = tl.exp2(best - above)
             total = total * shrink + tl.sum(weights, 1)
             if DROPOUT:
-                kept = _dropped(one, two, i[:, None], j[None, :], longest, p)
-                weights = tl.where(kept, weights, 0.0)
+                stays = kept(one, two, i[:, None] * longest + j[None, :], p)
+                weights = tl.where(stays, weights, 0.0)
             v_at = (start + at_j).to(tl.int64) * v_stride + head * H
             values = tl.load(v + v_at[:, None] + h[None, :], mask=inside[None, :], other=0.0)
             mixed = mixed * shrink[:, None]
@@ -203,7 +185,7 @@ def backward_queries(
         return
     unscale = 1.0 / scale
     if DROPOUT:
-        one, two = _keys_of(tl.load(seed), text * heads + head)
+        one, two = keys_of(tl.load(seed), text * heads + head)
     h = tl.arange(0, HB)
     i = first + tl.arange(0, BM)
     last = tl.maximum(length - 1, 0)
@@ -245,8 +227,8 @@ def backward_queries(
             weights = tl.where(there, tl.exp2(scores - sums[:, None]), 0.0)
             d_weights = tl.dot(d_mixed, tl.trans(values), input_precision=PRECISION)
             if DROPOUT:
-                kept = _dropped(one, two, i[:, None], j[None, :], longest, p)
-                d_weights = tl.where(kept, d_weights / (1.0 - p), 0.0)
+                stays = kept(one, two, i[:, None] * longest + j[None, :], p)
+                d_weights = tl.where(stays, d_weights / (1.0 - p), 0.0)
             d_scores = weights * (d_weights - dot[:, None])
             if C2P:
                 _add(d_qp + table, at_i[:, None], columns, rows, d_scores, there, NEAR or part == 1)
@@ -280,7 +262,7 @@ def backward_keys(
         return
     unscale = 1.0 / scale
     if DROPOUT:
-        one, two = _keys_of(tl.load(seed), text * heads + head)
+        one, two = keys_of(tl.load(seed), text * heads + head)
     h = tl.arange(0, HB)
     j = first + tl.arange(0, BN)
     last = tl.maximum(length - 1, 0)
@@ -325,9 +307,9 @@ def backward_keys(
             d_weights = tl.dot(values, tl.trans(d_mixed), input_precision=PRECISION)
             left = weights
             if DROPOUT:
-                kept = _dropped(one, two, i[None, :], j[:, None], longest, p)
-                left = tl.where(kept, weights / (1.0 - p), 0.0)
-                d_weights = tl.where(kept, d_weights / (1.0 - p), 0.0)
+                stays = kept(one, two, i[None, :] * longest + j[:, None], p)
+                left = tl.where(stays, weights / (1.0 - p), 0.0)
+                d_weights = tl.where(stays, d_weights / (1.0 - p), 0.0)
             d_values = tl.dot(left.to(d_mixed.dtype), d_mixed, d_values, input_precision=PRECISION)
             d_scores = weights * (d_weights - dot[None, :])
             if P2C:

@@ -1,4 +1,4 @@
-"""Models of every family train with fused layers as they do without, in every layout.
+"""Models of every family train by the training table as they do by torch's operations, in every layout.
 
 Kernels run on a CUDA device, or anywhere in Triton's interpreter (``TRITON_INTERPRET=1``); elsewhere skipped.
 """
@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_fused_layers import DEVICE, DTYPES, distance, runs
+from test_training_kernels import DEVICE, DTYPES, distance, runs, tables
 from torch import Tensor
 
 from flodl_hf.auto import head_named
 from flodl_hf.buckets import Buffer, bucket_of
 from flodl_hf.config import ModelConfig
 from flodl_hf.disentangled import attention as attention_module
-from flodl_hf.fused import install
-from flodl_hf.fused.install import fuse_layers
 from flodl_hf.layout import Layout, Packed, Padded
+from flodl_hf.tables import arrange
+from flodl_hf.tables.arrange import arrange_training
 
 SIZES: dict[str, Any] = {
     "vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48,
@@ -69,15 +69,14 @@ def test_states_and_gradients_are_those_of_plain_layers(
 ) -> None:
     if DEVICE.type == "cpu":
         monkeypatch.setattr(attention_module, "has_kernel", lambda *_: True)
-        monkeypatch.setattr(install, "NEEDS_CUDA", False)
-        monkeypatch.setattr(install, "kernels_hold", lambda *_: True)
+        monkeypatch.setattr(arrange, "trusted", lambda *_: True)
     torch.manual_seed(0)
     model = head_named("token_classification").model.from_config(ModelConfig.for_model(family, **FAMILIES[family]))
     graph = model.graph.to(DEVICE).train()
     ids, layout, real = batch(kind)
     results: list[dict[str, Tensor]] = []
     for way in ("plain", "fused"):
-        undo = fuse_layers(graph, dtype) if way == "fused" else None
+        undo = arrange_training(graph, dtype, anywhere=True)[0] if way == "fused" else None
         graph.zero_grad(set_to_none=True)
         # In float32 the plain layers are the measure.
         with torch.autocast(DEVICE.type, dtype, enabled=way == "fused"):
@@ -87,7 +86,7 @@ def test_states_and_gradients_are_those_of_plain_layers(
         grads = {name: p.grad for name, p in graph.named_parameters() if p.grad is not None}
         results.append({"scores": scores.detach()} | grads)
         if undo is not None:
-            assert sum("forward" in part.__dict__ for part in graph.modules()) > 0
+            assert set(tables(graph)) == {"cuda-training"}
             undo()
     bound = {torch.float16: 2e-2, torch.bfloat16: 1e-1}[dtype]
     assert list(results[0]) == list(results[1])

@@ -1,4 +1,4 @@
-"""Fused layers give the states and gradients of plain ones, drop the same values back and forth, and leave no trace.
+"""Layers run by the training table give the states and gradients of plain ones, and drop the same values back and forth.
 
 Kernels run on a CUDA device, or anywhere in Triton's interpreter (``TRITON_INTERPRET=1``); those tests are skipped
 elsewhere.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
+import pickle
 from importlib.util import find_spec
 from typing import Any
 
@@ -17,11 +18,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flodl_hf.config import ModelConfig
-from flodl_hf.fused import install, probe
-from flodl_hf.fused.install import fuse_layers
-from flodl_hf.fused.layer import FusedLayer, ends_of
+from flodl_hf.encoder_layer import EncoderLayer
 from flodl_hf.heads.sequence_classification import SequenceClassifier
+from flodl_hf.kernels import trust
 from flodl_hf.layout import Packed
+from flodl_hf.tables import arrange, trials
+from flodl_hf.tables.arrange import arrange_training
+from flodl_hf.tables.table import TORCH
+from flodl_hf.tables.training import TrainingTable
+from flodl_hf.tables.trials import LayerSizes
 
 HAS_TRITON = find_spec("triton") is not None
 INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
@@ -54,36 +59,58 @@ def seeds(value: int = 5) -> Tensor:
     return torch.tensor([value], device=DEVICE)
 
 
-def test_ends_follow_from_places() -> None:
-    _, _, layout = probe.small_case(torch.device("cpu"))
-    assert layout.ends is not None
+def small_case(p: float = 0.0) -> tuple[EncoderLayer, Tensor, Packed]:
+    layer, states, layout, _ = trials.small_layer(DEVICE, LayerSizes(), p)
+    return layer, states, layout()
+
+
+def test_segment_ends_follow_from_places() -> None:
+    layout = trials.small_layer(torch.device("cpu"), LayerSizes())[2]()
     bare = Packed(layout.offsets, (), layout.longest, layout.places, layout.opens)
-    found = ends_of(bare)
-    assert found is not None
-    assert torch.equal(found, layout.ends)
+    assert layout.ends is not None
+    assert torch.equal(bare.segment_ends(), layout.ends)
+    lengths = Packed.of([3, 1, 4])
+    assert lengths.segment_ends().tolist() == [3, 3, 3, 4, 8, 8, 8, 8]
+
+
+SHAPES = {
+    "bert": LayerSizes(),
+    "windowed": LayerSizes(window=7),
+    "gated": LayerSizes(gated=True, activation="silu"),
+    "gated without biases, norms first": LayerSizes(gated=True, bias=False, order="pre", window=9),
+    "norms first": LayerSizes(order="pre"),
+}
 
 
 @runs
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_two_layers_are_the_plain_ones(dtype: torch.dtype) -> None:
-    assert probe.apart(DEVICE, dtype) < NEAREST[dtype]
+@pytest.mark.parametrize("sizes", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("kind", ["training", "prediction"])
+def test_layers_are_the_plain_ones(kind: str, sizes: LayerSizes, dtype: torch.dtype) -> None:
+    found, where = getattr(trials, kind)(DEVICE, dtype, sizes)
+    assert found < NEAREST[dtype], where
 
 
 @runs
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("p", [0.0, 0.3])
-def test_attention_drops_the_same_weights_forward_and_backward(dtype: torch.dtype, p: float) -> None:
-    from flodl_hf.fused.operations import mixed
+@pytest.mark.parametrize("window", [None, 6])
+def test_attention_drops_the_same_weights_forward_and_backward(
+    dtype: torch.dtype, p: float, window: int | None
+) -> None:
+    from flodl_hf.kernels.operations import mixed
 
     heads, width = 2, 128
-    _, _, layout = probe.small_case(DEVICE)
+    _, _, layout = small_case()
     assert layout.places is not None
     assert layout.ends is not None
     tokens = layout.num_tokens
     qkv = drawn(tokens, 3 * heads * width, dtype=dtype)
 
     def run(given: Tensor) -> Tensor:
-        return mixed(given, layout.places, layout.ends, seeds(), heads=heads, p=p, stream=7)  # type: ignore[arg-type]
+        return mixed(
+            given, layout.places, layout.ends, seeds(), heads=heads, p=p, stream=7, window=window,  # type: ignore[arg-type]
+        )  # fmt: skip
 
     # With unit vectors as values the mix shows the weights themselves.
     shown = qkv.detach().clone()
@@ -92,13 +119,15 @@ def test_attention_drops_the_same_weights_forward_and_backward(dtype: torch.dtyp
     query, key, value = (part.view(tokens, heads, width).transpose(0, 1).float() for part in qkv.chunk(3, -1))
     text = (layout.places == 0).cumsum(0)
     scores = query @ key.transpose(1, 2) * width**-0.5
-    weights = scores.masked_fill(text[:, None] != text[None, :], float("-inf")).softmax(-1)
+    inside = text[:, None] == text[None, :]
+    if window is not None:
+        inside &= (torch.arange(tokens)[:, None] - torch.arange(tokens)[None, :]).abs().to(DEVICE) <= window
+    weights = scores.masked_fill(~inside, float("-inf")).softmax(-1)
     kept = (dropped != 0).float() if p else torch.ones_like(weights)
     weights = weights * kept / (1 - p)
     assert distance(dropped, weights) < NEAREST[dtype]
     if p:
-        inside = (text[:, None] == text[None, :]).expand_as(kept)
-        assert abs(float(kept[inside].mean()) - (1 - p)) < 0.02
+        assert abs(float(kept[inside.expand_as(kept)].mean()) - (1 - p)) < 0.02
         assert not torch.equal(kept[0], kept[1])
     direction = drawn(tokens, heads * width, dtype=dtype).detach()
     right = (weights @ value).transpose(0, 1).reshape(tokens, -1)
@@ -113,25 +142,36 @@ def test_attention_drops_the_same_weights_forward_and_backward(dtype: torch.dtyp
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("p", [0.0, 0.3])
 @pytest.mark.parametrize("used", ["both", "full", "half"])
-def test_sum_and_norm_with_its_gradients(dtype: torch.dtype, p: float, used: str) -> None:
-    from flodl_hf.fused.operations import added_and_normed
+@pytest.mark.parametrize("kind", ["layer", "layer, pre", "no shift", "rms", "rms, pre"])
+def test_sum_and_norm_with_its_gradients(dtype: torch.dtype, p: float, used: str, kind: str) -> None:
+    from flodl_hf.kernels.operations import added_and_normed
 
     rows, width = 70, 96
     x, residual = drawn(rows, width, dtype=dtype), drawn(rows, width)
-    weight, bias, x_bias = drawn(width), drawn(width), drawn(width)
-    given = [x, residual, weight, bias]
-    full, half = added_and_normed(x, residual, weight, bias, x_bias, seeds(), eps=1e-5, p=p, stream=3)
+    weight, x_bias = drawn(width), drawn(width)
+    bias = drawn(width) if kind.startswith("layer") else None
+    center, pre = not kind.startswith("rms"), kind.endswith("pre")
+    given = [x, residual, weight, *([] if bias is None else [bias])]
+    full, half = added_and_normed(
+        x, residual, weight, bias, x_bias, seeds(), eps=1e-5, p=p, stream=3, center=center, pre=pre
+    )
     d_full, d_half = drawn(rows, width).detach(), drawn(rows, width, dtype=dtype).detach()
     outs = {"both": [full, half], "full": [full], "half": [half]}[used]
     directions = {"both": [d_full, d_half], "full": [d_full], "half": [d_half]}[used]
+    if pre and used == "full":
+        given = [x, residual]  # the norm is not asked for
     *mine, of_bias = torch.autograd.grad(outs, [*given, x_bias], directions)
     kept = (mine[0] != 0).float() if p else torch.ones(rows, width, device=DEVICE)
     if p:
         assert abs(float(kept.mean()) - (1 - p)) < 0.03
-    right = F.layer_norm(x.float() * kept / (1 - p) + residual, (width,), weight, bias, 1e-5)
-    theirs = torch.autograd.grad(right, given, sum(d.float() for d in directions))
-    assert distance(full, right) < 1e-5
-    assert torch.equal(full.to(dtype), half)
+    total = x.float() * kept / (1 - p) + residual
+    right = F.layer_norm(total, (width,), weight, bias, 1e-5) if center else F.rms_norm(total, (width,), weight, 1e-5)
+    wanted = {"both": [total if pre else right, right], "full": [total if pre else right], "half": [right]}[used]
+    theirs = torch.autograd.grad(wanted, given, [d.float() for d in directions])
+    assert distance(full, total if pre else right) < 1e-5
+    assert distance(half, right) < NEAREST[dtype]
+    if not pre:
+        assert torch.equal(full.to(dtype), half)
     for a, b in zip(mine, theirs, strict=True):
         assert distance(a, b) < NEAREST[dtype]
     assert distance(of_bias, theirs[0].float().sum(0)) < NEAREST[dtype]
@@ -141,7 +181,7 @@ def test_sum_and_norm_with_its_gradients(dtype: torch.dtype, p: float, used: str
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tanh", [False, True])
 def test_gelu_and_the_sums_of_its_gradient(dtype: torch.dtype, tanh: bool) -> None:
-    from flodl_hf.fused.operations import activated, projected
+    from flodl_hf.kernels.operations import activated, projected
 
     x, x_bias, direction = drawn(70, 200, dtype=dtype), drawn(200), drawn(70, 200, dtype=dtype).detach()
     right = F.gelu(x.float(), approximate="tanh" if tanh else "none")
@@ -165,39 +205,36 @@ def test_gelu_and_the_sums_of_its_gradient(dtype: torch.dtype, tanh: bool) -> No
 
 @runs
 def test_a_layer_draws_anew_each_time_and_the_same_from_one_state() -> None:
-    block, states, layout = probe.small_case(DEVICE)
-    for part in block.modules():
-        if isinstance(part, nn.Dropout):
-            part.p = 0.2
-    block.get_submodule("attention").attention_dropout = 0.2  # type: ignore[assignment]
-    run = FusedLayer(block, block.forward)
+    layer, states, layout = small_case(p=0.2)
+    layer.table = TrainingTable(torch.float16)
 
     def found() -> Tensor:
         with torch.autocast(DEVICE.type, torch.float16):
-            return run(states, layout).detach()
+            return layer(states, layout=layout).detach()
 
     torch.manual_seed(1)
     first, second = found(), found()
     torch.manual_seed(1)
     assert torch.equal(found(), first)
     assert not torch.equal(first, second)
-    block.eval()
+    layer.eval()
     assert torch.equal(found(), found())
 
 
 @runs
 def test_frozen_parameters_get_no_gradient_and_the_others_the_same() -> None:
-    block, states, layout = probe.small_case(DEVICE)
+    layer, states, layout = small_case()
+    layer.table = TrainingTable(torch.float16)
     direction = torch.randn(states.shape).to(DEVICE)
 
     def grads() -> dict[str, Tensor]:
-        block.zero_grad(set_to_none=True)
+        layer.zero_grad(set_to_none=True)
         with torch.autocast(DEVICE.type, torch.float16):
-            FusedLayer(block, block.forward)(states, layout).backward(direction)
-        return {name: p.grad for name, p in block.named_parameters() if p.grad is not None}
+            layer(states, layout=layout).backward(direction)
+        return {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
 
     whole = grads()
-    for name, parameter in block.named_parameters():
+    for name, parameter in layer.named_parameters():
         parameter.requires_grad_("attention" not in name and "up" not in name)
     some = grads()
     assert set(some) == {name for name in whole if "attention" not in name and "up" not in name}
@@ -211,60 +248,83 @@ def model() -> SequenceClassifier:
     )
 
 
+def tables(graph: nn.Module) -> list[str]:
+    return [part.table.name for part in graph.modules() if isinstance(part, EncoderLayer)]
+
+
 def test_without_a_device_nothing_changes() -> None:
     graph = model().graph
-    undo = fuse_layers(graph, torch.bfloat16)
-    assert not any("forward" in part.__dict__ for part in graph.modules())
+    undo, lacking = arrange_training(graph, torch.bfloat16)
+    assert tables(graph) == ["torch", "torch"]
+    assert set(lacking.values()) == {"the device is a cpu"}
     undo()
 
 
 def test_what_is_put_in_is_taken_out_and_the_model_stays_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(install, "kernels_hold", lambda *_: True)
-    monkeypatch.setattr(install, "NEEDS_CUDA", False)
+    monkeypatch.setattr(arrange, "trusted", lambda *_: True)
     graph = model().graph.eval()
     names = list(graph.state_dict())
     ids, layout = torch.tensor([2, 7, 9, 3, 2, 8]), Packed.of([4, 2])
     expected = graph(ids, token_type_ids=None, layout=layout)
-    undo = fuse_layers(graph, torch.bfloat16)
-    assert sum("forward" in part.__dict__ for part in graph.modules()) == 2
+    undo, lacking = arrange_training(graph, torch.bfloat16, anywhere=True)
+    assert tables(graph) == ["cuda-training"] * 2
+    assert lacking == {}
     assert list(graph.state_dict()) == names
-    # No autocast, no bucket: the layers as they were built.
+    # No autocast: torch's operations.
     assert torch.equal(graph(ids, token_type_ids=None, layout=layout), expected)
-    twin = copy.deepcopy(graph)
-    assert not any("forward" in part.__dict__ for part in twin.modules())
-    assert torch.equal(twin(ids, token_type_ids=None, layout=layout), expected)
+    for twin in (copy.deepcopy(graph), pickle.loads(pickle.dumps(graph.get_submodule("encoder.layers.0")))):
+        assert set(tables(twin)) == {"torch"}
     undo()
-    assert not any("forward" in part.__dict__ for part in graph.modules())
+    assert all(part.table is TORCH for part in graph.modules() if isinstance(part, EncoderLayer))
     assert torch.equal(graph(ids, token_type_ids=None, layout=layout), expected)
 
 
-@pytest.mark.parametrize(("change", "left"), [("hook", 1), ("activation", 1), ("heads", 0)])
-def test_layers_that_the_kernels_do_not_know_are_left_alone(
-    change: str, left: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ("hook", "hook watches"),
+        ("activation", "activation is relu"),
+        ("heads", "heads of 8"),
+        ("norm", "norm is a Iden"),
+    ],
+)
+def test_layers_that_the_kernels_do_not_know_are_left_alone_and_say_why(
+    change: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(install, "kernels_hold", lambda *_: True)
-    monkeypatch.setattr(install, "NEEDS_CUDA", False)
+    monkeypatch.setattr(arrange, "trusted", lambda *_: True)
     graph: Any = model().graph
-    block: Any = graph.get_submodule("encoder.layers.0")
+    layer: Any = graph.get_submodule("encoder.layers.0")
     if change == "hook":
-        block.attention_norm.register_forward_hook(lambda *_: None)
+        layer.attention.register_forward_hook(lambda *_: None)
     elif change == "activation":
-        block.feed_forward.activation.name = "relu"
+        layer.feed_forward.activation.name = "relu"
+    elif change == "norm":
+        layer.feed_forward_norm = nn.Identity()
     else:
-        for layer in graph.get_submodule("encoder.layers").children():
-            layer.attention.num_heads = 4  # eight wide
-    undo = fuse_layers(graph, torch.bfloat16)
-    assert sum("forward" in part.__dict__ for part in graph.modules()) == left
+        layer.attention.num_heads = 4  # eight wide
+    undo, lacking = arrange_training(graph, torch.bfloat16, anywhere=True)
+    assert tables(graph) == ["torch", "cuda-training"]
+    assert list(lacking) == ["encoder.layers.0"]
+    assert reason in lacking["encoder.layers.0"]
     undo()
 
 
 @on_device
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_this_device_runs_the_kernels(dtype: torch.dtype) -> None:
-    install._fault.cache_clear()
-    sizes = probe.Sizes(width=256, heads=2, inner=320, tanh=True, dropout=True)
+@pytest.mark.parametrize("kind", ["training", "prediction"])
+def test_this_device_runs_the_kernels(
+    kind: str, dtype: torch.dtype, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLODL_HF_CACHE", str(tmp_path))
+    trust.forget()
+    sizes = LayerSizes(width=256, heads=2, inner=320, activation="gelu_pytorch_tanh", dropout=True)
     before = torch.cuda.get_rng_state(), torch.get_rng_state()
-    assert install.kernels_hold(torch.device("cuda", 0), dtype, sizes)
+    assert trust.trusted(kind, torch.device("cuda", 0), dtype, sizes, getattr(trials, kind))
     after = torch.cuda.get_rng_state(), torch.get_rng_state()
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert list(tmp_path.glob("kernels-*.json"))
+    # A later process asks nobody.
+    trust.forget()
+    assert trust.trusted(kind, torch.device("cuda", 0), dtype, sizes, lambda *_: 1 / 0)
+    trust.forget()

@@ -1,0 +1,414 @@
+"""What users wait for: each path in a fresh process, by the command line and the public calls, with their defaults.
+
+Paths, each with transformers' or sentence-transformers' beside it where `--peers` is given:
+
+* ``file``: ``flodl-hf predict MODEL --in x.jsonl --out y.jsonl``, wall seconds of the whole command;
+* ``first``: from ``python`` to the first answer, with Triton's cache as it is and with an empty one;
+* ``labels``: five calls of ``predict`` on 20,000 texts by a new process; also beside busy cores, and with
+  ``TOKENIZERS_PARALLELISM=false`` in its environment;
+* ``embed``: MiniLM's vectors of 20,000 texts, five calls;
+* ``answers``: BERT-large, 6,000 questions with contexts, five calls;
+* ``devices``: ``predict`` on 100,000 texts with one device and with all of them;
+* ``finetune``: ``flodl-hf finetune`` on one device and on two, with and without ``--out``; rows a second of each epoch.
+
+Weights are random at the real sizes (MiniLM's are its own), since values change no time; texts are real, cut to
+log-normal lengths (`benchmarks.corpus`), and tokens are counted without padding, specials included.
+
+    python -m benchmarks.users_paths --data FOLDER --minilm FOLDER [--only labels first ...] [--peers] [--json FILE]
+    python -m benchmarks.users_paths --data FOLDER --minilm FOLDER --tiny --device cpu   # does the script work?
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.corpus import mixed_texts
+
+BASE = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072}
+LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
+TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+CALLS = 5
+
+LABELS = """
+import json, sys, time
+from flodl_hf import AutoModelForSequenceClassification
+texts = json.load(open({texts!r}))[:{count}]
+model = AutoModelForSequenceClassification.from_pretrained({model!r}, device={device!r}, dtype={dtype!r})
+took = []
+for _ in range({calls}):
+    begin = time.perf_counter()
+    found = model.predict(texts, untrained=True{more})
+    took.append(time.perf_counter() - begin)
+assert len(found) == len(texts)
+print(json.dumps(took))
+"""
+EMBED = """
+import json, time
+from flodl_hf import AutoModel
+texts = json.load(open({texts!r}))[:{count}]
+model = AutoModel.from_pretrained({model!r}, device={device!r}, dtype={dtype!r})
+took = []
+for _ in range({calls}):
+    begin = time.perf_counter()
+    found = model.embed(texts)
+    took.append(time.perf_counter() - begin)
+assert len(found) == len(texts)
+print(json.dumps(took))
+"""
+EMBED_PEER = """
+import json, time
+from sentence_transformers import SentenceTransformer
+texts = json.load(open({texts!r}))[:{count}]
+model = SentenceTransformer({model!r}, device={device!r}, model_kwargs={{"dtype": {dtype!r}}})
+took = []
+for _ in range(2):
+    begin = time.perf_counter()
+    model.encode(texts, batch_size=256)
+    took.append(time.perf_counter() - begin)
+print(json.dumps(took))
+"""
+ANSWERS = """
+import json, time
+from flodl_hf import AutoModelForQuestionAnswering
+pairs = json.load(open({texts!r}))[:{count}]
+model = AutoModelForQuestionAnswering.from_pretrained({model!r}, device={device!r}, dtype={dtype!r})
+took = []
+for _ in range({calls}):
+    begin = time.perf_counter()
+    found = model.answer_batch([tuple(pair) for pair in pairs], untrained=True)
+    took.append(time.perf_counter() - begin)
+assert len(found) == len(pairs)
+print(json.dumps(took))
+"""
+# Token scores alone: pairs sorted by length, padded within a budget of tokens; no spans are decoded.
+ANSWERS_PEER = """
+import json, time, torch
+from transformers import AutoModelForQuestionAnswering, AutoTokenizer
+pairs = json.load(open({texts!r}))[:{count}]
+tokenizer = AutoTokenizer.from_pretrained({model!r}, model_max_length=384)
+model = AutoModelForQuestionAnswering.from_pretrained({model!r}, dtype={dtype!r}).to({device!r}).eval()
+took = []
+for _ in range(2):
+    begin = time.perf_counter()
+    rows = tokenizer([q for q, _ in pairs], [c for _, c in pairs], truncation="only_second")
+    order = sorted(range(len(pairs)), key=lambda i: len(rows["input_ids"][i]))
+    start = 0
+    with torch.inference_mode():
+        while start < len(order):
+            stop = start + 1
+            while stop < len(order) and len(rows["input_ids"][order[stop]]) * (stop + 1 - start) <= 65536:
+                stop += 1
+            part = [{{k: rows[k][i] for k in ("input_ids", "token_type_ids")}} for i in order[start:stop]]
+            found = model(**tokenizer.pad(part, return_tensors="pt").to({device!r}))
+            found.start_logits.float().cpu(), found.end_logits.float().cpu()
+            start = stop
+    took.append(time.perf_counter() - begin)
+print(json.dumps(took))
+"""
+FIRST = """
+from flodl_hf import AutoModelForSequenceClassification
+model = AutoModelForSequenceClassification.from_pretrained({model!r}, device={device!r}, dtype={dtype!r})
+print(model.predict(["A fine film that never loses its way."], untrained=True))
+"""
+FIRST_PEER = """
+from transformers import pipeline
+pipe = pipeline("text-classification", model={model!r}, device={device!r}, dtype={dtype!r})
+print(pipe(["A fine film that never loses its way."]))
+"""
+SPIN = "while True: pass"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--minilm", type=Path, required=True, help="a folder of all-MiniLM-L6-v2")
+    parser.add_argument("--only", nargs="*", default=[], choices=sorted(PATHS), metavar="PATH")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--peers", action="store_true")
+    parser.add_argument("--tiny", action="store_true", help="small models and few texts, to see that everything works")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as place:
+        world = World(args, Path(place))
+        print(world.about(), flush=True)
+        for name in args.only or PATHS:
+            print(f"\n== {name}", flush=True)
+            PATHS[name](world)
+        if args.json:
+            args.json.write_text(json.dumps({"about": world.about(), "rows": world.rows}, indent=1) + "\n")
+
+
+class World:
+    """Models, texts and files that the paths use, and the figures that they found."""
+
+    def __init__(self, args: argparse.Namespace, place: Path) -> None:
+        self.args, self.place, self.device = args, place, args.device
+        self.dtype = "bfloat16" if args.device.startswith("cuda") else "float32"
+        self.rows: list[dict[str, Any]] = []
+        self.scale = 100 if args.tiny else 1
+        self.made: dict[str, Path] = {}
+        self.count = 20_000 // self.scale
+        self.texts = mixed_texts(args.data, max(self.count, 100_000 // self.scale), seed=7)
+        (place / "texts.json").write_text(json.dumps(self.texts))
+
+    def about(self) -> str:
+        """Return the machine and the versions."""
+        import torch
+
+        names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        return f"{names or platform.processor()}, {os.cpu_count()} cores, torch {torch.__version__}"
+
+    def tokens(self, count: int) -> int:
+        """Return the tokens of the first texts, specials included."""
+        from tokenizers import Tokenizer
+
+        inner = Tokenizer.from_file(str(self.args.minilm / "tokenizer.json"))
+        inner.no_padding()
+        inner.no_truncation()
+        return sum(map(len, inner.encode_batch_fast(self.texts[:count])))
+
+    def model(self, head: str, size: dict[str, int]) -> Path:
+        """Return a folder with a random BERT of a size and a head, and MiniLM's tokenizer."""
+        name = f"{head}-{size['hidden_size']}"
+        if name not in self.made:
+            import torch
+
+            from flodl_hf.auto import head_named
+            from flodl_hf.config import ModelConfig
+
+            torch.manual_seed(0)
+            size = TINY if self.args.tiny else size
+            settings = {"vocab_size": 30522, "max_position_embeddings": 512, "type_vocab_size": 2, **size}
+            folder = self.place / name
+            model = head_named(head).model.from_config(ModelConfig.for_model("bert", **settings))
+            model.mark_untrained(())
+            model.save_pretrained(folder)
+            for file in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt"):
+                shutil.copy(self.args.minilm / file, folder / file)
+            self.made[name] = folder
+        return self.made[name]
+
+    def note(self, path: str, what: str, seconds: list[float], amount: float = 0.0, unit: str = "") -> None:
+        """Print and keep one row."""
+        self.rows.append({"path": path, "what": what, "seconds": seconds, "amount": amount, "unit": unit})
+        told = " ".join(f"{s:.3f}" for s in seconds)
+        rate = ""
+        if amount:
+            later = seconds[1:] or seconds
+            middle = statistics.median(later)
+            mad = 1.4826 * statistics.median([abs(s - middle) for s in later]) / middle
+            rate = f"  | first {amount / seconds[0]:,.0f}, later {amount / middle:,.0f} {unit} (scaled MAD {mad:.1%})"
+        print(f"{what:56} {told} s{rate}", flush=True)
+
+
+def fresh(code: str, env: dict[str, str] | None = None) -> tuple[float, str]:
+    """Return wall seconds and output of a new interpreter."""
+    return command([sys.executable, "-W", "ignore", "-c", code], env)
+
+
+def command(args: list[str], env: dict[str, str] | None = None) -> tuple[float, str]:
+    """Return wall seconds and output of a command."""
+    # Programs run from compiled bytecode, whatever this shell says.
+    surroundings = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"} | (env or {})
+    begin = time.perf_counter()
+    done = subprocess.run(args, capture_output=True, text=True, env=surroundings, check=False)
+    took = time.perf_counter() - begin
+    if done.returncode:
+        print(f"FAILED: {' '.join(args)[:200]}\n{done.stderr[-1500:]}", flush=True)
+        return float("nan"), ""
+    return took, done.stdout + done.stderr
+
+
+def last_json(output: str) -> list[float]:
+    """Return the numbers that a script printed last."""
+    lines = [line for line in output.splitlines() if line.startswith("[")]
+    return json.loads(lines[-1]) if lines else [float("nan")]
+
+
+def cli(*words: str) -> list[str]:
+    """Return the command line's arguments."""
+    return [sys.executable, "-m", "flodl_hf.cli", *words]
+
+
+@contextmanager
+def busy(cores: int) -> Iterator[None]:
+    """Keep some cores busy meanwhile."""
+    spinning = [subprocess.Popen([sys.executable, "-c", SPIN]) for _ in range(cores)]
+    try:
+        yield
+    finally:
+        for process in spinning:
+            process.kill()
+            process.wait()
+
+
+def files(world: World) -> None:
+    """Files of texts by the command line without any flag, which chooses the device."""
+    model = str(world.model("sequence_classification", BASE))
+    for rows in (20_000, 200_000):
+        rows //= world.scale
+        source = world.place / f"{rows}.jsonl"
+        texts = (world.texts * (rows // len(world.texts) + 1))[:rows]
+        source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        for flags in ([], ["--device", world.device, "--precision", "bf16" if world.dtype == "bfloat16" else "fp32"]):
+            out = world.place / f"out-{rows}.jsonl"
+            if not flags and rows > 20_000 // world.scale:
+                continue
+            took, told = command([*cli("predict", model, "--in", str(source), "--out", str(out)), *flags])
+            out.unlink(missing_ok=True)
+            world.note("file", f"{rows:,} rows {' '.join(flags)}", [took])
+            print("   ", " / ".join(told.strip().splitlines()[:3])[:300], flush=True)
+
+
+def first(world: World) -> None:
+    """From ``python`` to the first answer."""
+    given = {"model": str(world.model("sequence_classification", BASE)), "device": world.device, "dtype": world.dtype}
+    found: dict[str, list[float]] = {}
+    for round_ in range(4):
+        found.setdefault("first answer", []).append(fresh(FIRST.format(**given))[0])
+        if round_ < 2:
+            with tempfile.TemporaryDirectory() as cache:
+                took = fresh(FIRST.format(**given), {"TRITON_CACHE_DIR": cache})[0]
+            found.setdefault("first answer, empty Triton cache", []).append(took)
+        if world.args.peers and round_ < 2:
+            found.setdefault("transformers pipeline", []).append(fresh(FIRST_PEER.format(**given))[0])
+        found.setdefault("import torch, make a CUDA context", []).append(
+            fresh(f"import torch; torch.zeros(1, device={world.device!r})")[0]
+        )
+    for what, seconds in found.items():
+        world.note("first", what, seconds)
+
+
+def labels(world: World) -> None:
+    """Labels of many texts."""
+    given = {
+        "model": str(world.model("sequence_classification", BASE)), "device": world.device, "dtype": world.dtype,
+        "texts": str(world.place / "texts.json"), "count": world.count, "calls": CALLS, "more": "",
+    }  # fmt: skip
+    tokens = world.tokens(world.count) / 1e3
+    for round_ in range(2):
+        found = last_json(fresh(LABELS.format(**given))[1])
+        world.note("labels", f"predict, process {round_ + 1}", found, tokens, "ktok/s")
+    with busy(max(1, (os.cpu_count() or 2) // 8)):
+        found = last_json(fresh(LABELS.format(**given))[1])
+    world.note("labels", "predict beside busy cores (one in eight)", found, tokens, "ktok/s")
+    found = last_json(fresh(LABELS.format(**given), {"TOKENIZERS_PARALLELISM": "false"})[1])
+    world.note("labels", "predict, TOKENIZERS_PARALLELISM=false inherited", found, tokens, "ktok/s")
+
+
+def embed(world: World) -> None:
+    """Vectors of many texts."""
+    given = {
+        "model": str(world.args.minilm), "device": world.device, "dtype": world.dtype,
+        "texts": str(world.place / "texts.json"), "count": world.count, "calls": CALLS,
+    }  # fmt: skip
+    tokens = world.tokens(world.count) / 1e3
+    for round_ in range(2):
+        found = last_json(fresh(EMBED.format(**given))[1])
+        world.note("embed", f"MiniLM embed, process {round_ + 1}", found, tokens, "ktok/s")
+    if world.args.peers:
+        found = last_json(fresh(EMBED_PEER.format(**given))[1])
+        world.note("embed", "sentence-transformers encode, batch 256", found, tokens, "ktok/s")
+
+
+def answers(world: World) -> None:
+    """Answers to many questions."""
+    data = [json.loads((world.args.data / "xquad" / f"{part}.json").read_text()) for part in ("train", "dev")]
+    articles = [article for part in data for article in part["data"]]
+    asked = [(qa["question"], p["context"]) for article in articles for p in article["paragraphs"] for qa in p["qas"]]
+    wanted = 6_000 // world.scale
+    pairs = []
+    for turn in range(-(-wanted // len(asked))):
+        # Further turns drop sentences from the front, so that contexts differ and lengths spread.
+        for question, context in asked:
+            parts = context.split(". ")
+            pairs.append((question, ". ".join(parts[turn % max(1, len(parts)) :])))
+    pairs = pairs[:wanted]
+    path = world.place / "pairs.json"
+    path.write_text(json.dumps(pairs))
+    given = {
+        "model": str(world.model("question_answering", LARGE)), "device": world.device, "dtype": world.dtype,
+        "texts": str(path), "count": wanted, "calls": CALLS,
+    }  # fmt: skip
+    found = last_json(fresh(ANSWERS.format(**given))[1])
+    world.note("answers", "BERT-large answer_batch", found, wanted, "questions/s")
+    if world.args.peers:
+        found = last_json(fresh(ANSWERS_PEER.format(**given))[1])
+        world.note("answers", "transformers by hand, no decoding", found, wanted, "questions/s")
+
+
+def devices(world: World) -> None:
+    """Several devices."""
+    import torch
+
+    several = max(2, torch.cuda.device_count())
+    kind = world.device.partition(":")[0]
+    given = {
+        "model": str(world.model("sequence_classification", BASE)), "device": world.device, "dtype": world.dtype,
+        "texts": str(world.place / "texts.json"), "count": 100_000 // world.scale, "calls": 4,
+    }  # fmt: skip
+    tokens = world.tokens(100_000 // world.scale) / 1e3
+    names = [f"{kind}:{i}" if kind == "cuda" else kind for i in range(several)]
+    for what, more in (("one device", ""), (f"{several} devices", f", devices={names!r}")):
+        found = last_json(fresh(LABELS.format(**given, more=more))[1])
+        world.note("devices", f"predict 100,000 texts, {what}", found, tokens, "ktok/s")
+
+
+def finetune(world: World) -> None:
+    """Fine-tuning by the command line."""
+    import torch
+
+    rows = 9_600 // world.scale
+    train = world.place / "train.tsv"
+    cut = [" ".join(text.split()[:90]) for text in world.texts[:rows]]
+    train.write_text("text\tlabel\n" + "".join(f"{text}\t{i % 2}\n" for i, text in enumerate(cut)))
+    model = str(world.model("sequence_classification", BASE))
+    precision = "bf16" if world.dtype == "bfloat16" else "fp32"
+    several = torch.cuda.device_count() > 1 or world.device == "cpu"
+    one = [] if world.device != "cpu" else ["--devices", "cpu"]
+    two = ["--devices", "2"] if world.device != "cpu" else ["--devices", "cpu,cpu"]
+    for batch in (32, 64):
+        for what, flags, keep in (
+            ("one device", one, True), ("two devices", two, True), ("two devices, no --out", two, False),
+        ):  # fmt: skip
+            if flags is two and not several:
+                continue
+            out = world.place / "tuned"
+            words = ["finetune", model, "--train", str(train), "--epochs", "4", "--batch-size", str(batch)]
+            words += ["--precision", precision, *flags, *(["--out", str(out)] if keep else [])]
+            took, told = command(cli(*words))
+            shutil.rmtree(out, ignore_errors=True)
+            shutil.rmtree(out.with_name("tuned.checkpoints"), ignore_errors=True)
+            speeds = [float(found) for found in re.findall(r"(\d+) rows/s", told)]
+            later = statistics.median(speeds[1:]) if len(speeds) > 1 else float("nan")
+            name = f"{what}, batch {batch}: {later:,.0f} rows/s of a later epoch {speeds}"
+            world.note("finetune", name, [took])
+
+
+PATHS: dict[str, Callable[[World], None]] = {
+    "first": first,
+    "file": files,
+    "labels": labels,
+    "embed": embed,
+    "answers": answers,
+    "devices": devices,
+    "finetune": finetune,
+}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""What dropout drops: a hash of a seed and of a place, the same forward and backward, and never a mask in memory."""
+
+# pyright: reportMissingImports=false, reportCallIssue=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["kept", "keys_of"]
+
+
+@triton.jit
+def keys_of(seed, stream):
+    """Return two keys of 32 bits, independent for every seed and stream."""
+    one, two, _, _ = tl.philox(seed, stream, 0, 0, 0)
+    return one, two
+
+
+@triton.jit
+def kept(one, two, place, p):
+    """Return True where a value stays: each bit of the hash depends on each bit of place and keys.
+
+    Philox for each place would cost more than all else in a tile.
+    """
+    x = place.to(tl.uint32, bitcast=True) ^ one
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = ((x ^ (x >> 15)) + two) * 0x846CA68B
+    x = (x ^ (x >> 16)) * 0x9E3779B1
+    x = x ^ (x >> 15)
+    return (x >> 8).to(tl.int32).to(tl.float32) * 5.9604645e-08 >= p

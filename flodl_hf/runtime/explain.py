@@ -1,0 +1,180 @@
+"""What runs where, and why not faster: the table of each layer, kernels, recording, for a device and a precision.
+
+The answers come from those who decide when a model runs: the tables' `lacks`, `flodl_hf.kernels.trust` and the
+processor's capabilities. No weight is read, so a graph on the ``meta`` device can be explained too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from flodl.graph import Graph
+from flodl_hf.kernels.trust import trusted
+from flodl_hf.runtime.precision import Precision, check_precision, dtype_of
+from flodl_hf.tables.arrange import layers_of, sizes_of
+from flodl_hf.tables.cuda import HEAD_WIDTHS, SHORT, CudaTable
+from flodl_hf.tables.processor import plain_parts
+from flodl_hf.tables.training import TrainingTable
+from flodl_hf.tables.trials import prediction
+
+if TYPE_CHECKING:
+    from flodl_hf.model import EncoderModel
+
+__all__ = ["Explanation", "LayerGroup", "explain", "explain_graph"]
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """Layers that run alike.
+
+    Attributes:
+        table: which operations compute them: "torch", "processor", "cuda" or "cuda-training".
+        layers: their paths.
+        reason: why it is torch's; None where a device's own table runs them.
+    """
+
+    table: str
+    layers: tuple[str, ...]
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What runs a model on a device.
+
+    Attributes:
+        device: where.
+        precision: what products are computed in.
+        training: whether training steps are explained rather than prediction.
+        groups: the layers, by table and reason.
+        kernels: what computes their parts.
+        recorded: whether passes are recorded and replayed, or why not.
+    """
+
+    device: str
+    precision: str
+    training: bool
+    groups: tuple[LayerGroup, ...]
+    kernels: tuple[str, ...]
+    recorded: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as JSON types."""
+        return {
+            "device": self.device,
+            "precision": self.precision,
+            "training": self.training,
+            "layers": [{"table": g.table, "layers": list(g.layers), "reason": g.reason} for g in self.groups],
+            "kernels": list(self.kernels),
+            "recorded": self.recorded,
+        }
+
+    def __str__(self) -> str:
+        what = "training" if self.training else "prediction"
+        lines = [f"{what} on {self.device} in {self.precision}"]
+        for group in self.groups:
+            names = group.layers[0] if len(group.layers) == 1 else f"{group.layers[0]} to {group.layers[-1]}"
+            count = f"{len(group.layers)} layer{'s' * (len(group.layers) > 1)}"
+            lines.append(f"  {count} ({names}): {group.table}" + (f", because {group.reason}" if group.reason else ""))
+        lines += [f"  {kernel}" for kernel in self.kernels]
+        return "\n".join([*lines, f"  recorded: {self.recorded}"])
+
+
+def explain(
+    model: EncoderModel,
+    device: str | torch.device | None = None,
+    precision: Precision | None = None,
+    *,
+    training: bool = False,
+) -> Explanation:
+    """Return what runs a model where, see `EncoderModel.explain`."""
+    where = model.device if device is None else torch.device(device)
+    dtype = dtype_of(precision) or model.dtype
+    return explain_graph(model.graph, where, dtype, precision, training=training)
+
+
+def explain_graph(
+    graph: Graph, device: torch.device, dtype: torch.dtype, precision: Precision | None, *, training: bool = False
+) -> Explanation:
+    """Return what runs a graph.
+
+    Args:
+        graph: of a model; its tensors are not read.
+        device: where it would run.
+        dtype: of its weights there.
+        precision: as prediction is asked for; None for the weights' own dtype.
+        training: explain training steps.
+
+    Raises:
+        PredictError: the precision is unknown, or the device lacks it.
+    """
+    present = device.type != "cuda" or torch.cuda.is_available()
+    if present and not training:
+        check_precision(precision, device)
+    named = precision or str(dtype).removeprefix("torch.")
+    if training:
+        return _training(graph, device, named, dtype, present)
+    if precision == "exact":
+        paths = tuple(path for path, _ in layers_of(graph))
+        group = LayerGroup("torch", paths, "precision='exact' repeats the reference arithmetic")
+        return Explanation(str(device), named, False, (group,), (), "no: exact passes are launched one by one")
+    if device.type == "cuda":
+        return _cuda(graph, device, named, dtype, present)
+    if device.type == "cpu":
+        return _processor(graph, named, precision)
+    paths = tuple(path for path, _ in layers_of(graph))
+    group = LayerGroup("torch", paths, f"there is no table for {device.type} devices")
+    return Explanation(str(device), named, False, (group,), (), f"no: {device.type} devices record nothing here")
+
+
+def _grouped(reasons: dict[str, str | None], table: str) -> tuple[LayerGroup, ...]:
+    """Return groups of layers with one reason each, in order; a reason of None is the table's own."""
+    groups: dict[str | None, list[str]] = {}
+    for path, reason in reasons.items():
+        groups.setdefault(reason, []).append(path)
+    return tuple(LayerGroup("torch" if reason else table, tuple(paths), reason) for reason, paths in groups.items())
+
+
+def _cuda(graph: Graph, device: torch.device, named: str, dtype: torch.dtype, present: bool) -> Explanation:
+    table = CudaTable(kernels=False)
+    groups = _grouped({path: table.lacks(layer) for path, layer in layers_of(graph)}, "cuda")
+    half = dtype in (torch.float16, torch.bfloat16)
+    sizes = {found for _, layer in layers_of(graph) if (found := sizes_of(layer)) is not None}
+    kernels: list[str] = []
+    if not half:
+        kernels.append(f"our kernels: none, they are for bf16 and fp16 and this is {named}")
+    elif not sizes:
+        kernels.append(f"our kernels: attention of its own kind, or heads of another width than {HEAD_WIDTHS}")
+    elif not present:
+        kernels.append("our kernels: not tried, there is no CUDA device here")
+    else:
+        held = all(trusted("prediction", device, dtype, each, prediction) for each in sizes)
+        kernels.append("our kernels: trusted on this device" if held else "our kernels: not trusted on this device")
+    if half:
+        kernels.append(f"attention: one kernel among texts up to {SHORT} tokens, torch's variable-length one above")
+    recorded = "yes: large batches at their first coming, single texts at their second"
+    return Explanation(str(device), named, False, groups, tuple(kernels), recorded)
+
+
+def _processor(graph: Graph, named: str, precision: Precision | None) -> Explanation:
+    from flodl_hf.runtime.cpu import products_of
+
+    groups = _grouped({path: plain_parts(layer) for path, layer in layers_of(graph)}, "processor")
+    kernels = (f"products: {products_of(precision)}", f"processor: {torch.backends.cpu.get_cpu_capability()}")
+    return Explanation("cpu", named, False, groups, kernels, "no: processors record nothing")
+
+
+def _training(graph: Graph, device: torch.device, named: str, dtype: torch.dtype, present: bool) -> Explanation:
+    half = dtype in (torch.float16, torch.bfloat16)
+    if device.type != "cuda" or not half:
+        reason = "the training table is for CUDA devices in bf16 or fp16"
+        groups = (LayerGroup("torch", tuple(path for path, _ in layers_of(graph)), reason),)
+    else:
+        table = TrainingTable(dtype)
+        groups = _grouped({path: table.lacks(layer) for path, layer in layers_of(graph)}, "cuda-training")
+    recorded = "yes: steps whose shapes come again" if device.type == "cuda" else "no: only CUDA devices record steps"
+    kernels = () if present else ("our kernels: not tried, there is no CUDA device here",)
+    return Explanation(str(device), named, True, groups, kernels, recorded)

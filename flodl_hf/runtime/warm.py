@@ -1,0 +1,82 @@
+"""A CUDA device made ready while weights are still being read: its context, libraries and kernels.
+
+What a first answer would wait for has little to do with the weights: the driver makes a context, libraries make their
+handles, Triton is imported and identifies itself by a hash of all its files, kernels are loaded (compiled, on the first
+run of a machine). Threads do that beside the reading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from importlib import import_module
+from importlib.util import find_spec
+from threading import Thread
+
+import torch
+
+from flodl.graph import Graph
+
+__all__ = ["Warming"]
+
+
+class Warming:
+    """Threads that make a device ready; those of its libraries start at once.
+
+    Args:
+        device: a CUDA device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._threads = [self._start(_identify_triton), self._start(_make_handles, device)]
+
+    @staticmethod
+    def _start(what: Callable[..., None], *args: object) -> Thread:
+        thread = Thread(target=what, args=args, name="flodl-hf-warm", daemon=True)
+        thread.start()
+        return thread
+
+    def layers(self, graph: Graph, dtype: torch.dtype) -> None:
+        """Go on with the kernels of a graph's layers; its tensors are not read.
+
+        Args:
+            graph: of the model.
+            dtype: of its weights on the device.
+        """
+        if dtype in (torch.float16, torch.bfloat16):
+            self._threads.append(self._start(_load_kernels, graph, self.device, dtype, tuple(self._threads)))
+
+    def wait(self) -> None:
+        """Return when the device is ready."""
+        for thread in self._threads:
+            thread.join()
+
+
+def _identify_triton() -> None:
+    # Once a process Triton hashes its whole installation, which takes longer than loading a kernel.
+    with suppress(Exception):
+        if find_spec("triton") is not None:
+            import_module("triton.runtime.cache").triton_key()
+
+
+def _make_handles(device: torch.device) -> None:
+    # What is wrong with a device is told by the first use that somebody waits for.
+    with suppress(RuntimeError), torch.inference_mode():
+        for dtype in (torch.float32, torch.bfloat16):
+            x = torch.zeros(16, 16, device=device, dtype=dtype)
+            torch.nn.functional.linear(x, x, x[0])
+
+
+def _load_kernels(graph: Graph, device: torch.device, dtype: torch.dtype, before: tuple[Thread, ...]) -> None:
+    from flodl_hf.kernels.trust import trusted
+    from flodl_hf.tables.arrange import layers_of, sizes_of
+    from flodl_hf.tables.trials import buckets, prediction
+
+    for thread in before:
+        thread.join()
+    sizes = dict.fromkeys(found for _, layer in layers_of(graph) if (found := sizes_of(layer)) is not None)
+    where = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+    for each in sizes:
+        trusted("prediction", where, dtype, each, prediction, rehearse=True)
+        trusted("buckets", where, dtype, (each.heads, each.width // each.heads), buckets, rehearse=True)

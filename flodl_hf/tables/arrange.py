@@ -1,0 +1,165 @@
+"""Which table runs each layer of a graph: chosen for a graph that predicts, and for a model while it trains.
+
+Layers that a table lacks stay with torch's operations, and the reason is given to whoever asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flodl.graph import Graph
+from flodl_hf.attention import SelfAttention
+from flodl_hf.disentangled.attention import DisentangledAttention
+from flodl_hf.encoder import FirstToken
+from flodl_hf.encoder_layer import EncoderLayer, FeedForward
+from flodl_hf.kernels.trust import trusted
+from flodl_hf.layout import Layout
+from flodl_hf.tables.cuda import HEAD_WIDTHS, CudaTable, norm_kind
+from flodl_hf.tables.processor import MakeProduct, ProcessorTable
+from flodl_hf.tables.table import TORCH, Table
+from flodl_hf.tables.training import TrainingTable
+from flodl_hf.tables.trials import LayerSizes, prediction, training
+
+__all__ = ["arrange_cuda", "arrange_processor", "arrange_training", "layers_of", "sizes_of"]
+
+
+def layers_of(graph: nn.Module) -> Iterator[tuple[str, EncoderLayer]]:
+    """Yield every encoder layer with its path; one that repeats comes once."""
+    yield from ((name, module) for name, module in graph.named_modules() if isinstance(module, EncoderLayer))
+
+
+def arrange_processor(graph: Graph, make: MakeProduct, *, joined: bool) -> dict[str, str]:
+    """Have a graph's layers run by a processor's table, in place; return why where not, by path.
+
+    Args:
+        graph: for prediction alone; its parameters are read at the first use.
+        make: makes the product of a weight and a bias.
+        joined: one product for query, key and value.
+    """
+    return _arrange(graph, ProcessorTable(make, joined=joined))
+
+
+def arrange_cuda(graph: Graph) -> dict[str, str]:
+    """Have a graph's layers run by the table of a CUDA device, in place; return why where not, by path.
+
+    Args:
+        graph: for prediction alone, on its device, in the dtype that it is to compute in.
+    """
+    first = next(graph.parameters())
+    half = first.dtype in (torch.float16, torch.bfloat16)
+    sizes = {found for _, layer in layers_of(graph) if (found := sizes_of(layer)) is not None}
+    table = CudaTable(
+        kernels=half and all(trusted("prediction", first.device, first.dtype, each, prediction) for each in sizes)
+    )
+    lacking = _arrange(graph, table)
+    for _, layer in layers_of(graph):
+        if layer.table is table:
+            table.join(layer)
+    return lacking
+
+
+def sizes_of(layer: EncoderLayer) -> LayerSizes | None:
+    """Return what a layer's kernels are compiled for; None for parts that no kernel of a layer computes."""
+    attention: Any = layer.attention
+    feed_forward: Any = layer.feed_forward
+    if type(attention) is not SelfAttention or type(feed_forward) is not FeedForward:
+        return None
+    width = attention.query.in_features
+    if width // attention.num_heads not in HEAD_WIDTHS or norm_kind(layer.feed_forward_norm) is None:
+        return None
+    dropped = [m.p for m in layer.modules() if isinstance(m, nn.Dropout)]
+    return LayerSizes(
+        width=width,
+        heads=attention.num_heads,
+        inner=feed_forward.up.out_features,
+        activation=feed_forward.activation.name,
+        gated=feed_forward.gate is not None,
+        order=layer.order,
+        bias=feed_forward.up.bias is not None,
+        window=attention.window,
+        dropout=any(dropped) or attention.attention_dropout > 0,
+    )
+
+
+def _arrange(graph: Graph, table: Table) -> dict[str, str]:
+    lacking: dict[str, str] = {}
+    for path, layer in layers_of(graph):
+        reason = table.lacks(layer)
+        layer.table = TORCH if reason else table
+        if reason:
+            lacking[path] = reason
+            continue
+        if isinstance(layer.attention, DisentangledAttention):
+            # What has no bits to repeat takes the quicker way, and weights that stay project positions once.
+            layer.attention.keeps_positions = True
+            if layer.attention.implementation == "sdpa":
+                layer.attention.implementation = "fast"
+    _finish_first_tokens(graph)
+    return lacking
+
+
+class _Taken(nn.Module):
+    """Stands where first tokens were picked, after a layer that gives nothing else."""
+
+    def forward(self, hidden: Tensor, layout: Layout) -> Tensor:
+        """Return ``hidden`` as it is."""
+        return hidden
+
+
+def _finish_first_tokens(graph: Graph) -> None:
+    """Let the last layer finish first tokens alone, where a classifier reads no others and a table runs it."""
+    parts = dict(graph.named_children())
+    if "head" not in parts:
+        return
+    reader = parts.get("pooler", parts["head"])
+    layers = dict(graph.get_submodule("encoder").named_children()).get("layers")
+    if not isinstance(layers, Graph) or not isinstance(dict(reader.named_children()).get("first"), FirstToken):
+        return
+    last = next(reversed(list(layers.children())), None)
+    alone = list(layers.children()).count(last) == 1  # type: ignore[arg-type]
+    # A layer that computes more than `EncoderLayer` does needs its other tokens.
+    if type(last) is EncoderLayer and last.table is not TORCH and alone:
+        last.first_only = True
+        reader.first = _Taken()
+
+
+# ---- training --------------------------------------------------------------------------------------------
+
+
+def arrange_training(
+    graph: nn.Module, dtype: torch.dtype, *, anywhere: bool = False
+) -> tuple[Callable[[], None], dict[str, str]]:
+    """Have the layers of a model run by the table of training steps; return what undoes it, and why where not, by path.
+
+    A layer keeps its modules, parameters and names. Nothing changes where there is no CUDA device.
+
+    Args:
+        graph: of a model, on its device.
+        dtype: of autocast: bfloat16 or float16.
+        anywhere: on other devices too, for Triton's interpreter.
+    """
+    device = next(graph.parameters()).device
+    if device.type != "cuda" and not anywhere:
+        return _nothing, {path: f"the device is a {device.type}" for path, _ in layers_of(graph)}
+    table = TrainingTable(dtype)
+    lacking = {path: table.lacks(layer) for path, layer in layers_of(graph)}
+    chosen = [layer for path, layer in layers_of(graph) if lacking[path] is None and layer.table is TORCH]
+    sizes = dict.fromkeys(found for layer in chosen if (found := sizes_of(layer)) is not None)
+    if not all(trusted("training", device, dtype, each, training) for each in sizes):
+        return _nothing, dict.fromkeys(lacking, "the kernels are not trusted on this device")
+    for layer in chosen:
+        layer.table = table
+
+    def undo() -> None:
+        for layer in chosen:
+            layer.table = TORCH
+
+    return undo, {path: reason for path, reason in lacking.items() if reason}
+
+
+def _nothing() -> None:
+    return None

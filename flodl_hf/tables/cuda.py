@@ -1,0 +1,176 @@
+"""The table of a CUDA device for prediction: few kernels a layer.
+
+Query, key and value are one product. In half precision sums and norms are a kernel of ours, and so is attention among
+texts up to `SHORT` tokens; torch's variable-length attention serves longer ones. In bf16 an exact GELU becomes its tanh
+form, which the product computes on its way out: the two differ by at most 5e-4, less than bf16's step at the values
+where they do. In fp16 GELU stays exact. Inference only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from flodl_hf.activations import GELUS
+from flodl_hf.attention import SelfAttention
+from flodl_hf.layout import Layout, Packed
+from flodl_hf.tables.processor import plain_parts
+from flodl_hf.tables.table import Layer, Table
+
+__all__ = ["HEAD_WIDTHS", "SHORT", "WIDEST", "CudaTable", "norm_kind", "short_layout"]
+
+# Up to here a block of tokens holds about a text, and walking over tokens beats walking over texts.
+SHORT = 128
+HEAD_WIDTHS = (16, 32, 64, 128)
+WIDEST = 8192
+
+
+class _Branch(NamedTuple):
+    """States whose last product has not been computed yet."""
+
+    states: Tensor
+    linear: nn.Linear
+
+
+def short_layout(layout: Layout) -> bool:
+    """Return whether texts are laid end to end, with places known, and none is longer than `SHORT`."""
+    return isinstance(layout, Packed) and layout.places is not None and layout.max_length <= SHORT
+
+
+def norm_kind(norm: nn.Module) -> tuple[Tensor, Tensor | None, float, bool] | None:
+    """Return gain, shift, epsilon and whether the mean is subtracted; None for a norm that our kernels do not know."""
+    if norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks:
+        return None
+    if type(norm) is nn.LayerNorm and norm.weight is not None and len(norm.normalized_shape) == 1:
+        return norm.weight, norm.bias, norm.eps, True
+    if type(norm) is nn.RMSNorm and norm.weight is not None and norm.eps is not None:
+        return norm.weight, None, norm.eps, False
+    return None
+
+
+class CudaTable(Table):
+    """Runs the layers of one graph that predicts on a CUDA device.
+
+    Args:
+        kernels: use our kernels, which are for half precision and for devices that are trusted with them.
+    """
+
+    name = "cuda"
+
+    def __init__(self, *, kernels: bool) -> None:
+        self.kernels = kernels
+        self._joined: dict[int, tuple[Tensor, Tensor | None]] = {}
+
+    def lacks(self, layer: Layer) -> str | None:
+        """Return why this table cannot run a layer."""
+        return plain_parts(layer)
+
+    def join(self, layer: Layer) -> None:
+        """Lay the weights of query, key and value end to end, so that one product gives all three.
+
+        The layer's own parameters become views of the joined ones: no number is stored twice.
+        """
+        attention: Any = layer.attention
+        if id(attention) in self._joined:
+            return
+        parts = (attention.query, attention.key, attention.value)
+        joined: list[Tensor | None] = []
+        for leaf in ("weight", "bias"):
+            values = [getattr(part, leaf) for part in parts]
+            if values[0] is None:
+                joined.append(None)
+                continue
+            with torch.no_grad():
+                whole = torch.cat([value.detach() for value in values])
+            joined.append(whole)
+            for part, piece in zip(parts, whole.split([len(value) for value in values]), strict=True):
+                setattr(part, leaf, nn.Parameter(piece, requires_grad=False))
+        assert joined[0] is not None
+        self._joined[id(attention)] = (joined[0], joined[1])
+
+    def attend(self, layer: Layer, hidden: Tensor, layout: Layout, given: Mapping[str, Any], first: bool) -> _Branch:
+        """Return mixed values, whose output projection is still to come."""
+        attention: Any = layer.attention
+        weight, bias = self._joined[id(attention)]
+        sizes = [part.out_features for part in (attention.query, attention.key, attention.value)]
+        query, key, value = nn.functional.linear(hidden, weight, bias).split(sizes, dim=-1)
+        if self._short(attention, hidden, layout):
+            from flodl_hf.kernels.operations import mix
+
+            assert isinstance(layout, Packed)
+            assert layout.places is not None
+            query, key = attention.placed(query, key, layout)
+            mixed = mix(
+                query, key, value, layout.places, layout.segment_ends(), heads=attention.num_heads,
+                window=attention.window,
+            )  # fmt: skip
+        else:
+            mixed = attention.mixed(query, key, value, layout, **given)
+        return _Branch(layout.first(mixed) if first else mixed, attention.output)
+
+    def _short(self, attention: Any, hidden: Tensor, layout: Layout) -> bool:
+        return (
+            self.kernels
+            and type(attention) is SelfAttention
+            and attention.implementation == "sdpa"
+            and attention.kv_heads == attention.num_heads
+            and hidden.shape[-1] // attention.num_heads in HEAD_WIDTHS
+            and short_layout(layout)
+        )
+
+    def transform(self, layer: Layer, hidden: Tensor, layout: Layout) -> _Branch:
+        """Return the widened states, whose last projection is still to come."""
+        feed_forward: Any = layer.feed_forward
+        if feed_forward.gate is not None:
+            wide = feed_forward.activation(feed_forward.gate(hidden)) * feed_forward.up(hidden)
+        elif self._fuses_gelu(feed_forward, hidden):
+            weight, bias = feed_forward.up.weight, feed_forward.up.bias
+            flat = hidden.reshape(-1, hidden.shape[-1])
+            wide = torch.ops.aten._addmm_activation(bias, flat, weight.t(), use_gelu=True)
+            wide = wide.view(*hidden.shape[:-1], -1)
+        else:
+            wide = feed_forward.activation(feed_forward.up(hidden))
+        return _Branch(wide, feed_forward.down)
+
+    def _fuses_gelu(self, feed_forward: Any, hidden: Tensor) -> bool:
+        return (
+            self.kernels
+            and hidden.dtype == torch.bfloat16
+            and feed_forward.activation.name in GELUS
+            and feed_forward.up.bias is not None
+        )
+
+    def add(self, layer: Layer, branch: _Branch, residual: Tensor, layout: Layout) -> Tensor:
+        """Return ``residual`` plus the branch."""
+        return residual + branch.linear(branch.states)
+
+    def add_norm(self, layer: Layer, norm: nn.Module, branch: _Branch, residual: Tensor, layout: Layout) -> Tensor:
+        """Return the normalised sum, by one kernel in half precision."""
+        kind = norm_kind(norm) if self.kernels and residual.shape[-1] <= WIDEST else None
+        if kind is None:
+            return super().add_norm(layer, norm, branch, residual, layout)
+        return self._summed(branch, residual, kind, pre=False)[1]
+
+    def add_then_norm(
+        self, layer: Layer, norm: nn.Module, branch: _Branch, residual: Tensor, layout: Layout
+    ) -> tuple[Tensor, Tensor]:
+        """Return the sum, and it normalised, by one kernel in half precision."""
+        kind = norm_kind(norm) if self.kernels and residual.shape[-1] <= WIDEST else None
+        if kind is None:
+            return super().add_then_norm(layer, norm, branch, residual, layout)
+        return self._summed(branch, residual, kind, pre=True)
+
+    def _summed(
+        self, branch: _Branch, residual: Tensor, kind: tuple[Tensor, Tensor | None, float, bool], *, pre: bool
+    ) -> tuple[Tensor, Tensor]:
+        from flodl_hf.kernels.operations import norm_of_sum
+
+        weight, bias, eps, center = kind
+        width = residual.shape[-1]
+        x = branch.linear(branch.states).reshape(-1, width).contiguous()
+        flat = residual.reshape(-1, width).contiguous()
+        total, normed = norm_of_sum(x, flat, weight, bias, eps=eps, center=center, pre=pre)
+        return total.view(residual.shape), normed.view(residual.shape)

@@ -1,0 +1,301 @@
+"""The table of training steps on CUDA, under autocast in half precision, over the kernels of `flodl_hf.kernels`.
+
+A call that is none of that (no gradient is wanted, another dtype, somebody watches a part) is run by torch's
+operations. What one layer hands to the next beside its states, their half-precision copy and what dropout draws from,
+is kept in the layout's memo, for the call alone.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from flodl_hf.activations import GELUS
+from flodl_hf.attention import SelfAttention
+from flodl_hf.disentangled.attention import DisentangledAttention
+from flodl_hf.encoder_layer import FeedForward
+from flodl_hf.layout import Layout, Packed
+from flodl_hf.tables.cuda import HEAD_WIDTHS, WIDEST, norm_kind, short_layout
+from flodl_hf.tables.processor import plain_parts
+from flodl_hf.tables.table import TORCH, Layer, Table, watched
+
+__all__ = ["TrainingTable"]
+
+# Streams of random numbers of one layer: its heads, then what follows attention and what ends the layer.
+AFTER_ATTENTION, AFTER_FEED_FORWARD = 1 << 20, (1 << 20) + 1
+STREAMS = 1 << 21
+
+
+class _Branch(NamedTuple):
+    """States in half precision whose last product has not been computed yet, and how it is dropped."""
+
+    states: Tensor
+    linear: nn.Linear
+    halves: tuple[Tensor, Tensor | None]
+    dropout: nn.Dropout
+    stream: int
+
+
+class _Carried:
+    """What layers of one call hand to each other.
+
+    Attributes:
+        seed: of what is dropped, ``(1,)``, int64.
+        depth: layers so far.
+        states: what was handed on last, float32.
+        half: its copy in half precision; None where nobody made one.
+        version: how often the states had been written to then.
+        halves: weights of the layer that is running, in half precision.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.seed = torch.empty(1, dtype=torch.int64, device=device).random_(1 << 48)
+        self.depth = -1
+        self.states: Tensor | None = None
+        self.half: Tensor | None = None
+        self.version = 0
+        self.halves: dict[Any, Any] = {}
+
+    def holds(self, states: Tensor) -> bool:
+        """Return whether these are the states that were handed on last, unchanged since."""
+        return self.states is states and self.version == states._version
+
+    def half_of(self, states: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the states in half precision, ``(T, D)``."""
+        if self.half is not None and self.holds(states):
+            return self.half
+        return states.to(dtype).reshape(-1, states.shape[-1])
+
+    def keep(self, states: Tensor, half: Tensor | None) -> None:
+        """Remember what is handed on, and its copy where there is one."""
+        self.states, self.half, self.version = states, half, states._version
+
+
+class TrainingTable(Table):
+    """Runs the layers of a model while it trains.
+
+    Args:
+        dtype: of autocast: bfloat16 or float16.
+    """
+
+    name = "cuda-training"
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._told = False
+
+    def lacks(self, layer: Layer) -> str | None:
+        """Return why this table cannot run a layer."""
+        reason = plain_parts(layer)
+        if reason is not None:
+            return reason
+        attention: Any = layer.attention
+        feed_forward: Any = layer.feed_forward
+        width = attention.query.in_features
+        if width > WIDEST:
+            return f"states of {width} features are wider than {WIDEST}"
+        if width // attention.num_heads not in HEAD_WIDTHS:
+            return f"heads of {width // attention.num_heads} features are none of {', '.join(map(str, HEAD_WIDTHS))}"
+        if feed_forward.gate is None and feed_forward.activation.name not in GELUS:
+            return f"its activation is {feed_forward.activation.name}, which has no kernel"
+        if feed_forward.activation.name == "prelu":
+            return "its activation learns"
+        # Before attention any norm will do: torch computes it.
+        norms = [layer.feed_forward_norm] + [layer.attention_norm] * (layer.order == "post")
+        strange = [type(norm).__name__ for norm in norms if norm_kind(norm) is None]
+        if strange:
+            return f"its norm is a {strange[0]}"
+        if any(part.weight.dtype != torch.float32 for part in (attention.query, feed_forward.up, feed_forward.down)):
+            return "its weights are not float32"
+        return None
+
+    def begin(self, layer: Layer, hidden: Tensor, layout: Layout, given: Mapping[str, Any]) -> Table:
+        """Return this table for a training step under autocast that nobody watches; else torch's."""
+        if not self._takes(layer, hidden):
+            return TORCH
+        if watched(layer):
+            if not self._told:
+                self._told = True
+                warnings.warn(
+                    "training: layers whose parts are watched by a hook run on torch's own operations, more slowly",
+                    stacklevel=2,
+                )
+            return TORCH
+        carried = layout.memo.get("carried")
+        if carried is None or not carried.holds(hidden):
+            # The first layer of a pass, or one whose input somebody changed.
+            carried = layout.memo["carried"] = _Carried(hidden.device)
+        carried.depth += 1
+        carried.halves = self._halved(layer)
+        return self
+
+    def _takes(self, layer: Layer, hidden: Tensor) -> bool:
+        kind = hidden.device.type
+        attention: Any = layer.attention
+        if type(attention) is DisentangledAttention:
+            attends = attention._joins(hidden)
+        else:
+            attends = attention.implementation == "sdpa"
+        return (
+            attends
+            and torch.is_grad_enabled()
+            and torch.is_autocast_enabled(kind)
+            and torch.get_autocast_dtype(kind) == self.dtype
+            and hidden.dtype == torch.float32
+            and attention.query.weight.dtype == torch.float32
+        )
+
+    def _halved(self, layer: Layer) -> dict[str, Any]:
+        """Return copies in half precision of a layer's weights, in one piece of memory made by one launch."""
+        attention: Any = layer.attention
+        feed_forward: Any = layer.feed_forward
+        # Query, key and value come first, so that one piece of the memory is the weight of their joined product.
+        asked = () if type(attention) is DisentangledAttention else (attention.query, attention.key, attention.value)
+        others = [p for p in (attention.output, feed_forward.gate, feed_forward.up, feed_forward.down) if p is not None]
+        tensors = [p.weight for p in asked] + [p.bias for p in asked if p.bias is not None]
+        begins = sum(t.numel() for t in tensors)
+        for part in others:
+            tensors += [part.weight] if part.bias is None else [part.weight, part.bias]
+        sizes = [t.numel() for t in tensors]
+        room = torch.empty(sum(sizes), dtype=self.dtype, device=tensors[0].device)
+        copies = [piece.view(t.shape) for piece, t in zip(room.split(sizes), tensors, strict=True)]
+        with torch.no_grad():
+            torch._foreach_copy_(copies, tensors)  # pyright: ignore[reportPrivateImportUsage]
+        found: dict[Any, Any] = {}
+        if asked:
+            weights = sum(p.weight.numel() for p in asked)
+            width = asked[0].in_features
+            bias = None if asked[0].bias is None else room[weights:begins]
+            found["joined"] = (room[:weights].view(-1, width), bias)
+        rest = iter(copies[len(asked) + sum(p.bias is not None for p in asked) :])
+        for part in others:
+            found[id(part)] = (next(rest), None if part.bias is None else next(rest))
+        return found
+
+    def _carried(self, layout: Layout) -> _Carried:
+        return layout.memo["carried"]
+
+    # ---- operations ----------------------------------------------------------------------------------
+
+    def attend(self, layer: Layer, hidden: Tensor, layout: Layout, given: Mapping[str, Any], first: bool) -> _Branch:
+        """Return mixed values, whose output projection is still to come."""
+        attention: Any = layer.attention
+        carried = self._carried(layout)
+        half = carried.half_of(hidden, self.dtype)
+        stream = carried.depth * STREAMS
+        kind = hidden.device.type
+        if type(attention) is DisentangledAttention:
+            mixed = attention._joined(half.view(hidden.shape), layout, **given)
+        else:
+            with torch.autocast(kind, enabled=False):
+                mixed = self._mixed(attention, half, hidden.shape, layout, carried, stream)
+        return _Branch(
+            mixed.reshape(-1, hidden.shape[-1]), attention.output, carried.halves[id(attention.output)],
+            attention.dropout, stream + AFTER_ATTENTION,
+        )  # fmt: skip
+
+    def _mixed(
+        self, attention: SelfAttention, half: Tensor, shape: torch.Size, layout: Layout, carried: _Carried, stream: int
+    ) -> Tensor:
+        from flodl_hf.kernels.operations import mixed, projected
+
+        parts = (attention.query, attention.key, attention.value)
+        weight, bias = carried.halves["joined"]
+        biases: list[Tensor] = [] if bias is None else [part.bias for part in parts]
+        qkv = projected(half, weight, bias, [part.weight for part in parts], biases)
+        sizes = [part.out_features for part in parts]
+        p = attention.attention_dropout if attention.training else 0.0
+        if short_layout(layout) and attention.kv_heads == attention.num_heads:
+            assert isinstance(layout, Packed)
+            assert layout.places is not None
+            if attention.rotary is not None:
+                query, key, value = qkv.split(sizes, dim=-1)
+                qkv = torch.cat([*attention.placed(query, key, layout), value], -1)
+            return mixed(
+                qkv, layout.places, layout.segment_ends(), carried.seed, heads=attention.num_heads, p=p, stream=stream,
+                window=attention.window,
+            )  # fmt: skip
+        query, key, value = qkv.view(*shape[:-1], -1).split(sizes, dim=-1)
+        return attention.mixed(query, key, value, layout)
+
+    def transform(self, layer: Layer, hidden: Tensor, layout: Layout) -> _Branch:
+        """Return the widened states, whose last projection is still to come."""
+        from flodl_hf.kernels.operations import activated, projected
+
+        feed_forward: Any = layer.feed_forward
+        assert type(feed_forward) is FeedForward
+        carried = self._carried(layout)
+        with torch.autocast(hidden.device.type, enabled=False):
+            half = carried.half_of(hidden, self.dtype)
+            up = feed_forward.up
+            weight, bias = carried.halves[id(up)]
+            if feed_forward.gate is None:
+                x = projected(half, weight, bias, [up.weight], [])
+                wide = activated(x, up.bias, tanh=GELUS[feed_forward.activation.name])
+            else:
+                gate = feed_forward.gate
+                open_weight, open_bias = carried.halves[id(gate)]
+                opened = projected(half, open_weight, open_bias, [gate.weight], _listed(gate.bias))
+                wide = feed_forward.activation(opened) * projected(half, weight, bias, [up.weight], _listed(up.bias))
+        return _Branch(
+            wide, feed_forward.down, carried.halves[id(feed_forward.down)], feed_forward.dropout,
+            carried.depth * STREAMS + AFTER_FEED_FORWARD,
+        )  # fmt: skip
+
+    def add(self, layer: Layer, branch: _Branch, residual: Tensor, layout: Layout) -> Tensor:
+        """Return ``residual`` plus the branch, float32."""
+        from flodl_hf.kernels.operations import projected
+
+        with torch.autocast(residual.device.type, enabled=False):
+            linear = branch.linear
+            x = projected(branch.states, *branch.halves, [linear.weight], _listed(linear.bias))
+            p = branch.dropout.p if branch.dropout.training else 0.0
+            total = residual + F.dropout(x, p, p > 0).view(residual.shape)
+        self._carried(layout).keep(total, None)
+        return total
+
+    def norm(self, norm: nn.Module, hidden: Tensor, layout: Layout) -> Tensor:
+        """Return the normalised states, float32."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            return norm(hidden)
+
+    def add_norm(self, layer: Layer, norm: nn.Module, branch: _Branch, residual: Tensor, layout: Layout) -> Tensor:
+        """Return the normalised sum, float32; its half-precision copy is kept for what comes next."""
+        return self._summed(norm, branch, residual, layout, pre=False)[0]
+
+    def add_then_norm(
+        self, layer: Layer, norm: nn.Module, branch: _Branch, residual: Tensor, layout: Layout
+    ) -> tuple[Tensor, Tensor]:
+        """Return the sum, float32, and it normalised, in half precision."""
+        return self._summed(norm, branch, residual, layout, pre=True)
+
+    def _summed(
+        self, norm: nn.Module, branch: _Branch, residual: Tensor, layout: Layout, *, pre: bool
+    ) -> tuple[Tensor, Tensor]:
+        from flodl_hf.kernels.operations import added_and_normed, projected
+
+        kind = norm_kind(norm)
+        assert kind is not None
+        weight, bias, eps, center = kind
+        carried, width = self._carried(layout), residual.shape[-1]
+        linear, dropout = branch.linear, branch.dropout
+        with torch.autocast(residual.device.type, enabled=False):
+            x = projected(branch.states, *branch.halves, [linear.weight], [])
+            states, half = added_and_normed(
+                x, residual.reshape(-1, width), weight, bias, linear.bias, carried.seed, eps=eps,
+                p=dropout.p if dropout.training else 0.0, stream=branch.stream, center=center, pre=pre,
+            )  # fmt: skip
+        states = states.view(residual.shape)
+        if pre:
+            return states, half.view(residual.shape)
+        carried.keep(states, half)
+        return states, half
+
+
+def _listed(bias: Tensor | None) -> list[Tensor]:
+    return [] if bias is None else [bias]

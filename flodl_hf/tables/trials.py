@@ -1,0 +1,154 @@
+"""Small cases of a layer, to see whether a device's kernels give what torch's operations give: see `kernels.trust`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from flodl_hf.attention import SelfAttention, attend
+from flodl_hf.buckets import Buffer, bucket_of
+from flodl_hf.encoder_layer import EncoderLayer, FeedForward, Order
+from flodl_hf.layout import Packed
+from flodl_hf.tables.cuda import CudaTable
+from flodl_hf.tables.table import TORCH
+from flodl_hf.tables.training import TrainingTable
+
+__all__ = ["LayerSizes", "buckets", "prediction", "small_layer", "training"]
+
+TEXTS = (37, 5, 1, 70, 12)
+
+
+@dataclass(frozen=True)
+class LayerSizes:
+    """What a layer's kernels are compiled for, besides dtypes.
+
+    Attributes:
+        width: of a state.
+        heads: of attention.
+        inner: width between the projections of the feed-forward part.
+        activation: between them.
+        gated: whether the feed-forward part has a gate.
+        order: "post" or "pre".
+        bias: whether projections have biases.
+        window: of attention; None for none.
+        dropout: whether anything is dropped.
+    """
+
+    width: int = 128
+    heads: int = 2
+    inner: int = 512
+    activation: str = "gelu"
+    gated: bool = False
+    order: Order = "post"
+    bias: bool = True
+    window: int | None = None
+    dropout: bool = False
+
+
+def small_layer(
+    device: torch.device, sizes: LayerSizes, p: float = 0.0
+) -> tuple[EncoderLayer, Tensor, Callable[[], Packed], int]:
+    """Return a layer with drawn weights, states, what makes a bucketed layout of a few texts, and their tokens."""
+
+    lengths = np.array(TEXTS)
+    buffer = Buffer(bucket_of(lengths))
+    buffer.write(np.zeros(int(lengths.sum()), np.int32), None, lengths)
+    draw = torch.Generator().manual_seed(0)
+    attention = SelfAttention(sizes.width, sizes.heads, p, p, bias=sizes.bias, window=sizes.window)
+    feed_forward = FeedForward(sizes.width, sizes.inner, sizes.activation, p, gated=sizes.gated, bias=sizes.bias)
+    one, two = (nn.LayerNorm(sizes.width, bias=sizes.bias) for _ in range(2))
+    layer = EncoderLayer(attention, feed_forward, one, two, order=sizes.order)
+    for parameter in layer.parameters():
+        # Scores and states of one size whatever the widths: where attention is nearly sure, rounding shows most.
+        std = 0.1 if parameter.ndim == 1 else 1.1 * parameter.shape[1] ** -0.5
+        nn.init.normal_(parameter, std=std, generator=draw)
+    for norm in (layer.attention_norm, layer.feed_forward_norm):
+        norm.weight.data += 1.0  # type: ignore[operator]
+    states = torch.randn(buffer.bucket.tokens, sizes.width, generator=draw).to(device)
+
+    def layout() -> Packed:
+        return buffer.on(buffer.packed.to(device))[2]
+
+    return layer.to(device), states, layout, int(lengths.sum())
+
+
+def prediction(device: torch.device, dtype: torch.dtype, sizes: LayerSizes) -> tuple[float, str]:
+    """Compare a layer by `CudaTable` with the same layer by torch in float32."""
+
+    layer, states, layout, real = small_layer(device, sizes)
+    with torch.no_grad():
+        right = layer(states, layout=layout())[:real]
+        layer = layer.to(dtype).eval()
+        table = CudaTable(kernels=True)
+        table.join(layer)
+        layer.table = table
+        found = layer(states.to(dtype), layout=layout())[:real]
+    return _distance(found, right), "a layer's result"
+
+
+def training(device: torch.device, dtype: torch.dtype, sizes: LayerSizes) -> tuple[float, str]:
+    """Compare results and gradients of two layers in a row by `TrainingTable` with torch's in float32.
+
+    Where something is dropped, what drops runs too, and infinity is returned where it gives numbers that are none.
+    """
+
+    table = TrainingTable(dtype)
+    layer, states, layout, real = small_layer(device, sizes)
+    direction = torch.randn(states.shape, generator=torch.Generator().manual_seed(1)).to(device)
+    direction[real:] = 0.0
+    if sizes.dropout:
+        dropping, _, _, _ = small_layer(device, sizes, p=0.1)
+        dropping.table = table
+        with torch.enable_grad(), torch.autocast(device.type, dtype):
+            found = dropping(states.clone().requires_grad_(), layout=layout())
+        found.backward(direction)
+        grads = [p.grad for p in dropping.parameters() if p.grad is not None]
+        if not all(bool(torch.isfinite(grad).all()) for grad in [found.detach(), *grads]):
+            return float("inf"), "dropout's gradient"
+
+    def all_of(fused: bool) -> Iterator[tuple[str, Tensor]]:
+        given = states.clone().requires_grad_()
+        layer.table = table if fused else TORCH
+        where = layout()
+        with torch.enable_grad(), torch.autocast(device.type, dtype, enabled=fused):
+            if fused and table.begin(layer, given, layout(), {}) is not table:
+                raise RuntimeError("the kernels do not take the layer")
+            # Twice, so that what a layer hands to the next is looked at too.
+            found = layer(layer(given, layout=where), layout=where)
+        yield "the result", found.detach()[:real]
+        # Weights do not change with what is added to all keys, so that bias has a gradient of rounding errors.
+        named = [(name, p) for name, p in layer.named_parameters() if name != "attention.key.bias"]
+        grads = torch.autograd.grad(found, [given, *(p for _, p in named)], direction)
+        yield "the gradient of the states", grads[0]
+        yield from ((f"the gradient of {name}", grad) for (name, _), grad in zip(named, grads[1:], strict=True))
+
+    pairs = zip(all_of(True), all_of(False), strict=True)
+    return max((_distance(a, b), name) for (name, a), (_, b) in pairs)
+
+
+def buckets(device: torch.device, dtype: torch.dtype, sizes: tuple[int, int]) -> tuple[float, str]:
+    """Compare attention over texts laid end to end and padded to a bucket with plain products in float32."""
+
+    heads, width = sizes
+    lengths = np.array([*TEXTS, 150])
+    buffer = Buffer(bucket_of(lengths))
+    buffer.write(np.zeros(int(lengths.sum()), np.int32), None, lengths)
+    layout = buffer.on(buffer.packed.to(device))[2]
+    real = int(lengths.sum())
+    draw = torch.Generator().manual_seed(0)
+    parts = [torch.randn(buffer.bucket.tokens, heads * width, generator=draw).to(device) for _ in range(3)]
+    with torch.no_grad():
+        plain = Packed.of(lengths.tolist(), device)
+        q, k, v = (x[:real] for x in parts)
+        right = attend(q, k, v, plain, num_heads=heads, implementation="eager")
+        q, k, v = (x.to(dtype) for x in parts)
+        found = attend(q, k, v, layout, num_heads=heads)[:real]
+    return _distance(found, right), "attention in buckets"
+
+
+def _distance(found: Tensor, right: Tensor) -> float:
+    return float((found.detach().float() - right.detach()).norm() / right.detach().norm().clamp(min=1e-6))

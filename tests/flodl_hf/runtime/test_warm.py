@@ -1,0 +1,62 @@
+"""A device is made ready for the layers that come, beside the reading of weights, and loading waits for it."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from flodl_hf import demo, source
+from flodl_hf.auto import load
+from flodl_hf.kernels import trust
+from flodl_hf.runtime import warm
+from flodl_hf.runtime.warm import Warming
+from flodl_hf.tables.trials import LayerSizes
+
+CUDA = torch.device("cuda", 0)
+
+
+def test_kernels_are_tried_at_the_models_sizes_after_the_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    gate = threading.Event()
+    monkeypatch.setattr(warm, "_identify_triton", lambda: gate.wait(20) and seen.append("triton"))
+    monkeypatch.setattr(warm, "_make_handles", lambda device: seen.append(device))
+    monkeypatch.setattr(trust, "trusted", lambda *given, rehearse: bool(seen.append((*given, rehearse))))
+    warming = Warming(CUDA)
+    warming.layers(demo.demo_model(demo.learn_vocabulary()).graph, torch.bfloat16)
+    gate.set()
+    warming.wait()
+    assert seen[:2] == [CUDA, "triton"]
+    kinds = [(kind, dtype, rehearse) for kind, _, dtype, _, _, rehearse in seen[2:]]
+    assert kinds == [("prediction", torch.bfloat16, True), ("buckets", torch.bfloat16, True)]
+    assert isinstance(seen[2][3], LayerSizes)
+
+
+def test_other_precisions_load_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warm, "_identify_triton", lambda: None)
+    monkeypatch.setattr(warm, "_make_handles", lambda device: None)
+    warming = Warming(CUDA)
+    warming.layers(demo.demo_model(demo.learn_vocabulary()).graph, torch.float32)
+    warming.wait()
+    assert len(warming._threads) == 2
+
+
+def test_loading_waits_for_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    model = demo.demo_model(demo.learn_vocabulary())
+    model.mark_untrained(())
+    folder = model.half().save_pretrained(tmp_path / "model")
+    told: list[Any] = []
+
+    class Watched:
+        def layers(self, graph: Any, dtype: torch.dtype) -> None:
+            told.append(dtype)
+
+        def wait(self) -> None:
+            told.append("waited")
+
+    assert source._warming("cpu") is None
+    monkeypatch.setattr(source, "_warming", lambda device: Watched())
+    load(folder, device="cpu")
+    assert told == [torch.float16, "waited"]
