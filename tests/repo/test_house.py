@@ -26,14 +26,14 @@ ONLY_IN = {
     "tokenizers": ("flodl_hf/tokenizer.py", "flodl_hf/tokenization/"),
     "huggingface_hub": ("flodl_hf/hub.py",),
     "typer": ("flodl_hf/cli/",),
-    "rich": ("flodl_hf/cli/",),
+    "rich": ("flodl_hf/cli/", "flodl/progress.py"),
     "pyarrow": ("flodl/data/",),
     "triton": (
         "flodl/train/norm_kernels.py",
         "flodl_hf/kernels/",
     ),
 }
-FLODL_NEEDS = {"torch", "numpy", "safetensors", "pyarrow", "triton", "flodl"}
+FLODL_NEEDS = {"torch", "numpy", "safetensors", "pyarrow", "triton", "rich", "flodl"}
 
 
 def name(path: Path) -> str:
