@@ -3,7 +3,7 @@
 A schedule knows no optimiser: ``lr(step)`` is a number, so schedules nest, are compared, pickled and
 resumed by nothing more than the step they are asked for. Who sets the number on an optimiser, and
 whether a step is a batch or an epoch, is the caller's matter. `Plateau` alone has a memory, because it
-answers to a metric.
+answers to a metric. Curves as recipes for Hugging Face models name them are in `flodl.train.warmed_up`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ __all__ = [
     "Schedule",
     "StepDecay",
     "Warmup",
+    "require",
 ]
 
 
@@ -39,7 +40,12 @@ class Schedule(Protocol):
         ...
 
 
-def _require(schedule: object, **holds: bool) -> None:
+def require(schedule: object, **holds: bool) -> None:
+    """Refuse a schedule for which a rule does not hold; rules are named with ``_`` for spaces.
+
+    Raises:
+        ConfigError: ``problems`` lists the rules.
+    """
     problems = [rule.replace("_", " ") for rule, kept in holds.items() if not kept]
     if problems:
         raise ConfigError(
@@ -78,7 +84,7 @@ class Linear:
     total: int
 
     def __post_init__(self) -> None:
-        _require(self, total_of_at_least_1=self.total >= 1)
+        require(self, total_of_at_least_1=self.total >= 1)
 
     def lr(self, step: int) -> float:
         """Return the learning rate of ``step``."""
@@ -100,7 +106,7 @@ class StepDecay:
     gamma: float = 0.1
 
     def __post_init__(self) -> None:
-        _require(self, size_of_at_least_1=self.size >= 1)
+        require(self, size_of_at_least_1=self.size >= 1)
 
     def lr(self, step: int) -> float:
         """Return the learning rate of ``step``."""
@@ -123,7 +129,7 @@ class MultiStep:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "milestones", tuple(self.milestones))
-        _require(self, rising_milestones=list(self.milestones) == sorted(set(self.milestones)))
+        require(self, rising_milestones=list(self.milestones) == sorted(set(self.milestones)))
 
     def lr(self, step: int) -> float:
         """Return the learning rate of ``step``."""
@@ -162,7 +168,7 @@ class Cosine:
     total: int
 
     def __post_init__(self) -> None:
-        _require(self, total_of_at_least_1=self.total >= 1)
+        require(self, total_of_at_least_1=self.total >= 1)
 
     def lr(self, step: int) -> float:
         """Return the learning rate of ``step``."""
@@ -186,7 +192,7 @@ class Warmup:
     steps: int
 
     def __post_init__(self) -> None:
-        _require(self, steps_of_at_least_0=self.steps >= 0)
+        require(self, steps_of_at_least_0=self.steps >= 0)
 
     def lr(self, step: int) -> float:
         """Return the learning rate of ``step``."""
@@ -210,7 +216,7 @@ class OneCycle:
     divisor: float = 25.0
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             self,
             total_of_at_least_1=self.total >= 1,
             warmup_fraction_from_0_to_1=0 <= self.warmup_fraction <= 1,
@@ -245,7 +251,7 @@ class Cyclic:
     down: int | None = None
 
     def __post_init__(self) -> None:
-        _require(self, up_of_at_least_1=self.up >= 1, down_of_at_least_1=self.down is None or self.down >= 1)
+        require(self, up_of_at_least_1=self.up >= 1, down_of_at_least_1=self.down is None or self.down >= 1)
 
     def lr(self, step: int) -> float:
         """Return the learning rate of ``step``."""
@@ -268,7 +274,7 @@ class Plateau:
 
     def __init__(self, base: float, patience: int, factor: float = 0.1, floor: float = 0.0, mode: str = "min") -> None:
         self.base, self.patience, self.factor, self.floor, self.mode = base, patience, factor, floor, mode
-        _require(
+        require(
             self,
             patience_of_at_least_1=patience >= 1,
             factor_between_0_and_1=0 < factor < 1,

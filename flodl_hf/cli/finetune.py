@@ -149,7 +149,7 @@ def parse(name: str, text: Any) -> Any:
         return [word.strip() for part in parts for word in part.split(",") if word.strip()] or None
     if not isinstance(text, str):
         return text
-    if name == "columns":
+    if name in ("columns", "schedule_options"):
         return dict(_pairs(name, text))
     if name == "class_weights":
         if "=" in text:

@@ -77,7 +77,10 @@ class Job:
         options = self.options
         # Without held-out data a plateau is one of the training loss.
         lower = self.metric is None or self.metric.startswith("-")
-        return make_schedule(options.schedule, options.lr, options.warmup, self.steps, lower_is_better=lower)
+        return make_schedule(
+            options.schedule, options.lr, options.warmup, self.steps,
+            lower_is_better=lower, options=options.schedule_options,
+        )  # fmt: skip
 
 
 def plan_job(
@@ -131,10 +134,12 @@ def plan_job(
         )
     _need_evaluation(options, evaluation)
     filled = replace(options, task=task.head, labels=task.labels, problem_type=task.problem_type)
-    return Job(
+    job = Job(
         filled, task, tables, opened, factory, rows, batches, collate, objective, evaluation,
         _count_steps(options, batches), str(getattr(opened.source, "name", None) or "a model in memory"),
     )  # fmt: skip
+    _ = job.schedule  # values that it cannot have are refused now
+    return job
 
 
 def _known(model: Any, options: Options) -> Known:

@@ -7,7 +7,7 @@ model card prints. It checks single values; what only the data or the model can 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypedDict, get_args, get_type_hints
 
 from flodl.errors import ConfigError, capped, nearest
@@ -24,7 +24,25 @@ _TASK_WORDS = {
     "mlm": "masked_lm",
     "fill_mask": "masked_lm",
 }
-SCHEDULES = ("linear", "cosine", "constant", "one_cycle", "plateau")
+SCHEDULES: dict[str, dict[str, type]] = {
+    "linear": {},
+    "cosine": {"cycles": float, "floor": float, "end": float},
+    "cosine_with_restarts": {"cycles": float},
+    "polynomial": {"power": float, "end": float},
+    "inverse_sqrt": {"timescale": int},
+    "warmup_stable_decay": {
+        "decay": float,
+        "stable": int,
+        "rise": str,
+        "fall": str,
+        "floor": float,
+        "cycles": float,
+    },
+    "constant": {},
+    "one_cycle": {"divisor": float},
+    "plateau": {"patience": int, "factor": float, "floor": float},
+}
+"""Names of curves, and what each takes in ``schedule_options``; `flodl_hf.finetuning.rates` makes them."""
 
 
 def _opt(default: Any, says: str, **checks: Any) -> Any:
@@ -66,7 +84,14 @@ class Options:
     )
 
     lr: float = _opt(5e-5, "Highest learning rate.", least=0.0)
-    schedule: Any = _opt("linear", "linear, cosine, constant, one_cycle or plateau.")  # noqa: RUF009
+    schedule: Any = _opt(  # noqa: RUF009
+        "linear",
+        "linear, cosine, cosine_with_restarts, polynomial, inverse_sqrt, warmup_stable_decay, constant, one_cycle or "
+        "plateau.",
+    )
+    schedule_options: Mapping[str, Any] | None = _opt(
+        None, "What the schedule takes besides, such as power=2 (polynomial) or decay=0.2 (warmup_stable_decay)."
+    )
     warmup: float = _opt(0.0, "Steps of rising rate; below 1 a share of all steps.", least=0.0)
     optimizer: str = _opt("adamw", "adamw or sgd.", among=("adamw", "sgd"))
     weight_decay: float = _opt(0.0, "Weight decay, not applied to biases and norms.", least=0.0)
@@ -148,6 +173,7 @@ class FinetuneOptions(TypedDict, total=False):
     stride: int | None
     lr: float
     schedule: Any
+    schedule_options: Mapping[str, Any] | None
     warmup: float
     optimizer: str
     weight_decay: float
@@ -237,6 +263,8 @@ def make_options(given: Mapping[str, Any], where: str = "finetune") -> Options:
         problems = _together(options)
     if options is None or problems:
         raise ConfigError(f"{where}: options that cannot be:\n{capped(problems)}", problems=problems, where=where)
+    if options.schedule_options:
+        options = replace(options, schedule_options=_schedule_options(options.schedule, options.schedule_options)[0])
     return options
 
 
@@ -251,6 +279,9 @@ def _checked(value: Any, hint: Any, checks: Mapping[str, Any]) -> Any:
     elif hint == Mapping[str, str] | None:
         if not isinstance(value, Mapping):
             raise ValueError(f"found {value!r}; expected a map of roles to columns")
+    elif hint == Mapping[str, Any] | None:
+        if not isinstance(value, Mapping):
+            raise ValueError(f"found {value!r}; expected a map of names to values")
     elif bool in kinds:
         if not isinstance(value, bool):
             raise ValueError(f"found {value!r}; expected true or false")
@@ -299,8 +330,12 @@ def _together(options: Options) -> list[str]:
             problems.append(
                 f"schedule: found {schedule!r}{nearest(schedule, SCHEDULES)}; expected {', '.join(SCHEDULES)}"
             )
-        elif schedule == "plateau" and options.warmup:
-            problems.append("warmup: a plateau schedule takes none; expected 0")
+        else:
+            problems += _schedule_options(schedule, options.schedule_options or {})[1]
+            if schedule == "plateau" and options.warmup:
+                problems.append("warmup: a plateau schedule takes none; expected 0")
+    elif options.schedule_options:
+        problems.append("schedule_options: the schedule is an object; expected none, or the schedule by its name")
     elif not hasattr(schedule, "lr"):
         problems.append(f"schedule: found {type(schedule).__name__}; expected a name, or an object with lr(step)")
     if options.label_smoothing == 1.0:
@@ -310,3 +345,22 @@ def _together(options: Options) -> list[str]:
     if options.warmup > 1 and options.warmup != int(options.warmup):
         problems.append(f"warmup: found {options.warmup!r}; expected a whole number of steps, or a share below 1")
     return problems
+
+
+def _schedule_options(schedule: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the options of a curve as numbers and texts, and what is wrong with them."""
+    known, values, problems = SCHEDULES[schedule], {}, []
+    for name, value in given.items():
+        if name not in known:
+            takes = f"expected {', '.join(known)}" if known else "it takes none"
+            problems.append(f"schedule_options: {schedule} has no {name!r}{nearest(name, known)}; {takes}")
+            continue
+        try:
+            if known[name] is str and not isinstance(value, str):
+                raise ValueError(f"found {value!r}; expected a text")
+            values[name] = value if known[name] is str else _number(value, known[name] is float)
+        except ValueError as fault:
+            problems.append(f"schedule_options: {name}: {fault}")
+    if schedule == "cosine" and {"floor", "end"} <= given.keys():
+        problems.append("schedule_options: found floor and end; expected one, a share of lr or a rate")
+    return values, problems

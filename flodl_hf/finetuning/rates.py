@@ -1,51 +1,27 @@
 """Learning rates over the steps of a run: the curves that recipes for Hugging Face models name.
 
-The formulas are those of transformers' schedules, in the same order of operations, so that a recipe moved here
-keeps its rates to the bit. Other shapes come from `flodl.train.schedule`.
+The curves are those of `flodl.train.warmed_up`, equal to transformers' to the bit; other shapes come from
+`flodl.train.schedule`. Which options a curve takes stands in `flodl_hf.finetuning.options`.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
+from flodl.errors import ConfigError
 from flodl.train.schedule import OneCycle, Plateau
+from flodl.train.warmed_up import (
+    CosineFloor,
+    CosineRestarts,
+    InverseSqrt,
+    Polynomial,
+    WarmedUp,
+    WarmupStableDecay,
+)
 
 __all__ = ["WarmedUp", "make_schedule", "warmup_steps"]
-
-
-@dataclass(frozen=True)
-class WarmedUp:
-    """Rises from 0 to ``base`` over ``warmup`` steps, then follows ``shape`` until step ``total``.
-
-    Args:
-        shape: ``"linear"`` (to 0), ``"cosine"`` (half a wave to 0) or ``"constant"``.
-        base: the highest rate.
-        warmup: steps of the rise; step 0 has rate 0 if there are any.
-        total: steps of the run.
-    """
-
-    shape: str
-    base: float
-    warmup: int
-    total: int
-
-    def lr(self, step: int) -> float:
-        """Return the rate of a step, counted from 0."""
-        return self.base * self.factor(step)
-
-    def factor(self, step: int) -> float:
-        """Return the rate as a share of ``base``."""
-        if step < self.warmup:
-            return float(step) / float(max(1, self.warmup))
-        if self.shape == "constant":
-            return 1.0
-        rest = float(max(1, self.total - self.warmup))
-        if self.shape == "linear":
-            return max(0.0, float(self.total - step) / rest)
-        progress = float(step - self.warmup) / rest
-        return max(0.0, 0.5 * (1.0 + math.cos(math.pi * 0.5 * 2.0 * progress)))
 
 
 def warmup_steps(warmup: float, total: int) -> int:
@@ -53,12 +29,56 @@ def warmup_steps(warmup: float, total: int) -> int:
     return math.ceil(total * warmup) if warmup < 1 else int(warmup)
 
 
-def make_schedule(kind: Any, base: float, warmup: float, total: int, *, lower_is_better: bool) -> Any:
-    """Return the schedule of a run of ``total`` steps; an object with ``lr(step)`` is returned as it is."""
+def make_schedule(
+    kind: Any,
+    base: float,
+    warmup: float,
+    total: int,
+    *,
+    lower_is_better: bool,
+    options: Mapping[str, Any] | None = None,
+) -> Any:
+    """Return the schedule of a run of ``total`` steps; an object with ``lr(step)`` is returned as it is.
+
+    Args:
+        kind: a name of `flodl_hf.finetuning.options.SCHEDULES`.
+        base: the highest rate.
+        warmup: see `warmup_steps`.
+        lower_is_better: of the figure that a plateau is one of.
+        options: what the curve takes besides.
+
+    Raises:
+        ConfigError: values that the curve cannot have.
+    """
     if not isinstance(kind, str):
         return kind
+    given, rise = dict(options or {}), warmup_steps(warmup, total)
     if kind == "one_cycle":
-        return OneCycle(base, total, warmup_fraction=warmup_steps(warmup, total) / total if warmup else 0.3)
+        return OneCycle(base, total, warmup_fraction=rise / total if warmup else 0.3, **given)
     if kind == "plateau":
-        return Plateau(base, patience=1, mode="min" if lower_is_better else "max")
-    return WarmedUp(kind, base, warmup_steps(warmup, total), total)
+        return Plateau(base, **{"patience": 1, **given}, mode="min" if lower_is_better else "max")
+    if kind == "cosine" and given:
+        if "end" in given:
+            given["floor"] = given.pop("end") / base
+        return CosineFloor(base, total, rise, **given)
+    if kind == "cosine_with_restarts":
+        return CosineRestarts(base, total, rise, **given)
+    if kind == "polynomial":
+        return Polynomial(base, total, rise, **given)
+    if kind == "inverse_sqrt":
+        return InverseSqrt(base, rise, **given)
+    if kind == "warmup_stable_decay":
+        return _three_stages(base, rise, total, given)
+    return WarmedUp(kind, base, rise, total)
+
+
+def _three_stages(base: float, rise: int, total: int, given: dict[str, Any]) -> WarmupStableDecay:
+    decay = warmup_steps(given.pop("decay", 0.1), total)
+    stable = given.pop("stable", None)
+    if stable is None and rise + decay > total:
+        raise ConfigError(
+            f"schedule: {rise} steps of warmup and {decay} of decay are more than the {total} steps of the run; "
+            "expected fewer. Lower warmup, or decay in schedule_options",
+            problems=["schedule_options"],
+        )
+    return WarmupStableDecay(base, rise, total - rise - decay if stable is None else stable, decay, **given)

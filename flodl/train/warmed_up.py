@@ -1,0 +1,265 @@
+"""Schedules that rise from 0 and then follow a curve, by the formulas of transformers.
+
+Each takes the same steps in the same order of operations as ``transformers.get_scheduler``, so that a recipe moved
+here keeps its rates to the bit. Like those of `flodl.train.schedule` they know no optimiser.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from flodl.train.schedule import require
+
+__all__ = ["CosineFloor", "CosineRestarts", "InverseSqrt", "Polynomial", "WarmedUp", "WarmupStableDecay"]
+
+CURVES = ("linear", "cosine", "1-sqrt")
+
+
+def _rise(step: int, warmup: int) -> float:
+    return float(step) / float(max(1, warmup))
+
+
+def _progress(step: int, warmup: int, total: int) -> float:
+    return float(step - warmup) / float(max(1, total - warmup))
+
+
+@dataclass(frozen=True)
+class CosineFloor:
+    """A straight rise from 0, then waves of a cosine that go no lower than ``floor`` times ``base``.
+
+    Attributes:
+        base: the highest rate.
+        total: steps of the run.
+        warmup: steps of the rise.
+        floor: lowest rate as a share of ``base``.
+        cycles: waves; a half goes down once.
+    """
+
+    base: float
+    total: int
+    warmup: int = 0
+    floor: float = 0.0
+    cycles: float = 0.5
+
+    def __post_init__(self) -> None:
+        require(
+            self,
+            warmup_of_at_least_0=self.warmup >= 0,
+            total_of_at_least_1=self.total >= 1,
+            floor_from_0_to_1=0 <= self.floor <= 1,
+        )
+
+    def lr(self, step: int) -> float:
+        """Return the learning rate of ``step``."""
+        return self.base * self._factor(step)
+
+    def _factor(self, step: int) -> float:
+        if step < self.warmup:
+            return _rise(step, self.warmup)
+        progress = _progress(step, self.warmup, self.total)
+        factor = 0.5 * (1.0 + math.cos(math.pi * float(self.cycles) * 2.0 * progress))
+        return max(0.0, factor * (1 - self.floor) + self.floor)
+
+
+@dataclass(frozen=True)
+class CosineRestarts:
+    """A straight rise from 0, then half a cosine from ``base`` to 0, again and again (arXiv:1608.03983).
+
+    Attributes:
+        base: the highest rate.
+        total: steps of the run; 0 from there on.
+        warmup: steps of the rise.
+        cycles: how often the half wave comes.
+    """
+
+    base: float
+    total: int
+    warmup: int = 0
+    cycles: float = 1
+
+    def __post_init__(self) -> None:
+        require(
+            self,
+            warmup_of_at_least_0=self.warmup >= 0,
+            total_of_at_least_1=self.total >= 1,
+            cycles_above_0=self.cycles > 0,
+        )
+
+    def lr(self, step: int) -> float:
+        """Return the learning rate of ``step``."""
+        return self.base * self._factor(step)
+
+    def _factor(self, step: int) -> float:
+        if step < self.warmup:
+            return _rise(step, self.warmup)
+        progress = _progress(step, self.warmup, self.total)
+        if progress >= 1.0:
+            return 0.0
+        return max(0.0, 0.5 * (1.0 + math.cos(math.pi * ((float(self.cycles) * progress) % 1.0))))
+
+
+@dataclass(frozen=True)
+class Polynomial:
+    """A straight rise from 0, then a fall to ``end`` whose distance from it is a power of what remains.
+
+    Attributes:
+        base: the highest rate.
+        total: steps of the run; ``end`` afterwards.
+        warmup: steps of the rise.
+        end: the last rate, below ``base``.
+        power: the power; 1 is a straight line.
+    """
+
+    base: float
+    total: int
+    warmup: int = 0
+    end: float = 1e-7
+    power: float = 1.0
+
+    def __post_init__(self) -> None:
+        require(
+            self,
+            warmup_of_at_least_0=self.warmup >= 0,
+            total_of_at_least_1=self.total >= 1,
+            end_below_base=self.end < self.base,
+            power_above_0=self.power > 0,
+        )
+
+    def lr(self, step: int) -> float:
+        """Return the learning rate of ``step``."""
+        return self.base * self._factor(step)
+
+    def _factor(self, step: int) -> float:
+        if step < self.warmup:
+            return _rise(step, self.warmup)
+        if step > self.total or self.total <= self.warmup:
+            return self.end / self.base
+        remaining = 1 - (step - self.warmup) / (self.total - self.warmup)
+        return ((self.base - self.end) * remaining**self.power + self.end) / self.base
+
+
+@dataclass(frozen=True)
+class InverseSqrt:
+    """A straight rise from 0, then a rate that falls with the root of the step; it knows no end.
+
+    Attributes:
+        base: the highest rate.
+        warmup: steps of the rise.
+        timescale: steps after which the rate, were there no rise, is ``base / sqrt(2)``; None takes ``warmup``, or
+            10,000 where that is 0.
+    """
+
+    base: float
+    warmup: int = 0
+    timescale: int | None = None
+
+    def __post_init__(self) -> None:
+        require(
+            self,
+            warmup_of_at_least_0=self.warmup >= 0,
+            timescale_of_at_least_1=self.timescale is None or self.timescale >= 1,
+        )
+
+    def lr(self, step: int) -> float:
+        """Return the learning rate of ``step``."""
+        return self.base * self._factor(step)
+
+    def _factor(self, step: int) -> float:
+        if step < self.warmup:
+            return _rise(step, self.warmup)
+        timescale = self.timescale if self.timescale is not None else self.warmup or 10_000
+        return 1.0 / math.sqrt((step + (timescale - self.warmup)) / timescale)
+
+
+@dataclass(frozen=True)
+class WarmupStableDecay:
+    """A rise, a stretch at ``base``, and a fall: how long a run lasts may be decided when it falls.
+
+    Attributes:
+        base: the highest rate.
+        warmup: steps of the rise.
+        stable: steps at ``base``.
+        decay: steps of the fall; the floor afterwards.
+        rise: ``"linear"``, ``"cosine"`` or ``"1-sqrt"``.
+        fall: one of the same.
+        floor: first and last rate as a share of ``base``.
+        cycles: waves of a fall by the cosine; a half goes down once.
+    """
+
+    base: float
+    warmup: int
+    stable: int
+    decay: int
+    rise: str = "linear"
+    fall: str = "cosine"
+    floor: float = 0.0
+    cycles: float = 0.5
+
+    def __post_init__(self) -> None:
+        require(
+            self,
+            steps_of_at_least_0=min(self.warmup, self.stable, self.decay) >= 0,
+            rise_and_fall_among_linear_cosine_and_1_sqrt=self.rise in CURVES and self.fall in CURVES,
+            floor_from_0_to_1=0 <= self.floor <= 1,
+        )
+
+    def lr(self, step: int) -> float:
+        """Return the learning rate of ``step``."""
+        return self.base * self._factor(step)
+
+    def _factor(self, step: int) -> float:
+        if step < self.warmup:
+            progress = _rise(step, self.warmup)
+            if self.rise == "linear":
+                factor = progress
+            elif self.rise == "cosine":
+                factor = 0.5 * (1.0 - math.cos(math.pi * progress))
+            else:
+                factor = 1.0 - math.sqrt(1.0 - progress)
+        elif step < self.warmup + self.stable:
+            return 1.0
+        elif step < self.warmup + self.stable + self.decay:
+            progress = float(step - self.warmup - self.stable) / float(max(1, self.decay))
+            if self.fall == "linear":
+                factor = 1.0 - progress
+            elif self.fall == "cosine":
+                factor = 0.5 * (1.0 + math.cos(math.pi * float(self.cycles) * 2.0 * progress))
+            else:
+                factor = 1.0 - math.sqrt(progress)
+        else:
+            return self.floor
+        return max(0.0, factor * (1.0 - self.floor) + self.floor)
+
+
+@dataclass(frozen=True)
+class WarmedUp:
+    """Rises from 0 to ``base`` over ``warmup`` steps, then follows ``shape`` until step ``total``.
+
+    Args:
+        shape: ``"linear"`` (to 0), ``"cosine"`` (half a wave to 0) or ``"constant"``.
+        base: the highest rate.
+        warmup: steps of the rise; step 0 has rate 0 if there are any.
+        total: steps of the run.
+    """
+
+    shape: str
+    base: float
+    warmup: int
+    total: int
+
+    def lr(self, step: int) -> float:
+        """Return the rate of a step, counted from 0."""
+        return self.base * self.factor(step)
+
+    def factor(self, step: int) -> float:
+        """Return the rate as a share of ``base``."""
+        if step < self.warmup:
+            return float(step) / float(max(1, self.warmup))
+        if self.shape == "constant":
+            return 1.0
+        rest = float(max(1, self.total - self.warmup))
+        if self.shape == "linear":
+            return max(0.0, float(self.total - step) / rest)
+        progress = float(step - self.warmup) / rest
+        return max(0.0, 0.5 * (1.0 + math.cos(math.pi * 0.5 * 2.0 * progress)))
