@@ -52,8 +52,10 @@ class Loss:
         """Return the mean; 0 where nothing was counted, though the mean of nothing is NaN."""
         if self.is_mean:
             return self.sum
-        count = self.count.clamp(min=1) if isinstance(self.count, torch.Tensor) else max(self.count, 1)
-        return self.sum / count
+        # Weights of labels are counts too, and may be below 1.
+        if isinstance(self.count, torch.Tensor):
+            return self.sum / torch.where(self.count > 0, self.count, 1)
+        return self.sum / (self.count or 1)
 
     def totals(self) -> torch.Tensor:
         """Return ``(sum, count)`` without gradient, float64 ``(2,)``, on the device of the loss."""

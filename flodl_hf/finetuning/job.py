@@ -127,7 +127,8 @@ def plan_job(
             task,
             prepared,
             replace(collate, layout="packed") if layout == "bucketed" else collate,
-            Objective(task.kind, mask_padding=options.mask_padding),
+            # how wide a batch is padded says nothing of a model
+            Objective(task.kind, mask_padding=True),
             size,
             options.precision,
             options.seed,

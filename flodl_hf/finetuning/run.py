@@ -33,9 +33,10 @@ from flodl_hf.finetuning.job import Job, plan_job
 from flodl_hf.finetuning.options import FinetuneOptions, Options, make_options
 
 if TYPE_CHECKING:
+    from flodl.train.builder import TrainerBuilder
     from flodl_hf.model import EncoderModel
 
-__all__ = ["FinetuneResult", "finetune", "train_job"]
+__all__ = ["FinetuneResult", "finetune", "make_builder", "train_job"]
 
 NO_DECAY = ("*bias", "*norm.weight", "*norm*.weight")
 
@@ -183,6 +184,19 @@ def train_job(job: Job, on_event: Callable[[Any], Any], stack: ExitStack, folder
         stack: undoes what is set for training alone, when it is closed.
         folder: where checkpoints go.
     """
+    handle = make_builder(job, on_event, stack, folder).run()
+    state = handle.join()
+    if handle.model is not None:
+        trained: Any = handle.model
+        return trained
+    state.load_into(job.model)
+    return job.model
+
+
+def make_builder(
+    job: Job, on_event: Callable[[Any], Any], stack: ExitStack, folder: Path | None = None
+) -> TrainerBuilder:
+    """Return the run of a planned job, not begun yet; arguments as for `train_job`."""
     options = job.options
     factory = _factory(job, stack)
     if options.optimizer == "adamw":
@@ -235,13 +249,7 @@ def train_job(job: Job, on_event: Callable[[Any], Any], stack: ExitStack, folder
         builder.policy(options.policy)
     if options.backend is not None:
         builder.backend(options.backend)
-    handle = builder.run()
-    state = handle.join()
-    if handle.model is not None:
-        trained: Any = handle.model
-        return trained
-    state.load_into(job.model)
-    return job.model
+    return builder
 
 
 def _arrangement(options: Options) -> Callable[[Any], Callable[[], Any]] | None:

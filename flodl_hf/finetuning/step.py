@@ -119,8 +119,11 @@ class Objective:
         if self.weights is not None:
             weight = _on(self.weights, flat.dtype, flat.device)
             count = torch.where(kept, weight[wanted.clamp(min=0)], 0.0).sum()
-        mean = F.cross_entropy(flat, wanted, weight=weight, ignore_index=IGNORED_LABEL, label_smoothing=self.smoothing)
-        return Loss.mean(mean, count)
+        # A sum, since the mean of labels that all weigh 0 has a gradient that is no number.
+        total = F.cross_entropy(
+            flat, wanted, weight=weight, ignore_index=IGNORED_LABEL, label_smoothing=self.smoothing, reduction="sum"
+        )
+        return Loss(total, count)
 
     def _spans(self, scores: Tensor, batch: Any) -> Loss:
         count: Any = scores.shape[0]
@@ -133,6 +136,7 @@ class Objective:
             rows = rows_of_scores(scores, batch, per_row=False)
             lowest = torch.finfo(scores.dtype).min
             scores = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=lowest)
+            count = len(rows)
         elif self.mask_padding:
             padding = (batch["attention_mask"] == 0)[:, :, None]
             scores = scores.masked_fill(padding, torch.finfo(scores.dtype).min)

@@ -264,3 +264,11 @@ def test_a_step_in_which_nothing_counts_changes_nothing():
         assert not result.applied
         assert "counted" in result.reason
         assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("weight", [0.25, 1.0, 3.0])
+@pytest.mark.parametrize("kind", [float, torch.tensor])
+def test_a_sum_over_weights_below_one_is_divided_by_them(weight, kind):
+    value = torch.tensor(2.0, requires_grad=True)
+    assert Loss(value * weight, kind(weight)).as_mean().item() == 2.0
+    assert Loss(value * 0, kind(0.0)).as_mean().item() == 0.0

@@ -1,0 +1,156 @@
+"""Every task in every layout: the same step however its rows are cut, the same figures however they are judged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from finetune_tables import TABLES
+from numpy.typing import NDArray
+
+from flodl.distributed import Ranks, launch
+from flodl.train import StepDone
+from flodl_hf.finetuning import job as job_module
+from flodl_hf.finetuning import plan_job
+from flodl_hf.finetuning.options import make_options
+from flodl_hf.finetuning.run import make_builder
+
+ROWS = 21
+WHOLE: dict[str, Any] = {
+    "batch_size": 8,
+    "max_steps": 3,
+    "schedule": "constant",
+    "optimizer": "sgd",
+    "lr": 0.05,
+    "dropout": 0.0,
+    "max_length": 24,
+    "stride": 8,
+    "group_by_length": False,
+    "mask_padding": True,
+}
+CUTS: dict[str, dict[str, Any]] = {
+    "micro-batches": {"micro_batch_size": 3},
+    "single rows": {"micro_batch_size": 1},
+    "accumulated": {"batch_size": 4, "accumulate": 2},
+}
+LAYOUTS = ("padded", "packed", "bucketed")
+RANKS: tuple[Any, ...] = (None, (3.0, 1.0))
+
+
+def numbers(count: int) -> list[dict[str, Any]]:
+    return [{**row, "label": 0.1 * len(row["text"])} for row in TABLES["sequence_classification"](count)]
+
+
+def several(count: int) -> list[dict[str, Any]]:
+    rows = TABLES["sequence_classification"](count)
+    return [
+        {**row, "label": [name for k, name in enumerate("abc") if (i + k) % 3 or i % 4]} for i, row in enumerate(rows)
+    ]
+
+
+def labels_of(rows: list[dict[str, Any]]) -> list[str]:
+    """Return the two labels of a table, the one of its first row first."""
+    seen = [tag for row in rows for tag in row.get("tags", [row.get("label")])]
+    return list(dict.fromkeys(seen))
+
+
+VARIANTS: dict[str, tuple[Callable[[int], list[dict[str, Any]]], dict[str, Any]]] = {
+    **{name: (table, {}) for name, table in TABLES.items()},
+    "numbers": (numbers, {}),
+    "several labels": (several, {"problem_type": "multi_label_classification"}),
+    **{
+        f"{name}, {how}": (TABLES[name], options)
+        for name in ("sequence_classification", "token_classification")
+        for how, options in {
+            "weighted": {"class_weights": [3.0, 0.25]},
+            "a weight of 0": {"class_weights": [0.0, 2.0]},
+            "smoothed and a weight of 0": {"class_weights": [0.0, 1.0], "label_smoothing": 0.1},
+        }.items()
+    },
+}
+
+
+def planned(base: Path, variant: str, layout: str, **more: Any) -> Any:
+    table, options = VARIANTS[variant]
+    rows = table(ROWS)
+    chosen = {**WHOLE, **options, **more}
+    if "class_weights" in chosen:
+        chosen["labels"] = labels_of(rows)
+    before = job_module._layout
+    job_module._layout = lambda options: layout  # type: ignore[assignment]
+    try:
+        return plan_job(base, rows, rows[:11], make_options(chosen))
+    finally:
+        job_module._layout = before
+
+
+def steps_of(job: Any, ranks: Ranks | None = None, shares: Any = None) -> tuple[list[float], NDArray[Any]]:
+    """Return the losses of all steps, and the weights after the last."""
+    losses: list[float] = []
+
+    def note(event: Any) -> None:
+        if isinstance(event, StepDone):
+            losses.append(event.loss)
+
+    with ExitStack() as stack:
+        builder = make_builder(job, note, stack)
+        builder._plan.callbacks.eval_fn = None
+        if shares is not None:
+            builder.shares(shares)
+        if ranks is None:
+            model: Any = builder.run().model
+        else:
+            trainer = builder._plan.trainer(ranks)
+            trainer.events.subscribe(note)
+            model = trainer.fit().model
+    return losses, torch.cat([p.detach().flatten() for p in model.graph.parameters()]).numpy()
+
+
+def same(found: tuple[list[float], NDArray[Any]], whole: tuple[list[float], NDArray[Any]]) -> None:
+    assert len(found[0]) == len(whole[0]) == 3
+    assert found[0] == pytest.approx(whole[0], rel=2e-5)
+    assert abs(found[1] - whole[1]).max() < 5e-6
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_same_steps_however_rows_are_cut(variant: str, layout: str, base: Path) -> None:
+    whole = steps_of(planned(base, variant, "padded"))
+    assert len(set(whole[0])) == 3
+    same(steps_of(planned(base, variant, layout)), whole)
+    for cut in CUTS.values():
+        same(steps_of(planned(base, variant, layout, **cut)), whole)
+
+
+def on_ranks(ranks: Ranks, base: Path, variant: str) -> list[Any]:
+    return [steps_of(planned(base, variant, layout), ranks, shares) for layout in LAYOUTS for shares in RANKS]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_same_steps_on_two_ranks(variant: str, base: Path) -> None:
+    torch.set_num_threads(1)
+    whole = steps_of(planned(base, variant, "padded"))
+    first, second = launch(on_ranks, (base, variant), ranks=2, start="fork").wait()
+    assert len(first) == len(LAYOUTS) * len(RANKS)
+    for a, b in zip(first, second, strict=True):
+        same(a, whole)
+        assert (a[1] == b[1]).all()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_same_figures_for_any_evaluation_batch(variant: str, layout: str, base: Path) -> None:
+    found = []
+    for size in (64, 1, 4):
+        job = planned(base, variant, layout, eval_batch_size=size, mask_padding=False)
+        found.append(job.evaluation(job.model.eval()))
+    for other in found[1:]:
+        assert other.keys() == found[0].keys()
+        for name, value in found[0].items():
+            # scores of an untrained model hardly differ, so their correlation is one of rounding too
+            bound = 1e-4 if name in ("pearson", "spearman") else 0.0
+            assert other[name] == pytest.approx(value, rel=2e-5, abs=bound, nan_ok=True), name
