@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
+from flodl.collecting import uncollected
+
 __all__ = ["WINDOW", "Job", "stream"]
 
 T = TypeVar("T")
@@ -61,12 +63,27 @@ def stream(
         ahead: tokenise and run ahead of what is decoded. At most four windows are then in memory, else one.
     """
     run = _overlapped if ahead else _in_turn
+    parts = _unswept(run(iter(items), job, _windows(first, most)))
     if isinstance(items, Sequence):
         results: list[R] = []
-        for part in run(iter(items), job, _windows(first, most)):
+        for part in parts:
             results += part
         return results
-    return _each(run(iter(items), job, _windows(first, most)))
+    return _each(parts)
+
+
+def _unswept(parts: Iterator[list[R]]) -> Iterator[list[R]]:
+    """Yield the parts, garbage collection being paused while each is made, and on while the caller has it.
+
+    Answers are many objects that stay, and none of them garbage: sweeps through them, and through all that the
+    program holds, would take ten times as long as making them.
+    """
+    while True:
+        with uncollected(settled=True):
+            part = next(parts, None)
+        if part is None:
+            return
+        yield part
 
 
 def _windows(first: int, most: int) -> Iterator[int]:

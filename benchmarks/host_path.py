@@ -1,0 +1,235 @@
+"""The host's side of prediction, task by task: what a text costs between the string and its answer beside the device.
+
+The device is a stand-in whose passes return at once with scores that were made before; everything else runs as on an
+accelerator: tokenising, planning, batching into buckets, decoding, making results. Texts are made up, of log-normal
+lengths (median 22 words, at most 300), and so is the WordPiece vocabulary that reads them. Given are, in microseconds
+a text, the time of the calling thread (what the interpreter lock is held for, and steady on a busy host) for each step
+done in turn, and the wall time of the public call, in which the steps overlap.
+
+    python -m benchmarks.host_path [--only labels spans ...] [--texts N] [--rounds N] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer as Inner
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+
+from flodl_hf.auto import head_named
+from flodl_hf.buckets import Buffer, bucket_of
+from flodl_hf.config import ModelConfig
+from flodl_hf.model import EncoderModel
+from flodl_hf.runtime.batch import Batch
+from flodl_hf.runtime.engine import Engine
+from flodl_hf.runtime.record import SMALL
+from flodl_hf.runtime.stream import Job, stream
+from flodl_hf.tokenizer import Tokenizer
+
+SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+ENTITIES = ("O", "B-PER", "I-PER", "B-ORG", "I-ORG", "B-LOC", "I-LOC", "B-MISC", "I-MISC")
+BUDGET = 65_536
+
+
+def words_of(draw: random.Random, count: int) -> list[str]:
+    """Return made-up words, common ones first and shorter."""
+    sounds = [a + b for a in "bcdfghklmnprstvz" for b in "aeiou"]
+    found: dict[str, None] = {}
+    while len(found) < count:
+        size = 1 + min(4, len(found) // (count // 6) + draw.randrange(2))
+        found["".join(draw.choice(sounds) for _ in range(size)) + draw.choice(["", "n", "s", "r"])] = None
+    return list(found)
+
+
+def tokenizer_of(words: list[str], size: int = 30_522) -> Tokenizer:
+    """Return a WordPiece tokenizer that knows most of the words whole and the others by pieces."""
+    pieces = [f"##{a}{b}" for a in "bcdfghklmnprstvz" for b in "aeiou"]
+    letters = [*"abcdefghijklmnopqrstuvwxyz.,!?'"]
+    vocabulary = dict.fromkeys([*SPECIALS, *letters, *(f"##{c}" for c in letters), *pieces, *words])
+    vocabulary |= dict.fromkeys(f"[unused{i}]" for i in range(size - len(vocabulary)))
+    inner = Inner(models.WordPiece({token: i for i, token in enumerate(vocabulary)}, unk_token="[UNK]"))
+    inner.normalizer = normalizers.BertNormalizer(lowercase=True)
+    inner.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    inner.decoder = decoders.WordPiece(prefix="##")
+    inner.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    inner.add_special_tokens(list(SPECIALS))
+    named = {"cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]", "mask_token": "[MASK]"}
+    settings = json.dumps({**named, "unk_token": "[UNK]", "model_max_length": 512})
+    files = {"tokenizer.json": inner.to_str().encode(), "tokenizer_config.json": settings.encode()}
+    return Tokenizer.from_files(files, folder="made up")
+
+
+def texts_of(draw: random.Random, words: list[str], count: int, median: int = 22) -> list[str]:
+    """Return texts of log-normal lengths; common words are common, some begin a sentence or end one."""
+    weights = np.cumsum(1.0 / np.arange(3, len(words) + 3))
+    found = []
+    for _ in range(count):
+        length = max(1, min(300, round(draw.lognormvariate(np.log(median), 1.0))))
+        chosen = draw.choices(words, cum_weights=weights.tolist(), k=length) if length < 8 else None
+        chosen = chosen or [words[i] for i in np.searchsorted(weights, _uniform(draw, length) * weights[-1])]
+        found.append(" ".join(word + "," if i % 9 == 8 else word for i, word in enumerate(chosen)).capitalize() + ".")
+    return found
+
+
+def _uniform(draw: random.Random, count: int) -> np.ndarray:
+    return np.random.default_rng(draw.getrandbits(32)).random(count)
+
+
+def model_of(head: str, tokenizer: Tokenizer, width: int, **settings: Any) -> EncoderModel:
+    """Return a model whose graph is never run."""
+    sizes = {"hidden_size": width, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    sizes["type_vocab_size"] = 2
+    config = ModelConfig.for_model("bert", vocab_size=30_522, max_position_embeddings=512, **sizes, **settings)
+    model = head_named(head).model.from_config(config)
+    model.mark_untrained(())
+    model.tokenizer = tokenizer
+    return model
+
+
+class StandIn:
+    """A device whose passes are done at once.
+
+    Args:
+        columns: numbers of a result.
+        first: added to the first column, so that most tokens bear the first label.
+    """
+
+    def __init__(self, columns: int, first: float = 0.0) -> None:
+        made = np.random.default_rng(0).standard_normal((BUDGET if columns < 1000 else 4096, columns), np.float32)
+        made[:, 0] += first
+        self.results = torch.from_numpy(made)
+
+    def run(self, engine: Engine, batch: Batch, alone: bool) -> tuple[torch.Tensor, Any]:
+        """Do what `Engine._bucketed` does on the host, and return results at once."""
+        large = len(batch.ids) > SMALL
+        bucket = bucket_of(batch.lengths, most=engine.longest, full=engine.budget if large else None)
+        Buffer(bucket, types=engine.types).write(batch.ids, batch.types, batch.lengths)
+        return batch.work.ready(self.results, batch) if hasattr(batch.work, "ready") else self.results[
+            : batch.count
+        ], None
+
+
+@contextmanager
+def in_place_of_a_device(stand_in: StandIn) -> Iterator[None]:
+    """Have predictions run on the stand-in, as an accelerator would be used."""
+    with ExitStack() as held:
+        held.enter_context(patch("flodl_hf.runtime.session.works_by_itself", lambda device: True))
+        held.enter_context(patch("flodl_hf.runtime.engine.CPU_BUDGET", BUDGET))
+        held.enter_context(patch.object(Engine, "_run", lambda self, batch, alone: stand_in.run(self, batch, alone)))
+        yield
+
+
+class Steps:
+    """The steps of calls, one after another, with the time of the calling thread that each took."""
+
+    def __init__(self) -> None:
+        self.seconds = {"encode": 0.0, "start": 0.0, "finish": 0.0}
+
+    def stream(self, items: Any, job: Job[Any, Any], *, first: int, most: int, ahead: bool) -> Any:
+        """Stand in for `flodl_hf.runtime.stream.stream`."""
+        steps = {step: partial(self._timed, step, getattr(job, step)) for step in self.seconds}
+        return stream(items, Job(**steps), first=most, most=most)
+
+    def _timed(self, step: str, call: Callable[..., Any], *args: Any) -> Any:
+        begin = time.thread_time()
+        found = call(*args)
+        self.seconds[step] += time.thread_time() - begin
+        return found
+
+
+def tasks(texts: list[str], tokenizer: Tokenizer) -> dict[str, tuple[StandIn, list[Any], Callable[[list[Any]], Any]]]:
+    """Return for each task its stand-in, its items and the public call."""
+    labels = {str(i): f"label {i}" for i in range(2)}
+    entities = {str(i): name for i, name in enumerate(ENTITIES)}
+    classifier: Any = model_of("sequence_classification", tokenizer, 8, id2label=labels)
+    tagger: Any = model_of("token_classification", tokenizer, 8, id2label=entities)
+    answerer: Any = model_of("question_answering", tokenizer, 8)
+    filler: Any = model_of("masked_lm", tokenizer, 8)
+    encoder: Any = model_of("base", tokenizer, 384)
+    short = [" ".join(text.split()[:10]) for text in texts]
+    pairs = list(zip(short, texts, strict=True))
+    asked = [(a, f"{b} {c}") for (a, b), c in zip(pairs[:6000], texts[6000:12000] or texts, strict=False)]
+    masked = [f"{text} [MASK]" for text in texts[: len(texts) // 10]]
+    return {
+        "labels": (StandIn(2), texts, lambda x: classifier.predict(x)),
+        "pairs": (StandIn(2), pairs, lambda x: classifier.predict(x)),
+        "tokens": (StandIn(len(ENTITIES), 4.0), texts, lambda x: tagger.predict(x)),
+        "spans": (StandIn(2), asked, lambda x: answerer.answer_batch(x)),
+        "masks": (StandIn(30_522), masked, lambda x: filler.fill_mask(x)),
+        "vectors": (StandIn(384), texts, lambda x: encoder.embed(x)),
+    }
+
+
+def measured(stand_in: StandIn, items: list[Any], call: Callable[[list[Any]], Any], rounds: int) -> dict[str, float]:
+    """Return medians in microseconds an item: of each step's thread time, and of the whole call's wall time."""
+    scale = 1e6 / len(items)
+    rows: list[dict[str, float]] = []
+    with in_place_of_a_device(stand_in):
+        call(items[:200])
+        for _ in range(rounds):
+            steps = Steps()
+            with patch("flodl_hf.runtime.session.stream", steps.stream):
+                found = call(items)
+            del found
+            gc.collect()
+            begin, cpu = time.perf_counter(), time.process_time()
+            found = call(items)
+            took, cpu = time.perf_counter() - begin, time.process_time() - cpu
+            assert len(found) == len(items)
+            del found
+            rows.append(
+                {k: v * scale for k, v in steps.seconds.items()} | {"wall": took * scale, "all cores": cpu * scale}
+            )
+    return {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--texts", type=int, default=20_000)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    draw = random.Random(0)
+    words = words_of(draw, 30_000)
+    tokenizer = tokenizer_of(words[:28_000])
+    texts = texts_of(draw, words, args.texts)
+    inner = Inner.from_str(tokenizer.to_json())
+    begin, thread = time.perf_counter(), time.thread_time()
+    tokens = sum(map(len, inner.encode_batch_fast(texts)))
+    took, held = (
+        (now - then) / len(texts) * 1e6 for now, then in ((time.perf_counter(), begin), (time.thread_time(), thread))
+    )
+    print(
+        f"{len(texts):,} texts, {tokens:,} tokens; tokenizers alone: {took:.1f} us a text, {held:.1f} of the calling thread"
+    )
+    print(f"\n{'us an item':12}{'encode':>9}{'start':>9}{'finish':>9}{'together':>10}{'| wall':>9}{'all cores':>11}")
+    kept = {}
+    for name, (stand_in, items, call) in tasks(texts, tokenizer).items():
+        if args.only and name not in args.only:
+            continue
+        row = kept[name] = measured(stand_in, items, call, args.rounds)
+        whole = row["encode"] + row["start"] + row["finish"]
+        steps = "".join(f"{row[step]:9.2f}" for step in ("encode", "start", "finish"))
+        print(f"{name:12}{steps}{whole:10.2f}{row['wall']:9.2f}{row['all cores']:11.2f}", flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(kept, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
