@@ -24,7 +24,7 @@ from flodl.errors import printable
 from flodl.files import open_regular, write_atomically
 from flodl.safetensors_header import DTYPE_BITS, Header, read_header
 
-__all__ = ["TORCH_DTYPES", "header_of", "read", "version_of", "write"]
+__all__ = ["TORCH_DTYPES", "compose_head", "header_of", "read", "version_of", "write"]
 
 VERSION = 1
 
@@ -70,9 +70,28 @@ def write(path: str, tensors: Mapping[str, Tensor], structural_hash: str, metada
     written = {"format": "pt", **metadata, f"{_OURS}version": str(VERSION)}
     if structural_hash:
         written[f"{_OURS}structural_hash"] = structural_hash
+    try:
+        head, order = compose_head(tensors, written)
+    except UnicodeEncodeError:
+        refuse(path, ["metadata holds a lone surrogate"], "Nothing was written. Give valid text.")
+
+    def chunks() -> Iterator[bytes | memoryview]:
+        yield head
+        for name in order:
+            yield bytes_of(tensors[name])
+
+    write_atomically(path, chunks())
+
+
+def compose_head(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> tuple[bytes, list[str]]:
+    """Return what stands before the data of a file with these tensors, and the order in which their bytes follow.
+
+    Raises:
+        UnicodeEncodeError: a text holds a lone surrogate.
+    """
     # Wide elements first keeps every tensor aligned to its element size, as readers that map the file want.
     order = sorted(tensors, key=lambda name: -tensors[name].element_size())
-    table: dict[str, object] = {"__metadata__": written}
+    table: dict[str, object] = {"__metadata__": dict(metadata)}
     position = 0
     for name in order:
         tensor = tensors[name]
@@ -80,18 +99,9 @@ def write(path: str, tensors: Mapping[str, Tensor], structural_hash: str, metada
         dtype = _NAMES[tensor.dtype]
         table[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [position, end]}
         position = end
-    try:
-        head = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        refuse(path, ["metadata holds a lone surrogate"], "Nothing was written. Give valid text.")
+    head = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
     head += b" " * (-len(head) % 8)
-
-    def chunks() -> Iterator[bytes | memoryview]:
-        yield struct.pack("<Q", len(head)) + head
-        for name in order:
-            yield bytes_of(tensors[name])
-
-    write_atomically(path, chunks())
+    return struct.pack("<Q", len(head)) + head, order
 
 
 def read(path: str) -> Checkpoint:

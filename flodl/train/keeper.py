@@ -17,7 +17,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as parse_tensors
-from safetensors.torch import save as format_tensors
 
 from flodl.distributed.group import Ranks
 from flodl.errors import CheckpointError, TrainError
 from flodl.train.events import Event, Saved, SaveFailed, Warned
+from flodl.train.tensor_stream import safetensors_chunks
 
 __all__ = ["Checkpoint", "Keeper", "list_checkpoints", "read_checkpoint"]
 
@@ -58,19 +58,35 @@ def _sync_folder(path: Path) -> None:
         os.close(handle)
 
 
-def _write(path: Path, data: bytes) -> dict[str, Any]:
+def _write(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, Any]:
+    size, digest = 0, hashlib.sha256()
     with open(path, "wb") as file:
-        file.write(data)
+        for chunk in chunks:
+            file.write(chunk)
+            digest.update(chunk)
+            size += len(chunk)
         file.flush()
         os.fsync(file.fileno())
-    return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    return {"bytes": size, "sha256": digest.hexdigest()}
 
 
-def _format(content: Any) -> tuple[str, bytes]:
+def _format(content: Any, ready: torch.cuda.Event | None = None) -> tuple[str, Iterable[bytes | memoryview]]:
     """Return the suffix and bytes of one file: tensors as safetensors, all else as JSON."""
     if content and all(isinstance(value, torch.Tensor) for value in content.values()):
-        return ".safetensors", format_tensors(dict(content))
-    return ".json", json.dumps(content, indent=1).encode()
+        return ".safetensors", safetensors_chunks(content, ready)
+    return ".json", [json.dumps(content, indent=1).encode()]
+
+
+def _made(files: Files) -> torch.cuda.Event | None:
+    """Return an event after which the tensors of ``files`` hold what they are to hold; None where none is on CUDA."""
+    for content in files.values():
+        for value in content.values():
+            if isinstance(value, torch.Tensor) and value.is_cuda:
+                with torch.cuda.device(value.device):
+                    event = torch.cuda.Event()
+                    event.record()
+                    return event
+    return None
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -136,6 +152,7 @@ class Keeper:
         self._serial = 0
         self._lock: int | None = None
         self._given_up = threading.Event()
+        self._best: float | None = None  # of the saves of this process
         if ranks.rank == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._hold_folder()
@@ -168,13 +185,32 @@ class Keeper:
         Contents must not change afterwards. An earlier save that is still under way is waited for.
         """
         self.join()
+        if self.is_best(metrics):
+            self._best = self._signed(metrics[(self.best or "").lstrip("-")])
         self._serial += 1
         self._thread = threading.Thread(
-            target=self._save, args=(dict(files), step, dict(metrics), self._serial), name="flodl-save"
+            target=self._save,
+            args=(dict(files), step, dict(metrics), self._serial, _made(files)),
+            name="flodl-save",
         )
         self._thread.start()
         if wait:
             self.join()
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a save is under way."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def is_best(self, metrics: Mapping[str, float]) -> bool:
+        """Return whether weights with these figures would be the best saved so far."""
+        if self.best is None:
+            return False
+        value = metrics.get(self.best.lstrip("-"))
+        return value is not None and (self._best is None or self._signed(value) > self._best)
+
+    def _signed(self, value: float) -> float:
+        return -value if (self.best or "").startswith("-") else value
 
     def join(self) -> None:
         """Wait for the save under way, if any."""
@@ -200,15 +236,22 @@ class Keeper:
             os.close(self._lock)
             self._lock = None
 
-    def _save(self, files: dict[str, Any], step: int, metrics: dict[str, float], serial: int) -> None:
+    def _save(
+        self,
+        files: dict[str, Any],
+        step: int,
+        metrics: dict[str, float],
+        serial: int,
+        ready: torch.cuda.Event | None = None,
+    ) -> None:
         begin = time.monotonic()
         stage = self.folder / f".stage-{step:08d}-{self.ranks.attempt}-{serial}"
         report: dict[str, Any] = {"files": {}}
         try:
             stage.mkdir(parents=True, exist_ok=True)
             for stem, content in files.items():
-                suffix, data = _format(content)
-                report["files"][stem + suffix] = _write(stage / (stem + suffix), data)
+                suffix, chunks = _format(content, ready)
+                report["files"][stem + suffix] = _write(stage / (stem + suffix), chunks)
         except Exception as error:
             report["error"] = f"rank {self.ranks.rank}: {type(error).__name__}: {error}{_space(self.folder, error)}"
         key = f"save/{self.ranks.attempt}/{serial}"
@@ -226,7 +269,7 @@ class Keeper:
             if absent:
                 raise OSError(f"{', '.join(absent)} did not appear here; all ranks must share this folder")
             manifest = {"format": _FORMAT, "step": step, "world": self.ranks.world, "metrics": metrics, "files": listed}
-            _write(stage / "manifest.json", json.dumps(manifest, indent=1).encode())
+            _write(stage / "manifest.json", [json.dumps(manifest, indent=1).encode()])
             _sync_folder(stage)
             target = self._free_name(step)
             os.rename(stage, target)

@@ -19,11 +19,12 @@ from flodl.train.state import (
     load_model,
     load_optimizer,
     load_random,
-    model_state,
+    model_tensors,
     optimizer_state,
     random_state,
 )
 from flodl.train.tally import Tally
+from flodl.train.tensor_stream import copies
 
 if TYPE_CHECKING:
     from flodl.train.trainer import Trainer
@@ -64,7 +65,10 @@ def recipe(trainer: Trainer) -> dict[str, Any]:
 
 
 def snapshot(trainer: Trainer) -> dict[str, Any]:
-    """Return this rank's files of a checkpoint, by name without suffix; contents are copies."""
+    """Return this rank's files of a checkpoint, by name without suffix; contents are copies, on the device if they fit.
+
+    The host does not wait for the device here, nor do other ranks for this one.
+    """
     rank, shared = trainer.ranks.rank, trainer.policy.shares_gradients
     random_tensors, random_rest = random_state(trainer.ranks.device)
     own_tensors = dict(random_tensors)
@@ -76,6 +80,7 @@ def snapshot(trainer: Trainer) -> dict[str, Any]:
     files: dict[str, Any] = {}
     if not shared or rank == 0:
         tensors, rest = optimizer_state(trainer.model, trainer.optimizer)
+        tensors = copies(tensors)
         if shared:
             files["optimizer"] = tensors or {"empty": torch.zeros(0)}
             files["optimizer-options"] = rest
@@ -84,7 +89,7 @@ def snapshot(trainer: Trainer) -> dict[str, Any]:
             own["optimizer"] = rest
         own["precision"] = trainer.precision.state_dict()
     if rank == 0:
-        files["model"] = model_state(trainer.model)
+        files["model"] = copies(model_tensors(trainer.model))
         files["run"] = {
             "epoch": trainer.epoch_number,
             "policy": trainer.policy.state_dict(),

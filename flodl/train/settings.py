@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -47,7 +47,9 @@ class Settings:
             trainable parameters in one group.
         folder: where checkpoints go; None for none.
         save_every: steps between checkpoints; None saves after epochs only.
-        save_epochs: save after each epoch.
+        save_epochs: save after each epoch; ``"idle"`` leaves out epochs whose end comes while the save before is still
+            being written, unless they are the best so far (``keep_best``), so that training never waits for the
+            disk. The end of a run is saved either way.
         keep_last: checkpoints kept.
         keep_best: metric whose best checkpoint is kept as well; a leading ``-`` where less is better.
         resume: go on from the newest whole checkpoint in ``folder`` if there is one.
@@ -89,7 +91,7 @@ class Settings:
     parameter_groups: Callable[[nn.Module], list[dict[str, Any]]] | None = None
     folder: str | None = None
     save_every: int | None = None
-    save_epochs: bool = True
+    save_epochs: bool | Literal["idle"] = True
     keep_last: int = 2
     keep_best: str | None = None
     resume: bool = False

@@ -16,19 +16,32 @@ import torch
 from torch import nn
 
 from flodl.errors import CheckpointError, TrainError, capped
+from flodl.train.tensor_stream import to_cpu
 
-__all__ = ["load_model", "load_optimizer", "load_random", "model_state", "optimizer_state", "random_state", "to_cpu"]
+__all__ = [
+    "load_model",
+    "load_optimizer",
+    "load_random",
+    "model_state",
+    "model_tensors",
+    "optimizer_state",
+    "random_state",
+]
 
 Tensors = dict[str, torch.Tensor]
 
 
-def to_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous copy in host memory that later training does not change."""
-    return tensor.detach().to("cpu", copy=True).contiguous()
-
-
 def model_state(model: nn.Module) -> Tensors:
-    """Return copies of all parameters and persistent buffers by name.
+    """Return copies of all parameters and persistent buffers by name, in host memory.
+
+    Raises:
+        TrainError: the model keeps something other than tensors in its ``state_dict``.
+    """
+    return {name: to_cpu(value) for name, value in model_tensors(model).items()}
+
+
+def model_tensors(model: nn.Module) -> Tensors:
+    """Return all parameters and persistent buffers by name, themselves.
 
     Raises:
         TrainError: the model keeps something other than tensors in its ``state_dict``.
@@ -41,7 +54,7 @@ def model_state(model: nn.Module) -> Tensors:
             "only, since nothing is pickled; keep such values in buffers.",
             names=odd,
         )
-    return {name: to_cpu(value) for name, value in state.items()}
+    return dict(state)
 
 
 def load_model(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -77,13 +90,13 @@ def _named(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Tensors, dict[str, Any]]:
-    """Return the optimiser's tensors as ``"<parameter>::<entry>"``, and the rest as JSON values."""
+    """Return the optimiser's tensors, themselves, as ``"<parameter>::<entry>"``, and the rest as JSON values."""
     tensors: Tensors = {}
     plain: dict[str, dict[str, Any]] = {}
     for name, parameter in _named(model, optimizer):
         for entry, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor):
-                tensors[f"{name}::{entry}"] = to_cpu(value)
+                tensors[f"{name}::{entry}"] = value
             else:
                 plain.setdefault(name, {})[entry] = _json(value, f"optimizer state {name}.{entry}")
     names = {id(p): name for name, p in _named(model, optimizer)}

@@ -311,6 +311,12 @@ class Trainer:
             return False
         return self.policy.position >= self.feed.turns(self.epoch_number)
 
+    def _still_saving(self) -> bool:
+        """Return whether this epoch's end need not be saved, since a save is under way and would be waited for."""
+        if self.keeper is None or self.settings.save_epochs != "idle":
+            return False
+        return self.keeper.is_writing and not self.keeper.is_best(self.evaluator.found)
+
     def _out_of_steps(self) -> bool:
         return self.settings.max_steps is not None and self.policy.steps >= self.settings.max_steps
 
@@ -340,12 +346,12 @@ class Trainer:
         every = self.settings.checkpoint_every
         if every and (done + 1) % every == 0 and self.ranks.rank == 0:
             self._call("checkpoint_fn", done + 1, self.model)
-        if any(row[0] for row in self.ranks.table([float(wanted is False or self._wish_to_stop)])):
-            self.stopping = True
+        rows = self.ranks.table([float(wanted is False or self._wish_to_stop), float(self._still_saving())])
+        self.stopping = self.stopping or any(row[0] for row in rows)
         self.stopping = self.stopping or self._out_of_steps()
         if any(self._left_over):
             self._at_rest(self._left_over)
-        elif self.keeper and (self.settings.save_epochs or self.stopping):
+        elif self.keeper and (self.stopping or (self.settings.save_epochs and not any(row[1] for row in rows))):
             self.save()
         self._tell_news()
 
@@ -444,6 +450,7 @@ class Trainer:
         if self.keeper is None:
             return
         self.ranks.phase("checkpoint")
+        self.keeper.join()  # before copies are made, so that there are never two sets of them
         self._saved_at = self.policy.steps
         self.keeper.save(resume.snapshot(self), step=self.policy.steps, metrics=self.evaluator.found, wait=wait)
 

@@ -242,7 +242,7 @@ def make_builder(
             keep_last=1,
             keep_best=job.metric if options.keep_best else None,
             resume=options.resume,
-        )
+        ).set(save_epochs="idle")
     if options.devices is not None:
         builder.devices(options.devices)
     if options.policy is not None:

@@ -1,0 +1,102 @@
+"""Tensors of any device as the bytes of a safetensors file, a piece at a time.
+
+A checkpoint is written while training goes on, by a thread of the process that trains. So no tensor is copied to the
+host as a whole, and nothing here holds the interpreter for long: a piece comes over on a stream of its own into pinned
+memory that is used again, and hashing and writing release the interpreter while they work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from flodl.checkpoint.raw import bytes_of
+from flodl.checkpoint.safetensors_file import compose_head
+
+__all__ = ["copies", "safetensors_chunks", "to_cpu"]
+
+PIECE = 1 << 24
+"""Bytes that travel at once: long enough to keep the link busy, short enough to be hashed while in a cache."""
+
+
+def copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return copies that later training does not change, where the tensors are if they fit there, else in host memory.
+
+    On CUDA a copy on the device takes about a thousandth of the time that a copy to the host would keep training
+    waiting.
+    """
+    found = {name: tensor.detach() for name, tensor in tensors.items()}
+    on_cuda = [tensor for tensor in found.values() if tensor.is_cuda]
+    if on_cuda and not _fits(on_cuda):
+        return {name: to_cpu(tensor) for name, tensor in found.items()}
+    return {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in found.items()}
+
+
+def to_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous copy in host memory that later training does not change."""
+    return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def _fits(tensors: list[torch.Tensor]) -> bool:
+    """Return whether copies leave the device at least as much free memory as they take."""
+    device = tensors[0].device
+    free, _ = torch.cuda.mem_get_info(device)
+    spare = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return 2 * sum(tensor.nbytes for tensor in tensors) <= free + spare
+
+
+def safetensors_chunks(
+    tensors: Mapping[str, torch.Tensor], ready: torch.cuda.Event | None = None
+) -> Iterator[bytes | memoryview]:
+    """Yield the bytes of a safetensors file that holds ``tensors``; each piece is valid until the next is asked for.
+
+    Args:
+        ready: recorded where the tensors were made; None where none is on CUDA.
+    """
+    head, order = compose_head(tensors, {"format": "pt"})
+    yield head
+    with contextlib.ExitStack() as stack:
+        pieces: _Pieces | None = None
+        for name in order:
+            tensor = tensors[name]
+            if not tensor.is_cuda:
+                yield bytes_of(tensor)
+                continue
+            if pieces is None or pieces.device != tensor.device:
+                pieces = _Pieces(tensor.device, ready)
+                stack.callback(pieces.stream.synchronize)
+            yield from pieces.of(tensor)
+
+
+class _Pieces:
+    """Brings tensors of one CUDA device over; the next piece travels while the caller works on this one."""
+
+    def __init__(self, device: torch.device, ready: torch.cuda.Event | None) -> None:
+        self.device = device
+        with torch.cuda.device(device):
+            self.stream = torch.cuda.Stream(device)
+            if ready is not None:
+                self.stream.wait_event(ready)
+            self._rooms = [torch.empty(PIECE, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+
+    def of(self, tensor: torch.Tensor) -> Iterator[memoryview]:
+        """Yield the bytes of a tensor."""
+        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        sent = [self._send(data, start, turn) for turn, start in enumerate(range(0, min(data.numel(), PIECE), PIECE))]
+        for turn, start in enumerate(range(0, data.numel(), PIECE)):
+            room, event = sent[turn]
+            event.synchronize()
+            if start + PIECE < data.numel():
+                sent.append(self._send(data, start + PIECE, turn + 1))
+            yield room.numpy().data
+
+    def _send(self, data: torch.Tensor, start: int, turn: int) -> tuple[torch.Tensor, torch.cuda.Event]:
+        part = data[start : start + PIECE]
+        room = self._rooms[turn % 2][: part.numel()]
+        with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+            room.copy_(part, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        return room, event
