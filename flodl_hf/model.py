@@ -18,6 +18,7 @@ from flodl.errors import CheckpointError, ConfigError, PredictError
 from flodl.graph import FlowBuilder, Graph
 from flodl_hf.activations import Activation
 from flodl_hf.config import ModelConfig
+from flodl_hf.forked import entered
 from flodl_hf.layout import Padded
 from flodl_hf.loading import LoadReport
 
@@ -79,14 +80,15 @@ class EncoderModel(nn.Module):
     head: ClassVar[str] = "base"
     per_text: ClassVar[bool] = False
     """Whether the head scores whole texts rather than tokens."""
-    graph: Graph
     config: ModelConfig
     load_report: LoadReport | None
 
     def __init__(self, config: ModelConfig, graph: Graph) -> None:
         super().__init__()
         self.config = config
-        self.graph = graph
+        # Not as "graph": modules that torch generates, as torch.export does, have an attribute of that name.
+        self.network = graph
+        self.register_load_state_dict_pre_hook(_as_network)
         self.load_report = None
         self.source: Source | None = None
         self._tokenizer: Tokenizer | None = None
@@ -189,6 +191,8 @@ class EncoderModel(nn.Module):
         if input_ids.dim() != 2:
             shape = tuple(input_ids.shape)
             raise PredictError(f"input_ids has shape {shape}; expected (batch, seq)", shape=shape)
+        if not torch.compiler.is_compiling():
+            entered()
         given: dict[str, Any] = {
             "token_type_ids": token_type_ids,
             "position_ids": position_ids,
@@ -231,6 +235,14 @@ class EncoderModel(nn.Module):
     def untrained(self) -> list[str]:
         """Names of tensors that still hold the random values they were made with."""
         return [name for name, version in self._untouched.items() if self.graph.get_parameter(name)._version == version]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Versions count what was written to these very tensors; a copy's begin anew.
+        return {**self.__dict__, "_untouched": self.untrained}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.mark_untrained(state["_untouched"])
 
     def ready(self, task: str, *, untrained: bool = False) -> Tokenizer:
         """Return the tokenizer if the model can predict.
@@ -328,6 +340,15 @@ class EncoderModel(nn.Module):
     # --- what belongs to it ---------------------------------------------------------------------
 
     @property
+    def graph(self) -> Graph:
+        """The network; its parameters are named without a prefix, those of the model begin with ``network.``."""
+        return self.network
+
+    @graph.setter
+    def graph(self, graph: Graph) -> None:
+        self.network = graph
+
+    @property
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer of the folder the model came from, or the one that was set."""
         return self._tokenizer
@@ -356,6 +377,13 @@ class EncoderModel(nn.Module):
         from flodl_hf.export import export_model
 
         return export_model(self, folder, **options)
+
+
+def _as_network(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Take tensors under the names of former versions, which had "graph" for "network"."""
+    before = f"{prefix}graph."
+    for name in [name for name in state if name.startswith(before)]:
+        state[f"{prefix}network.{name.removeprefix(before)}"] = state.pop(name)
 
 
 def declared_ties(config: ModelConfig, head: str) -> tuple[Any, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch.utils._pytree as pytree
 from torch import Tensor
 
 __all__ = [
@@ -96,3 +97,21 @@ class MaskedLMOutput(Output):
     loss: Tensor | None = None
     logits: Tensor | None = None
     hidden_states: tuple[Tensor, ...] | None = None
+
+
+def _parts(output: Output) -> tuple[list[Any], tuple[str, ...]]:
+    return output.values(), tuple(output.keys())
+
+
+# What torch.export, torch.compile and torch.func take apart and put together again.
+for _kind in Output.__subclasses__():
+    pytree.register_pytree_node(
+        _kind,
+        _parts,
+        lambda values, names, kind=_kind: kind(**dict(zip(names, values, strict=True))),
+        serialized_type_name=f"{__name__}.{_kind.__name__}",
+        flatten_with_keys_fn=lambda output: (
+            [(pytree.MappingKey(k), v) for k, v in output.items()],
+            tuple(output.keys()),
+        ),
+    )

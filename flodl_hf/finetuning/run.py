@@ -170,7 +170,7 @@ class _Groups:
         if self.layerwise is None:
             return parameter_groups(model, no_decay=NO_DECAY)
         return layerwise_decay(
-            model, self.lr, self.layerwise, layers="graph.encoder.layers", lowest=("graph.encoder.embeddings",),
+            model, self.lr, self.layerwise, layers="network.encoder.layers", lowest=("network.encoder.embeddings",),
             no_decay=NO_DECAY,
         )  # fmt: skip
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from flodl_hf.decode.rows import TokenTable
+from flodl_hf.forked import entered
 from flodl_hf.runtime.engine import Engine, Pending
 from flodl_hf.runtime.fleet import Fleet
 from flodl_hf.runtime.inputs import Encoded
@@ -41,6 +42,7 @@ class Session:
     """
 
     def __init__(self, model: EncoderModel, given: RunKeywords) -> None:
+        entered()
         self.model = model
         options: RunOptions = model.run_options
         self.options = options.changed(dict(given)) if given else options
