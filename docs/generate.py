@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from flodl import errors
-from flodl_hf.config_rows import COMMON_INERT, REQUIRED, Inert, Row
+from flodl_hf.config_keys import COMMON_INERT, FOREIGN
+from flodl_hf.config_rows import REQUIRED, Inert, Row
 from flodl_hf.families import FAMILIES
 from flodl_hf.family import Family
 from flodl_hf.heads import HEADS
@@ -67,12 +68,15 @@ def families_page() -> str:
         "# Families",
         NOTE,
         overview,
-        "A key of `config.json` is *used* (a row below), *inert* (known to change nothing here) or *refused*. "
-        "Keys that begin with an underscore, and unknown keys that are switched off (null, false, empty), ask for "
-        "nothing.",
+        "A key of `config.json` is *used* (a row below), *inert* (known to change nothing here), *refused* (another "
+        "architecture's, a table, or another family's with a value that would matter) or *noted*: a plain value under "
+        "a name that no family knows, told in the load report and refused with `strict_config=True`. Keys that begin "
+        "with an underscore, and keys that are switched off (null, false, empty), ask for nothing.",
         *map(family_section, FAMILIES),
         "## Inert in every family",
         inert,
+        "## Refused in every family",
+        table(("key", "because"), ((code(entry.key), entry.what) for entry in FOREIGN)),
     )
 
 

@@ -106,32 +106,30 @@ def head_named(name: str) -> Head:
 
 
 def load(name_or_path: str | Path, *, head: str = "auto", **options: Any) -> EncoderModel:
-    """Return the model for the task that the folder was written for.
+    """Return the model for the task that the folder was written for, or the encoder alone where it names none of ours.
 
     Args:
         name_or_path: a local folder or a Hub repository.
-        head: a head's name to load it for another task; "auto" reads ``architectures``.
+        head: a head's name to load it for another task; "auto" reads ``architectures``: the task that its first
+            class is for, and the encoder alone (head "base") where it is absent or names a class of another's code.
         **options: as in `EncoderModel.from_pretrained`.
-
-    Raises:
-        ConfigError: ``architectures`` names no task of ours.
     """
     if head != "auto":
         return head_named(head).model.from_pretrained(name_or_path, **options)
     config = read_config(name_or_path, **{k: v for k, v in options.items() if k in _HUB_OPTIONS})
-    architectures = config.source.get("architectures")
-    found = head_of(config.family, architectures)
-    if found is None:
-        raise ConfigError(
-            f"{config.where}: architectures is {architectures!r}, which names none of our tasks; expected "
-            f"{', '.join(config.family.class_prefix + h.hf_suffix for h in HEADS)}. "
-            "Say which one you want: head='seqcls', or use AutoModelFor...",
-            problems=["architectures"],
-        )
+    found = head_of(config.family, config.source.get("architectures")) or "base"
     return head_named(found).model.from_pretrained(name_or_path, **options)
 
 
-_HUB_OPTIONS = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "ignore_config_keys")
+_HUB_OPTIONS = (
+    "revision",
+    "subfolder",
+    "token",
+    "cache_dir",
+    "local_files_only",
+    "ignore_config_keys",
+    "strict_config",
+)
 
 
 def read_config(
@@ -143,6 +141,7 @@ def read_config(
     cache_dir: str | Path | None = None,
     local_files_only: bool = False,
     ignore_config_keys: Sequence[str] = (),
+    strict_config: bool = False,
 ) -> ModelConfig:
     """Return the configuration of a folder or Hub repository; only ``config.json`` is fetched."""
     hub = {
@@ -153,4 +152,4 @@ def read_config(
         "local_files_only": local_files_only,
     }
     folder, _ = resolve_folder(name_or_path, hub, (CONFIG_NAME,))
-    return read_config_file(folder, ignore_config_keys)
+    return read_config_file(folder, ignore_config_keys, strict_config=strict_config)

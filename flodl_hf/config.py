@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from flodl.errors import ConfigError, nearest, printable, shown
-from flodl_hf.config_rows import COMMON_INERT, boolean, one_of, read_rows, refuse, triage
+from flodl_hf.config_keys import COMMON_INERT, FOREIGN
 from flodl_hf.config_rows import Row as Row
+from flodl_hf.config_rows import Triage, boolean, one_of, read_rows, refuse
 from flodl_hf.families import families
 from flodl_hf.family import Family
 
@@ -27,7 +28,7 @@ _SHARED_ROWS = (
     Row("problem_type", "problem_type", one_of(None, *PROBLEM_TYPES), None),
     Row("tie_words", "tie_word_embeddings", boolean(), True),
 )
-_SHARED_KEYS = ("problem_type", "tie_word_embeddings", "id2label", "label2id", "num_labels")
+_LABEL_KEYS = ("id2label", "label2id", "num_labels")
 
 
 class ModelConfig:
@@ -45,6 +46,7 @@ class ModelConfig:
         source: the JSON as read, unknown keys included.
         text: the file's text, or None when the config was made in memory.
         where: the file's path, for messages.
+        notes: keys and values without effect that a reader should know of, a sentence each.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class ModelConfig:
         source: Mapping[str, Any] | None = None,
         text: str | None = None,
         where: str = "config",
+        notes: Sequence[str] = (),
     ) -> None:
         self.family = family
         self.encoder = encoder
@@ -67,17 +70,33 @@ class ModelConfig:
         self.source: dict[str, Any] = dict(source or {})
         self.text = text
         self.where = where
+        self.notes = tuple(notes)
 
     @classmethod
-    def from_text(cls, text: str, where: str = "config.json", ignore_config_keys: Sequence[str] = ()) -> ModelConfig:
+    def from_text(
+        cls,
+        text: str,
+        where: str = "config.json",
+        ignore_config_keys: Sequence[str] = (),
+        *,
+        strict_config: bool = False,
+    ) -> ModelConfig:
         """Return the configuration that this JSON describes.
+
+        Args:
+            text: the JSON.
+            where: its name, for messages.
+            ignore_config_keys: keys to pass over although they are not understood.
+            strict_config: also refuse keys that no family knows, which are noted otherwise.
 
         Raises:
             ConfigError: not JSON, an unknown ``model_type``, or values that are missing, wrong or not
                 understood; all faults are listed at once in ``problems``.
         """
         source = read_json(text, where)
-        return cls.from_dict(source, where=where, text=text, ignore_config_keys=ignore_config_keys)
+        return cls.from_dict(
+            source, where=where, text=text, ignore_config_keys=ignore_config_keys, strict_config=strict_config
+        )
 
     @classmethod
     def from_dict(
@@ -87,18 +106,23 @@ class ModelConfig:
         where: str = "config",
         text: str | None = None,
         ignore_config_keys: Sequence[str] = (),
+        strict_config: bool = False,
     ) -> ModelConfig:
         """Return the configuration that this mapping describes; see `from_text`."""
         family = family_of(source, where)
         problems: list[str] = []
         fields = read_rows(source, family.rows, problems)
         shared = read_rows(source, _SHARED_ROWS, problems)
-        labels = _labels(source, problems)
-        used = [row.key for row in family.rows] + list(_SHARED_KEYS)
-        # A family's own word on a key comes before the common one.
-        own = {entry.key for entry in family.inert}
-        inert = [*family.inert, *(entry for entry in COMMON_INERT if entry.key not in own)]
-        triage(source, used, inert, problems, ignore_config_keys)
+        notes: list[str] = []
+        labels = _labels(source, problems, notes)
+        decide = Triage(
+            (*family.rows, *_SHARED_ROWS),
+            (*family.inert, *COMMON_INERT),
+            FOREIGN,
+            {row.key: row for other in reversed(families()) for row in other.rows},
+            _LABEL_KEYS,
+        )
+        notes += decide(source, fields, problems, ignore_config_keys, strict=strict_config)
         if not problems:
             _consistent(fields, source, problems)
         if problems:
@@ -107,7 +131,7 @@ class ModelConfig:
             encoder = family.config(**fields)
         except ValueError as fault:  # a family's own rules between fields
             raise refuse([str(fault)], where, family.model_type) from None
-        return cls(family, encoder, labels, source=source, text=text, where=where, **shared)
+        return cls(family, encoder, labels, source=source, text=text, where=where, notes=notes, **shared)
 
     @classmethod
     def for_model(cls, model_type: str, **values: Any) -> ModelConfig:
@@ -176,6 +200,7 @@ class ModelConfig:
             source=self.source,
             text=self.text,
             where=self.where,
+            notes=self.notes,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -183,7 +208,7 @@ class ModelConfig:
         result = dict(self.source)
         for row in self.family.rows:
             value = getattr(self.encoder, row.field)
-            if row.key not in result and value != row.default:
+            if not any(key in result for key in (row.key, *row.aliases)) and value != row.default:
                 result[row.key] = value
         result["model_type"] = self.source.get("model_type", self.model_type)
         result.update(self.label_changes())
@@ -193,7 +218,7 @@ class ModelConfig:
 
     def label_changes(self) -> dict[str, Any]:
         """Return ``id2label`` and ``label2id`` where the labels differ from what the source says, else nothing."""
-        if self.source and tuple(_labels(self.source, [])) == self.labels:
+        if self.source and tuple(_labels(self.source, [], [])) == self.labels:
             return {}
         return {"id2label": {str(k): v for k, v in self.id2label.items()}, "label2id": self.label2id}
 
@@ -202,7 +227,7 @@ class ModelConfig:
         if name.startswith("__") or "source" not in self.__dict__:
             raise AttributeError(name)
         for row in self.family.rows:
-            if name in (row.key, row.field):
+            if name in (row.key, row.field, *row.aliases):
                 return getattr(self.encoder, row.field)
         if name in self.source:
             return self.source[name]
@@ -282,7 +307,7 @@ def read_json(text: str | bytes, where: str) -> dict[str, Any]:
     return value
 
 
-def _labels(source: Mapping[str, Any], problems: list[str]) -> list[str]:
+def _labels(source: Mapping[str, Any], problems: list[str], notes: list[str]) -> list[str]:
     """Return label names by id: gaps and absent names become LABEL_i, as transformers names them."""
     names = source.get("id2label")
     stated = source.get("num_labels")
@@ -295,6 +320,12 @@ def _labels(source: Mapping[str, Any], problems: list[str]) -> list[str]:
         problems.append(f"id2label: found {shown(names, 60)}; expected a table of at most {MAX_LABELS} names by id")
         return []
     by_id: dict[int, str] = {}
+    if stated is not None and set(map(str, names)) > set(map(str, range(stated))):
+        # Transformers lets the number win and forgets all names, so that none is given to a wrong class.
+        notes.append(f"id2label: names {len(names)} labels and num_labels is {stated}; the number holds, without names")
+        return [f"LABEL_{i}" for i in range(stated)]
+    if stated is not None and names and len(names) < stated:
+        notes.append(f"id2label: names {len(names)} of num_labels = {stated} labels; the others are LABEL_i")
     for key, name in names.items():
         index = int(key) if str(key).isascii() and str(key).isdigit() and len(str(key)) < 8 else -1
         if index < 0 or index >= (stated or MAX_LABELS) or not isinstance(name, (str, int, float)) or index in by_id:

@@ -1,9 +1,10 @@
 """Config rows: how one key of ``config.json`` becomes one field, and what is done with every other key.
 
-Each key is exactly one of three things: *used* (a row reads it into a field), *inert* (known to
-change nothing here, with its reason, sometimes only at one value), or *refused*. Faults of a whole
-file are collected and raised once. What a family's fields are stands in the family's file; the rows
-that all families share stand here.
+A key is *used* (a row reads it into a field), *inert* (known to change nothing here, with its reason,
+sometimes only at one value), *refused* (it changes the numbers and is not understood), or *noted*: unknown
+to every family, of a plain value, and so of no effect on numbers here or in transformers. Faults of a whole
+file are collected and raised once. What a family's fields are stands in the family's file; the keys that
+all families share stand in ``config_keys.py``.
 """
 
 from __future__ import annotations
@@ -11,17 +12,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from flodl.errors import ConfigError, capped, nearest, shown
 from flodl_hf.activations import ACTIVATIONS
 
 __all__ = [
-    "COMMON_INERT",
     "REQUIRED",
     "Check",
+    "Foreign",
     "Inert",
     "Row",
+    "Triage",
     "activation",
     "boolean",
     "count",
@@ -31,7 +34,6 @@ __all__ = [
     "optional",
     "read_rows",
     "token_id",
-    "triage",
 ]
 
 
@@ -60,21 +62,39 @@ class Check:
 
 @dataclass(frozen=True)
 class Row:
-    """One aligned line of a family's table: our field, the key in ``config.json``, its check, its default."""
+    """One aligned line of a family's table: our field, the key in ``config.json``, its check, its default.
+
+    ``aliases`` are further names of the key, which transformers reads as it.
+    """
 
     field: str
     key: str
     check: Check
     default: Any = REQUIRED
+    aliases: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Inert:
-    """A key that changes nothing here. With ``only``, it does so at those values alone and is refused at others."""
+    """A key that changes nothing here.
+
+    With ``only``, it does so at those values alone; with ``repeats``, where it has the value of that field of
+    ours. At other values it is refused. ``said`` inert keys are told in the load report where they are set.
+    """
 
     key: str
     reason: str
     only: tuple[Any, ...] | None = None
+    repeats: str | None = None
+    said: bool = False
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A key of another architecture: it changes the numbers, so it is refused wherever it is switched on."""
+
+    key: str
+    what: str
 
 
 def _number(value: Any) -> bool:
@@ -160,147 +180,157 @@ def read_rows(
     """
     fields: dict[str, Any] = {}
     for row in rows:
-        if row.key not in source:
+        named = [key for key in (row.key, *row.aliases) if key in source]
+        if not named:
             if row.default is REQUIRED:
                 problems.append(f"{row.key}: missing; expected {row.check.expected}")
             else:
                 fields[row.field] = row.default(fields) if callable(row.default) else row.default
             continue
+        value = source[named[0]]
+        differing = [key for key in named[1:] if source[key] != value]
+        if differing:
+            problems.append(
+                f"{named[0]}: found {shown(value, 60)} beside {differing[0]} {shown(source[differing[0]], 60)}, "
+                "another name of the same setting; expected one value"
+            )
+            continue
         try:
-            fields[row.field] = row.check.accepts(source[row.key])
+            fields[row.field] = row.check.accepts(value)
         except (ValueError, TypeError):
-            value = source[row.key]
             hint = nearest(value, row.check.names) if isinstance(value, str) else ""
-            problems.append(f"{row.key}: found {shown(value, 60)}{hint}; expected {row.check.expected}")
+            problems.append(f"{named[0]}: found {shown(value, 60)}{hint}; expected {row.check.expected}")
     return fields
 
 
-def triage(
-    source: Mapping[str, Any],
-    used: Sequence[str],
-    inert: Sequence[Inert],
-    problems: list[str],
-    ignore: Sequence[str] = (),
-) -> None:
-    """Append to ``problems`` every key of ``source`` that is neither used nor inert.
+def _off(value: Any) -> bool:
+    """Return whether a value asks for nothing: null, false, or empty all the way down."""
+    if isinstance(value, Mapping):
+        return all(map(_off, value.values()))
+    return value is None or value is False or value == "" or (isinstance(value, list) and all(map(_off, value)))
 
-    Keys that start with an underscore are bookkeeping of whoever wrote the file. A key that is
-    unknown but switched off (null, false, or an empty list, text or table) asks for nothing.
+
+@dataclass(frozen=True)
+class Triage:
+    """What decides about keys that no row reads.
+
+    Args:
+        rows: the family's rows and the shared ones.
+        inert: keys known to change nothing; a family's own come before the common ones.
+        foreign: keys of other architectures, which change the numbers.
+        elsewhere: rows of other families by their key, which this one does not read.
+        shared: keys read by other means than rows.
     """
-    known = {entry.key: entry for entry in inert}
-    used_keys = set(used)
-    for key, value in source.items():
-        if key in used_keys or key in ignore or key.startswith("_"):
-            continue
-        entry = known.get(key)
-        if entry is not None:
-            if entry.only is not None and value not in entry.only:
-                allowed = " or ".join(repr(v) for v in entry.only)
+
+    rows: Sequence[Row]
+    inert: Sequence[Inert]
+    foreign: Sequence[Foreign]
+    elsewhere: Mapping[str, Row]
+    shared: Sequence[str] = ()
+
+    def __call__(
+        self,
+        source: Mapping[str, Any],
+        fields: Mapping[str, Any],
+        problems: list[str],
+        ignore: Sequence[str] = (),
+        *,
+        strict: bool = False,
+    ) -> list[str]:
+        """Return a note for each key without effect that a reader should know of; faults go to ``problems``.
+
+        Keys that start with an underscore are bookkeeping of whoever wrote the file. A key that is
+        unknown but switched off (null, false, or an empty list, text or table) asks for nothing.
+
+        Args:
+            source: the file.
+            fields: what the rows read.
+            problems: gets what is refused.
+            ignore: keys that the caller passes over.
+            strict: also refuse keys that are unknown to every family.
+        """
+        used = {key for row in self.rows for key in (row.key, *row.aliases)} | set(self.shared)
+        inert = {entry.key: entry for entry in reversed(self.inert)}
+        foreign = {entry.key: entry for entry in self.foreign}
+        notes: list[str] = []
+        for key, value in source.items():
+            if key in used or key in ignore:
+                continue
+            entry = inert.get(key)
+            if entry is not None:
+                self._inert(entry, value, fields, problems, notes)
+            elif key.startswith("_") or _off(value):
+                continue
+            elif key in foreign:
                 problems.append(
-                    f"{key}: found {shown(value, 60)}, which is not supported; expected {allowed} ({entry.reason})"
+                    f"{key}: found {shown(value, 60)}: {foreign[key].what}. transformers without the repository's own "
+                    "code passes over it and gives other numbers than this model was made for"
                 )
-            continue
-        if value is None or value is False or value in ([], {}, ""):
-            continue
-        hint = nearest(key, [*used_keys, *known])
-        problems.append(f"{key}: found {shown(value, 60)}, a setting that is not understood{hint}")
+            elif key in self.elsewhere:
+                self._elsewhere(self.elsewhere[key], key, value, fields, problems, notes)
+            elif hint := self._misspelt(key, source):
+                problems.append(
+                    f"{key}: found {shown(value, 60)}, a setting that is not understood{hint} "
+                    "transformers passes over it and takes the default"
+                )
+            elif isinstance(value, Mapping) or strict:
+                hint = nearest(key, [*used, *inert])
+                problems.append(f"{key}: found {shown(value, 60)}, a setting that is not understood{hint}")
+            else:
+                notes.append(f"{key}: {shown(value, 60)} is not known to any family and changes nothing")
+        return notes
+
+    def _inert(
+        self, entry: Inert, value: Any, fields: Mapping[str, Any], problems: list[str], notes: list[str]
+    ) -> None:
+        if entry.repeats is not None:
+            expected = fields.get(entry.repeats)
+            if not _off(value) and expected is not None and value != expected:
+                problems.append(
+                    f"{entry.key}: found {shown(value, 60)}; expected {expected!r} ({entry.reason}); "
+                    "transformers passes over it"
+                )
+        elif entry.only is not None and value not in entry.only:
+            allowed = " or ".join(repr(v) for v in entry.only)
+            problems.append(
+                f"{entry.key}: found {shown(value, 60)}, which is not supported; expected {allowed} ({entry.reason})"
+            )
+        elif entry.said and not _off(value):
+            notes.append(f"{entry.key}: {shown(value, 60)} changes no number here ({entry.reason})")
+
+    def _elsewhere(
+        self, row: Row, key: str, value: Any, fields: Mapping[str, Any], problems: list[str], notes: list[str]
+    ) -> None:
+        """Judge a key that another family reads and transformers passes over in this one."""
+        own = next((mine.key for mine in self.rows if mine.field == row.field), None)
+        if row.field.endswith("dropout"):
+            notes.append(f"{key}: {shown(value, 60)} is a dropout of other families and changes nothing")
+            return
+        if own and row.field not in fields:  # wrong itself, and told already
+            return
+        expected = fields[row.field] if own else None if row.default is REQUIRED else row.default
+        try:
+            read = row.check.accepts(value)
+        except (ValueError, TypeError):
+            read = value
+        if read != expected:
+            named = f"; this family reads {own}" if own else ", which this family does not have"
+            problems.append(f"{key}: found {shown(value, 60)}, a setting of other families{named}")
+
+    def _misspelt(self, key: str, source: Mapping[str, Any]) -> str:
+        """Return a hint where a key looks like one that is read and that the file does not have."""
+        absent = [row.key for row in self.rows if not any(name in source for name in (row.key, *row.aliases))]
+        close = get_close_matches(key, absent, n=1, cutoff=0.88)
+        return f", did you mean {close[0]!r}?" if close else ""
 
 
 def refuse(problems: Sequence[str], where: str, model_type: str) -> ConfigError:
     """Return the error that lists ``problems`` of one file."""
     return ConfigError(
         f"{where}: {len(problems)} problem(s) in this {model_type} configuration:\n{capped(list(problems))}\n"
-        "Correct the values; a key that you know to be harmless can be passed over with "
-        'ignore_config_keys=("the_key",).',
+        "Correct the values, or remove what does not belong; a key that you know to be harmless can be passed over "
+        'with ignore_config_keys=("the_key",).',
         where=where,
         model_type=model_type,
         problems=list(problems),
     )
-
-
-_GENERATION = "a text generation setting; encoders do not generate"
-_OUTPUT = "chooses what a call returns in transformers; here it is an argument of the call"
-
-COMMON_INERT: tuple[Inert, ...] = (
-    Inert("transformers_version", "records who wrote the file"),
-    Inert("architectures", "read by the dispatch"),
-    Inert("model_type", "read by the dispatch"),
-    Inert("auto_map", "names code in the repository, which is never run"),
-    Inert("torch_dtype", "the weight file says the dtype of every tensor"),
-    Inert("dtype", "the weight file says the dtype of every tensor"),
-    Inert("initializer_range", "only used when a new head is made", None),
-    Inert("initializer_factor", "only used for new weights"),
-    Inert("finetuning_task", "a note of the training script"),
-    Inert("task_specific_params", "settings of other tasks"),
-    Inert("language", "a note"),
-    Inert("name", "a note"),
-    Inert("tokenizer_class", "the tokenizer is built from its own files"),
-    Inert("bos_token_id", "the tokenizer places special tokens"),
-    Inert("eos_token_id", "the tokenizer places special tokens"),
-    Inert("sep_token_id", "the tokenizer places special tokens"),
-    Inert("cls_token_id", "the tokenizer places special tokens"),
-    Inert("mask_token_id", "the tokenizer knows its mask token"),
-    Inert("decoder_start_token_id", _GENERATION),
-    Inert("gradient_checkpointing", "a training option"),
-    Inert("use_cache", "a cache of decoders"),
-    Inert("use_return_dict", _OUTPUT),
-    Inert("return_dict", _OUTPUT),
-    Inert("output_past", _OUTPUT),
-    Inert("output_attentions", _OUTPUT),
-    Inert("output_hidden_states", _OUTPUT),
-    Inert("torchscript", "an export option"),
-    Inert("pruned_heads", "the tensors would not fit", ({}, [], None)),
-    Inert("use_bfloat16", "an option of TPU training"),
-    Inert("chunk_size_feed_forward", "trades memory for time and changes no number"),
-    Inert(
-        "position_embedding_type",
-        "only learned absolute positions exist in these families",
-        ("absolute", None),
-    ),
-    Inert("is_decoder", "these are encoders", (False, None)),
-    Inert("is_encoder_decoder", "these are encoders", (False, None)),
-    Inert("add_cross_attention", "these are encoders", (False, None)),
-    Inert("cross_attention_hidden_size", "these are encoders", (None,)),
-    Inert("tie_encoder_decoder", "these are encoders", (False, None)),
-    Inert("quantization_config", "quantised weights are not supported", (None, {})),
-    Inert("num_choices", "multiple choice is not one of the heads"),
-    Inert("directionality", "a note of the first BERT release", ("bidi", None)),
-    Inert("pooler_fc_size", "a note of the first BERT release; the pooler is hidden_size wide"),
-    Inert("pooler_num_attention_heads", "a note of the first BERT release"),
-    Inert("pooler_num_fc_layers", "a note of the first BERT release"),
-    Inert("pooler_size_per_head", "a note of the first BERT release"),
-    Inert("pooler_type", "a note of the first BERT release"),
-    Inert("flodl_source_repo", "a note of an earlier export"),
-    *(
-        Inert(key, _GENERATION)
-        for key in (
-            "bad_words_ids",
-            "begin_suppress_tokens",
-            "diversity_penalty",
-            "do_sample",
-            "early_stopping",
-            "encoder_no_repeat_ngram_size",
-            "exponential_decay_length_penalty",
-            "forced_bos_token_id",
-            "forced_eos_token_id",
-            "length_penalty",
-            "max_length",
-            "min_length",
-            "no_repeat_ngram_size",
-            "num_beam_groups",
-            "num_beams",
-            "num_return_sequences",
-            "output_scores",
-            "prefix",
-            "remove_invalid_values",
-            "repetition_penalty",
-            "return_dict_in_generate",
-            "suppress_tokens",
-            "temperature",
-            "tf_legacy_loss",
-            "top_k",
-            "top_p",
-            "typical_p",
-        )
-    ),
-)

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from flodl.errors import CheckpointError, capped, nearest
+from flodl.errors import CheckpointError, capped, nearest, printable
 from flodl_hf.family import Family
 from flodl_hf.keys import KeyMap, Tie
 
-__all__ = ["LoadReport", "Plan", "Stored", "canonical_names", "head_of", "plan_load"]
+__all__ = ["LoadReport", "Plan", "Stored", "canonical_names", "class_of", "head_of", "plan_load"]
 
 FLOATS = ("F16", "BF16", "F32", "F64")
 _LEGACY = ((".gamma", ".weight"), (".beta", ".bias"))
@@ -106,15 +106,22 @@ def head_of(family: Family, architectures: object) -> str | None:
     """Return the task that ``architectures`` of a config names: a head's name, "base", or None."""
     from flodl_hf.heads import HEADS
 
-    if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
+    name = class_of(architectures)
+    if name is None:
         return None
-    name = architectures[0]
     if name in family.pretraining:
         return family.pretraining[name]
     if not name.startswith(family.class_prefix):
         return None
     suffix = name[len(family.class_prefix) :]
     return next((head.name for head in HEADS if head.hf_suffix == suffix), None)
+
+
+def class_of(architectures: object) -> str | None:
+    """Return the class that ``architectures`` of a config names first, or None."""
+    if isinstance(architectures, list) and architectures and isinstance(architectures[0], str):
+        return architectures[0]
+    return None
 
 
 class _Names:
@@ -138,6 +145,16 @@ class _Names:
 
     def known(self, name: str) -> bool:
         return name in self.wanted or name in self.aliases or self.reason(name) is not None
+
+    def of_encoder(self, name: str) -> bool:
+        """Return whether a stored name, known or not, lies inside the encoder: below one of its parts."""
+        prefix = self.family.base_prefix + "."
+        parts = {row.theirs.removeprefix(prefix).partition(".")[0] for row in self.family.keys}
+        for wrapper in ("", *_WRAPPERS):
+            bare = name.removeprefix(wrapper)
+            if bare.startswith(prefix) or bare.partition(".")[0] in parts:
+                return True
+        return False
 
     def reason(self, name: str) -> str | None:
         """Return why a tensor of this canonical name is not used, or None if it is not known at all."""
@@ -188,6 +205,7 @@ def plan_load(
     where: str,
     renew: Iterable[str] = (),
     config: object = None,
+    custom: str | None = None,
 ) -> Plan:
     """Return what fills what.
 
@@ -202,6 +220,8 @@ def plan_load(
         where: the source, for messages.
         renew: prefixes of our tensors that start fresh if the stored shape does not fit.
         config: the family's settings.
+        custom: the class the file was written for, where it is none of ours: what it has outside of the encoder
+            is not used.
 
     Raises:
         CheckpointError: missing, unexpected or mis-shaped tensors; all of them are listed.
@@ -224,6 +244,9 @@ def plan_load(
 
     for name, tensor in stored.items():
         canonical = names.canonical(name)
+        if canonical is None and custom is not None and not names.of_encoder(name):
+            report.ignored[name] = f"belongs to {printable(custom, 60)}, which is none of our classes"
+            continue
         if canonical is None:
             hint = nearest(name, names.wanted)
             problems["unexpected"].append(f"{name} {list(tensor.shape)}{hint}")

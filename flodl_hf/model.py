@@ -127,6 +127,7 @@ class EncoderModel(nn.Module):
         num_labels: int | None = None,
         problem_type: str | None = None,
         ignore_config_keys: Sequence[str] = (),
+        strict_config: bool = False,
         mapped: bool | None = None,
     ) -> Self:
         """Return the model that a folder or Hub repository holds; all of it, or an error that lists what is wrong.
@@ -145,6 +146,7 @@ class EncoderModel(nn.Module):
             num_labels: the same by number alone.
             problem_type: "regression", "single_label_classification" or "multi_label_classification".
             ignore_config_keys: keys of ``config.json`` to pass over although they are not understood.
+            strict_config: refuse keys of ``config.json`` that no family knows; else the load report notes them.
             mapped: show the weight file instead of copying it: ready at once, but the file must not be
                 changed while the model lives. None does so for the Hub's cache, whose files never change.
 
@@ -172,6 +174,7 @@ class EncoderModel(nn.Module):
             labels=labels if labels is not None or num_labels is None else [f"LABEL_{i}" for i in range(num_labels)],
             problem_type=problem_type,
             ignore_config_keys=ignore_config_keys,
+            strict_config=strict_config,
             mapped=mapped,
         )
 

@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from flodl.collecting import uncollected
-from flodl.errors import ConfigError, nearest
+from flodl.errors import ConfigError, nearest, printable
 from flodl.graph import Graph
 from flodl_hf.checkpoint import Checkpoint, SourceManifest, StoredTensor
 from flodl_hf.config import MAX_CONFIG_BYTES, ModelConfig
-from flodl_hf.loading import LoadReport, Plan, head_of, plan_load
+from flodl_hf.loading import LoadReport, Plan, class_of, head_of, plan_load
 from flodl_hf.model import EncoderModel, assign, build_graph, initialise, tie_tensors
 from flodl_hf.sentence import read_recipe, transformer_folder
 
@@ -104,8 +104,10 @@ def resolve_folder(name_or_path: str | Path, hub: Mapping[str, Any], files: Sequ
     return Path(resolved.folder), resolved.commit
 
 
-def read_config_file(folder: Path, ignore_config_keys: Sequence[str] = ()) -> ModelConfig:
-    """Return the configuration of a local folder.
+def read_config_file(
+    folder: Path, ignore_config_keys: Sequence[str] = (), *, strict_config: bool = False
+) -> ModelConfig:
+    """Return the configuration of a local folder; arguments as in `ModelConfig.from_text`.
 
     Raises:
         ConfigError: no ``config.json``, or one that cannot be used.
@@ -139,7 +141,7 @@ def read_config_file(folder: Path, ignore_config_keys: Sequence[str] = ()) -> Mo
             where=str(path),
             problems=["encoding"],
         ) from None
-    return ModelConfig.from_text(text, str(path), ignore_config_keys)
+    return ModelConfig.from_text(text, str(path), ignore_config_keys, strict_config=strict_config)
 
 
 def load_model(
@@ -153,6 +155,7 @@ def load_model(
     labels: Sequence[str] | None,
     problem_type: str | None,
     ignore_config_keys: Sequence[str],
+    strict_config: bool = False,
     mapped: bool | None = None,
 ) -> ModelT:
     """Return the filled model; see `EncoderModel.from_pretrained` for arguments and errors."""
@@ -161,7 +164,7 @@ def load_model(
     with uncollected(settled=True):
         return _load(
             model_class, name_or_path, head, hub, wanted, device, attention, labels, problem_type, ignore_config_keys,
-            mapped,
+            strict_config, mapped,
         )  # fmt: skip
 
 
@@ -176,12 +179,13 @@ def _load(
     labels: Sequence[str] | None,
     problem_type: str | None,
     ignore_config_keys: Sequence[str],
+    strict_config: bool,
     mapped: bool | None,
 ) -> ModelT:
     warming = _warming(device)
     root, commit = resolve_folder(name_or_path, hub, MODEL_FILES)
     folder = transformer_folder(root)
-    config = read_config_file(folder, ignore_config_keys)
+    config = read_config_file(folder, ignore_config_keys, strict_config=strict_config)
     if labels is not None or problem_type is not None:
         config = config.changed(labels=labels, problem_type=problem_type)
 
@@ -278,17 +282,26 @@ def plan_folder(
     with torch.device("meta"), _WithoutInitialisation():
         graph = build_graph(config, head, pooler=pooler)
     spec = None if head == "base" else config.family.heads[head]
+    architectures = config.source.get("architectures")
+    written = head_of(config.family, architectures)
+    custom = None if written else class_of(architectures)
     plan = plan_load(
         config.family,
         config.family.key_map(config.encoder, head),
         {name: tuple(tensor.shape) for name, tensor in graph.named_parameters(remove_duplicate=False)},
         stored,
         head=head,
-        source_head=head_of(config.family, config.source.get("architectures")),
+        source_head=written,
         tie_words=config.tie_words,
         where=where,
         renew=(spec.classifier,) if spec and spec.classifier and relabelled else (),
+        custom=custom,
     )
+    plan.report.notes += config.notes
+    if custom is not None and head == "base":
+        plan.report.notes.append(
+            f"architectures: {printable(custom, 60)} is none of our classes; this is the encoder alone"
+        )
     return plan, graph
 
 

@@ -82,6 +82,7 @@ def describe(name: str, head: str, hub: dict[str, Any]) -> dict[str, Any]:
         "ignored": report.ignored,
         "missing": list(report.new),
         "tied": list(report.tied),
+        "notes": report.notes,
         "tokenizer": [f for f in VOCABULARY_FILES if (folder / f).is_file()],
         "max_tokens": config.max_tokens,
         "problem_type": config.problem_type,

@@ -59,9 +59,9 @@ class DistilBertConfig:
 # fmt: off
 CONFIG = (
     Row("vocab_size",         "vocab_size",              count(most=10_000_000)),
-    Row("hidden_size",        "dim",                     count()),
-    Row("num_layers",         "n_layers",                count(most=1024)),
-    Row("num_heads",          "n_heads",                 count(most=4096)),
+    Row("hidden_size",        "dim",                     count(), aliases=("hidden_size",)),
+    Row("num_layers",         "n_layers",                count(most=1024), aliases=("num_hidden_layers",)),
+    Row("num_heads",          "n_heads",                 count(most=4096), aliases=("num_attention_heads",)),
     Row("intermediate_size",  "hidden_dim",              count(most=1_000_000)),
     Row("max_positions",      "max_position_embeddings", count(most=1_000_000)),
     Row("activation",         "activation",              activation(), "gelu"),
@@ -75,6 +75,7 @@ CONFIG = (
 INERT = (
     Inert("sinusoidal_pos_embds", "how the position table was first filled; its values are in the weights"),
     Inert("output_hidden_states", "an argument of the call here"),
+    Inert("type_vocab_size",      "this family has no token types, and a file with some would not fit"),
 )
 
 KEYS = (

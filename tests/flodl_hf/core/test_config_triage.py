@@ -1,0 +1,216 @@
+"""Keys of ``config.json``: used, inert, noted or refused, in every family."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from flodl.errors import CheckpointError, ConfigError
+from flodl_hf import AutoConfig, AutoModelForSequenceClassification, load
+from flodl_hf.config import ModelConfig
+from flodl_hf.config_keys import FOREIGN
+from flodl_hf.families import FAMILIES
+from flodl_hf.heads.base import BaseModel
+
+Saved = Callable[..., Path]
+SIZES = {
+    "vocab_size": 90, "hidden_size": 16, "num_layers": 2, "num_heads": 2, "intermediate_size": 24,
+    "max_positions": 40, "type_vocab_size": 2, "embedding_size": 8,
+}  # fmt: skip
+TINY = {f.model_type: {row.key: SIZES[row.field] for row in f.rows if row.field in SIZES} for f in FAMILIES}
+TYPES = [family.model_type for family in FAMILIES]
+
+# Found in published files; they change no number in transformers.
+HARMLESS: dict[str, Any] = {
+    "tie_weights_": True,
+    "sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity",
+    "sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity", "version": "4.1.0.dev0"},
+    "eos_token_ids": [0],
+    "emb_size": 16,
+    "padding": "max_length",
+    "classifiers_size": [3, 2, 2, 2],
+    "tasks": ["glue/mnli", "glue/qnli"],
+    "is_gpu": True,
+    "norm_mean": [0.1, 2.5],
+    "norm_std": [1.0, 0.5],
+    "dropout": 0.1,
+    "hidden_dropout_prob": 0.1,
+    "attn_implementation": "eager",
+    "_attn_implementation": "flash_attention_2",
+    "output_hidden_states": True,
+    "return_dict": False,
+    "adapters": {"adapters": {}, "config_map": {}, "fusions": {}},
+    "cell": {}, "pre_trained": "", "structure": [], "training": "",
+    "tie_last_hidden_states": True,
+}  # fmt: skip
+
+
+def made(model_type: str, **changes: Any) -> ModelConfig:
+    options = {key: changes.pop(key) for key in ("ignore_config_keys", "strict_config") if key in changes}
+    return ModelConfig.from_dict({"model_type": model_type, **TINY[model_type], **changes}, **options)
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize("key", HARMLESS)
+def test_a_key_that_changes_no_number_stops_no_load(model_type: str, key: str) -> None:
+    changed = vars(made(model_type, **{key: HARMLESS[key]}).encoder).items() - vars(made(model_type).encoder).items()
+    assert {field for field, _ in changed} <= {"hidden_dropout"}
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_an_unknown_plain_value_is_noted_and_refused_when_asked(model_type: str) -> None:
+    for value in (3, 0.5, "haar", True, ["a", {"b": 1}]):
+        (note,) = made(model_type, wavelets=value).notes
+        assert note.startswith("wavelets: ")
+        assert "changes nothing" in note
+        with pytest.raises(ConfigError, match=r"(?s)1 problem.*wavelets: found .*not understood") as caught:
+            made(model_type, wavelets=value, strict_config=True)
+        assert len(caught.value.problems) == 1
+        assert made(model_type, wavelets=value, strict_config=True, ignore_config_keys=("wavelets",)).notes == ()
+    for nothing in (None, False, "", [], {}, {"a": {}}):
+        assert made(model_type, wavelets=nothing, strict_config=True).notes == ()
+    with pytest.raises(ConfigError, match=r"wavelets: found .*not understood"):
+        made(model_type, wavelets={"levels": 3})
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize("entry", FOREIGN, ids=lambda entry: entry.key)
+def test_a_key_of_another_architecture_is_refused_where_it_is_switched_on(model_type: str, entry: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{entry.key}: found 512: .*transformers without"):
+        made(model_type, **{entry.key: 512})
+    assert made(model_type, **{entry.key: None}).notes == ()
+    assert made(model_type, ignore_config_keys=(entry.key,), **{entry.key: 512}).encoder == made(model_type).encoder
+
+
+def others() -> list[tuple[str, str]]:
+    """Return each family with each key that only other families read."""
+    found = []
+    for family in FAMILIES:
+        own = {key for row in family.rows for key in (row.key, *row.aliases)} | {e.key for e in family.inert}
+        shared = {"tie_word_embeddings", "embedding_size", *own}
+        keys = dict.fromkeys(row.key for other in FAMILIES for row in other.rows if row.key not in shared)
+        found += [(family.model_type, key) for key in keys]
+    return found
+
+
+@pytest.mark.parametrize(("model_type", "key"), others())
+def test_a_setting_of_another_family_has_to_agree(model_type: str, key: str) -> None:
+    """Equal to what this family has, or off, it repeats; a dropout changes no answer; the rest is refused."""
+    rows = {row.key: row for other in reversed(FAMILIES) for row in other.rows}
+    own = {row.field for row in next(f for f in FAMILIES if f.model_type == model_type).rows}
+    config = made(model_type)
+    field = rows[key].field
+    same = getattr(config.encoder, field) if field in own else rows[key].default
+    if field.endswith("dropout"):
+        assert "dropout of other families" in made(model_type, **{key: 0.25}).notes[0]
+        return
+    if isinstance(same, (int, float, str, bool)):
+        assert made(model_type, **{key: same}).encoder == config.encoder
+    with pytest.raises(ConfigError, match=f"{key}: found .*a setting of other families"):
+        made(model_type, **{key: 77})
+
+
+@pytest.mark.parametrize("model_type", [f.model_type for f in FAMILIES if "embedding_size" not in TINY[f.model_type]])
+@pytest.mark.parametrize("key", ["emb_size", "embedding_dim"])
+def test_a_repeated_width_has_to_be_the_width(model_type: str, key: str) -> None:
+    assert made(model_type, **{key: 16}).notes == ()
+    with pytest.raises(ConfigError, match=f"{key}: found 12; expected 16"):
+        made(model_type, **{key: 12})
+
+
+def test_a_misspelt_setting_is_refused_where_its_own_key_is_absent() -> None:
+    with pytest.raises(ConfigError, match=r"layer_norm_epss: found .*did you mean 'layer_norm_eps'\?"):
+        made("bert", layer_norm_epss=1e-5)
+    assert made("bert", layer_norm_epss=1e-5, layer_norm_eps=1e-12).notes
+
+
+def test_common_names_are_read_as_distilberts_own() -> None:
+    settings = dict(TINY["distilbert"])
+    for common, own in (("hidden_size", "dim"), ("num_hidden_layers", "n_layers"), ("num_attention_heads", "n_heads")):
+        settings[common] = settings.pop(own)
+    config = ModelConfig.from_dict({"model_type": "distilbert", **settings})
+    assert config.encoder == made("distilbert").encoder
+    assert (config.hidden_size, config.dim) == (16, 16)
+    assert "dim" not in config.to_dict()
+    assert made("distilbert", hidden_size=16).hidden_size == 16
+    with pytest.raises(ConfigError, match="dim: found 16 beside hidden_size 32, another name"):
+        made("distilbert", hidden_size=32)
+
+
+def test_labels_and_their_number_may_disagree_as_in_transformers() -> None:
+    few = made("bert", num_labels=3, id2label={"0": "no"})
+    assert few.labels == ("no", "LABEL_1", "LABEL_2")
+    assert "names 1 of num_labels = 3" in few.notes[0]
+    many = made("bert", num_labels=2, id2label={"0": "a", "1": "b", "2": "c"})
+    assert many.labels == ("LABEL_0", "LABEL_1")
+    assert "num_labels is 2; the number holds" in many.notes[0]
+
+
+@pytest.mark.transformers
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
+def test_transformers_takes_the_same_and_counts_the_same_labels(family: Any) -> None:
+    from transformers import CONFIG_MAPPING
+
+    for extra in (
+        {"num_labels": 3, "id2label": {"0": "no"}},
+        {"num_labels": 2, "id2label": {"0": "a", "1": "b", "2": "c"}},
+    ):
+        theirs = CONFIG_MAPPING[family.model_type].from_dict({**TINY[family.model_type], **HARMLESS, **extra})
+        ours = made(family.model_type, **HARMLESS, **extra)
+        assert ours.num_labels == theirs.num_labels
+        assert [ours.hidden_size, ours.encoder.num_layers] == [theirs.hidden_size, theirs.num_hidden_layers]
+
+
+# --- which class a folder is for ---------------------------------------------------------------------
+
+
+def rewritten(folder: Path, *absent: str, **changes: Any) -> Path:
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k not in absent}))
+    return folder
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_a_folder_without_architectures_is_a_base_model(model_type: str, saved: Saved) -> None:
+    model = load(rewritten(saved(model_type), "architectures"))
+    assert type(model) is BaseModel
+    assert not model.untrained
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize("name", ["HF_ColBERT", "Contriever", "BertForMultipleChoice"])
+def test_a_folder_of_a_class_that_is_none_of_ours_is_a_base_model(model_type: str, name: str, saved: Saved) -> None:
+    folder = rewritten(saved(model_type), architectures=[name])
+    held = load_file(folder / "model.safetensors")
+    held["linear.weight"] = torch.ones(8, 16)
+    save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
+    model = load(folder)
+    assert type(model) is BaseModel
+    assert not model.untrained
+    assert name in model.load_report.ignored["linear.weight"]
+    assert any(name in note for note in model.load_report.notes)
+
+
+def test_a_foreign_class_excuses_nothing_inside_the_encoder(saved: Saved) -> None:
+    folder = rewritten(saved("bert"), architectures=["HF_ColBERT"])
+    held = load_file(folder / "model.safetensors")
+    held["encoder.layer.0.gate.weight"] = torch.ones(8, 16)
+    save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"encoder\.layer\.0\.gate\.weight"):
+        load(folder)
+
+
+def test_notes_stand_in_the_load_report_and_strictness_reaches_every_door(saved: Saved) -> None:
+    folder = rewritten(saved("bert", "sequence_classification"), wavelets=3)
+    model = load(folder)
+    assert any(note.startswith("wavelets") for note in model.load_report.notes)
+    assert "wavelets" in str(model.load_report)
+    for door in (load, AutoConfig.from_pretrained, AutoModelForSequenceClassification.from_pretrained):
+        with pytest.raises(ConfigError, match="wavelets"):
+            door(folder, strict_config=True)
