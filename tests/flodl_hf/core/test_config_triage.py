@@ -193,6 +193,7 @@ def test_a_folder_of_a_class_that_is_none_of_ours_is_a_base_model(model_type: st
     model = load(folder)
     assert type(model) is BaseModel
     assert not model.untrained
+    assert model.load_report is not None
     assert name in model.load_report.ignored["linear.weight"]
     assert any(name in note for note in model.load_report.notes)
 
@@ -209,6 +210,7 @@ def test_a_foreign_class_excuses_nothing_inside_the_encoder(saved: Saved) -> Non
 def test_notes_stand_in_the_load_report_and_strictness_reaches_every_door(saved: Saved) -> None:
     folder = rewritten(saved("bert", "sequence_classification"), wavelets=3)
     model = load(folder)
+    assert model.load_report is not None
     assert any(note.startswith("wavelets") for note in model.load_report.notes)
     assert "wavelets" in str(model.load_report)
     for door in (load, AutoConfig.from_pretrained, AutoModelForSequenceClassification.from_pretrained):
