@@ -6,6 +6,8 @@ events to subscribe to, optimiser factories and parameter groups. How ranks shar
 """
 
 from flodl.train.builder import TrainerBuilder
+from flodl.train.callback import Callback
+from flodl.train.ema import WeightAverage
 from flodl.train.events import (
     EpochMetrics,
     EvalDone,
@@ -30,6 +32,7 @@ from flodl.train.step import Step, StepResult
 from flodl.train.trainer import Trainer
 
 __all__ = [
+    "Callback",
     "EpochMetrics",
     "EvalDone",
     "Event",
@@ -53,6 +56,7 @@ __all__ = [
     "Trainer",
     "TrainerBuilder",
     "Warned",
+    "WeightAverage",
     "adamw",
     "layerwise_decay",
     "parameter_groups",

@@ -59,12 +59,20 @@ class Evaluator:
         self.waits = 0
 
     def run(
-        self, model: nn.Module, ranks: Ranks, precision: Precision, step: int, speeds: Sequence[float] | None = None
+        self,
+        model: nn.Module,
+        ranks: Ranks,
+        precision: Precision,
+        step: int,
+        speeds: Sequence[float] | None = None,
+        *,
+        counts: bool = True,
     ) -> dict[str, float] | None:
         """Return the figures of ``model``, equal on all ranks; None where nothing is to be evaluated.
 
         Args:
             speeds: how fast ranks are in proportion, the same on all; None where they are equal.
+            counts: whether the figures are remembered, and decide when to stop.
         """
         speeds = speeds if speeds is not None and len(speeds) == ranks.world else (1.0,) * ranks.world
         calls = self.callbacks
@@ -84,8 +92,9 @@ class Evaluator:
         finally:
             for module, mode in modes:
                 module.training = mode
-        self.found = found
-        self._watch(found)
+        if counts:
+            self.found = found
+            self._watch(found)
         return found
 
     def _shares(

@@ -41,15 +41,22 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class RunStarted(Event):
-    """The run begins or goes on: how much work is known to lie ahead."""
+    """The run begins or goes on: how much work is known to lie ahead; ``total_steps`` is the best guess of all."""
 
     world: int
     policy: str
     epochs: int
     steps_per_epoch: int
+    max_steps: int | None = None
     step: int = 0
     epoch: int = 0
     resumed_from: str | None = None
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the whole run, those before a resume included: exact where all epochs have as many."""
+        whole = self.steps_per_epoch * self.epochs
+        return whole if self.max_steps is None else min(whole, self.max_steps)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -69,8 +69,10 @@ class OwnLoop(Trainer):
         )
         self._begin_once()
         self._mark = time.perf_counter()
+        self.hooks.call("on_epoch_begin", self.epoch_number)
         for turn, batches in self._work(self.feed):
             self.rates.set(self.policy.lr_step)
+            self.hooks.call("on_step_begin", batches)
             self._samples = self._batches = 0
             if not batches:  # too few samples for every rank; the others still need this one
                 self._finish(turn)

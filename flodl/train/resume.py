@@ -61,6 +61,7 @@ def recipe(trainer: Trainer) -> dict[str, Any]:
         "policy": trainer.policy.name,
         "world_size": trainer.ranks.world,
         "optimizer": type(trainer.optimizer).__name__,
+        **({"callbacks": [type(c).__name__ for c in trainer.hooks.around]} if trainer.hooks.around else {}),
     }
 
 
@@ -90,11 +91,14 @@ def snapshot(trainer: Trainer) -> dict[str, Any]:
         own["precision"] = trainer.precision.state_dict()
     if rank == 0:
         files["model"] = copies(model_tensors(trainer.model))
+        if trainer.average is not None:
+            files["ema"] = copies(trainer.average.tensors())
         files["run"] = {
             "epoch": trainer.epoch_number,
             "policy": trainer.policy.state_dict(),
             "schedule": trainer.rates.state_dict(),
             "evaluator": trainer.evaluator.state_dict(),
+            "callbacks": trainer.hooks.state_dict(),
             "stopped": trainer.stopping and trainer.evaluator.is_spent,
             "recipe": recipe(trainer),
         }
@@ -125,6 +129,9 @@ def restore(trainer: Trainer, saved: Checkpoint) -> None:
         trainer.events.emit(_new_rank(trainer, world))
     tensors = saved.tensors[f"rank-{mine}"]
     load_model(trainer.model, saved.tensors["model"])
+    trainer.hooks.load_state_dict(run.get("callbacks", []))
+    if trainer.average is not None:
+        trainer.average.load_state_dict(saved.tensors.get("ema", saved.tensors["model"]))
     if "optimizer" in own[mine]:
         part = {name.removeprefix("optimizer/"): t for name, t in tensors.items() if name.startswith("optimizer/")}
         load_optimizer(trainer.model, trainer.optimizer, part, own[mine]["optimizer"])

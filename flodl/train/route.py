@@ -49,6 +49,9 @@ def choose_route(trainer: Trainer) -> None:
     reason = f"the device is a {device.type}, and CUDA devices record graphs" if recorder is None else None
     if reason is None and settings.knobs.shares == "measured" and not trainer.ranks.solo:
         reason = "shares follow the time of each rank's own part, which is measured apart"
+    if reason is None and trainer.hooks.around:
+        names = ", ".join(dict.fromkeys(type(call).__name__ for call in trainer.hooks.around))
+        reason = f"{names} acts around the backward pass, which a recording would not repeat"
     if reason is None:
         reason = trainer.step_.decide_on_device(
             recorder if settings.capture is not False else None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
@@ -10,6 +10,7 @@ from torch import nn
 
 from flodl.distributed.policy import Knobs
 from flodl.errors import TrainError, nearest
+from flodl.train.callback import Callback
 
 __all__ = ["Settings", "make_settings"]
 
@@ -55,6 +56,8 @@ class Settings:
         resume: go on from the newest whole checkpoint in ``folder`` if there is one.
         allow_change: settings that may differ from the checkpoint's.
         eval_every: steps between evaluations; None evaluates after epochs only.
+        eval_start: evaluate before the first step too; these figures are told and decide nothing.
+        eval_delay: no evaluation before so many steps, but for the one at the end.
         early_stopping: ``(metric, patience)``: stop after so many evaluations without improvement.
         checkpoint_every: epochs between calls of ``checkpoint_fn``.
         slowdown: ``{rank: factor}``, simulated slow ranks for experiments.
@@ -65,6 +68,10 @@ class Settings:
             can, and says once why where it cannot; True refuses to run otherwise; False never records.
         compile: pass the model through ``torch.compile`` first.
         log_every: steps whose figures are read from a CUDA device together.
+        callbacks: take part in the run, step by step; see `flodl.train.callback`.
+        ema: keep an exponential moving average of the weights with this decay; it is what is evaluated and what
+            the model holds in the end. See `flodl.train.ema`.
+        ema_warmup: let the average follow faster at first.
         max_restarts: how often ranks that we started are started again after a failure.
     """
 
@@ -97,6 +104,8 @@ class Settings:
     resume: bool = False
     allow_change: tuple[str, ...] = ()
     eval_every: int | None = None
+    eval_start: bool = False
+    eval_delay: int = 0
     early_stopping: tuple[str, int] | None = None
     checkpoint_every: int | None = None
     slowdown: Mapping[int, float] = field(default_factory=dict)
@@ -106,6 +115,9 @@ class Settings:
     capture: str | bool = "auto"
     compile: bool = False
     log_every: int = 20
+    callbacks: Sequence[Callback] = ()
+    ema: float | None = None
+    ema_warmup: bool = True
     max_restarts: int = 0
 
     def recipe(self) -> dict[str, Any]:
@@ -120,9 +132,11 @@ class Settings:
             "compat",
             "lr_scale_ratio",
         )
-        return {name: getattr(self, name) for name in names} | {
-            "schedule": repr(self.schedule) if not callable(self.schedule) else "function"
-        }
+        values = {name: getattr(self, name) for name in names}
+        values["schedule"] = repr(self.schedule) if not callable(self.schedule) else "function"
+        if self.ema is not None:
+            values["ema"] = f"{self.ema}{'' if self.ema_warmup else ', no warmup'}"
+        return values
 
 
 def make_settings(given: Mapping[str, Any], base: Settings | None = None) -> Settings:

@@ -26,6 +26,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from flodl.distributed.average import BufferMean, GradientSum
 from flodl.distributed.group import Ranks
 from flodl.errors import TrainError
+from flodl.train.callback import Hooks
 from flodl.train.capture import Captures, Recorder
 from flodl.train.loss import Loss, as_loss, batch_len
 from flodl.train.on_device import DeviceStep, Figures, Outcome, unfit
@@ -139,6 +140,7 @@ class Step:
         self._deferred = False
         self._lag: StepTimes | None = None
         self.captures: Captures | None = None
+        self.hooks: Hooks | None = None  # callbacks that act around the backward pass
         self._device_step: DeviceStep | None = None
         self._unit = 1.0  # float16 sums are kept small by this power of two, which rounds nothing
         self._unit_known = precision.scaler is None
@@ -272,6 +274,8 @@ class Step:
             alone: this is the only micro-batch of the step, so it may be divided at once.
         """
         loss.check_depends()
+        if self.hooks is not None:
+            loss = self.hooks.before_backward(loss)
         totals = loss.totals()
         if self.compat == "transformers":
             value = loss.as_mean()
@@ -282,6 +286,8 @@ class Step:
             value = loss.as_sum() * self._unit
         scaler = self.precision.scaler
         (scaler.scale(value) if scaler is not None else value).backward()
+        if self.hooks is not None:
+            self.hooks.call("after_backward")
         self._totals = totals if self._totals is None else self._totals + totals
         self._samples += samples
         for name, (total, count) in loss.metrics.items():
@@ -338,6 +344,9 @@ class Step:
             scaler.unscale_(self.optimizer)
         if not self._divided:
             _divide(grads, result.count * self._unit)
+        if self.hooks is not None:
+            self.hooks.call("before_optimizer_step")
+            grads = [p.grad for p in self._parameters() if p.grad is not None]
         norm = get_total_norm(grads)
         result.grad_norm = float(norm)
         if scaler is not None and math.isfinite(result.loss) and not math.isfinite(result.grad_norm):

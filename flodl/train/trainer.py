@@ -25,8 +25,10 @@ from flodl.distributed.policy import LocalSteps, Round, Sync, choose_policy, mak
 from flodl.distributed.timeline import Timeline
 from flodl.errors import TrainError
 from flodl.train import resume
+from flodl.train.callback import Hooks
+from flodl.train.ema import WeightAverage
 from flodl.train.evaluate import Callbacks, Evaluator
-from flodl.train.events import EvalDone, Events, RunDone, RunStarted, Synced, Warned
+from flodl.train.events import Events, RunDone, Warned
 from flodl.train.feed import Feed, Share
 from flodl.train.keeper import Keeper
 from flodl.train.optimizers import OptimizerMaker, make_optimizer
@@ -38,6 +40,7 @@ from flodl.train.signals import StopSignals
 from flodl.train.step import Step, StepResult, TrainStep
 from flodl.train.steplog import StepLog
 from flodl.train.tally import Tally, epoch_metrics
+from flodl.train.telling import evaluate_now, tell_meeting, tell_start
 
 if TYPE_CHECKING:
     from flodl.train.builder import TrainerBuilder
@@ -97,6 +100,10 @@ class Trainer:
         self.evaluator = Evaluator(self.callbacks, settings.early_stopping)
         self.stopping = False
         self.signals = StopSignals()
+        self.hooks = Hooks(self, settings.callbacks)
+        self.average = (
+            WeightAverage(model, settings.ema, warmup=settings.ema_warmup) if settings.ema is not None else None
+        )
         self._use_policy(choose_policy(ranks, settings.policy, settings.slowdown.get(ranks.rank, 1.0)))
         self._train_step = train_step
         self.keeper = (
@@ -131,6 +138,13 @@ class Trainer:
             slowdown=settings.slowdown.get(ranks.rank, 1.0),
             reduce_on_cpu=settings.knobs.backend == "cpu",
         )
+        self.step_.hooks = self.hooks if self.hooks.around else None
+        if self.average is not None and not ranks.solo and not isinstance(self.policy, Sync):
+            raise TrainError(
+                f"ema: ranks step on their own under {name!r}, and an average would be another on each. Expected one "
+                "rank, or policy='sync'.",
+                policy=name,
+            )
 
     # ---- making one ----------------------------------------------------------------------------------
 
@@ -213,8 +227,10 @@ class Trainer:
                 self._call("epoch_fn", self.epoch_number, self, may_stop=True)
                 self.step_.look_again()
                 self._mark = time.perf_counter()
+                self.hooks.call("on_epoch_begin", self.epoch_number)
                 for turn, batches in self._work(self.feed):
                     self.rates.set(self.policy.lr_step)
+                    self.hooks.call("on_step_begin", batches)
                     self.log.begin(self.ranks.device)
                     result = self.step_.run(batches, step=self.policy.lr_step, flags=self._flags())
                     self._after_step(turn, result)
@@ -236,31 +252,20 @@ class Trainer:
 
     def _after_step(self, turn: int, result: StepResult) -> None:
         round_ = self.policy.after_step(turn, result.samples, result.compute_ms, self._flags())
+        if self.average is not None:
+            self.average.update(self.policy.lr_step)
         now = time.perf_counter()
         wall_ms, self._mark = (now - self._mark) * 1e3, now
         about: Any = {"epoch": self.epoch_number, "lr": self.rates.first, "wall_ms": wall_ms}
         self.log.note(self.tally, result, step=self.policy.lr_step, **about)
+        self.hooks.call("on_step_end", result)
         if round_ is not None:
             self._met(round_)
         elif isinstance(self.policy, Sync):
             self._at_rest(result.flags)
 
     def _met(self, round_: Round) -> None:
-        self.events.emit(
-            Synced(
-                rank=self.ranks.rank,
-                step=self.policy.lr_step,
-                epoch=self.epoch_number,
-                round=round_.number,
-                batches=round_.batches,
-                work_ms=round_.work_ms,
-                sync_ms=round_.sync_ms,
-                wait_ms=round_.wait_ms,
-                divergence=round_.divergence,
-                anchor=round_.cadence.anchor,
-                counts=round_.cadence.counts,
-            )
-        )
+        tell_meeting(self, round_)
         if round_.held and not round_.all_dry:
             self._at_rest(round_.flags)
         elif round_.all_dry:
@@ -269,7 +274,7 @@ class Trainer:
     def _at_rest(self, flags: Any) -> None:
         """All ranks are equal here and know the same; what they must decide alike is decided here."""
         every = self.settings.eval_every
-        if every and self.policy.steps // every > self.evaluator.at_step // every:
+        if every and self.evaluator.at_step // every < self.policy.steps // every >= self.settings.eval_delay / every:
             self._evaluate()
         if any(flags):
             self.save(wait=True)
@@ -332,6 +337,7 @@ class Trainer:
         self.epoch_number += 1
         if self.evaluator.at_step != self.policy.steps:
             self._evaluate()
+        self.hooks.call("on_epoch_end", done)
         metrics = epoch_metrics(
             self.ranks.gather(self.tally.to_dict()),
             shared_loss=self.step_.share_gradients,
@@ -356,21 +362,11 @@ class Trainer:
         self._tell_news()
 
     def _evaluate(self) -> None:
-        self.log.settle(self.tally)
-        found = self.evaluator.run(self.model, self.ranks, self.precision, self.policy.steps, self.policy.speeds)
-        if found is None:
-            return
-        self.stopping = self.stopping or self.evaluator.is_spent
-        self.events.emit(
-            EvalDone(
-                rank=self.ranks.rank,
-                step=self.policy.steps,
-                epoch=self.epoch_number,
-                metrics=found,
-                wall_ms=(time.perf_counter() - self._mark) * 1e3,
-            )
-        )
-        self._mark = time.perf_counter()
+        if self.policy.steps >= self.settings.eval_delay or self._over():
+            self.stopping = evaluate_now(self) or self.stopping
+
+    def _over(self) -> bool:
+        return self._out_of_steps() or self.epoch_number >= self.settings.num_epochs
 
     def _call(self, name: str, *args: Any, may_stop: bool = False) -> Any:
         """Call a function of the user; one that only looks on may fail without ending the run."""
@@ -408,27 +404,21 @@ class Trainer:
     def _begin_run(self) -> None:
         self.model.train()
         self.restore()
-        feed = self.feed
-        self.events.emit(
-            RunStarted(
-                rank=self.ranks.rank,
-                world=self.ranks.world,
-                policy=self.policy.name,
-                epochs=self.settings.num_epochs,
-                steps_per_epoch=feed.turns(self.epoch_number) if feed is not None else 0,
-                step=self.policy.lr_step,
-                epoch=self.epoch_number,
-                resumed_from=self.resumed_from,
-            )
-        )
+        tell_start(self)
+        self.hooks.call("on_train_begin")
+        if self.settings.eval_start and not self.policy.steps:
+            evaluate_now(self, counts=False)
         self._mark = time.perf_counter()
 
     def _end_run(self) -> None:
         self.log.settle(self.tally)
         if self.evaluator.at_step != self.policy.steps:
-            self._evaluate()  # the run ended inside an epoch
+            evaluate_now(self)  # the run ended inside an epoch
         if self.keeper and self._saved_at != self.policy.steps:
             self.save()
+        if self.average is not None:
+            self.average.put()
+        self.hooks.call("on_train_end")
         reason = "finished" if self.epoch_number >= self.settings.num_epochs else "stopped"
         self._close()
         self.events.emit(RunDone(rank=self.ranks.rank, step=self.policy.steps, epoch=self.epoch_number, reason=reason))

@@ -1,0 +1,90 @@
+"""A running average of the weights, which is judged and returned in their place.
+
+After each optimiser step the average moves towards the weights by ``1 - decay``. It depends on nothing but the
+weights after each step, so it is as exact as the step is, however that was cut; and it stands outside of the step,
+which may be recorded as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from flodl.errors import TrainError
+
+__all__ = ["WeightAverage", "averaged_state"]
+
+
+class WeightAverage:
+    """An exponential moving average of the parameters of a model; of 16-bit ones it is kept in float32.
+
+    Args:
+        model: whose parameters; buffers are not averaged.
+        decay: share of the average that stays at each step, above 0 and below 1.
+        warmup: let the average follow faster at first: at step n the share is at most ``(1 + n) / (10 + n)``.
+
+    Raises:
+        TrainError: a decay outside of these bounds.
+    """
+
+    def __init__(self, model: nn.Module, decay: float, *, warmup: bool = True) -> None:
+        if not 0 < decay < 1:
+            raise TrainError(
+                f"ema: found {decay!r}; expected a number above 0 and below 1, such as 0.999.", found=decay
+            )
+        self.decay, self.warmup = decay, warmup
+        named = [(name, p) for name, p in model.named_parameters() if p.is_floating_point()]
+        self.names = [name for name, _ in named]
+        self._parameters: list[torch.Tensor] = [p for _, p in named]
+        self._average = [_wide(p.detach()).clone() for p in self._parameters]
+
+    def share(self, step: int) -> float:
+        """Return the share that stays at the step with this number, counted from 1."""
+        return min(self.decay, (1 + step) / (10 + step)) if self.warmup else self.decay
+
+    def update(self, step: int) -> None:
+        """Take in the weights after step ``step``, counted from 1."""
+        weights = [_wide(p.detach()) for p in self._parameters]
+        torch._foreach_lerp_(self._average, weights, 1 - self.share(step))  # pyright: ignore[reportPrivateImportUsage]
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Have the model hold the average while inside, in the memory that its weights have."""
+        before = [p.detach().clone() for p in self._parameters]
+        self.put()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                torch._foreach_copy_(self._parameters, before)  # pyright: ignore[reportPrivateImportUsage]
+
+    def put(self) -> None:
+        """Copy the average into the model."""
+        with torch.no_grad():
+            torch._foreach_copy_(self._parameters, self._average)  # pyright: ignore[reportPrivateImportUsage]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the average itself, which goes on, by parameter name."""
+        return dict(zip(self.names, self._average, strict=True))
+
+    def load_state_dict(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take up a saved average."""
+        for name, tensor in zip(self.names, self._average, strict=True):
+            tensor.copy_(tensors[name])
+
+
+def averaged_state(tensors: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Return the weights of a checkpoint that its figures are of: the average where there is one.
+
+    Args:
+        tensors: ``tensors`` of a `flodl.train.keeper.Checkpoint`.
+    """
+    state = dict(tensors["model"])
+    return state | {name: tensor.to(state[name].dtype) for name, tensor in tensors.get("ema", {}).items()}
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor

@@ -1,0 +1,80 @@
+"""How the loop tells of itself: the events of a run's beginning, of meetings and of evaluations, from its state."""
+
+from __future__ import annotations
+
+import time
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+from flodl.train.events import EvalDone, RunStarted, Synced
+
+if TYPE_CHECKING:
+    from flodl.distributed.policy import Round
+    from flodl.train.trainer import Trainer
+
+__all__ = ["evaluate_now", "tell_meeting", "tell_start"]
+
+
+def tell_start(trainer: Trainer) -> None:
+    """Tell that the run begins or goes on."""
+    feed, settings = trainer.feed, trainer.settings
+    trainer.events.emit(
+        RunStarted(
+            rank=trainer.ranks.rank,
+            world=trainer.ranks.world,
+            policy=trainer.policy.name,
+            epochs=settings.num_epochs,
+            steps_per_epoch=feed.turns(trainer.epoch_number) if feed is not None else 0,
+            max_steps=settings.max_steps,
+            step=trainer.policy.lr_step,
+            epoch=trainer.epoch_number,
+            resumed_from=trainer.resumed_from,
+        )
+    )
+
+
+def tell_meeting(trainer: Trainer, round_: Round) -> None:
+    """Tell that ranks met and averaged their parameters."""
+    trainer.events.emit(
+        Synced(
+            rank=trainer.ranks.rank,
+            step=trainer.policy.lr_step,
+            epoch=trainer.epoch_number,
+            round=round_.number,
+            batches=round_.batches,
+            work_ms=round_.work_ms,
+            sync_ms=round_.sync_ms,
+            wait_ms=round_.wait_ms,
+            divergence=round_.divergence,
+            anchor=round_.cadence.anchor,
+            counts=round_.cadence.counts,
+        )
+    )
+
+
+def evaluate_now(trainer: Trainer, *, counts: bool = True) -> bool:
+    """Evaluate, tell of it, and return whether the figures have stopped improving.
+
+    Args:
+        counts: whether the figures may decide which model is best, and when to stop.
+    """
+    trainer.log.settle(trainer.tally)
+    average, policy = trainer.average, trainer.policy
+    with average.applied() if average is not None else nullcontext():
+        found = trainer.evaluator.run(
+            trainer.model, trainer.ranks, trainer.precision, policy.steps, policy.speeds, counts=counts
+        )
+    if found is None:
+        return False
+    now = time.perf_counter()
+    event = EvalDone(
+        rank=trainer.ranks.rank,
+        step=policy.steps,
+        epoch=trainer.epoch_number,
+        metrics=found,
+        wall_ms=(now - trainer._mark) * 1e3,
+    )
+    trainer.events.emit(event)
+    trainer.hooks.call("on_evaluate", found)
+    trainer._mark = time.perf_counter()
+    return trainer.evaluator.is_spent
