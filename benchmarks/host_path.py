@@ -119,9 +119,7 @@ class StandIn:
         large = len(batch.ids) > SMALL
         bucket = bucket_of(batch.lengths, most=engine.longest, full=engine.budget if large else None)
         Buffer(bucket, types=engine.types).write(batch.ids, batch.types, batch.lengths)
-        return batch.work.ready(self.results, batch) if hasattr(batch.work, "ready") else self.results[
-            : batch.count
-        ], None
+        return self.results[: batch.count], None
 
 
 @contextmanager
@@ -192,9 +190,8 @@ def measured(stand_in: StandIn, items: list[Any], call: Callable[[list[Any]], An
             took, cpu = time.perf_counter() - begin, time.process_time() - cpu
             assert len(found) == len(items)
             del found
-            rows.append(
-                {k: v * scale for k, v in steps.seconds.items()} | {"wall": took * scale, "all cores": cpu * scale}
-            )
+            row = steps.seconds | {"wall": took, "all cores": cpu}
+            rows.append({name: seconds * scale for name, seconds in row.items()})
     return {name: statistics.median(row[name] for row in rows) for name in rows[0]}
 
 
@@ -215,9 +212,8 @@ def main() -> None:
     took, held = (
         (now - then) / len(texts) * 1e6 for now, then in ((time.perf_counter(), begin), (time.thread_time(), thread))
     )
-    print(
-        f"{len(texts):,} texts, {tokens:,} tokens; tokenizers alone: {took:.1f} us a text, {held:.1f} of the calling thread"
-    )
+    print(f"{len(texts):,} texts, {tokens:,} tokens")
+    print(f"tokenizers alone: {took:.1f} us a text, {held:.1f} of the calling thread")
     print(f"\n{'us an item':12}{'encode':>9}{'start':>9}{'finish':>9}{'together':>10}{'| wall':>9}{'all cores':>11}")
     kept = {}
     for name, (stand_in, items, call) in tasks(texts, tokenizer).items():
