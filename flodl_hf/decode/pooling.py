@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flodl.errors import PredictError
 
-__all__ = ["Pooling", "check_pooling", "finish_embeddings", "pool_packed", "pool_padded"]
+__all__ = ["Pooling", "check_pooling", "finish_embeddings", "length_of", "pool_packed", "pool_padded"]
 
 Pooling: TypeAlias = Literal["cls", "mean", "max", "mean_sqrt_len", "weighted_mean", "last_token", "pooler"]
 
@@ -96,6 +96,11 @@ def finish_embeddings(embeddings: Tensor, *, truncate_dim: int | None = None, no
             )
         embeddings = embeddings[..., :truncate_dim]
     return torch.nn.functional.normalize(embeddings, p=2.0, dim=-1) if normalize else embeddings
+
+
+def length_of(embeddings: Tensor) -> Tensor:
+    """Return what `finish_embeddings` divides by to normalise, ``(..., 1)``: lengths, none of them zero."""
+    return embeddings.norm(2.0, -1, keepdim=True).clamp_min(1e-12)
 
 
 def _float(hidden: Tensor) -> Tensor:

@@ -18,7 +18,6 @@ from flodl_hf.outputs import BaseOutput
 if TYPE_CHECKING:
     from flodl_hf.decode.pooling import Pooling
     from flodl_hf.runtime import RunKeywords
-    from flodl_hf.runtime.engine import Pending
     from flodl_hf.runtime.inputs import Encoded
 
 __all__ = ["HEAD", "BaseModel"]
@@ -99,9 +98,10 @@ class BaseModel(EncoderModel):
         Raises:
             PredictError: the model has no tokenizer, or an option makes no sense.
         """
-        from flodl_hf.decode.pooling import check_pooling, finish_embeddings
+        from flodl_hf.decode.pooling import check_pooling
         from flodl_hf.runtime import Session
         from flodl_hf.runtime.passes import Pooled
+        from flodl_hf.runtime.vectors import Vectors
 
         self.ready("embed", untrained=untrained)
         recipe = self.sentence_recipe
@@ -111,15 +111,13 @@ class BaseModel(EncoderModel):
         def encode(chunk: list[str]) -> Encoded:
             return self._embeddable(chunk, strict=strict, truncate=truncate)
 
-        def finish(chunk: list[str], encoded: Encoded, vectors: Pending) -> list[Tensor]:
-            whole = _over_windows(vectors.stacked(), encoded)
-            return list(finish_embeddings(whole, truncate_dim=truncate_dim, normalize=wanted))
-
-        session = Session(self, run)
-        found = session.answer(texts, encode, Pooled(names), finish, single=isinstance(texts, str))
-        if not isinstance(found, list):
-            return found
-        return torch.stack(found) if found else torch.zeros(0, truncate_dim or self.config.encoder.hidden_size)
+        single = isinstance(texts, str)
+        vectors = Vectors(len(texts) if isinstance(texts, Sequence) and not single else None, normalize=wanted)
+        work = Pooled(names, truncate_dim, wanted)
+        found = Session(self, run).answer(texts, encode, work, vectors.take, join=vectors.joined, single=single)
+        if isinstance(texts, Sequence) and not single and not len(texts):
+            return torch.zeros(0, truncate_dim or self.config.encoder.hidden_size)
+        return found
 
     def _embeddable(self, texts: list[str], *, strict: bool, truncate: bool) -> Encoded:
         """Return the windows of texts as the folder's recipe wants them read."""
@@ -134,17 +132,6 @@ class BaseModel(EncoderModel):
             texts = [text.lower() for text in texts]
         encoded = encode(tokenizer, texts, max_tokens=limit, strict=strict)
         return encoded.first_windows() if truncate else encoded
-
-
-def _over_windows(vectors: Tensor, encoded: Encoded) -> Tensor:
-    """Return one vector a text: the mean over its windows, weighted by their tokens."""
-    index = torch.from_numpy(encoded.owners)
-    if len(encoded.table) == encoded.texts and bool((index[1:] > index[:-1]).all()):
-        return vectors
-    # An empty text has a window without content, which still must count as one.
-    weight = torch.from_numpy(encoded.counts).clamp(min=1).float()[:, None]
-    total = torch.zeros(encoded.texts, vectors.shape[-1]).index_add(0, index, vectors * weight)
-    return total / torch.zeros(encoded.texts, 1).index_add(0, index, weight)
 
 
 HEAD = Head("base", "Model", BaseModel, "base")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from flodl_hf.layout import Layout, Padded
@@ -67,18 +68,24 @@ class Pooled:
 
     Args:
         names: poolings whose results are joined, see `flodl_hf.decode.pooling`; "pooler" is the model's own.
+        size: keep so many features; None for all.
+        norm: give each vector's length as one more feature: the host divides by it once windows are put together.
     """
 
     names: tuple[str, ...]
+    size: int | None = None
+    norm: bool = False
     per_text: bool = True
 
     def __call__(self, graph: Graph, ids: Tensor, types: Tensor | None, layout: Layout, at: Tensor | None) -> Tensor:
-        """Return ``(texts, hidden x poolings)``."""
+        """Return ``(texts, features)``."""
+        from flodl_hf.decode.pooling import finish_embeddings, length_of
         from flodl_hf.runtime.pool import pool
 
         states = encoded(graph, ids, types, layout)
         pooled = graph.get_submodule("pooler")(states, layout=layout) if "pooler" in self.names else None
-        return pool(states, layout, self.names, pooled)
+        found = finish_embeddings(pool(states, layout, self.names, pooled), truncate_dim=self.size)
+        return torch.cat([found, length_of(found)], -1) if self.norm else found
 
 
 @dataclass(frozen=True)

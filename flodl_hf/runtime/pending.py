@@ -6,6 +6,7 @@ the threads that tokenise.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from threading import Thread
 from typing import Any
 
@@ -44,6 +45,18 @@ class Pending:
         """
         self._parts.append((rows, sizes, values, event))
 
+    def parts(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield the rows of each batch and their results, ``(results, ...)``, batch after batch as they arrive."""
+        # Other threads may still be adding batches of theirs.
+        for thread in self.threads:
+            thread.join()
+        if self.faults:
+            raise self.faults[0]
+        for rows, _, values, event in self._parts:
+            if event is not None:
+                event.synchronize()
+            yield rows, values.numpy()
+
     def placed(self) -> Placed:
         """Return the results of all tokens, in float32 on the CPU, and where each row's begin."""
         self.wait()
@@ -59,21 +72,18 @@ class Pending:
 
     def stacked(self) -> Tensor:
         """Return the result of each row in the order of the rows, ``(rows, ...)``, in float32 on the CPU."""
-        self.wait()
-        first = self._parts[0][2]
         if len(self._parts) == 1 and self._rows == 1:
-            return first
-        found = np.empty((self._rows, *first.shape[1:]), np.float32)
-        for rows, _, values, _ in self._parts:
-            found[rows] = values.numpy()
+            self.wait()
+            return self._parts[0][2]
+        found: np.ndarray | None = None
+        for rows, values in self.parts():
+            if found is None:
+                found = np.empty((self._rows, *values.shape[1:]), np.float32)
+            found[rows] = values
+        assert found is not None
         return torch.from_numpy(found)
 
     def wait(self) -> None:
         """Return when all results are here; raise what another thread met on the way."""
-        for thread in self.threads:
-            thread.join()
-        if self.faults:
-            raise self.faults[0]
-        for *_, event in self._parts:
-            if event is not None:
-                event.synchronize()
+        for _ in self.parts():
+            pass

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from flodl_hf.decode.rows import TokenTable
 from flodl_hf.forked import entered
@@ -83,8 +84,9 @@ class Session:
         items: Any,
         encode: Callable[[list[Any]], Encoded],
         work: Work,
-        finish: Callable[[list[Any], Encoded, Pending], list[R]],
+        finish: Callable[[list[Any], Encoded, Pending], Sequence[R] | Tensor],
         *,
+        join: Callable[[list[Any]], Any] | None = None,
         single: bool = False,
         rows: int = 1,
     ) -> Any:
@@ -95,15 +97,16 @@ class Session:
             encode: their rows of tokens.
             work: what is computed of them.
             finish: answers of scores.
+            join: see `Job`.
             single: ``items`` is one item, and its answer is wanted.
             rows: about how many rows an item has.
         """
-        job: Job[Any, R] = Job(encode, lambda encoded: self.start(encoded.table, work), finish)
+        job: Job[Any, R] = Job(encode, lambda encoded: self.start(encoded.table, work), finish, join)
         if single:
             return job.alone([items])[0]
         return self.run(items, job, rows=rows)
 
-    def run(self, items: Iterable[Any], job: Job[Any, R], *, rows: int = 1) -> list[R] | Iterator[R]:
+    def run(self, items: Iterable[Any], job: Job[Any, R], *, rows: int = 1) -> Any:
         """Return the answers that a job gives."""
         devices = list(self.options.devices or [self.model.device])
         ahead = len(devices) > 1 or works_by_itself(devices[0])

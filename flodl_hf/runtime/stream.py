@@ -1,7 +1,7 @@
 """Any iterable in, answers out in its order, a bounded number of texts in memory.
 
 Decides how many items are answered together, and what happens at the same time: while an accelerator runs one
-window of items, a thread tokenises the next and the caller's thread decodes the last. Items are read in the
+window of items, two threads tokenise the next two and the caller's thread decodes the last. Items are read in the
 caller's thread alone.
 """
 
@@ -30,16 +30,19 @@ class Job(Generic[T, R]):
     """The three steps from items to answers.
 
     Args:
-        encode: what the device needs of some items; may run in another thread, ahead of the others.
+        encode: what the device needs of some items; runs in other threads, ahead of the others and beside itself.
         start: sends that on its way and returns something to wait for.
-        finish: the items, what `encode` gave and what `start` gave, to one answer for each item.
+        finish: the items, what `encode` gave and what `start` gave, to a sequence (or tensor) of one answer for
+            each item; called in order.
+        join: what is made of the answers of all parts where a sequence was given; a list of them without it.
     """
 
     encode: Callable[[list[T]], Any]
     start: Callable[[Any], Any]
-    finish: Callable[[list[T], Any, Any], list[R]]
+    finish: Callable[[list[T], Any, Any], Any]
+    join: Callable[[list[Any]], Any] | None = None
 
-    def alone(self, items: list[T]) -> list[R]:
+    def alone(self, items: list[T]) -> Any:
         """Return the answers, one step after another."""
         encoded = self.encode(items)
         return self.finish(items, encoded, self.start(encoded))
@@ -52,7 +55,7 @@ def stream(
     first: int = WINDOW,
     most: int = WINDOW,
     ahead: bool = False,
-) -> list[R] | Iterator[R]:
+) -> Any:
     """Return the job's answers to all items: a list for a list, an iterator for an iterator.
 
     Args:
@@ -65,6 +68,8 @@ def stream(
     run = _overlapped if ahead else _in_turn
     parts = _unswept(run(iter(items), job, _windows(first, most)))
     if isinstance(items, Sequence):
+        if job.join is not None:
+            return job.join(list(parts))
         results: list[R] = []
         for part in parts:
             results += part
@@ -72,7 +77,7 @@ def stream(
     return _each(parts)
 
 
-def _unswept(parts: Iterator[list[R]]) -> Iterator[list[R]]:
+def _unswept(parts: Iterator[Sequence[R]]) -> Iterator[Sequence[R]]:
     """Yield the parts, garbage collection being paused while each is made, and on while the caller has it.
 
     Answers are many objects that stay, and none of them garbage: sweeps through them, and through all that the
@@ -93,17 +98,17 @@ def _windows(first: int, most: int) -> Iterator[int]:
         size = min(2 * size, most)
 
 
-def _each(parts: Iterator[list[R]]) -> Iterator[R]:
+def _each(parts: Iterator[Sequence[R]]) -> Iterator[R]:
     for part in parts:
         yield from part
 
 
-def _in_turn(items: Iterator[T], job: Job[T, R], sizes: Iterator[int]) -> Iterator[list[R]]:
+def _in_turn(items: Iterator[T], job: Job[T, R], sizes: Iterator[int]) -> Iterator[Sequence[R]]:
     while chunk := list(islice(items, next(sizes))):
         yield job.alone(chunk)
 
 
-def _overlapped(items: Iterator[T], job: Job[T, R], sizes: Iterator[int]) -> Iterator[list[R]]:
+def _overlapped(items: Iterator[T], job: Job[T, R], sizes: Iterator[int]) -> Iterator[Sequence[R]]:
     chunk = list(islice(items, next(sizes)))
     if not chunk:
         return
@@ -113,7 +118,8 @@ def _overlapped(items: Iterator[T], job: Job[T, R], sizes: Iterator[int]) -> Ite
         return
     encoding: deque[tuple[list[T], Future[Any]]] = deque()
     running: deque[tuple[list[T], Any, Any]] = deque()
-    pool = ThreadPoolExecutor(1, thread_name_prefix="flodl-hf-encode")
+    # Two, so that the tokenizer's cores have texts while the interpreter makes arrays of the tokens of others.
+    pool = ThreadPoolExecutor(2, thread_name_prefix="flodl-hf-encode")
     try:
         for part in (chunk, following):
             encoding.append((part, pool.submit(job.encode, part)))

@@ -1,0 +1,89 @@
+"""Vectors of texts put in place as they come: one array for all, each number written once.
+
+Arrays, not tensors, for the reason that `flodl_hf.runtime.pending` has: a tensor operation on so many numbers would
+wake a thread for every core, which then waits busily beside the threads that tokenise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flodl_hf.decode.pooling import finish_embeddings
+from flodl_hf.runtime.inputs import Encoded
+from flodl_hf.runtime.pending import Pending
+
+__all__ = ["Vectors"]
+
+
+class Vectors:
+    """The vectors of one call.
+
+    Args:
+        total: how many texts there are; None where nobody knows, and each part then has an array of its own.
+        normalize: scale vectors to length 1; the pass then gives lengths too (`Pooled.norm`).
+    """
+
+    def __init__(self, total: int | None, *, normalize: bool) -> None:
+        self._total = total
+        self._normalize = normalize
+        self._whole: np.ndarray | None = None
+        self._at = 0
+
+    def take(self, texts: Sequence[str], encoded: Encoded, pending: Pending) -> Tensor:
+        """Return the vectors of the next texts, ``(texts, features)``.
+
+        Args:
+            texts: the texts.
+            encoded: their windows.
+            pending: what `Pooled` gives of those.
+        """
+        owners = encoded.owners
+        seen = np.bincount(owners, minlength=encoded.texts)
+        split = len(owners) != encoded.texts
+        out: np.ndarray | None = None
+        # Windows of texts that have several, to be averaged before anything else.
+        several: list[tuple[np.ndarray, np.ndarray]] = []
+        for rows, values in pending.parts():
+            width = values.shape[1] - self._normalize
+            if out is None:
+                out = self._room(len(texts), width)
+            mine = owners[rows]
+            if split:
+                one = seen[mine] == 1
+                several.append((rows[~one], values[~one, :width]))
+                mine, values = mine[one], values[one]
+            out[mine] = values[:, :width] / values[:, width:] if self._normalize else values
+        assert out is not None
+        found = torch.from_numpy(out)
+        if split:
+            rows, values = (np.concatenate(parts) for parts in zip(*several, strict=True))
+            where, owner = np.unique(owners[rows], return_inverse=True)
+            mean = _mean(torch.from_numpy(values), torch.from_numpy(owner), encoded.counts[rows], len(where))
+            out[where] = finish_embeddings(mean, normalize=self._normalize).numpy()
+        return found
+
+    def joined(self, parts: list[Tensor]) -> Tensor:
+        """Return the vectors of all texts, ``(texts, features)``."""
+        if self._whole is not None:
+            return torch.from_numpy(self._whole)
+        return torch.cat(parts)
+
+    def _room(self, texts: int, width: int) -> np.ndarray:
+        if self._total is None:
+            return np.empty((texts, width), np.float32)
+        if self._whole is None:
+            self._whole = np.empty((self._total, width), np.float32)
+        self._at += texts
+        return self._whole[self._at - texts : self._at]
+
+
+def _mean(vectors: Tensor, owner: Tensor, counts: np.ndarray, texts: int) -> Tensor:
+    """Return one vector a text: the mean over its windows, weighted by their tokens."""
+    # A window without content still must count as one.
+    weight = torch.from_numpy(counts).clamp(min=1).float()[:, None]
+    total = torch.zeros(texts, vectors.shape[-1]).index_add(0, owner, vectors * weight)
+    return total / torch.zeros(texts, 1).index_add(0, owner, weight)
