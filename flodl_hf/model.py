@@ -140,7 +140,7 @@ class EncoderModel(nn.Module):
             cache_dir: where downloads are kept; None takes the Hub's cache.
             local_files_only: open no connection.
             dtype: cast the weights to this; None keeps each tensor as stored.
-            device: where to put the model; None is the CPU.
+            device: where to put the model; None is the CPU, "auto" the best device there is.
             attention: "sdpa" (fused kernels) or "eager" (plain products).
             labels: names of a new head's labels; a classifier of another size starts fresh.
             num_labels: the same by number alone.
@@ -154,6 +154,7 @@ class EncoderModel(nn.Module):
             HubError: the name leads nowhere.
             ConfigError: the configuration is wrong or not understood.
             CheckpointError: tensors are missing, unexpected, mis-shaped or damaged.
+            DeviceError: the device is not there.
             TokenizerError: the tokenizer is damaged or has more tokens than the model.
         """
         from flodl_hf.source import load_model

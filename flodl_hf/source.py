@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from flodl.collecting import uncollected
+from flodl.devices import find_device
 from flodl.errors import ConfigError, nearest, printable
 from flodl.graph import Graph
 from flodl_hf.checkpoint import Checkpoint, SourceManifest, StoredTensor
@@ -161,6 +162,7 @@ def load_model(
     """Return the filled model; see `EncoderModel.from_pretrained` for arguments and errors."""
     head = model_class.head
     wanted, attention = dtype_of(dtype), attention_name(attention)
+    device = None if device is None else find_device(device)
     with uncollected(settled=True):
         return _load(
             model_class, name_or_path, head, hub, wanted, device, attention, labels, problem_type, ignore_config_keys,
@@ -193,7 +195,7 @@ def _load(
         stored = checkpoint.manifest.tensors
         plan, graph = plan_folder(config, head, stored, str(folder), relabelled=labels is not None)
         if warming is not None:
-            warming.layers(graph, wanted or _stored_dtype(stored))
+            warming.layers(graph, wanted or stored_dtype(stored))
         tokenizer = load_tokenizer(folder, config)
         same_head = plan.report.source_head == head and not plan.report.new
         carried_names = list(plan.report.ignored) if same_head else []
@@ -251,7 +253,7 @@ def _warming(device: torch.device | str | None) -> Warming | None:
     return Warming(torch.device(device))
 
 
-def _stored_dtype(stored: Mapping[str, StoredTensor]) -> torch.dtype:
+def stored_dtype(stored: Mapping[str, StoredTensor]) -> torch.dtype:
     """Return half precision where all numbers are stored so, else float32."""
     kinds = {tensor.dtype for tensor in stored.values()}
     return {frozenset({"F16"}): torch.float16, frozenset({"BF16"}): torch.bfloat16}.get(frozenset(kinds), torch.float32)

@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, rendezvous  # pyright: ignore[reportPrivateImportUsage]
 
+from flodl.devices import pick_device
 from flodl.distributed.board import Board
-from flodl.errors import DeviceError, TrainError
+from flodl.errors import TrainError
 
 __all__ = ["Ranks", "join_ranks", "under_torchrun"]
 
@@ -198,30 +199,6 @@ class _Pulse:
 def under_torchrun() -> bool:
     """Return whether a launcher has already given this process its rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def pick_device(device: str | torch.device | None, local_rank: int) -> torch.device:
-    """Return the device of a local rank: as asked, else its CUDA device, else the CPU.
-
-    Raises:
-        DeviceError: a CUDA device was asked for and is not there.
-    """
-    if device is None or str(device) == "auto":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        return torch.device("cuda", local_rank % count) if count else torch.device("cpu")
-    found = torch.device(device)
-    if found.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        index = found.index if found.index is not None else (local_rank % count if count else 0)
-        if index >= count:
-            raise DeviceError(
-                f"device: found {count} CUDA devices, expected cuda:{index} to exist. "
-                "Ask for fewer devices, or for device='cpu'.",
-                device=str(found),
-                count=count,
-            )
-        return torch.device("cuda", index)
-    return found
 
 
 def join_ranks(

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from flodl.devices import training_devices
 from flodl.distributed.group import Ranks, join_ranks, under_torchrun
 from flodl.distributed.launch import launch
 from flodl.errors import TrainError
@@ -167,11 +168,11 @@ class TrainerBuilder:
         """Train on so many local devices, or on these; each gets a process of ours. Under torchrun not needed.
 
         Args:
-            devices: a number (CUDA devices where there are any, else CPU ranks), or a list such as
-                ``["cuda:0", "cuda:2"]`` or ``["cpu", "cpu"]``.
+            devices: a number (CUDA devices where there are any, else CPU ranks), a list such as
+                ``["cuda:0", "cuda:2"]`` or ``["cpu", "cpu"]``, one device's name, or ``"auto"`` for all there are.
             start: ``"spawn"``, or ``"fork"`` for CPU ranks, which allows lambdas.
         """
-        self._devices, self._start = devices, start
+        self._devices, self._start = training_devices(devices), start
         return self
 
     def policy(self, name: str) -> TrainerBuilder:

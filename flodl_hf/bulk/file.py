@@ -84,7 +84,7 @@ def predict_file(
             a column ``error``.
         part_rows: rows of a part; None takes 2,048 on a CPU and 32,768 on CUDA.
         restart: throw away what an earlier run left, output included.
-        devices: how many processes on this host, or the device of each; ``model`` is then a name.
+        devices: how many processes on this host, the device of each, or "auto" for all; ``model`` is then a name.
         head: the task, where the model is a name; "auto" takes what it was written for.
         device: where to load it.
         revision: branch, tag or commit on the Hub.

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from flodl.devices import all_devices, cuda_count, find_device
 from flodl.errors import DeviceError, PredictError
 from flodl_hf.bulk.parts import Parts
 
@@ -176,13 +177,15 @@ def device_names(devices: int | str | Sequence[str]) -> list[str]:
         DeviceError: there are fewer devices, or none were named.
     """
     if isinstance(devices, str):
+        if devices == "auto":
+            return [str(device) for device in all_devices()]
         devices = int(devices) if devices.isdecimal() else [name.strip() for name in devices.split(",")]
     if not isinstance(devices, int):
-        names = list(devices)
+        names = [str(name) for name in devices]
         if not names or not all(names):
             raise DeviceError(f"devices: found {devices!r}; expected a number, or names such as cuda:0,cuda:1")
-        return names
-    there = torch.cuda.device_count()
+        return [str(find_device(name)) for name in names]
+    there = cuda_count()
     if devices < 1 or (there and devices > there):
         raise DeviceError(f"devices: {devices} were asked for and {there} are there; expected 1 to {max(there, 1)}")
     return [f"cuda:{k}" for k in range(devices)] if there else ["cpu"] * devices

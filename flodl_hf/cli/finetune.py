@@ -16,12 +16,12 @@ from typing import Annotated, Any, get_args, get_type_hints
 import typer
 
 from flodl.errors import ConfigError
-from flodl_hf.cli.shared import emit_json, progress, reporting, say
+from flodl_hf.cli.shared import emit_json, progress, reporting, say, training_said
 from flodl_hf.finetuning.options import Options
 
 NAME = "finetune"
 ARGUMENTS = ("model", "train", "eval")
-SHORT = {"epochs": "-e", "batch_size": "-b"}
+SHORT = {"epochs": "-e", "batch_size": "-b", "devices": "--device"}
 
 
 def run(
@@ -60,6 +60,7 @@ def run(
     if not _is_first_rank():
         finetune(name, **data, out=target, overwrite=overwrite, **values)
         return
+    training_said(values.get("devices"))
     if data["eval"] is None:
         say("no --eval was given: nothing will be measured, and the last model is kept")
     kept = target is not None or values.get("checkpoints") is not None

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from flodl_hf.cli.shared import Json, Local, Model, Revision, emit_json, reporting
+
+if TYPE_CHECKING:
+    from flodl_hf.runtime.explain import Explanation
 
 NAME = "inspect"
 
@@ -20,6 +23,13 @@ def command(
         bool, typer.Option("--tokenizer", help="Compare the tokenizer's files with each other.")
     ] = False,
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor with our name for it.")] = False,
+    device: Annotated[
+        str | None,
+        typer.Option(help="Also show what would run each layer on cpu, cuda, mps, or auto: the best device there is."),
+    ] = None,
+    precision: Annotated[
+        str | None, typer.Option(help="With --device: exact, fp32, tf32, bf16, fp16 or int8; else as stored.")
+    ] = None,
     revision: Revision = None,
     local_files_only: Local = False,
     json_output: Json = False,
@@ -30,6 +40,10 @@ def command(
         from flodl_hf.tokenization.compare import compare_sources
 
         facts["tokenizer_differences"] = [str(d) for d in compare_sources(Path(facts["folder"]))]
+    explained = None
+    if device is not None or precision is not None:
+        explained = runs(Path(facts["folder"]), facts["head"], device or "auto", precision)
+        facts |= {"runs": explained.to_dict()} if json_output else {}
     if json_output:
         emit_json(facts)
         return
@@ -44,6 +58,29 @@ def command(
             typer.echo(f"{key:<22}{', '.join(map(str, value)) if value else 'none'}")
         else:
             typer.echo(f"{key:<22}{value}")
+    if explained is not None:
+        typer.echo(str(explained))
+
+
+def runs(folder: Path, head: str, device: str, precision: Any) -> Explanation:
+    """Return what would run a folder's model on a device, as ``model.explain`` says; no weight is read.
+
+    Raises:
+        DeviceError: there is no device of that name.
+        PredictError: the precision is unknown, or the device lacks it.
+    """
+    from flodl.devices import parse_device
+    from flodl_hf.checkpoint import Checkpoint
+    from flodl_hf.runtime.explain import explain_graph
+    from flodl_hf.runtime.precision import check_name, dtype_of
+    from flodl_hf.source import plan_folder, read_config_file, stored_dtype
+
+    check_name(precision)
+    config = read_config_file(folder)
+    with Checkpoint.open(folder) as opened:
+        stored = opened.manifest.tensors
+        _, graph = plan_folder(config, head, stored, str(folder))
+    return explain_graph(graph, parse_device(device), dtype_of(precision) or stored_dtype(stored), precision)
 
 
 def describe(name: str, head: str, hub: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flodl.errors import PredictError
-from flodl_hf.cli.shared import Json, Local, Model, Revision, emit_json, plain, progress, reporting, say
+from flodl_hf.cli.shared import Json, Local, Model, Revision, device_said, emit_json, plain, progress, reporting, say
 
 if TYPE_CHECKING:
     from flodl_hf.bulk import FileResult, Progress
@@ -98,9 +98,10 @@ def command(
         bool, _file_option("--restart", says="Begin anew: throw away parts and output of an earlier run.")
     ] = False,
     devices: Annotated[
-        str | None, _file_option("--devices", says="How many processes, or their devices: 2, or cuda:0,cuda:1.")
+        str | None,
+        _file_option("--devices", says="How many processes, or their devices: 2, cuda:0,cuda:1, or auto for all."),
     ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps, or auto for the best device there is.")] = "auto",
     revision: Revision = None,
     local_files_only: Local = False,
     json_output: Json = False,
@@ -130,7 +131,9 @@ def command(
             _misused(f"--on-error {on_error}: expected stop, skip or null")
         said = {name: value for name, value in files.items() if value is not None}
         said |= {"question": question, "query": query, "on_error": on_error, "restart": restart, "head": head}
-        said |= {"device": device, "revision": revision, "local_files_only": local_files_only}
+        if devices is None:
+            said["device"] = device_said(device)
+        said |= {"revision": revision, "local_files_only": local_files_only}
         predict_to_file(model, source, out, {**said, **options}, json_output)
         return
     stray = [name for name, value in files.items() if value is not None]
@@ -145,7 +148,7 @@ def command(
     if text is None and sys.stdin.isatty():
         say("reading texts from standard input, one a line (Ctrl-D ends)")
     texts = iter(text) if text is not None else (line.rstrip("\n") for line in sys.stdin)
-    loaded = load(model, head=head, revision=revision, local_files_only=local_files_only, device=device)
+    loaded = load(model, head=head, revision=revision, local_files_only=local_files_only, device=device_said(device))
     answers = (
         ranked(loaded, list(texts), query, {k: v for k, v in options.items() if v is not None})
         if query is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, is_dataclass
@@ -13,7 +14,19 @@ import typer
 
 from flodl.errors import FlodlError
 
-__all__ = ["Json", "Local", "Model", "Revision", "emit_json", "progress", "reporting", "say", "track"]
+__all__ = [
+    "Json",
+    "Local",
+    "Model",
+    "Revision",
+    "device_said",
+    "emit_json",
+    "progress",
+    "reporting",
+    "say",
+    "track",
+    "training_said",
+]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -67,6 +80,44 @@ def emit_json(value: Any) -> None:
 def say(text: str) -> None:
     """Print a line of progress on stderr."""
     typer.echo(text, err=True)
+
+
+def device_said(name: str) -> str:
+    """Return the device that a command runs on, after saying which on stderr.
+
+    Under a launcher that starts several processes "auto" is the device of this one, and the first one speaks.
+
+    Raises:
+        DeviceError: the device is not there.
+    """
+    from flodl.devices import described, find_device, pick_device
+
+    rank, local = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
+    found = pick_device(None, local) if name == "auto" and "LOCAL_RANK" in os.environ else find_device(name)
+    if rank == 0:
+        say(f"on {described(found)}")
+    return str(found)
+
+
+def training_said(devices: Any) -> None:
+    """Say on which devices a run trains that is given ``devices``.
+
+    Raises:
+        DeviceError: a device is not there.
+    """
+    from flodl.devices import cuda_count, described, find_device, pick_device, training_devices
+
+    places, local = training_devices(devices), int(os.environ.get("LOCAL_RANK", 0))
+    if places is None:
+        found = [pick_device(None, local)]
+    elif isinstance(places, int):
+        found = [pick_device(None, rank) for rank in range(places)]
+    else:
+        found = [find_device(place) for place in ([places] if isinstance(places, str) else places)]
+    names = [described(device) for device in found]
+    counted = [f"{names.count(name)} x {name}" if names.count(name) > 1 else name for name in dict.fromkeys(names)]
+    idle = cuda_count() - len(set(names)) if found[0].type == "cuda" and "LOCAL_RANK" not in os.environ else 0
+    say(f"training on {', '.join(counted)}" + (f"; {idle} more idle, --devices auto takes all" if idle > 0 else ""))
 
 
 def track(items: Iterable[T], what: str, total: int | None = None) -> Iterator[T]:

@@ -225,7 +225,7 @@ def _need_evaluation(options: Options, evaluation: Evaluation | None) -> None:
 
 def _layout(options: Options) -> Literal["padded", "packed", "bucketed"]:
     """Return how rows lie in training: on CUDA packed ones are filled up to shapes that come again."""
-    devices = options.devices
+    devices = options.places
     named = [devices] if isinstance(devices, str) else devices if isinstance(devices, (list, tuple)) else []
     cuda = torch.cuda.is_available() and not any(str(name).startswith("cpu") for name in named)
     if options.layout == "auto":

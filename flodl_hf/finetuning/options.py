@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypedDict, get_args, get_type_hints
 
+from flodl.devices import training_devices
 from flodl.errors import ConfigError, capped, nearest
 
 __all__ = ["TASKS", "FinetuneOptions", "Options", "make_options", "task_named"]
@@ -140,7 +141,7 @@ class Options:
     keep_checkpoints: bool = _opt(False, "Leave the checkpoints when the run is done.")
     resume: bool = _opt(False, "Go on from the checkpoints of an interrupted run.")
 
-    devices: Any = _opt(None, "Number of devices, or their names; under torchrun not needed.")  # noqa: RUF009
+    devices: Any = _opt(None, "Number of devices, their names, or auto for all; under torchrun not needed.")  # noqa: RUF009
     policy: str | None = _opt(
         None, "sync, cadence or async; by default as the devices suit.", among=("sync", "cadence", "async")
     )
@@ -148,6 +149,15 @@ class Options:
 
     revision: str | None = _opt(None, "Branch, tag or commit of the model on the Hub.")
     local_files_only: bool = _opt(False, "Open no connection.")
+
+    @property
+    def places(self) -> int | str | list[str] | None:
+        """What ``devices`` comes to on this machine; None leaves it to the launcher.
+
+        Raises:
+            DeviceError: a device is not there.
+        """
+        return training_devices(self.devices, shared=self.backend == "cpu")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the choices by name, as JSON values where they are."""

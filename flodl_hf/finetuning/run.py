@@ -243,8 +243,8 @@ def make_builder(
             keep_best=job.metric if options.keep_best else None,
             resume=options.resume,
         ).set(save_epochs="idle")
-    if options.devices is not None:
-        builder.devices(options.devices)
+    if options.places is not None:
+        builder.devices(options.places)
     if options.policy is not None:
         builder.policy(options.policy)
     if options.backend is not None:
@@ -269,7 +269,7 @@ def _fuse(dtype: torch.dtype, model: Any) -> Callable[[], None]:
 
 def _factory(job: Job, stack: ExitStack) -> Any:
     """Return what gives each rank its model: the one at hand where ranks are this process."""
-    devices = job.options.devices
+    devices = job.options.places
     several = devices > 1 if isinstance(devices, int) else isinstance(devices, (list, tuple)) and len(devices) > 1
     if not several:
         job_model = job.model

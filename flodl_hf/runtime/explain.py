@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from flodl.devices import parse_device
 from flodl.graph import Graph
 from flodl_hf.kernels.trust import trusted
 from flodl_hf.runtime.precision import Precision, check_precision, dtype_of
@@ -91,7 +92,7 @@ def explain(
     training: bool = False,
 ) -> Explanation:
     """Return what runs a model where, see `EncoderModel.explain`."""
-    where = model.device if device is None else torch.device(device)
+    where = model.device if device is None else parse_device(device)
     dtype = dtype_of(precision) or model.dtype
     return explain_graph(model.graph, where, dtype, precision, training=training)
 

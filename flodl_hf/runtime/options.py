@@ -11,6 +11,7 @@ from typing import Any, TypedDict
 
 import torch
 
+from flodl.devices import all_devices, find_device
 from flodl.errors import PredictError, nearest
 from flodl_hf.runtime.precision import Precision, check_name
 
@@ -35,8 +36,8 @@ class RunOptions:
         precision: see `Precision`; None keeps the weights' own dtype and fuses products.
         token_budget: most tokens of a batch; None takes what suits the device, and a device that runs out
             of memory goes on with half.
-        devices: devices that share the work, each with its copy of the weights; None is the model's own.
-            A device may be named several times and then runs as many batches at once.
+        devices: devices that share the work, each with its copy of the weights; None is the model's own, "auto"
+            all there are. A device may be named several times and then runs as many batches at once.
         batch_invariant: an answer depends on its text alone, bit for bit: each row runs by itself.
         window: most texts that are sorted and answered together; None starts small and grows, so that the
             first answers of a stream come soon.
@@ -54,6 +55,7 @@ class RunOptions:
         Raises:
             TypeError: a keyword is none of them.
             PredictError: a value makes no sense.
+            DeviceError: a device is not there.
         """
         if not given:
             return self
@@ -64,9 +66,11 @@ class RunOptions:
         values = dict(given)
         devices = values.get("devices")
         if devices is not None:
+            if isinstance(devices, str) and devices == "auto":
+                devices = all_devices()
             if isinstance(devices, (str, torch.device)) or not len(devices):
                 raise PredictError(f"devices={devices!r}; expected a list of at least one device", devices=devices)
-            values["devices"] = tuple(torch.device(device) for device in devices)
+            values["devices"] = tuple(find_device(device) for device in devices)
         found = replace(self, **values)
         for name in ("token_budget", "window"):
             value = getattr(found, name)

@@ -112,7 +112,8 @@ def test_tensors_under_the_names_of_former_versions_load(make: Make) -> None:
     former = {name.replace("network.", "graph.", 1): tensor for name, tensor in model.state_dict().items()}
     other.load_state_dict(former)
     assert torch.equal(
-        other.get_submodule("graph.head.classifier").weight, model.graph.get_parameter("head.classifier.weight")
+        other.get_submodule("graph.head").get_parameter("classifier.weight"),
+        model.graph.get_parameter("head.classifier.weight"),
     )
 
 

@@ -1,0 +1,174 @@
+"""Which devices there are, which is the best, and what to say of one that is not there.
+
+A device is named as torch names it (``cpu``, ``cuda``, ``cuda:1``, ``mps``), or ``auto`` for the best there is: CUDA
+before Apple's MPS before the processor.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+
+from flodl.errors import DeviceError, nearest
+
+__all__ = [
+    "all_devices",
+    "best_device",
+    "cuda_count",
+    "described",
+    "find_device",
+    "parse_device",
+    "pick_device",
+    "training_devices",
+]
+
+Devices = int | str | Sequence[str | torch.device]
+KINDS = ("cpu", "cuda", "mps")
+
+
+def cuda_count() -> int:
+    """Return how many CUDA devices this process can use."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def has_mps() -> bool:
+    """Return whether there is a device of Apple's that this process can use."""
+    return torch.backends.mps.is_available()
+
+
+def best_device() -> torch.device:
+    """Return the best device there is: the first CUDA device, else MPS, else the processor."""
+    return torch.device("cuda" if cuda_count() else "mps" if has_mps() else "cpu")
+
+
+def all_devices() -> list[torch.device]:
+    """Return every device of the best kind there is."""
+    count = cuda_count()
+    return [torch.device("cuda", index) for index in range(count)] if count else [best_device()]
+
+
+def parse_device(name: str | torch.device) -> torch.device:
+    """Return the device that a name means, whether it is there or not.
+
+    Raises:
+        DeviceError: torch knows no device of that name.
+    """
+    if str(name) == "auto":
+        return best_device()
+    try:
+        return torch.device(name)
+    except (RuntimeError, TypeError):
+        hint = nearest(str(name).partition(":")[0], [*KINDS, "auto"])
+        raise DeviceError(
+            f"device: found {str(name)[:60]!r}{hint}; expected cpu, cuda, cuda:1, mps or auto",
+            device=str(name),
+        ) from None
+
+
+def find_device(name: str | torch.device) -> torch.device:
+    """Return the device that a name means.
+
+    Args:
+        name: as torch has it, or "auto" for the best there is.
+
+    Raises:
+        DeviceError: it is not there; the text says what is.
+    """
+    found = parse_device(name)
+    if found.type == "cuda":
+        count = cuda_count()
+        if not count:
+            raise _absent(found, why_no_cuda())
+        if (found.index or 0) >= count:
+            there = "the one CUDA device here is cuda:0" if count == 1 else f"here are cuda:0 to cuda:{count - 1}"
+            raise _absent(found, there)
+    elif found.type == "mps" and not has_mps():
+        raise _absent(found, "MPS is for Macs with Apple's processors, and macOS 12.3 or later")
+    return found
+
+
+def pick_device(device: str | torch.device | None, local_rank: int) -> torch.device:
+    """Return the device of a local rank: as asked, else its CUDA device, else the processor.
+
+    Raises:
+        DeviceError: a device was asked for and is not there.
+    """
+    count = cuda_count()
+    if device is None or str(device) == "auto":
+        return torch.device("cuda", local_rank % count) if count else torch.device("cpu")
+    found = find_device(device)
+    if found.type == "cuda" and found.index is None:
+        return torch.device("cuda", local_rank % count)
+    return found
+
+
+def training_devices(devices: Devices | None, *, shared: bool = True) -> int | str | list[str] | None:
+    """Return what to train on: a number of ranks, one device, or one for each rank.
+
+    Args:
+        devices: the same as users write it; "auto" is all devices of the best kind, and None where a launcher has
+            given this process its rank already.
+        shared: whether several ranks may be on one device.
+
+    Raises:
+        DeviceError: a device is not there, or there are fewer than were asked for.
+    """
+    if devices is None or (isinstance(devices, str) and devices == "auto" and "RANK" in os.environ):
+        return None
+    if isinstance(devices, str) and devices == "auto":
+        found = [str(device) for device in all_devices()]
+        return found if len(found) > 1 else found[0]
+    if isinstance(devices, int):
+        count = cuda_count()
+        if devices < 1 or (count and devices > count and not shared):
+            there = f"{count} CUDA devices are" if count != 1 else "one CUDA device is"
+            raise DeviceError(
+                f"devices: {devices} were asked for and {there} here; expected 1 to {max(count, 1)}, or auto for all. "
+                "Name a device for each rank to have several share one.",
+                devices=devices,
+                count=count,
+            )
+        return devices
+    if isinstance(devices, (str, torch.device)):
+        return str(find_device(devices))
+    names = [str(find_device(name)) for name in devices]
+    if not names:
+        raise DeviceError("devices: found an empty list; expected names such as cuda:0, or auto for all", devices=[])
+    return names
+
+
+def described(device: torch.device) -> str:
+    """Return a device's name and what it is: ``cuda:0 (NVIDIA H200)``."""
+    if device.type == "cuda" and cuda_count():
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return f"cuda:{index} ({torch.cuda.get_device_name(index)})"
+    if device.type == "cpu":
+        threads = torch.get_num_threads()
+        return f"cpu ({threads} thread{'s' * (threads > 1)})"
+    return str(device)
+
+
+def why_no_cuda() -> str:
+    """Return half a sentence on why there is no CUDA device."""
+    if torch.version.cuda is None and torch.version.hip is None:
+        return "this torch was built without CUDA; pytorch.org says how to install one with it"
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if hidden is not None:
+        return f"CUDA_VISIBLE_DEVICES={hidden!r} leaves none to this process"
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as fault:
+        return "CUDA does not start: " + (str(fault).splitlines() or ["no reason was given"])[0]
+    return "no driver or no device was found"
+
+
+def _absent(device: torch.device, why: str) -> DeviceError:
+    there = [str(found) for found in dict.fromkeys([*all_devices(), torch.device("cpu")])]
+    return DeviceError(
+        f"device: {device} was asked for and is not there: {why}. Use {' or '.join(there[:4])}.",
+        device=str(device),
+        count=cuda_count(),
+        known=there,
+    )
