@@ -114,10 +114,10 @@ class BaseModel(EncoderModel):
         single = isinstance(texts, str)
         vectors = Vectors(len(texts) if isinstance(texts, Sequence) and not single else None, normalize=wanted)
         work = Pooled(names, truncate_dim, wanted)
-        found = Session(self, run).answer(texts, encode, work, vectors.take, join=vectors.joined, single=single)
+        session = Session(self, run)
         if isinstance(texts, Sequence) and not single and not len(texts):
             return torch.zeros(0, truncate_dim or self.config.encoder.hidden_size)
-        return found
+        return session.answer(texts, encode, work, vectors.take, join=vectors.joined, single=single)
 
     def _embeddable(self, texts: list[str], *, strict: bool, truncate: bool) -> Encoded:
         """Return the windows of texts as the folder's recipe wants them read."""
