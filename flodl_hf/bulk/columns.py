@@ -169,8 +169,6 @@ def item_of(choice: Choice) -> Callable[[Mapping[str, Any]], Any]:
                 raise RowFault(f"found no column {column!r}, expected one with a text")
             found = "nothing" if value is None else type(value).__name__
             raise RowFault(f"column {column!r}: found {found}, expected a text")
-        if not value.strip():
-            raise RowFault(f"column {column!r}: the text is empty")
         return value
 
     if second is None:

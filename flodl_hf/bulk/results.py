@@ -41,6 +41,7 @@ class FileResult:
         written: rows of the output.
         faulty: rows that could not be answered, left out or written without an answer.
         faults: the first of them, in words.
+        empty: rows with nothing to read, whose answers are null (of vectors: the model's vector of nothing).
         parts: parts of the output.
         resumed: parts that were there when this run began.
         seconds: time this run took, loading left out.
@@ -54,6 +55,7 @@ class FileResult:
     written: int = 0
     faulty: int = 0
     faults: list[str] = field(default_factory=list)
+    empty: int = 0
     parts: int = 0
     resumed: int = 0
     seconds: float = 0.0

@@ -22,6 +22,7 @@ from flodl_hf.bulk.ranks import Rank, Workers, wait_for_parts
 from flodl_hf.bulk.results import FileResult, Progress
 from flodl_hf.bulk.rows import Row, RowFault, Rows
 from flodl_hf.bulk.tasks import faulty_items
+from flodl_hf.results import is_empty
 
 __all__ = ["Run"]
 
@@ -137,6 +138,7 @@ class Run:
         result.written = sum(r.get("written", 0) for r in records)
         result.faulty = sum(r.get("faulty", 0) for r in records)
         result.faults = [fault for r in records for fault in r.get("faults", ())][:TOLD]
+        result.empty = sum(r.get("empty", 0) for r in records)
         result.parts, result.resumed = sum(map(bool, records)), len(there)
         new = [r for n, r in enumerate(records) if n not in there]
         result.new_rows = sum(r.get("rows", 0) for r in new)
@@ -234,6 +236,7 @@ class Run:
         record |= {
             "rows": len(rows), "written": written, "faulty": len(late), "faults": told[:TOLD],
             "tokens": self._tokens - tokens, "digest": part.digest, "time": time.time(),
+            "empty": sum(map(is_empty, part.items)),
         }  # fmt: skip
 
     def _explain(self, fault: FlodlError, items: Sequence[Any], good: Sequence[int], faults: dict[int, str]) -> None:

@@ -67,7 +67,10 @@ def answerer_for(model: Any, choice: Choice, options: Mapping[str, Any]) -> Answ
                 f"predict_file: the model has {model.num_labels} labels; ranking by a query needs a model of one label"
             )
         return Answerer(
-            {"score": "float"}, lambda items: iter(_relevance(partial(method, **given), items)), lambda found: (found,)
+            {"score": "float"},
+            # The run over the file shows how far it is.
+            lambda items: iter(_relevance(partial(method, **given, progress=False), items)),
+            lambda found: (found,),
         )
     if choice.task == "classes":
         return _classes(model, method, given, strict)
@@ -104,7 +107,7 @@ def _keywords(method: Any, task: str) -> list[str]:
         from flodl_hf.runtime.options import RunKeywords
 
         # How it runs; devices are shared out by process here.
-        known += [name for name in RunKeywords.__annotations__ if name != "devices"]
+        known += [name for name in RunKeywords.__annotations__ if name not in ("devices", "progress")]
     return known
 
 
@@ -119,8 +122,13 @@ def _classes(model: Any, method: Any, given: dict[str, Any], strict: bool) -> An
         return method(iter(items), **given)
 
     if alone:
-        return Answerer(dict(LABEL), run, lambda found: (found[0].label, found[0].score), strict)
+        # Of a text with nothing to read both are None.
+        return Answerer(dict(LABEL), run, _best, strict)
     return Answerer({"labels": [LABEL]}, run, lambda found: (_records(found, LABEL),), strict)
+
+
+def _best(found: Sequence[Any]) -> tuple[str | None, float | None]:
+    return (found[0].label, found[0].score) if found else (None, None)
 
 
 def _answers(method: Any, given: dict[str, Any], strict: bool) -> Answerer:

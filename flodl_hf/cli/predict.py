@@ -157,7 +157,9 @@ def command(
     for given, found in answers:
         if json_output:
             # One object a line, so that any number of texts can be piped on.
-            typer.echo(json.dumps({"text": given, "result": plain(found)}, ensure_ascii=False))
+            line = {"text": given, "result": plain(found)}
+            line |= {"empty": True} if getattr(found, "empty", False) else {}
+            typer.echo(json.dumps(line, ensure_ascii=False))
         else:
             typer.echo(f"{given}\n{show(found)}")
 
@@ -224,6 +226,8 @@ def ranked(model: Any, texts: list[str], query: str, options: dict[str, Any]) ->
 def show(found: Any) -> str:
     """Return an answer as indented lines."""
     lines: list[str] = []
+    if getattr(found, "empty", False):
+        return "  (empty)"
     if found and isinstance(found[0], float):
         return (
             "  " + " ".join(f"{x:.4f}" for x in found[:8]) + (f" ... ({len(found)} numbers)" if len(found) > 8 else "")
@@ -302,6 +306,8 @@ def _tell(result: FileResult) -> None:
         )
     if result.resumed:
         say(f"{result.resumed} of {result.parts} parts were there from an earlier run")
+    if result.empty:
+        say(f"{result.empty:,} rows are empty; their answers are null")
     if result.faulty:
         left = result.rows - result.written
         what = f"{left:,} left out" if left else "written without an answer"

@@ -65,10 +65,10 @@ def reporting(command: Callable[P, R]) -> Callable[P, R]:
 
 def plain(value: Any) -> Any:
     """Return dataclasses and tuples as JSON types."""
+    if isinstance(value, (list, tuple)):  # first: results are lists that tables take for dataclasses
+        return [plain(v) for v in value]
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
-    if isinstance(value, (list, tuple)):
-        return [plain(v) for v in value]
     return value
 
 

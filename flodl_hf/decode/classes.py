@@ -60,12 +60,19 @@ class Ranked:
     Attributes:
         index: its place in the caller's list.
         score: how well it fits, in the units of the chosen activation.
-        windows: number of windows of the document; the best of them gave the score.
+        windows: number of windows of the document; the best of them gave the score. 0 of one with nothing to read.
+        text: the document, where the ranking knows it.
     """
 
     index: int
     score: float
     windows: int = 1
+    text: str = ""
+
+    @property
+    def empty(self) -> bool:
+        """Whether there was nothing to read."""
+        return self.windows == 0
 
 
 def activation_for(problem_type: str | None, num_labels: int, function_to_apply: str | None = None) -> Activation:

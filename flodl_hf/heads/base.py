@@ -100,10 +100,12 @@ class BaseModel(EncoderModel):
         """
         from flodl_hf.decode.pooling import check_pooling
         from flodl_hf.runtime import Session
+        from flodl_hf.runtime.items import several
         from flodl_hf.runtime.passes import Pooled
         from flodl_hf.runtime.vectors import Vectors
 
         self.ready("embed", untrained=untrained)
+        texts = several(texts, "embed")
         recipe = self.sentence_recipe
         names = check_pooling(pooling or (recipe.pooling if recipe else "mean"))
         wanted = normalize if normalize is not None else (recipe.normalize if recipe else True)
@@ -117,7 +119,7 @@ class BaseModel(EncoderModel):
         session = Session(self, run)
         if isinstance(texts, Sequence) and not single and not len(texts):
             return torch.zeros(0, truncate_dim or self.config.encoder.hidden_size)
-        return session.answer(texts, encode, work, vectors.take, join=vectors.joined, single=single)
+        return session.answer(texts, encode, work, vectors.take, join=vectors.joined, single=single, what="embed")
 
     def _embeddable(self, texts: list[str], *, strict: bool, truncate: bool) -> Encoded:
         """Return the windows of texts as the folder's recipe wants them read."""

@@ -87,12 +87,15 @@ class MaskedLM(ScoringModel):
             PredictError: a text has no mask, ``top_k`` is below 1, or the model has no tokenizer or an untrained
                 head.
         """
+        from flodl_hf.results import Fills, results_of
         from flodl_hf.runtime import Session
         from flodl_hf.runtime.inputs import table_of
+        from flodl_hf.runtime.items import found_by, several
         from flodl_hf.runtime.passes import At
         from flodl_hf.runtime.stream import Job
 
         tokenizer = self.ready("fill_mask", untrained=untrained)
+        texts = several(texts, "fill_mask")
         if tokenizer.mask_token is None or tokenizer.mask_token_id is None:
             raise PredictError("fill_mask: the tokenizer has no mask token; name one in tokenizer_config.json")
         session = Session(self, run)
@@ -115,10 +118,13 @@ class MaskedLM(ScoringModel):
             return answers
 
         job: Job[str, Any] = Job(encode, start, finish)
+        if compat is None:
+            job = found_by(job, Fills)
         if isinstance(texts, str):
             return job.alone([texts])[0]
         # Scores over a whole vocabulary take much memory.
-        return session.run(texts, job, rows=16)
+        found = session.run(texts, job, rows=16, what="fill_mask")
+        return results_of(found) if compat is None else found
 
     def _fill(
         self,

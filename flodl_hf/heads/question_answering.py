@@ -73,14 +73,57 @@ class QuestionAnswerer(EncoderModel):
         start, end = logits.split(1, dim=-1)
         return start.squeeze(-1).contiguous(), end.squeeze(-1).contiguous()
 
-    def answer(self, question: str, context: str, *, top_k: int = 1, **options: Any) -> Any:
-        """Return the best span of ``context``; a list of the best with ``top_k`` above 1.
+    def answer(
+        self,
+        question: str | Mapping[str, str],
+        context: str | None = None,
+        *,
+        top_k: int = 1,
+        max_answer_length: int = 30,
+        no_answer: bool = False,
+        null_margin: float = 0.0,
+        whole_words: bool = True,
+        distinct: Literal["span", "place", "text"] = "place",
+        window_tokens: int = WINDOW_TOKENS,
+        stride: int = STRIDE,
+        strict: bool = False,
+        untrained: bool = False,
+        compat: Literal["transformers-4.57"] | None = None,
+        **run: Unpack[RunKeywords],
+    ) -> Any:
+        """Return the answers to one question, best first, of the same shape as each of `answer_batch`.
 
-        ``text`` is exactly ``context[start:end]``. Options are those of `answer_batch`.
+        A `flodl_hf.results.Answers`: a list of ``top_k`` answers whose own ``text``, ``score``, ``start`` and ``end``
+        are the best one's; ``text`` is exactly ``context[start:end]``.
+
+        Args:
+            question: what is asked; or ``{"question": ..., "context": ...}``.
+            context: where the answer is.
+            top_k: as in `answer_batch`, like all others.
+            max_answer_length: most tokens of an answer.
+            no_answer: whether "there is no answer" may be returned.
+            null_margin: how much likelier, in nats, no answer has to be.
+            whole_words: widen answers that begin or end inside a word.
+            distinct: which answers count as one.
+            window_tokens: most tokens of a window.
+            stride: tokens that neighbouring windows share.
+            strict: raise on a context that does not fit into one window.
+            untrained: answer although parts of the model hold random values.
+            compat: "transformers-4.57" repeats the pipeline that transformers has since removed.
+            **run: how to run; see `flodl_hf.runtime.RunOptions`.
+
+        Raises:
+            PredictError: as in `answer_batch`.
         """
-        found = self.answer_batch([(question, context)], top_k=top_k, **options)
-        answers = next(iter(found))
-        return answers[0] if top_k == 1 and isinstance(answers, list) and answers else answers
+        item: Any = question if isinstance(question, Mapping) else (question, context)
+        found = self.answer_batch(
+            [item], top_k=top_k, max_answer_length=max_answer_length, no_answer=no_answer, null_margin=null_margin,
+            whole_words=whole_words, distinct=distinct, window_tokens=window_tokens, stride=stride, strict=strict,
+            untrained=untrained, compat=compat, **run,
+        )  # fmt: skip
+        (answers,) = found
+        # The pipeline of old gives one dictionary where one answer was asked for.
+        return answers[0] if compat is not None and top_k == 1 and isinstance(answers, list) and answers else answers
 
     def answer_batch(
         self,
@@ -99,7 +142,7 @@ class QuestionAnswerer(EncoderModel):
         compat: Literal["transformers-4.57"] | None = None,
         **run: Unpack[RunKeywords],
     ) -> list[Any] | Iterator[Any]:
-        """Return for each question and context its answers, best first.
+        """Return for each question and context its answers, best first: a list of `flodl_hf.results.Answers`.
 
         A context of any length is read in overlapping windows, over which probabilities are normalised
         once, so that scores of one context can be compared.
@@ -129,11 +172,14 @@ class QuestionAnswerer(EncoderModel):
         from flodl_hf.decode import decode_answers_batch
         from flodl_hf.decode.compat import question_answering
         from flodl_hf.decode.rows import Placed
+        from flodl_hf.results import Answers
         from flodl_hf.runtime import Session
         from flodl_hf.runtime.inputs import encode
+        from flodl_hf.runtime.items import several
         from flodl_hf.runtime.passes import Scores
 
         tokenizer = self.ready("answer", untrained=untrained)
+        pairs = several(pairs, "answer", mapping=True)
         width = min(window_tokens, self.max_tokens or window_tokens)
 
         def tokens(chunk: list[Any]) -> Encoded:
@@ -172,31 +218,29 @@ class QuestionAnswerer(EncoderModel):
                 )
             return results
 
-        return Session(self, run).answer(pairs, tokens, Scores(False), finish, rows=4)
+        return Session(self, run).answer(
+            pairs, tokens, Scores(False), finish, single=isinstance(pairs, Mapping), rows=4, what="answer",
+            kind=Answers if compat is None else None, given=lambda item: _pair(item, 0),
+        )  # fmt: skip
+
+
+def _pair(item: Any, place: int) -> tuple[str, str]:
+    """Return question and context.
+
+    Raises:
+        PredictError: an item is no pair of texts.
+    """
+    pair: Any = (item.get("question"), item.get("context")) if isinstance(item, Mapping) else item
+    if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and all(isinstance(p, str) for p in pair)):
+        kinds = ", ".join(type(part).__name__ for part in pair) if isinstance(pair, (tuple, list)) else ""
+        found = f"({kinds})" if kinds else type(item).__name__
+        raise PredictError(f"answer: item {place} is {found}; expected (question, context), two strings", place=place)
+    return pair[0], pair[1]
 
 
 def _questions(chunk: Sequence[Any]) -> tuple[list[str], list[str]]:
-    """Return questions and contexts.
-
-    Raises:
-        PredictError: an item is no pair of texts, or one of the two is empty.
-    """
-    questions, contexts = [], []
-    for place, item in enumerate(chunk):
-        pair = (item.get("question"), item.get("context")) if isinstance(item, Mapping) else item
-        if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and all(isinstance(p, str) for p in pair)):
-            kinds = ", ".join(type(part).__name__ for part in pair) if isinstance(pair, (tuple, list)) else ""
-            found = f"({kinds})" if kinds else type(item).__name__
-            raise PredictError(
-                f"answer: item {place} is {found}; expected (question, context), two strings", place=place
-            )
-        question, context = str(pair[0]), str(pair[1])
-        if not question.strip() or not context.strip():
-            empty = "question" if not question.strip() else "context"
-            raise PredictError(f"answer: the {empty} of item {place} is empty; expected text", place=place)
-        questions.append(question)
-        contexts.append(context)
-    return questions, contexts
+    pairs = [_pair(item, place) for place, item in enumerate(chunk)]
+    return [question for question, _ in pairs], [context for _, context in pairs]
 
 
 HEAD = Head("question_answering", "ForQuestionAnswering", QuestionAnswerer, "qa")

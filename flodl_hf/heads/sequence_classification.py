@@ -79,10 +79,14 @@ class SequenceClassifier(ScoringModel):
             TokenizerError: a text is not a valid string, or too long with ``strict``.
         """
         from flodl_hf.decode import decode_classes
+        from flodl_hf.results import Labels
         from flodl_hf.runtime import Session
+        from flodl_hf.runtime.items import refuse_two_texts, several
         from flodl_hf.runtime.passes import Scores
 
         self.ready("predict", untrained=untrained)
+        refuse_two_texts(texts, "predict")
+        texts = several(texts, "predict", mapping=True)
 
         def encode(chunk: list[Text]) -> Encoded:
             return self._encode(chunk, strict=strict or compat is not None)
@@ -101,7 +105,10 @@ class SequenceClassifier(ScoringModel):
                 owners=encoded.owners, weights=encoded.counts, texts=len(chunk),
             )  # fmt: skip
 
-        return Session(self, run).answer(texts, encode, Scores(True), finish, single=_single(texts))
+        return Session(self, run).answer(
+            texts, encode, Scores(True), finish, single=isinstance(texts, (str, Mapping)),
+            kind=Labels if compat is None else None, given=_as_given,
+        )  # fmt: skip
 
     def zero_shot(
         self,
@@ -136,10 +143,13 @@ class SequenceClassifier(ScoringModel):
         from flodl.errors import PredictError
         from flodl_hf.decode import contradiction_id, decode_zero_shot, entailment_id
         from flodl_hf.decode.compat import zero_shot_classification
+        from flodl_hf.results import Labels
         from flodl_hf.runtime import Session
+        from flodl_hf.runtime.items import several
         from flodl_hf.runtime.passes import Scores
 
         self.ready("zero_shot", untrained=untrained)
+        texts, labels = several(texts, "zero_shot"), several(labels, "zero_shot")
         if isinstance(labels, str) or not labels or "{}" not in template:
             raise PredictError(
                 "zero_shot: expected a list of at least one label, and a template that has {} where the label goes"
@@ -162,33 +172,63 @@ class SequenceClassifier(ScoringModel):
 
         session = Session(self, run)
         return session.answer(
-            texts, encode, Scores(True), finish, single=isinstance(texts, str), rows=max(4, len(labels))
+            texts, encode, Scores(True), finish, single=isinstance(texts, str), rows=max(4, len(labels)),
+            kind=Labels if compat is None else None, what="zero_shot",
         )  # fmt: skip
 
     def rerank(
-        self, query: str, documents: Sequence[str], *, top_k: int | None = None, **run: Unpack[RunKeywords]
+        self,
+        query: str,
+        documents: Iterable[str],
+        *,
+        top_k: int | None = None,
+        untrained: bool = False,
+        **run: Unpack[RunKeywords],
     ) -> list[Ranked]:
-        """Return the documents that fit the query, best first, with their places in the list.
+        """Return the documents that fit the query, best first, with their texts and places in the list.
+
+        Those with nothing to read come last, with the score 0 and no windows.
 
         Args:
             query: what is looked for.
             documents: what may fit; a long one is as good as its best window.
             top_k: most documents; None for all.
+            untrained: rank although parts of the model hold random values.
             **run: how to run (``precision``, ``devices``, ``batch_invariant``, ``token_budget``, ...), see
                 `flodl_hf.runtime.RunOptions`; what is not given is as `runtime` set it.
 
         Raises:
-            PredictError: the model has more than one label.
+            PredictError: the model has more than one label, or documents are no list of strings.
         """
         from flodl_hf.decode import decode_ranking
+        from flodl_hf.decode.classes import Ranked
+        from flodl_hf.results import Ranking
         from flodl_hf.runtime import Session
         from flodl_hf.runtime.passes import Scores
 
-        self.ready("rerank")
-        encoded = self._encode([(query, document) for document in documents])
-        pending = Session(self, run).start(encoded.table, Scores(True))
-        logits = pending.stacked() if len(documents) else torch.zeros(0, self.num_labels)
-        return decode_ranking(logits, top_k=top_k, owners=encoded.owners, documents=len(documents))
+        self.ready("rerank", untrained=untrained)
+        texts = _documents(query, documents)
+        read = [place for place, text in enumerate(texts) if query.strip() and text.strip()]
+
+        def encode(chunk: list[str]) -> Encoded:
+            return self._encode([(query, text) for text in chunk])
+
+        def finish(chunk: list[str], encoded: Encoded, scores: Pending) -> list[Ranked]:
+            found = decode_ranking(
+                scores.stacked(), activation="none", owners=encoded.owners, documents=len(chunk)
+            )  # fmt: skip
+            return sorted(found, key=lambda document: document.index)
+
+        session = Session(self, run)
+        best: Any = session.answer([texts[i] for i in read], encode, Scores(True), finish, what="rerank")
+        values = torch.tensor([document.score for document in best], dtype=torch.float32)
+        ranked = [
+            Ranked(read[found.index], found.score, best[found.index].windows, texts[read[found.index]])
+            for found in decode_ranking(values.view(-1, 1))
+        ]
+        # Last, with what is least: nothing is known of them.
+        ranked += [Ranked(place, 0.0, 0, text) for place, text in enumerate(texts) if place not in set(read)]
+        return Ranking(ranked if top_k is None else ranked[:top_k], query)
 
     def _encode(self, items: Sequence[Text], *, strict: bool = False, cut: str | None = None) -> Encoded:
         from flodl_hf.runtime.inputs import encode, split_pairs
@@ -199,10 +239,37 @@ class SequenceClassifier(ScoringModel):
         return encode(tokenizer, firsts, seconds, max_tokens=self.max_tokens, strict=strict, cut=cut)
 
 
-def _single(texts: Any) -> bool:
-    return isinstance(texts, (str, Mapping)) or (
-        isinstance(texts, tuple) and len(texts) == 2 and all(isinstance(part, str) for part in texts)
-    )
+def _documents(query: Any, documents: Any) -> list[str]:
+    """Return the documents of a ranking as a list.
+
+    Raises:
+        PredictError: query or documents are not what they are to be.
+    """
+    from flodl.errors import PredictError
+    from flodl_hf.runtime.items import several
+
+    texts = several(documents, "rerank")
+    if not isinstance(query, str) or isinstance(texts, str):
+        raise PredictError(
+            f"rerank: found query {type(query).__name__} and documents {type(texts).__name__}; expected a string and a "
+            "list of strings; write rerank(query, [document]) for one document",
+        )
+    texts = list(texts)
+    wrong = [place for place, text in enumerate(texts) if not isinstance(text, str)]
+    if wrong:
+        raise PredictError(
+            f"rerank: document {wrong[0]} is {type(texts[wrong[0]]).__name__}; expected a string", places=wrong
+        )
+    return texts
+
+
+def _as_given(item: Any) -> Any:
+    """Return a text as it is, and a pair as a tuple, however it was written."""
+    if isinstance(item, Mapping):
+        item = (item.get("text"), item.get("text_pair"))
+    if isinstance(item, (tuple, list)):
+        return item[0] if item[1] is None else tuple(item)
+    return item
 
 
 HEAD = Head("sequence_classification", "ForSequenceClassification", SequenceClassifier, "seqcls", labelled=True)

@@ -82,11 +82,14 @@ class TokenClassifier(ScoringModel):
             TokenizerError: a text is not a valid string, or too long with ``strict``.
         """
         from flodl_hf.decode import TagScheme, decode_entities_batch, join_words
+        from flodl_hf.results import Entities
         from flodl_hf.runtime import Session
         from flodl_hf.runtime.inputs import encode
+        from flodl_hf.runtime.items import several
         from flodl_hf.runtime.passes import Scores
 
         tokenizer = self.ready("predict", untrained=untrained)
+        texts = several(texts, "predict")
         scheme = TagScheme.detect(self.config.labels)
         # Letters of a text would be taken for labels.
         ignored = (ignore_labels,) if isinstance(ignore_labels, str) else ignore_labels
@@ -113,7 +116,10 @@ class TokenClassifier(ScoringModel):
         single = isinstance(texts, str) or (
             words and isinstance(texts, Sequence) and len(texts) > 0 and isinstance(texts[0], str)
         )
-        return Session(self, run).answer(texts, tokens, Scores(False), finish, single=single)
+        told = {"blank": _without_words, "given": lambda item: join_words(item).text} if words else {}
+        return Session(self, run).answer(
+            texts, tokens, Scores(False), finish, single=single, kind=Entities if compat is None else None, **told
+        )
 
     def _stride(self, stride: int) -> int:
         # Windows that barely advance would take for ever; half a window is the most they may share.
@@ -155,6 +161,10 @@ class TokenClassifier(ScoringModel):
                 )
             )
         return results
+
+
+def _without_words(words: Any) -> bool:
+    return isinstance(words, (list, tuple)) and all(isinstance(w, str) and not w.strip() for w in words)
 
 
 HEAD = Head("token_classification", "ForTokenClassification", TokenClassifier, "tokcls", labelled=True)

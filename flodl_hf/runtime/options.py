@@ -26,6 +26,7 @@ class RunKeywords(TypedDict, total=False):
     devices: Sequence[torch.device | str] | None
     batch_invariant: bool
     window: int | None
+    progress: bool | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,7 @@ class RunOptions:
         batch_invariant: an answer depends on its text alone, bit for bit: each row runs by itself.
         window: most texts that are sorted and answered together; None starts small and grows, so that the
             first answers of a stream come soon.
+        progress: whether it is shown how far a call is; None shows it for lists that take longer than a second.
     """
 
     precision: Precision | None = None
@@ -48,6 +50,7 @@ class RunOptions:
     devices: tuple[torch.device, ...] | None = None
     batch_invariant: bool = False
     window: int | None = None
+    progress: bool | None = None
 
     def changed(self, given: dict[str, Any]) -> RunOptions:
         """Return the options with some replaced.

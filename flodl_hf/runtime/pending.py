@@ -6,7 +6,8 @@ the threads that tokenise.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from threading import Thread
 from typing import Any
 
@@ -16,7 +17,10 @@ from torch import Tensor
 
 from flodl_hf.decode.rows import Placed
 
-__all__ = ["Pending"]
+__all__ = ["HEARD", "Pending"]
+
+HEARD: ContextVar[Callable[[float], None] | None] = ContextVar("HEARD", default=None)
+"""Who hears of each batch that is noted, as a share of all rows."""
 
 
 class Pending:
@@ -33,6 +37,7 @@ class Pending:
         self._parts: list[tuple[np.ndarray, np.ndarray, Tensor, Any]] = []
         self.threads: list[Thread] = []
         self.faults: list[BaseException] = []
+        self._heard = HEARD.get()
 
     def add(self, rows: np.ndarray, sizes: np.ndarray, values: Tensor, event: Any) -> None:
         """Note a batch.
@@ -44,6 +49,8 @@ class Pending:
             event: says when they are there; None if they are.
         """
         self._parts.append((rows, sizes, values, event))
+        if self._heard is not None:
+            self._heard(len(rows) / self._rows)
 
     def parts(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield the rows of each batch and their results, ``(results, ...)``, batch after batch as they arrive."""

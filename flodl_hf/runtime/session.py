@@ -10,11 +10,14 @@ from torch import Tensor
 
 from flodl_hf.decode.rows import TokenTable
 from flodl_hf.forked import entered
+from flodl_hf.results import Found, results_of
 from flodl_hf.runtime.engine import Engine, Pending
 from flodl_hf.runtime.fleet import Fleet
 from flodl_hf.runtime.inputs import Encoded
+from flodl_hf.runtime.items import found_by
 from flodl_hf.runtime.options import RunKeywords, RunOptions
 from flodl_hf.runtime.passes import Work
+from flodl_hf.runtime.seen import seen
 from flodl_hf.runtime.stream import WINDOW, Job, stream
 
 if TYPE_CHECKING:
@@ -89,6 +92,9 @@ class Session:
         join: Callable[[list[Any]], Any] | None = None,
         single: bool = False,
         rows: int = 1,
+        kind: type[Found[Any]] | None = None,
+        what: str = "predict",
+        **words: Any,
     ) -> Any:
         """Return the answers to some items.
 
@@ -100,16 +106,27 @@ class Session:
             join: see `Job`.
             single: ``items`` is one item, and its answer is wanted.
             rows: about how many rows an item has.
+            kind: what an answer becomes; items with nothing to read then have an empty one. None leaves it as it is,
+                and runs them too.
+            what: the method, as its progress is headed.
+            **words: of `flodl_hf.runtime.items.found_by`.
         """
-        job: Job[Any, R] = Job(encode, lambda encoded: self.start(encoded.table, work), finish, join)
+        job: Job[Any, Any] = Job(encode, lambda encoded: self.start(encoded.table, work), finish, join)
+        if kind is not None:
+            job = found_by(job, kind, **words)
         if single:
             return job.alone([items])[0]
-        return self.run(items, job, rows=rows)
+        found = self.run(items, job, rows=rows, what=what)
+        return results_of(found) if kind is not None else found
 
-    def run(self, items: Iterable[Any], job: Job[Any, R], *, rows: int = 1) -> Any:
-        """Return the answers that a job gives."""
+    def run(self, items: Iterable[Any], job: Job[Any, R], *, rows: int = 1, what: str = "predict") -> Any:
+        """Return the answers that a job gives; how far it is, is shown of a list that takes longer than a second."""
         devices = list(self.options.devices or [self.model.device])
         ahead = len(devices) > 1 or works_by_itself(devices[0])
         most = self.options.window or max(1, (MOST * len(devices) if ahead else WINDOW) // rows)
         first = self.options.window or (max(1, FIRST // rows) if ahead else most)
-        return stream(items, job, first=first, most=most, ahead=ahead)
+
+        def answers(job: Job[Any, R]) -> Any:
+            return stream(items, job, first=first, most=most, ahead=ahead)
+
+        return seen(items, job, answers, what=what, show=self.options.progress, by_batch=not ahead)

@@ -24,8 +24,6 @@ FAULTY: dict[str, tuple[str, str]] = {
     "no column": ('{"id": 1}', "found no column 'text'"),
     "null": ('{"id": 1, "text": null}', "column 'text': found nothing"),
     "number": ('{"id": 1, "text": 3}', "column 'text': found int"),
-    "empty": ('{"id": 1, "text": ""}', "column 'text': the text is empty"),
-    "blank": ('{"id": 1, "text": " \\n\\t"}', "column 'text': the text is empty"),
     "half a character": ('{"id": 1, "text": "a \\ud800 b"}', "surrogate"),
     "the answer's name": ('{"id": 1, "text": "a", "score": 1}', "the row has a column 'score'"),
     "too deep": ("[" * 100_000, "invalid JSON"),
@@ -38,6 +36,27 @@ def lines(faulty: str) -> list[str]:
         "",
         *(json.dumps({"id": i, "text": f"a dog {i}"}) for i in range(5, 9)),
     ]
+
+
+@pytest.mark.parametrize("head", ["sequence_classification", "token_classification"])
+@pytest.mark.parametrize("suffix", ["jsonl", "csv"])
+def test_a_row_with_nothing_to_read_has_null_for_an_answer(
+    head: str, suffix: str, model: Any, jsonl: Callable[..., Path], tmp_path: Path
+) -> None:
+    source, out = jsonl(lines('{"id": 9, "text": " \\n\\t"}')), tmp_path / f"out.{suffix}"
+    result = predict_file(model(head), source, out, part_rows=4)
+    assert (result.rows, result.written, result.faulty, result.empty) == (10, 10, 0, 1)
+    assert result.to_dict()["empty"] == 1
+    if suffix == "csv":
+        with out.open(newline="") as file:
+            row = list(csv.DictReader(file))[5]
+        assert [row[name] for name in row if name not in ("id", "text")] in (["", ""], ["[]"])
+    else:
+        row = json.loads(out.read_text().splitlines()[5])
+        assert {k: v for k, v in row.items() if k not in ("id", "text")} in (
+            {"label": None, "score": None},
+            {"entities": []},
+        )
 
 
 @pytest.mark.parametrize("case", FAULTY)

@@ -163,16 +163,6 @@ def test_fill_mask_needs_a_mask(make: Maker) -> None:
 # --- texts -------------------------------------------------------------------------------------------
 
 
-def test_an_empty_text_has_an_answer_where_one_exists(make: Maker) -> None:
-    assert make("bert", "base").embed("").shape == (16,)
-    assert [round(sum(c.score for c in make("bert", "sequence_classification").predict("")), 5)] == [1.0]
-    assert make("bert", "token_classification").predict("") == []
-    assert make("bert", "token_classification").predict([]) == []
-    for question, context, what in [("", "the cat", "question"), ("who?", " \n", "context")]:
-        with pytest.raises(PredictError, match=f"the {what} of item 0 is empty"):
-            make("bert", "question_answering").answer(question, context)
-
-
 @tasks
 def test_half_a_surrogate_pair_is_named_with_its_place(head: str, make: Maker) -> None:
     with pytest.raises(TokenizerError, match=r"character 8 is the lone surrogate U\+D800.*replace"):

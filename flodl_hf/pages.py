@@ -1,0 +1,154 @@
+"""Results as HTML for notebooks: entities highlighted where they stand, labels with bars, answers in their context.
+
+Colours are chosen by label, the same in every cell; texts are escaped. No script, no style sheet, nothing from outside.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from flodl_hf.results import Answers, Entities, Fills, Found, Labels, Ranking, Results
+
+if TYPE_CHECKING:
+    import numpy as np
+
+__all__ = ["page_of", "similarity_page", "table"]
+
+SHOWN = 20
+"""Most results of a list that a page shows."""
+MOST_TEXT = 2000
+"""Most characters of one text that a page shows."""
+
+
+def page_of(found: Any) -> str:
+    """Return a result, or a list of them, as one piece of HTML."""
+    if isinstance(found, Results):
+        parts = [page_of(one) if isinstance(one, Found) else escape(repr(one)) for one in found[:SHOWN]]
+        if len(found) > SHOWN:
+            parts.append(f"<div>... {len(found) - SHOWN:,} more</div>")
+        return "".join(f'<div style="margin:0 0 .8em">{part}</div>' for part in parts)
+    if found.empty:
+        return f"<div>{_shown(found.given) or '&nbsp;'} <i>(empty)</i></div>"
+    for kind, draw in _PAGES.items():
+        if isinstance(found, kind):
+            return draw(found)
+    return f"<pre>{escape(repr(found))}</pre>"
+
+
+def colour(label: str) -> str:
+    """Return the background of a label, light enough for black letters on it."""
+    return f"hsl({zlib.crc32(label.encode()) % 360},70%,82%)"
+
+
+def table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
+    """Return rows of cells, which are HTML already."""
+    top = "".join(f'<th style="text-align:left">{cell}</th>' for cell in head)
+    body = "".join(
+        "<tr>" + "".join(f'<td style="text-align:left">{cell}</td>' for cell in row) + "</tr>" for row in rows
+    )
+    return f"<table>{f'<thead><tr>{top}</tr></thead>' if head else ''}<tbody>{body}</tbody></table>"
+
+
+def _shown(given: Any) -> str:
+    if isinstance(given, (tuple, list)):
+        return " <b>|</b> ".join(_shown(part) for part in given)
+    text = str(given)
+    return escape(text if len(text) <= MOST_TEXT else text[:MOST_TEXT] + " ...")
+
+
+def _bar(score: float) -> str:
+    wide = 100 * min(1.0, max(0.0, score))
+    return (
+        f'<span style="display:inline-block;width:8em;background:#8882"><span style="display:inline-block;height:.8em;'
+        f'width:{wide:.1f}%;background:#4a90d9"></span></span> {score:.4f}'
+    )
+
+
+def _labels(found: Labels) -> str:
+    rows = [(escape(one.label), _bar(one.score)) for one in found[:SHOWN]]
+    return f"<div>{_shown(found.given)}</div>{table(rows)}"
+
+
+def marked(text: str, spans: Iterable[tuple[int, int, str, str]]) -> str:
+    """Return a text with spans highlighted; of those that overlap the first is seen.
+
+    Args:
+        text: the text.
+        spans: ``(start, end, label, title)``.
+    """
+    parts: list[str] = []
+    at = 0
+    for start, end, label, title in sorted(spans):
+        if start < at:
+            continue
+        parts.append(escape(text[at:start]))
+        parts.append(
+            f'<mark style="background:{colour(label)};color:#000;padding:.1em .25em;border-radius:.25em" '
+            f'title="{escape(title)}">{escape(text[start:end])} <small><b>{escape(label)}</b></small></mark>'
+        )
+        at = end
+    return f'<div style="line-height:1.9">{"".join(parts)}{escape(text[at:])}</div>'
+
+
+def _entities(found: Entities) -> str:
+    return marked(str(found.given), [(e.start, e.end, e.label, f"{e.label} {e.score:.4f}") for e in found])
+
+
+def _answers(found: Answers) -> str:
+    best = found[0] if found else None
+    asked = f"<div><b>{_shown(found.question)}</b></div>"
+    if best is None or best.no_answer:
+        said = f"<i>no answer</i> {best.score:.4f}" if best is not None else "<i>no answer</i>"
+        return f"{asked}<div>{said}</div><div>{_shown(found.context)}</div>"
+    rows = [(escape(one.text) or "<i>no answer</i>", _bar(one.score)) for one in found[:SHOWN]]
+    context, start, end = found.context, best.start, best.end
+    if len(context) > MOST_TEXT:
+        first = max(0, start - MOST_TEXT // 2)
+        context, start, end = context[first : first + MOST_TEXT], start - first, end - first
+    return f"{asked}{table(rows)}{marked(context, [(start, end, 'answer', f'{best.score:.4f}')])}"
+
+
+def _fills(found: Fills) -> str:
+    masks = []
+    for number, fills in enumerate(found, 1):
+        rows = [(f"<b>{escape(fill.token)}</b>", _bar(fill.score), escape(fill.sequence)) for fill in fills[:SHOWN]]
+        masks.append((f"<div>mask {number}</div>" if len(found) > 1 else "") + table(rows))
+    return f"<div>{_shown(found.given)}</div>{''.join(masks)}"
+
+
+def _ranking(found: Ranking) -> str:
+    rows = [(str(n), f"{one.score:.4f}", _shown(one.text)) for n, one in enumerate(found[:SHOWN], 1)]
+    return f"<div><b>{_shown(found.query)}</b></div>{table(rows, ('', 'score', 'document'))}"
+
+
+_PAGES: dict[type, Any] = {
+    Labels: _labels,
+    Entities: _entities,
+    Answers: _answers,
+    Fills: _fills,
+    Ranking: _ranking,
+}
+
+
+def similarity_page(values: np.ndarray, rows: Sequence[str], columns: Sequence[str]) -> str:
+    """Return similarities as a table whose cells are the darker the larger they are.
+
+    Args:
+        values: ``(rows, columns)``.
+        rows: a name for each row; none numbers them.
+        columns: a name for each column; none numbers them.
+    """
+    high, wide = (min(SHOWN, size) for size in values.shape)
+    lines = []
+    for place in range(high):
+        cells = [escape(rows[place][:60]) if rows else str(place)]
+        for value in values[place, :wide].tolist():
+            share = min(1.0, max(0.0, value))
+            cells.append(f'<span style="background:hsla(210,70%,55%,{share:.2f});padding:.2em .4em">{value:.3f}</span>')
+        lines.append(cells)
+    head = ["", *(escape(columns[place][:30]) if columns else str(place) for place in range(wide))]
+    cut = "" if (high, wide) == values.shape else f"<div>{high} x {wide} of {values.shape[0]} x {values.shape[1]}</div>"
+    return table(lines, head) + cut

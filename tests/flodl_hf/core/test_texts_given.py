@@ -1,0 +1,267 @@
+"""What is given as texts: one or several, told apart without a guess; list-likes; texts with nothing to read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from flodl.errors import PredictError
+
+Maker = Callable[..., Any]
+TEXTS = ["the cat sat", "a dog ran on the mat"]
+# How each head is asked about several texts, and the containers that it answers in.
+ASK: dict[str, Callable[..., Any]] = {
+    "base": lambda model, texts, **run: model.embed(texts, **run),
+    "sequence_classification": lambda model, texts, **run: model.predict(texts, **run),
+    "token_classification": lambda model, texts, **run: model.predict(texts, **run),
+    "masked_lm": lambda model, texts, **run: model.fill_mask(texts, **run),
+    "question_answering": lambda model, texts, **run: model.answer_batch(texts, **run),
+}
+KINDS = {
+    "sequence_classification": "Labels", "token_classification": "Entities", "masked_lm": "Fills",
+    "question_answering": "Answers",
+}  # fmt: skip
+heads = pytest.mark.parametrize("head", ASK)
+answering = pytest.mark.parametrize("head", KINDS)
+
+
+def alike(found: Any, expected: Any) -> bool:
+    """Whether two answers are one, scores to the rounding of sums in another order."""
+    found, expected = (
+        [one.to_dict() if hasattr(one, "to_dict") else one for one in answers] for answers in (found, expected)
+    )
+    return same(found, expected)
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, float):
+        return abs(a - b) < 1e-5
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, torch.Tensor):
+        return torch.allclose(a, b, atol=1e-5)
+    return len(a) == len(b) and all(map(same, a, b)) if isinstance(a, list) else a == b
+
+
+def items(head: str, texts: list[str] = TEXTS) -> list[Any]:
+    if head == "question_answering":
+        return [("what sat?", text) for text in texts]
+    return [f"{text} [MASK]" if text.strip() else text for text in texts] if head == "masked_lm" else list(texts)
+
+
+class Column:
+    """A column as datasets has them: known in length, read by place, no list."""
+
+    def __init__(self, texts: list[Any]) -> None:
+        self.texts = texts
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.texts)
+
+
+class Series(Column):
+    """A column as pandas has them."""
+
+    def tolist(self) -> list[Any]:
+        return list(self.texts)
+
+
+class Chunked(Column):
+    """A column as pyarrow has them, whose elements are no strings."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(object() for _ in self.texts)
+
+    def to_pylist(self) -> list[Any]:
+        return list(self.texts)
+
+
+def an_array(texts: list[Any]) -> Any:
+    return np.array(texts)
+
+
+@heads
+@pytest.mark.parametrize("kind", [Column, Series, Chunked, an_array, lambda texts: dict.fromkeys(texts).keys()])
+def test_what_behaves_like_a_list_is_answered_like_a_list(head: str, kind: Callable[..., Any], make: Maker) -> None:
+    model = make("bert", head)
+    expected = ASK[head](model, items(head))
+    found = ASK[head](model, kind(items(head)))
+    assert isinstance(found, torch.Tensor if head == "base" else list)
+    assert alike(found, expected)
+
+
+def test_a_column_of_pandas_is_a_list(make: Maker) -> None:
+    pandas = pytest.importorskip("pandas")
+    model = make("bert", "sequence_classification")
+    found = model.predict(pandas.Series(TEXTS, index=[7, 9]))
+    frame = pandas.DataFrame(found)
+    assert list(frame.columns) == ["text", "label", "score"]
+    assert list(frame["text"]) == TEXTS
+    assert list(frame["label"]) == [one[0].label for one in found]
+
+
+@heads
+def test_a_generator_stays_one(head: str, make: Maker) -> None:
+    found = ASK[head](make("bert", head), (item for item in items(head)))
+    assert isinstance(found, Iterator)
+    assert len(list(found)) == 2
+
+
+def test_a_tuple_of_two_texts_is_refused_with_both_spellings(make: Maker) -> None:
+    model = make("bert", "sequence_classification")
+    with pytest.raises(PredictError) as refused:
+        model.predict(("the cat", "bad"))
+    assert "predict([(a, b)])" in str(refused.value)
+    assert "predict([a, b])" in str(refused.value)
+    assert len(model.predict([("the cat", "bad")])) == 1
+    assert len(model.predict(["the cat", "bad"])) == 2
+    assert len(model.predict(("the cat", "bad", "the dog"))) == 3
+    assert model.predict({"text": "the cat", "text_pair": "bad"}).label is not None
+
+
+@heads
+@pytest.mark.parametrize("wrong", [{"the cat": 1}, {"a", "b"}, b"the cat", 3, None])
+def test_what_is_no_list_of_texts_is_refused(head: str, wrong: Any, make: Maker) -> None:
+    with pytest.raises(PredictError) as refused:
+        ASK[head](make("bert", head), wrong)
+    assert re.search("dict|set|bytes|int|NoneType", str(refused.value))
+
+
+@heads
+@pytest.mark.parametrize("name", ["columns", "column_names"])
+def test_a_whole_table_is_refused_by_the_names_of_its_columns(head: str, name: str, make: Maker) -> None:
+    table = type("Table", (Column,), {name: ["text", "label"]})(["text", "label"])
+    with pytest.raises(PredictError, match=r"whole table.*'text', 'label'.*one of its columns"):
+        ASK[head](make("bert", head), table)
+
+
+def test_documents_of_a_ranking_are_a_list(make: Maker) -> None:
+    model = make("bert", "sequence_classification", id2label={"0": "fits"})
+    for query, documents in (("a cat", "the cat sat"), (["a cat"], ["x"]), ("a cat", ["x", 3])):
+        with pytest.raises(PredictError, match="rerank"):
+            model.rerank(query, documents)
+    for several in (TEXTS, tuple(TEXTS), iter(TEXTS), Series(TEXTS), an_array(TEXTS)):
+        found = model.rerank("a cat", several)
+        assert [TEXTS[document.index] for document in found] == [document.text for document in found]
+        assert {document.text for document in found} == set(TEXTS)
+
+
+def test_candidate_labels_may_be_a_column(make: Maker) -> None:
+    names = {"0": "contradiction", "1": "neutral", "2": "entailment"}
+    model = make("bert", "sequence_classification", id2label=names)
+    found = model.zero_shot(Series(TEXTS), Series(["cats", "dogs"]))
+    assert [{one.label for one in labels} for labels in found] == [{"cats", "dogs"}] * 2
+
+
+# --- nothing to read ---------------------------------------------------------------------------------
+
+
+@answering
+@pytest.mark.parametrize("blank", ["", " \n\t", "\u2003"])
+def test_a_text_with_nothing_to_read_says_so_and_disturbs_no_other(head: str, blank: str, make: Maker) -> None:
+    model = make("bert", head)
+    expected = ASK[head](model, items(head))
+    found = ASK[head](model, items(head, [TEXTS[0], blank, TEXTS[1], blank]))
+    assert [type(one).__name__ for one in found] == [KINDS[head]] * 4
+    assert [one.empty for one in found] == [False, True, False, True]
+    assert found.empty == [1, 3]
+    assert alike([found[0], found[2]], expected)
+    assert found[1] == []
+    assert getattr(found[1], "label", None) is None
+    assert getattr(found[1], "score", None) is None
+    assert found[1].to_dict()["empty"] is True
+    # All of them, and by an iterator.
+    assert [one.empty for one in ASK[head](model, iter(items(head, [blank] * 3)))] == [True] * 3
+
+
+@pytest.mark.parametrize("blank", ["", "  "])
+def test_one_text_with_nothing_to_read(blank: str, make: Maker) -> None:
+    classes = make("bert", "sequence_classification", id2label={"0": "entailment", "1": "b"})
+    for found in (
+        classes.predict(blank),
+        classes.predict([("the cat", blank)])[0],
+        classes.predict({"text": blank, "text_pair": "the cat"}),
+        classes.zero_shot(blank, ["cats", "dogs"]),
+        make("bert", "token_classification").predict(blank),
+        make("bert", "token_classification").predict([[blank, blank]], words=True)[0],
+        make("bert", "masked_lm").fill_mask(blank),
+        make("bert", "question_answering").answer("what?", blank),
+        make("bert", "question_answering").answer(blank, "the cat"),
+    ):
+        assert found.empty
+        assert found == []
+    assert make("bert", "token_classification").predict([]) == []
+    # A word that is blank leaves the others to be read.
+    assert not make("bert", "token_classification").predict([["the", blank]], words=True)[0].empty
+    # A vector of nothing is what other libraries give for it, too.
+    assert make("bert", "base").embed(blank).shape == (16,)
+
+
+def test_documents_with_nothing_to_read_come_last(make: Maker) -> None:
+    model = make("bert", "sequence_classification", id2label={"0": "fits"})
+    found = model.rerank("a cat", ["", *TEXTS, " "])
+    assert [document.index for document in found][2:] == [0, 3]
+    assert [document.empty for document in found] == [False, False, True, True]
+    assert [document.score for document in found][2:] == [0.0, 0.0]
+    assert all(document.empty for document in model.rerank(" ", TEXTS))
+    assert model.rerank("a cat", []) == []
+
+
+def test_the_place_of_a_wrong_item_counts_empty_ones(make: Maker) -> None:
+    with pytest.raises(PredictError, match="item 3 is int"):
+        make("bert", "sequence_classification").predict(["", "the cat", " ", 3])
+
+
+def test_the_same_shape_for_one_question_and_for_many(make: Maker) -> None:
+    model = make("bert", "question_answering")
+    one = model.answer("what sat?", TEXTS[0])
+    (many,) = model.answer_batch([("what sat?", TEXTS[0])])
+    written = model.answer_batch({"question": "what sat?", "context": TEXTS[0]})
+    assert type(one) is type(many) is type(written)
+    assert alike([one, one], [many, written])
+    assert one == one[0]
+    assert one.text == one[0].text == TEXTS[0][one.start : one.end]
+    assert (one.question, one.context) == ("what sat?", TEXTS[0])
+    assert len(model.answer("what sat?", TEXTS[0], top_k=2)) == len(
+        model.answer_batch([("what sat?", TEXTS[0])], top_k=2)[0]
+    )
+
+
+# --- how far it is -----------------------------------------------------------------------------------
+
+
+@heads
+@pytest.mark.parametrize("given", [list, iter])
+@pytest.mark.parametrize("show", [None, True, False])
+def test_progress_is_shown_where_asked_and_changes_no_answer(
+    head: str, given: Callable[..., Any], show: bool | None, make: Maker, capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    from flodl import progress
+
+    told: list[tuple[str, int, int | None]] = []
+    monkeypatch.setattr(progress, "AFTER_S", 0.0)
+    monkeypatch.setattr(progress.Progress, "_draw", lambda self: told.append((self.what, self.done, self.total)))
+    model = make("bert", head)
+    model.runtime(token_budget=1)  # a batch for each text
+    texts = items(head, TEXTS * 4)
+    expected = ASK[head](model, list(texts), progress=False)
+    assert told == []
+    found = ASK[head](model, given(texts), progress=show)
+    assert alike(found, expected)
+    if show:
+        name = {"base": "embed", "masked_lm": "fill_mask", "question_answering": "answer"}.get(head, "predict")
+        assert [done for _, done, _ in told] == sorted(done for _, done, _ in told)
+        assert told[-1] == (name, 8, 8 if given is list else None)
+        # After each batch rather than at the end alone.
+        assert len({done for _, done, _ in told}) > 4
+    else:
+        assert told == []
