@@ -15,7 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from flodl.graph import Graph
-from flodl_hf.runtime.cpu_products import CpuLinear, Plain, Product, Reordered, Scratch, Whole, has_reordered, has_whole
+from flodl_hf.runtime.cpu_products import (
+    CpuLinear,
+    Plain,
+    Product,
+    Reordered,
+    Scratch,
+    Whole,
+    first_is_later,
+    has_reordered,
+    has_whole,
+)
 from flodl_hf.tables.arrange import arrange_processor, layers_of
 from flodl_hf.tables.processor import MakeProduct
 from flodl_hf.tables.table import TORCH
@@ -39,8 +49,8 @@ def prepare_cpu(graph: Graph, precision: Precision | None) -> dict[str, str]:
     """Rearrange a prepared graph for the processor, in place; it then is for inference only.
 
     Weights stay shared with the model where torch's own product is used. Where oneDNN reorders them, or int8 is
-    asked for, each gets its copy at its second use (at the first for "bf16" and "int8", whose answers must not
-    differ between calls): one more time the weights in fp32, a half in bf16, a quarter in int8.
+    asked for, each gets its copy at its second use (int8 at the first), with the same bits before and after: one
+    more time the weights in fp32, a half in bf16, a quarter in int8.
 
     Args:
         graph: a shadow whose modules may be replaced; its tensors are read at the first use.
@@ -66,9 +76,9 @@ def _products(precision: str | None, scratch: Scratch) -> MakeProduct:
 def _product(scratch: Scratch, weight: Tensor, bias: Tensor | None) -> Product:
     """Return the fastest product of a floating weight."""
     if weight.dtype == torch.float32 and _reorders():
-        return Reordered(weight, bias)
+        return Reordered(weight, bias, at_once=not first_is_later(torch.float32))
     if weight.dtype == torch.bfloat16 and has_reordered(torch.bfloat16):
-        return Reordered(weight, bias, at_once=True)
+        return Reordered(weight, bias, at_once=not first_is_later(torch.bfloat16))
     return Plain(weight, bias, scratch)
 
 

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from flodl_hf.activations import ACTIVATIONS
 
-__all__ = ["CpuLinear", "Plain", "Product", "Reordered", "Scratch", "Whole", "activate_", "has_reordered", "has_whole"]
+__all__ = ["CpuLinear", "Plain", "Product", "Reordered", "Scratch", "Whole", "activate_", "first_is_later", "has_reordered", "has_whole"]
 
 # Numbers in the largest buffer that is kept between calls: 1,024 tokens of 4,096 features, twice over.
 _KEPT_NUMBERS = 1 << 23
@@ -130,55 +130,51 @@ class Plain:
 
 
 class Reordered:
-    """oneDNN's product with a weight that lies as its kernels want it; the first use is torch's own product.
+    """oneDNN's product with a weight that lies as its kernels want it, from the second use on.
 
-    Reordering takes as long as many products, so an answer that nothing follows does not wait for it.
+    Reordering into memory of its own takes as long as many products, so an answer that nothing follows does not
+    wait for it: the first use lets oneDNN reorder into its scratch memory and keeps nothing. Both run the same
+    kernel and give the same bits, but for a lone row, which oneDNN multiplies in another way where the weight is
+    not reordered; such a first use, and a build where the bits differ, reorders at once.
 
     Args:
-        weight: ``(O, I)``, float32 or bfloat16; a copy of its size is made at the second use.
+        weight: ``(O, I)``, float32 or bfloat16; a copy of its size is made.
         bias: ``(O,)``, or None.
-        at_once: reorder at the first use, where that must give the same bits as later ones.
+        at_once: make the copy at the first use.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, *, at_once: bool = False) -> None:
-        self.weight: Tensor | None = weight.detach()
+        self.weight = weight.detach()
         self.bias = None if bias is None else bias.detach()
         self._packed: Tensor | None = None
         self._lock = threading.Lock()
-        self._uses = 1 if at_once else 0
+        self._used = at_once
 
-    def _ready(self) -> Tensor | None:
+    def _ready(self, x: Tensor) -> Tensor:
+        """Return the weight to multiply ``x`` by: reordered, or as it is."""
         if self._packed is None:
             with self._lock:
                 if self._packed is None:
-                    self._uses += 1
-                    if self._uses > 1:
-                        assert self.weight is not None
-                        self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, None)
+                    if not self._used and x.shape[0] > 1:
+                        self._used = True
+                        return self.weight
+                    self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, None)
         return self._packed
 
     def __call__(self, x: Tensor, buffer: str = "") -> Tensor:
         """Return the product."""
-        packed = self._ready()
-        if packed is None:
-            assert self.weight is not None
-            return F.linear(x, self.weight, self.bias)
-        return torch.ops.mkldnn._linear_pointwise(x, packed, self.bias, "none", [], "")
+        return torch.ops.mkldnn._linear_pointwise(x, self._ready(x), self.bias, "none", [], "")
 
     def plus(self, x: Tensor, other: Tensor) -> Tensor:
         """Return the product plus ``other``."""
-        packed = self._ready()
-        if packed is None:
-            assert self.weight is not None
-            return F.linear(x, self.weight, self.bias).add_(other)
-        return torch.ops.mkldnn._linear_pointwise.binary(x, other, packed, self.bias, "add")
+        return torch.ops.mkldnn._linear_pointwise.binary(x, other, self._ready(x), self.bias, "add")
 
     def activated(self, x: Tensor, activation: str, buffer: str) -> Tensor:
         """Return the activation of the product."""
-        packed, epilogue = self._ready(), _EPILOGUES.get(activation)
-        if packed is None or epilogue is None:
+        epilogue = _EPILOGUES.get(activation)
+        if epilogue is None:
             return activate_(self(x), activation)
-        return torch.ops.mkldnn._linear_pointwise(x, packed, self.bias, epilogue[0], [], epilogue[1])
+        return torch.ops.mkldnn._linear_pointwise(x, self._ready(x), self.bias, epilogue[0], [], epilogue[1])
 
 
 class Whole:
@@ -248,6 +244,26 @@ def has_reordered(dtype: torch.dtype) -> bool:
     return _tried(
         lambda weight, bias: Reordered(weight, bias, at_once=True), dtype, 1e-5 if dtype == torch.float32 else 2e-2
     )
+
+
+@cache
+def first_is_later(dtype: torch.dtype) -> bool:
+    """Return whether `Reordered` gives the same bits before and after its weight is reordered."""
+    numbers = torch.arange(96 * 64, dtype=torch.float32).mul_(0.37).sin_().to(dtype)
+    weight, bias = numbers.view(96, 64), numbers[:96]
+    with torch.inference_mode():
+        for rows in (2, 7, 32):
+            x = numbers[: rows * 64].view(rows, 64).contiguous()
+            other = numbers[-rows * 96 :].view(rows, 96).contiguous()
+            ways = (
+                lambda product, x=x: product(x),
+                lambda product, x=x, other=other: product.plus(x, other),
+                lambda product, x=x: product.activated(x, "gelu", ""),
+            )
+            for way in ways:
+                if not torch.equal(way(Reordered(weight, bias)), way(Reordered(weight, bias, at_once=True))):
+                    return False
+    return True
 
 
 @cache
