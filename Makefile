@@ -6,7 +6,7 @@ JOBS ?= 2
 # One thread a test process: the tests are small, and several processes share the machine.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test test-slow check format bench docs clean
+.PHONY: help demo test test-slow test-isa check format bench docs clean
 
 help: ## list the verbs
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -24,6 +24,9 @@ test: $(VENV)/.ready ## run the tests
 
 test-slow: $(VENV)/.ready ## run the full-size and long tests too
 	OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m "slow and not gpu" -q
+
+test-isa: $(VENV)/.ready ## run the tests of arithmetic with the kernels of other processors, on one and two threads
+	JOBS=$(JOBS) $(BIN)/python -m tests.isa
 
 check: $(VENV)/.ready ## lint, formatting, types, and every code block of the documents
 	$(BIN)/ruff check .

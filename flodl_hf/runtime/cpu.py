@@ -25,6 +25,7 @@ from flodl_hf.runtime.cpu_products import (
     first_is_later,
     has_reordered,
     has_whole,
+    sums_in_32_bits,
 )
 from flodl_hf.tables.arrange import arrange_processor, layers_of
 from flodl_hf.tables.processor import MakeProduct
@@ -69,7 +70,7 @@ def prepare_cpu(graph: Graph, precision: Precision | None) -> dict[str, str]:
 
 def _products(precision: str | None, scratch: Scratch) -> MakeProduct:
     if precision == "int8":
-        return partial(Whole, scratch=scratch, bits=8 if _multiplies_whole() else 7)
+        return partial(Whole, scratch=scratch, bits=8 if sums_in_32_bits() else 7)
     return partial(_product, scratch)
 
 
@@ -114,7 +115,7 @@ def _linears(graph: nn.Module, make: MakeProduct) -> None:
 def products_of(precision: str | None) -> str:
     """Return what multiplies weights here, in words."""
     if precision == "int8":
-        return "int8 by oneDNN" + ("" if _multiplies_whole() else ", with 7-bit weights")
+        return "int8 by oneDNN" + ("" if sums_in_32_bits() else ", with 7-bit weights")
     if _reorders() or precision == "bf16":
         return "oneDNN with reordered weights"
     return "torch's own, on the model's weights as they are"
@@ -135,13 +136,6 @@ def _multiplies_bf16() -> bool:
     has = _capabilities()
     named = has("avx512_bf16") or has("amx_tile") or has("amx_bf16")
     return named and has_reordered(torch.bfloat16)
-
-
-@cache
-def _multiplies_whole() -> bool:
-    """Return whether sums of int8 products are kept in 32 bits, rather than saturating at 16."""
-    has = _capabilities()
-    return has("avx512_vnni") or has("avx_vnni") or has("amx_int8") or has("vnni")
 
 
 class _Capabilities:

@@ -21,7 +21,19 @@ from torch.nn import functional as F
 
 from flodl_hf.activations import ACTIVATIONS
 
-__all__ = ["CpuLinear", "Plain", "Product", "Reordered", "Scratch", "Whole", "activate_", "first_is_later", "has_reordered", "has_whole"]
+__all__ = [
+    "CpuLinear",
+    "Plain",
+    "Product",
+    "Reordered",
+    "Scratch",
+    "Whole",
+    "activate_",
+    "first_is_later",
+    "has_reordered",
+    "has_whole",
+    "sums_in_32_bits",
+]
 
 # Numbers in the largest buffer that is kept between calls: 1,024 tokens of 4,096 features, twice over.
 _KEPT_NUMBERS = 1 << 23
@@ -270,6 +282,21 @@ def first_is_later(dtype: torch.dtype) -> bool:
 def has_whole() -> bool:
     """Return whether torch has the operators `Whole` calls and they multiply correctly."""
     return _tried(lambda weight, bias: Whole(weight, bias, Scratch(), 7), torch.float32, 3e-2)
+
+
+@cache
+def sums_in_32_bits() -> bool:
+    """Return whether sums of int8 products are kept in 32 bits, rather than saturating at 16.
+
+    Tried rather than asked of the processor: what it has is not what oneDNN was told to use
+    (``ONEDNN_MAX_CPU_ISA``).
+    """
+    if not has_whole():
+        return False
+    with torch.inference_mode():
+        # Ones quantise to 255 and 127, and 255 * 127 twice is more than 16 bits hold.
+        product = Whole(torch.ones(32, 64), None, Scratch(), bits=8)
+        return all(float((product(torch.ones(rows, 64)) - 64.0).abs().max()) < 0.5 for rows in (1, 5, 64))
 
 
 def _tried(make: Callable[[Tensor, Tensor], Product], dtype: torch.dtype, bound: float) -> bool:

@@ -18,7 +18,16 @@ from flodl_hf.families import FAMILIES
 from flodl_hf.layout import Layout, Packed, Padded
 from flodl_hf.model import EncoderModel
 from flodl_hf.runtime import cpu
-from flodl_hf.runtime.cpu_products import Plain, Reordered, Scratch, Whole, activate_, has_reordered, has_whole
+from flodl_hf.runtime.cpu_products import (
+    Plain,
+    Reordered,
+    Scratch,
+    Whole,
+    activate_,
+    has_reordered,
+    has_whole,
+    sums_in_32_bits,
+)
 from flodl_hf.runtime.prepared import shadow
 
 WIDTH, VOCABULARY = 32, 90
@@ -179,7 +188,7 @@ def test_int8_answers_do_not_depend_on_the_batch() -> None:
 @needs_whole
 def test_int8_sums_do_not_saturate() -> None:
     # Two products of the largest numbers pass 16 bits; kernels without VNNI add them there.
-    bits = 8 if cpu._multiplies_whole() else 7
+    bits = 8 if sums_in_32_bits() else 7
     weight, x = torch.full((16, 64), 0.5), torch.full((3, 64), 2.0)
     assert Whole(weight, None, Scratch(), bits)(x) == pytest.approx(torch.full((3, 16), 64.0), rel=1e-4)
 
