@@ -12,6 +12,7 @@ from torch import nn
 
 from flodl.distributed.group import Ranks
 from flodl.distributed.shares import deal
+from flodl.errors import TrainError, nearest
 from flodl.train.events import EpochMetrics
 from flodl.train.feed import Feed
 from flodl.train.loss import as_loss, batch_len
@@ -49,10 +50,25 @@ class Evaluator:
     Attributes:
         found: the last figures.
         at_step: the step at which they were taken.
+        history: ``step``, ``epoch`` and figures of every evaluation, those before a resume included.
     """
 
-    def __init__(self, callbacks: Callbacks, early_stopping: tuple[str, int] | None) -> None:
+    def __init__(
+        self, callbacks: Callbacks, early_stopping: tuple[str, int] | None = None, keep_best: str | None = None
+    ) -> None:
         self.callbacks, self.early_stopping = callbacks, early_stopping
+        self._asked: dict[str, str | None] | None = {
+            "early_stopping": early_stopping[0] if early_stopping else None,
+            "keep_best": keep_best,
+        }
+        for setting, name in self._asked.items():
+            if name is not None and callbacks.eval_fn is None and callbacks.eval_step is None:
+                raise TrainError(
+                    f"{setting}: found {name!r} and nothing that evaluates; expected figures to judge by. Add "
+                    ".evaluate(step, data) or .eval_fn(call), or leave it out.",
+                    setting=setting,
+                )
+        self.history: list[dict[str, Any]] = []
         self.found: dict[str, float] = {}
         self.at_step = 0
         self.best: float | None = None
@@ -92,10 +108,32 @@ class Evaluator:
         finally:
             for module, mode in modes:
                 module.training = mode
+        if self._asked is not None:
+            self._check_names(found)
         if counts:
             self.found = found
             self._watch(found)
         return found
+
+    def of_step(self, step: int) -> dict[str, float]:
+        """Return the figures of the model after ``step``; none where it was not judged then."""
+        return self.found if self.at_step == step else {}
+
+    def _check_names(self, found: Mapping[str, float]) -> None:
+        """Compare, once, the figures that settings go by with those that there are.
+
+        Raises:
+            TrainError: there is no such figure.
+        """
+        asked, self._asked = self._asked, None
+        for setting, name in (asked or {}).items():
+            if name is not None and name.lstrip("-") not in found:
+                raise TrainError(
+                    f"{setting}: there is no figure {name.lstrip('-')!r}{nearest(name.lstrip('-'), found)} after the "
+                    f"evaluation; expected one of {', '.join(found)}, with '-' before it where less is better.",
+                    setting=setting,
+                    found=list(found),
+                )
 
     def _shares(
         self,
@@ -133,7 +171,8 @@ class Evaluator:
             return
         name = self.early_stopping[0]
         value = (-1.0 if name.startswith("-") else 1.0) * found.get(name.lstrip("-"), math.nan)
-        if self.best is None or value > self.best:
+        # What is no number is no improvement, and nothing that others could be compared with.
+        if not math.isnan(value) and (self.best is None or math.isnan(self.best) or value > self.best):
             self.best, self.waits = value, 0
         else:
             self.waits += 1

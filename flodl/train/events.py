@@ -17,6 +17,7 @@ __all__ = [
     "EvalDone",
     "Event",
     "Events",
+    "Past",
     "RunDone",
     "RunStarted",
     "SaveFailed",
@@ -39,9 +40,29 @@ class Event:
         return {"event": type(self).__name__, **asdict(self)}
 
 
+@dataclass(frozen=True)
+class Past:
+    """What a run did before it was ended and taken up again; all of it, however often that was.
+
+    Attributes:
+        losses: mean training loss of every optimiser step.
+        evaluations: ``step``, ``epoch`` and the figures of each evaluation.
+        seconds: wall clock.
+        changes: settings that were changed with ``allow_change``: ``step``, ``name``, ``was``, ``is``.
+    """
+
+    losses: tuple[float, ...] = ()
+    evaluations: tuple[Mapping[str, Any], ...] = ()
+    seconds: float = 0.0
+    changes: tuple[Mapping[str, Any], ...] = ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunStarted(Event):
-    """The run begins or goes on: how much work is known to lie ahead; ``total_steps`` is the best guess of all."""
+    """The run begins or goes on: how much work is known to lie ahead, and what lies behind.
+
+    ``total_steps`` is the best guess of all steps.
+    """
 
     world: int
     policy: str
@@ -51,6 +72,7 @@ class RunStarted(Event):
     step: int = 0
     epoch: int = 0
     resumed_from: str | None = None
+    past: Past = field(default_factory=Past)
 
     @property
     def total_steps(self) -> int:

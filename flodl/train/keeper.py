@@ -12,6 +12,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -152,7 +153,8 @@ class Keeper:
         self._serial = 0
         self._lock: int | None = None
         self._given_up = threading.Event()
-        self._best: float | None = None  # of the saves of this process
+        self._best: dict[str, float] | None = None  # signed value and step of the best that was saved
+        self._damaged: set[Path] = set()
         if ranks.rank == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._hold_folder()
@@ -185,8 +187,6 @@ class Keeper:
         Contents must not change afterwards. An earlier save that is still under way is waited for.
         """
         self.join()
-        if self.is_best(metrics):
-            self._best = self._signed(metrics[(self.best or "").lstrip("-")])
         self._serial += 1
         self._thread = threading.Thread(
             target=self._save,
@@ -204,13 +204,74 @@ class Keeper:
 
     def is_best(self, metrics: Mapping[str, float]) -> bool:
         """Return whether weights with these figures would be the best saved so far."""
-        if self.best is None:
-            return False
-        value = metrics.get(self.best.lstrip("-"))
-        return value is not None and (self._best is None or self._signed(value) > self._best)
+        value = self._signed(metrics)
+        return value is not None and (self._best is None or value > self._best["value"])
 
-    def _signed(self, value: float) -> float:
-        return -value if (self.best or "").startswith("-") else value
+    def _signed(self, metrics: Mapping[str, float]) -> float | None:
+        """Return the figure that decides, greater where better; None where there is none, or it is no number."""
+        name = self.best or ""
+        value = metrics.get(name.lstrip("-"))
+        if value is None or math.isnan(value):
+            return None
+        return -value if name.startswith("-") else value
+
+    def note_best(self, metrics: Mapping[str, float], step: int) -> None:
+        """Be told what is saved next."""
+        value = self._signed(metrics)
+        if value is not None and self.is_best(metrics):
+            self._best = {"value": value, "step": step}
+
+    def best_record(self) -> dict[str, float] | None:
+        """Return value and step of the best, as JSON values that `resume_best` takes."""
+        return self._best
+
+    def resume_best(self, record: Mapping[str, float] | None) -> list[str]:
+        """Go on from a record of the best; return what is to be said where that checkpoint is not whole.
+
+        The best that is left is taken in its place. All ranks call this.
+        """
+        if self.best is None:
+            return []
+        found, said = None, []
+        if self.ranks.rank == 0:
+            found, said = self._whole_best()
+        found, said = self.ranks.tell([found, said])
+        self._best = found
+        if record is not None and (found is None or found["value"] < record["value"]):
+            left = "no checkpoint with figures is left" if found is None else f"the best left is step {found['step']}"
+            said = [
+                f"the best checkpoint, step {record['step']} ({self.best.lstrip('-')} {abs(record['value']):.6g}), is "
+                f"damaged or gone; {left}. Its weights cannot be had again.",
+                *said,
+            ]
+        return said
+
+    def _whole_best(self) -> tuple[dict[str, float] | None, list[str]]:
+        said = []
+        for value, step, path in self.judged():
+            try:
+                read_checkpoint(path)
+                return {"value": value, "step": step}, said
+            except CheckpointError as error:
+                self._damaged.add(path)
+                said.append(error.message)
+        return None, said
+
+    def judged(self) -> list[tuple[float, int, Path]]:
+        """Return value (greater is better), step and path of the checkpoints with figures, the best first.
+
+        The earliest comes first on ties. Those whose manifest cannot be read are left out.
+        """
+        found = []
+        for path in self.names():
+            if path in self._damaged:
+                continue
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+                manifest = json.loads((path / "manifest.json").read_bytes())
+                value = self._signed(manifest["metrics"])
+                if value is not None:
+                    found.append((value, int(manifest["step"]), path))
+        return sorted(found, key=lambda entry: (-entry[0], entry[1]))
 
     def join(self) -> None:
         """Wait for the save under way, if any."""
@@ -320,16 +381,8 @@ class Keeper:
 
     def best_path(self) -> Path | None:
         """Return the checkpoint with the best value of the metric, the earliest on ties."""
-        if self.best is None:
-            return None
-        name, sign = self.best.lstrip("-"), -1.0 if self.best.startswith("-") else 1.0
-        scored = []
-        for path in self.names():
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                value = json.loads((path / "manifest.json").read_bytes())["metrics"].get(name)
-                if value is not None:
-                    scored.append((sign * value, path))
-        return max(scored, key=lambda e: e[0])[1] if scored else None
+        judged = self.judged() if self.best is not None else []
+        return judged[0][2] if judged else None
 
     def latest(self, tell: Callable[[Event], None]) -> Checkpoint | None:
         """Return the newest checkpoint that is whole, None where there is none at all.

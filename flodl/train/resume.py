@@ -7,6 +7,7 @@ rank writes what is its own: random states, unfinished turns, and under Cadence 
 from __future__ import annotations
 
 import hashlib
+import json
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,8 +15,10 @@ from torch import nn
 
 from flodl.distributed.group import Ranks
 from flodl.errors import TrainError, capped
+from flodl.train.events import Past, Warned
 from flodl.train.keeper import Checkpoint
 from flodl.train.state import (
+    check_fits,
     load_model,
     load_optimizer,
     load_random,
@@ -29,7 +32,7 @@ from flodl.train.tensor_stream import copies
 if TYPE_CHECKING:
     from flodl.train.trainer import Trainer
 
-__all__ = ["check_same_model", "restore", "snapshot"]
+__all__ = ["check_same_model", "identity", "past_of", "restore", "snapshot"]
 
 
 def check_same_model(ranks: Ranks, model: nn.Module) -> None:
@@ -55,14 +58,49 @@ def check_same_model(ranks: Ranks, model: nn.Module) -> None:
 def recipe(trainer: Trainer) -> dict[str, Any]:
     """Return what decides the numbers of a run, as flat JSON values."""
     data = trainer.feed.identity() if trainer.feed is not None else {}
-    return {
+    found = {
         **trainer.settings.recipe(),
+        **trainer.identity,
         **{f"data.{name}": value for name, value in data.items()},
         "policy": trainer.policy.name,
         "world_size": trainer.ranks.world,
         "optimizer": type(trainer.optimizer).__name__,
         **({"callbacks": [type(c).__name__ for c in trainer.hooks.around]} if trainer.hooks.around else {}),
     }
+    # As it comes back from a file: tuples are lists there.
+    return json.loads(json.dumps(found))
+
+
+def identity(model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any) -> dict[str, Any]:
+    """Return what a model, an optimiser and a schedule that were just made have to do with the numbers of a run."""
+    dropouts: dict[str, int] = {}
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            dropouts[str(module.p)] = dropouts.get(str(module.p), 0) + 1
+    left_out = {"params", "foreach", "fused", "capturable", "differentiable", "initial_lr"}
+    if schedule is not None:
+        left_out.add("lr")
+    options = {name: None for group in optimizer.param_groups for name in group if name not in left_out}
+    groups = {f"optimizer.{name}": [_plain(group.get(name)) for group in optimizer.param_groups] for name in options}
+    return {"dropout": dropouts, "schedule": _told(schedule), **groups}
+
+
+def _told(schedule: Any) -> Any:
+    """Return what a schedule is, without where it lies in memory."""
+    text = repr(schedule)
+    if " at 0x" not in text:
+        return text
+    return {"kind": type(schedule).__qualname__, **{k: _plain(v) for k, v in vars(schedule).items()}}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, (list, tuple)):
+        return [_plain(part) for part in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return getattr(type(value), "__qualname__", "?")
 
 
 def snapshot(trainer: Trainer) -> dict[str, Any]:
@@ -101,8 +139,21 @@ def snapshot(trainer: Trainer) -> dict[str, Any]:
             "callbacks": trainer.hooks.state_dict(),
             "stopped": trainer.stopping and trainer.evaluator.is_spent,
             "recipe": recipe(trainer),
+            "best": trainer.keeper.best_record() if trainer.keeper is not None else None,
         }
+        past = trainer.saves.past()
+        files["losses"] = {"losses": torch.tensor(past.losses, dtype=torch.float64)}
+        files["past"] = {"evaluations": past.evaluations, "seconds": past.seconds, "changes": past.changes}
     return {**files, f"rank-{rank}": own_tensors, f"rank-{rank}-state": own}
+
+
+def past_of(saved: Checkpoint) -> Past:
+    """Return what the run had done; of checkpoints that do not say it, nothing."""
+    told = saved.values.get("past", {})
+    losses = saved.tensors["losses"]["losses"].tolist() if "losses" in saved.tensors else []
+    return Past(
+        tuple(losses), tuple(told.get("evaluations", ())), told.get("seconds", 0.0), tuple(told.get("changes", ()))
+    )
 
 
 def restore(trainer: Trainer, saved: Checkpoint) -> None:
@@ -117,6 +168,7 @@ def restore(trainer: Trainer, saved: Checkpoint) -> None:
     policy = run["recipe"]["policy"]
     if trainer.settings.policy is None and not trainer.ranks.solo and policy != trainer.policy.name:
         trainer._use_policy(policy)
+    check_fits(trainer.model, saved.tensors["model"])
     _compare(trainer, run["recipe"], saved)
     if policy != trainer.policy.name and not _between_epochs(run["policy"]):
         raise TrainError(
@@ -158,8 +210,6 @@ def _between_epochs(policy: dict[str, Any]) -> bool:
 
 
 def _new_rank(trainer: Trainer, world: int) -> Any:
-    from flodl.train.events import Warned
-
     return Warned(
         rank=trainer.ranks.rank,
         step=0,
@@ -171,15 +221,23 @@ def _compare(trainer: Trainer, saved: dict[str, Any], where: Checkpoint) -> None
     present = recipe(trainer)
     if not trainer.feed:
         saved = {name: value for name, value in saved.items() if not name.startswith("data.")}
-    problems = [
-        f"{name}: was {saved.get(name)!r}, is {present.get(name)!r}"
-        for name in sorted(saved.keys() | present.keys())
-        if saved.get(name) != present.get(name) and name not in trainer.settings.allow_change
+    names = saved.keys() | present.keys()
+    unknown = sorted(present.keys() - saved.keys())
+    if unknown and "dropout" not in saved:  # earlier versions did not write as much
+        names -= set(unknown)
+        message = f"resume: {where.path.name} is of an older version and does not say {', '.join(unknown)}"
+        trainer.events.emit(Warned(rank=trainer.ranks.rank, step=where.step, message=f"{message}; not compared"))
+    changed = [name for name in sorted(names) if saved.get(name) != present.get(name)]
+    trainer.saves.changes += [
+        {"step": where.step, "name": name, "was": saved.get(name), "is": present.get(name)} for name in changed
     ]
+    refused = [name for name in changed if name not in trainer.settings.allow_change]
+    problems = [f"{name}: was {saved.get(name)!r}, is {present.get(name)!r}" for name in refused]
     if problems:
         raise TrainError(
-            f"resume: the run in {where.path} was another:\n{capped(problems)}\nRestore these settings, or accept each "
-            "difference by name with allow_change.",
+            f"resume: the run in {where.path} was another:\n{capped(problems)}\nRestore these settings, or accept the "
+            f"differences with allow_change={refused!r}.",
             problems=problems,
+            names=refused,
             path=str(where.path),
         )

@@ -54,7 +54,9 @@ class Settings:
         keep_last: checkpoints kept.
         keep_best: metric whose best checkpoint is kept as well; a leading ``-`` where less is better.
         resume: go on from the newest whole checkpoint in ``folder`` if there is one.
-        allow_change: settings that may differ from the checkpoint's.
+        allow_change: settings that may differ from the checkpoint's, by the names that its refusal gives.
+        identity: further values by name that decide the numbers of the run (of the loss, of the data), as JSON values;
+            a resumed run compares them.
         eval_every: steps between evaluations; None evaluates after epochs only.
         eval_start: evaluate before the first step too; these figures are told and decide nothing.
         eval_delay: no evaluation before so many steps, but for the one at the end.
@@ -103,6 +105,7 @@ class Settings:
     keep_best: str | None = None
     resume: bool = False
     allow_change: tuple[str, ...] = ()
+    identity: Mapping[str, Any] = field(default_factory=dict)
     eval_every: int | None = None
     eval_start: bool = False
     eval_delay: int = 0
@@ -132,8 +135,7 @@ class Settings:
             "compat",
             "lr_scale_ratio",
         )
-        values = {name: getattr(self, name) for name in names}
-        values["schedule"] = repr(self.schedule) if not callable(self.schedule) else "function"
+        values = {name: getattr(self, name) for name in names} | dict(self.identity)
         if self.ema is not None:
             values["ema"] = f"{self.ema}{'' if self.ema_warmup else ', no warmup'}"
         return values

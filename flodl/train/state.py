@@ -19,6 +19,7 @@ from flodl.errors import CheckpointError, TrainError, capped
 from flodl.train.tensor_stream import to_cpu
 
 __all__ = [
+    "check_fits",
     "load_model",
     "load_optimizer",
     "load_random",
@@ -63,6 +64,18 @@ def load_model(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
     Raises:
         CheckpointError: they are not; ``problems`` lists every difference and nothing was copied.
     """
+    check_fits(model, tensors)
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            tensor.copy_(tensors[name])
+
+
+def check_fits(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Compare names, shapes and dtypes.
+
+    Raises:
+        CheckpointError: they differ; ``problems`` lists every difference.
+    """
     own = model.state_dict()
     problems = [f"missing: {name}" for name in own if name not in tensors]
     problems += [f"not in the model: {name}" for name in tensors if name not in own]
@@ -77,9 +90,6 @@ def load_model(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
             + "\nBuild the model as it was.",
             problems=sorted(problems),
         )
-    with torch.no_grad():
-        for name, tensor in own.items():
-            tensor.copy_(tensors[name])
 
 
 def _named(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]:

@@ -47,6 +47,7 @@ class StepLog:
 
     Attributes:
         before: called before all steps are told.
+        losses: of all steps that were told, and of those before a resume.
     """
 
     def __init__(self, events: Events, *, every: int, on_nan: str) -> None:
@@ -55,6 +56,7 @@ class StepLog:
         self._sent: deque[_Window] = deque()
         self._start: torch.cuda.Event | None = None
         self.before: Callable[[], object] = lambda: None
+        self.losses: list[float] = []
 
     def note(self, tally: Tally, result: StepResult, *, step: int, epoch: int, lr: float, wall_ms: float) -> None:
         """Take in one step, and tell what is known.
@@ -108,6 +110,7 @@ class StepLog:
     def _tell(self, tally: Tally, entry: _Entry) -> None:
         result, rank = entry.result, self.events.rank
         tally.add(result, entry.wall_ms)
+        self.losses.append(result.loss)
         if not result.applied:
             message = f"step {entry.step}: not applied, {result.reason}"
             self.events.emit(Warned(rank=rank, step=entry.step, message=message))

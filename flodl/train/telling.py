@@ -29,6 +29,7 @@ def tell_start(trainer: Trainer) -> None:
             step=trainer.policy.lr_step,
             epoch=trainer.epoch_number,
             resumed_from=trainer.resumed_from,
+            past=trainer.saves.past(),
         )
     )
 
@@ -66,6 +67,7 @@ def evaluate_now(trainer: Trainer, *, counts: bool = True) -> bool:
         )
     if found is None:
         return False
+    trainer.evaluator.history.append({"step": policy.steps, "epoch": trainer.epoch_number, **found})
     now = time.perf_counter()
     event = EvalDone(
         rank=trainer.ranks.rank,

@@ -30,11 +30,11 @@ from flodl.train.ema import WeightAverage
 from flodl.train.evaluate import Callbacks, Evaluator
 from flodl.train.events import Events, RunDone, Warned
 from flodl.train.feed import Feed, Share
-from flodl.train.keeper import Keeper
 from flodl.train.optimizers import OptimizerMaker, make_optimizer
 from flodl.train.precision import Precision
 from flodl.train.rates import Rates
 from flodl.train.route import choose_route, compiled
+from flodl.train.saves import Saves
 from flodl.train.settings import Settings, make_settings
 from flodl.train.signals import StopSignals
 from flodl.train.step import Step, StepResult, TrainStep
@@ -94,10 +94,11 @@ class Trainer:
         # a copy, since a schedule that waits for plateaus changes, and the caller may run again
         schedule = copy.deepcopy(settings.schedule(ranks.world) if callable(settings.schedule) else settings.schedule)
         self.rates = Rates(self.optimizer, schedule, ranks.world, settings.lr_scale_ratio)
+        self.identity = resume.identity(model, self.optimizer, schedule)
         self.epoch_number = 0
         self.tally = Tally()
         self.log = StepLog(self.events, every=settings.log_every, on_nan=settings.on_nan)
-        self.evaluator = Evaluator(self.callbacks, settings.early_stopping)
+        self.evaluator = Evaluator(self.callbacks, settings.early_stopping, settings.keep_best)
         self.stopping = False
         self.signals = StopSignals()
         self.hooks = Hooks(self, settings.callbacks)
@@ -106,16 +107,12 @@ class Trainer:
         )
         self._use_policy(choose_policy(ranks, settings.policy, settings.slowdown.get(ranks.rank, 1.0)))
         self._train_step = train_step
-        self.keeper = (
-            Keeper(settings.folder, ranks, keep_last=settings.keep_last, best=settings.keep_best)
-            if settings.folder
-            else None
-        )
+        self.saves = Saves(self)
+        self.keeper = self.saves.keeper
         self.timeline = Timeline(ranks.rank) if settings.timeline else None
         if self.timeline is not None:
             self.events.subscribe(self.timeline.note)
-        self._saved_at, self._mark = 0, time.perf_counter()
-        self.resumed_from: str | None = None
+        self._mark = time.perf_counter()
         # The statistics of a single row are no statistics: torch refuses them.
         norms = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
         self._least = 2 if norms else 1
@@ -124,7 +121,7 @@ class Trainer:
         settings, ranks = self.settings, self.ranks
         self.policy: Sync | LocalSteps = make_policy(name, ranks, self.model, settings.knobs)
         if isinstance(self.policy, LocalSteps):
-            self.policy.due = lambda steps, flags: any(flags) or self._save_due() or self._out_of_steps()
+            self.policy.due = lambda steps, flags: any(flags) or self.saves.due or self._out_of_steps()
         self.step_ = Step(
             self.model,
             self.optimizer,
@@ -281,10 +278,10 @@ class Trainer:
             if flags[0]:
                 self._leave(128 + round(flags[1] / flags[0]))
             self.stopping = True
-        elif self._save_due() and not self._epoch_ends():
+        elif (self.saves.due or self.saves.best_due) and not self._epoch_ends():
             self.save()
         self.stopping = self.stopping or self._out_of_steps()
-        self._tell_news()
+        self.saves.tell_news()
 
     def _flags(self) -> list[float]:
         """Return what this rank wants all to know: a signal that came (as 1 and its number), a wish to stop."""
@@ -306,21 +303,11 @@ class Trainer:
         self._close()
         raise SystemExit(code)
 
-    def _save_due(self) -> bool:
-        every = self.settings.save_every
-        return bool(self.keeper and every and self.policy.steps // every > self._saved_at // every)
-
     def _epoch_ends(self) -> bool:
         """Return whether a save after the epoch follows at once."""
         if not isinstance(self.policy, Sync) or self.feed is None or not self.settings.save_epochs:
             return False
         return self.policy.position >= self.feed.turns(self.epoch_number)
-
-    def _still_saving(self) -> bool:
-        """Return whether this epoch's end need not be saved, since a save is under way and would be waited for."""
-        if self.keeper is None or self.settings.save_epochs != "idle":
-            return False
-        return self.keeper.is_writing and not self.keeper.is_best(self.evaluator.found)
 
     def _out_of_steps(self) -> bool:
         return self.settings.max_steps is not None and self.policy.steps >= self.settings.max_steps
@@ -352,14 +339,14 @@ class Trainer:
         every = self.settings.checkpoint_every
         if every and (done + 1) % every == 0 and self.ranks.rank == 0:
             self._call("checkpoint_fn", done + 1, self.model)
-        rows = self.ranks.table([float(wanted is False or self._wish_to_stop), float(self._still_saving())])
+        rows = self.ranks.table([float(wanted is False or self._wish_to_stop), float(not self.saves.at_epochs_end)])
         self.stopping = self.stopping or any(row[0] for row in rows)
         self.stopping = self.stopping or self._out_of_steps()
         if any(self._left_over):
             self._at_rest(self._left_over)
-        elif self.keeper and (self.stopping or (self.settings.save_epochs and not any(row[1] for row in rows))):
+        elif self.stopping or self.saves.best_due or not any(row[1] for row in rows):
             self.save()
-        self._tell_news()
+        self.saves.tell_news()
 
     def _evaluate(self) -> None:
         if self.policy.steps >= self.settings.eval_delay or self._over():
@@ -404,6 +391,7 @@ class Trainer:
     def _begin_run(self) -> None:
         self.model.train()
         self.restore()
+        self.saves.begin()
         tell_start(self)
         self.hooks.call("on_train_begin")
         if self.settings.eval_start and not self.policy.steps:
@@ -414,7 +402,7 @@ class Trainer:
         self.log.settle(self.tally)
         if self.evaluator.at_step != self.policy.steps:
             evaluate_now(self)  # the run ended inside an epoch
-        if self.keeper and self._saved_at != self.policy.steps:
+        if self.keeper and (self.saves.at_step != self.policy.steps or self.saves.best_due):
             self.save()
         if self.average is not None:
             self.average.put()
@@ -425,10 +413,7 @@ class Trainer:
 
     def _close(self) -> None:
         self.ranks.phase("shutdown")
-        if self.keeper is not None:
-            self.keeper.join()
-            self._tell_news()
-            self.keeper.close()
+        self.saves.close()
         if self.timeline is not None:
             parts = self.ranks.gather(self.timeline.to_dict())
             if self.ranks.rank == 0:
@@ -436,46 +421,22 @@ class Trainer:
 
     def save(self, *, wait: bool = False) -> None:
         """Write a checkpoint in the background; all ranks must call this at the same step."""
-        self.log.settle(self.tally)
-        if self.keeper is None:
-            return
-        self.ranks.phase("checkpoint")
-        self.keeper.join()  # before copies are made, so that there are never two sets of them
-        self._saved_at = self.policy.steps
-        self.keeper.save(resume.snapshot(self), step=self.policy.steps, metrics=self.evaluator.found, wait=wait)
+        self.saves.save(wait=wait)
 
     def restore(self) -> bool:
-        """Go on from the newest whole checkpoint if the settings say so and there is one.
+        """Go on from the newest whole checkpoint if the settings say so and there is one; errors as of `Saves`."""
+        return self.saves.restore()
 
-        Raises:
-            CheckpointError: the checkpoints are damaged, or do not fit the model or optimiser.
-            TrainError: settings differ from the checkpoint's.
-        """
-        if self.keeper is None or not self.settings.resume:
-            return False
-        found = self.keeper.latest(self.events.emit)
-        paths = self.ranks.gather(str(found.path) if found is not None else None)
-        if len(set(paths)) > 1:
-            raise TrainError(
-                f"resume: ranks found different checkpoints ({paths}); they must share the folder.", paths=paths
-            )
-        if found is None:
-            return False
-        resume.restore(self, found)
-        self._saved_at = self.evaluator.at_step = self.policy.steps
-        self.resumed_from = str(found.path)
-        return True
+    @property
+    def resumed_from(self) -> str | None:
+        """The checkpoint that the run went on from."""
+        return self.saves.resumed_from
 
     def model_was_replaced(self) -> None:
         """Be told that parameters and buffers were overwritten on all ranks alike."""
         self.step_.loaded()
         if isinstance(self.policy, LocalSteps):
             self.policy.mean.buffers.refresh()
-
-    def _tell_news(self) -> None:
-        if self.keeper is not None:
-            for event in self.keeper.news():
-                self.events.emit(event)
 
     def _warn(self, message: str) -> None:
         self.events.emit(Warned(rank=self.ranks.rank, step=self.policy.lr_step, message=message))

@@ -1,0 +1,135 @@
+"""When a run is saved, and how it is taken up again: the checkpoints of a trainer, as far as the loop knows them.
+
+What is in a checkpoint is decided in `flodl.train.resume`, how it lies on disk in `flodl.train.keeper`. Figures are
+written beside the weights that they were taken of and no others, so that the best checkpoint is the best model.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from flodl.errors import TrainError
+from flodl.train import resume
+from flodl.train.events import Past, Warned
+from flodl.train.keeper import Keeper
+
+if TYPE_CHECKING:
+    from flodl.train.trainer import Trainer
+
+__all__ = ["Saves"]
+
+
+class Saves:
+    """The checkpoints of one trainer.
+
+    Attributes:
+        keeper: writes and finds them; None where the run has no folder.
+        at_step: the step of the last one.
+        resumed_from: the checkpoint that the run went on from.
+        changes: settings that were changed on the way, by the step at which they were.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        settings = trainer.settings
+        self.trainer, self.settings = trainer, settings
+        self.keeper = (
+            Keeper(settings.folder, trainer.ranks, keep_last=settings.keep_last, best=settings.keep_best)
+            if settings.folder
+            else None
+        )
+        self.at_step = 0
+        self.resumed_from: str | None = None
+        self.changes: list[dict[str, object]] = []
+        self._seconds, self._since = 0.0, time.monotonic()
+
+    def past(self) -> Past:
+        """Return what the run has done so far, earlier parts of it included."""
+        log, evaluator = self.trainer.log, self.trainer.evaluator
+        seconds = self._seconds + time.monotonic() - self._since
+        return Past(tuple(log.losses), tuple(evaluator.history), seconds, tuple(self.changes))
+
+    # ---- when ----------------------------------------------------------------------------------------
+
+    @property
+    def due(self) -> bool:
+        """Whether as many steps were taken as lie between two checkpoints."""
+        every = self.settings.save_every
+        return bool(self.keeper and every and self.trainer.policy.steps // every > self.at_step // every)
+
+    @property
+    def best_due(self) -> bool:
+        """Whether the model was judged just now and found the best so far."""
+        return self.keeper is not None and self.keeper.is_best(self.trainer.evaluator.of_step(self.step))
+
+    @property
+    def at_epochs_end(self) -> bool:
+        """Whether this epoch's end is saved; it need not be while a save is under way that would be waited for."""
+        if not self.settings.save_epochs or self.keeper is None:
+            return False
+        return self.settings.save_epochs != "idle" or not self.keeper.is_writing
+
+    @property
+    def step(self) -> int:
+        """The step that a checkpoint made now is of."""
+        return self.trainer.policy.steps
+
+    # ---- what ----------------------------------------------------------------------------------------
+
+    def save(self, *, wait: bool = False) -> None:
+        """Write a checkpoint in the background; all ranks must call this at the same step."""
+        trainer = self.trainer
+        trainer.log.settle(trainer.tally)
+        if self.keeper is None:
+            return
+        trainer.ranks.phase("checkpoint")
+        self.keeper.join()  # before copies are made, so that there are never two sets of them
+        figures = trainer.evaluator.of_step(self.step)
+        self.keeper.note_best(figures, self.step)
+        self.at_step = self.step
+        self.keeper.save(resume.snapshot(trainer), step=self.step, metrics=figures, wait=wait)
+
+    def restore(self) -> bool:
+        """Go on from the newest whole checkpoint if the settings say so and there is one.
+
+        Raises:
+            CheckpointError: the checkpoints are damaged, or do not fit the model or optimiser.
+            TrainError: settings differ from the checkpoint's.
+        """
+        trainer = self.trainer
+        if self.keeper is None or not self.settings.resume:
+            return False
+        found = self.keeper.latest(trainer.events.emit)
+        paths = trainer.ranks.gather(str(found.path) if found is not None else None)
+        if len(set(paths)) > 1:
+            raise TrainError(
+                f"resume: ranks found different checkpoints ({paths}); they must share the folder.", paths=paths
+            )
+        if found is None:
+            return False
+        resume.restore(trainer, found)
+        past = resume.past_of(found)
+        trainer.log.losses, trainer.evaluator.history = list(past.losses), list(past.evaluations)
+        self._seconds, self.changes = past.seconds, [*past.changes, *self.changes]
+        for message in self.keeper.resume_best(found.values["run"].get("best")):
+            trainer.events.emit(Warned(rank=trainer.ranks.rank, step=self.step, message=message))
+        self.at_step = self.step
+        self.resumed_from = str(found.path)
+        return True
+
+    def begin(self) -> None:
+        """Be told that the run begins now."""
+        self._since = time.monotonic()
+
+    def close(self) -> None:
+        """Finish writing, tell of it, and free the folder."""
+        if self.keeper is not None:
+            self.keeper.join()
+            self.tell_news()
+            self.keeper.close()
+
+    def tell_news(self) -> None:
+        """Tell subscribers what happened in the background."""
+        if self.keeper is not None:
+            for event in self.keeper.news():
+                self.trainer.events.emit(event)
