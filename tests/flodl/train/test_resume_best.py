@@ -5,6 +5,7 @@ import math
 import os
 import shutil
 import signal
+from typing import Any
 
 import pytest
 import torch
@@ -115,7 +116,7 @@ def test_a_first_figure_that_is_no_number_is_no_best(tmp_path):
 
 @pytest.mark.parametrize("setting", ["early_stopping", "keep_best"])
 def test_a_figure_that_is_not_there_is_refused_at_the_first_evaluation(tmp_path, setting):
-    value = ("scoer", 2) if setting == "early_stopping" else "-scoer"
+    value: Any = ("scoer", 2) if setting == "early_stopping" else "-scoer"
     with pytest.raises(TrainError, match=f"{setting}: there is no figure 'scoer'.*'score'") as caught:
         judged(tmp_path / "a", **{setting: value}).run()
     assert caught.value.found == ["score"]
