@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -155,27 +155,60 @@ def encode(
 
 @dataclass(frozen=True)
 class _Template:
-    """What a tokenizer puts around a single text: so many specials before, so many after, all of type 0."""
+    """What a tokenizer puts around a single text or a pair: so many specials before, between and after.
+
+    Attributes:
+        lead: specials before the first text.
+        between: specials after the first text and before the second.
+        trail: specials at the end.
+        types: token type of the lead, first text, specials between, second text and trail.
+    """
 
     lead: int
+    between: int
     trail: int
+    types: tuple[int, ...]
 
 
 _ZERO = np.zeros(1, np.int64)
-_TEMPLATES: WeakKeyDictionary[Any, _Template | None] = WeakKeyDictionary()
+_TEMPLATES: WeakKeyDictionary[Any, dict[bool, _Template | None]] = WeakKeyDictionary()
 
 
-def _template(tokenizer: Tokenizer) -> _Template | None:
-    """Return the frame around a single text; None where it is not one, and each row must be asked."""
-    if tokenizer not in _TEMPLATES:
-        probe = tokenizer._backend.encodings(["a a a"])[0]
-        mask = list(probe.special_tokens_mask)
-        inside = [place for place, special in enumerate(mask) if not special]
-        plain = bool(inside) and inside == list(range(inside[0], inside[-1] + 1)) and not any(probe.type_ids)
-        framed = _Template(inside[0], len(mask) - 1 - inside[-1]) if plain else None
-        bare = len(tokenizer._backend.encodings(["a a a"], special=False)[0])
-        _TEMPLATES[tokenizer] = framed if framed and bare == len(inside) else None
-    return _TEMPLATES[tokenizer]
+def _template(tokenizer: Tokenizer, *, pairs: bool = False) -> _Template | None:
+    """Return the frame around a single text or a pair; None where it is not one, and each row must be asked."""
+    known = _TEMPLATES.setdefault(tokenizer, {})
+    if pairs not in known:
+        known[pairs] = _pair_frame(tokenizer) if pairs else _frame(tokenizer)
+    return known[pairs]
+
+
+def _frame(tokenizer: Tokenizer) -> _Template | None:
+    probe = tokenizer._backend.encodings(["a a a"])[0]
+    mask = list(probe.special_tokens_mask)
+    inside = [place for place, special in enumerate(mask) if not special]
+    plain = bool(inside) and inside == list(range(inside[0], inside[-1] + 1)) and not any(probe.type_ids)
+    if not plain or len(tokenizer._backend.encodings(["a a a"], special=False)[0]) != len(inside):
+        return None
+    return _Template(inside[0], 0, len(mask) - 1 - inside[-1], (0,) * 5)
+
+
+def _pair_frame(tokenizer: Tokenizer) -> _Template | None:
+    found: set[_Template] = set()
+    # Texts of several lengths, so that what depends on them shows.
+    for first, second in (("a a a", "a a"), ("a", "a a a a")):
+        probe = tokenizer._backend.encodings([first], [second])[0]
+        texts: list[int | None] = probe.sequence_ids
+        kinds = [(text, bool(special)) for text, special in zip(texts, probe.special_tokens_mask, strict=True)]
+        runs = [(kind, len(list(run))) for kind, run in groupby(kinds)]
+        if [kind for kind, _ in runs] != [(None, True), (0, False), (None, True), (1, False), (None, True)]:
+            return None
+        sizes = [size for _, size in runs]
+        ends = [sum(sizes[: i + 1]) for i in range(5)]
+        types = [set(probe.type_ids[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
+        if any(len(kinds) != 1 for kinds in types):
+            return None
+        found.add(_Template(sizes[0], sizes[2], sizes[4], tuple(next(iter(kinds)) for kinds in types)))
+    return found.pop() if len(found) == 1 else None
 
 
 def _quickly(
@@ -193,9 +226,9 @@ def _quickly(
     check_batch(texts, "text", False)
     if pairs is not None:
         check_batch(pairs, "second text", False)
-    template = _template(tokenizer) if pairs is None else None
+    template = _template(tokenizer, pairs=pairs is not None)
     encodings = tokenizer._backend.encodings(texts, pairs, fast=not offsets)
-    if len(texts) == 1 and template is not None and not offsets:
+    if len(texts) == 1 and template is not None and pairs is None and not offsets:
         ids = encodings[0].ids
         if max_tokens is None or len(ids) <= max_tokens:
             return _alone(ids, template)
@@ -204,11 +237,12 @@ def _quickly(
     long = owners[:0]
     if max_tokens is not None and int(lengths.max()) > max_tokens:
         long = np.flatnonzero(lengths > max_tokens)
-    if len(long) and (strict or pairs is not None):
+    if len(long) and strict:
         return None
     rest: TokenTable | None = None
     if len(long):
-        groups = slowly([texts[i] for i in long.tolist()], None)
+        seconds = None if pairs is None else [pairs[i] for i in long.tolist()]
+        groups = slowly([texts[i] for i in long.tolist()], seconds)
         windows = [row for group in groups for row in group]
         owner_of = [int(text) for text, group in zip(long, groups, strict=True) for _ in group]
         rest = table_of(windows, owner_of, offsets=offsets)
@@ -217,7 +251,7 @@ def _quickly(
         lengths = lengths[owners]
         if not encodings:
             return rest
-    table = _tabulated(encodings, lengths, owners, template, offsets)
+    table = _tabulated(encodings, lengths, owners, template, offsets, pairs is not None)
     return table if rest is None else _joined(table, rest)
 
 
@@ -234,7 +268,12 @@ def _alone(ids: list[int], template: _Template) -> TokenTable:
 
 
 def _tabulated(
-    encodings: list[Any], lengths: np.ndarray, owners: np.ndarray, template: _Template | None, offsets: bool
+    encodings: list[Any],
+    lengths: np.ndarray,
+    owners: np.ndarray,
+    template: _Template | None,
+    offsets: bool,
+    pairs: bool,
 ) -> TokenTable:
     total, rows = int(lengths.sum()), len(lengths)
 
@@ -244,45 +283,74 @@ def _tabulated(
 
     ids = np.fromiter(each("ids"), np.int32, total)
     starts = np.cumsum(lengths) - lengths
-    if template is not None:
+    zeros = np.zeros(rows, np.int64)
+    first: np.ndarray | None = None
+    if template is not None and not pairs:
         types = None
-        sequence = np.zeros(total, np.int8)
         counts = lengths - template.lead - template.trail
-        for place in range(template.lead):
-            sequence[starts + place] = -1
-        for place in range(1, template.trail + 1):
-            sequence[starts + lengths - place] = -1
-        nulls = np.zeros(rows, np.int64) if template.lead else lengths - template.trail
-        if not template.lead and not template.trail:
-            nulls = np.zeros(rows, np.int64)
+        sequence = _laid_out(np.array([-1, 0, -1]), [template.lead, counts, template.trail], rows, np.int8)
+        nulls = zeros if template.lead or not template.trail else lengths - template.trail
+    elif template is not None:
+        special = np.fromiter(each("special_tokens_mask"), bool, total)
+        counts = lengths - template.lead - template.between - template.trail
+        # The first special behind the lead ends the first text.
+        special[(starts[:, None] + np.arange(template.lead)).ravel()] = False
+        first = _first_true(special, lengths, starts) - template.lead
+        sizes = [template.lead, first, template.between, counts - first, template.trail]
+        sequence = _laid_out(np.array([-1, 0, -1, 1, -1]), sizes, rows, np.int8)
+        types = _laid_out(np.array(template.types), sizes, rows, np.int32) if any(template.types) else None
+        nulls = zeros
     else:
         types = np.fromiter(each("type_ids"), np.int32, total)
         special = np.fromiter(each("special_tokens_mask"), bool, total)
         sequence = _numbers(each("sequence_ids"), total).astype(np.int8)
-        counts = _per_row(~special, starts)
+        counts = _per_row(~special, lengths)
         nulls = _first_true(special, lengths, starts)
     spans = words = None
     if offsets:
         spans = np.fromiter(chain.from_iterable(each("offsets")), np.int64, 2 * total).reshape(total, 2)
-        words = _content_words(encodings, sequence, template) if template is not None else None
+        words = None if template is None else _content_words(encodings, sequence, template, first)
         if words is None:
             words = _numbers(each("word_ids"), total)
-    zeros = np.zeros(rows, np.int64)
     return TokenTable(ids, types, lengths, owners, counts, zeros, zeros, sequence, spans, words, nulls)
 
 
-def _content_words(encodings: list[Any], sequence: np.ndarray, template: _Template) -> np.ndarray | None:
-    """Return the word of each token where only the frame's specials have none; None where others lack one too."""
-    inside = slice(template.lead, -template.trail or None)
-    content = sequence == 0
+def _content_words(
+    encodings: list[Any], sequence: np.ndarray, template: _Template, first: np.ndarray | None
+) -> np.ndarray | None:
+    """Return the word of each token where only the frame's specials have none; None where others lack one too.
+
+    Args:
+        encodings: the rows.
+        sequence: the text of each token, ``(tokens,)``.
+        template: their frame.
+        first: tokens of the first text of each pair, ``(rows,)``; None for single texts.
+    """
+    lead, end = template.lead, -template.trail or None
+    lists = map(attrgetter("word_ids"), encodings)
+    parts: Iterable[list[Any]]
+    if first is None:
+        parts = (words[lead:end] for words in lists)
+    else:
+        stops = (first + lead).tolist()
+        parts = (
+            part
+            for words, stop in zip(lists, stops, strict=True)
+            for part in (words[lead:stop], words[stop + template.between : end])
+        )
+    content = sequence >= 0
     found = np.full(len(sequence), -1, np.int64)
     try:
-        found[content] = np.fromiter(
-            chain.from_iterable(encoding.word_ids[inside] for encoding in encodings), np.int64, int(content.sum())
-        )
+        found[content] = np.fromiter(chain.from_iterable(parts), np.int64, int(content.sum()))
     except TypeError:
         return None
     return found
+
+
+def _laid_out(values: np.ndarray, sizes: list[Any], rows: int, dtype: Any) -> np.ndarray:
+    """Return ``values[i]`` as often as ``sizes[i]`` (numbers, or one a row) says, row after row."""
+    columns = [np.broadcast_to(np.asarray(size, np.int64), (rows,)) for size in sizes]
+    return np.repeat(np.tile(values.astype(dtype), rows), np.stack(columns, 1).ravel())
 
 
 def _numbers(values: Iterable[int | None], total: int) -> np.ndarray:
@@ -292,14 +360,18 @@ def _numbers(values: Iterable[int | None], total: int) -> np.ndarray:
     return found.astype(np.int64)
 
 
-def _per_row(flags: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    return np.add.reduceat(flags.astype(np.int64), starts)
+def _per_row(flags: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Return how many flags each row has set, ``(rows,)``; a row may be empty."""
+    before = np.concatenate([_ZERO, np.cumsum(flags)])
+    ends = np.cumsum(lengths)
+    return before[ends] - before[ends - lengths]
 
 
 def _first_true(flags: np.ndarray, lengths: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    place = np.arange(len(flags)) - np.repeat(starts, lengths)
-    least = np.minimum.reduceat(np.where(flags, place, len(flags)), starts)
-    return np.where(least == len(flags), 0, least)
+    """Return the column of each row's first flag, 0 where it has none, ``(rows,)``."""
+    places = np.append(np.flatnonzero(flags), len(flags))
+    least = places[np.searchsorted(places, starts)]
+    return np.where(least < starts + lengths, least - starts, 0)
 
 
 def table_of(rows: Sequence[Row], owners: Sequence[int], *, offsets: bool = True) -> TokenTable:
@@ -325,13 +397,13 @@ def table_of(rows: Sequence[Row], owners: Sequence[int], *, offsets: bool = True
         types if types.any() else None,
         lengths,
         np.asarray(owners, np.int64),
-        _per_row(~special, starts) if len(rows) else lengths,
+        _per_row(~special, lengths),
         np.fromiter((row.first_token for row in rows), np.int64, len(rows)),
         np.fromiter((row.window for row in rows), np.int64, len(rows)),
         _numbers(chain.from_iterable(row.sequence_ids for row in rows), total).astype(np.int8),
         spans,
         words,
-        _first_true(special, lengths, starts) if len(rows) else lengths,
+        _first_true(special, lengths, starts),
     )
 
 

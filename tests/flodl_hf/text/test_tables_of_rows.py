@@ -1,0 +1,75 @@
+"""Rows of tokens as arrays: made without an object a row, and equal to what is made of the objects."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer as Inner
+from tokenizers import models, normalizers, pre_tokenizers, processors
+
+from flodl_hf.runtime.inputs import Encoded, encode
+from flodl_hf.tokenizer import Tokenizer
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b", "cat", "##s", "dog", ",", "."]
+LONG = "cats, a dog. b " * 9
+TEXTS = ["a cat", "", "[SEP] dogs , cats.", LONG, "zebra [MASK]", "b", f"dog {LONG}", " "]
+SECONDS = ["dogs", "a b", LONG, "", "[CLS] cat", LONG + LONG, "a", " "]
+TEMPLATES: dict[str, dict[str, Any]] = {
+    "bert": {"single": "[CLS] $A [SEP]", "pair": "[CLS] $A [SEP] $B:1 [SEP]:1"},
+    "roberta": {"single": "[CLS] $A [SEP]", "pair": "[CLS] $A [SEP] [SEP] $B [SEP]"},
+    "trailing": {"single": "$A [SEP]", "pair": "$A [SEP] $B [SEP]"},
+    "bare": {"single": "$A", "pair": "$A $B:1"},
+    "types of the first text": {"single": "[CLS]:1 $A:1 [SEP]:1", "pair": "[CLS]:1 $A:1 [SEP]:0 $B:0 [SEP]:1"},
+    "swapped": {"single": "[CLS] $A [SEP]", "pair": "[CLS] $B [SEP] $A:1 [SEP]:1"},
+}
+
+
+def tokenizer_of(template: str) -> Tokenizer:
+    inner = Inner(models.WordPiece({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    inner.normalizer = normalizers.BertNormalizer(lowercase=True)
+    inner.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    inner.post_processor = processors.TemplateProcessing(
+        **TEMPLATES[template], special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    inner.add_special_tokens(WORDS[:5])
+    settings = {"cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]"}
+    files = {"tokenizer.json": inner.to_str().encode(), "tokenizer_config.json": json.dumps(settings).encode()}
+    return Tokenizer.from_files(files, folder="made in a test")
+
+
+def rows_of(found: Encoded) -> dict[tuple[int, int], dict[str, Any]]:
+    """Return what a table says of each window, by text and window."""
+    table = found.table
+    rows = {}
+    for row, (start, length) in enumerate(zip(table.starts.tolist(), table.lengths.tolist(), strict=True)):
+        part = slice(start, start + length)
+        values: dict[str, Any] = {
+            name: None if (array := getattr(table, name)) is None else array[part].tolist()
+            for name in ("ids", "types", "sequence", "offsets", "word_ids")
+        }
+        values["types"] = values["types"] or [0] * length
+        values |= {name: int(getattr(table, name)[row]) for name in ("counts", "first_token", "nulls")}
+        rows[int(table.owners[row]), int(table.window[row])] = values
+    return rows
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("offsets", [False, True])
+@pytest.mark.parametrize("pairs", [False, True])
+def test_rows_made_at_once_are_the_rows_made_one_by_one(template: str, pairs: bool, offsets: bool) -> None:
+    tokenizer = tokenizer_of(template)
+    # A template that swaps texts has no place where the second could be cut.
+    limit = 40 if template != "swapped" or not pairs else None
+    texts, seconds = (TEXTS, SECONDS) if pairs else (TEXTS, None)
+    if pairs:  # a first text that leaves no room for the second is refused
+        texts = [text[:20] for text in TEXTS]
+    given: dict[str, Any] = {"max_tokens": limit, "stride": 4, "offsets": offsets}
+    quickly = encode(tokenizer, texts, seconds, **given)
+    slowly = encode(tokenizer, texts, seconds, **given, records=True)
+    assert slowly.rows
+    assert not quickly.rows
+    assert rows_of(quickly) == rows_of(slowly)
+    assert np.array_equal(np.sort(quickly.owners), slowly.owners)
