@@ -1,6 +1,7 @@
-"""How ranks become one: sums of gradients, weighted means of parameters and buffers.
+"""How ranks become one: weighted means of parameters and buffers.
 
-When this happens is decided in `flodl.distributed.policy`. Buffers that hold floating-point numbers
+When this happens is decided in `flodl.distributed.policy`; gradients are summed in
+`flodl.distributed.gradients`. Buffers that hold floating-point numbers
 (BatchNorm's running statistics) are averaged by weight as a change against their last common value,
 so that one which nobody changed keeps its bits. Whole-number buffers (``num_batches_tracked``) take
 the largest value over ranks.
@@ -8,7 +9,6 @@ the largest value over ranks.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,13 +20,10 @@ from torch import nn
 from flodl.distributed.group import Ranks
 from flodl.errors import TrainError
 
-__all__ = ["BufferMean", "Flight", "GradientSum", "ParameterMean", "fingerprints", "model_tensors"]
+__all__ = ["BufferMean", "Flight", "ParameterMean", "fingerprints", "model_tensors"]
 
 BUCKET = 1 << 24
 """Elements that travel in one collective: 64 MiB of float32, enough to fill a link, little to hold twice."""
-
-GRADIENT_BUCKET = 1 << 22
-"""The same for gradients that leave during the backward pass: smaller, so that the first leave early."""
 
 
 def model_tensors(model: nn.Module) -> list[torch.Tensor]:
@@ -60,161 +57,6 @@ def parts_like(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.T
     """Return views of ``flat`` in the shapes of ``like``."""
     pieces = flat.split([tensor.numel() for tensor in like])
     return [piece.view_as(tensor) for piece, tensor in zip(pieces, like, strict=True)]
-
-
-class GradientSum:
-    """Sums gradients over ranks in place; a parameter that no rank used keeps no gradient.
-
-    Gradients travel in buckets, those of the last layers first, since a backward pass makes them first.
-    Inside `sending` a bucket leaves as soon as the backward pass has made all of it, so that most of the
-    travelling is over when the pass is. Every rank sends the same buckets in the same order, whatever it
-    has made of them.
-
-    Args:
-        model: its trainable parameters are asked for at every call, so unfreezing takes effect.
-        on_cpu: send gradients through host memory (gloo) whatever the device.
-
-    Attributes:
-        early: whether `sending` sends at all; off, everything leaves after the backward pass.
-    """
-
-    def __init__(self, ranks: Ranks, model: nn.Module, *, on_cpu: bool = False) -> None:
-        self.ranks, self.model = ranks, model
-        self.on_cpu = on_cpu and ranks.device.type != "cpu"
-        self.early = not self.on_cpu
-        self._parameters: list[nn.Parameter] = []
-        self._buckets: list[list[int]] = []
-        self._hooks: list[Any] = []
-        self._sent: list[tuple[torch.Tensor, Any]] = []
-        self._made: list[bool] = []
-        self._left: list[int] = []
-        self._late: list[int] = []
-        self._watching = self._begun = False
-
-    @contextlib.contextmanager
-    def sending(self, wanted: bool = True) -> Iterator[None]:
-        """Send buckets during the backward pass inside, which must be this rank's last before the call."""
-        if not wanted or self.ranks.solo or not self.early:
-            yield
-            return
-        self._begin()
-        if not self._hooks:
-            for place, parameter in enumerate(self._parameters):
-                hook = _Hook(self, place, self._bucket_of(place))
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
-        self._watching = True
-        try:
-            yield
-            self._begun = True
-        finally:
-            self._watching = False
-
-    def _begin(self) -> None:
-        """Look which parameters there are, and be ready to send the first bucket."""
-        parameters = [p for p in self.model.parameters() if p.requires_grad]
-        same = len(parameters) == len(self._parameters)
-        if not same or any(a is not b for a, b in zip(parameters, self._parameters, strict=True)):
-            for hook in self._hooks:
-                hook.remove()
-            self._hooks, self._parameters = [], parameters
-            backwards = list(reversed(range(len(parameters))))
-            members = [parameters[place] for place in backwards]
-            self._buckets = [[backwards[i] for i in places] for places in buckets_of(members, GRADIENT_BUCKET)]
-        self._made = [False] * len(parameters)
-        self._left = [len(places) for places in self._buckets]
-        self._sent, self._late = [], []
-
-    def _bucket_of(self, place: int) -> int:
-        return next(number for number, places in enumerate(self._buckets) if place in places)
-
-    def _note(self, place: int, bucket: int) -> None:
-        """Be told by a hook that the gradient of a parameter is whole."""
-        if not self._watching:
-            return
-        if bucket < len(self._sent):
-            self._late.append(place)
-        elif not self._made[place]:
-            self._made[place] = True
-            self._left[bucket] -= 1
-            while len(self._sent) < len(self._buckets) and self._left[len(self._sent)] == 0:
-                self._send()
-
-    @torch.no_grad()
-    def _send(self) -> None:
-        members = [self._parameters[place] for place in self._buckets[len(self._sent)]]
-        flat = flattened([p.grad if p.grad is not None else torch.zeros_like(p) for p in members])
-        if self.on_cpu:
-            flat = flat.cpu()
-        with self.ranks.naming_the_dead():
-            self._sent.append((flat, self.ranks.sum_async(flat)))
-
-    @torch.no_grad()
-    def __call__(self, totals: torch.Tensor) -> torch.Tensor:
-        """Sum gradients, and return ``totals`` (float64, 1-dimensional) summed over ranks.
-
-        Raises:
-            TrainError: a gradient changed after it had been sent.
-        """
-        if self.ranks.solo:
-            return totals
-        if not self._begun:
-            self._begin()
-        self._begun = False
-        self._refuse_late()
-        while len(self._sent) < len(self._buckets):
-            self._send()
-        parameters = self._parameters
-        lacking = [i for i, p in enumerate(parameters) if p.grad is None]
-        used = torch.ones(len(parameters), dtype=torch.float64, device=totals.device)
-        if lacking:
-            used[lacking] = 0.0
-        small = self.ranks.sum_(torch.cat([totals, used]))
-        totals, used = small[: len(totals)], small[len(totals) :]
-        into, parts = [], []
-        for places, (flat, handle) in zip(self._buckets, self._sent, strict=True):
-            with self.ranks.naming_the_dead():
-                handle.wait()
-            members = [parameters[i] for i in places]
-            for parameter, total in zip(members, parts_like(flat.to(members[0].device), members), strict=True):
-                if parameter.grad is not None:
-                    into.append(parameter.grad)
-                    parts.append(total)
-                else:
-                    parameter.grad = total.clone()
-        if into:
-            torch._foreach_copy_(into, parts)  # pyright: ignore[reportPrivateImportUsage]
-        self._sent = []
-        if lacking:
-            # Reading the counts makes the host wait for the device, so only a rank that must know does.
-            for i, users in zip(lacking, used[lacking].tolist(), strict=True):
-                if users == 0:
-                    parameters[i].grad = None
-        return totals
-
-    def _refuse_late(self) -> None:
-        if not self._late:
-            return
-        wanted = {id(self._parameters[place]) for place in self._late}
-        names = [name for name, p in self.model.named_parameters() if id(p) in wanted]
-        raise TrainError(
-            f"rank {self.ranks.rank}: the gradient of {', '.join(names[:5])} grew again after it had been sent to the "
-            "other ranks. Expected one backward pass to finish each gradient once. Look for a second backward() in "
-            "train_step, or for checkpointing with use_reentrant=True; use use_reentrant=False.",
-            rank=self.ranks.rank,
-            tensors=names,
-        )
-
-
-@dataclass(frozen=True, eq=False)
-class _Hook:
-    """Tells a sum of gradients that one of them is whole."""
-
-    whole: GradientSum
-    place: int
-    bucket: int
-
-    def __call__(self, _parameter: torch.Tensor) -> None:
-        self.whole._note(self.place, self.bucket)
 
 
 class BufferMean:

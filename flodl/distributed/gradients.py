@@ -1,92 +1,240 @@
-"""Sums of gradients at fixed places, for steps whose parts are recorded.
+"""Sums of gradients over ranks, in buckets that stay where they are.
 
-A recorded backward pass writes to the same memory each time, so that what comes after it can be recorded apart or
-not at all. Sums that leave while the pass still runs are `flodl.distributed.average`'s.
+Gradients are copied into flat buckets, those of the last layers first, since a backward pass makes them first; buckets
+are summed, and then are the gradients. That they lie at fixed places lets a backward pass be recorded, and what comes
+after it too. A sum is `collect`, `depart` and `arrive`. Where nothing is recorded, buckets may leave while the backward
+pass still runs (`sending`), so that most of the travelling is over when the pass is. Every rank sends the same buckets
+in the same order, whatever it has made of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
-from flodl.distributed.average import GRADIENT_BUCKET, buckets_of, parts_like
+from flodl.distributed.average import buckets_of, parts_like
 from flodl.distributed.group import Ranks
+from flodl.errors import TrainError
 
-__all__ = ["FlatSum"]
+__all__ = ["GradientSum"]
+
+GRADIENT_BUCKET = 1 << 22
+"""Elements of a bucket: few enough that the first leaves early, enough to fill a link."""
 
 
-class FlatSum:
-    """Sums gradients over ranks in buckets that stay where they are.
-
-    A step is `collect` (which may be recorded) and `exchange`; afterwards gradients are views of the buckets.
+class GradientSum:
+    """Sums gradients over ranks; a parameter that no rank used keeps no gradient.
 
     Args:
-        model: whose trainable parameters take part.
+        model: its trainable parameters are asked for at every step, so unfreezing takes effect.
+        on_cpu: send gradients through host memory (gloo) whatever the device.
+
+    Attributes:
+        early: whether `sending` sends at all; off, everything leaves after the backward pass.
     """
 
-    def __init__(self, ranks: Ranks, model: nn.Module) -> None:
+    def __init__(self, ranks: Ranks, model: nn.Module, *, on_cpu: bool = False) -> None:
         self.ranks, self.model = ranks, model
-        self._parameters: list[nn.Parameter] = []
-        self.renew()
+        self.on_cpu = on_cpu and ranks.device.type != "cpu"
+        self.early = not self.on_cpu
+        self.parameters: list[nn.Parameter] = []
+        self._views: list[torch.Tensor] = []
+        self._flats: list[torch.Tensor] = []
+        self._buckets: list[list[int]] = []
+        self._hooks: list[Any] = []
+        self._sent: list[tuple[torch.Tensor, Any]] = []
+        self._made: list[bool] = []
+        self._left: list[int] = []
+        self._late: list[int] = []
+        self._watching = self._begun = False
 
     def renew(self) -> bool:
         """Look which parameters are trained; return whether they changed, so that buckets lie elsewhere now."""
         parameters = [p for p in self.model.parameters() if p.requires_grad]
-        if len(parameters) == len(self._parameters) and all(
-            a is b for a, b in zip(parameters, self._parameters, strict=True)
+        if len(parameters) == len(self.parameters) and all(
+            a is b for a, b in zip(parameters, self.parameters, strict=True)
         ):
             return False
-        self._parameters = parameters
-        backwards = parameters[::-1]
-        self._views: list[torch.Tensor] = list(parameters)
-        self.flats: list[torch.Tensor] = []
-        for places in buckets_of(backwards, GRADIENT_BUCKET):
-            members = [backwards[place] for place in places]
-            flat = torch.zeros(sum(p.numel() for p in members), dtype=members[0].dtype, device=members[0].device)
-            for place, piece in zip(places, parts_like(flat, members), strict=True):
-                like = backwards[place]
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self.parameters = [], parameters
+        backwards = list(reversed(range(len(parameters))))
+        members = [parameters[place] for place in backwards]
+        self._buckets = [[backwards[i] for i in places] for places in buckets_of(members, GRADIENT_BUCKET)]
+        self._views, self._flats = list(parameters), []
+        for places in self._buckets:
+            like = [parameters[place] for place in places]
+            flat = torch.zeros(sum(p.numel() for p in like), dtype=like[0].dtype, device=like[0].device)
+            for place, piece in zip(places, parts_like(flat, like), strict=True):
+                p = parameters[place]
                 # in the order that the parameter has in memory, which fused optimisers rely on
-                view = piece if like.is_contiguous() else piece.as_strided(like.shape, like.stride())
-                self._views[len(parameters) - 1 - place] = view
-            self.flats.append(flat)
-        device = parameters[0].device if parameters else self.ranks.device
-        self._all_used = torch.ones(len(parameters), dtype=torch.float64, device=device)
+                self._views[place] = piece if p.is_contiguous() else piece.as_strided(p.shape, p.stride())
+            self._flats.append(flat)
         return True
+
+    # ---- leaving during the backward pass ------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def sending(self, wanted: bool = True) -> Iterator[None]:
+        """Send buckets during the backward pass inside, which must be this rank's last before the sum."""
+        if not wanted or self.ranks.solo or not self.early:
+            yield
+            return
+        self._begin()
+        if not self._hooks:
+            for place, parameter in enumerate(self.parameters):
+                hook = _Hook(self, place, self._bucket_of(place))
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+        self._watching = True
+        try:
+            yield
+            self._begun = True
+        finally:
+            self._watching = False
+
+    def _begin(self) -> None:
+        """Look which parameters there are, and be ready to send the first bucket."""
+        self.renew()
+        self._made = [False] * len(self.parameters)
+        self._left = [len(places) for places in self._buckets]
+        self._sent, self._late = [], []
+
+    def _bucket_of(self, place: int) -> int:
+        return next(number for number, places in enumerate(self._buckets) if place in places)
+
+    def _note(self, place: int, bucket: int) -> None:
+        """Be told by a hook that the gradient of a parameter is whole."""
+        if not self._watching:
+            return
+        if bucket < len(self._sent):
+            self._late.append(place)
+        elif not self._made[place]:
+            self._made[place] = True
+            self._left[bucket] -= 1
+            while len(self._sent) < len(self._buckets) and self._left[len(self._sent)] == 0:
+                self._fill([len(self._sent)])
+                self._send()
+
+    # ---- one sum -------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def collect(self) -> tuple[int, ...]:
-        """Copy gradients into the buckets; return the places of parameters that have none."""
-        lacking = tuple(i for i, p in enumerate(self._parameters) if p.grad is None)
-        pairs = [(view, p.grad) for view, p in zip(self._views, self._parameters, strict=True) if p.grad is not None]
+        """Bring gradients that have not left to the buckets; return the places of parameters that have none.
+
+        Raises:
+            TrainError: a gradient changed after it had been sent.
+        """
+        if not self._begun:
+            self._begin()
+        self._begun = False
+        self._refuse_late()
+        self._fill(range(len(self._sent), len(self._buckets)))
+        return tuple(i for i, p in enumerate(self.parameters) if p.grad is None)
+
+    @torch.no_grad()
+    def _fill(self, buckets: Sequence[int]) -> None:
+        places = [place for bucket in buckets for place in self._buckets[bucket]]
+        pairs = [(self._views[i], grad) for i in places if (grad := self.parameters[i].grad) is not None]
+        lacking = [self._views[i] for i in places if self.parameters[i].grad is None]
         if pairs:
             torch._foreach_copy_([view for view, _ in pairs], [grad for _, grad in pairs])  # pyright: ignore
         if lacking:
-            torch._foreach_zero_([self._views[i] for i in lacking])  # pyright: ignore
-        return lacking
+            torch._foreach_zero_(lacking)  # pyright: ignore[reportPrivateImportUsage]
 
     @torch.no_grad()
-    def exchange(self, totals: torch.Tensor, lacking: Sequence[int]) -> torch.Tensor:
-        """Sum buckets and ``totals`` (float64, 1-dimensional) over ranks; set gradients, and return the totals.
-
-        Args:
-            lacking: from `collect`; a parameter that all ranks lack keeps no gradient.
-        """
-        handles = [self.ranks.sum_async(flat) for flat in self.flats]
-        used = self._all_used
-        if lacking:
-            used = used.clone()
-            used[list(lacking)] = 0.0
-        sums = self.ranks.sum_(torch.cat([totals, used]))
+    def _send(self) -> None:
+        flat = self._flats[len(self._sent)]
+        flat = flat.cpu() if self.on_cpu else flat
         with self.ranks.naming_the_dead():
-            for handle in handles:
+            self._sent.append((flat, self.ranks.sum_async(flat)))
+
+    def depart(self) -> None:
+        """Send all buckets that have not left."""
+        while len(self._sent) < len(self._buckets):
+            self._send()
+
+    @torch.no_grad()
+    def arrive(self, missing: Sequence[int] = ()) -> None:
+        """Wait for the sums, and make them the gradients of all parameters but those at ``missing`` places."""
+        for flat, (sent, handle) in zip(self._flats, self._sent, strict=True):
+            with self.ranks.naming_the_dead():
                 handle.wait()
-        for parameter, view in zip(self._parameters, self._views, strict=True):
+            if sent is not flat:
+                flat.copy_(sent)
+        self._sent = []
+        for parameter, view in zip(self.parameters, self._views, strict=True):
             parameter.grad = view
+        for place in missing:
+            self.parameters[place].grad = None
+
+    def drop(self) -> None:
+        """Forget what was sent: it was recorded, and the recording broke."""
+        self._sent, self._begun = [], False
+
+    @torch.no_grad()
+    def __call__(self, totals: torch.Tensor) -> torch.Tensor:
+        """Sum gradients, and return ``totals`` (float64, 1-dimensional) summed over ranks.
+
+        Raises:
+            TrainError: a gradient changed after it had been sent.
+        """
+        if self.ranks.solo:
+            return totals
+        lacking = self.collect()
+        self.depart()
+        used = torch.ones(len(self.parameters), dtype=torch.float64, device=totals.device)
+        if lacking:
+            used[list(lacking)] = 0.0
+        small = self.ranks.sum_(torch.cat([totals, used]))
+        missing: list[int] = []
         if lacking:
             # Reading the counts makes the host wait for the device, so only a rank that must know does.
-            for place, users in zip(lacking, sums[len(totals) :][list(lacking)].tolist(), strict=True):
-                if users == 0:
-                    self._parameters[place].grad = None
-        return sums[: len(totals)]
+            users = small[len(totals) :][list(lacking)].tolist()
+            missing = [place for place, count in zip(lacking, users, strict=True) if count == 0]
+        self.arrive(missing)
+        return small[: len(totals)]
+
+    def missing(self, lacking: Sequence[int], most: float) -> tuple[int, ...]:
+        """Return the places of parameters that no rank has a gradient of, as the ranks tell each other.
+
+        Args:
+            lacking: what `collect` gave.
+            most: the largest number of parameters that a rank lacks; the same on all.
+        """
+        if not most:
+            return ()
+        lacks = [0.0] * len(self.parameters)
+        for place in lacking:
+            lacks[place] = 1.0
+        rows = self.ranks.table(lacks)
+        return tuple(place for place in range(len(lacks)) if all(row[place] for row in rows))
+
+    def _refuse_late(self) -> None:
+        if not self._late:
+            return
+        wanted = {id(self.parameters[place]) for place in self._late}
+        names = [name for name, p in self.model.named_parameters() if id(p) in wanted]
+        raise TrainError(
+            f"rank {self.ranks.rank}: the gradient of {', '.join(names[:5])} grew again after it had been sent to the "
+            "other ranks. Expected one backward pass to finish each gradient once. Look for a second backward() in "
+            "train_step, or for checkpointing with use_reentrant=True; use use_reentrant=False.",
+            rank=self.ranks.rank,
+            tensors=names,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Hook:
+    """Tells a sum of gradients that one of them is whole."""
+
+    whole: GradientSum
+    place: int
+    bucket: int
+
+    def __call__(self, _parameter: torch.Tensor) -> None:
+        self.whole._note(self.place, self.bucket)

@@ -26,7 +26,7 @@ from flodl.data.batch import Batch
 from flodl.errors import TrainError
 from flodl.train.on_device import DeviceStep, Outcome
 
-__all__ = ["Captures", "CudaRecorder", "Recorder", "Refused", "flatten"]
+__all__ = ["Captures", "CudaRecorder", "Recorder", "Refused", "flatten", "options_of"]
 
 MOST_GRAPHS = 64
 SMALL = 1 << 15  # numbers; the common kernel gives 65,536 of them to one block
@@ -121,11 +121,6 @@ class Captures:
         if [p.data_ptr() for p in self._parameters] != self._places:
             self.forget()
 
-    def count_writes(self) -> None:
-        """Tell torch that replays wrote to the parameters, which it does not see."""
-        if self._graphs:
-            torch.autograd.graph.increment_version(self._parameters)
-
     @property
     def num_graphs(self) -> int:
         """The number of recordings."""
@@ -207,8 +202,7 @@ class Captures:
 
     def _state(self) -> tuple[Any, ...]:
         """Return what a recording depends on besides the batch."""
-        groups = self.step.optimizer.param_groups
-        options = tuple([(_plain(group), id(group["lr"]), len(group["params"])) for group in groups])
+        options = options_of(self.step.optimizer)
         learns = bytes([p.requires_grad for p in self._parameters])
         modes = bytes(map(_TRAINING, self._own))
         return options, learns, modes
@@ -220,6 +214,11 @@ def _together(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     for place, tensor in enumerate(tensors):
         groups.setdefault(tensor.dtype if tensor.numel() <= SMALL else place, []).append(place)
     return list(groups.values())
+
+
+def options_of(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
+    """Return what a recorded update depends on besides tensors, hashable."""
+    return tuple([(_plain(group), id(group["lr"]), len(group["params"])) for group in optimizer.param_groups])
 
 
 def _plain(group: Mapping[str, Any]) -> tuple[Any, ...]:

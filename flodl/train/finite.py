@@ -128,7 +128,7 @@ class Judge:
             norm = get_total_norm(list(grads))
             norm = norm if norm.dtype == torch.float64 else norm.to(torch.float32)
             norms = [norm]
-        figures = torch.stack([loss.to(norms[0].dtype), *norms])
+        figures = torch.cat([loss.reshape(1).to(torch.float64), torch.stack(norms).to(torch.float64)])
         return self.of_figures(figures, norm, count)
 
     def of_figures(self, figures: torch.Tensor, norm: torch.Tensor | None, count: Any) -> Verdict:

@@ -57,14 +57,17 @@ class Loss:
             return self.sum / torch.where(self.count > 0, self.count, 1)
         return self.sum / (self.count or 1)
 
-    def totals(self) -> torch.Tensor:
-        """Return ``(sum, count)`` without gradient, float64 ``(2,)``, on the device of the loss."""
+    def summed(self) -> torch.Tensor:
+        """Return the sum without gradient, float64 ``()``, on the device of the loss."""
         if self.is_mean:
             # Multiplied in float64, so that what is reported is the mean that was given.
-            mean = self.sum.detach().to(torch.float64)
-            value = _where_any(self.count, mean * self.count)
-        else:
-            value = self.as_sum().detach().to(torch.float64)
+            mean = self.sum.detach().to(torch.float64).reshape(())
+            return _where_any(self.count, mean * self.count)
+        return self.sum.detach().to(torch.float64).reshape(())
+
+    def totals(self) -> torch.Tensor:
+        """Return ``(sum, count)`` without gradient, float64 ``(2,)``, on the device of the loss."""
+        value = self.summed()
         if isinstance(self.count, torch.Tensor):
             return torch.stack([value, self.count.to(value.device, torch.float64)])
         # Filled in on the device: a copy from the host would wait for it.

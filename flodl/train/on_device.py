@@ -1,16 +1,15 @@
-"""One optimiser step without a question to the device: what is to be decided is decided there.
+"""The last parts of a step without a question to the device: what is to be decided is decided there.
 
-The arithmetic is that of `flodl.train.step` for a step whose samples are all this rank's. Whether the step counts
-(something was counted, loss and gradient are finite) is a number on the device that the fused optimiser heeds;
-the clip factor is one too, divided out inside the update. The figures come back as one row of numbers, read
-when `flodl.train.steplog` wants them. So the host never waits, and a CUDA graph can hold the whole step
+Whether the step counts (something was counted, loss and gradient are finite) is a number on the device that the fused
+optimiser heeds; the clip factor is one too, divided out inside the update. The figures come back as one row of
+numbers, read when `flodl.train.steplog` wants them. So the host never waits, and a CUDA graph can hold the whole step
 (`flodl.train.capture`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,11 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from flodl.train.accumulate import Accumulator
 from flodl.train.finite import Judge, Verdict
-from flodl.train.loss import Loss, as_loss, batch_len
 from flodl.train.precision import Precision
 
-__all__ = ["DeviceStep", "Figures", "Outcome", "make_ready", "outcome_of", "unfit"]
+__all__ = ["DeviceStep", "Figures", "Outcome", "divide", "make_ready", "mean_of", "outcome_of", "unfit"]
 
 KINDS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 """Optimisers whose fused kernels take a flag that says not to move, and a number to divide gradients by."""
@@ -140,7 +139,7 @@ class DeviceStep:
         precision: of forward and loss; without a loss scale.
         max_grad_norm: clip the gradient to this 2-norm.
         sticky: after a step that is not finite none moves any more; else just that one is left out.
-        compat: as for `flodl.train.step.Step`.
+        compat: as for `flodl.train.accumulate.Accumulator`.
     """
 
     def __init__(
@@ -154,8 +153,8 @@ class DeviceStep:
         sticky: bool = True,
         compat: str | None = None,
     ) -> None:
-        self.model, self.optimizer, self.device, self.precision = model, optimizer, device, precision
-        self.compat = compat
+        self.model, self.optimizer, self.device, self.compat = model, optimizer, device, compat
+        self.accumulator = Accumulator(model, precision, compat=compat)
         self.judge = Judge(device, max_grad_norm=max_grad_norm, sticky=sticky)
         make_ready(optimizer, device)
         self._rates = [group["lr"] for group in optimizer.param_groups]
@@ -177,39 +176,39 @@ class DeviceStep:
         Raises:
             TrainError: the loss depends on no parameter, or is none.
         """
-        alone = len(batches) == 1
-        losses: list[Loss] = []
-        values: list[torch.Tensor] = []
-        for batch in batches:
-            with self.precision.context():
-                loss = as_loss(train_step(self.model, batch), batch_len(batch))
-            loss.check_depends()
-            value = loss.as_mean() if alone or self.compat is not None else loss.as_sum()
-            value.backward()
-            losses.append(loss)
-            values.append(value.detach())
+        part = self.accumulator.run(train_step, batches, alone=True)
         try:
             with torch.no_grad():
-                return self._finish(losses, values, divided=alone or self.compat is not None)
+                count: Any = part.count
+                if isinstance(count, torch.Tensor) and count.device != self.device:
+                    count = float(count) if count.device.type == "cpu" else count.to(self.device)
+                assert part.total is not None
+                total = part.total.to(self.device)
+                return self.apply(total, count, divided=part.divided, apart=len(batches) == 1, metrics=part.metrics)
         finally:
             self.optimizer.zero_grad(set_to_none=True)
 
-    def _finish(self, losses: list[Loss], values: list[torch.Tensor], *, divided: bool) -> Outcome:
-        total = values[0] if len(values) == 1 else torch.stack(values).sum()
-        count: Any = float(len(losses)) if self.compat is not None else _sum([loss.count for loss in losses])
-        if isinstance(count, torch.Tensor) and count.device != self.device:
-            count = float(count) if count.device.type == "cpu" else count.to(self.device)
+    def apply(
+        self, total: torch.Tensor, count: Any, *, divided: bool, apart: bool, metrics: Mapping[str, tuple[Any, Any]]
+    ) -> Outcome:
+        """Divide gradients by ``count``, decide whether the step counts, and move the parameters if it does.
+
+        Args:
+            total: float64, the sum of losses; with ``compat`` of means.
+            count: what it stands for, a number or a tensor on the device.
+            divided: whether gradients are divided already.
+            apart: whether norms of parts of the gradient may be figures.
+            metrics: go into the outcome.
+        """
         grads = [p.grad for p in self.model.parameters() if p.requires_grad and p.grad is not None]
-        moved = bool(grads) and (isinstance(count, torch.Tensor) or count != 0)
-        if not divided and moved:
-            divisor = count.to(grads[0].dtype) if isinstance(count, torch.Tensor) else float(count)
-            torch._foreach_div_(grads, divisor)  # pyright: ignore[reportPrivateImportUsage]
-            total = total / count
-        if not moved:
-            return outcome_of(torch.stack([total, total.new_zeros(())]), count, False, losses)
-        verdict = self.judge(grads, total, count, apart=len(values) == 1)
+        loss = mean_of(total, count, compat=self.compat)
+        if not grads or not (isinstance(count, torch.Tensor) or count != 0):
+            return outcome_of(torch.stack([loss, loss.new_zeros(())]), count, False, metrics)
+        if not divided:
+            divide(grads, count)
+        verdict = self.judge(grads, loss, count, apart=apart)
         self._move(verdict)
-        found = outcome_of(verdict.figures, count, True, losses, norms=verdict.norms, has_count=verdict.has_count)
+        found = outcome_of(verdict.figures, count, True, metrics, norms=verdict.norms, has_count=verdict.has_count)
         return found if verdict.next_row is None else replace(found, next_row=verdict.next_row)
 
     def recorded(self) -> object:
@@ -231,6 +230,26 @@ class DeviceStep:
                 del flags.grad_scale
 
 
+def mean_of(total: torch.Tensor, count: Any, *, compat: str | None) -> torch.Tensor:
+    """Return the loss that is reported of a step: the mean over what was counted, or the sum of means."""
+    if compat is not None:
+        return total
+    if isinstance(count, torch.Tensor):
+        return torch.where(count == 0, total, total / count)
+    return total / count if count else total
+
+
+def divide(grads: Sequence[torch.Tensor], count: float | torch.Tensor) -> None:
+    """Divide in place, each gradient by the count in its own precision."""
+    if not isinstance(count, torch.Tensor):
+        if count != 1:
+            torch._foreach_div_(list(grads), float(count))  # pyright: ignore[reportPrivateImportUsage]
+        return
+    for dtype in dict.fromkeys(grad.dtype for grad in grads):
+        part = [grad for grad in grads if grad.dtype == dtype]
+        torch._foreach_div_(part, count.to(dtype))  # pyright: ignore[reportPrivateImportUsage]
+
+
 @contextmanager
 def largest_first(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Have the optimiser go through each group's parameters from the largest to the smallest inside.
@@ -248,15 +267,11 @@ def largest_first(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             group["params"] = parameters
 
 
-def _sum(counts: Sequence[Any]) -> Any:
-    return counts[0] if len(counts) == 1 else sum(counts[1:], counts[0])
-
-
 def outcome_of(
     pair: torch.Tensor,
     count: Any,
     moved: bool,
-    losses: Sequence[Loss],
+    metrics: Mapping[str, tuple[Any, Any]],
     lacking: tuple[int, ...] = (),
     *,
     norms: int = 1,
@@ -275,9 +290,6 @@ def outcome_of(
         return None
 
     known = None if has_count else kept(count)
-    metrics = []
-    for name in dict.fromkeys(name for loss in losses for name in loss.metrics):
-        parts = [loss.metrics[name] for loss in losses if name in loss.metrics]
-        metrics.append((name, kept(_sum([part[0] for part in parts])), kept(_sum([part[1] for part in parts]))))
+    told = [(name, kept(total), kept(number)) for name, (total, number) in metrics.items()]
     row = torch.cat([pair.to(torch.float64), torch.stack(further)]) if further else pair
-    return Outcome(row, known, tuple(metrics), moved, lacking, norms)
+    return Outcome(row, known, tuple(told), moved, lacking, norms)

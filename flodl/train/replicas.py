@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from flodl.distributed.average import BufferMean, GradientSum, model_tensors
+from flodl.distributed.average import BufferMean, model_tensors
+from flodl.distributed.gradients import GradientSum
 from flodl.distributed.group import Ranks
 from flodl.train.resume import check_same_model
 

@@ -56,10 +56,11 @@ def choose_route(trainer: Trainer) -> None:
         reason = trainer.step_.decide_on_device(
             recorder if settings.capture is not False else None,
             trainer._warn,
-            deferred=isinstance(trainer.policy, Sync),
+            deferred=isinstance(trainer.policy, Sync) and not trainer.settings.slowdown,
             strict=settings.capture is True,
         )
     trainer.log.before = trainer.step_.count_writes
+    trainer.step_.arrived = trainer.log.arrived
     if reason is None or settings.capture is False:
         return
     if settings.capture is True:

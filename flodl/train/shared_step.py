@@ -1,35 +1,54 @@
 """One optimiser step of all ranks together, decided on the device.
 
 A rank's own part (forward, backward, gradients brought to where they are summed) holds no talk with other ranks and
-may be recorded (`flodl.train.capture`), on each rank as its batches allow. What follows is the same on all ranks:
-one sum, one division by the count of all, and an update that leaves itself out where something is not finite. The
-arithmetic is that of `flodl.train.step`.
+may be recorded (`flodl.train.capture`), on each rank as its batches allow. What follows is the same on all ranks, and
+is recorded on all of them or on none: one sum, one division by the count of all, and an update that leaves itself out
+where something is not finite. What ranks must know of each other before that travels between hosts
+(`SharedStep.agree`), so that no host waits for a device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils import get_total_norm
 
 from flodl.distributed.average import BufferMean
-from flodl.distributed.gradients import FlatSum
+from flodl.distributed.gradients import GradientSum
 from flodl.distributed.group import Ranks
-from flodl.train.loss import Loss, as_loss, batch_len
+from flodl.errors import TrainError
+from flodl.train.capture import DIRTY_RUNS, Recorder, options_of
 from flodl.train.on_device import DeviceStep, Outcome, outcome_of
 from flodl.train.precision import Precision
 
-__all__ = ["SharedStep"]
+__all__ = ["Agreement", "Common", "SharedStep"]
+
+MOST_RECORDINGS = 8
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What all ranks know of a step before it is finished, the same on each.
+
+    Attributes:
+        flags: sums of the flags.
+        missing: places of parameters that no rank has a gradient of.
+        arrived: whether the oldest figures under way are on the host of every rank.
+    """
+
+    flags: list[float]
+    missing: tuple[int, ...]
+    arrived: bool
 
 
 class SharedStep(DeviceStep):
     """Called with micro-batches, does this rank's part of a step; `finish` does the rest with all ranks.
 
     Args:
-        ranks: who takes part.
+        sums: sums gradients over ranks.
         buffers: averages the model's buffers; None where it has none.
         **others: as for `flodl.train.on_device.DeviceStep`.
     """
@@ -40,14 +59,12 @@ class SharedStep(DeviceStep):
         optimizer: torch.optim.Optimizer,
         precision: Precision,
         ranks: Ranks,
+        sums: GradientSum,
         buffers: BufferMean | None,
         **others: Any,
     ) -> None:
         super().__init__(model, optimizer, ranks.device, precision, **others)
-        self.ranks, self.buffers = ranks, buffers
-        self.sums = FlatSum(ranks, model)
-        self._own: tuple[float, ...] = ()
-        self._held = torch.zeros(0, dtype=torch.float64, device=self.device)
+        self.ranks, self.sums, self.buffers = ranks, sums, buffers
 
     def __call__(self, train_step: Callable[..., Any], batches: Sequence[Any]) -> Outcome:
         """Return sum and count of this rank's losses, its gradients brought to where they are summed.
@@ -55,47 +72,141 @@ class SharedStep(DeviceStep):
         Raises:
             TrainError: the loss depends on no parameter, or is none.
         """
-        losses: list[Loss] = []
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        count = torch.zeros((), dtype=torch.float64, device=self.device)
-        for batch in batches:
-            with self.precision.context():
-                loss = as_loss(train_step(self.model, batch), batch_len(batch))
-            loss.check_depends()
-            value = loss.as_sum() if self.compat is None else loss.as_mean()
-            value.backward()
-            losses.append(loss)
-            total = total + value.detach()
-            count = count + (loss.count if self.compat is None else 1.0)
+        part = self.accumulator.run(train_step, batches)
         try:
             lacking = self.sums.collect()
         finally:
             self.optimizer.zero_grad(set_to_none=True)
-        return outcome_of(torch.stack([total, count]), 0.0, True, losses, lacking=lacking)
+        return outcome_of(part.pair(self.device), 0.0, True, part.metrics, lacking)
 
-    def finish(self, part: Outcome, flags: Sequence[float], samples: int) -> Outcome:
-        """Return the outcome of the step of all ranks; the sums of ``flags`` are at the end of its row."""
-        self._hold((*flags, float(samples)))
+    def agree(self, part: Outcome, flags: Sequence[float], *, arrived: bool) -> Agreement:
+        """Tell the other ranks what they must know of this one, and return what all know.
+
+        Args:
+            arrived: whether the oldest figures under way are on this host.
+        """
+        rows = self.ranks.table([*flags, float(len(part.lacking)), float(arrived)])
+        missing = self.sums.missing(part.lacking, max(row[-2] for row in rows))
+        return Agreement(
+            [float(sum(column)) for column in zip(*rows, strict=True)][:-2], missing, all(row[-1] for row in rows)
+        )
+
+    def finish(self, pair: torch.Tensor, weight: torch.Tensor, missing: Sequence[int]) -> Outcome:
+        """Return the outcome of the step of all ranks.
+
+        Args:
+            pair: sum and count of this rank's losses, float64 ``(2,)``; those of all are written to it.
+            weight: this rank's samples, by which buffers are averaged, float64 ``()``.
+            missing: places of parameters that no rank has a gradient of.
+        """
         with torch.no_grad():
-            sums = self.sums.exchange(torch.cat([part.row[:2], self._held]), part.lacking)
+            self.sums.depart()
+            self.ranks.sum_(pair)
+            self.sums.arrive(missing)
             if self.buffers is not None:
-                self.buffers(self._held[-1])
-            total, count = sums[0], sums[1]
-            grads = [p.grad for p in self.model.parameters() if p.requires_grad and p.grad is not None]
-            if self.compat is None:
-                total = torch.where(count == 0, total, total / count)
-                for dtype in dict.fromkeys(flat.dtype for flat in self.sums.flats):
-                    flats = [flat for flat in self.sums.flats if flat.dtype == dtype]
-                    torch._foreach_div_(flats, count.to(dtype))  # pyright: ignore[reportPrivateImportUsage]
-            norm = get_total_norm(grads) if grads else total.new_zeros(())
-            if grads:
-                self._move(self.judge.of_figures(torch.stack([total.to(norm.dtype), norm]), norm, count))
+                self.buffers(weight)
+            total, count = pair.unbind()
+            found = self.apply(total, count, divided=self.compat is not None, apart=False, metrics={})
             self.optimizer.zero_grad(set_to_none=True)
-            row = torch.cat([torch.stack([total, norm.to(torch.float64), count]), part.row[2:], sums[2:-1]])
-        return Outcome(row, None, metrics=part.metrics, moved=bool(grads))
+        return found
 
-    def _hold(self, own: tuple[float, ...]) -> None:
-        """Have flags and samples on the device; they seldom change, and bringing them there makes the host wait."""
-        if own != self._own:
-            self._own = own
-            self._held = torch.tensor(own, dtype=torch.float64, device=self.device)
+
+class Common:
+    """The end of a step that all ranks share, replayed where they have recorded it.
+
+    Sums over ranks may be recorded only if all ranks record them, together. So every decision here follows from what
+    all ranks know: options of the optimiser, which parameters are missing, and whether recording went well on each.
+
+    Args:
+        step: what is recorded.
+        recorder: how; None runs everything one operation at a time.
+        warn: told once why nothing is recorded.
+        strict: raise where it cannot be recorded.
+    """
+
+    def __init__(
+        self, step: SharedStep, recorder: Recorder | None, warn: Callable[[str], Any], *, strict: bool = False
+    ) -> None:
+        self.step, self.recorder, self.warn, self.strict = step, recorder, warn, strict
+        self.given_up: str | None = None
+        # Replays read these, so they stay where they are.
+        self._pair = torch.zeros(2, dtype=torch.float64, device=step.device)
+        self._weight = torch.zeros((), dtype=torch.float64, device=step.device)
+        self._samples: int | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop all recordings: tensors that they use were replaced."""
+        self._replays: dict[Any, tuple[Callable[[], Outcome], object]] = {}
+        self._runs: dict[Any, int] = {}
+        self._dirty = 0
+        self._places = [p.data_ptr() for p in self.step.model.parameters()]
+
+    def look_again(self) -> None:
+        """Drop all recordings if the memory of parameters was exchanged, which is to be so on all ranks alike."""
+        if [p.data_ptr() for p in self.step.model.parameters()] != self._places:
+            self.forget()
+
+    @property
+    def num_graphs(self) -> int:
+        """The number of recordings."""
+        return len(self._replays)
+
+    def run(self, part: Outcome, samples: int, agreed: Agreement) -> Outcome:
+        """Return the outcome of the step of all ranks, with the metrics of this rank's ``part``."""
+        self._pair.copy_(part.row[:2])
+        if samples != self._samples:  # they seldom change
+            self._weight.fill_(float(samples))
+            self._samples = samples
+        found = self._found(agreed.missing)
+        if not part.metrics:
+            return found
+        row = torch.cat([found.row.to(torch.float64), part.row[2:]])
+        return replace(found, row=row, metrics=part.metrics)
+
+    def _found(self, missing: tuple[int, ...]) -> Outcome:
+        if self.recorder is None or self.given_up is not None:
+            return self._once(missing)
+        key = options_of(self.step.optimizer), missing
+        if key in self._replays:
+            return self._replays[key][0]().replayed()
+        if len(self._replays) >= MOST_RECORDINGS:
+            return self._once(missing)
+        if not self._runs.get(key):
+            outcome, fault = self.recorder.watch(lambda: self._once(missing))
+            if self._on_all(fault):
+                self._runs[key] = 1
+            else:
+                self._dirty += 1
+                if self._dirty >= DIRTY_RUNS:
+                    self._give_up(fault or "the end of a step waits for the device on another rank")
+            return outcome
+        replay, fault = None, None
+        try:
+            replay = self.recorder.record(lambda: self._once(missing))
+        except Exception as error:
+            fault = f"{error}".strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        held = self.step.recorded()
+        if not self._on_all(fault) or replay is None:
+            self.step.sums.drop()
+            self._give_up(fault or "another rank cannot record the end of a step")
+            return self._once(missing)
+        self._replays[key] = replay, held
+        return replay().replayed()
+
+    def _once(self, missing: tuple[int, ...]) -> Outcome:
+        return self.step.finish(self._pair, self._weight, missing)
+
+    def _on_all(self, fault: str | None) -> bool:
+        """Return whether no rank has a fault."""
+        return not any(row[0] for row in self.step.ranks.table([float(fault is not None)]))
+
+    def _give_up(self, reason: str) -> None:
+        self.forget()
+        self.given_up = reason
+        if self.strict:
+            raise TrainError(f"capture: steps cannot be recorded, because {reason}. Leave it at 'auto'.", reason=reason)
+        self.warn(
+            f"capture: sums over ranks and updates run one operation at a time, with the same numbers, because "
+            f"{reason}. capture=False says that this is expected."
+        )

@@ -1,17 +1,14 @@
-"""One optimiser step: forward, loss, backward over micro-batches; one sum over ranks; one division; clip; update.
+"""One optimiser step: accumulate, reduce, decide, apply.
 
-The exact-step contract lives here. Gradients of *sums* of losses are added up over micro-batches and
-ranks and divided once by the count of all of them, so the same samples give the same step however they
-were cut. A step whose samples are one micro-batch of one rank divides before the backward pass instead,
-which is the same number and, to the bit, what a plain ``mean().backward()`` loop computes.
-
-`Step.run` takes everything that varies as arguments and keeps everything else fixed. A step whose samples
-are all one rank's may leave its decisions to the device (`Step.decide_on_device`), where a recorded graph can
-stand in for it; everything else asks the device once a step and decides here.
+The parts stand in one place each: gradients of micro-batches are added up in `flodl.train.accumulate`, summed over
+ranks in `flodl.distributed.gradients`; whether a step counts, and what it moves, is decided on the device in
+`flodl.train.on_device`, where a recorded graph can stand in for it (`Step.decide_on_device`). Optimisers that cannot
+be told there to leave a step out, and loss scales, are decided here, from figures that are read now.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,16 +20,18 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from flodl.distributed.average import BufferMean, GradientSum
+from flodl.distributed.average import BufferMean
+from flodl.distributed.gradients import GradientSum
 from flodl.distributed.group import Ranks
 from flodl.errors import TrainError
+from flodl.train.accumulate import Accumulator, Part
 from flodl.train.callback import Hooks
 from flodl.train.capture import Captures, Recorder
-from flodl.train.loss import Loss, as_loss, batch_len
-from flodl.train.on_device import DeviceStep, Figures, Outcome, unfit
+from flodl.train.loss import Loss, batch_len
+from flodl.train.on_device import DeviceStep, Figures, Outcome, divide, unfit
 from flodl.train.pace import StepTimes
 from flodl.train.precision import Precision
-from flodl.train.shared_step import SharedStep
+from flodl.train.shared_step import Common, SharedStep
 
 __all__ = ["Step", "StepResult", "TrainStep"]
 
@@ -55,6 +54,7 @@ class StepResult:
         flags: sums over ranks of the flags given to the step.
         metrics: ``name: (sum, count)`` of this rank.
         outcome: the figures while they are on the device; `settle` puts them here.
+        arrived: whether the oldest figures under way are on the host of every rank; None where ranks need not agree.
     """
 
     loss: float
@@ -67,6 +67,7 @@ class StepResult:
     flags: list[float] = field(default_factory=list)
     metrics: dict[str, tuple[float, float]] = field(default_factory=dict)
     outcome: Outcome | None = None
+    arrived: bool | None = None
 
     def settle(
         self, figures: Figures, compute_ms: float, *, raising: Callable[[str, float], TrainError] | None
@@ -136,24 +137,31 @@ class Step:
         self._buffers = (
             BufferMean(ranks, model) if self.share_gradients and any(True for _ in model.buffers()) else None
         )
+        self.accumulator = Accumulator(model, precision, compat=compat)
         self._on_device: Callable[[TrainStep, Sequence[Any]], Outcome] | None = None
         self._deferred = False
         self._lag: StepTimes | None = None
         self.captures: Captures | None = None
-        self.hooks: Hooks | None = None  # callbacks that act around the backward pass
+        self.common: Common | None = None
+        self.arrived: Callable[[], bool] = lambda: False  # whether the oldest figures under way are on this host
         self._device_step: DeviceStep | None = None
-        self._unit = 1.0  # float16 sums are kept small by this power of two, which rounds nothing
         self._unit_known = precision.scaler is None
         self._overflows = 0
         self._begin()
 
+    @property
+    def hooks(self) -> Hooks | None:
+        """Callbacks that act around the backward pass."""
+        return self.accumulator.hooks
+
+    @hooks.setter
+    def hooks(self, hooks: Hooks | None) -> None:
+        self.accumulator.hooks = hooks
+
     def _begin(self) -> None:
-        self._totals: torch.Tensor | None = None
-        self._samples = 0
+        self._part = Part()
         self._compute_ms = 0.0
-        self._divided = self.compat is not None
         self._spans: list[tuple[Any, Any]] = []
-        self._metrics: dict[str, list[Any]] = {}
 
     def decide_on_device(
         self, recorder: Recorder | None, warn: Callable[[str], Any], *, deferred: bool, strict: bool = False
@@ -176,15 +184,17 @@ class Step:
             return reason
         rules: Any = {"max_grad_norm": self.max_grad_norm, "sticky": self.on_nan == "stop", "compat": self.compat}
         model, optimizer, ranks = self.model, self.optimizer, self.ranks
+        # A rank that is made slow waits, so as to know how long.
+        may_wait = self.slowdown <= 1
+        self._deferred = deferred and may_wait
         if self.share_gradients:
-            self._device_step = SharedStep(model, optimizer, self.precision, ranks, self._buffers, **rules)
+            shared = SharedStep(model, optimizer, self.precision, ranks, self._reduce, self._buffers, **rules)
+            self.common = Common(shared, recorder, warn, strict=strict)
+            self._device_step = shared
         else:
             self._device_step = DeviceStep(model, optimizer, ranks.device, self.precision, **rules)
-        # A slow rank waits, so as to know how long; all ranks must know of each other's flags at once.
-        may_wait = self.slowdown <= 1 and not self.share_gradients
-        self._deferred = deferred and may_wait
-        if may_wait and not deferred and ranks.device.type == "cuda":
-            self._deferred, self._lag = True, StepTimes(ranks.device)
+            if may_wait and not deferred and ranks.device.type == "cuda":
+                self._deferred, self._lag = True, StepTimes(ranks.device)
         self._on_device = self._device_step
         if recorder is not None:
             self.captures = Captures(self._device_step, recorder, warn, strict=strict)
@@ -199,23 +209,22 @@ class Step:
         self._device_step.hold_rates()
         start, graphs = time.perf_counter(), self._graphs()
         samples = sum(batch_len(batch) for batch in batches)
-        shared = self._device_step if isinstance(self._device_step, SharedStep) else None
-        if shared is not None and shared.sums.renew() and self.captures is not None:
-            self.captures.forget()
+        if self.common is not None and self._reduce.renew():
+            self._forget()
         if self._lag is not None:
             self._lag.begin()
         outcome = (self._on_device if batches else self._device_step)(self.train_step, batches)
-        if shared is not None:
-            self.ranks.phase("reduce")
-            outcome = shared.finish(outcome, flags, samples)
         result = StepResult(math.nan, 0.0, samples, math.nan, 0.0, flags=list(flags), outcome=outcome)
+        if self.common is not None:
+            self.ranks.phase("reduce")
+            agreed = self.common.step.agree(outcome, flags, arrived=self.arrived())
+            result.flags, result.arrived = agreed.flags, agreed.arrived
+            self.ranks.phase("optimiser")
+            result.outcome = outcome = self.common.run(outcome, samples, agreed)
         if self._lag is not None:
             result.compute_ms = self._lag.end()
         if not self._deferred:
-            values = outcome.row.tolist()
-            figures = outcome.read(values)
-            if shared is not None and flags:
-                result.flags = values[-len(flags) :]
+            figures = outcome.read(outcome.row.tolist())
             spent = (time.perf_counter() - start) * 1e3
             if self.slowdown > 1 and graphs == self._graphs():  # recording is not what a device is slow at
                 time.sleep(spent / 1e3 * (self.slowdown - 1))
@@ -224,8 +233,13 @@ class Step:
             result.settle(figures, spent, raising=partial(not_finite, self.ranks.rank, step) if stop else None)
         return result
 
+    def _forget(self) -> None:
+        for recordings in (self.captures, self.common):
+            if recordings is not None:
+                recordings.forget()
+
     def _graphs(self) -> int:
-        return self.captures.num_graphs if self.captures is not None else 0
+        return sum(made.num_graphs for made in (self.captures, self.common) if made is not None)
 
     def run(self, batches: Sequence[Any], *, step: int = 0, flags: Sequence[float] = ()) -> StepResult:
         """Return the result of one optimiser step over ``batches``, this rank's micro-batches; may be none.
@@ -240,19 +254,26 @@ class Step:
         assert self.train_step is not None
         if self._on_device is not None and (batches or self.share_gradients):
             return self._run_on_device(batches, step, flags)
-        alone = len(batches) == 1 and not self.share_gradients
         if not batches:
             self._agree_on_unit(0.0)
-        for number, batch in enumerate(batches, start=1):
-            self.ranks.phase("forward", step)
-            with self.timed():
-                with self.precision.context():
-                    loss = as_loss(self.train_step(self.model, batch), batch_len(batch))
-                self._agree_on_unit(loss.count)
-                self.ranks.phase("backward")
-                last = number == len(batches)  # nothing is added to the gradients after its pass
-                with self._reduce.sending(last and self.share_gradients):
-                    self.backward(loss, batch_len(batch), alone=alone)
+
+        @contextlib.contextmanager
+        def backward(last: bool) -> Iterator[None]:
+            self.ranks.phase("backward")
+            with self._reduce.sending(last and self.share_gradients):  # nothing is added after the last pass
+                yield
+            if not last:
+                self.ranks.phase("forward", step)
+
+        self.ranks.phase("forward", step)
+        with self.timed():
+            self._part = self.accumulator.run(
+                self.train_step,
+                batches,
+                alone=not self.share_gradients,
+                around=backward,
+                counted=self._agree_on_unit,
+            )
         return self.update(step=step, flags=flags)
 
     def _agree_on_unit(self, count: Any) -> None:
@@ -260,74 +281,49 @@ class Step:
         if self._unit_known:
             return
         rows = self.ranks.table([float(count)]) if self.share_gradients else [[float(count)]]
-        self._unit = 2.0 ** -math.ceil(math.log2(max(1.0, *(row[0] for row in rows))))
+        self.accumulator.unit = 2.0 ** -math.ceil(math.log2(max(1.0, *(row[0] for row in rows))))
         self._unit_known = True
 
     def timed(self) -> _Timed:
         """Return a context that adds its time to the compute time of this step."""
         return _Timed(self)
 
-    def backward(self, loss: Loss, samples: int, *, alone: bool = False) -> None:
-        """Add the gradient of one micro-batch.
-
-        Args:
-            alone: this is the only micro-batch of the step, so it may be divided at once.
-        """
-        loss.check_depends()
-        if self.hooks is not None:
-            loss = self.hooks.before_backward(loss)
-        totals = loss.totals()
-        if self.compat == "transformers":
-            value = loss.as_mean()
-            totals = torch.stack([value.detach().to(torch.float64), torch.ones_like(totals[0])])
-        elif alone:
-            value, self._divided = loss.as_mean(), True
-        else:
-            value = loss.as_sum() * self._unit
-        scaler = self.precision.scaler
-        (scaler.scale(value) if scaler is not None else value).backward()
-        if self.hooks is not None:
-            self.hooks.call("after_backward")
-        self._totals = totals if self._totals is None else self._totals + totals
-        self._samples += samples
-        for name, (total, count) in loss.metrics.items():
-            kept = self._metrics.setdefault(name, [0.0, 0.0])
-            kept[0] = kept[0] + (total.detach() if isinstance(total, torch.Tensor) else total)
-            kept[1] = kept[1] + (count.detach() if isinstance(count, torch.Tensor) else count)
+    def backward(self, loss: Loss, samples: int) -> None:
+        """Add the gradient of one micro-batch, for a loop that the user writes."""
+        self.accumulator.add(self._part, loss, samples)
 
     def own_gradients(self, weight: float) -> None:
         """Take gradients that the user's own ``backward()`` left as means, standing for ``weight`` items."""
         grads = [p.grad for p in self._parameters() if p.grad is not None]
         if self.share_gradients and self.compat is None:
             torch._foreach_mul_(grads, float(weight))  # pyright: ignore[reportPrivateImportUsage]
-        else:
-            self._divided = True
-        self._totals = torch.tensor([0.0, weight], dtype=torch.float64, device=self.ranks.device)
-        self._samples = round(weight)
+        total = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
+        divided = self.compat is not None or not self.share_gradients
+        self._part = Part(total, float(weight), round(weight), divided)
 
     def update(self, *, step: int = 0, flags: Sequence[float] = ()) -> StepResult:
         """Finish the step: sum over ranks, divide by the count, clip, move the parameters, clear gradients."""
-        device = self.ranks.device
-        own = self._totals if self._totals is not None else torch.zeros(2, dtype=torch.float64, device=device)
-        totals = torch.cat([own.to(device), torch.tensor([*flags, self._samples], dtype=torch.float64, device=device)])
+        device, part = self.ranks.device, self._part
+        rest = torch.tensor([*flags, part.samples], dtype=torch.float64, device=device)
+        totals = torch.cat([part.pair(device), rest])
         if self.share_gradients:
             self.ranks.phase("reduce")
             totals = self._reduce(totals)
             if self._buffers is not None:
-                self._buffers(float(self._samples))
+                self._buffers(float(part.samples))
         self.ranks.phase("optimiser")
-        loss_sum, count, *rest = totals.tolist()
+        loss_sum, count, *summed = totals.tolist()
         for start, end in self._spans:
             end.synchronize()
             self._compute_ms += start.elapsed_time(end)
         result = StepResult(
             loss_sum / count if count and self.compat is None else loss_sum,
             count,
-            self._samples,
+            part.samples,
             0.0,
             self._compute_ms,
-            flags=rest[:-1],
-            metrics={name: (float(a), float(b)) for name, (a, b) in self._metrics.items()},
+            flags=summed[:-1],
+            metrics={name: (float(a), float(b)) for name, (a, b) in part.metrics.items()},
         )
         self._apply(result, step)
         self.optimizer.zero_grad(set_to_none=True)
@@ -342,8 +338,8 @@ class Step:
             return
         if scaler is not None:
             scaler.unscale_(self.optimizer)
-        if not self._divided:
-            _divide(grads, result.count * self._unit)
+        if not self._part.divided and self.compat is None:
+            divide(grads, result.count * self.accumulator.unit)
         if self.hooks is not None:
             self.hooks.call("before_optimizer_step")
             grads = [p.grad for p in self._parameters() if p.grad is not None]
@@ -400,23 +396,22 @@ class Step:
 
     def count_writes(self) -> None:
         """Tell torch that replays wrote to the parameters, which it does not see."""
-        if self.captures is not None:
-            self.captures.count_writes()
+        if self._graphs():
+            torch.autograd.graph.increment_version(list(self.model.parameters()))
 
     def drop_recordings(self) -> None:
         """Give back the device memory of what was recorded; garbage collection would do it some day."""
-        if self.captures is not None:
-            self.captures.forget()
+        self._forget()
 
     def look_again(self) -> None:
         """Be told that somebody may have changed the model or the optimiser."""
-        if self.captures is not None:
-            self.captures.look_again()
+        for recordings in (self.captures, self.common):
+            if recordings is not None:
+                recordings.look_again()
 
     def loaded(self) -> None:
         """Be told that parameters and buffers were replaced from outside, or modules changed."""
-        if self.captures is not None:
-            self.captures.forget()
+        self._forget()
         if self._buffers is not None:
             self._buffers.refresh()
 
@@ -432,12 +427,6 @@ def not_finite(rank: int, step: int, what: str, value: float, tensor: str | None
         step=step,
         tensor=tensor,
     )
-
-
-def _divide(grads: Sequence[torch.Tensor], count: float) -> None:
-    """Divide in place, each gradient by the count in its own precision."""
-    if count != 1:
-        torch._foreach_div_(list(grads), float(count))  # pyright: ignore[reportPrivateImportUsage]
 
 
 class _Timed:

@@ -72,8 +72,14 @@ class StepLog:
         self._open.append(entry)
         if len(self._open) >= self.every:
             self._send()
-        while self._sent and self._sent[0].arrived():
+        while self._sent and (self._sent[0].arrived() if result.arrived is None else result.arrived):
             self._tell_window(tally, self._sent.popleft())
+            if result.arrived:
+                break  # what ranks agreed on is one window
+
+    def arrived(self) -> bool:
+        """Return whether the oldest figures under way are here."""
+        return bool(self._sent) and self._sent[0].arrived()
 
     def begin(self, device: torch.device) -> None:
         """Be told that a step begins, to know how long the device takes."""

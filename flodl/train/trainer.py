@@ -305,7 +305,7 @@ class Trainer:
 
     def _epoch_ends(self) -> bool:
         """Return whether a save after the epoch follows at once."""
-        if not isinstance(self.policy, Sync) or self.feed is None or not self.settings.save_epochs:
+        if not isinstance(self.policy, Sync) or self.feed is None or self.settings.save_epochs is not True:
             return False
         return self.policy.position >= self.feed.turns(self.epoch_number)
 

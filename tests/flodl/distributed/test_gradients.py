@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from flodl.distributed import RankError, average, launch
-from flodl.distributed.average import GradientSum
+from flodl.distributed import RankError, gradients, launch
+from flodl.distributed.gradients import GradientSum
 from flodl.errors import TrainError
 
 torch.set_num_threads(1)
@@ -23,13 +23,13 @@ class Branches(nn.Module):
         return getattr(self, branch)(torch.tanh(self.stem(x))).sum()
 
 
-def gradients(model):
+def found_gradients(model):
     return {name: None if p.grad is None else p.grad.flatten().tolist() for name, p in model.named_parameters()}
 
 
 def one_step(ranks, plan, early):
     """Return gradients after a step in which each rank does its branches, and what had left before the end."""
-    average.GRADIENT_BUCKET = 20  # each layer travels alone
+    gradients.GRADIENT_BUCKET = 20  # each layer travels alone
     model = Branches()
     total = GradientSum(ranks, model)
     total.early = early
@@ -43,7 +43,7 @@ def one_step(ranks, plan, early):
                 model(x, branch).backward()
         gone = len(total._sent) if total._begun else 0
         counts = total(torch.tensor([float(len(branches)), 1.0], dtype=torch.float64)).tolist()
-        out.append((gradients(model), counts, gone))
+        out.append((found_gradients(model), counts, gone))
     return out
 
 
@@ -68,7 +68,7 @@ def test_sums_are_the_same_sent_early_or_late(name):
             for found in (early, late):
                 sums, counts, _ = found[rank][step]
                 assert counts == [sum(map(len, plan)), 2.0]
-                for key, value in gradients(expected).items():
+                for key, value in found_gradients(expected).items():
                     assert (sums[key] is None) == (value is None), key
                     assert value is None or sums[key] == pytest.approx(value, rel=1e-6)
             for key, value in early[rank][step][0].items():
@@ -77,7 +77,7 @@ def test_sums_are_the_same_sent_early_or_late(name):
 
 
 def used_in_order(ranks):
-    average.GRADIENT_BUCKET = 20
+    gradients.GRADIENT_BUCKET = 20
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     total = GradientSum(ranks, model)
     left = []
