@@ -128,6 +128,7 @@ class EncoderModel(nn.Module):
         problem_type: str | None = None,
         ignore_config_keys: Sequence[str] = (),
         strict_config: bool = False,
+        allow_nonfinite: bool = False,
         mapped: bool | None = None,
     ) -> Self:
         """Return the model that a folder or Hub repository holds; all of it, or an error that lists what is wrong.
@@ -139,7 +140,8 @@ class EncoderModel(nn.Module):
             token: Hub token; None takes the environment's.
             cache_dir: where downloads are kept; None takes the Hub's cache.
             local_files_only: open no connection.
-            dtype: cast the weights to this; None keeps each tensor as stored.
+            dtype: cast the weights to this; None keeps what is stored, "auto" takes what ``config.json`` states, as
+                transformers does. Files of several dtypes are cast to one: the configuration's, else the first's.
             device: where to put the model; None is the CPU, "auto" the best device there is.
             attention: "sdpa" (fused kernels) or "eager" (plain products).
             labels: names of a new head's labels; a classifier of another size starts fresh.
@@ -147,13 +149,14 @@ class EncoderModel(nn.Module):
             problem_type: "regression", "single_label_classification" or "multi_label_classification".
             ignore_config_keys: keys of ``config.json`` to pass over although they are not understood.
             strict_config: refuse keys of ``config.json`` that no family knows; else the load report notes them.
+            allow_nonfinite: load weights that hold NaN or infinite values, or such that do not fit into ``dtype``.
             mapped: show the weight file instead of copying it: ready at once, but the file must not be
                 changed while the model lives. None does so for the Hub's cache, whose files never change.
 
         Raises:
             HubError: the name leads nowhere.
             ConfigError: the configuration is wrong or not understood.
-            CheckpointError: tensors are missing, unexpected, mis-shaped or damaged.
+            CheckpointError: tensors are missing, unexpected, mis-shaped, damaged or not finite.
             DeviceError: the device is not there.
             TokenizerError: the tokenizer is damaged or has more tokens than the model.
         """
@@ -176,6 +179,7 @@ class EncoderModel(nn.Module):
             problem_type=problem_type,
             ignore_config_keys=ignore_config_keys,
             strict_config=strict_config,
+            allow_nonfinite=allow_nonfinite,
             mapped=mapped,
         )
 

@@ -22,7 +22,8 @@ from flodl.errors import ConfigError, nearest, printable
 from flodl.graph import Graph
 from flodl_hf.checkpoint import Checkpoint, SourceManifest, StoredTensor
 from flodl_hf.config import MAX_CONFIG_BYTES, ModelConfig
-from flodl_hf.loading import LoadReport, Plan, class_of, head_of, plan_load
+from flodl_hf.filling import FiniteCheck, check_dtype, check_duplicates, fill, settle_dtype, settle_ties
+from flodl_hf.loading import Plan, class_of, head_of, plan_load
 from flodl_hf.model import EncoderModel, assign, build_graph, initialise, tie_tensors
 from flodl_hf.sentence import read_recipe, transformer_folder
 
@@ -157,16 +158,17 @@ def load_model(
     problem_type: str | None,
     ignore_config_keys: Sequence[str],
     strict_config: bool = False,
+    allow_nonfinite: bool = False,
     mapped: bool | None = None,
 ) -> ModelT:
     """Return the filled model; see `EncoderModel.from_pretrained` for arguments and errors."""
     head = model_class.head
-    wanted, attention = dtype_of(dtype), attention_name(attention)
+    given, attention = check_dtype(dtype), attention_name(attention)
     device = None if device is None else find_device(device)
     with uncollected(settled=True):
         return _load(
-            model_class, name_or_path, head, hub, wanted, device, attention, labels, problem_type, ignore_config_keys,
-            strict_config, mapped,
+            model_class, name_or_path, head, hub, given, device, attention, labels, problem_type, ignore_config_keys,
+            strict_config, allow_nonfinite, mapped,
         )  # fmt: skip
 
 
@@ -175,13 +177,14 @@ def _load(
     name_or_path: str | Path,
     head: str,
     hub: Mapping[str, Any],
-    wanted: torch.dtype | None,
+    given: torch.dtype | str | None,
     device: torch.device | str | None,
     attention: str,
     labels: Sequence[str] | None,
     problem_type: str | None,
     ignore_config_keys: Sequence[str],
     strict_config: bool,
+    allow_nonfinite: bool,
     mapped: bool | None,
 ) -> ModelT:
     warming = _warming(device)
@@ -194,9 +197,9 @@ def _load(
     with Checkpoint.open(folder) as checkpoint:
         stored = checkpoint.manifest.tensors
         plan, graph = plan_folder(config, head, stored, str(folder), relabelled=labels is not None)
+        dtype = settle_dtype(given, config, plan, stored)
         if warming is not None:
-            warming.layers(graph, wanted or stored_dtype(stored))
-        tokenizer = load_tokenizer(folder, config)
+            warming.layers(graph, dtype)
         same_head = plan.report.source_head == head and not plan.report.new
         carried_names = list(plan.report.ignored) if same_head else []
         names = list(
@@ -206,16 +209,19 @@ def _load(
         # someone may write to is copied, so that no later change reaches the model.
         values = checkpoint.read_all(names, mapped=in_hub_cache(folder) if mapped is None else mapped)
         manifest = checkpoint.manifest
-
     report = plan.report
+    finite = FiniteCheck(values, plan.placed.values(), dtype)
+    tokenizer = load_tokenizer(folder, config)
+    finite.wait(str(folder), report, allowed=allow_nonfinite)
+
     ties = [*plan.ties, *settle_ties(plan, values, report)]
     check_duplicates(plan, values, carried_names)
     carried = {name: values[name] for name in carried_names}
-    fill(graph, plan, values, wanted)
+    fill(graph, plan, values, dtype)
     if report.new:
         scale = float(config.source.get("initializer_range", 0.02))
         shapes = {name: graph.get_parameter(name).shape for name in report.new}
-        fresh = {name: torch.empty(shape, dtype=wanted or torch.float32) for name, shape in shapes.items()}
+        fresh = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
         assign(graph, fresh)
         initialise(graph, report.new, scale)
     tie_tensors(graph, ties)
@@ -331,38 +337,6 @@ def in_hub_cache(folder: Path) -> bool:
     return folder.parent.name == "snapshots" and (folder.parent.parent / "blobs").is_dir()
 
 
-def fill(graph: Graph, plan: Plan, values: dict[str, Tensor], dtype: torch.dtype | None) -> None:
-    """Give every placed parameter its tensor, letting go of each stored one as it is cast."""
-    users: dict[str, int] = {}
-    for name in plan.placed.values():
-        users[name] = users.get(name, 0) + 1
-    owners = dict(graph.named_modules(remove_duplicate=False))
-    for ours, name in plan.placed.items():
-        users[name] -= 1
-        tensor = values[name] if users[name] else values.pop(name)
-        assign(graph, {ours: cast(tensor, dtype)}, owners)
-
-
-def settle_ties(plan: Plan, values: Mapping[str, Tensor], report: LoadReport) -> list[Any]:
-    """Return the ties whose two stored tensors are equal; record the others as untied."""
-    equal = []
-    for tie, kept, also in plan.compare:
-        if torch.equal(values[kept], values[also]):
-            equal.append(tie)
-        else:
-            report.untied = (*report.untied, tie.also)
-    report.tied = (*report.tied, *(tie.also for tie in equal))
-    return equal
-
-
-def check_duplicates(plan: Plan, values: Mapping[str, Tensor], carried_names: list[str]) -> None:
-    """Keep repeated tensors whose values differ, so that export writes what was read."""
-    for repeated, kept in plan.duplicates:
-        if not torch.equal(values[repeated], values[kept]):
-            plan.report.notes.append(f"{repeated} differs from {kept}; the latter is used, as transformers does")
-            carried_names.append(repeated)
-
-
 def load_tokenizer(folder: Path, config: ModelConfig) -> Tokenizer | None:
     """Return the folder's tokenizer, or None where there are no tokenizer files.
 
@@ -376,22 +350,6 @@ def load_tokenizer(folder: Path, config: ModelConfig) -> Tokenizer | None:
     tokenizer = Tokenizer.from_folder(folder, model_type=config.model_type)
     tokenizer.check_fits(config.encoder.vocab_size)
     return tokenizer
-
-
-def dtype_of(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """Return a floating dtype from torch's or its name; None and "auto" keep what is stored.
-
-    Raises:
-        ConfigError: not a floating dtype.
-    """
-    if dtype is None or dtype == "auto":
-        return None
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        names = ("float32", "float16", "bfloat16", "float64")
-        hint = nearest(str(dtype), names)
-        raise ConfigError(f"dtype={dtype!r}{hint}; expected one of {', '.join(names)}", problems=["dtype"])
-    return found
 
 
 def attention_name(name: str) -> str:
@@ -408,8 +366,3 @@ def attention_name(name: str) -> str:
             problems=["attention"],
         )
     return name
-
-
-def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Return ``tensor`` in ``dtype``; the same tensor where nothing changes."""
-    return tensor if dtype is None or tensor.dtype == dtype else tensor.to(dtype)

@@ -1,0 +1,167 @@
+"""What loading makes of stored values: one dtype, and numbers only."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from flodl.errors import CheckpointError
+from flodl_hf import AutoModel, AutoModelForSequenceClassification, load
+from flodl_hf.families import FAMILIES
+
+Saved = Callable[..., Path]
+TYPES = [family.model_type for family in FAMILIES]
+HALF, FULL, BRAIN = torch.float16, torch.float32, torch.bfloat16
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object], **settings: Any) -> Path:
+    held = {name: value.clone() for name, value in load_file(folder / "model.safetensors").items()}
+    change(held)
+    save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text()) | settings
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+    return folder
+
+
+def stored_as(*dtypes: torch.dtype) -> Callable[[dict[str, torch.Tensor]], object]:
+    """Cast tensors in the order of their names to the dtypes by turns."""
+
+    def change(held: dict[str, torch.Tensor]) -> None:
+        for index, name in enumerate(sorted(held)):
+            held[name] = held[name].to(dtypes[index % len(dtypes)])
+
+    return change
+
+
+def dtypes_of(model: torch.nn.Module) -> set[torch.dtype]:
+    return {parameter.dtype for parameter in model.parameters()}
+
+
+# stored, stated in config.json, asked for -> loaded, and what the report has to say
+DTYPES = [
+    ((FULL,), None, None, FULL, None),
+    ((HALF,), None, None, HALF, None),
+    ((HALF,), "float16", None, HALF, None),
+    ((HALF,), "float32", None, HALF, "says float32 and weights are stored in float16, which is kept"),
+    ((HALF,), "float32", "auto", FULL, "stored in float16, which is cast"),
+    ((FULL,), "bfloat16", "auto", BRAIN, "stored in float32, which is cast"),
+    ((FULL,), "int8", "auto", FULL, None),
+    ((HALF,), "float32", BRAIN, BRAIN, None),
+    ((HALF, FULL), None, None, HALF, "stored in float16 and float32; all are cast to float16, the dtype of"),
+    ((FULL, HALF), None, None, FULL, "all are cast to float32"),
+    ((FULL, HALF), "bfloat16", None, BRAIN, "all are cast to bfloat16, as dtype in config.json says"),
+    ((FULL, HALF, BRAIN), None, "float64", torch.float64, None),
+]
+
+
+@pytest.mark.parametrize(("stored", "stated", "asked", "expected", "note"), DTYPES)
+def test_a_model_has_one_dtype_and_the_report_says_which_won(
+    stored: tuple[torch.dtype, ...],
+    stated: str | None,
+    asked: Any,
+    expected: torch.dtype,
+    note: str | None,
+    saved: Saved,
+) -> None:
+    folder = rewrite(saved("bert"), stored_as(*stored), dtype=stated)
+    model = AutoModel.from_pretrained(folder, dtype=asked)
+    assert dtypes_of(model) == {expected}
+    assert model.load_report is not None
+    assert len(model.load_report.notes) == (note is not None)
+    assert note is None or note in model.load_report.notes[0]
+    assert model(torch.tensor([[2, 5, 3]])).last_hidden_state.dtype == expected
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_a_fresh_head_has_the_dtype_of_the_file(model_type: str, saved: Saved) -> None:
+    folder = rewrite(saved(model_type), stored_as(BRAIN))
+    model = AutoModelForSequenceClassification.from_pretrained(folder, labels=["a", "b", "c"])
+    assert dtypes_of(model) == {BRAIN}
+    assert model(torch.tensor([[2, 5, 3]])).logits.shape == (1, 3)
+
+
+@pytest.mark.transformers
+@pytest.mark.parametrize("asked", ["auto", None])
+@pytest.mark.parametrize(("stored", "stated"), [((HALF, FULL), None), ((FULL, HALF), None), ((FULL, HALF), "bfloat16")])
+@pytest.mark.parametrize("model_type", TYPES)
+def test_mixed_files_are_what_transformers_makes_of_them(
+    model_type: str, stored: tuple[torch.dtype, ...], stated: str | None, asked: str | None, saved: Saved
+) -> None:
+    from transformers import AutoModel as Theirs
+
+    folder = rewrite(saved(model_type), stored_as(*stored), dtype=stated, torch_dtype=None)
+    ours, theirs = AutoModel.from_pretrained(folder, dtype=asked), Theirs.from_pretrained(folder)
+    assert dtypes_of(ours) == dtypes_of(theirs)
+    ids = torch.tensor([[2, 9, 17, 3]])
+    mask = torch.ones_like(ids)
+    assert torch.equal(ours(ids, mask).last_hidden_state, theirs(ids, mask).last_hidden_state)
+
+
+# --- numbers only ------------------------------------------------------------------------------------
+
+
+def poisoned(*values: float, name: str = "value.weight") -> Callable[[dict[str, torch.Tensor]], object]:
+    def change(held: dict[str, torch.Tensor]) -> None:
+        tensor = held[next(key for key in held if key.endswith(name))]
+        tensor.view(-1)[-len(values) :] = torch.tensor(values)
+
+    return change
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("values", [(float("nan"),), (float("inf"),), (-float("inf"), float("nan"))])
+def test_weights_that_are_no_numbers_are_refused_by_name(values: tuple[float, ...], mapped: bool, saved: Saved) -> None:
+    folder = rewrite(saved("bert", "sequence_classification"), poisoned(*values))
+    with pytest.raises(
+        CheckpointError, match=r"(?s)1 tensors hold.*encoder\.layer\.0\.attention\.self\.value\.weight"
+    ) as no:
+        load(folder, mapped=mapped)
+    nans = sum(value != value for value in values)
+    assert f"{nans} NaN and {len(values) - nans} infinite of 256 values" in no.value.problems[0]
+    model = load(folder, mapped=mapped, allow_nonfinite=True)
+    assert model.load_report is not None
+    assert model.load_report.notes == [f"not finite: {no.value.problems[0]}"]
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_every_tensor_of_a_model_is_looked_at(model_type: str, saved: Saved) -> None:
+    """Each in turn, wherever its value would have an effect."""
+    folder = saved(model_type, "sequence_classification")
+    whole = load_file(folder / "model.safetensors")
+    used = load(folder).load_report
+    assert used is not None
+    for name in used.matched.values():
+        held = {key: value.clone() for key, value in whole.items()}
+        held[name].view(-1)[0] = float("nan")
+        save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(CheckpointError) as no:
+            load(folder)
+        assert [line.partition(":")[0] for line in no.value.problems] == [name]
+
+
+def test_tensors_that_are_not_used_may_hold_anything(saved: Saved) -> None:
+    folder = rewrite(saved("bert", "sequence_classification"), poisoned(float("nan"), name="classifier.bias"))
+    assert AutoModel.from_pretrained(folder).head == "base"
+
+
+def test_a_cast_that_makes_infinities_is_refused(saved: Saved) -> None:
+    folder = rewrite(saved("bert"), poisoned(7e4))
+    with pytest.raises(CheckpointError, match=r"value\.weight: values to 7e\+04, beyond float16"):
+        AutoModel.from_pretrained(folder, dtype="float16")
+    assert AutoModel.from_pretrained(folder, dtype="bfloat16").dtype == BRAIN
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, HALF, BRAIN])
+def test_every_stored_dtype_is_looked_at(dtype: torch.dtype, saved: Saved) -> None:
+    def change(held: dict[str, torch.Tensor]) -> None:
+        stored_as(dtype)(held)
+        poisoned(float("inf"))(held)
+
+    with pytest.raises(CheckpointError, match="1 infinite"):
+        AutoModel.from_pretrained(rewrite(saved("bert"), change))
