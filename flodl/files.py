@@ -7,12 +7,14 @@ mean is left to the callers; a whole folder published at once is the export room
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from collections.abc import Iterable
 from pathlib import Path
 
 from flodl.errors import CheckpointError, printable
+from flodl.system import sync_folder
 
 __all__ = ["POINTER_ADVICE", "is_pointer", "open_regular", "write_atomically"]
 
@@ -80,18 +82,6 @@ def write_atomically(path: str | os.PathLike[str], chunks: Iterable[bytes | memo
     except BaseException:
         sibling.unlink(missing_ok=True)
         raise
-    _sync_folder(target.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    # The rename itself lasts only once the folder is on disk; some systems cannot open a folder.
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return
-    try:
-        os.fsync(descriptor)
-    except OSError:
-        pass
-    finally:
-        os.close(descriptor)
+    # The rename itself lasts only once the folder is on disk; the file is whole either way.
+    with contextlib.suppress(OSError):
+        sync_folder(target.parent)

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 from flodl.errors import CheckpointError, capped, printable
 from flodl.files import POINTER_ADVICE, is_pointer, open_regular
+from flodl.system import read_at
 
 __all__ = ["DTYPE_BITS", "Header", "HeaderLimits", "TensorInfo", "name_fault", "read_header"]
 
@@ -156,10 +157,10 @@ class _Reader:
 
     def read(self) -> Header:
         size = os.fstat(self.descriptor).st_size
-        head = os.pread(self.descriptor, 8, 0)
+        head = read_at(self.descriptor, 8, 0)
         if len(head) < 8:
             self.fail([f"{size} bytes long, expected at least 8 for the header length"])
-        if is_pointer(os.pread(self.descriptor, 64, 0)):
+        if is_pointer(read_at(self.descriptor, 64, 0)):
             raise CheckpointError(
                 f"{printable(self.name, 400)}: {POINTER_ADVICE}", path=self.name, problems=[POINTER_ADVICE]
             )
@@ -276,7 +277,7 @@ def _counts(value: Any) -> bool:
 def _read_exactly(descriptor: int, length: int, position: int) -> bytes:
     parts: list[bytes] = []
     while length:
-        part = os.pread(descriptor, length, position)
+        part = read_at(descriptor, length, position)
         if not part:
             break
         parts.append(part)

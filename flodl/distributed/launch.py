@@ -8,7 +8,6 @@ rank, its phase, its step and its traceback. Nothing here knows of models.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import multiprocessing
 import os
 import pickle
@@ -29,10 +28,9 @@ from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPri
 from flodl.distributed.board import Board
 from flodl.distributed.group import join_ranks
 from flodl.errors import TrainError
+from flodl.system import die_with_parent, hard_stop, is_stopped, loopback
 
 __all__ = ["Crew", "RankError", "launch"]
-
-_PR_SET_PDEATHSIG = 1
 
 
 class RankError(TrainError):
@@ -192,7 +190,7 @@ class Crew:
             if member.ended:
                 continue
             silent = self.board.silence_s(rank)
-            stopped = _is_stopped(member.process.pid)
+            stopped = is_stopped(member.process.pid)
             if silent > self.frozen_after_s and (stopped or silent > 15 * self.frozen_after_s):
                 self._failed(rank, reason=f"frozen: no pulse for {silent:.0f} s")
 
@@ -239,7 +237,7 @@ class Crew:
             for member in self._members:
                 if member.process.is_alive():
                     with contextlib.suppress(ProcessLookupError):
-                        os.kill(member.process.pid, signal.SIGKILL if seen > 1 else number)
+                        os.kill(member.process.pid, hard_stop() if seen > 1 else number)
             if seen > 1:
                 raise SystemExit(128 + number)
 
@@ -275,13 +273,14 @@ class _Seat:
 
 
 def _rank_main(fn: Callable[..., Any], args: tuple[Any, ...], seat: _Seat, board: Board, pipe: Connection) -> None:
-    _die_with_parent(seat.parent)
+    die_with_parent(seat.parent)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     board.beat(seat.rank)
     code = 1
     try:
         torch.set_num_threads(max(1, torch.get_num_threads() // seat.world))
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        if loopback() is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", str(loopback()))
         port = pipe.recv()
         store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=seat.timeout_s))
         ranks = join_ranks(
@@ -317,21 +316,6 @@ def _rank_main(fn: Callable[..., Any], args: tuple[Any, ...], seat: _Seat, board
         sys.stderr.flush()
     # Not through the interpreter's shutdown: native threads of a broken process group may hang there.
     os._exit(code)
-
-
-def _die_with_parent(parent: int) -> None:
-    """Ask the kernel to kill this process when the thread that started it ends."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:
-            os._exit(1)
-
-
-def _is_stopped(pid: int) -> bool:
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as stat:
-        return stat.read().rsplit(")", 1)[1].split()[0] in "Tt"
-    return False
 
 
 def launch(

@@ -9,7 +9,6 @@ writes the manifest and renames. What is in a checkpoint is decided in `flodl.tr
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import math
@@ -29,6 +28,7 @@ from safetensors.torch import load as parse_tensors
 
 from flodl.distributed.group import Ranks
 from flodl.errors import CheckpointError, TrainError
+from flodl.system import lock, sync_folder
 from flodl.train.events import Event, Saved, SaveFailed, Warned
 from flodl.train.tensor_stream import safetensors_chunks
 
@@ -49,14 +49,6 @@ class Checkpoint:
     metrics: Mapping[str, float]
     tensors: Mapping[str, Mapping[str, torch.Tensor]] = field(repr=False)
     values: Mapping[str, Any] = field(repr=False)
-
-
-def _sync_folder(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _write(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, Any]:
@@ -167,17 +159,15 @@ class Keeper:
         self._lock = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
         until = time.monotonic() + patience_s
         while True:
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if lock(self._lock):
                 return
-            except OSError:
-                if time.monotonic() > until:
-                    raise TrainError(
-                        f"checkpoints: another run is writing to {self.folder}. Expected to be alone there. "
-                        "Wait for it, or give another folder.",
-                        folder=str(self.folder),
-                    ) from None
-                time.sleep(0.1)
+            if time.monotonic() > until:
+                raise TrainError(
+                    f"checkpoints: another run is writing to {self.folder}. Expected to be alone there. "
+                    "Wait for it, or give another folder.",
+                    folder=str(self.folder),
+                )
+            time.sleep(0.1)
 
     # ---- writing -------------------------------------------------------------------------------------
 
@@ -331,10 +321,10 @@ class Keeper:
                 raise OSError(f"{', '.join(absent)} did not appear here; all ranks must share this folder")
             manifest = {"format": _FORMAT, "step": step, "world": self.ranks.world, "metrics": metrics, "files": listed}
             _write(stage / "manifest.json", [json.dumps(manifest, indent=1).encode()])
-            _sync_folder(stage)
+            sync_folder(stage)
             target = self._free_name(step)
             os.rename(stage, target)
-            _sync_folder(self.folder)
+            sync_folder(self.folder)
             size = sum(entry["bytes"] for entry in listed.values())
             self._events.append(
                 Saved(step=step, path=str(target), bytes=size, wall_ms=(time.monotonic() - begin) * 1e3)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from flodl.errors import CheckpointError
+from flodl.system import read_vectors_at
 
 from .manifest import DTYPES
 
@@ -151,7 +152,7 @@ def _scatter(descriptor: int, where: str, start: int, targets: list[memoryview])
     position = start
     pending = list(targets)
     while pending:
-        count = _read_vectors(descriptor, pending, position)
+        count = read_vectors_at(descriptor, pending, position)
         if count <= 0:
             raise _cut(where, position, sum(map(len, pending)))
         position += count
@@ -159,15 +160,6 @@ def _scatter(descriptor: int, where: str, start: int, targets: list[memoryview])
             count -= len(pending.pop(0))
         if count:
             pending[0] = pending[0][count:]
-
-
-def _read_vectors(descriptor: int, targets: list[memoryview], position: int) -> int:
-    if hasattr(os, "preadv"):
-        return os.preadv(descriptor, targets, position)
-    os.lseek(descriptor, position, os.SEEK_SET)
-    data = os.read(descriptor, len(targets[0]))
-    targets[0][: len(data)] = data
-    return len(data)
 
 
 def _usable_cpus() -> int:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flodl.errors import CheckpointError, capped, printable
 from flodl.safetensors_header import read_header
+from flodl.system import read_at
 
 from .manifest import DTYPES, SourceFile
 from .read import Extent, map_extents, read_extents, read_extents_into
@@ -83,7 +84,7 @@ class SafetensorsShard:
                 path=self._where,
                 problems=unknown,
             )
-        self.file = SourceFile(self.file.name, self.file.size, os.pread(descriptor, header.data_start, 0))
+        self.file = SourceFile(self.file.name, self.file.size, read_at(descriptor, header.data_start, 0))
         self.metadata = header.metadata
         for name in header.order:
             info = header.tensors[name]

@@ -22,6 +22,7 @@ from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from flodl import system
 from flodl.errors import ExportError, capped, printable
 
 __all__ = ["is_model_file", "publish_folder"]
@@ -253,16 +254,10 @@ def _lock(folder: Path, *, wait: bool) -> int | None:
     The system releases it with the process, however that ends.
     """
     try:
-        import fcntl
-    except ImportError:
-        return None
-    try:
         descriptor = os.open(folder, os.O_RDONLY)
     except OSError:
         return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    if not system.lock(descriptor, wait=wait):
         os.close(descriptor)
         return None
     return descriptor
@@ -279,7 +274,7 @@ def _sync_tree(folder: Path) -> None:
             path = os.path.join(root, name)
             if not os.path.islink(path):
                 _sync(path)
-        _sync(root)
+        system.sync_folder(root)
 
 
 def _sync(path: str | os.PathLike[str]) -> None:
@@ -287,7 +282,7 @@ def _sync(path: str | os.PathLike[str]) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some network file systems cannot sync a folder; an I/O error of the disk must be heard.
+        # Some file systems cannot, and some systems only where a file is open for writing.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
             raise
     finally:
@@ -298,7 +293,11 @@ def _swap(stage: Path, place: Path, overwrite: bool) -> None:
     """Put ``stage`` where ``place`` is; what was there ends up at ``stage``."""
     if not overwrite or not os.path.lexists(place):
         # Replaces nothing or an empty folder, and fails on one that another process filled meanwhile.
-        os.rename(stage, place)
+        try:
+            os.rename(stage, place)
+        except FileExistsError:
+            os.rmdir(place)  # Windows renames over nothing at all
+            os.rename(stage, place)
     elif not _exchange(stage, place):
         # No exchange here. Between these two renames the target is missing; the next publish puts it back.
         old = stage.with_name(stage.name.replace(".stage-", ".old-"))
@@ -309,7 +308,7 @@ def _swap(stage: Path, place: Path, overwrite: bool) -> None:
             os.rename(old, place)
             raise
         shutil.rmtree(old, ignore_errors=True)
-    _sync(place.parent)
+    system.sync_folder(place.parent)
 
 
 def _exchange(source: Path, target: Path) -> bool:

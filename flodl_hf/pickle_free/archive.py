@@ -11,6 +11,7 @@ import struct
 from typing import NoReturn
 
 from flodl.errors import CheckpointError, printable
+from flodl.system import read_at
 
 __all__ = ["stored_members"]
 
@@ -32,7 +33,7 @@ def stored_members(descriptor: int, where: str) -> dict[str, tuple[int, int]]:
     """
     size = os.fstat(descriptor).st_size
     start, length, count = _directory(descriptor, where, size)
-    data = os.pread(descriptor, length, start)
+    data = read_at(descriptor, length, start)
     members: dict[str, tuple[int, int]] = {}
     at = 0
     for _ in range(count):
@@ -63,7 +64,7 @@ def stored_members(descriptor: int, where: str) -> dict[str, tuple[int, int]]:
 def _directory(descriptor: int, where: str, size: int) -> tuple[int, int, int]:
     """Return position, length and number of entries of the central directory."""
     tail_size = min(size, _END.size + 0xFFFF)
-    tail = os.pread(descriptor, tail_size, size - tail_size)
+    tail = read_at(descriptor, tail_size, size - tail_size)
     found = tail.rfind(b"PK\x05\x06")
     if found < 0 or len(tail) - found < _END.size:
         _fail(where, "it has no zip directory, so it is cut")
@@ -73,13 +74,13 @@ def _directory(descriptor: int, where: str, size: int) -> tuple[int, int, int]:
         _fail(where, "bytes follow its zip directory")
     locator_at = end - _END64_LOCATOR.size
     if 0xFFFF in (count,) or 0xFFFFFFFF in (length, start) or disk == 0xFFFF:
-        locator = os.pread(descriptor, _END64_LOCATOR.size, max(locator_at, 0))
+        locator = read_at(descriptor, _END64_LOCATOR.size, max(locator_at, 0))
         if len(locator) < _END64_LOCATOR.size or not locator.startswith(b"PK\x06\x07"):
             _fail(where, "its 64-bit zip directory is missing")
         place = _END64_LOCATOR.unpack(locator)[2]
         if place + _END64.size > locator_at:
             _fail(where, "its 64-bit zip directory lies outside the file")
-        fields = _END64.unpack(os.pread(descriptor, _END64.size, place))
+        fields = _END64.unpack(read_at(descriptor, _END64.size, place))
         if fields[0] != b"PK\x06\x06":
             _fail(where, "its 64-bit zip directory is damaged")
         count, length, start, end = fields[7], fields[8], fields[9], place
@@ -111,7 +112,7 @@ def _widen(extra: bytes, unpacked: int, packed: int, local: int, where: str) -> 
 
 
 def _data_start(descriptor: int, local: int, raw_name: bytes, where: str) -> int:
-    head = os.pread(descriptor, _LOCAL.size + len(raw_name), local) if local < 2**63 else b""
+    head = read_at(descriptor, _LOCAL.size + len(raw_name), local) if local < 2**63 else b""
     if len(head) < _LOCAL.size + len(raw_name) or not head.startswith(b"PK\x03\x04"):
         _fail(where, "a member does not begin where its directory says")
     fields = _LOCAL.unpack_from(head)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flodl.errors import CheckpointError, printable
 from flodl.files import POINTER_ADVICE, is_pointer, open_regular
+from flodl.system import read_at
 from flodl_hf.checkpoint.manifest import DTYPES, SourceFile
 from flodl_hf.checkpoint.read import Extent, map_extents, read_extents
 
@@ -75,9 +76,9 @@ class BinShard:
             CheckpointError: it is damaged, or no table of tensors.
         """
         descriptor = self._open_descriptor()
-        if is_pointer(os.pread(descriptor, 64, 0)):
+        if is_pointer(read_at(descriptor, 64, 0)):
             raise CheckpointError(f"{self._where}: {POINTER_ADVICE}", path=self._where, problems=[POINTER_ADVICE])
-        if os.pread(descriptor, 4, 0) == b"PK\x03\x04":
+        if read_at(descriptor, 4, 0) == b"PK\x03\x04":
             value = self._parse_archive(descriptor)
         else:
             value = self._parse_legacy(descriptor)
@@ -130,7 +131,7 @@ class BinShard:
         if any(name.startswith(f"{prefix}code/") for name in members) or f"{prefix}constants.pkl" in members:
             self._fail("it is a TorchScript program and not a table of tensors")
         order = members.get(f"{prefix}byteorder")
-        if order is not None and os.pread(descriptor, min(order[1], 16), order[0]) != b"little":
+        if order is not None and read_at(descriptor, min(order[1], 16), order[0]) != b"little":
             self._fail("its numbers are not little-endian")
         storages = f"{prefix}data/"
         self._places = {
@@ -172,7 +173,7 @@ class BinShard:
             self._fail("its list of storages is not the one that its tensors use")
         position = source.position
         for key in keys:
-            count = int.from_bytes(os.pread(descriptor, 8, position), "little")
+            count = int.from_bytes(read_at(descriptor, 8, position), "little")
             if count != storages[key].numel:
                 self._fail(f"storage {printable(key)} holds {count:,} numbers, {storages[key].numel:,} declared")
             self._places[key] = (position + 8, storages[key].nbytes)
@@ -230,7 +231,7 @@ class _Cursor:
         at = self.position - self._buffer_start
         if at + count > len(self._buffer):
             size = min(max(count, _BUFFER), self._end - self.position)
-            self._buffer = os.pread(self._descriptor, max(size, 0), self.position)
+            self._buffer = read_at(self._descriptor, max(size, 0), self.position)
             self._buffer_start, at = self.position, 0
         data = self._buffer[at : at + count]
         self.position += len(data)

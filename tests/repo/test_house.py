@@ -28,6 +28,10 @@ ONLY_IN = {
     "typer": ("flodl_hf/cli/",),
     "rich": ("flodl_hf/cli/", "flodl/progress.py"),
     "pyarrow": ("flodl/data/",),
+    # Not every system has them.
+    "fcntl": ("flodl/system.py",),
+    "msvcrt": ("flodl/system.py",),
+    "ctypes": ("flodl/system.py", "flodl/distributed/board.py", "flodl_hf/export/publish.py"),
     "triton": (
         "flodl/train/norm_kernels.py",
         "flodl_hf/kernels/",

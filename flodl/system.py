@@ -1,0 +1,128 @@
+"""What operating systems offer in different ways: reading at a place, locks that die with their process, syncing.
+
+Everything else in these packages is the same everywhere. Where a system has no such thing, the way it is done without
+is slower or promises less, and its docstring says what.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+
+__all__ = [
+    "die_with_parent",
+    "hard_stop",
+    "is_stopped",
+    "lock",
+    "loopback",
+    "read_at",
+    "read_vectors_at",
+    "sync_folder",
+]
+
+_PR_SET_PDEATHSIG = 1
+_MOVING = threading.Lock()
+_CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES, errno.EPERM, errno.EISDIR)
+
+
+def read_at(descriptor: int, length: int, position: int) -> bytes:
+    """Return up to ``length`` bytes of a file from a place; from several threads at once."""
+    if hasattr(os, "pread"):
+        return os.pread(descriptor, length, position)
+    with _MOVING:
+        os.lseek(descriptor, position, os.SEEK_SET)
+        return os.read(descriptor, length)
+
+
+def read_vectors_at(descriptor: int, targets: Sequence[memoryview], position: int) -> int:
+    """Fill memory from a file, one target after the other; return how many bytes were there, perhaps fewer than fit."""
+    if hasattr(os, "preadv"):
+        return os.preadv(descriptor, targets, position)
+    data = read_at(descriptor, len(targets[0]), position)
+    targets[0][: len(data)] = data
+    return len(data)
+
+
+def sync_folder(folder: str | os.PathLike[str]) -> None:
+    """Have the names in a folder written to disk; nothing happens where folders cannot be opened or synced.
+
+    Raises:
+        OSError: the disk reports a fault.
+    """
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except PermissionError:
+        return
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems cannot sync a folder; an I/O error of the disk must be heard.
+        if error.errno not in _CANNOT_SYNC:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def lock(descriptor: int, *, wait: bool = False) -> bool:
+    """Return whether an open file could be locked for this process alone; the system frees it with the process.
+
+    Where there are no locks nothing is locked, and the answer is yes.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        return _lock_without_fcntl(descriptor, wait)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _lock_without_fcntl(descriptor: int, wait: bool) -> bool:
+    try:
+        import msvcrt
+    except ImportError:
+        return True
+    try:
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        msvcrt.locking(descriptor, msvcrt.LK_LOCK if wait else msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
+    except OSError:
+        return False
+    return True
+
+
+def hard_stop() -> int:
+    """Return the signal that ends a process which does not listen."""
+    return getattr(signal, "SIGKILL", signal.SIGTERM)
+
+
+def die_with_parent(parent: int) -> None:
+    """Ask the kernel to kill this process when the thread that started it ends; only Linux can.
+
+    Elsewhere a rank's pulse notices within a second that its parent is gone.
+    """
+    if sys.platform != "linux":
+        return
+    with contextlib.suppress(OSError, AttributeError, TypeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, hard_stop(), 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def is_stopped(pid: int) -> bool:
+    """Return whether a process was stopped, as by SIGSTOP; only Linux tells, elsewhere the answer is no."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as stat:
+        return stat.read().rsplit(")", 1)[1].split()[0] in "Tt"
+    return False
+
+
+def loopback() -> str | None:
+    """Return what this system calls the network interface that leads to itself; None where it has no such name."""
+    return {"linux": "lo", "darwin": "lo0"}.get(sys.platform)

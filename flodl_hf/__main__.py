@@ -1,0 +1,8 @@
+"""``python -m flodl_hf``: the command line, where its script is not on the path."""
+
+from flodl_hf.cli import main
+
+__all__: list[str] = []
+
+if __name__ == "__main__":
+    main()
