@@ -46,3 +46,15 @@ def test_every_command_stands_in_the_guide() -> None:
     guide = (ROOT / "docs" / "guides" / "cli.md").read_text("utf-8")
     headings = set(re.findall(r"^## (.+)$", guide, re.MULTILINE))
     assert headings == {entry.name for entry in (*app.registered_commands, *app.registered_groups)}
+
+
+def test_the_picture_of_speed_has_the_figures_of_the_tables() -> None:
+    from docs.draw_speed import BARS, PICTURE, draw
+
+    assert PICTURE.read_text("utf-8") == draw()
+    page = (ROOT / "docs" / "performance.md").read_text("utf-8")
+    for bar in BARS:
+        table = page.split(f"## {bar.source}\n", 1)[1].split("\n## ", 1)[0]
+        for figure in (bar.ours, bar.theirs):
+            shown = f"{figure:,.2f}" if figure < 10 else f"{figure:,.1f}".removesuffix(".0")
+            assert shown in table, f"{bar.what}: {shown} is not in {bar.source}"
