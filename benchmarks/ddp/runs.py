@@ -16,7 +16,6 @@ from benchmarks.ddp.cases import Case
 from flodl.distributed import Ranks
 from flodl.train import EpochMetrics, EvalDone, StepDone, Synced
 from flodl.train.builder import Plan
-from flodl.train.evaluate import Callbacks
 from flodl.train.settings import make_settings
 
 __all__ = ["MODES", "Bench", "speed", "table_of_modes", "train", "warm_up"]
@@ -80,8 +79,8 @@ def train(
     plan = Plan(lambda _: case.make(data[0]), case.optimizer, step, chosen, data=data[0])
     if judged and data[1] is not None:
         plan = Plan(
-            plan.model_factory, plan.optimizer_factory, step, chosen, data=data[0], eval_data=data[1],
-            eval_options={"batch_size": 512}, callbacks=Callbacks(eval_step=case.judge),
+            plan.model_factory, plan.optimizer_factory, step, chosen, data=data[0],
+            evals={"": (case.judge, data[1], {"batch_size": 512})},
         )  # fmt: skip
     trainer = plan.trainer(ranks)
     notes: list[Any] = []

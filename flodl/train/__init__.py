@@ -28,6 +28,7 @@ from flodl.train.own_loop import OwnLoop
 from flodl.train.precision import Precision
 from flodl.train.replicas import Replicas
 from flodl.train.settings import Settings
+from flodl.train.shown import ShowProgress
 from flodl.train.step import Step, StepResult
 from flodl.train.trainer import Trainer
 
@@ -48,6 +49,7 @@ __all__ = [
     "SaveFailed",
     "Saved",
     "Settings",
+    "ShowProgress",
     "Step",
     "StepDone",
     "StepResult",

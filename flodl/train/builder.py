@@ -5,6 +5,8 @@ Each method returns the builder. What the settings mean stands in `flodl.train.s
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,11 +19,12 @@ from flodl.distributed.group import Ranks, join_ranks, under_torchrun
 from flodl.distributed.launch import launch
 from flodl.errors import TrainError
 from flodl.train.evaluate import Callbacks
-from flodl.train.events import EpochMetrics, Event
+from flodl.train.events import EpochMetrics, Event, StepDone
 from flodl.train.feed import as_feed
 from flodl.train.handle import Handle, Trained
 from flodl.train.optimizers import OptimizerMaker
 from flodl.train.settings import Settings, make_settings
+from flodl.train.shown import ShowProgress
 from flodl.train.step import TrainStep
 from flodl.train.trainer import Trainer, _seed
 
@@ -40,10 +43,9 @@ class Plan:
     settings: Settings
     data: Any = None
     data_options: Mapping[str, Any] = field(default_factory=dict)
-    eval_data: Any = None
-    eval_options: Mapping[str, Any] = field(default_factory=dict)
+    evals: Mapping[str, tuple[Any, Any, Mapping[str, Any]]] = field(default_factory=dict)
     callbacks: Callbacks = field(default_factory=Callbacks)
-    listening: bool = False
+    listening: str = ""
 
     def trainer(self, ranks: Ranks) -> Trainer:
         """Return this rank's trainer."""
@@ -63,11 +65,12 @@ class Plan:
             micro_batch_size=settings.micro_batch_size,
             **self.data_options,
         )
-        callbacks = self.callbacks
-        if self.eval_data is not None:
-            size = settings.micro_batch_size or settings.batch_size
-            own = as_feed(self.eval_data, device, **{"batch_size": size, "shuffle": False, **self.eval_options})
-            callbacks = replace(callbacks, eval_data=own)
+        size = settings.micro_batch_size or settings.batch_size
+        evals = {
+            name: (step, as_feed(data, device, **{"batch_size": size, "shuffle": False, **options}))
+            for name, (step, data, options) in self.evals.items()
+        }
+        callbacks = replace(self.callbacks, evals=evals)
         ranks.phase("model build")
         return Trainer(
             self.model_factory(device),
@@ -94,6 +97,7 @@ class TrainerBuilder:
         self._start = "spawn"
         self._metrics_fn: Callable[[EpochMetrics], Any] | None = None
         self._subscribers: list[Subscriber] = []
+        self._total: int | None = None
 
     def set(self, **settings: Any) -> TrainerBuilder:
         """Set any fields of `flodl.train.Settings` or `flodl.distributed.policy.Knobs` by name.
@@ -146,17 +150,28 @@ class TrainerBuilder:
         return self.set(seed=seed)
 
     def evaluate(
-        self, step: Callable[[nn.Module, Any], Any], data: Any, *, every: int | None = None, **options: Any
+        self,
+        step: Callable[[nn.Module, Any], Any],
+        data: Any,
+        *,
+        every: int | None = None,
+        name: str | None = None,
+        **options: Any,
     ) -> TrainerBuilder:
         """Evaluate after each epoch, or every so many steps, the ranks sharing the work.
+
+        Called again with another name it adds a set of data, each with a step of its own.
 
         Args:
             step: ``step(model, batch)`` gives ``{name: (sum, count)}``, or a loss like a training step.
             data: like that of `dataset`.
+            every: steps between evaluations; that of the last call holds for all sets.
+            name: figures come as ``<name>/<figure>``; without one there is one set, and figures have plain names.
             **options: ``batch_size``, ``collate``, ``batches`` of the evaluation data.
         """
-        self._plan = replace(self._plan, eval_data=data, eval_options=options)
-        return self._call(eval_step=step).set(eval_every=every)
+        others = {key: part for key, part in self._plan.evals.items() if name and key}
+        self._plan = replace(self._plan, evals={**others, name or "": (step, data, options)})
+        return self.set(eval_every=every)
 
     def eval_fn(self, call: Callable[[nn.Module], Mapping[str, float]]) -> TrainerBuilder:
         """Evaluate by ``call(model) -> {name: value}`` on rank 0; the others wait and get the values."""
@@ -305,6 +320,15 @@ class TrainerBuilder:
         self._subscribers.append((call, kinds))
         return self
 
+    def progress(self, show: bool | None, *, total: int | None = None) -> TrainerBuilder:
+        """Show how far the run is: True always, None where it takes longer than a second, False never.
+
+        Args:
+            total: optimiser steps of the whole run, where epochs have different numbers of them.
+        """
+        self._total = total
+        return self.set(progress=show)
+
     # ---- running -------------------------------------------------------------------------------------
 
     def run(self) -> Handle:
@@ -317,13 +341,16 @@ class TrainerBuilder:
             TrainError: data or batch size are missing, or something cannot be sent to a new process.
         """
         plan = self._plan
+        shown = ShowProgress(plan.settings.progress, total=self._total)
+        subscribers = [*self._subscribers, *([(shown, ())] if plan.settings.progress is not False else [])]
         missing = [name for name, absent in (("dataset", plan.data is None),) if absent]
         if missing:
             raise TrainError(f"run: found no {', '.join(missing)}; call .{missing[0]}(...) first.", missing=missing)
         world = self._world()
         if world == 1 or under_torchrun():
-            return self._run_here(plan)
-        return self._run_ranks(plan, world)
+            with contextlib.closing(shown):
+                return self._run_here(plan, subscribers)
+        return self._run_ranks(plan, world, subscribers, shown)
 
     def _world(self) -> int:
         if self._devices is None:
@@ -332,7 +359,7 @@ class TrainerBuilder:
             return self._devices
         return 1 if isinstance(self._devices, str) else len(self._devices)
 
-    def _run_here(self, plan: Plan) -> Handle:
+    def _run_here(self, plan: Plan, subscribers: Sequence[Subscriber]) -> Handle:
         device = self._devices if isinstance(self._devices, str) else None
         if isinstance(self._devices, (list, tuple)):
             device = self._devices[0]
@@ -342,7 +369,7 @@ class TrainerBuilder:
         try:
             trainer = plan.trainer(ranks)
             trainer.events.subscribe(handle.note, EpochMetrics)
-            for call, kinds in self._subscribers:
+            for call, kinds in subscribers:
                 trainer.events.subscribe(call, *kinds)
             trainer.fit()
         finally:
@@ -350,8 +377,8 @@ class TrainerBuilder:
         handle.finish(Trained.of(trainer.model), trainer.model)
         return handle
 
-    def _run_ranks(self, plan: Plan, world: int) -> Handle:
-        handle = Handle(world=world, metrics_fn=self._metrics_fn, subscribers=self._subscribers)
+    def _run_ranks(self, plan: Plan, world: int, subscribers: Sequence[Subscriber], shown: ShowProgress) -> Handle:
+        handle = Handle(world=world, metrics_fn=self._metrics_fn, subscribers=subscribers, over=shown.close)
         settings = plan.settings
         if settings.max_restarts and settings.folder is None:
             raise TrainError(
@@ -360,7 +387,7 @@ class TrainerBuilder:
         devices = None if isinstance(self._devices, (int, str)) else self._devices
         handle.crew = launch(
             _run_rank,
-            (replace(plan, listening=bool(self._subscribers)),),
+            (replace(plan, listening="all" if self._subscribers else "some" if subscribers else ""),),
             ranks=world,
             device=devices,
             start=self._start,
@@ -379,6 +406,20 @@ def _run_rank(ranks: Ranks, plan: Plan) -> bytes | None:
 
     trainer = replace(plan, callbacks=replace(plan.callbacks, metrics_fn=ask_host)).trainer(ranks)
     if plan.listening and ranks.rank == 0:
-        trainer.events.subscribe(lambda event: ranks.pipe.send(("event", event)))
+        trainer.events.subscribe(_Sends(ranks.pipe, every_s=0.1 if plan.listening == "some" else 0.0))
     trainer.fit()
     return Trained.of(trainer.model).to_bytes() if ranks.rank == 0 else None
+
+
+class _Sends:
+    """Sends events to the process that started the ranks; of steps no more than people can see, where all do that."""
+
+    def __init__(self, pipe: Any, every_s: float) -> None:
+        self.pipe, self.every_s, self._last = pipe, every_s, -math.inf
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, StepDone):
+            if event.at_s - self._last < self.every_s:
+                return
+            self._last = event.at_s
+        self.pipe.send(("event", event))

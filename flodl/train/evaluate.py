@@ -36,8 +36,7 @@ class Callbacks:
     checkpoint_fn: Callable[[int, nn.Module], Any] | None = None
     metrics_fn: Callable[[EpochMetrics], Any] | None = None
     eval_fn: Callable[[nn.Module], Mapping[str, float]] | None = None
-    eval_step: Callable[[nn.Module, Any], Any] | None = None
-    eval_data: Feed | None = None
+    evals: Mapping[str, tuple[Callable[[nn.Module, Any], Any], Feed]] = field(default_factory=dict)
     warned: set[str] = field(default_factory=set)
 
 
@@ -93,7 +92,7 @@ class Evaluator:
         speeds = speeds if speeds is not None and len(speeds) == ranks.world else (1.0,) * ranks.world
         calls = self.callbacks
         self.at_step = step
-        if calls.eval_fn is None and calls.eval_step is None:
+        if calls.eval_fn is None and not calls.evals:
             return None
         ranks.phase("evaluation")
         found: dict[str, float] = {}
@@ -101,8 +100,9 @@ class Evaluator:
         model.eval()
         try:
             with torch.no_grad():
-                if calls.eval_step is not None and calls.eval_data is not None:
-                    found |= self._shares(calls.eval_step, calls.eval_data, model, ranks, precision, speeds)
+                for name, (eval_step, data) in calls.evals.items():
+                    figures = self._shares(eval_step, data, model, ranks, precision, speeds)
+                    found |= {f"{name}/{figure}" if name else figure: value for figure, value in figures.items()}
                 if calls.eval_fn is not None:
                     found |= _called(calls.eval_fn, model, ranks, speeds)
         finally:

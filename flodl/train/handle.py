@@ -83,6 +83,7 @@ class Handle:
         world: int,
         metrics_fn: Callable[[EpochMetrics], Any] | None = None,
         subscribers: Sequence[tuple[Callable[[Any], Any], tuple[type, ...]]] = (),
+        over: Callable[[], Any] | None = None,
     ) -> None:
         self.world_size = world
         self.crew: Crew | None = None
@@ -90,6 +91,7 @@ class Handle:
         self._metrics_fn = metrics_fn
         self._events = Events()
         self._failed = False
+        self._over = over
         for call, kinds in subscribers:
             self._events.subscribe(call, *kinds)
         self._queue: deque[EpochMetrics] = deque()
@@ -151,7 +153,11 @@ class Handle:
         """
         if self._trained is None:
             assert self.crew is not None
-            data = self.crew.wait()[0]
+            try:
+                data = self.crew.wait()[0]
+            finally:
+                if self._over is not None:
+                    self._over()
             self._trained = Trained.from_bytes(data, self._seen)
         return self._trained
 

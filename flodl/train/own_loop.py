@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +15,7 @@ from flodl.errors import TrainError
 from flodl.train.feed import as_feed
 from flodl.train.loss import as_loss, batch_len
 from flodl.train.route import tell_own_loop
+from flodl.train.shown import ShowProgress
 from flodl.train.step import StepResult
 from flodl.train.trainer import Trainer
 
@@ -30,15 +33,21 @@ class OwnLoop(Trainer):
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the epochs from the present one (after a resume: where it stopped) to ``count`` - 1."""
-        with self._leaving_cleanly():
+        with self._leaving_cleanly(), contextlib.closing(self._shown):
             self._begin_once()
             while self.epoch_number < count and not self.stopping:
                 yield self.epoch_number
             self._end_run()
 
+    @functools.cached_property
+    def _shown(self) -> ShowProgress:
+        return ShowProgress(self.settings.progress)
+
     def _begin_once(self) -> None:
         if not self._begun:
             self._begun = True
+            if self.ranks.rank == 0 and self.settings.progress is not False:
+                self.events.subscribe(self._shown)
             self._begin_run()
             tell_own_loop(self)
 

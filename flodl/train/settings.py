@@ -69,6 +69,7 @@ class Settings:
         capture: ``"auto"`` records the steps of a run on CUDA as graphs, one for each shape of batch, where it
             can, and says once why where it cannot; True refuses to run otherwise; False never records.
         compile: pass the model through ``torch.compile`` first.
+        progress: True shows how far the run is, None where it takes longer than a second, False nothing.
         log_every: steps whose figures are read from a CUDA device together.
         callbacks: take part in the run, step by step; see `flodl.train.callback`.
         ema: keep an exponential moving average of the weights with this decay; it is what is evaluated and what
@@ -117,6 +118,7 @@ class Settings:
     frozen_after_s: float = 8.0
     capture: str | bool = "auto"
     compile: bool = False
+    progress: bool | None = None
     log_every: int = 20
     callbacks: Sequence[Callback] = ()
     ema: float | None = None

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import inspect
 import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
 from flodl.errors import ConfigError
-from flodl_hf.cli.shared import emit_json, progress, reporting, say, training_said
+from flodl_hf.cli.shared import emit_json, reporting, say, training_said
 from flodl_hf.finetuning.options import Options
 
 NAME = "finetune"
@@ -54,7 +54,7 @@ def run(
             problems=absent,
         )
     name = values.pop("model")
-    data = {"train": values.pop("train"), "eval": values.pop("eval", None)}
+    data = {"train": values.pop("train"), "eval": eval_data(values.pop("eval", None))}
     target = values.pop("out", None)
     overwrite = bool(values.pop("overwrite", False)) or overwrite
     if not _is_first_rank():
@@ -64,9 +64,15 @@ def run(
     if data["eval"] is None:
         say("no --eval was given: nothing will be measured, and the last model is kept")
     kept = target is not None or values.get("checkpoints") is not None
-    with progress() as bar:
-        events = _Progress(bar, values.get("max_steps"), kept=kept)
-        result = finetune(name, **data, out=target, overwrite=overwrite, on_event=events, **values)
+    result = finetune(
+        name,
+        **data,
+        out=target,
+        overwrite=overwrite,
+        progress=True,
+        on_event=partial(_say_how_to_go_on, kept),
+        **values,
+    )
     if json_output:
         emit_json(
             {
@@ -88,52 +94,23 @@ def run(
         say(f"check it: flodl-hf verify-export {result.folder} --no-source")
 
 
-class _Progress:
-    """Shows the events of a run as a bar; where there is no terminal, as a line for each evaluation.
+def _say_how_to_go_on(kept: bool, event: Any) -> None:
+    """Say how a run that was stopped goes on; ``kept`` is whether its checkpoints outlive it."""
+    from flodl.train import RunDone
 
-    Args:
-        bar: from `progress`.
-        max_steps: the run's last step, where it has one of its own.
-        kept: whether its checkpoints outlive it.
-    """
+    if isinstance(event, RunDone) and event.reason == "signal":
+        further = "run the same command with --resume to go on" if kept else "nothing is kept without --out"
+        say(f"stopped after step {event.step}; {further}")
 
-    def __init__(self, bar: Any, max_steps: int | None, *, kept: bool) -> None:
-        self.bar, self.max_steps, self.kept = bar, max_steps, kept
-        self.task: Any = None
 
-    def __call__(self, event: Any) -> None:
-        from flodl.train import EpochMetrics, EvalDone, RunDone, RunStarted, SaveFailed, StepDone, Warned
-
-        if isinstance(event, RunStarted):
-            total = min(event.steps_per_epoch * event.epochs, self.max_steps or sys.maxsize)
-            note = f" (from step {event.step})" if event.resumed_from else ""
-            self._say(
-                f"training: {event.epochs} epochs of {event.steps_per_epoch} steps, {event.world} device(s){note}"
-            )
-            self.task = self.bar.add_task("training", total=total, completed=event.step, note="")
-        elif isinstance(event, StepDone) and self.task is not None:
-            note = f"epoch {event.epoch + 1}  loss {event.loss:.4f}  lr {event.lr:.2e}"
-            self.bar.update(self.task, completed=event.step, note=note)
-        elif isinstance(event, EvalDone):
-            figures = "  ".join(f"{k} {v:.4f}" for k, v in event.metrics.items() if "/" not in k)
-            self._say(f"step {event.step}: {figures}")
-        elif isinstance(event, EpochMetrics):
-            self._say(
-                f"epoch {event.epoch + 1}: loss {event.loss:.4f}, {event.samples / event.epoch_ms * 1e3:.0f} rows/s"
-            )
-        elif isinstance(event, Warned):
-            self._say(f"warning: {event.message}")
-        elif isinstance(event, RunDone) and event.reason == "signal":
-            further = "run the same command with --resume to go on" if self.kept else "nothing is kept without --out"
-            self._say(f"stopped after step {event.step}; {further}")
-        elif isinstance(event, SaveFailed):
-            self._say(f"warning: the checkpoint of step {event.step} could not be written: {event.reason}")
-
-    def _say(self, text: str) -> None:
-        if self.bar.disable:
-            say(text)
-        else:
-            self.bar.console.print(text, highlight=False)
+def eval_data(text: Any) -> Any:
+    """Return what ``--eval`` names: a file, a share or number of training rows, or files by name."""
+    if not isinstance(text, str) or Path(text).exists():
+        return text
+    try:
+        return int(text) if text.isdecimal() else float(text)
+    except ValueError:
+        return dict(_pairs("eval", text)) if "=" in text else text
 
 
 # ---- the options of the command, from the table of options ------------------------------------------------
@@ -189,7 +166,8 @@ def _command() -> Callable[..., None]:
         _parameter("model", str | None, typer.Argument(metavar="[MODEL]", help="A local folder or a Hub name.")),
         _parameter("train", str | None, typer.Option("--train", "-t", help="Training data: CSV, TSV, JSON lines, "
                    "Parquet, CoNLL, SQuAD JSON or text.")),
-        _parameter("eval", str | None, typer.Option("--eval", help="Held-out data, judged after each epoch.")),
+        _parameter("eval", str | None, typer.Option("--eval", help="Held-out data, judged after each epoch: a file, "
+                   "several as name=file,name=file, or a share of the training rows (0.2).")),
         _parameter("out", Path | None, typer.Option("--out", "-o", help="Folder to write.")),
         _parameter("overwrite", bool, typer.Option("--overwrite", help="Replace a model in that folder."), False),
         _parameter("recipe", Path | None, typer.Option("--recipe", "-r", help="YAML file with options; those on the "

@@ -135,8 +135,8 @@ class _Scorer:
         self.truth, self.metric = truth, AnswerF1()
         self.no_answer = any(not answers for answers in truth.answers)
 
-    def update(self, example: int, scores: Sequence[Tensor]) -> None:
-        """Take in the scores of one question's windows, each ``(tokens, 2)``."""
+    def update(self, example: int, scores: Sequence[Tensor]) -> tuple[Any, Any]:
+        """Take in the scores of one question's windows, each ``(tokens, 2)``; return the answer and those accepted."""
         from flodl_hf.decode import decode_answers_batch
 
         best = decode_answers_batch(
@@ -147,7 +147,9 @@ class _Scorer:
             owners=[0] * len(scores),
             no_answer=self.no_answer,
         )[0]
-        self.metric.update([best[0].text if best else ""], [self.truth.answers[example]])
+        said = best[0].text if best else ""
+        self.metric.update([said], [self.truth.answers[example]])
+        return said, list(self.truth.answers[example])
 
     def metrics(self) -> Sequence[Metric]:
         """Return the one metric."""

@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from flodl.data import Columns, infer_columns, infer_targets, load_rows
 from flodl.errors import ConfigError, DataError
 from flodl_hf.finetuning.answers import AnswerTask
@@ -22,7 +24,7 @@ from flodl_hf.finetuning.sequence import SequenceTask
 from flodl_hf.finetuning.task import Task
 from flodl_hf.finetuning.tokens import TokenTask, tag_names
 
-__all__ = ["Known", "Tables", "choose_task", "read_tables"]
+__all__ = ["Known", "Tables", "choose_task", "is_several", "read_tables"]
 
 LOOKED_AT = 200  # rows from which the meaning of columns is inferred
 
@@ -47,29 +49,34 @@ class Tables:
 
     Attributes:
         train: training rows.
-        eval: held-out rows, or None.
+        evals: sets of held-out rows by name, which is empty where there is one.
         facts: for each of them what the model card says: name, rows, and the hash of a file.
         source: the training data as the caller gave it, asked for names of its labels.
     """
 
     train: list[dict[str, Any]]
-    eval: list[dict[str, Any]] | None
+    evals: dict[str, list[dict[str, Any]]]
     facts: dict[str, dict[str, Any]]
     source: Any = None
 
 
-def read_tables(train: Any, held_out: Any, header_columns: Mapping[str, str] | None = None) -> Tables:
+def read_tables(train: Any, held_out: Any, *, seed: int = 42) -> Tables:
     """Return the rows of the given files or objects.
 
+    Args:
+        held_out: data like ``train``; several by name; or a share (below 1) or number of training rows to hold out.
+        seed: decides which rows are held out.
+
     Raises:
-        DataError: a file is absent or faulty, or holds no rows; both files are read before it is raised.
+        DataError: a file is absent or faulty, or holds no rows; all files are read before it is raised.
+        ConfigError: a share that leaves nothing.
     """
+    share = None if isinstance(held_out, bool) or not isinstance(held_out, (int, float)) else held_out
+    named = dict(held_out) if is_several(held_out) else {} if held_out is None or share is not None else {"": held_out}
     rows: dict[str, list[dict[str, Any]]] = {}
     facts: dict[str, dict[str, Any]] = {}
     faults: list[DataError] = []
-    for name, source in (("train", train), ("eval", held_out)):
-        if source is None:
-            continue
+    for name, source in {"train": train, **{f"eval {k}".strip(): source for k, source in named.items()}}.items():
         try:
             rows[name] = load_rows(source)
         except DataError as fault:
@@ -80,7 +87,39 @@ def read_tables(train: Any, held_out: Any, header_columns: Mapping[str, str] | N
         raise faults[0]
     if faults:
         raise DataError("\n".join(str(fault) for fault in faults), problems=[str(fault) for fault in faults])
-    return Tables(rows["train"], rows.get("eval"), facts, train)
+    evals = {name: rows[f"eval {name}".strip()] for name in named}
+    if share is not None:
+        rows["train"], evals[""] = _held_out(rows["train"], share, seed)
+        name = f"{facts['train']['name']}, {len(evals['']):,} rows held out"
+        facts["eval"] = {**facts["train"], "name": name, "rows": len(evals[""])}
+        facts["train"]["rows"] = len(rows["train"])
+    return Tables(rows["train"], evals, facts, train)
+
+
+def is_several(source: Any) -> bool:
+    """Return whether held-out data are several sets by name rather than columns by name."""
+    if not isinstance(source, Mapping) or not source:
+        return False
+    return all(_is_table(value) for value in source.values())
+
+
+def _is_table(value: Any) -> bool:
+    if isinstance(value, (str, os.PathLike, Mapping)) or hasattr(value, "features") or hasattr(value, "columns"):
+        return True
+    return isinstance(value, list) and bool(value) and isinstance(value[0], Mapping)
+
+
+def _held_out(rows: list[Any], share: float, seed: int) -> tuple[list[Any], list[Any]]:
+    """Return the rows to train on and those held out, each in their order; the same ones for the same seed."""
+    count = round(share * len(rows)) if share < 1 else int(share)
+    if share <= 0 or not 0 < count < len(rows) or (share >= 1 and share != count):
+        raise ConfigError(
+            f"eval: found {share!r} of {len(rows)} training rows; expected a share between 0 and 1, or a whole number "
+            "of rows, that leaves some of both",
+            problems=["eval"],
+        )
+    chosen = set(np.random.default_rng(seed).permutation(len(rows))[:count].tolist())
+    return [row for i, row in enumerate(rows) if i not in chosen], [rows[i] for i in sorted(chosen)]
 
 
 def _facts(source: Any) -> dict[str, Any]:
@@ -109,8 +148,8 @@ def choose_task(tables: Tables, options: Options, known: Known) -> Task:
     if named is not None and named != task:
         columns = _columns_for(named, columns, tables.train[0])
         task = named
-    if tables.eval is not None:
-        _same_columns(columns, tables.eval)
+    for name, held_out in tables.evals.items():
+        _same_columns(columns, held_out, f"eval {name}".strip())
     if task == "sequence_classification":
         return _sequence(tables, columns, options, known)
     if task == "token_classification":
@@ -140,12 +179,12 @@ def _columns_for(named: str, columns: Columns, row: Mapping[str, Any]) -> Column
     )
 
 
-def _same_columns(columns: Columns, rows: Sequence[Mapping[str, Any]]) -> None:
+def _same_columns(columns: Columns, rows: Sequence[Mapping[str, Any]], where: str) -> None:
     wanted = [getattr(columns, role) for role in columns.__dataclass_fields__ if role != "task"]
     absent = [name for name in wanted if name is not None and name not in rows[0]]
     if absent:
         raise DataError(
-            f"eval: no column {', '.join(map(repr, absent))}; it has {list(rows[0])}. Expected the columns of the "
+            f"{where}: no column {', '.join(map(repr, absent))}; it has {list(rows[0])}. Expected the columns of the "
             "training data",
             names=absent,
         )

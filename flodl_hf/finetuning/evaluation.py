@@ -7,7 +7,7 @@ figures. What is judged, and by which figures, is decided by the task.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count as count_from
 from typing import Any
@@ -24,11 +24,12 @@ from flodl.distributed.shares import deal
 from flodl.errors import ConfigError, nearest
 from flodl.metrics import merged
 from flodl.train.precision import Precision
+from flodl_hf.finetuning.own import OwnScorer
 from flodl_hf.finetuning.rows import CollateRows
 from flodl_hf.finetuning.step import Objective, rows_of_scores, score
 from flodl_hf.finetuning.task import Prepared, Scorer, Task
 
-__all__ = ["Evaluation"]
+__all__ = ["Evaluation", "Evaluations"]
 
 Numbered = tuple[int, NDArray[np.int64]]
 """A batch: its number among all, and its rows."""
@@ -46,6 +47,8 @@ class Evaluation:
         batch_size: rows at once.
         precision: as in training.
         seed: decides what is masked.
+        own: figures of the user's own, as in `flodl_hf.finetuning.own.Own`.
+        wanted: the figure that says which model is best, which has to be among those found.
     """
 
     task: Task
@@ -55,6 +58,13 @@ class Evaluation:
     batch_size: int
     precision: str = "fp32"
     seed: int = 0
+    own: Any = None
+    wanted: str | None = None
+
+    def scorer(self) -> Scorer:
+        """Return a scorer that has seen nothing."""
+        scorer = self.task.scorer(self.prepared)
+        return scorer if self.own is None else OwnScorer(scorer, self.task, self.own)
 
     def __call__(self, model: Any) -> dict[str, float]:
         """Return the figures, ``eval_loss`` first; the model must be in evaluation mode."""
@@ -77,14 +87,14 @@ class Evaluation:
         mine = [batch for unit, owner in zip(units, owners, strict=True) if owner == ranks.rank for batch in unit]
         losses, scorer = self._judge(model, mine)
         parts = ranks.gather({"losses": losses, "metrics": [metric.state_dict() for metric in scorer.metrics()]})
-        whole = self.task.scorer(self.prepared)
+        whole = self.scorer()
         for i, metric in enumerate(whole.metrics()):
             merged(metric, [part["metrics"][i] for part in parts])
         return self._figures([loss for part in parts for loss in part["losses"]], whole)
 
     def _judge(self, model: Any, batches: Sequence[Numbered]) -> tuple[list[tuple[int, float, float]], Scorer]:
         """Return number, sum and count of each batch's loss, and a scorer that has seen the batches."""
-        rows, scorer = self.prepared.rows, self.task.scorer(self.prepared)
+        rows, scorer = self.prepared.rows, self.scorer()
         device = model.device
         precision = Precision(self.precision if self.precision != "fp16" else "fp32", device)
         held: dict[int, list[Tensor]] = {}
@@ -117,6 +127,11 @@ class Evaluation:
         figures = {"eval_loss": mean, **scorer.compute()}
         if self.task.kind == "words":
             figures["perplexity"] = math.exp(mean) if mean < 700 else math.inf
+        if self.wanted is not None and self.wanted not in figures and "/" not in self.wanted:
+            raise ConfigError(
+                f"metric: found {self.wanted!r}{nearest(self.wanted, figures)}; expected one of {', '.join(figures)}",
+                problems=[self.wanted],
+            )
         return figures
 
     def units(self) -> list[list[Numbered]]:
@@ -147,11 +162,12 @@ class Evaluation:
         Raises:
             ConfigError: the task has no such figure.
         """
-        known = ["eval_loss", *self.task.scorer(self.prepared).compute()]
+        known = ["eval_loss", *self.scorer().compute()]
         if self.task.kind == "words":
             known.append("perplexity")
         bare = "eval_loss" if name.lstrip("-") == "loss" else name.lstrip("-")
-        if bare not in known and "/" not in bare:
+        # which figures a function of the user's gives is known when it has given them
+        if bare not in known and "/" not in bare and (self.own is None or isinstance(self.own, Mapping)):
             raise ConfigError(
                 f"metric: found {name!r}{nearest(bare, known)}; expected one of {', '.join(known)}", problems=[name]
             )
@@ -159,3 +175,37 @@ class Evaluation:
 
 
 LOWER_IS_BETTER = ("eval_loss", "perplexity", "mse", "rmse", "mae")
+
+
+@dataclass(frozen=True)
+class Evaluations:
+    """Several sets of held-out data, judged one after another; their figures come as ``<set>/<figure>``.
+
+    Args:
+        sets: by name; the first one's main figure says which model is best, unless another is asked for.
+    """
+
+    sets: Mapping[str, Evaluation]
+
+    def __call__(self, model: Any) -> dict[str, float]:
+        """Return the figures of all sets."""
+        return self._named({name: one(model) for name, one in self.sets.items()})
+
+    def on_ranks(self, model: Any, ranks: Ranks, speeds: Sequence[float]) -> dict[str, float]:
+        """Return the figures of all sets, to which every rank contributes."""
+        return self._named({name: one.on_ranks(model, ranks, speeds) for name, one in self.sets.items()})
+
+    def _named(self, found: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+        return {f"{name}/{figure}": value for name, figures in found.items() for figure, value in figures.items()}
+
+    def check_metric(self, name: str) -> str:
+        """Return the name of a figure with its set and sign; of the first set where none is named.
+
+        Raises:
+            ConfigError: no set has such a figure.
+        """
+        sign, bare = ("-", name[1:]) if name.startswith("-") else ("", name)
+        at, _, figure = bare.partition("/")
+        at, figure = (at, figure) if at in self.sets else (next(iter(self.sets)), bare)
+        found = self.sets[at].check_metric(sign + figure)
+        return f"-{at}/{found[1:]}" if found.startswith("-") else f"{at}/{found}"

@@ -18,9 +18,10 @@ from flodl.data import LengthGroupedBatches, RandomSampler, TokenBudgetBatches
 from flodl.data.batches import FixedBatches
 from flodl.errors import ConfigError
 from flodl_hf.finetuning.data import Known, Tables, choose_task, read_tables
-from flodl_hf.finetuning.evaluation import Evaluation
+from flodl_hf.finetuning.evaluation import Evaluation, Evaluations
 from flodl_hf.finetuning.factory import Given, ModelFactory
 from flodl_hf.finetuning.options import Options
+from flodl_hf.finetuning.own import Own
 from flodl_hf.finetuning.rates import make_schedule
 from flodl_hf.finetuning.rows import CollateRows, EncodedRows, Masking
 from flodl_hf.finetuning.shapes import choose_shapes
@@ -49,6 +50,8 @@ class Job:
         objective: the loss.
         evaluation: judges a model; None without held-out data.
         steps: optimiser steps of the whole run.
+        name: the model's.
+        own: what the user brought.
     """
 
     options: Options
@@ -60,9 +63,10 @@ class Job:
     batches: Any
     collate: CollateRows
     objective: Objective
-    evaluation: Evaluation | None
+    evaluation: Evaluation | Evaluations | None
     steps: int
     name: str
+    own: Own
 
     @property
     def metric(self) -> str | None:
@@ -84,14 +88,21 @@ class Job:
 
 
 def plan_job(
-    model: str | Path | EncoderModel, train: Any, held_out: Any, options: Options, *, where: str = "finetune"
+    model: str | Path | EncoderModel,
+    train: Any,
+    held_out: Any,
+    options: Options,
+    *,
+    where: str = "finetune",
+    own: Own | None = None,
 ) -> Job:
     """Return a job with everything checked and tokenized, and nothing trained.
 
     Raises:
         DataError, ConfigError, CheckpointError, HubError, TokenizerError: as in `finetune`.
     """
-    tables = read_tables(train, held_out)
+    own = own or Own()
+    tables = read_tables(train, held_out, seed=options.seed)
     task = choose_task(tables, options, _known(model, options))
     torch.manual_seed(options.seed)  # a new head is drawn at random
     opened, factory = _open(model, task, options)
@@ -112,35 +123,48 @@ def plan_job(
         if tokenizer.mask_token_id is None:
             raise ConfigError(f"{where}: the tokenizer has no mask token, so nothing can be masked", problems=["mask"])
         masking = Masking(tokenizer.mask_token_id, tokenizer.vocab_size, options.mask_probability, options.whole_words)
-    layout = _layout(options)
+    layout = _layout(options, own)
     batches = _batches(options, rows, layout)
     collate = CollateRows(tokenizer.pad_token_id or 0, layout, masking)
     if layout == "bucketed":
         cut: Any = {"micro_batch_size": options.micro_batch_size, "accumulate": options.accumulate}
         collate = replace(collate, shapes=choose_shapes(rows.lengths, batches, _most(rows, opened.max_tokens), **cut))
-    objective = Objective(task.kind, _weights(options, task, rows), options.label_smoothing, options.mask_padding)
-    evaluation = None
-    if tables.eval is not None:
-        prepared = task.prepare(tables.eval, tokenizer, room, training=False)
-        size = options.eval_batch_size or options.micro_batch_size or options.batch_size
-        evaluation = Evaluation(
+    weights = _weights(options, task, rows)
+    own.check(task, weights, options.label_smoothing)
+    objective = Objective(task.kind, weights, options.label_smoothing, options.mask_padding, own.loss)
+    evaluations = {
+        name: Evaluation(
             task,
-            prepared,
+            task.prepare(examples, tokenizer, room, training=False),
             replace(collate, layout="packed") if layout == "bucketed" else collate,
             # how wide a batch is padded says nothing of a model
-            Objective(task.kind, mask_padding=True),
-            size,
+            Objective(task.kind, mask_padding=True, own=own.loss),
+            options.eval_batch_size or options.micro_batch_size or options.batch_size,
             options.precision,
             options.seed,
+            own.metrics,
         )
+        for name, examples in tables.evals.items()
+    }
+    evaluation = _wanting(evaluations, options.metric or task.main_metric)
     _need_evaluation(options, evaluation)
     filled = replace(options, task=task.head, labels=task.labels, problem_type=task.problem_type)
     job = Job(
         filled, task, tables, opened, factory, rows, batches, collate, objective, evaluation,
-        _count_steps(options, batches), str(getattr(opened.source, "name", None) or "a model in memory"),
+        _count_steps(options, batches), str(getattr(opened.source, "name", None) or "a model in memory"), own,
     )  # fmt: skip
     _ = job.schedule  # values that it cannot have are refused now
     return job
+
+
+def _wanting(sets: dict[str, Evaluation], metric: str) -> Evaluation | Evaluations | None:
+    """Return the evaluation of all sets, which knows by which figure the best model is chosen."""
+    if not sets:
+        return None
+    if "" in sets:
+        return replace(sets[""], wanted=sets[""].check_metric(metric).lstrip("-"))
+    at, _, figure = Evaluations(sets).check_metric(metric).lstrip("-").partition("/")
+    return Evaluations({name: replace(one, wanted=figure) if name == at else one for name, one in sets.items()})
 
 
 def _known(model: Any, options: Options) -> Known:
@@ -213,21 +237,25 @@ def _weights(options: Options, task: Task, rows: EncodedRows) -> tuple[float, ..
     return tuple(float(w) for w in asked)
 
 
-def _need_evaluation(options: Options, evaluation: Evaluation | None) -> None:
+def _need_evaluation(options: Options, evaluation: Evaluation | Evaluations | None) -> None:
     if evaluation is not None:
         if options.metric:
             evaluation.check_metric(options.metric)
         return
-    for name in ("early_stopping", "eval_every", "metric"):
+    for name in ("early_stopping", "eval_every", "eval_start", "eval_delay", "metric"):
         if getattr(options, name):
             raise ConfigError(f"{name}: there is no held-out data to judge by; give eval=", problems=[name])
 
 
-def _layout(options: Options) -> Literal["padded", "packed", "bucketed"]:
-    """Return how rows lie in training: on CUDA packed ones are filled up to shapes that come again."""
+def _layout(options: Options, own: Own) -> Literal["padded", "packed", "bucketed"]:
+    """Return how rows lie in training: on CUDA packed ones are filled up to shapes that come again.
+
+    A loss of the user's own does not know what is filled up, so it gets rows as they are.
+    """
     devices = options.places
     named = [devices] if isinstance(devices, str) else devices if isinstance(devices, (list, tuple)) else []
     cuda = torch.cuda.is_available() and not any(str(name).startswith("cpu") for name in named)
+    cuda = cuda and own.loss is None
     if options.layout == "auto":
         return "bucketed" if cuda and options.precision in ("bf16", "fp16") else "padded"
     if options.layout == "packed":

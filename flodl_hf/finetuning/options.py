@@ -108,6 +108,14 @@ class Options:
     label_smoothing: float = _opt(0.0, "Share of the target spread over all labels.", least=0.0, most=1.0)
     dropout: float | None = _opt(None, "Dropout everywhere, instead of the model's own.", least=0.0, most=1.0)
 
+    ema: float | None = _opt(
+        None,
+        "Keep a moving average of the weights with this decay (0.999); it is judged and kept.",
+        least=0.0,
+        most=1.0,
+    )
+    ema_warmup: bool = _opt(True, "Let the average follow faster at first.")
+
     precision: str = _opt("fp32", "fp32, tf32, bf16 or fp16.", among=("fp32", "tf32", "bf16", "fp16"))
     gradient_checkpointing: bool = _opt(False, "Compute layers twice instead of keeping their states.")
     attention: str = _opt("sdpa", "sdpa or eager.", among=("sdpa", "eager"))
@@ -124,6 +132,8 @@ class Options:
 
     eval_every: int | None = _opt(None, "Steps between evaluations, besides the one after each epoch.", least=1)
     eval_batch_size: int | None = _opt(None, "Rows at once in evaluation; by default batch_size.", least=1)
+    eval_start: bool = _opt(False, "Evaluate before the first step too; decides nothing.")
+    eval_delay: int = _opt(0, "No evaluation before so many steps, but for the one at the end.", least=0)
     metric: str | None = _opt(None, "Figure that says which model is best; '-name' where less is better.")
     keep_best: bool = _opt(True, "End with the best model instead of the last.")
     early_stopping: int | None = _opt(None, "Stop after so many evaluations without a better figure.", least=1)
@@ -138,6 +148,7 @@ class Options:
 
     save_every: int | None = _opt(None, "Steps between checkpoints, besides the one after each epoch.", least=1)
     checkpoints: str | None = _opt(None, "Folder for checkpoints; by default beside the result.")
+    keep_last: int = _opt(1, "Newest checkpoints that stay, besides the best one.", least=1)
     keep_checkpoints: bool = _opt(False, "Leave the checkpoints when the run is done.")
     resume: bool = _opt(False, "Go on from the checkpoints of an interrupted run.")
 
@@ -196,6 +207,8 @@ class FinetuneOptions(TypedDict, total=False):
     class_weights: Any
     label_smoothing: float
     dropout: float | None
+    ema: float | None
+    ema_warmup: bool
     precision: str
     gradient_checkpointing: bool
     attention: str
@@ -209,6 +222,8 @@ class FinetuneOptions(TypedDict, total=False):
     compat: str | None
     eval_every: int | None
     eval_batch_size: int | None
+    eval_start: bool
+    eval_delay: int
     metric: str | None
     keep_best: bool
     early_stopping: int | None
@@ -218,6 +233,7 @@ class FinetuneOptions(TypedDict, total=False):
     mask_padding: bool
     save_every: int | None
     checkpoints: str | None
+    keep_last: int
     keep_checkpoints: bool
     resume: bool
     devices: Any
@@ -348,6 +364,8 @@ def _together(options: Options) -> list[str]:
         problems.append("schedule_options: the schedule is an object; expected none, or the schedule by its name")
     elif not hasattr(schedule, "lr"):
         problems.append(f"schedule: found {type(schedule).__name__}; expected a name, or an object with lr(step)")
+    if options.ema in (0.0, 1.0):
+        problems.append(f"ema: found {options.ema}; expected a number above 0 and below 1, such as 0.999")
     if options.label_smoothing == 1.0:
         problems.append("label_smoothing: found 1.0; expected less, or nothing of the target is left")
     if options.mask_probability == 0.0:

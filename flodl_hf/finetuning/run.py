@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,15 +22,18 @@ from typing import TYPE_CHECKING, Any, Unpack
 import torch
 
 from flodl.errors import ExportError, TrainError
-from flodl.train import EvalDone, RunDone, StepDone, Trainer, adamw, parameter_groups, sgd
+from flodl.train import Callback, EvalDone, RunDone, StepDone, Trainer, adamw, parameter_groups, sgd
+from flodl.train.ema import averaged_state
 from flodl.train.keeper import list_checkpoints, read_checkpoint
 from flodl.train.optimizers import layerwise_decay
 from flodl.train.state import load_model
 from flodl_hf.export.publish import is_model_file
 from flodl_hf.finetuning.card import papers
+from flodl_hf.finetuning.data import is_several
 from flodl_hf.finetuning.factory import Given, ModelFactory, checkpoint_layers, restore_layers, set_dropout
 from flodl_hf.finetuning.job import Job, plan_job
 from flodl_hf.finetuning.options import FinetuneOptions, Options, make_options
+from flodl_hf.finetuning.own import Own
 
 if TYPE_CHECKING:
     from flodl.train.builder import TrainerBuilder
@@ -78,6 +81,10 @@ def finetune(
     out: str | Path | None = None,
     overwrite: bool = False,
     on_event: Callable[[Any], Any] | None = None,
+    progress: bool | None = None,
+    loss: Callable[..., Any] | None = None,
+    metrics: Any = None,
+    callbacks: Sequence[Callback] = (),
     **options: Unpack[FinetuneOptions],
 ) -> FinetuneResult:
     """Return ``model`` trained on ``train``, written to ``out`` as a Hugging Face folder if that is given.
@@ -95,11 +102,18 @@ def finetune(
         model: a folder or Hub name, which gets a new head where its own does not fit, or a model.
         train: a file (CSV, TSV, JSON lines, JSON, Parquet, Arrow, CoNLL, SQuAD, text), a list of dicts, a dict of
             columns, a Hugging Face data set, or a data frame.
-        eval: held-out data of the same kind, judged after each epoch; the best model is kept.
+        eval: held-out data of the same kind, judged after each epoch; the best model is kept. Several sets by name, of
+            which the first decides; or a share of ``train`` to hold out (0.2), or a number of its rows.
         out: folder to write; holds the model, its tokenizer, ``README.md`` (the model card), ``recipe.yaml``
             (which reproduces the run) and ``training.json`` (every figure).
         overwrite: replace a folder that holds a model.
         on_event: called with the events of training (`flodl.train.events`) as they come.
+        progress: True shows how far training is, None where it takes longer than a second, False nothing.
+        loss: ``loss(scores, labels)`` in place of the task's loss; see `flodl_hf.finetuning.own.own_loss`.
+        metrics: ``metrics(predictions, truth)`` gives figures by name, beside the task's; or such functions by name.
+            Predictions and truth are arrays ``(examples, ...)`` of scores and labels, lists of tags, or answers and
+            lists of those accepted.
+        callbacks: take part in training; see `flodl.train.Callback`.
         **options: fields of `flodl_hf.finetuning.Options`; their defaults are those of transformers.
 
     Raises:
@@ -116,14 +130,14 @@ def finetune(
     target = None if out is None else Path(out)
     if target is not None:
         _check_free(target, overwrite)
-    job = plan_job(model, train, eval, chosen)
+    job = plan_job(model, train, eval, chosen, own=Own(loss, metrics, tuple(callbacks)))
     recipe = {"model": _named(model), "train": _named(train), "eval": _named(eval), **_recipe(job)}
     with ExitStack() as stack:
         stack.enter_context(_settings_of_torch())
         folder = _checkpoint_folder(job, target, stack)
         notes = _Notes(on_event)
         began = time.perf_counter()
-        trained = train_job(job, notes, stack, folder)
+        trained = train_job(job, notes, stack, folder, progress=progress)
         seconds = time.perf_counter() - began
         best_step, metrics = _take_best(job, trained, folder, notes)
     trained.eval()
@@ -175,7 +189,14 @@ class _Groups:
         )  # fmt: skip
 
 
-def train_job(job: Job, on_event: Callable[[Any], Any], stack: ExitStack, folder: Path | None = None) -> EncoderModel:
+def train_job(
+    job: Job,
+    on_event: Callable[[Any], Any],
+    stack: ExitStack,
+    folder: Path | None = None,
+    *,
+    progress: bool | None = False,
+) -> EncoderModel:
     """Return the model of a planned job after its last step.
 
     Args:
@@ -183,8 +204,9 @@ def train_job(job: Job, on_event: Callable[[Any], Any], stack: ExitStack, folder
         on_event: called with the events of training.
         stack: undoes what is set for training alone, when it is closed.
         folder: where checkpoints go.
+        progress: as for `finetune`.
     """
-    handle = make_builder(job, on_event, stack, folder).run()
+    handle = make_builder(job, on_event, stack, folder).progress(progress, total=job.steps).run()
     state = handle.join()
     if handle.model is not None:
         trained: Any = handle.model
@@ -227,11 +249,16 @@ def make_builder(
             parameter_groups=_Groups(options.lr, options.layerwise_decay),
             checkpoint_activations=checkpoint_layers if options.gradient_checkpointing else None,
             arrange=_arrangement(options),
+            callbacks=job.own.callbacks,
+            ema=options.ema,
+            ema_warmup=options.ema_warmup,
         )
         .subscribe(on_event)
     )
     if job.evaluation is not None:
-        builder.eval_fn(job.evaluation).set(eval_every=options.eval_every)
+        builder.eval_fn(job.evaluation).set(
+            eval_every=options.eval_every, eval_start=options.eval_start, eval_delay=options.eval_delay
+        )
     if options.early_stopping is not None:
         builder.set(early_stopping=(job.metric, options.early_stopping))
     if folder is not None:
@@ -239,7 +266,7 @@ def make_builder(
             str(folder),
             # every evaluation needs its weights, or the best could not be gone back to
             every=options.save_every or options.eval_every,
-            keep_last=1,
+            keep_last=options.keep_last,
             keep_best=job.metric if options.keep_best else None,
             resume=options.resume,
         ).set(save_epochs="idle")
@@ -355,7 +382,7 @@ def _take_best(job: Job, model: EncoderModel, folder: Path | None, notes: _Notes
         return notes.steps, last
     _, step, path, metrics = max(found, key=lambda entry: entry[:2])
     if -step != notes.steps:
-        load_model(model, dict(read_checkpoint(path).tensors["model"]))
+        load_model(model, averaged_state(read_checkpoint(path).tensors))
     return -step, dict(metrics)
 
 
@@ -414,7 +441,13 @@ def _write(job: Job, result: FinetuneResult, target: Path, overwrite: bool) -> P
     return result.model.save_pretrained(target, overwrite=overwrite, extra_files=files)
 
 
-def _named(source: Any) -> str | None:
+def _named(source: Any) -> Any:
+    """Return how a recipe names data or a model: paths and shares; None for what is in memory."""
+    if is_several(source):
+        named = {name: _named(part) for name, part in source.items()}
+        return named if None not in named.values() else None
+    if isinstance(source, (int, float)):
+        return source
     return os.fspath(source) if isinstance(source, (str, os.PathLike)) else None
 
 

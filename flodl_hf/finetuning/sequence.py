@@ -137,12 +137,13 @@ class _Scorer:
         self._examples: list[int] = []
         self._scores: list[Tensor] = []
 
-    def update(self, example: int, scores: Sequence[Tensor]) -> None:
-        """Take in the scores of one text."""
+    def update(self, example: int, scores: Sequence[Tensor]) -> tuple[Any, Any]:
+        """Take in the scores of one text; return them and its label, a number or numbers."""
         self._examples.append(example)
         self._scores.append(scores[0])
         if len(self._examples) >= BUFFER:
             self._flush()
+        return scores[0].tolist(), self.truth[example].tolist()
 
     def _flush(self) -> None:
         if not self._examples:

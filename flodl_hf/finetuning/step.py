@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flodl.train import Loss
+from flodl_hf.finetuning.own import LossFunction, own_loss
 from flodl_hf.layout import Packed, Padded
 from flodl_hf.losses import IGNORED_LABEL, classification_loss, span_loss, token_loss
 
@@ -64,12 +65,14 @@ class Objective:
         smoothing: share of the target that is spread over all labels.
         mask_padding: spans only: padding is no place where an answer could be. The reference lets it be one, so
             that its loss depends on the width that a batch is padded to.
+        own: the user's function in place of the task's loss; see `flodl_hf.finetuning.own`. Batches are not filled up.
     """
 
     kind: Kind
     weights: tuple[float, ...] | None = None
     smoothing: float = 0.0
     mask_padding: bool = False
+    own: LossFunction | None = None
 
     asks_num_rows: ClassVar[bool] = False
     """Counts are taken from the labels, so a recorded step serves batches of any number of rows."""
@@ -83,6 +86,10 @@ class Objective:
         if self.kind == "spans":
             return self._spans(scores, batch)
         labels = batch["labels"]
+        if self.own is not None:
+            flat = scores.reshape(-1, scores.shape[-1])
+            whole = labels if self.kind in ("regression", "multi_label") else labels.reshape(-1)
+            return own_loss(self.own, flat, whole, len(flat))
         if self.kind in ("regression", "multi_label"):
             if "real" in batch:
                 return self._texts_of(scores, labels, batch["real"])
@@ -142,6 +149,9 @@ class Objective:
             scores = scores.masked_fill(padding, torch.finfo(scores.dtype).min)
         start, end = (part.squeeze(-1).contiguous() for part in scores.split(1, dim=-1))
         starts, ends = batch["start_positions"], batch["end_positions"]
+        if self.own is not None:
+            both = torch.stack([starts, ends], 1)
+            return own_loss(self.own, torch.stack([start, end], 2), both, count)
         return Loss.mean(span_loss(start, end, starts, ends), count)
 
 

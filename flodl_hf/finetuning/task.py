@@ -59,8 +59,12 @@ class Prepared:
 class Scorer(Protocol):
     """Judges a model example by example."""
 
-    def update(self, example: int, scores: Sequence[Tensor]) -> None:
-        """Take in the scores of all windows of one example, on the CPU."""
+    def update(self, example: int, scores: Sequence[Tensor]) -> tuple[Any, Any] | None:
+        """Take in the scores of all windows of one example, on the CPU.
+
+        Returns:
+            What is predicted and what is true, as JSON values, for figures of the user's own; None where nothing is.
+        """
         ...
 
     def metrics(self) -> Sequence[Metric]:

@@ -175,12 +175,13 @@ class _Scorer:
         self.names, self.truth, self.has_spans = names, truth, has_spans
         self.metric = SpanF1()
 
-    def update(self, example: int, scores: Sequence[Tensor]) -> None:
-        """Take in the scores of one text's windows."""
+    def update(self, example: int, scores: Sequence[Tensor]) -> tuple[Any, Any]:
+        """Take in the scores of one text's windows; return the tags of its words, as predicted and as they are."""
         said = [row.argmax(-1).tolist() for row in scores]
         fill = "O" if "O" in self.names else self.names[0]
         tags = read_tags(self.truth.units[example], said, self.names, fill=fill)
         self.metric.update([tags], [self.truth.tags[example]])
+        return list(tags), list(self.truth.tags[example])
 
     def metrics(self) -> Sequence[Metric]:
         """Return the one metric."""

@@ -79,7 +79,7 @@ def evaluate(ranks, speeds):
     )
     torch.manual_seed(0)
     feed = as_feed(data, ranks.device, batch_size=4, shuffle=False)
-    evaluator = Evaluator(Callbacks(eval_step=judge, eval_data=feed), None)
+    evaluator = Evaluator(Callbacks(evals={"": (judge, feed)}), None)
     model = nn.Sequential(nn.Linear(6, 3), nn.Dropout(0.9))
     return evaluator.run(model, ranks, Precision("fp32", ranks.device), 1, speeds)
 

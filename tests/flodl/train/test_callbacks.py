@@ -279,3 +279,17 @@ def test_totals_are_those_of_the_run() -> None:
     for most in (None, 3, 99):
         builder(max_steps=most).subscribe(told.append, RunStarted).run().join()
     assert [event.total_steps for event in told] == [10, 3, 10]
+
+
+def test_several_sets_are_evaluated_each_by_its_name() -> None:
+    told: list[Any] = []
+    made = builder().evaluate(judge, data(), name="all", batch_size=7).evaluate(judge, half(), name="half")
+    made.subscribe(told.append, EvalDone).early_stopping("half/score", 99).run().join()
+    assert list(told[-1].metrics) == ["all/score", "half/score"]
+    alone: list[Any] = []
+    builder().evaluate(judge, half()).subscribe(alone.append, EvalDone).run().join()
+    assert alone[-1].metrics == {"score": told[-1].metrics["half/score"]}
+
+
+def half() -> TensorRows:
+    return TensorRows({name: column[:30] for name, column in tensors().items()})

@@ -1,0 +1,79 @@
+"""A run as it is seen by people: steps done of all, and a line for each epoch, evaluation and warning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from flodl.progress import AFTER_S, Progress, figures_of
+from flodl.train.events import (
+    EpochMetrics,
+    EvalDone,
+    RunDone,
+    RunStarted,
+    SaveFailed,
+    StepDone,
+    Warned,
+)
+
+__all__ = ["ShowProgress"]
+
+
+class ShowProgress:
+    """Subscribed to the events of a run, shows how far it is; see `flodl.progress` for where and when.
+
+    Args:
+        show: True shows it from the start, None what takes longer than a second, False nothing.
+        total: steps of the whole run where the caller knows; else those of the first epoch times epochs, or the
+            run's ``max_steps``.
+        what: name of the run.
+    """
+
+    def __init__(self, show: bool | None = None, *, total: int | None = None, what: str = "training") -> None:
+        self.show, self.total, self.what = show, total, what
+        self._progress: Progress | None = None
+
+    def __call__(self, event: Any) -> None:
+        """Take in an event."""
+        if isinstance(event, RunStarted):
+            self.close()
+            total = event.total_steps if self.total is None else self.total
+            self._progress = Progress(self.what, total or None, unit="steps", done=event.step, show=self.show)
+            parts = [f"{event.epochs} epochs", f"{total:,} steps"] if total else []
+            parts += [f"{event.world} devices"] if event.world > 1 else []
+            parts += [f"going on from step {event.step:,}"] if event.resumed_from else []
+            if parts:
+                self._say(f"{self.what}: {', '.join(parts)}")
+        elif self._progress is None:
+            return
+        elif isinstance(event, StepDone):
+            self._progress.update(event.step, epoch=event.epoch + 1, loss=event.loss, lr=f"{event.lr:.2e}")
+        elif isinstance(event, EvalDone):
+            self._say(f"step {event.step:,}: {', '.join(figures_of(_main(event.metrics)))}")
+        elif isinstance(event, EpochMetrics):
+            rows = event.samples / event.epoch_ms * 1e3 if event.epoch_ms else 0.0
+            self._say(f"epoch {event.epoch + 1}: loss {event.loss:.4f}, {rows:,.0f} rows/s")
+        elif isinstance(event, Warned):
+            self._say(f"warning: {event.message}")
+        elif isinstance(event, SaveFailed):
+            self._say(f"warning: the checkpoint of step {event.step:,} could not be written: {event.reason}")
+        elif isinstance(event, RunDone):
+            self._progress.update(event.step)
+            self.close()
+
+    def _say(self, text: str) -> None:
+        progress = self._progress
+        if progress is not None and (self.show or progress.elapsed >= AFTER_S):
+            progress.say(text)
+
+    def close(self) -> None:
+        """Take the display away, however the run ended."""
+        if self._progress is not None:
+            self._progress.close()
+        self._progress = None
+
+
+def _main(figures: Mapping[str, float]) -> dict[str, float]:
+    """Return figures without those of single labels, which come as ``figure/label`` or ``set/figure/label``."""
+    plain = {name: value for name, value in figures.items() if "/" not in name}
+    return plain or {name: value for name, value in figures.items() if name.count("/") == 1}

@@ -1,0 +1,178 @@
+"""What the user brings to a run instead of or besides the task's: a loss, figures, callbacks.
+
+Decides what own functions are called with and how what they return adds up, so that a step with an own loss is the
+same however its rows are cut, and own figures are the same on any number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from flodl.errors import ConfigError, TrainError
+from flodl.metrics import Metric
+from flodl.train import Callback, Loss
+from flodl_hf.losses import IGNORED_LABEL
+
+if TYPE_CHECKING:
+    from flodl_hf.finetuning.task import Scorer, Task
+
+__all__ = ["Kept", "Own", "OwnScorer", "own_loss"]
+
+LossFunction = Callable[[Tensor, Tensor], Any]
+MetricFunction = Callable[[Any, Any], Any]
+
+
+@dataclass(frozen=True)
+class Own:
+    """What the user brings.
+
+    Attributes:
+        loss: ``loss(scores, labels)``; see `own_loss`.
+        metrics: ``metrics(predictions, truth)`` gives figures by name; or such functions by name, each giving one.
+        callbacks: take part in training.
+    """
+
+    loss: LossFunction | None = None
+    metrics: MetricFunction | Mapping[str, MetricFunction] | None = None
+    callbacks: Sequence[Callback] = field(default=())
+
+    @property
+    def names(self) -> list[str]:
+        """What was given, by the names of the arguments."""
+        return [name for name in ("loss", "metrics", "callbacks") if getattr(self, name)]
+
+    def check(self, task: Task, weights: object, smoothing: float) -> None:
+        """Refuse what the task has no place for.
+
+        Raises:
+            ConfigError: ``problems`` lists each.
+        """
+        problems = []
+        if self.loss is not None and not callable(self.loss):
+            problems.append(f"loss: found {type(self.loss).__name__}; expected a function of scores and labels")
+        elif self.loss is not None and (weights is not None or smoothing):
+            problems.append(
+                "class_weights and label_smoothing are of the task's loss, which loss= replaces; expected one of both"
+            )
+        named = self.metrics.values() if isinstance(self.metrics, Mapping) else [self.metrics] if self.metrics else []
+        if not all(callable(call) for call in named):
+            problems.append("metrics: expected a function of predictions and truth, or such functions by name")
+        if self.metrics is not None and task.kind == "words":
+            problems.append("metrics: of masked words scores are too large to be kept; expected none")
+        if problems:
+            raise ConfigError("finetune: " + "; ".join(problems), problems=problems)
+
+
+def own_loss(call: LossFunction, scores: Tensor, labels: Tensor, rows: Any) -> Loss:
+    """Return what a user's loss gives for some items, as a sum and a count.
+
+    A value for each item is added up; a mean is taken to be over the items, those of whole-number labels that are
+    not -100. Both, and a pair ``(sum, count)`` or a `Loss`, give the same step however rows are cut.
+
+    Args:
+        call: called with scores ``(items, classes)`` and labels ``(items,)``, or ``(items, ...)`` as the task has them.
+        rows: how many items there are where labels do not tell.
+
+    Raises:
+        TrainError: it returns something else.
+    """
+    given = call(scores, labels)
+    if isinstance(given, Loss):
+        return given
+    if isinstance(given, tuple) and len(given) == 2:
+        return Loss(*given)
+    kept = labels != IGNORED_LABEL if not labels.is_floating_point() and labels.dim() == 1 else None
+    count = rows if kept is None else kept.sum()
+    if isinstance(given, Tensor) and given.dim() == 0:
+        return Loss.mean(given, count)
+    if isinstance(given, Tensor) and given.shape[:1] == labels.shape[:1]:
+        each = given if given.dim() == 1 else given.flatten(1).mean(1)
+        return Loss((each if kept is None else torch.where(kept, each, 0.0)).sum(), count)
+    shape = f" of shape {tuple(given.shape)}" if isinstance(given, Tensor) else ""
+    raise TrainError(
+        f"loss: found {type(given).__name__}{shape}; expected a mean, a value for each of the {len(labels)} items, a "
+        "pair (sum, count), or a flodl.train.Loss",
+        found=type(given).__name__,
+    )
+
+
+class Kept:
+    """Predictions and truth of examples, kept for figures that are no sums; a `flodl.metrics.Metric`."""
+
+    def __init__(self) -> None:
+        self.items: dict[int, tuple[Any, Any]] = {}
+
+    def update(self, example: int, prediction: Any, truth: Any) -> None:
+        """Take in one example, as JSON values."""
+        self.items[example] = (prediction, truth)
+
+    def merge(self, other: Kept) -> None:
+        """Add what ``other`` has."""
+        self.items |= other.items
+
+    def compute(self) -> dict[str, float]:
+        """Return how many examples there are."""
+        return {"count": float(len(self.items))}
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.items = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that is kept."""
+        return {"items": [[example, *pair] for example, pair in self.items.items()]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what was kept elsewhere."""
+        self.items = {example: (prediction, truth) for example, prediction, truth in state["items"]}
+
+
+class OwnScorer:
+    """A task's scorer, and beside its figures the user's own.
+
+    Args:
+        scorer: the task's.
+        task: says in which form predictions are given.
+        metrics: as in `Own`.
+    """
+
+    def __init__(self, scorer: Scorer, task: Task, metrics: MetricFunction | Mapping[str, MetricFunction]) -> None:
+        self.scorer, self.task, self.own, self.kept = scorer, task, metrics, Kept()
+
+    def update(self, example: int, scores: Sequence[Tensor]) -> tuple[Any, Any] | None:
+        """Take in the scores of one example."""
+        pair = self.scorer.update(example, scores)
+        if pair is not None:
+            self.kept.update(example, *pair)
+        return pair
+
+    def metrics(self) -> Sequence[Metric]:
+        """Return the task's metrics, and what is kept."""
+        return [*self.scorer.metrics(), self.kept]
+
+    def compute(self) -> dict[str, float]:
+        """Return the task's figures and the user's own, which win where they share a name."""
+        figures = self.scorer.compute()
+        if not self.kept.items:
+            return figures | (dict.fromkeys(self.own, float("nan")) if isinstance(self.own, Mapping) else {})
+        pairs = [self.kept.items[example] for example in sorted(self.kept.items)]
+        predictions, truth = ([pair[i] for pair in pairs] for i in (0, 1))
+        if self.task.per_row:
+            import numpy as np
+
+            whole = np.int64 if self.task.kind == "single_label" else np.float32
+            predictions, truth = np.asarray(predictions, np.float32), np.asarray(truth, whole)
+        if isinstance(self.own, Mapping):
+            return figures | {name: float(call(predictions, truth)) for name, call in self.own.items()}
+        given = self.own(predictions, truth)
+        if not isinstance(given, Mapping):
+            raise TrainError(
+                f"metrics: found {type(given).__name__}; expected figures by name, such as {{'accuracy': 0.9}}",
+                found=type(given).__name__,
+            )
+        return figures | {str(name): float(value) for name, value in given.items()}
