@@ -72,7 +72,9 @@ def read_tables(train: Any, held_out: Any, *, seed: int = 42) -> Tables:
         ConfigError: a share that leaves nothing.
     """
     share = None if isinstance(held_out, bool) or not isinstance(held_out, (int, float)) else held_out
-    named = dict(held_out) if is_several(held_out) else {} if held_out is None or share is not None else {"": held_out}
+    named: dict[str, Any] = {} if held_out is None or share is not None else {"": held_out}
+    if is_several(held_out):
+        named = {str(name): source for name, source in held_out.items()}
     rows: dict[str, list[dict[str, Any]]] = {}
     facts: dict[str, dict[str, Any]] = {}
     faults: list[DataError] = []
