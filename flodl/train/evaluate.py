@@ -61,7 +61,7 @@ class Evaluator:
             "keep_best": keep_best,
         }
         for setting, name in self._asked.items():
-            if name is not None and callbacks.eval_fn is None and callbacks.eval_step is None:
+            if name is not None and callbacks.eval_fn is None and not callbacks.evals:
                 raise TrainError(
                     f"{setting}: found {name!r} and nothing that evaluates; expected figures to judge by. Add "
                     ".evaluate(step, data) or .eval_fn(call), or leave it out.",

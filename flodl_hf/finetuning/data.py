@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -72,9 +72,8 @@ def read_tables(train: Any, held_out: Any, *, seed: int = 42) -> Tables:
         ConfigError: a share that leaves nothing.
     """
     share = None if isinstance(held_out, bool) or not isinstance(held_out, (int, float)) else held_out
-    named: dict[str, Any] = {} if held_out is None or share is not None else {"": held_out}
-    if is_several(held_out):
-        named = {str(name): source for name, source in held_out.items()}
+    whole: dict[str, Any] = {} if held_out is None or share is not None else {"": held_out}
+    named = dict(held_out) if is_several(held_out) else whole
     rows: dict[str, list[dict[str, Any]]] = {}
     facts: dict[str, dict[str, Any]] = {}
     faults: list[DataError] = []
@@ -98,7 +97,7 @@ def read_tables(train: Any, held_out: Any, *, seed: int = 42) -> Tables:
     return Tables(rows["train"], evals, facts, train)
 
 
-def is_several(source: Any) -> bool:
+def is_several(source: Any) -> TypeGuard[Mapping[str, Any]]:
     """Return whether held-out data are several sets by name rather than columns by name."""
     if not isinstance(source, Mapping) or not source:
         return False

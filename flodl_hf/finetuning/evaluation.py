@@ -48,7 +48,6 @@ class Evaluation:
         precision: as in training.
         seed: decides what is masked.
         own: figures of the user's own, as in `flodl_hf.finetuning.own.Own`.
-        wanted: the figure that says which model is best, which has to be among those found.
     """
 
     task: Task
@@ -59,7 +58,6 @@ class Evaluation:
     precision: str = "fp32"
     seed: int = 0
     own: Any = None
-    wanted: str | None = None
 
     def scorer(self) -> Scorer:
         """Return a scorer that has seen nothing."""
@@ -127,11 +125,6 @@ class Evaluation:
         figures = {"eval_loss": mean, **scorer.compute()}
         if self.task.kind == "words":
             figures["perplexity"] = math.exp(mean) if mean < 700 else math.inf
-        if self.wanted is not None and self.wanted not in figures and "/" not in self.wanted:
-            raise ConfigError(
-                f"metric: found {self.wanted!r}{nearest(self.wanted, figures)}; expected one of {', '.join(figures)}",
-                problems=[self.wanted],
-            )
         return figures
 
     def units(self) -> list[list[Numbered]]:

@@ -146,7 +146,7 @@ def plan_job(
         )
         for name, examples in tables.evals.items()
     }
-    evaluation = _wanting(evaluations, options.metric or task.main_metric)
+    evaluation = evaluations.get("") or (Evaluations(evaluations) if evaluations else None)
     _need_evaluation(options, evaluation)
     filled = replace(options, task=task.head, labels=task.labels, problem_type=task.problem_type)
     job = Job(
@@ -155,16 +155,6 @@ def plan_job(
     )  # fmt: skip
     _ = job.schedule  # values that it cannot have are refused now
     return job
-
-
-def _wanting(sets: dict[str, Evaluation], metric: str) -> Evaluation | Evaluations | None:
-    """Return the evaluation of all sets, which knows by which figure the best model is chosen."""
-    if not sets:
-        return None
-    if "" in sets:
-        return replace(sets[""], wanted=sets[""].check_metric(metric).lstrip("-"))
-    at, _, figure = Evaluations(sets).check_metric(metric).lstrip("-").partition("/")
-    return Evaluations({name: replace(one, wanted=figure) if name == at else one for name, one in sets.items()})
 
 
 def _known(model: Any, options: Options) -> Known:
