@@ -6,9 +6,11 @@ family always comes from ``model_type``. No registry, no entry points: two tuple
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar, Unpack
+
+import torch
 
 from flodl.errors import ConfigError, nearest
 from flodl_hf.config import ModelConfig
@@ -20,8 +22,9 @@ from flodl_hf.heads.question_answering import QuestionAnswerer
 from flodl_hf.heads.sequence_classification import SequenceClassifier
 from flodl_hf.heads.token_classification import TokenClassifier
 from flodl_hf.loading import head_of
-from flodl_hf.model import EncoderModel
+from flodl_hf.model import EncoderModel, LoadKeywords
 from flodl_hf.source import CONFIG_NAME, read_config_file, resolve_folder
+from flodl_hf.words import LOAD, taking
 
 __all__ = [
     "AutoConfig",
@@ -49,14 +52,15 @@ class _Door(Generic[ModelT]):
         raise TypeError(f"{name} is not made by calling it; use {name}.from_pretrained(...) or {name}.from_config(...)")
 
     @classmethod
-    def from_pretrained(cls, name_or_path: str | Path, **options: Any) -> ModelT:
+    @taking(LOAD, ConfigError, like=EncoderModel.from_pretrained)
+    def from_pretrained(cls, name_or_path: str | Path, **options: Unpack[LoadKeywords]) -> ModelT:
         """Return the model that a folder or Hub repository holds; see `EncoderModel.from_pretrained`."""
         return cls._model.from_pretrained(name_or_path, **options)
 
     @classmethod
-    def from_config(cls, config: ModelConfig, **options: Any) -> ModelT:
+    def from_config(cls, config: ModelConfig, *, pooler: bool = True, dtype: torch.dtype | None = None) -> ModelT:
         """Return a model with fresh random weights; see `EncoderModel.from_config`."""
-        return cls._model.from_config(config, **options)
+        return cls._model.from_config(config, pooler=pooler, dtype=dtype)
 
 
 class AutoModel(_Door[BaseModel]):
@@ -105,7 +109,8 @@ def head_named(name: str) -> Head:
     )
 
 
-def load(name_or_path: str | Path, *, head: str = "auto", **options: Any) -> EncoderModel:
+@taking(LOAD, ConfigError, like=EncoderModel.from_pretrained)
+def load(name_or_path: str | Path, *, head: str = "auto", **options: Unpack[LoadKeywords]) -> EncoderModel:
     """Return the model for the task that the folder was written for, or the encoder alone where it names none of ours.
 
     Args:
@@ -116,9 +121,13 @@ def load(name_or_path: str | Path, *, head: str = "auto", **options: Any) -> Enc
     """
     if head != "auto":
         return head_named(head).model.from_pretrained(name_or_path, **options)
-    config = read_config(name_or_path, **{k: v for k, v in options.items() if k in _HUB_OPTIONS})
+    config = read_config(name_or_path, **_of_configurations(options))
     found = head_of(config.family, config.source.get("architectures")) or "base"
     return head_named(found).model.from_pretrained(name_or_path, **options)
+
+
+def _of_configurations(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name in _HUB_OPTIONS}
 
 
 _HUB_OPTIONS = (

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self, Unpack
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from flodl_hf.config import ModelConfig
 from flodl_hf.forked import entered
 from flodl_hf.layout import Padded
 from flodl_hf.loading import LoadReport
+from flodl_hf.words import LOAD, taking
 
 if TYPE_CHECKING:
     from flodl_hf.runtime.explain import Explanation
@@ -30,7 +31,26 @@ if TYPE_CHECKING:
     from flodl_hf.source import Source
     from flodl_hf.tokenizer import Tokenizer
 
-__all__ = ["EncoderModel", "build_graph"]
+__all__ = ["EncoderModel", "LoadKeywords", "build_graph"]
+
+
+class LoadKeywords(TypedDict, total=False):
+    """Keywords of `EncoderModel.from_pretrained`, for those who hand them on."""
+
+    revision: str | None
+    subfolder: str
+    token: str | bool | None
+    cache_dir: str | Path | None
+    local_files_only: bool
+    dtype: torch.dtype | str | None
+    device: torch.device | str | None
+    attention: str
+    labels: Sequence[str] | None
+    num_labels: int | None
+    problem_type: str | None
+    ignore_config_keys: Sequence[str]
+    strict_config: bool
+    mapped: bool | None
 
 
 def build_graph(config: ModelConfig, head: str, *, pooler: bool) -> Graph:
@@ -111,6 +131,7 @@ class EncoderModel(nn.Module):
         return model
 
     @classmethod
+    @taking(LOAD, ConfigError)
     def from_pretrained(
         cls,
         name_or_path: str | Path,

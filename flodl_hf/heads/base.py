@@ -14,6 +14,7 @@ from torch import Tensor
 from flodl_hf.heads.head import Head
 from flodl_hf.model import EncoderModel
 from flodl_hf.outputs import BaseOutput
+from flodl_hf.words import EMBED, taking
 
 if TYPE_CHECKING:
     from flodl_hf.decode.pooling import Pooling
@@ -65,6 +66,7 @@ class BaseModel(EncoderModel):
         output = BaseOutput(states, named.get("pooler_output"), stages)
         return output if return_dict else output.to_tuple()
 
+    @taking(EMBED)
     def embed(
         self,
         texts: str | Iterable[str],

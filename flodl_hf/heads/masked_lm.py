@@ -17,6 +17,7 @@ from flodl_hf.heads.head import Head
 from flodl_hf.heads.scoring import ScoringModel
 from flodl_hf.losses import check_labels, token_loss
 from flodl_hf.outputs import MaskedLMOutput
+from flodl_hf.words import MASKS, taking
 
 if TYPE_CHECKING:
     from flodl_hf.runtime import RunKeywords, Session
@@ -59,12 +60,13 @@ class MaskedLM(ScoringModel):
         check_labels(labels, logits.shape[-1])
         return token_loss(logits, labels, upcast=True)
 
+    @taking(MASKS)
     def fill_mask(
         self,
         texts: str | Iterable[str],
         *,
         top_k: int = 5,
-        targets: Sequence[str] | None = None,
+        targets: Sequence[str] | str | None = None,
         untrained: bool = False,
         compat: Literal["transformers"] | None = None,
         **run: Unpack[RunKeywords],
@@ -76,8 +78,8 @@ class MaskedLM(ScoringModel):
         Args:
             texts: one text or several, each with at least one mask token; an iterator gives an iterator.
             top_k: proposals for each mask.
-            targets: words to choose from instead of the whole vocabulary; a word of several tokens is scored
-                with as many masks.
+            targets: words to choose from instead of the whole vocabulary. What stands in the vocabulary as it is
+                written is that token; a word of several tokens is scored with as many masks.
             untrained: predict although parts of the model hold random values.
             compat: "transformers" gives the dictionaries of its pipeline.
             **run: how to run (``precision``, ``devices``, ``batch_invariant``, ``token_budget``, ...), see
@@ -96,6 +98,7 @@ class MaskedLM(ScoringModel):
 
         tokenizer = self.ready("fill_mask", untrained=untrained)
         texts = several(texts, "fill_mask")
+        targets = [targets] if isinstance(targets, str) else targets
         if tokenizer.mask_token is None or tokenizer.mask_token_id is None:
             raise PredictError("fill_mask: the tokenizer has no mask token; name one in tokenizer_config.json")
         session = Session(self, run)
@@ -236,6 +239,10 @@ class MaskedLM(ScoringModel):
 
 
 def _target_ids(tokenizer: Tokenizer, word: str) -> list[int]:
+    """Return the token that is written so in the vocabulary, as which transformers takes it; else its pieces."""
+    known = tokenizer.token_to_id(word)
+    if known is not None:
+        return [known]
     ids = tokenizer.encode(word, add_special_tokens=False)
     if not ids:
         raise PredictError(f"fill_mask: the target {word!r} has no tokens; expected a word", target=word)

@@ -15,6 +15,7 @@ from flodl_hf.heads.head import Head
 from flodl_hf.losses import span_loss
 from flodl_hf.model import EncoderModel
 from flodl_hf.outputs import QuestionAnsweringOutput
+from flodl_hf.words import ANSWER, taking
 
 if TYPE_CHECKING:
     from flodl_hf.runtime import RunKeywords
@@ -73,6 +74,7 @@ class QuestionAnswerer(EncoderModel):
         start, end = logits.split(1, dim=-1)
         return start.squeeze(-1).contiguous(), end.squeeze(-1).contiguous()
 
+    @taking(ANSWER)
     def answer(
         self,
         question: str | Mapping[str, str],
@@ -125,6 +127,7 @@ class QuestionAnswerer(EncoderModel):
         # The pipeline of old gives one dictionary where one answer was asked for.
         return answers[0] if compat is not None and top_k == 1 and isinstance(answers, list) and answers else answers
 
+    @taking(ANSWER)
     def answer_batch(
         self,
         pairs: Iterable[tuple[str, str] | Mapping[str, str]],

@@ -15,6 +15,7 @@ from flodl_hf.heads.head import Head
 from flodl_hf.heads.scoring import ScoringModel
 from flodl_hf.losses import check_labels, classification_loss
 from flodl_hf.outputs import SequenceClassificationOutput
+from flodl_hf.words import CLASSES, RERANK, ZERO_SHOT, taking
 
 if TYPE_CHECKING:
     from flodl_hf.decode import Ranked
@@ -46,6 +47,7 @@ class SequenceClassifier(ScoringModel):
             check_labels(labels, self.num_labels)
         return classification_loss(logits, labels, self.config.problem_type)
 
+    @taking(CLASSES)
     def predict(
         self,
         texts: Text | Iterable[Text],
@@ -110,6 +112,7 @@ class SequenceClassifier(ScoringModel):
             kind=Labels if compat is None else None, given=_as_given,
         )  # fmt: skip
 
+    @taking(ZERO_SHOT)
     def zero_shot(
         self,
         texts: str | Iterable[str],
@@ -176,6 +179,7 @@ class SequenceClassifier(ScoringModel):
             kind=Labels if compat is None else None, what="zero_shot",
         )  # fmt: skip
 
+    @taking(RERANK)
     def rerank(
         self,
         query: str,

@@ -14,6 +14,7 @@ from flodl_hf.heads.head import Head
 from flodl_hf.heads.scoring import ScoringModel
 from flodl_hf.losses import check_labels, token_loss
 from flodl_hf.outputs import TokenClassificationOutput
+from flodl_hf.words import ENTITIES, taking
 
 if TYPE_CHECKING:
     from flodl_hf.decode.entities import Aggregation
@@ -43,6 +44,7 @@ class TokenClassifier(ScoringModel):
         check_labels(labels, self.num_labels)
         return token_loss(logits, labels)
 
+    @taking(ENTITIES)
     def predict(
         self,
         texts: str | Iterable[str] | Iterable[Sequence[str]],
