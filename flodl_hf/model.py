@@ -50,6 +50,7 @@ class LoadKeywords(TypedDict, total=False):
     problem_type: str | None
     ignore_config_keys: Sequence[str]
     strict_config: bool
+    allow_nonfinite: bool
     mapped: bool | None
 
 
