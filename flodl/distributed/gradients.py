@@ -3,14 +3,15 @@
 Gradients are copied into flat buckets, those of the last layers first, since a backward pass makes them first; buckets
 are summed, and then are the gradients. That they lie at fixed places lets a backward pass be recorded, and what comes
 after it too. A sum is `collect`, `depart` and `arrive`. Where nothing is recorded, buckets may leave while the backward
-pass still runs (`sending`), so that most of the travelling is over when the pass is. Every rank sends the same buckets
+pass still runs (`sending`), so that most of the travelling is over when the pass is; where both are recorded, buckets
+are marked by events as they fill (`filling`), and sums wait for these alone. Every rank sends the same buckets
 in the same order, whatever it has made of them.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,8 +51,19 @@ class GradientSum:
         self._sent: list[tuple[torch.Tensor, Any]] = []
         self._made: list[bool] = []
         self._left: list[int] = []
+        self._full: list[bool] = []
         self._late: list[int] = []
         self._watching = self._begun = False
+        self._event: Callable[[], Any] | None = None
+        self._marks: list[Any] = []
+
+    def mark_by(self, event: Callable[[], Any]) -> None:
+        """Have each bucket marked by an event when it is full, which its sum waits for.
+
+        Args:
+            event: makes one, with ``record()`` and ``wait()``.
+        """
+        self._event, self.parameters = event, []
 
     def renew(self) -> bool:
         """Look which parameters are trained; return whether they changed, so that buckets lie elsewhere now."""
@@ -75,6 +87,7 @@ class GradientSum:
                 # in the order that the parameter has in memory, which fused optimisers rely on
                 self._views[place] = piece if p.is_contiguous() else piece.as_strided(p.shape, p.stride())
             self._flats.append(flat)
+        self._marks = [self._event() for _ in self._buckets] if self._event is not None else []
         return True
 
     # ---- leaving during the backward pass ------------------------------------------------------------
@@ -82,9 +95,23 @@ class GradientSum:
     @contextlib.contextmanager
     def sending(self, wanted: bool = True) -> Iterator[None]:
         """Send buckets during the backward pass inside, which must be this rank's last before the sum."""
-        if not wanted or self.ranks.solo or not self.early:
+        if not wanted or self.ranks.solo or not self.early or self._event is not None:
             yield
             return
+        with self._watched():
+            yield
+
+    @contextlib.contextmanager
+    def filling(self, wanted: bool = True) -> Iterator[None]:
+        """Fill and mark buckets during the backward pass inside, where they are marked; nothing is sent."""
+        if not wanted or self._event is None:
+            yield
+            return
+        with self._watched():
+            yield
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
         self._begin()
         if not self._hooks:
             for place, parameter in enumerate(self.parameters):
@@ -102,6 +129,7 @@ class GradientSum:
         self.renew()
         self._made = [False] * len(self.parameters)
         self._left = [len(places) for places in self._buckets]
+        self._full = [False] * len(self._buckets)
         self._sent, self._late = [], []
 
     def _bucket_of(self, place: int) -> int:
@@ -111,12 +139,14 @@ class GradientSum:
         """Be told by a hook that the gradient of a parameter is whole."""
         if not self._watching:
             return
-        if bucket < len(self._sent):
+        if self._full[bucket]:
             self._late.append(place)
         elif not self._made[place]:
             self._made[place] = True
             self._left[bucket] -= 1
-            while len(self._sent) < len(self._buckets) and self._left[len(self._sent)] == 0:
+            if self._marks and self._left[bucket] == 0:
+                self._fill([bucket])
+            while not self._marks and len(self._sent) < len(self._buckets) and self._left[len(self._sent)] == 0:
                 self._fill([len(self._sent)])
                 self._send()
 
@@ -133,7 +163,7 @@ class GradientSum:
             self._begin()
         self._begun = False
         self._refuse_late()
-        self._fill(range(len(self._sent), len(self._buckets)))
+        self._fill([bucket for bucket, full in enumerate(self._full) if not full])
         return tuple(i for i, p in enumerate(self.parameters) if p.grad is None)
 
     @torch.no_grad()
@@ -145,10 +175,16 @@ class GradientSum:
             torch._foreach_copy_([view for view, _ in pairs], [grad for _, grad in pairs])  # pyright: ignore
         if lacking:
             torch._foreach_zero_(lacking)  # pyright: ignore[reportPrivateImportUsage]
+        for bucket in buckets:
+            self._full[bucket] = True
+            if self._marks:
+                self._marks[bucket].record()
 
     @torch.no_grad()
     def _send(self) -> None:
         flat = self._flats[len(self._sent)]
+        if self._marks:
+            self._marks[len(self._sent)].wait()
         flat = flat.cpu() if self.on_cpu else flat
         with self.ranks.naming_the_dead():
             self._sent.append((flat, self.ranks.sum_async(flat)))

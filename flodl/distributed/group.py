@@ -233,6 +233,11 @@ def join_ranks(
     ranks = Ranks(rank, world, local_rank, chosen, board=board or Board(world), attempt=attempt)
     ranks.phase("rendezvous")
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
+    if chosen.type == "cuda":
+        # Sums that run beside a backward pass go first, or they would wait until it is over.
+        os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
+        # A recording that fails on one rank must not leave the others waiting for its buffers.
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     if store is None:
         # Under a prefix of this attempt: after a restart the launcher's store still has the addresses
         # of the ranks that are gone.

@@ -23,8 +23,10 @@ import torch
 
 from flodl.collecting import uncollected
 from flodl.data.batch import Batch
+from flodl.distributed.group import Ranks
 from flodl.errors import TrainError
 from flodl.train.on_device import DeviceStep, Outcome
+from flodl.train.overlap import Overlap, choose_overlap, fault_of
 
 __all__ = ["Captures", "CudaRecorder", "Recorder", "Refused", "flatten", "options_of"]
 
@@ -53,6 +55,10 @@ class Recorder(Protocol):
         Raises:
             Exception: it cannot be recorded; nothing has changed.
         """
+        ...
+
+    def beside(self, ranks: Ranks) -> tuple[Recorder, Overlap | None]:
+        """Return what records the end of a step of several ranks, and what launches it beside the rest, if at all."""
         ...
 
 
@@ -371,6 +377,11 @@ class CudaRecorder:
             return outcome
 
         return replay
+
+    def beside(self, ranks: Ranks) -> tuple[CudaRecorder, Overlap | None]:
+        """Return a recorder of recordings that share no memory with those of this one, so that both may run at once."""
+        overlap = choose_overlap(ranks, fault_of(self.device))
+        return (CudaRecorder(self.device, tune=self.tune) if overlap is not None else self), overlap
 
     @contextlib.contextmanager
     def _tuned(self) -> Iterator[None]:

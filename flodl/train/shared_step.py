@@ -22,6 +22,7 @@ from flodl.distributed.group import Ranks
 from flodl.errors import TrainError
 from flodl.train.capture import DIRTY_RUNS, Recorder, options_of
 from flodl.train.on_device import DeviceStep, Outcome, outcome_of
+from flodl.train.overlap import Overlap
 from flodl.train.precision import Precision
 
 __all__ = ["Agreement", "Common", "SharedStep"]
@@ -65,6 +66,12 @@ class SharedStep(DeviceStep):
     ) -> None:
         super().__init__(model, optimizer, ranks.device, precision, **others)
         self.ranks, self.sums, self.buffers = ranks, sums, buffers
+        self.overlap: Overlap | None = None
+
+    def begin_sums_early(self, overlap: Overlap) -> None:
+        """Have sums wait for the buckets that they add up, and not for all of this rank's part."""
+        self.overlap = overlap
+        self.sums.mark_by(overlap.event)
 
     def __call__(self, train_step: Callable[..., Any], batches: Sequence[Any]) -> Outcome:
         """Return sum and count of this rank's losses, its gradients brought to where they are summed.
@@ -72,7 +79,7 @@ class SharedStep(DeviceStep):
         Raises:
             TrainError: the loss depends on no parameter, or is none.
         """
-        part = self.accumulator.run(train_step, batches)
+        part = self.accumulator.run(train_step, batches, around=self.sums.filling)
         try:
             lacking = self.sums.collect()
         finally:
@@ -101,6 +108,8 @@ class SharedStep(DeviceStep):
         """
         with torch.no_grad():
             self.sums.depart()
+            if self.overlap is not None:
+                self.overlap.wait_for_end()
             self.ranks.sum_(pair)
             self.sums.arrive(missing)
             if self.buffers is not None:
@@ -158,6 +167,8 @@ class Common:
         if samples != self._samples:  # they seldom change
             self._weight.fill_(float(samples))
             self._samples = samples
+        if self.step.overlap is not None:
+            self.step.overlap.mark_end()
         found = self._found(agreed.missing)
         if not part.metrics:
             return found
@@ -169,7 +180,7 @@ class Common:
             return self._once(missing)
         key = options_of(self.step.optimizer), missing
         if key in self._replays:
-            return self._replays[key][0]().replayed()
+            return self._replayed(self._replays[key][0])
         if len(self._replays) >= MOST_RECORDINGS:
             return self._once(missing)
         if not self._runs.get(key):
@@ -192,7 +203,12 @@ class Common:
             self._give_up(fault or "another rank cannot record the end of a step")
             return self._once(missing)
         self._replays[key] = replay, held
-        return replay().replayed()
+        return self._replayed(replay)
+
+    def _replayed(self, replay: Callable[[], Outcome]) -> Outcome:
+        if self.step.overlap is None:
+            return replay().replayed()
+        return self.step.overlap.beside(replay).replayed()
 
     def _once(self, missing: tuple[int, ...]) -> Outcome:
         return self.step.finish(self._pair, self._weight, missing)

@@ -189,7 +189,10 @@ class Step:
         self._deferred = deferred and may_wait
         if self.share_gradients:
             shared = SharedStep(model, optimizer, self.precision, ranks, self._reduce, self._buffers, **rules)
-            self.common = Common(shared, recorder, warn, strict=strict)
+            again, overlap = recorder.beside(ranks) if recorder is not None else (None, None)
+            if overlap is not None:
+                shared.begin_sums_early(overlap)
+            self.common = Common(shared, again, warn, strict=strict)
             self._device_step = shared
         else:
             self._device_step = DeviceStep(model, optimizer, ranks.device, self.precision, **rules)

@@ -47,6 +47,9 @@ class Repeats:
 
         return replay
 
+    def beside(self, ranks):
+        return self, None
+
 
 def make_model(device=None, dropout=0.0, norm=True):
     torch.manual_seed(7)

@@ -1,6 +1,8 @@
 """Steps of all ranks decided on the device: those decided on the host, whoever records, lacks data or gradients."""
 
 import math
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,8 +10,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from flodl.data import TensorRows
-from flodl.distributed import RankError
+from flodl.distributed import RankError, gradients
 from flodl.train import Loss, RunDone, StepDone, Trainer, adamw, route, sgd
+from flodl.train.overlap import fault_of
 from flodl.train.schedule import Linear
 
 torch.set_num_threads(1)
@@ -25,6 +28,49 @@ class Repeats:
 
     def record(self, run):
         return run
+
+    def beside(self, ranks):
+        return self, None
+
+
+class Early(Repeats):
+    """As above, with sums that wait for buckets of gradients."""
+
+    def beside(self, ranks):
+        return Repeats(), Beside()
+
+
+class Beside:
+    """Stands in for launching beside; notes what happens in which order."""
+
+    def __init__(self):
+        self.seen, self.events = [], 0
+
+    def event(self):
+        self.events += 1
+        return Mark(self.seen, self.events)
+
+    def mark_end(self):
+        self.seen.append("part done")
+
+    def wait_for_end(self):
+        assert self.seen.index("part done") < len(self.seen)
+        self.seen.append("waits for part")
+
+    def beside(self, replay):
+        return replay()
+
+
+class Mark:
+    def __init__(self, seen, number):
+        self.seen, self.number = seen, number
+
+    def record(self):
+        self.seen.append(("full", self.number))
+
+    def wait(self):
+        assert ("full", self.number) in self.seen
+        self.seen.append(("sent", self.number))
 
 
 class Net(nn.Module):
@@ -113,6 +159,99 @@ def test_decided_on_the_device_and_on_the_host_are_one(monkeypatch, recipe):
     for name, tensor in expected.state_dict().items():
         torch.testing.assert_close(trained.state_dict()[name], tensor, rtol=2e-4, atol=2e-5)
     assert trained.metrics[-1].metrics == pytest.approx(expected.metrics[-1].metrics)
+
+
+@pytest.mark.parametrize("recipe", ["plain", "accumulated", "clip", "one has nothing", "three ranks"])
+def test_sums_that_begin_early_are_the_same_to_the_bit(monkeypatch, recipe):
+    settings = {"check_every": 1, **RECIPES[recipe]}
+    steps, trained, _ = run(Repeats(), monkeypatch, **settings)
+    early, found, _ = run(Early(), monkeypatch, **settings)
+    assert [s.loss for s in early] == [s.loss for s in steps]
+    for name, tensor in trained.state_dict().items():
+        assert torch.equal(found.state_dict()[name], tensor), name
+
+
+def layered(device):
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+
+
+def looks(epoch, trainer):
+    """Compare what happened in the epoch before with what is to happen in each of its steps."""
+    if epoch == 0:
+        gradients.GRADIENT_BUCKET = 80  # each layer travels alone
+        first = trainer.model[0].weight
+        first.register_hook(lambda grad: trainer.step_.common.step.overlap.seen.append("the last gradient comes"))
+        return
+    seen = trainer.step_.common.step.overlap.seen
+    one = [("full", 1), ("full", 2), "the last gradient comes", ("full", 3), "part done"]
+    one += [("sent", 1), ("sent", 2), ("sent", 3), "waits for part"]
+    assert seen == one * (len(seen) // len(one))
+    assert len(seen) >= 5 * len(one)
+
+
+def test_buckets_are_full_before_the_pass_is_over_and_sent_in_order(monkeypatch):
+    monkeypatch.setattr(route, "make_recorder", lambda device, settings: Early())
+    built = Trainer.builder(layered, adamw(1e-2), plain).dataset(make_data()).batch_size(8).num_epochs(2)
+    built.policy("sync").epoch_fn(looks).devices(2, start="fork").run().join()
+
+
+class BreaksOnOne(Repeats):
+    """Cannot record the end of a step on rank 1."""
+
+    def beside(self, ranks):
+        made = Repeats()
+        if ranks.rank == 1:
+            made.record = self._fail
+        return made, None
+
+    def _fail(self, run):
+        raise RuntimeError("not permitted")
+
+
+def test_where_one_rank_cannot_record_the_end_of_a_step_none_does_and_the_numbers_are_the_same(monkeypatch):
+    expected, found = (run(recorder(), monkeypatch, check_every=1) for recorder in (Repeats, BreaksOnOne))
+    assert [s.loss for s in found[0]] == [s.loss for s in expected[0]]
+    for name, tensor in expected[1].state_dict().items():
+        assert torch.equal(found[1].state_dict()[name], tensor), name
+
+
+TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_recordings_are_ordered_by_events():
+    assert fault_of(torch.device("cuda", 0)) is None
+
+
+def tells(epoch, trainer):
+    """Leave word of what is recorded on this rank."""
+    common = trainer.step_.common
+    if epoch == 1 and common is not None:
+        overlap = common.step.overlap is not None
+        Path(os.environ["FLODL_TEST_TOLD"], str(trainer.ranks.rank)).write_text(f"{common.num_graphs} {overlap}")
+
+
+@TWO
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["plain", "accumulated", "clip"])
+def test_on_two_gpus_recorded_sums_are_those_of_ordinary_steps(monkeypatch, tmp_path, recipe):
+    monkeypatch.setenv("FLODL_TEST_TOLD", str(tmp_path))
+    found = []
+    for capture in (False, True):
+        settings = {"batch_size": 8, "num_epochs": 6, "seed": 1, "policy": "sync", "check_every": 1, "log_every": 3}
+        chosen = {**settings, **RECIPES[recipe], "capture": capture}
+        train_step = chosen.pop("train_step", plain)
+        losses = []
+        built = Trainer.builder(layered, adamw(1e-2), train_step).dataset(make_data()).set(**chosen)
+        built.subscribe(lambda event, losses=losses: losses.append(event.loss), StepDone)
+        trained = built.epoch_fn(tells).devices(2).run().join()
+        found.append((losses, trained.state_dict()))
+    assert found[0][0] == found[1][0]
+    for name, tensor in found[0][1].items():
+        assert torch.equal(found[1][1][name], tensor), name
+    assert [(tmp_path / str(rank)).read_text() for rank in (0, 1)] == ["1 True"] * 2
 
 
 def test_a_layer_that_nobody_uses_is_left_alone(monkeypatch):

@@ -1,0 +1,114 @@
+"""Sums over ranks that begin while the backward pass still runs, where both are recorded.
+
+Each bucket of gradients has an event that the backward pass records when the bucket is full, and that its sum waits
+for. These events are nodes of the recordings, so the end of a step can be launched beside the backward pass, on a
+stream of its own. Whether the driver orders recordings by events is tried before anything relies on it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import torch
+
+from flodl.distributed.group import Ranks
+
+__all__ = ["Overlap", "choose_overlap", "fault_of"]
+
+T = TypeVar("T")
+PATIENCE_S = 20.0
+
+
+class Overlap:
+    """Launches the end of a step beside this rank's part of it.
+
+    Args:
+        device: a CUDA device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._side = torch.cuda.Stream(device)
+        self._end = self.event()
+
+    def event(self) -> Any:
+        """Return an event that recordings record and wait for."""
+        return torch.cuda.Event(external=True)
+
+    def mark_end(self) -> None:
+        """Note that this rank's part has been launched as a whole."""
+        self._end.record()
+
+    def wait_for_end(self) -> None:
+        """Have what follows wait for this rank's part as a whole."""
+        self._end.wait()
+
+    def beside(self, replay: Callable[[], T]) -> T:
+        """Return what ``replay`` gives, launched beside what runs already; what follows waits for it."""
+        current = torch.cuda.current_stream(self.device)
+        with torch.cuda.stream(self._side):
+            found = replay()
+        current.wait_stream(self._side)
+        return found
+
+
+def choose_overlap(ranks: Ranks, fault: str | None) -> Overlap | None:
+    """Return what lets sums begin early; None where a rank cannot rely on it.
+
+    Args:
+        fault: what `fault_of` says of this rank's device.
+    """
+    able = not any(row[0] for row in ranks.table([float(fault is not None)]))
+    return Overlap(ranks.device) if able else None
+
+
+@lru_cache(maxsize=8)
+def fault_of(device: torch.device) -> str | None:
+    """Return why recordings on the device cannot be ordered by events; None where they were seen to be."""
+    try:
+        return _tried(device)
+    except Exception as error:  # drivers and versions of torch fail in many ways
+        return f"{type(error).__name__}: {error}"
+
+
+def _tried(device: torch.device) -> str | None:
+    """Have one recording wait for an event in the middle of another, which is slow to come there."""
+    with torch.cuda.device(device):
+        mark = torch.cuda.Event(external=True)
+        source, target = (torch.zeros(1, device=device) for _ in range(2))
+        streams = [torch.cuda.Stream(device) for _ in range(2)]
+
+        def produce() -> None:
+            torch.cuda._sleep(20_000_000)  # about 10 ms
+            source.add_(1)
+            mark.record()
+
+        def consume() -> None:
+            mark.wait()
+            target.copy_(source)
+
+        graphs = []
+        for work, stream in zip((produce, consume), streams, strict=True):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                work()
+            graphs.append(graph)
+        for turn, make in enumerate((graphs[0].replay, produce, graphs[0].replay), start=1):
+            with torch.cuda.stream(streams[0]):
+                make()
+            done = torch.cuda.Event()
+            with torch.cuda.stream(streams[1]):
+                graphs[1].replay()
+                done.record()
+            until = time.monotonic() + PATIENCE_S
+            while not done.query():
+                if time.monotonic() > until:
+                    return "a recording waits for an event that does not come"
+                time.sleep(0.0005)
+            if target.item() != turn:
+                return "a recording does not wait for an event of another"
+            torch.cuda.synchronize(device)
+    return None
