@@ -1,6 +1,6 @@
 """Rows out of Parquet and Arrow files, and out of data frames, through pyarrow.
 
-pyarrow is an extra; this is the only file that imports it, and only when such data is read.
+pyarrow is an extra; this file and `columnar.py` import it, and only when such data is read.
 """
 
 from __future__ import annotations
