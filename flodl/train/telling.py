@@ -65,18 +65,19 @@ def evaluate_now(trainer: Trainer, *, counts: bool = True) -> bool:
         found = trainer.evaluator.run(
             trainer.model, trainer.ranks, trainer.precision, policy.steps, policy.speeds, counts=counts
         )
-    if found is None:
-        return False
-    trainer.evaluator.history.append({"step": policy.steps, "epoch": trainer.epoch_number, **found})
-    now = time.perf_counter()
-    event = EvalDone(
-        rank=trainer.ranks.rank,
-        step=policy.steps,
-        epoch=trainer.epoch_number,
-        metrics=found,
-        wall_ms=(now - trainer._mark) * 1e3,
-    )
-    trainer.events.emit(event)
+        if found is None:
+            return False
+        trainer.evaluator.history.append({"step": policy.steps, "epoch": trainer.epoch_number, **found})
+        # Told here, so that whoever is told sees the model that was judged.
+        trainer.events.emit(
+            EvalDone(
+                rank=trainer.ranks.rank,
+                step=policy.steps,
+                epoch=trainer.epoch_number,
+                metrics=found,
+                wall_ms=(time.perf_counter() - trainer._mark) * 1e3,
+            )
+        )
     trainer.hooks.call("on_evaluate", found)
     trainer._mark = time.perf_counter()
     return trainer.evaluator.is_spent

@@ -122,7 +122,7 @@ def parse(name: str, text: Any) -> Any:
     Raises:
         ConfigError: the text is no map.
     """
-    if name in ("labels", "freeze") and text:
+    if name in ("labels", "freeze", "allow_change") and text:
         parts = [text] if isinstance(text, str) else list(text)
         return [word.strip() for part in parts for word in part.split(",") if word.strip()] or None
     if not isinstance(text, str):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import platform
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,11 +55,12 @@ def papers(job: Job, result: FinetuneResult) -> dict[str, bytes]:
         "seconds": round(result.seconds, 3),
         "history": result.history,
         "losses": result.losses,
+        "changes": result.changes,
         "versions": versions(),
     }
     return {
         "README.md": card(job, result).encode(),
-        "recipe.yaml": recipe_text(result.recipe).encode(),
+        "recipe.yaml": recipe_text(result.recipe, result.changes).encode(),
         "training.json": (json.dumps(facts, indent=1, ensure_ascii=False) + "\n").encode(),
     }
 
@@ -74,7 +76,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def recipe_text(recipe: dict[str, Any]) -> str:
+def recipe_text(recipe: dict[str, Any], changes: Sequence[Mapping[str, Any]] = ()) -> str:
     """Return the recipe as YAML."""
     import yaml
 
@@ -83,6 +85,9 @@ def recipe_text(recipe: dict[str, Any]) -> str:
     absent = [name for name in ("model", "train") if name not in given]
     if absent:
         head += f"# {' and '.join(absent)} was given in memory and has to be given again.\n"
+    for change in changes:
+        was = json.dumps(change["was"], ensure_ascii=False)
+        head += f"# Until step {change['step']} the run had {change['name']}: {was}\n"
     return head + yaml.safe_dump(given, sort_keys=False, allow_unicode=True, width=110)
 
 

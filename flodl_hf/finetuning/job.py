@@ -50,8 +50,9 @@ class Job:
         objective: the loss.
         evaluation: judges a model; None without held-out data.
         steps: optimiser steps of the whole run.
-        name: the model's.
+        name: what the start is called.
         own: what the user brought.
+        named: whether the start was given by name, and not as a model.
     """
 
     options: Options
@@ -67,6 +68,7 @@ class Job:
     steps: int
     name: str
     own: Own
+    named: bool = True
 
     @property
     def metric(self) -> str | None:
@@ -152,6 +154,7 @@ def plan_job(
     job = Job(
         filled, task, tables, opened, factory, rows, batches, collate, objective, evaluation,
         _count_steps(options, batches), str(getattr(opened.source, "name", None) or "a model in memory"), own,
+        isinstance(model, (str, os.PathLike)),
     )  # fmt: skip
     _ = job.schedule  # values that it cannot have are refused now
     return job

@@ -151,6 +151,7 @@ class Options:
     keep_last: int = _opt(1, "Newest checkpoints that stay, besides the best one.", least=1)
     keep_checkpoints: bool = _opt(False, "Leave the checkpoints when the run is done.")
     resume: bool = _opt(False, "Go on from the checkpoints of an interrupted run.")
+    allow_change: Sequence[str] = _opt((), "With resume: settings that may differ from the run's, as it names them.")
 
     devices: Any = _opt(None, "Number of devices, their names, or auto for all; under torchrun not needed.")  # noqa: RUF009
     policy: str | None = _opt(
@@ -236,6 +237,7 @@ class FinetuneOptions(TypedDict, total=False):
     keep_last: int
     keep_checkpoints: bool
     resume: bool
+    allow_change: Sequence[str]
     devices: Any
     policy: str | None
     backend: str | None

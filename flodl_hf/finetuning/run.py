@@ -7,12 +7,11 @@ everything that can be wrong is looked at before anything is computed.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,15 +21,16 @@ from typing import TYPE_CHECKING, Any, Unpack
 import torch
 
 from flodl.errors import ExportError, TrainError
-from flodl.train import Callback, EvalDone, RunDone, StepDone, Trainer, adamw, parameter_groups, sgd
-from flodl.train.ema import averaged_state
-from flodl.train.keeper import list_checkpoints, read_checkpoint
+from flodl.train import Callback, EvalDone, RunDone, RunStarted, StepDone, Trainer, adamw, parameter_groups, sgd
+from flodl.train.events import Past
+from flodl.train.keeper import list_checkpoints
 from flodl.train.optimizers import layerwise_decay
-from flodl.train.state import load_model
 from flodl_hf.export.publish import is_model_file
+from flodl_hf.finetuning.best import Best, take_best
 from flodl_hf.finetuning.card import papers
 from flodl_hf.finetuning.data import is_several
 from flodl_hf.finetuning.factory import Given, ModelFactory, checkpoint_layers, restore_layers, set_dropout
+from flodl_hf.finetuning.identity import identity_of
 from flodl_hf.finetuning.job import Job, plan_job
 from flodl_hf.finetuning.options import FinetuneOptions, Options, make_options
 from flodl_hf.finetuning.own import Own
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FinetuneResult", "finetune", "make_builder", "train_job"]
 
+CHECKPOINTS = ".checkpoints"  # after the name of the folder that a run writes
 NO_DECAY = ("*bias", "*norm.weight", "*norm*.weight")
 
 
@@ -59,6 +60,8 @@ class FinetuneResult:
         best_step: the step that ``model`` is from.
         seconds: wall clock of the training.
         recipe: the options that reproduce the run, as written to ``recipe.yaml``.
+        changes: what was changed with ``allow_change`` when the run was taken up again: ``step``, ``name``, ``was``,
+            ``is``. Losses, history, steps and seconds are those of the whole run, however often it was ended.
     """
 
     model: EncoderModel
@@ -71,6 +74,7 @@ class FinetuneResult:
     best_step: int
     seconds: float
     recipe: dict[str, Any] = field(repr=False)
+    changes: list[Mapping[str, Any]] = field(default_factory=list, repr=False)
 
 
 def finetune(
@@ -136,14 +140,19 @@ def finetune(
         stack.enter_context(_settings_of_torch())
         folder = _checkpoint_folder(job, target, stack)
         notes = _Notes(on_event)
+        if folder is None and job.metric is not None and chosen.keep_best:
+            # Under torchrun: every rank holds the best itself, since there is no folder that all of them see.
+            notes.keep_best(Best(job.metric), job.model)
         began = time.perf_counter()
-        trained = train_job(job, notes, stack, folder, progress=progress)
-        seconds = time.perf_counter() - began
+        with _naming_the_option():
+            trained = train_job(job, notes, stack, folder, progress=progress)
+        seconds = notes.past.seconds + time.perf_counter() - began
         best_step, metrics = _take_best(job, trained, folder, notes)
     trained.eval()
     result = FinetuneResult(
-        trained, None, job.task.head, metrics, notes.history, notes.losses, notes.steps, best_step, seconds, recipe
-    )
+        trained, None, job.task.head, metrics, notes.history, notes.losses, notes.steps, best_step, seconds, recipe,
+        list(notes.past.changes),
+    )  # fmt: skip
     if target is not None and _is_first_rank():
         written = _write(job, result, target, overwrite)
         result = replace(result, folder=written)
@@ -160,13 +169,26 @@ class _Notes:
         self.losses: list[float] = []
         self.history: list[dict[str, Any]] = []
         self.steps = 0
+        self.past = Past()
+        self.best: Best | None = None
+        self._model: Any = None
+
+    def keep_best(self, best: Best, model: Any) -> None:
+        """Have the best weights of ``model`` kept in memory."""
+        self.best, self._model = best, model
 
     def __call__(self, event: Any) -> None:
-        if isinstance(event, StepDone):
+        if isinstance(event, RunStarted):  # comes again where ranks were started again
+            self.past, self.losses = event.past, list(event.past.losses)
+            self.history = [dict(row) for row in event.past.evaluations]
+            self.steps = event.step
+        elif isinstance(event, StepDone):
             self.losses.append(event.loss)
             self.steps = event.step
         elif isinstance(event, EvalDone):
             self.history.append({"step": event.step, "epoch": event.epoch, **event.metrics})
+            if self.best is not None:
+                self.best(self._model, event.step, event.metrics)
         elif isinstance(event, RunDone):
             self.steps = event.step
         if self.on_event is not None:
@@ -269,7 +291,8 @@ def make_builder(
             keep_last=options.keep_last,
             keep_best=job.metric if options.keep_best else None,
             resume=options.resume,
-        ).set(save_epochs="idle")
+            allow_change=options.allow_change,
+        ).set(save_epochs="idle", identity=identity_of(job) if _is_kept(job, folder) else {})
     if options.places is not None:
         builder.devices(options.places)
     if options.policy is not None:
@@ -277,6 +300,26 @@ def make_builder(
     if options.backend is not None:
         builder.backend(options.backend)
     return builder
+
+
+def _is_kept(job: Job, folder: Path) -> bool:
+    """Return whether a run may be taken up again from ``folder``."""
+    return job.options.checkpoints is not None or folder.name.endswith(CHECKPOINTS)
+
+
+@contextmanager
+def _naming_the_option() -> Iterator[None]:
+    """Add to the refusal of another recipe how the command line accepts it."""
+    try:
+        yield
+    except TrainError as fault:
+        names = getattr(fault, "names", None)
+        if not str(fault.message).startswith("resume: the run in") or not names:
+            raise
+        shown = ",".join(names)
+        raise TrainError(
+            f"{fault.message} On the command line: --allow-change {shown!r}.", problems=fault.problems, names=names
+        ) from None
 
 
 def _arrangement(options: Options) -> Callable[[Any], Callable[[], Any]] | None:
@@ -351,7 +394,7 @@ def _checkpoint_folder(job: Job, target: Path | None, stack: ExitStack) -> Path 
     if options.checkpoints is not None:
         folder = Path(options.checkpoints)
     elif target is not None:
-        folder = target.with_name(target.name + ".checkpoints")
+        folder = target.with_name(target.name + CHECKPOINTS)
     elif job.evaluation is not None and options.keep_best and not _under_torchrun():
         return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flodl-hf-")))
     else:
@@ -368,22 +411,13 @@ def _checkpoint_folder(job: Job, target: Path | None, stack: ExitStack) -> Path 
 def _take_best(job: Job, model: EncoderModel, folder: Path | None, notes: _Notes) -> tuple[int, dict[str, float]]:
     """Load the weights of the best evaluation into ``model``; return its step and figures."""
     last = {k: v for k, v in notes.history[-1].items() if k not in ("step", "epoch")} if notes.history else {}
+    taken = None
+    if notes.best is not None:
+        taken = notes.best.take(model)
     # Other ranks leave the folder alone: the first may remove it at any moment.
-    if folder is None or job.metric is None or not job.options.keep_best or not _is_first_rank():
-        return notes.steps, last
-    name, sign = job.metric.lstrip("-"), -1.0 if job.metric.startswith("-") else 1.0
-    found: list[tuple[float, int, Path, dict[str, float]]] = []
-    for path in list_checkpoints(folder):
-        manifest = json.loads((path / "manifest.json").read_bytes())
-        value = manifest["metrics"].get(name)
-        if value is not None and value == value:
-            found.append((sign * value, -manifest["step"], path, manifest["metrics"]))
-    if not found:
-        return notes.steps, last
-    _, step, path, metrics = max(found, key=lambda entry: entry[:2])
-    if -step != notes.steps:
-        load_model(model, averaged_state(read_checkpoint(path).tensors))
-    return -step, dict(metrics)
+    elif folder is not None and job.metric is not None and job.options.keep_best and _is_first_rank():
+        taken = take_best(job.metric, folder, model, notes.history, notes.steps)
+    return (notes.steps, last) if taken is None else taken
 
 
 def _under_torchrun() -> bool:
@@ -453,7 +487,7 @@ def _named(source: Any) -> Any:
 
 def _recipe(job: Job) -> dict[str, Any]:
     """Return the choices that make the run again: all that are set, without where files go on this machine."""
-    left_out = ("checkpoints", "keep_checkpoints", "resume", "local_files_only")
+    left_out = ("checkpoints", "keep_checkpoints", "resume", "allow_change", "local_files_only")
     values = {k: v for k, v in job.options.to_dict().items() if k not in left_out and v is not None}
     if not isinstance(values["schedule"], str):
         values["schedule"] = repr(job.options.schedule)

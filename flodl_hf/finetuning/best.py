@@ -1,0 +1,95 @@
+"""Which model a run ends with: the best of those that were judged, with the figures of that one and no other."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from flodl.errors import CheckpointError
+from flodl.train.ema import averaged_state
+from flodl.train.keeper import list_checkpoints, read_checkpoint
+from flodl.train.state import load_model, model_state
+
+__all__ = ["Best", "take_best"]
+
+
+class Best:
+    """Keeps the best weights in memory, for runs without a folder; called with a model after each evaluation.
+
+    Args:
+        metric: name of a figure, ``-`` before it where less is better.
+    """
+
+    def __init__(self, metric: str) -> None:
+        self.metric = metric
+        self._kept: tuple[float, int, dict[str, Any], dict[str, float]] | None = None
+
+    def __call__(self, model: nn.Module, step: int, figures: Mapping[str, float]) -> None:
+        """Take in a model that was judged."""
+        value = signed(self.metric, figures) if step else None  # what was judged before the first step decides nothing
+        if value is not None and (self._kept is None or value > self._kept[0]):
+            self._kept = value, step, model_state(model), dict(figures)
+
+    def take(self, model: nn.Module) -> tuple[int, dict[str, float]] | None:
+        """Put the best weights into ``model``; return their step and figures, None where nothing was judged."""
+        if self._kept is None:
+            return None
+        _, step, state, figures = self._kept
+        load_model(model, state)
+        return step, figures
+
+
+def signed(metric: str, figures: Mapping[str, float]) -> float | None:
+    """Return the figure that decides, greater where better; None where there is none, or it is no number."""
+    value = figures.get(metric.lstrip("-"))
+    if value is None or math.isnan(value):
+        return None
+    return -value if metric.startswith("-") else value
+
+
+def take_best(
+    metric: str, folder: Path, model: nn.Module, history: list[dict[str, Any]], last_step: int
+) -> tuple[int, dict[str, float]] | None:
+    """Load the weights of the best whole checkpoint; return its step and figures, None where none was judged.
+
+    A better evaluation whose checkpoint is damaged or could not be written is warned of.
+    """
+    judged = []
+    for path in list_checkpoints(folder):
+        try:
+            manifest = json.loads((path / "manifest.json").read_bytes())
+            value = signed(metric, manifest["metrics"])
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            continue
+        if value is not None:
+            judged.append((value, int(manifest["step"]), path))
+    taken, fault = None, ""
+    for _, step, path in sorted(judged, key=lambda entry: (-entry[0], entry[1])):
+        try:
+            saved = read_checkpoint(path)
+        except CheckpointError as error:
+            fault = fault or error.message
+            continue
+        if step != last_step:
+            load_model(model, averaged_state(saved.tensors))
+        taken = step, dict(saved.metrics)
+        break
+    history = [row for row in history if row["step"]]  # what was judged before the first step decides nothing
+    best = max((value for row in history if (value := signed(metric, row)) is not None), default=None)
+    found = None if taken is None else signed(metric, taken[1])
+    if best is not None and (found is None or found < best):
+        step = next(row["step"] for row in history if signed(metric, row) == best)
+        warnings.warn(
+            f"finetune: the best evaluation was that of step {step} ({metric.lstrip('-')} {abs(best):.6g}), whose "
+            f"checkpoint is damaged or was not kept; the model is that of step {taken[0] if taken else last_step}. "
+            f"{fault}".strip(),
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    return taken

@@ -1,0 +1,103 @@
+"""What makes a run the run that it is: choices by value, data and the start by hash.
+
+A run that is taken up again compares these with what its checkpoint says (`flodl.train.resume`), beside what the
+trainer knows itself: order and size of batches, optimiser, schedule, precision, seed, ranks. An option is compared
+unless a table here says who else does, or why it changes no number.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from flodl_hf.finetuning.evaluation import Evaluations
+from flodl_hf.finetuning.rows import EncodedRows
+
+if TYPE_CHECKING:
+    from flodl_hf.finetuning.job import Job
+
+__all__ = ["identity_of"]
+
+_BYTES = torch.uint8
+
+BY_THE_TRAINER = (
+    *("batch_size", "accumulate", "micro_batch_size", "tokens_per_batch", "group_by_length", "devices", "policy"),
+    *("lr", "schedule", "schedule_options", "warmup", "optimizer", "weight_decay", "beta1", "beta2", "eps"),
+    *("max_grad_norm", "layerwise_decay", "precision", "seed", "on_nan", "compat", "ema", "ema_warmup"),
+)
+BY_HASH = ("columns", "revision")
+CHANGES_NO_NUMBER = (
+    *("epochs", "max_steps"),  # how long the run is; a schedule that depends on it is compared
+    *("eval_batch_size", "gradient_checkpointing", "deterministic", "capture", "fused", "compile", "backend"),
+    *(
+        "log_every",
+        "save_every",
+        "checkpoints",
+        "keep_checkpoints",
+        "resume",
+        "allow_change",
+        "local_files_only",
+        "keep_last",
+        "eval_start",
+    ),
+)
+
+
+def identity_of(job: Job) -> dict[str, Any]:
+    """Return what decides the numbers of a planned run besides what the trainer compares, as JSON values by name."""
+    passed = {*BY_THE_TRAINER, *BY_HASH, *CHANGES_NO_NUMBER, "class_weights", "metric"}
+    asked = {name: _plain(value) for name, value in job.options.to_dict().items() if name not in passed}
+    start = hashlib.sha256(repr(job.model.config.encoder).encode())
+    if job.named:
+        for name, tensor in job.model.graph.state_dict().items():
+            start.update(name.encode())
+            start.update(memoryview(tensor.detach().contiguous().view(-1).view(_BYTES).numpy()))
+    whole = job.evaluation
+    sets = {} if whole is None else whole.sets if isinstance(whole, Evaluations) else {"": whole}
+    judged = {
+        f"eval rows{name and f' of {name}'}": _digest(one.prepared.rows, _answers(job.task, job.tables.evals[name]))
+        for name, one in sets.items()
+    }
+    return {
+        **asked,
+        "loss": _plain(job.own.loss),
+        "class_weights": job.objective.weights,
+        "metric": job.metric,
+        "model": start.hexdigest()[:16],
+        "train rows": _digest(job.rows, None),
+        **judged,
+    }
+
+
+def _digest(rows: EncodedRows, further: Any) -> str:
+    """Return a hash of tokens, labels and windows, and of what is judged besides."""
+    digest = hashlib.sha256()
+    for part in ({**rows.columns, "lengths": rows.lengths}, {**rows.values, "owners": rows.owners}):
+        for name in sorted(part):
+            array = np.ascontiguousarray(part[name])
+            digest.update(f"{name} {array.dtype} {array.shape}".encode())
+            digest.update(array.tobytes())
+    if further is not None:
+        digest.update(json.dumps(further, default=str, ensure_ascii=True).encode())
+    return digest.hexdigest()[:16]
+
+
+def _answers(task: Any, rows: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+    columns = task.columns
+    names = [getattr(columns, role) for role in columns.__dataclass_fields__ if role != "task"]
+    return [[row.get(name) for name in names if name is not None] for row in rows]
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(name): _plain(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(part) for part in value]
+    return getattr(value, "__qualname__", type(value).__qualname__)

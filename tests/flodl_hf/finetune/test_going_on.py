@@ -1,0 +1,180 @@
+"""A fine-tune that was ended and is gone on with: the model, the recipe and the history of one left alone."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from finetune_tables import labelled, questions, tagged
+
+from flodl.errors import TrainError
+from flodl.train.keeper import list_checkpoints
+from flodl_hf import load
+from flodl_hf.finetuning import finetune, plan_job
+from flodl_hf.finetuning.identity import BY_HASH, BY_THE_TRAINER, CHANGES_NO_NUMBER, identity_of
+from flodl_hf.finetuning.options import Options, make_options
+
+ROWS = labelled(48)
+BASIC: dict[str, Any] = {"epochs": 2, "batch_size": 8, "lr": 2e-3, "max_length": 24}
+
+
+class Stopped(BaseException):
+    """What ends a run from outside in these tests."""
+
+
+def broken_off(at: int, base: Any, out: Path, rows: Any = ROWS[:40], held_out: Any = ROWS[40:], **options: Any) -> None:
+    def stop(event: Any) -> None:
+        if type(event).__name__ == "StepDone" and event.step == at:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        finetune(base, train=rows, eval=held_out, out=out, on_event=stop, save_every=1, **{**BASIC, **options})
+
+
+@pytest.mark.parametrize(("save", "judge"), [(7, 5), (5, 7), (3, 2), (None, 3)])
+def test_the_model_is_the_one_that_the_figures_are_of(save: int | None, judge: int, base: Path, tmp_path: Path) -> None:
+    result = finetune(
+        base, train=ROWS[:40], eval=ROWS[40:], out=tmp_path / "out", save_every=save, eval_every=judge,
+        metric="eval_loss", **{**BASIC, "lr": 2e-2, "schedule": "constant"},
+    )  # fmt: skip
+    best = min(result.history, key=lambda row: (row["eval_loss"], row["step"]))
+    assert best["step"] == result.best_step
+    assert best["eval_loss"] == result.metrics["eval_loss"]
+    job = plan_job(tmp_path / "out", ROWS[:40], ROWS[40:], make_options(BASIC))
+    assert job.evaluation is not None
+    assert job.evaluation(job.model.eval())["eval_loss"] == result.metrics["eval_loss"]
+
+
+def test_all_of_a_run_is_told_however_often_it_was_ended(base: Path, tmp_path: Path) -> None:
+    whole = finetune(base, train=ROWS[:40], eval=ROWS[40:], **BASIC)
+    broken_off(3, base, tmp_path / "out")
+    broken_off(6, base, tmp_path / "out", resume=True)
+    rest = finetune(base, train=ROWS[:40], eval=ROWS[40:], out=tmp_path / "out", save_every=1, resume=True, **BASIC)
+    assert rest.losses == whole.losses
+    assert rest.history == whole.history
+    assert (rest.best_step, rest.metrics) == (whole.best_step, whole.metrics)
+    assert not rest.changes
+    facts = json.loads((tmp_path / "out" / "training.json").read_text())
+    assert facts["losses"] == whole.losses
+    assert facts["history"] == whole.history
+    a, b = whole.model.graph.state_dict(), rest.model.graph.state_dict()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+SWAPPED = [ROWS[k] for k in (1, 0, *range(2, 40))]
+CHANGES: dict[str, dict[str, Any]] = {
+    "optimizer.weight_decay": {"weight_decay": 0.1},
+    "optimizer.betas": {"beta2": 0.99},
+    "label_smoothing": {"label_smoothing": 0.1},
+    "dropout": {"dropout": 0.3},
+    "class_weights": {"class_weights": [1.0, 2.0]},
+    "schedule": {"lr": 1e-3},
+    "data.order.batch_size": {"batch_size": 4},
+    "freeze": {"freeze": ["embeddings"]},
+    "train rows": {"rows": SWAPPED},
+    "eval rows": {"held_out": ROWS[39:47]},
+    "metric": {"metric": "eval_loss"},
+    "max_grad_norm": {"max_grad_norm": 0.0},
+    "attention": {"attention": "eager"},
+}
+
+
+@pytest.fixture(scope="module")
+def ended(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ended")
+    broken_off(3, base, folder / "out")
+    return folder / "out.checkpoints"
+
+
+@pytest.mark.parametrize("named", CHANGES)
+def test_what_changes_numbers_is_refused_by_name_and_taken_by_the_option(named: str, base: Path, ended: Path) -> None:
+    change = dict(CHANGES[named])
+    rows, held_out = change.pop("rows", ROWS[:40]), change.pop("held_out", ROWS[40:])
+    options = {**BASIC, **change, "checkpoints": str(ended), "resume": True, "save_every": 1}
+    before = list_checkpoints(ended)
+    with pytest.raises(TrainError) as caught:
+        finetune(base, train=rows, eval=held_out, **options)
+    assert named in caught.value.names
+    assert len(caught.value.names) <= 3
+    assert "--allow-change" in str(caught.value)
+    assert list_checkpoints(ended) == before
+
+
+def test_what_was_changed_stands_in_the_papers(base: Path, tmp_path: Path) -> None:
+    broken_off(3, base, tmp_path / "out")
+    rest = finetune(
+        base, train=ROWS[:40], eval=ROWS[40:], out=tmp_path / "out", save_every=1, resume=True,
+        allow_change=["optimizer.weight_decay"], weight_decay=0.1, **BASIC,
+    )  # fmt: skip
+    [change] = rest.changes
+    assert (change["name"], change["was"], change["is"]) == ("optimizer.weight_decay", [0.0, 0.0], [0.1, 0.0])
+    assert (
+        f"# Until step {change['step']} the run had optimizer.weight_decay: [0.0, 0.0]"
+        in (tmp_path / "out" / "recipe.yaml").read_text()
+    )
+    assert json.loads((tmp_path / "out" / "training.json").read_text())["changes"] == [dict(change)]
+
+
+def test_every_option_is_compared_unless_a_table_says_why_not() -> None:
+    names = {row.name for row in fields(Options)}
+    assert {*BY_THE_TRAINER, *BY_HASH, *CHANGES_NO_NUMBER} <= names
+
+
+def test_what_changes_no_number_is_no_other_run(base: Path, ended: Path, tmp_path: Path) -> None:
+    job = plan_job(base, ROWS[:40], ROWS[40:], make_options(BASIC))
+    other = {"epochs": 7, "eval_batch_size": 3, "log_every": 1, "gradient_checkpointing": True, "save_every": 4}
+    again = plan_job(base, ROWS[:40], ROWS[40:], make_options({**BASIC, **other}))
+    assert identity_of(job) == identity_of(again)
+    assert json.loads(json.dumps(identity_of(job)))
+
+
+@pytest.mark.parametrize("table", [tagged, questions])
+def test_texts_of_the_same_length_are_other_data(table: Any, base: Path) -> None:
+    rows = table(24)
+    other = [dict(row) for row in rows]
+    if table is tagged:
+        other[3] = {"words": rows[3]["words"], "tags": rows[3]["tags"][::-1]}
+    else:
+        other[3] = {**rows[3], "answers": {"text": ["it"], "answer_start": [0]}, "context": "it" + rows[3]["context"]}
+    options = make_options({"max_length": 24, "stride": 4})
+    first, second = (identity_of(plan_job(base, rows[:20], part, options)) for part in (rows[:8], other[:8]))
+    assert [name for name in first if first[name] != second[name]] == ["eval rows"]
+
+
+def test_another_start_is_another_run_and_another_place_is_not(base: Path, tmp_path: Path) -> None:
+    model = load(base)
+    moved = tmp_path / "moved"
+    model.save_pretrained(moved)
+    with torch.no_grad():
+        next(iter(model.graph.parameters())).add_(0.5)
+    model.save_pretrained(tmp_path / "other")
+    first, second, third = (
+        identity_of(plan_job(where, ROWS[:16], None, make_options({}))) for where in (base, moved, tmp_path / "other")
+    )
+    assert first == second
+    assert first["model"] != third["model"]
+
+
+def test_a_lost_best_is_told_at_the_end(base: Path, tmp_path: Path) -> None:
+    figures: list[float] = []
+    out = tmp_path / "out"
+
+    def lose(event: Any) -> None:
+        if type(event).__name__ == "EvalDone":
+            figures.append(event.metrics["eval_loss"])
+        if type(event).__name__ == "RunDone":
+            for path in list_checkpoints(f"{out}.checkpoints"):
+                if json.loads((path / "manifest.json").read_bytes())["metrics"].get("eval_loss") == min(figures):
+                    (path / "manifest.json").write_bytes(bytes(300))
+
+    with pytest.warns(RuntimeWarning, match="the best evaluation was that of step"):
+        result = finetune(
+            base, train=ROWS[:40], eval=ROWS[40:], out=out, on_event=lose, metric="eval_loss",
+            **{**BASIC, "lr": 0.2, "schedule": "constant", "epochs": 3},
+        )  # fmt: skip
+    assert result.metrics["eval_loss"] in figures
+    assert result.metrics["eval_loss"] != min(figures)
