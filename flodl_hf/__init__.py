@@ -32,6 +32,7 @@ with without_collecting():
 if TYPE_CHECKING:
     from flodl_hf.bulk import predict_file
     from flodl_hf.finetuning import finetune
+    from flodl_hf.pipelines import pipeline
     from flodl_hf.tokenizer import Tokenizer as AutoTokenizer
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "AutoTokenizer",
     "finetune",
     "load",
+    "pipeline",
     "predict_file",
 ]
 
@@ -62,4 +64,12 @@ def __getattr__(name: str) -> Any:
         from flodl_hf.bulk import predict_file
 
         return predict_file
+    if name == "pipeline":
+        from flodl_hf.pipelines import pipeline
+
+        return pipeline
     raise AttributeError(f"module 'flodl_hf' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__all__", "__doc__", "__file__", "__name__", "__path__", "__spec__"]

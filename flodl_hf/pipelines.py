@@ -1,0 +1,361 @@
+"""``pipeline(task, model)``: transformers' pipelines for encoders, called and answering as those do, key by key.
+
+What a model's own methods do better is their business; here the shapes, defaults and flaws are transformers' (version
+5), so that code goes on as it is. Where a pipeline cuts a text, a warning says so.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flodl.errors import ConfigError, PredictError, TokenizerError, nearest
+from flodl_hf import words
+from flodl_hf.auto import head_named, load
+from flodl_hf.model import EncoderModel
+
+__all__ = ["Pipeline", "pipeline"]
+
+_ALIASES = {"sentiment-analysis": "text-classification", "ner": "token-classification"}
+_HEADS = {
+    "text-classification": "sequence_classification",
+    "token-classification": "token_classification",
+    "question-answering": "question_answering",
+    "fill-mask": "masked_lm",
+    "zero-shot-classification": "sequence_classification",
+    "feature-extraction": "base",
+}
+_TASKS = {head: task for task, head in reversed(_HEADS.items())}
+_LOADING = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "dtype", "attention", "num_labels")
+_PASSED = ("framework", "feature_extractor", "image_processor", "processor", "use_fast", "num_workers", "config")
+
+
+class Pipeline:
+    """One task of one model, called as a pipeline of transformers is. Made by `pipeline`.
+
+    Attributes:
+        task: its name, without aliases.
+        model: the model.
+        tokenizer: the model's tokenizer.
+    """
+
+    def __init__(self, task: str, model: EncoderModel, defaults: Mapping[str, Any]) -> None:
+        self.task = task
+        self.model: Any = model
+        self._call: Callable[..., Any] = _CALLS[task]
+        self._defaults = dict(defaults)
+        self._known(self._defaults)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer."""
+        return self.model.tokenizer
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return self.model.device
+
+    def _known(self, given: Mapping[str, Any]) -> None:
+        known = [*_OPTIONS[self.task], *_RUNNING]
+        wrong = [f"{name}{nearest(name, known)}" for name in given if name not in known]
+        if wrong:
+            raise TypeError(f"{self.task} has no keyword {'; '.join(wrong)}; it has {', '.join(known)}")
+
+    def __call__(self, *inputs: Any, **options: Any) -> Any:
+        """Return what the pipeline of transformers gives for the same inputs and keywords.
+
+        Raises:
+            PredictError: as the model's method that does it.
+            TypeError: a keyword that the pipeline has not.
+        """
+        self._known(options)
+        return self._call(self.model, inputs, {**self._defaults, **options})
+
+    def __repr__(self) -> str:
+        name = self.model.source.name if self.model.source is not None else type(self.model).__name__
+        return f"pipeline({self.task!r}, {name!r}) on {self.device}"
+
+
+def pipeline(
+    task: str | None = None,
+    model: str | Path | EncoderModel | None = None,
+    tokenizer: Any = None,
+    *,
+    device: Any = None,
+    dtype: torch.dtype | str | None = None,
+    batch_size: int | None = None,
+    **options: Any,
+) -> Pipeline:
+    """Return what predicts as the pipeline of transformers does.
+
+    Args:
+        task: "text-classification" ("sentiment-analysis"), "token-classification" ("ner"), "question-answering",
+            "fill-mask", "zero-shot-classification" or "feature-extraction"; None takes what the model is for.
+        model: a folder, a name on the Hub, or a model.
+        tokenizer: another tokenizer than the model's: a folder, a name or a `flodl_hf.tokenizer.Tokenizer`.
+        device: where the model goes: "cuda:0", 0, -1 for the CPU.
+        dtype: of the weights; ``torch_dtype`` is the same.
+        batch_size: bounds the memory of a batch; changes no answer.
+        **options: keywords of loading (``revision``, ``token``, ``device_map``, ...), and of calls, which a call may
+            replace (``top_k``, ``aggregation_strategy``, ``candidate_labels``, ...).
+
+    Raises:
+        ConfigError: there is no such task for encoders, or no model is named.
+    """
+    if isinstance(task, EncoderModel) or model is None:
+        raise ConfigError(
+            'pipeline: no model is named; expected pipeline("text-classification", "a folder or a name on the Hub"): '
+            "which model answers should not depend on a library's default",
+            problems=["model"],
+        )
+    options = {name: value for name, value in options.items() if name not in _PASSED or value is None}
+    options = {name: value for name, value in options.items() if name not in _PASSED}
+    loading = {name: options.pop(name) for name in list(options) if name in (*_LOADING, *words.LOAD)}
+    loading |= options.pop("model_kwargs", None) or {}
+    if dtype is not None:
+        loading["dtype"] = dtype
+    named = task if task is None else _ALIASES.get(task, task)
+    if named is not None and named not in _HEADS:
+        raise ConfigError(
+            f"pipeline: no task {task!r}{nearest(str(task), [*_HEADS, *_ALIASES])}; expected one of "
+            f"{', '.join(_HEADS)}: what encoders do",
+            problems=[str(task)],
+        )
+    there = _opened(model, named, device, loading)
+    head = getattr(there, "head", "base")
+    found = named or _TASKS[head]
+    if _HEADS[found] != head:
+        raise ConfigError(
+            f"pipeline: {found} needs a model for {_HEADS[found]}; this one is for {head}", problems=[head]
+        )
+    if tokenizer is not None:
+        from flodl_hf.tokenizer import Tokenizer
+
+        there.tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer.from_pretrained(tokenizer)
+    if batch_size is not None:
+        options["batch_size"] = batch_size
+    return Pipeline(found, there, options)
+
+
+def _opened(model: Any, task: str | None, device: Any, loading: dict[str, Any]) -> EncoderModel:
+    place = words.device_of(device)
+    if isinstance(model, EncoderModel):
+        if loading:
+            raise ConfigError(
+                f"pipeline: {', '.join(loading)} say how a model is loaded, and this one is loaded already",
+                problems=list(loading),
+            )
+        return model if place is None else model.to(place)
+    if place is not None:
+        loading = {**loading, "device": place}
+    if task is None:
+        return load(model, **loading)
+    return head_named(_HEADS[task]).model.from_pretrained(model, **loading)
+
+
+# --- calls -------------------------------------------------------------------------------------------
+
+_RUNNING = ("batch_size", "num_workers", "precision", "progress", "padding")
+_OPTIONS: dict[str, tuple[str, ...]] = {
+    "text-classification": ("top_k", "function_to_apply", "return_all_scores", "truncation", "max_length"),
+    "token-classification": (
+        "aggregation_strategy", "ignore_labels", "stride", "is_split_into_words", "grouped_entities",
+    ),
+    "question-answering": (
+        "question", "context", "top_k", "topk", "doc_stride", "max_answer_len", "max_seq_len", "max_question_len",
+        "handle_impossible_answer", "align_to_words",
+    ),
+    "fill-mask": ("top_k", "targets"),
+    "zero-shot-classification": ("candidate_labels", "hypothesis_template", "multi_label"),
+    "feature-extraction": ("truncation", "max_length", "return_tensors"),
+}  # fmt: skip
+
+
+def _one(task: str, inputs: tuple[Any, ...]) -> Any:
+    if len(inputs) != 1:
+        raise PredictError(f"{task}: found {len(inputs)} inputs; expected a text, or a list of texts")
+    return inputs[0]
+
+
+def _classified(model: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    texts = _one("text-classification", inputs)
+    everything = options.pop("return_all_scores", None)
+    legacy = "top_k" not in options
+    cut = {name: options.pop(name) for name in ("truncation", "max_length") if name in options}
+    if legacy:
+        options["top_k"] = None if everything else 1
+    if cut.get("truncation"):
+        run = lambda text: _cut_classes(model, text, cut, options)  # noqa: E731
+        single = isinstance(texts, (str, Mapping))
+        found: Any = run(texts) if single else [run(text) for text in texts]
+    else:
+        single = isinstance(texts, (str, Mapping))
+        found = model.predict(texts, compat="transformers", **options)
+    if not legacy or everything:
+        return found
+    if single:
+        return found if isinstance(texts, str) else found[0]
+    return (row[0] for row in found) if isinstance(found, Iterator) else [row[0] for row in found]
+
+
+def _cut_classes(model: Any, text: Any, cut: dict[str, Any], options: dict[str, Any]) -> list[Any]:
+    """Return the classes of a text that is cut to one window, token by token as transformers cuts it."""
+    from flodl_hf.decode.compat import text_classification
+
+    pair = (text["text"], text.get("text_pair")) if isinstance(text, Mapping) else (text, None)
+    encoded = _encoded(model, *pair, cut.get("truncation", True), cut.get("max_length"))
+    with torch.inference_mode():
+        logits = model(**encoded).logits
+    (found,) = text_classification(
+        logits, model.config.labels, problem_type=model.config.problem_type, top_k=options.get("top_k", 1),
+        function_to_apply=options.get("function_to_apply"),
+    )  # fmt: skip
+    return found
+
+
+def _encoded(model: Any, text: str, pair: str | None, truncation: Any, most: int | None) -> dict[str, Any]:
+    """Return the tensors of one text, on the model's device, as its graph takes them."""
+    encoded = model.tokenizer([text], None if pair is None else [pair], truncation=truncation,
+                              max_length=most or model.max_tokens, return_tensors="pt")  # fmt: skip
+    names = ["input_ids", "attention_mask"] + ["token_type_ids"] * model.config.family.uses_token_types
+    return {name: encoded[name].to(model.device) for name in names if name in encoded}
+
+
+def _entities(model: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    texts = _one("token-classification", inputs)
+    if options.pop("grouped_entities", False):
+        options.setdefault("aggregation_strategy", "simple")
+    options.setdefault("aggregation_strategy", "none")
+    words_given = options.get("is_split_into_words")
+    if not words_given and options.get("stride") is None:
+        options.pop("stride", None)
+        if isinstance(texts, str):
+            return _several_entities(model, [texts], options)[0]
+        if isinstance(texts, Iterator):
+            return (_several_entities(model, [text], options)[0] for text in texts)
+        return _several_entities(model, texts, options)
+    found = model.predict(texts, compat="transformers", **options)
+    # Given words come back as a list of one text.
+    alone = words_given and isinstance(texts, (list, tuple)) and isinstance(texts[0], str)
+    return [found] if alone else found
+
+
+def _too_long(model: Any, text: str) -> bool:
+    most = model.max_tokens
+    # A token has a character at least, but for the specials.
+    return most is not None and len(text) + 8 > most and len(model.tokenizer(text)["input_ids"]) > most
+
+
+def _several_entities(model: Any, texts: Any, options: dict[str, Any]) -> list[Any]:
+    """Return the entities of texts; without ``stride`` the pipeline reads the first window of each alone."""
+    texts = list(texts)
+    long = {place for place, text in enumerate(texts) if isinstance(text, str) and _too_long(model, text)}
+    rest = iter(
+        model.predict([t for place, t in enumerate(texts) if place not in long], compat="transformers", **options)
+    )
+    return [_cut_entities(model, text, options) if n in long else next(rest) for n, text in enumerate(texts)]
+
+
+def _cut_entities(model: Any, text: str, options: dict[str, Any]) -> list[Any]:
+    from flodl_hf.runtime.inputs import Encoded, table_of
+
+    _warn("token-classification", "stride= reads all of it")
+    ((row,),) = model.tokenizer.encode_rows([text], max_tokens=model.max_tokens, snap=False, overflow="truncate")
+    with torch.inference_mode():
+        ids = torch.tensor([list(row.ids)], device=model.device)
+        types = torch.tensor([list(row.type_ids)], device=model.device)
+        given = {"token_type_ids": types} if model.config.family.uses_token_types else {}
+        logits = model(ids, **given).logits[0]
+    ignored = options.get("ignore_labels", ["O"])
+    strategy = options["aggregation_strategy"]
+    encoded = Encoded(table_of([row], [0]), 1, [row])
+    return model._as_transformers([logits], encoded, [text], None, strategy, ignored)[0]
+
+
+def _answered(model: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    question, context = options.pop("question", None), options.pop("context", None)
+    if inputs:
+        asked = _one("question-answering", inputs)
+    elif isinstance(question, (list, tuple)):
+        contexts = [context] * len(question) if isinstance(context, str) else list(context)
+        asked = list(zip(question, contexts, strict=True))
+    else:
+        asked = {"question": question, "context": context}
+    single = isinstance(asked, Mapping) or (isinstance(asked, list) and len(asked) == 1)
+    pairs = [asked] if isinstance(asked, Mapping) else list(asked)
+    found = list(model.answer_batch(pairs, compat="transformers-4.57", **options))
+    return found[0] if single else found
+
+
+def _filled(model: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    texts = _one("fill-mask", inputs)
+    found = model.fill_mask(texts, compat="transformers", **options)
+    return found[0] if isinstance(texts, list) and len(texts) == 1 else found
+
+
+def _zero_shot(model: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    if len(inputs) == 2 and "candidate_labels" not in options:
+        inputs, options = inputs[:1], {**options, "candidate_labels": inputs[1]}
+    texts = _one("zero-shot-classification", inputs)
+    if "candidate_labels" not in options:
+        raise PredictError("zero-shot-classification: no labels; expected candidate_labels=[...]")
+    try:
+        return model.zero_shot(texts, compat="transformers", **options)
+    except TokenizerError:
+        if isinstance(texts, Iterator):
+            raise
+    # As there, the text is cut and the hypothesis is not.
+    _warn("zero-shot-classification", "zero_shot of the model reads all of it")
+    single = isinstance(texts, str)
+    found = [_cut_zero_shot(model, text, options) for text in ([texts] if single else texts)]
+    return found[0] if single else found
+
+
+def _cut_zero_shot(model: Any, text: str, options: dict[str, Any]) -> dict[str, Any]:
+    from flodl_hf.decode.compat import zero_shot_classification
+
+    labels = words.ZERO_SHOT["candidate_labels"].value(options["candidate_labels"], model)
+    template = options.get("hypothesis_template", "This example is {}.")
+    with torch.inference_mode():
+        pairs = [_encoded(model, text, template.format(label), "only_first", None) for label in labels]
+        logits = torch.cat([model(**pair).logits for pair in pairs])
+    multi = bool(options.get("multi_label"))
+    return zero_shot_classification(logits, [text], labels, model.config.labels, multi_label=multi)[0]
+
+
+def _features(model: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    from flodl_hf.decode.compat import feature_extraction
+
+    texts = _one("feature-extraction", inputs)
+    model.ready("feature-extraction")
+
+    def run(text: str) -> Any:
+        encoded = _encoded(model, text, None, options.get("truncation") or False, options.get("max_length"))
+        with torch.inference_mode():
+            states = model(**encoded).last_hidden_state.cpu()
+        return feature_extraction(states, return_tensors=bool(options.get("return_tensors")))[0]
+
+    if isinstance(texts, str):
+        return run(texts)
+    return map(run, texts) if isinstance(texts, Iterator) else [run(text) for text in texts]
+
+
+def _warn(task: str, instead: str) -> None:
+    warnings.warn(
+        f"{task}: a text is longer than the model takes and is cut, as in transformers; {instead}", stacklevel=4
+    )
+
+
+_CALLS: dict[str, Callable[..., Any]] = {
+    "text-classification": _classified,
+    "token-classification": _entities,
+    "question-answering": _answered,
+    "fill-mask": _filled,
+    "zero-shot-classification": _zero_shot,
+    "feature-extraction": _features,
+}

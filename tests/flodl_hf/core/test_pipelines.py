@@ -1,0 +1,181 @@
+"""``pipeline`` is called and answers as transformers' pipelines are and do: every shape, default and keyword."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import flodl_hf
+from flodl.errors import ConfigError, PredictError
+from flodl_hf import load, pipeline
+
+Saved = Callable[..., Path]
+TEXTS = ["ada lives in paris!", "the acme corp's cat-dog ran, 3.14 times", "xyz"]
+LONG = "ada lives in paris! " * 12
+NER = {str(i): name for i, name in enumerate(["O", "B-PER", "I-PER", "B-LOC", "I-LOC"])}
+NLI = {"0": "contradiction", "1": "neutral", "2": "entailment"}
+MASKED = ["the [MASK] sat", "a [MASK] of [MASK]"]
+HEADS = {
+    "text-classification": ("sequence_classification", {"id2label": NLI}),
+    "token-classification": ("token_classification", {"id2label": NER}),
+    "zero-shot-classification": ("sequence_classification", {"id2label": NLI}),
+    "fill-mask": ("masked_lm", {}),
+    "feature-extraction": ("base", {}),
+    "question-answering": ("question_answering", {}),
+}
+PAIR = {"text": TEXTS[0], "text_pair": TEXTS[1]}
+LABELS = ["cat", "film", "corp"]
+# A task, its inputs, and the keywords of the call.
+CALLS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
+    *[
+        ("text-classification", (given,), options)
+        for given in (TEXTS[0], TEXTS, TEXTS[:1], PAIR, [PAIR, PAIR])
+        for options in ({}, {"top_k": 1}, {"top_k": 2}, {"top_k": None}, {"function_to_apply": "none"})
+    ],
+    ("text-classification", (LONG,), {"truncation": True}),
+    ("text-classification", ([LONG, TEXTS[0]],), {"truncation": True, "max_length": 12, "top_k": None}),
+    ("text-classification", ({"text": TEXTS[0], "text_pair": LONG},), {"truncation": True}),
+    ("text-classification", (TEXTS,), {"batch_size": 2, "padding": True}),
+    *[
+        ("token-classification", (given,), options)
+        for given in (TEXTS[0], TEXTS, TEXTS[:1])
+        for options in ({}, {"aggregation_strategy": "simple"}, {"aggregation_strategy": "max", "ignore_labels": []})
+    ],
+    ("token-classification", (LONG,), {"aggregation_strategy": "first"}),
+    ("token-classification", ([LONG, TEXTS[0]],), {}),
+    ("token-classification", (LONG,), {"aggregation_strategy": "simple", "stride": 8}),
+    ("token-classification", (["ada", "lives", "in", "paris"],), {"is_split_into_words": True, "aggregation_strategy": "first"}),
+    *[("zero-shot-classification", (given, LABELS), {}) for given in (TEXTS[0], TEXTS, TEXTS[:1])],
+    ("zero-shot-classification", (TEXTS[0],), {"candidate_labels": "cat, film", "multi_label": True}),
+    ("zero-shot-classification", (TEXTS,), {"candidate_labels": LABELS, "hypothesis_template": "so {}!"}),
+    ("zero-shot-classification", ([LONG, TEXTS[0]],), {"candidate_labels": LABELS}),
+    *[("fill-mask", (given,), options) for given in (*MASKED, MASKED, MASKED[:1]) for options in ({}, {"top_k": 2}, {"targets": ["cat", "##s"]})],
+    ("fill-mask", (MASKED[0],), {"targets": "cat"}),
+    *[("feature-extraction", (given,), {}) for given in (TEXTS[0], TEXTS, TEXTS[:1])],
+    ("feature-extraction", (LONG,), {"truncation": True}),
+    ("feature-extraction", (TEXTS[0],), {"return_tensors": True}),
+]  # fmt: skip
+
+
+def same(found: Any, expected: Any) -> None:
+    """Equal in every type, key, its order and its value; scores to the order of sums, which batches change."""
+    assert isinstance(found, type(expected)) or hasattr(expected, "__float__"), (found, expected)
+    if isinstance(expected, torch.Tensor):
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    elif isinstance(expected, dict):
+        assert list(found) == list(expected)
+        for key in expected:
+            same(found[key], expected[key])
+    elif isinstance(expected, list):
+        assert len(found) == len(expected)
+        for a, b in zip(found, expected, strict=True):
+            same(a, b)
+    elif isinstance(expected, str) or not hasattr(expected, "__float__"):
+        assert found == expected
+    else:
+        assert float(found) == pytest.approx(float(expected), abs=1e-5)
+
+
+def theirs(task: str, folder: Path) -> Callable[..., Any]:
+    transformers = pytest.importorskip("transformers")
+    roles = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"),
+        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
+        **{"model_max_length": 40, **roles},
+    )
+    return transformers.pipeline(task, model=str(folder), tokenizer=tokenizer, device="cpu")
+
+
+@pytest.mark.transformers
+@pytest.mark.parametrize(("task", "inputs", "options"), CALLS, ids=[f"{n}-{c[0]}" for n, c in enumerate(CALLS)])
+def test_calls_answer_as_transformers(
+    task: str, inputs: tuple[Any, ...], options: dict[str, Any], saved: Saved
+) -> None:
+    head, settings = HEADS[task]
+    folder = saved("bert", head, **settings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = theirs(task, folder)(*inputs, **options)
+        found = pipeline(task, folder)(*inputs, **options)
+        # Keywords may be given when it is made.
+        if "top_k" not in options:
+            same(pipeline(task, folder, device=-1, torch_dtype="float32", **options)(*inputs), expected)
+    same(found, expected)
+
+
+@pytest.mark.parametrize("task", HEADS)
+def test_a_model_or_a_folder_and_the_task_or_none(task: str, saved: Saved) -> None:
+    head, settings = HEADS[task]
+    folder = saved("bert", head, **settings)
+    model = load(folder)
+    for made in (pipeline(task, folder), pipeline(task, model), pipeline(model=model), pipeline(model=str(folder))):
+        assert made.model.head == head
+        assert made.tokenizer is made.model.tokenizer
+        assert made.device.type == "cpu"
+    assert pipeline(task, model).model is model
+    assert task in repr(pipeline(task, model))
+    assert str(folder) in repr(pipeline(task, model))
+
+
+@pytest.mark.parametrize("task", ["text-classification", "token-classification", "feature-extraction"])
+def test_a_generator_gives_a_generator(task: str, saved: Saved) -> None:
+    head, settings = HEADS[task]
+    made = pipeline(task, saved("bert", head, **settings))
+    found = made(text for text in TEXTS)
+    assert isinstance(found, Iterator)
+    same(list(found), made(TEXTS))
+
+
+def test_questions_as_the_removed_pipeline_took_them(saved: Saved) -> None:
+    model: Any = load(saved("bert", "question_answering"))
+    ask = pipeline("question-answering", model)
+    question, context = "who ran?", "ada lives in paris and the cat ran"
+    one = ask(question=question, context=context)
+    assert list(one) == ["score", "start", "end", "answer"]
+    same(ask({"question": question, "context": context}), one)
+    same(ask([{"question": question, "context": context}]), one)
+    assert len(ask(question=question, context=context, top_k=3)) == 3
+    same(ask(question=[question, question], context=context), [one, one])
+    assert len(ask(question=question, context=context, max_answer_len=1)["answer"].split()) == 1
+
+
+def test_what_is_cut_is_said(saved: Saved) -> None:
+    made = pipeline("ner", saved("bert", "token_classification", id2label=NER))
+    with pytest.warns(UserWarning, match="stride= reads all of it"):
+        made(LONG)
+
+
+def test_what_cannot_be_is_refused(saved: Saved) -> None:
+    folder = saved("bert", "sequence_classification", id2label=NLI)
+    with pytest.raises(ConfigError, match="no model is named"):
+        pipeline("sentiment-analysis")
+    with pytest.raises(ConfigError, match="no task 'text-generation'"):
+        pipeline("text-generation", folder)
+    with pytest.raises(ConfigError, match="no task 'text-clasification', did you mean 'text-classification'"):
+        pipeline("text-clasification", folder)
+    with pytest.raises(ConfigError, match="needs a model for token_classification"):
+        pipeline("ner", load(folder))
+    with pytest.raises(ConfigError, match="trust_remote_code"):
+        pipeline("text-classification", folder, trust_remote_code=True)
+    with pytest.raises(ConfigError, match="loaded already"):
+        pipeline("text-classification", load(folder), torch_dtype="bfloat16")
+    with pytest.raises(TypeError, match="no keyword topk"):
+        pipeline("text-classification", folder, topk=3)
+    made = pipeline("text-classification", folder)
+    with pytest.raises(TypeError, match="aggregation_strategy"):
+        made(TEXTS[0], aggregation_strategy="first")
+    with pytest.raises(PredictError, match="2 inputs"):
+        made(TEXTS[0], TEXTS[1])
+
+
+def test_the_package_shows_what_it_offers_and_nothing_else() -> None:
+    shown = [name for name in dir(flodl_hf) if not name.startswith("__")]
+    assert sorted(shown) == sorted(flodl_hf.__all__)
+    assert all(getattr(flodl_hf, name) for name in shown)
