@@ -24,6 +24,7 @@ sends them between processes.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any
@@ -48,6 +49,7 @@ __all__ = [
     "nearest",
     "printable",
     "shown",
+    "visible",
 ]
 
 
@@ -60,6 +62,7 @@ class FlodlError(RuntimeError):
     """
 
     def __init__(self, message: str, **details: Any) -> None:
+        message = visible(message)
         super().__init__(message)
         self.message = message
         self.details = details
@@ -146,6 +149,16 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """Return ``", did you mean 'x'?"`` for the closest known spelling, or an empty string."""
     match = get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f", did you mean {match[0]!r}?" if match else ""
+
+
+# What moves a terminal's cursor or its direction of writing, and what no terminal can be sent: names and values in
+# files come from strangers. Line ends and tabs stay.
+_HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def visible(text: str) -> str:
+    """Return ``text`` with control characters written out, as ``\\x1b``: safe to print whatever it quotes."""
+    return _HIDDEN.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
 
 
 def printable(text: str, limit: int = 120) -> str:

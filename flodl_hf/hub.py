@@ -126,14 +126,16 @@ def resolve(
     """
     text = os.fspath(name_or_path)
     if not isinstance(text, str) or not text or any(ord(char) < 32 or ord(char) == 127 for char in text):
-        raise HubError(f"{text!r}: not a name; pass a folder, 'owner/name' or 'owner/name@revision'", name=str(text))
+        raise HubError(
+            f"{printable(str(text))}: not a name; pass a folder, 'owner/name' or 'owner/name@revision'", name=str(text)
+        )
     if subfolder and not _plain(subfolder, _SUBFOLDER):
         raise HubError(
             f"subfolder {printable(subfolder)}: expected names separated by '/', relative and without '..'",
             name=text,
             subfolder=subfolder,
         )
-    path = Path(text).expanduser()
+    path = Path(os.path.expanduser(text))
     try:
         exists = path.exists()
     except OSError:
@@ -141,7 +143,7 @@ def resolve(
     if exists:
         return _local(path, subfolder, revision)
     if isinstance(name_or_path, os.PathLike) or text.startswith((".", "/", "~", "\\")) or text.count("/") > 1:
-        raise HubError(f"{text}: no such folder; check the path, or pass a repository as 'owner/name'", name=text)
+        raise HubError(f"{text[:400]}: no such folder; check the path, or pass a repository as 'owner/name'", name=text)
     name, at, stated = text.partition("@")
     if at and revision is not None and revision != stated:
         raise HubError(

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flodl.errors import ConfigError, printable
+from flodl.errors import ConfigError, printable, shown
+from flodl_hf.checkpoint.members import is_entry, read_member
 
 __all__ = ["SentenceRecipe", "read_recipe", "recipe_files", "transformer_folder"]
 
@@ -52,7 +53,7 @@ class SentenceRecipe:
 
 
 def _modules(root: Path) -> list[dict[str, Any]]:
-    value = _read(root / "modules.json")
+    value = _read(root, "modules.json")
     if not isinstance(value, list) or not all(isinstance(m, dict) and isinstance(m.get("type"), str) for m in value):
         raise ConfigError(
             f"{root / 'modules.json'}: expected a list of modules with their types", problems=["modules.json"]
@@ -60,13 +61,27 @@ def _modules(root: Path) -> list[dict[str, Any]]:
     return value
 
 
-def _read(path: Path) -> Any:
+def _read(root: Path, name: str) -> Any:
+    path = root / name
     try:
-        if path.stat().st_size > _LIMIT:
-            raise ValueError("too large")
-        return json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as fault:
+        return json.loads(_bytes(root, name).decode("utf-8"))
+    except (ValueError, RecursionError) as fault:
         raise ConfigError(f"{path}: cannot be read as JSON ({fault})", where=str(path), problems=[path.name]) from None
+
+
+def _settings(root: Path, name: str) -> dict[str, Any]:
+    value = _read(root, name)
+    if not isinstance(value, dict):
+        raise ConfigError(
+            f"{root / name}: holds a JSON {type(value).__name__}; expected an object with settings",
+            where=str(root / name),
+            problems=[name],
+        )
+    return value
+
+
+def _bytes(root: Path, name: str) -> bytes:
+    return read_member(root, name, _LIMIT, ConfigError)
 
 
 def _inside(root: Path, part: object) -> Path:
@@ -81,7 +96,7 @@ def _inside(root: Path, part: object) -> Path:
 
 def transformer_folder(root: Path) -> Path:
     """Return the folder that holds the weights: ``root``, or what its ``modules.json`` names."""
-    if (root / "config.json").is_file() or not (root / "modules.json").is_file():
+    if is_entry(root, "config.json") or not is_entry(root, "modules.json"):
         return root
     modules = _modules(root)
     return _inside(root, modules[0].get("path")) if modules else root
@@ -93,7 +108,7 @@ def read_recipe(root: Path) -> SentenceRecipe | None:
     Raises:
         ConfigError: a module that is not understood, or files that are damaged.
     """
-    if not (root / "modules.json").is_file():
+    if not is_entry(root, "modules.json"):
         return None
     pooling: tuple[Any, ...] = ("mean",)
     normalize = False
@@ -101,9 +116,9 @@ def read_recipe(root: Path) -> SentenceRecipe | None:
     for module in _modules(root):
         kind = module["type"].rsplit(".", 1)[-1]
         if kind == "Pooling":
-            place = _inside(root, module.get("path")) / "config.json"
-            pooling = _pooling(place)
-            read.append(place.relative_to(root).as_posix())
+            place = (_inside(root, module.get("path")) / "config.json").relative_to(root).as_posix()
+            pooling = _pooling(root, place)
+            read.append(place)
         elif kind == "Normalize":
             normalize = True
         elif kind != "Transformer":
@@ -112,8 +127,8 @@ def read_recipe(root: Path) -> SentenceRecipe | None:
                 "Pooling and Normalize. Load the transformer's own folder to use it without.",
                 problems=[module["type"]],
             )
-    bounds = root / "sentence_bert_config.json"
-    settings = _read(bounds) if bounds.is_file() else {}
+    bounds = "sentence_bert_config.json"
+    settings = _settings(root, bounds) if is_entry(root, bounds) else {}
     length = settings.get("max_seq_length")
     at_root = transformer_folder(root) == root
     return SentenceRecipe(
@@ -121,16 +136,22 @@ def read_recipe(root: Path) -> SentenceRecipe | None:
         normalize,
         length if isinstance(length, int) and length > 0 else None,
         settings.get("do_lower_case") is True,
-        {name: (root / name).read_bytes() for name in read if (root / name).is_file()} if at_root else {},
+        {name: _bytes(root, name) for name in read if is_entry(root, name)} if at_root else {},
     )
 
 
-def _pooling(path: Path) -> tuple[Any, ...]:
-    settings = _read(path)
+def _pooling(root: Path, name: str) -> tuple[Any, ...]:
+    settings = _settings(root, name)
     stated = settings.get("pooling_mode")
     if isinstance(stated, str):
         stated = [stated]
-    if isinstance(stated, list):
+    if stated is not None and not (isinstance(stated, list) and all(isinstance(part, str) for part in stated)):
+        raise ConfigError(
+            f"{root / name}: pooling_mode is {shown(stated, 60)}; expected the name of a pooling, or a list of names",
+            where=str(root / name),
+            problems=["pooling_mode"],
+        )
+    if stated:
         return tuple(_NEW_MODES.get(name, name) for name in stated)
     chosen = tuple(name for key, name in _MODES.items() if settings.get(key) is True)
     return chosen or ("mean",)

@@ -7,6 +7,7 @@ model is handed out only when all of it is there. What was read is remembered as
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ from flodl.devices import find_device
 from flodl.errors import ConfigError, nearest, printable
 from flodl.graph import Graph
 from flodl_hf.checkpoint import Checkpoint, SourceManifest, StoredTensor
+from flodl_hf.checkpoint.members import is_entry, read_member
 from flodl_hf.config import MAX_CONFIG_BYTES, ModelConfig
 from flodl_hf.filling import FiniteCheck, check_dtype, check_duplicates, fill, settle_dtype, settle_ties
 from flodl_hf.loading import Plan, class_of, head_of, plan_load
@@ -93,8 +95,8 @@ def resolve_folder(name_or_path: str | Path, hub: Mapping[str, Any], files: Sequ
 
     A folder that exists is taken as it is, without importing the Hub client.
     """
-    path = Path(name_or_path).expanduser()
-    if path.is_dir():
+    path = Path(os.path.expanduser(name_or_path))
+    if os.path.isdir(path):  # no for a name that no folder can have, where Path.is_dir raises
         subfolder = str(hub.get("subfolder") or "")
         inside = path / subfolder if subfolder else path
         if subfolder and not inside.resolve().is_relative_to(path.resolve()):
@@ -115,26 +117,15 @@ def read_config_file(
         ConfigError: no ``config.json``, or one that cannot be used.
     """
     path = folder / CONFIG_NAME
-    try:
-        if not path.is_file():
-            raise FileNotFoundError
-        with path.open("rb") as file:
-            data = file.read(MAX_CONFIG_BYTES + 1)
-    except OSError as fault:
-        reason = "does not exist" if isinstance(fault, FileNotFoundError) else f"cannot be read ({fault.strerror})"
+    if not is_entry(folder, CONFIG_NAME):
         present = sorted(p.name for p in folder.iterdir())[:12] if folder.is_dir() else []
         raise ConfigError(
-            f"{path} {reason}; expected the configuration of a Hugging Face model. The folder holds: "
+            f"{path} does not exist; expected the configuration of a Hugging Face model. The folder holds: "
             f"{', '.join(present) or 'nothing'}. Give the folder that holds config.json and the weights.",
             where=str(path),
             problems=["config.json"],
-        ) from None
-    if len(data) > MAX_CONFIG_BYTES:
-        raise ConfigError(
-            f"{path}: more than {MAX_CONFIG_BYTES} bytes; expected a configuration",
-            where=str(path),
-            problems=["size"],
         )
+    data = read_member(folder, CONFIG_NAME, MAX_CONFIG_BYTES, ConfigError)
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as fault:
@@ -343,7 +334,7 @@ def load_tokenizer(folder: Path, config: ModelConfig) -> Tokenizer | None:
     Raises:
         TokenizerError: damaged files, or a token whose id has no row in the word table.
     """
-    if not any((folder / name).is_file() for name in VOCABULARY_FILES):
+    if not any(is_entry(folder, name) for name in VOCABULARY_FILES):
         return None
     from flodl_hf.tokenizer import Tokenizer
 

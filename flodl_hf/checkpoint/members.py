@@ -13,9 +13,9 @@ import os
 import stat
 from pathlib import Path
 
-from flodl.errors import CheckpointError, UnsafeFileError, printable
+from flodl.errors import CheckpointError, FlodlError, UnsafeFileError, printable
 
-__all__ = ["Folder", "plain_name_fault"]
+__all__ = ["Folder", "is_entry", "plain_name_fault", "read_member"]
 
 _NONBLOCK = getattr(os, "O_NONBLOCK", 0)  # a pipe without a writer would hang a blocking open for ever
 _NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
@@ -38,6 +38,46 @@ def plain_name_fault(name: object) -> str | None:
     if any(mark in name for mark in '/\\:%*?"<>|'):
         return "a separator, drive or escape character"
     return None
+
+
+def is_entry(folder: Path, name: str) -> bool:
+    """Return whether a folder has an entry of that name, of whatever kind; a broken link is one."""
+    return os.path.lexists(folder / name)
+
+
+def read_member(folder: Path, name: str, limit: int, fault: type[FlodlError] = CheckpointError) -> bytes:
+    """Return the bytes of one file of a folder, through the same door as its weights; see `Folder.open`.
+
+    Args:
+        folder: the folder.
+        name: a plain name, or one in a folder below: ``1_Pooling/config.json``.
+        limit: most bytes.
+        fault: what is raised of a file that is absent, cannot be read, is larger, or is a pipe, device, socket or
+            folder.
+
+    Raises:
+        UnsafeFileError: the file is a link out of the folder.
+    """
+    inner, _, leaf = name.rpartition("/")
+    below = folder / inner
+    if inner and not below.resolve().is_relative_to(folder.resolve()):
+        raise UnsafeFileError(
+            f"{below}: leads to {below.resolve()}, outside the folder; copy what it holds into the folder",
+            path=str(below),
+            problems=[f"link to {below.resolve()}"],
+            target=str(below.resolve()),
+        )
+    try:
+        opened = Folder(below)
+        try:
+            return opened.read(leaf, limit)
+        finally:
+            opened.close()
+    except CheckpointError as error:
+        if "target" in error.details:
+            raise
+        where = str(folder / name)
+        raise fault(error.message, path=where, where=where, problems=error.problems) from None
 
 
 class Folder:
@@ -124,18 +164,24 @@ class Folder:
             )
         return descriptor
 
-    def read_text(self, name: str, limit: int) -> str:
-        """Return the UTF-8 text of the member ``name``, refused above ``limit`` bytes."""
+    def read(self, name: str, limit: int) -> bytes:
+        """Return the bytes of the member ``name``, refused above ``limit``; errors as of `open`."""
         where = self.path / name
         descriptor = self.open(name)
         with os.fdopen(descriptor, "rb") as file:
             data = file.read(limit + 1)
         if len(data) > limit:
             raise CheckpointError(
-                f"{where}: larger than {limit:,} bytes, the most that such a file may have; check what it is",
+                f"{where}: larger than {limit:,} bytes, expected at most so many in such a file; check what it is",
                 path=str(where),
                 problems=["too large"],
             )
+        return data
+
+    def read_text(self, name: str, limit: int) -> str:
+        """Return the UTF-8 text of the member ``name``, refused above ``limit`` bytes."""
+        where = self.path / name
+        data = self.read(name, limit)
         try:
             return data.decode("utf-8")
         except UnicodeDecodeError as error:
@@ -179,6 +225,7 @@ class Folder:
             f"the blobs beside it in a Hub cache; copy the file into the folder",
             path=str(link),
             problems=[f"link to {target}"],
+            target=str(target),
         )
 
 

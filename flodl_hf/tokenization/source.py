@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 from flodl.errors import TokenizerError, printable
 from flodl.files import POINTER_ADVICE, is_pointer
+from flodl_hf.checkpoint.members import read_member
 
 __all__ = ["TOKENIZER_FILES", "parse_json", "read_bytes", "read_source", "write_files"]
 
@@ -41,31 +41,11 @@ def read_bytes(path: Path, limit: int = MAX_BYTES) -> bytes:
     """Return the contents of a regular file of at most ``limit`` bytes.
 
     Raises:
+        UnsafeFileError: if it is a link that leads out of its folder.
         TokenizerError: if it is missing, not a regular file (a pipe would block for ever), too large, or a git-lfs
             pointer.
     """
-    try:
-        # Links are followed: the Hub's cache is made of them.
-        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise TokenizerError(
-            f"{path}: cannot be read: {reason}; check the path and its permissions",
-            path=str(path),
-            reason=reason,
-        ) from error
-    with os.fdopen(handle, "rb") as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise TokenizerError(f"{path}: is not a regular file; put the tokenizer file itself there", path=str(path))
-        data = file.read(limit + 1)
-    if len(data) > limit:
-        raise TokenizerError(
-            f"{path}: larger than {limit} bytes, the limit for tokenizer files; check that it is what its name says",
-            path=str(path),
-            found=status.st_size,
-            expected=limit,
-        )
+    data = read_member(path.parent, path.name, limit, TokenizerError)
     if is_pointer(data):
         raise TokenizerError(f"{path}: {POINTER_ADVICE}", path=str(path))
     return data
