@@ -9,16 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from itertools import repeat
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from flodl.errors import PredictError
+from flodl_hf.decode.best_spans import best_spans
+from flodl_hf.decode.quick import made
 from flodl_hf.decode.rows import Content, Logits, Rows, content_of, flat_logits, null_columns, owners_of
-from flodl_hf.decode.windows import TokenStream, merge_windows
-from flodl_hf.decode.words import Words, trimmed, words_of
+from flodl_hf.decode.windows import TokenStream, merge_windows, stream_of
+from flodl_hf.decode.words import Words, trimmed, units_at, words_of
 
 __all__ = ["Answer", "Distinct", "decode_answers", "decode_answers_batch"]
 
@@ -142,10 +145,26 @@ def decode_answers_batch(
     _check_options(top_k, max_answer_length, distinct)
     owner = owners_of(owners, len(rows), len(contexts))
     content = content_of(rows, sequence)
-    stream = merge_windows(rows, owner, sequence=sequence, content=content)
-    windows = _window_logits(start_logits, end_logits, rows, content, owner, len(contexts))
-    words = words_of(stream, contexts, whole=whole_words)
+    logits = _gathered(start_logits, end_logits, rows, content)
+    nulls = _nulls(start_logits, end_logits, rows)
     found: list[list[Answer]] = [[] for _ in contexts]
+    left = np.ones(len(rows), bool)
+    if top_k == 1:
+        left = _decode_alone(
+            found, logits, nulls, content, owner, contexts, max_answer_length, no_answer, null_margin, whole_words
+        )
+        if not bool(left.any()):
+            return found
+    if not bool(left.all()):
+        kept = np.flatnonzero(left)
+        tokens = left[content.row]
+        logits, nulls, owner = logits[:, tokens], nulls[:, kept], owner[kept]
+        content = _of_rows(content, tokens, kept)
+    stream = merge_windows((), owner, sequence=sequence, content=content)
+    windows = _windows_of(logits, nulls, content, owner, len(contexts))
+    # Characters of contexts that are answered already are not looked at.
+    read = set(owner.tolist())
+    words = words_of(stream, [text if i in read else "" for i, text in enumerate(contexts)], whole=whole_words)
     pending = np.unique(owner[content.row])
     # An answer may be dropped as a duplicate, so more spans are looked at than asked for, and more again if
     # too few.
@@ -170,8 +189,59 @@ def decode_answers_batch(
         candidates *= 8
     if no_answer:
         for text in np.unique(owner).tolist():
-            found[text] = _with_null(found[text], windows, text, top_k, null_margin)
+            found[text] = _with_null(found[text], _log_null(windows, text), top_k, null_margin)
     return found
+
+
+def _decode_alone(
+    found: list[list[Answer]],
+    logits: np.ndarray,
+    nulls: np.ndarray,
+    content: Content,
+    owner: np.ndarray,
+    contexts: Sequence[str],
+    longest: int,
+    no_answer: bool,
+    null_margin: float,
+    whole_words: bool,
+) -> np.ndarray:
+    """Fill in the best answer of each context that has one window, and return which rows are left, ``(rows,)``.
+
+    Left are the windows of contexts that have several, and those whose best span is but white space.
+    """
+    left = (np.bincount(owner, minlength=len(contexts))[owner] > 1) | (content.counts == 0)
+    chosen = np.flatnonzero(~left)
+    text = owner[chosen]
+    if not len(chosen) or bool((np.diff(text) < 0).any()):
+        return np.ones(len(owner), bool)
+    if len(chosen) < len(owner):
+        tokens = ~left[content.row]
+        logits, nulls, content = logits[:, tokens], nulls[:, chosen], _of_rows(content, tokens, chosen)
+    best = best_spans(logits[0], logits[1], content.counts, longest)
+    ends = np.concatenate([best.first, best.last])
+    units = units_at(stream_of(content, text[content.row]), contexts, ends, whole=whole_words)
+    start, end = units[0][: len(best.first)], units[1][len(best.first) :]
+    order = np.lexsort((end, start, best.row))
+    order = order[np.append(True, np.diff(best.row[order]) > 0)]
+    norm = np.stack(
+        [np.logaddexp(*sums) for sums in zip(_log_sums(logits, content.row, len(text)), nulls, strict=True)]
+    )
+    scores = np.minimum(1.0, np.exp(best.value[order].astype(np.float64) - (norm[0] + norm[1])))
+    texts, starts, ends = text.tolist(), start[order].tolist(), end[order].tolist()
+    own: list[Any] = list(contexts)
+    surfaces: list[str] = [own[at][low:high] for at, low, high in zip(texts, starts, ends, strict=True)]
+    bare = list(map(str.strip, surfaces))
+    for i, surface in enumerate(bare):
+        if surface is not surfaces[i]:
+            starts[i], ends[i] = trimmed(own[texts[i]], starts[i], ends[i])
+    answers = made(Answer, bare, scores.tolist(), starts, ends, repeat(False, len(bare)))
+    for at, answer in zip(texts, answers, strict=True):
+        found[at] = [answer]
+    if no_answer:
+        for at, log_null in zip(texts, (nulls.sum(0) - norm[0] - norm[1]).tolist(), strict=True):
+            found[at] = _with_null(found[at], log_null, 1, null_margin)
+    left[chosen[[not surface for surface in bare]]] = True
+    return left
 
 
 def _check_options(top_k: int, max_answer_length: int, distinct: str) -> None:
@@ -186,68 +256,95 @@ def _check_options(top_k: int, max_answer_length: int, distinct: str) -> None:
         raise PredictError("answers: " + "; ".join(problems), problems=problems)
 
 
-def _window_logits(
-    start_logits: Logits,
-    end_logits: Logits,
-    rows: Rows,
-    content: Content,
-    owner: np.ndarray,
-    contexts: int,
-) -> _Windows:
-    flat_start, row_starts = flat_logits(start_logits, rows, trailing=0)
-    flat_end, end_starts = flat_logits(end_logits, rows, trailing=0)
-    device = flat_start.device
-    width = int(content.counts.max()) if len(rows) else 0
-    rank = np.arange(len(content.row)) - np.repeat(np.cumsum(content.counts) - content.counts, content.counts)
-    first = np.zeros(len(rows), np.int64)
-    first[content.row] = content.position - rank
-    into = torch.from_numpy(content.row * width + rank).to(device)
+def _gathered(start_logits: Logits, end_logits: Logits, rows: Rows, content: Content) -> np.ndarray:
+    """Return start and end logits of the content, float32, ``(2, tokens)``."""
+    found = np.empty((2, len(content.row)), np.float32)
+    for side, logits in enumerate((start_logits, end_logits)):
+        flat, starts = flat_logits(logits, rows, trailing=0)
+        found[side] = _picked(flat, starts[content.row] + content.column)
+    if not bool(np.isfinite(found).all()):
+        raise PredictError(
+            "answers: the logits are not finite; expected numbers; half precision may have overflowed, "
+            "so predict in float32 or bfloat16"
+        )
+    return found
 
-    def padded(flat: Tensor, starts: np.ndarray) -> Tensor:
-        values = flat.index_select(0, torch.from_numpy(starts[content.row] + content.column).to(device)).float()
-        if not bool(torch.isfinite(values).all()):
-            raise PredictError(
-                "answers: the logits are not finite; expected numbers; half precision may have overflowed, "
-                "so predict in float32 or bfloat16"
-            )
-        out = torch.full((len(rows) * width,), -torch.inf, device=device)
-        return out.index_copy_(0, into, values).view(len(rows), width)
 
-    start, end = padded(flat_start, row_starts), padded(flat_end, end_starts)
+def _nulls(start_logits: Logits, end_logits: Logits, rows: Rows) -> np.ndarray:
+    """Return start and end logits of each row's null position, ``(2, rows)``."""
     columns = null_columns(rows)
-    null_start = flat_start.index_select(0, torch.from_numpy(row_starts + columns).to(device)).double()
-    null_end = flat_end.index_select(0, torch.from_numpy(end_starts + columns).to(device)).double()
-    null_pair = torch.stack([null_start, null_end]).cpu().numpy()
+    found = np.empty((2, len(rows)))
+    for side, logits in enumerate((start_logits, end_logits)):
+        flat, starts = flat_logits(logits, rows, trailing=0)
+        found[side] = _picked(flat, starts + columns)
+    return found
+
+
+def _picked(flat: Tensor, place: np.ndarray) -> np.ndarray:
+    """Return some of the values, as an array."""
+    if flat.device.type == "cpu" and flat.dtype in (torch.float32, torch.float64):
+        return flat.numpy()[place]
+    return flat.index_select(0, torch.from_numpy(place).to(flat.device)).float().cpu().numpy()
+
+
+def _of_rows(content: Content, tokens: np.ndarray, kept: np.ndarray) -> Content:
+    """Return the content of the rows ``kept``, whose tokens are ``tokens``; rows are numbered anew."""
+    number = np.zeros(len(content.counts), np.int64)
+    number[kept] = np.arange(len(kept))
+    return Content(
+        row=number[content.row[tokens]],
+        column=content.column[tokens],
+        position=content.position[tokens],
+        offsets=content.offsets[tokens],
+        word_ids=content.word_ids[tokens],
+        counts=content.counts[kept],
+    )
+
+
+def _windows_of(logits: np.ndarray, nulls: np.ndarray, content: Content, owner: np.ndarray, contexts: int) -> _Windows:
+    rows = len(owner)
+    width = int(content.counts.max()) if rows else 0
+    rank = np.arange(len(content.row)) - np.repeat(np.cumsum(content.counts) - content.counts, content.counts)
+    first = np.zeros(rows, np.int64)
+    first[content.row] = content.position - rank
+    padded = np.full((2, rows, width), -np.inf, np.float32)
+    padded[:, content.row, rank] = logits
     null = np.full(contexts, np.inf)
-    np.minimum.at(null, owner, null_pair.sum(0))
+    np.minimum.at(null, owner, nulls.sum(0))
     speaks = np.zeros(contexts, np.int64)
-    order = np.lexsort((np.arange(len(rows)), null_pair.sum(0)))[::-1]
+    order = np.lexsort((np.arange(rows), nulls.sum(0)))[::-1]
     speaks[owner[order]] = order
-    log_start = _log_normaliser(start, content, rank, owner, contexts)
-    log_end = _log_normaliser(end, content, rank, owner, contexts)
-    if len(rows):
-        log_start = np.logaddexp(log_start, null_pair[0, speaks])
-        log_end = np.logaddexp(log_end, null_pair[1, speaks])
-    return _Windows(start, end, first, owner, log_start, log_end, null)
-
-
-def _log_normaliser(values: Tensor, content: Content, rank: np.ndarray, owner: np.ndarray, contexts: int) -> np.ndarray:
-    """Return for each context the log of the summed exponentials of its tokens, each at its largest logit."""
-    tokens = values.double().cpu().numpy()[content.row, rank]
+    # Tokens that several windows hold, once each.
     text = owner[content.row]
     order = np.lexsort((content.position, text))
-    out = np.full(contexts, -np.inf)
-    if len(order) == 0:
-        return out
     new = np.ones(len(order), bool)
     new[1:] = (text[order][1:] != text[order][:-1]) | (content.position[order][1:] != content.position[order][:-1])
     heads = np.flatnonzero(new)
-    largest, text = np.maximum.reduceat(tokens[order], heads), text[order][heads]
-    peak = np.full(contexts, -np.inf)
-    np.maximum.at(peak, text, largest)
-    total = np.bincount(text, np.exp(largest - peak[text]), contexts)
-    seen = total > 0
-    out[seen] = peak[seen] + np.log(total[seen])
+    once = np.maximum.reduceat(logits[:, order], heads, axis=1) if len(heads) else logits
+    log_start, log_end = _log_sums(once, text[order][heads], contexts)
+    if rows:
+        log_start, log_end = np.logaddexp(log_start, nulls[0, speaks]), np.logaddexp(log_end, nulls[1, speaks])
+    return _Windows(torch.from_numpy(padded[0]), torch.from_numpy(padded[1]), first, owner, log_start, log_end, null)
+
+
+def _log_sums(logits: np.ndarray, group: np.ndarray, groups: int) -> np.ndarray:
+    """Return the log of the summed exponentials of each group, ``(2, groups)``; -inf for one without logits.
+
+    Args:
+        logits: ``(2, n)``.
+        group: of each logit, never falling, ``(n,)``.
+        groups: how many there are.
+    """
+    out = np.full((2, groups), -np.inf)
+    if not len(group):
+        return out
+    heads = np.flatnonzero(np.append(True, np.diff(group) > 0))
+    for values, sums in zip(logits.astype(np.float64), out, strict=True):
+        peak = np.full(groups, -np.inf)
+        peak[group[heads]] = np.maximum.reduceat(values, heads)
+        total = np.bincount(group, np.exp(values - peak[group]), groups)
+        seen = total > 0
+        sums[seen] = peak[seen] + np.log(total[seen])
     return out
 
 
@@ -327,8 +424,11 @@ def _distinct(
     return answers, True
 
 
-def _with_null(answers: list[Answer], windows: _Windows, text: int, top_k: int, null_margin: float) -> list[Answer]:
-    log_null = float(windows.null[text] - windows.log_start[text] - windows.log_end[text])
+def _log_null(windows: _Windows, text: int) -> float:
+    return float(windows.null[text] - windows.log_start[text] - windows.log_end[text])
+
+
+def _with_null(answers: list[Answer], log_null: float, top_k: int, null_margin: float) -> list[Answer]:
     null = Answer("", min(1.0, float(np.exp(log_null))), 0, 0, True)
     with np.errstate(divide="ignore"):
         logs = [float(np.log(answer.score)) for answer in answers]

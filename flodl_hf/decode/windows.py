@@ -15,7 +15,7 @@ import numpy as np
 from flodl.errors import PredictError
 from flodl_hf.decode.rows import Content, Rows, content_of
 
-__all__ = ["JoinedWords", "TokenStream", "join_words", "merge_windows"]
+__all__ = ["JoinedWords", "TokenStream", "join_words", "merge_windows", "stream_of"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,6 +68,16 @@ def _context(content: Content) -> np.ndarray:
     counts = content.counts[content.row]
     rank = np.arange(len(content.row)) - np.repeat(np.cumsum(content.counts) - content.counts, content.counts)
     return np.minimum(rank, counts - 1 - rank)
+
+
+def stream_of(content: Content, text: np.ndarray) -> TokenStream:
+    """Return the tokens as they are, each of which stands in one window alone.
+
+    Args:
+        content: the tokens, ordered by text and place.
+        text: the text of each, ``(tokens,)``.
+    """
+    return TokenStream(content.row, content.column, text, content.position, content.offsets, content.word_ids)
 
 
 def merge_windows(rows: Rows, owners: np.ndarray, *, sequence: int = 0, content: Content | None = None) -> TokenStream:

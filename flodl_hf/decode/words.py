@@ -11,13 +11,14 @@ import sys
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from flodl.errors import PredictError
 from flodl_hf.decode.windows import TokenStream
 
-__all__ = ["Characters", "Words", "characters_of", "trimmed", "words_of"]
+__all__ = ["Characters", "Words", "characters_of", "trimmed", "units_at", "words_of"]
 
 _UNSEEN, _SPACE, _PUNCTUATION = -1, 1, 2
 
@@ -67,7 +68,7 @@ def _class(character: str) -> int:
 
 def characters_of(texts: Sequence[str]) -> Characters:
     """Return the character classes of ``texts``; lone surrogates count as ordinary characters."""
-    sizes = np.fromiter((len(text) for text in texts), np.int64, len(texts))
+    sizes = np.fromiter(map(len, texts), np.int64, len(texts))
     codes = np.frombuffer("".join(texts).encode("utf-32-le", "surrogatepass"), "<u4")
     classes = _CLASSES[codes]
     unseen = np.unique(codes[classes == _UNSEEN])
@@ -88,6 +89,82 @@ def trimmed(text: str, start: int, end: int) -> tuple[int, int]:
     start = min(start, len(text))
     lead = len(surface) - len(surface.lstrip())
     return start + lead, start + max(lead, len(surface.rstrip()))
+
+
+def _checked_sizes(stream: TokenStream, texts: Sequence[str]) -> np.ndarray:
+    """Return the characters of each text, ``(texts,)``, all tokens being within theirs."""
+    sizes = np.fromiter(map(len, texts), np.int64, len(texts))
+    outside = stream.offsets[:, 1] > sizes[stream.text]
+    if bool(outside.any()):
+        at = int(np.flatnonzero(outside)[0])
+        span, size = stream.offsets[at].tolist(), int(sizes[stream.text[at]])
+        raise PredictError(
+            f"decoding: a token of text {stream.text[at]} spans characters {span}, but that text has {size}; "
+            "expected offsets into the text itself; pass the text the rows were made from",
+            text=int(stream.text[at]),
+            span=tuple(span),
+            length=size,
+        )
+    return sizes
+
+
+def _word_starts(stream: TokenStream) -> np.ndarray:
+    """Return where a text or the tokenizer's own word begins, ``(tokens,)``."""
+    starts = np.ones(len(stream), bool)
+    starts[1:] = stream.text[1:] != stream.text[:-1]
+    starts[1:] |= (stream.word_ids[1:] != stream.word_ids[:-1]) | (stream.word_ids[1:] < 0)
+    return starts
+
+
+def units_at(
+    stream: TokenStream, texts: Sequence[str], tokens: np.ndarray, *, whole: bool = True
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return first character, and character after the last, of the units that `words_of` finds for a few tokens.
+
+    Args:
+        stream: all tokens.
+        texts: the texts that the offsets refer to.
+        tokens: stream indices, ``(n,)``.
+        whole: as of `words_of`.
+
+    Raises:
+        PredictError: an offset lies outside its text.
+    """
+    if not len(tokens):
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    sizes = _checked_sizes(stream, texts)
+    starts = _word_starts(stream) if whole else np.ones(len(stream), bool)
+    # Only words of their own letters: where neighbours share a character, all have to be looked at.
+    base = (np.cumsum(sizes) - sizes)[stream.text]
+    reach = np.maximum.accumulate(stream.offsets[:, 1] + base)
+    apart = np.append(stream.offsets[:, 0] + base, reach[-1]) >= np.concatenate([reach[:1] * 0, reach])
+    first = np.append(np.flatnonzero(starts), len(stream))
+    word = np.unique(np.searchsorted(first, tokens, side="right") - 1)
+    begins, stops = first[word], first[word + 1]
+    # A text begins apart from the one before it in any case.
+    new_text = np.ones(len(stream) + 1, bool)
+    new_text[1:-1] = stream.text[1:] != stream.text[:-1]
+    apart |= new_text
+    if not bool(apart[begins].all() and apart[stops].all()):
+        words = words_of(stream, texts, whole=whole)
+        return words.start[words.of_token[tokens]], words.end[words.of_token[tokens]]
+    lengths = stops - begins
+    chosen = np.arange(int(lengths.sum())) + np.repeat(begins - (np.cumsum(lengths) - lengths), lengths)
+    offsets, owners = stream.offsets[chosen], stream.text[chosen]
+    heads = np.flatnonzero(np.append(True, np.diff(owners) > 0))
+    low, high = np.minimum.reduceat(offsets[:, 0], heads), np.maximum.reduceat(offsets[:, 1], heads)
+    pieces: list[Any] = [
+        texts[t][a:b] for t, a, b in zip(owners[heads].tolist(), low.tolist(), high.tolist(), strict=True)
+    ]
+    text = np.repeat(np.arange(len(heads)), np.diff(np.append(heads, len(owners))))
+    part = TokenStream(
+        stream.row[chosen], stream.column[chosen], text, stream.position[chosen], offsets - low[text][:, None],
+        np.repeat(np.arange(len(word)), lengths),
+    )  # fmt: skip
+    words = words_of(part, pieces, whole=whole)
+    place = np.searchsorted(chosen, tokens)
+    unit, shift = words.of_token[place], low[text[place]]
+    return words.start[unit] + shift, words.end[unit] + shift
 
 
 def words_of(stream: TokenStream, texts: Sequence[str], *, whole: bool = True, split_punctuation: bool = True) -> Words:
@@ -113,27 +190,14 @@ def words_of(stream: TokenStream, texts: Sequence[str], *, whole: bool = True, s
     if total == 0:
         none = np.zeros(0, np.int64)
         return Words(none, none, none, none, none)
-    sizes = np.fromiter((len(text) for text in texts), np.int64, len(texts))
-    outside = stream.offsets[:, 1] > sizes[stream.text]
-    if bool(outside.any()):
-        at = int(np.flatnonzero(outside)[0])
-        span, size = stream.offsets[at].tolist(), int(sizes[stream.text[at]])
-        raise PredictError(
-            f"decoding: a token of text {stream.text[at]} spans characters {span}, but that text has {size}; "
-            "expected offsets into the text itself; pass the text the rows were made from",
-            text=int(stream.text[at]),
-            span=tuple(span),
-            length=size,
-        )
+    sizes = _checked_sizes(stream, texts)
     new_text = np.ones(total, bool)
     new_text[1:] = stream.text[1:] != stream.text[:-1]
-    starts = new_text.copy()
+    starts = np.ones(total, bool)
     if whole:
-        starts[1:] |= (stream.word_ids[1:] != stream.word_ids[:-1]) | (stream.word_ids[1:] < 0)
+        starts = _word_starts(stream)
         if split_punctuation and not bool(starts.all()):
             starts |= _outer_punctuation(stream, starts, characters_of(texts))
-    else:
-        starts[:] = True
     # A text's characters all come after those of the text before it, so one running maximum serves all texts.
     base = (np.cumsum(sizes) - sizes)[stream.text]
     reach = np.maximum.accumulate(stream.offsets[:, 1] + base)

@@ -223,7 +223,7 @@ class QuestionAnswerer(EncoderModel):
 
         return Session(self, run).answer(
             pairs, tokens, Scores(False), finish, single=isinstance(pairs, Mapping), rows=4, what="answer",
-            kind=Answers if compat is None else None, given=lambda item: _pair(item, 0),
+            kind=Answers if compat is None else None, given=_given,
         )  # fmt: skip
 
 
@@ -241,9 +241,16 @@ def _pair(item: Any, place: int) -> tuple[str, str]:
     return pair[0], pair[1]
 
 
+def _given(item: Any) -> tuple[str, str]:
+    return item if type(item) is tuple else _pair(item, 0)
+
+
 def _questions(chunk: Sequence[Any]) -> tuple[list[str], list[str]]:
-    pairs = [_pair(item, place) for place, item in enumerate(chunk)]
-    return [question for question, _ in pairs], [context for _, context in pairs]
+    from flodl_hf.runtime.items import plain_pairs
+
+    pairs = chunk if plain_pairs(chunk) else [_pair(item, place) for place, item in enumerate(chunk)]
+    questions, contexts = zip(*pairs, strict=True) if pairs else ((), ())
+    return list(questions), list(contexts)
 
 
 HEAD = Head("question_answering", "ForQuestionAnswering", QuestionAnswerer, "qa")

@@ -9,7 +9,7 @@ from flodl.errors import FlodlError, PredictError
 from flodl_hf.results import Found, is_empty
 from flodl_hf.runtime.stream import Job
 
-__all__ = ["found_by", "passing_over_empty", "refuse_two_texts", "several"]
+__all__ = ["found_by", "passing_over_empty", "plain_pairs", "refuse_two_texts", "several"]
 
 R = TypeVar("R")
 
@@ -67,6 +67,25 @@ def refuse_two_texts(items: Any, method: str) -> None:
         )
 
 
+def plain_pairs(items: Sequence[Any]) -> bool:
+    """Return whether all items are tuples of two strings; asks without a step of the interpreter for each."""
+    if set(map(type, items)) != {tuple} or set(map(len, items)) != {2}:
+        return False
+    return {kind for part in zip(*items, strict=True) for kind in set(map(type, part))} == {str}
+
+
+def _empties(chunk: Sequence[Any], blank: Callable[[Any], bool]) -> list[bool] | None:
+    """Return which items cannot be read; None where all can."""
+    if blank is is_empty:
+        # Most lists are plain texts with something in them, which is soon seen.
+        if set(map(type, chunk)) == {str} and all(map(str.strip, chunk)):
+            return None
+        if plain_pairs(chunk) and all(all(map(str.strip, part)) for part in zip(*chunk, strict=True)):
+            return None
+    empty = list(map(blank, chunk))
+    return empty if any(empty) else None
+
+
 def found_by(
     job: Job[Any, Any],
     kind: type[Found[Any]],
@@ -102,8 +121,8 @@ def passing_over_empty(
     """
 
     def encode(chunk: list[Any]) -> Any:
-        empty = list(map(blank, chunk))
-        if not any(empty):
+        empty = _empties(chunk, blank)
+        if empty is None:
             return None, job.encode(chunk)
         read = [item for item, without in zip(chunk, empty, strict=True) if not without]
         try:

@@ -1,0 +1,128 @@
+"""The best span of each context, found among all contexts at once, is the one found context by context."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flodl_hf.decode import best_spans as best_module
+from flodl_hf.decode import decode_answers_batch
+from flodl_hf.decode.best_spans import best_spans
+from flodl_hf.decode.windows import TokenStream
+from flodl_hf.decode.words import units_at, words_of
+
+PIECES = ["Ada", " ", "ü", "(x)", "東京", "3.14", ",", "👩", "o"]
+
+
+def drawn_text(draw: np.random.Generator) -> tuple[str, list[tuple[int, int]], list[int | None]]:
+    """Return a text with spans of tokens, some of which share characters, are blank or have no word."""
+    text, spans, words = "", [], []
+    for word in range(int(draw.integers(1, 7))):
+        for _ in range(int(draw.integers(1, 4))):
+            piece = PIECES[int(draw.integers(len(PIECES)))]
+            start = len(text)
+            text += piece
+            # Bytes of one character are tokens of one span.
+            spans += [(start, len(text))] * (2 if piece == "👩" else 1)
+            words += [None if draw.random() < 0.1 else word] * (2 if piece == "👩" else 1)
+    return text, spans, words
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(0, 10**6), st.booleans(), st.integers(1, 40))
+def test_units_of_a_few_tokens_are_those_among_all(seed: int, whole: bool, wanted: int) -> None:
+    draw = np.random.default_rng(seed)
+    made = [drawn_text(draw) for _ in range(int(draw.integers(1, 4)))]
+    text = np.repeat(np.arange(len(made)), [len(spans) for _, spans, _ in made])
+    spans = np.array([span for _, own, _ in made for span in own], np.int64).reshape(-1, 2)
+    ids = np.array([-1 if word is None else word for _, _, own in made for word in own], np.int64)
+    place = np.arange(len(text))
+    stream = TokenStream(text, place, text, place, spans, ids)
+    texts = [own for own, _, _ in made]
+    tokens = draw.integers(0, len(text), min(wanted, len(text)))
+    words = words_of(stream, texts, whole=whole)
+    start, end = units_at(stream, texts, tokens, whole=whole)
+    assert start.tolist() == words.start[words.of_token[tokens]].tolist()
+    assert end.tolist() == words.end[words.of_token[tokens]].tolist()
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 12), st.integers(0, 10**6), st.booleans())
+def test_best_spans_are_all_of_the_largest_sum(counts: list[int], longest: int, seed: int, ties: bool) -> None:
+    draw = np.random.default_rng(seed)
+    start, end = (3 * draw.standard_normal((2, sum(counts)))).astype(np.float32)
+    if ties:
+        start, end = start.round(), end.round()
+    whole, best_module._BLOCK = best_module._BLOCK, int(draw.integers(1, 30))
+    try:
+        found = best_spans(start, end, np.array(counts), longest)
+    finally:
+        best_module._BLOCK = whole
+    expected = []
+    for row, (stop, count) in enumerate(zip(np.cumsum(counts).tolist(), counts, strict=True)):
+        sums = {
+            (first, last): start[first] + end[last]
+            for first in range(stop - count, stop)
+            for last in range(first, min(stop, first + longest))
+        }
+        best = max(sums.values())
+        expected += [(row, *span) for span, value in sums.items() if value == best]
+    assert sorted(zip(found.row.tolist(), found.first.tolist(), found.last.tolist(), strict=True)) == expected
+    assert found.value.tolist() == (start[found.first] + end[found.last]).tolist()
+    assert (np.diff(found.row) >= 0).all()
+
+
+def row_of(spans: list[tuple[int, int]], words: Sequence[int | None], first: int) -> Any:
+    count = len(spans)
+    return SimpleNamespace(
+        ids=list(range(3 + count)),
+        offsets=[(0, 0), (0, 1), (0, 0), *spans],
+        word_ids=[None, 0, None, *words],
+        sequence_ids=[None, 0, None, *[1] * count],
+        special=[True, False, True, *[False] * count],
+        first_token=first,
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.booleans(), st.booleans(), st.integers(1, 5), st.floats(-2, 2))
+def test_one_answer_is_the_first_of_several(
+    seed: int, ties: bool, no_answer: bool, longest: int, margin: float
+) -> None:
+    draw = np.random.default_rng(seed)
+    rows: list[Any] = []
+    owners: list[int] = []
+    texts: list[str] = []
+    for number in range(int(draw.integers(1, 6))):
+        text, spans, words = drawn_text(draw) if draw.random() < 0.9 else ("   ", [(0, 1), (1, 3)], [0, 1])
+        if draw.random() < 0.1:
+            text, spans, words = "", [], []
+        texts.append(text)
+        cut = int(draw.integers(1, len(spans))) if len(spans) > 1 and draw.random() < 0.3 else len(spans)
+        for a, b in ((0, cut), (max(0, cut - 1), len(spans))) if cut < len(spans) else ((0, cut),):
+            rows.append(row_of(spans[a:b], words[a:b], a))
+            owners.append(number)
+    if draw.random() < 0.3:
+        order = draw.permutation(len(rows)).tolist()
+        rows, owners = [rows[i] for i in order], [owners[i] for i in order]
+    logits = [[torch.from_numpy(draw.standard_normal(len(row.ids)) * 2).float() for row in rows] for _ in range(2)]
+    if ties:
+        logits = [[values.round() for values in side] for side in logits]
+    given: dict[str, Any] = {
+        "owners": owners, "max_answer_length": longest, "no_answer": no_answer, "null_margin": margin,
+    }  # fmt: skip
+    start, end = logits
+    several = decode_answers_batch(start, end, rows, texts, top_k=40, **given)
+    one = decode_answers_batch(start, end, rows, texts, top_k=1, **given)
+    for found, all_found in zip(one, several, strict=True):
+        assert [(a.text, a.start, a.end, a.no_answer) for a in found] == [
+            (a.text, a.start, a.end, a.no_answer) for a in all_found[:1]
+        ]
+        assert [a.score for a in found] == pytest.approx([a.score for a in all_found[:1]], rel=1e-12)
