@@ -17,7 +17,7 @@ import torch
 
 from flodl.errors import FlodlError, PredictError, nearest
 
-__all__ = ["ANSWER", "CLASSES", "EMBED", "ENTITIES", "LOAD", "MASKS", "RERANK", "ZERO_SHOT", "Word", "taking"]
+__all__ = ["ANSWER", "CLASSES", "EMBED", "ENCODE", "ENTITIES", "LOAD", "MASKS", "RERANK", "ZERO_SHOT", "Word", "taking"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -272,6 +272,14 @@ EMBED = {
     "prompt": Word(reason="put it before the texts yourself", harmless=(None, "")),
     "prompt_name": Word(reason="put the prompt before the texts yourself"),
 }  # fmt: skip
+ENCODE = {
+    **{name: word for name, word in _RUN.items() if not name.startswith("convert")},
+    **{name: Word("sentences") for name in ("inputs", "texts", "sequences")},
+    "output_value": EMBED["output_value"],
+    "prompt_name": EMBED["prompt_name"],
+    "pool": Word(reason="devices=[...] shares texts among devices"),
+    "chunk_size": Word(harmless=None),
+}
 _BITS = 'weights stay as they are; predict(..., precision="int8") computes in eight bits'
 _FETCHED = "downloads are checked and kept in the Hub's cache; remove the file there to fetch it anew"
 LOAD = {

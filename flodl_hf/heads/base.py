@@ -14,12 +14,13 @@ from torch import Tensor
 from flodl_hf.heads.head import Head
 from flodl_hf.model import EncoderModel
 from flodl_hf.outputs import BaseOutput
-from flodl_hf.words import EMBED, taking
+from flodl_hf.words import EMBED, ENCODE, taking
 
 if TYPE_CHECKING:
     from flodl_hf.decode.pooling import Pooling
     from flodl_hf.runtime import RunKeywords
     from flodl_hf.runtime.inputs import Encoded
+    from flodl_hf.similarity import Similarity
 
 __all__ = ["HEAD", "BaseModel"]
 
@@ -122,6 +123,79 @@ class BaseModel(EncoderModel):
         if isinstance(texts, Sequence) and not single and not len(texts):
             return torch.zeros(0, truncate_dim or self.config.encoder.hidden_size)
         return session.answer(texts, encode, work, vectors.take, join=vectors.joined, single=single, what="embed")
+
+    @taking(ENCODE)
+    def encode(
+        self,
+        sentences: str | Iterable[str],
+        *,
+        normalize_embeddings: bool | None = None,
+        convert_to_tensor: bool = False,
+        convert_to_numpy: bool = True,
+        truncate_dim: int | None = None,
+        prompt: str = "",
+        untrained: bool = False,
+        **run: Unpack[RunKeywords],
+    ) -> Any:
+        """Return vectors as sentence-transformers does: an array, long texts cut, scaled only where the folder says so.
+
+        `embed` is the same with its own defaults: a tensor, long texts read in windows, vectors of length 1.
+
+        Args:
+            sentences: one text or several.
+            normalize_embeddings: scale vectors to length 1; None and False as the folder says.
+            convert_to_tensor: a tensor instead of an array.
+            convert_to_numpy: an array; a tensor comes first.
+            truncate_dim: keep this many features.
+            prompt: put before each text.
+            untrained: encode although the model holds random values.
+            **run: how to run; see `flodl_hf.runtime.RunOptions`.
+
+        Raises:
+            PredictError: the model has no tokenizer, or an option makes no sense.
+        """
+        from flodl_hf.runtime.items import several
+
+        texts = several(sentences, "encode")
+        if prompt:
+            texts = prompt + texts if isinstance(texts, str) else [prompt + text for text in texts]
+        texts = texts if isinstance(texts, str) else list(texts)
+        recipe = self.sentence_recipe
+        scaled = bool(normalize_embeddings) or bool(recipe and recipe.normalize)
+        found: Any = self.embed(
+            texts, normalize=scaled, truncate=True, truncate_dim=truncate_dim, untrained=untrained, **run
+        )
+        return found if convert_to_tensor or not convert_to_numpy else found.numpy()
+
+    def similarity(self, a: Any, b: Any, *, measure: str | None = None, **run: Unpack[RunKeywords]) -> Similarity:
+        """Return how alike each of ``a`` is to each of ``b``, a tensor ``(len(a), len(b))``; the larger the more.
+
+        Args:
+            a: texts, or vectors ``(n, size)`` of `embed` or `encode`.
+            b: texts, or vectors ``(m, size)``.
+            measure: "cosine", "dot", "euclidean" or "manhattan" (distances below zero); None as the folder of
+                sentence-transformers says, else cosine.
+            **run: how to run where texts are embedded; see `flodl_hf.runtime.RunOptions`.
+
+        Raises:
+            PredictError: the measure is unknown, or vectors are of different lengths.
+        """
+        from flodl_hf.similarity import measure_of, similarity_of
+
+        named = measure or measure_of(self.sentence_recipe.files if self.sentence_recipe else {})
+        (first, rows), (second, columns) = (self._as_vectors(x, run) for x in (a, b))
+        return similarity_of(first, second, named, rows, columns)
+
+    def _as_vectors(self, given: Any, run: RunKeywords) -> tuple[Any, list[str]]:
+        """Return vectors, and the texts that they are of where texts were given."""
+        from flodl_hf.runtime.items import several
+
+        if isinstance(given, str):
+            given = [given]
+        if isinstance(given, Tensor) or (hasattr(given, "dtype") and given.dtype.kind not in "OUT"):
+            return given, []
+        texts = list(several(given, "similarity"))
+        return (self.embed(texts, **run), texts) if texts and isinstance(texts[0], str) else (texts, [])
 
     def _embeddable(self, texts: list[str], *, strict: bool, truncate: bool) -> Encoded:
         """Return the windows of texts as the folder's recipe wants them read."""

@@ -1,0 +1,93 @@
+"""How alike texts are, from their vectors: the measures of sentence-transformers, under its names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flodl.errors import PredictError, nearest
+
+__all__ = ["MEASURES", "Similarity", "measure_of", "similarity_of"]
+
+
+class Similarity(Tensor):
+    """A table of similarities, ``(a, b)``: a tensor that a notebook shows as a coloured table.
+
+    Attributes:
+        rows: the texts of its rows where it was made of texts.
+        columns: the texts of its columns.
+    """
+
+    rows: Sequence[str] = ()
+    columns: Sequence[str] = ()
+
+    def _repr_html_(self) -> str:
+        from flodl_hf.pages import similarity_page
+
+        if self.dim() != 2:
+            return f"<pre>{self.as_subclass(Tensor)}</pre>"
+        values: np.ndarray = self.detach().as_subclass(Tensor).float().cpu().numpy()
+        return similarity_page(values, self.rows, self.columns)
+
+
+def _cosine(a: Tensor, b: Tensor) -> Tensor:
+    return torch.nn.functional.normalize(a, dim=-1) @ torch.nn.functional.normalize(b, dim=-1).T
+
+
+MEASURES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "cosine": _cosine,
+    "dot": lambda a, b: a @ b.T,
+    "euclidean": lambda a, b: -torch.cdist(a, b, p=2.0),
+    "manhattan": lambda a, b: -torch.cdist(a, b, p=1.0),
+}
+"""By name; what is alike is large, so distances count below zero."""
+
+
+def measure_of(files: Mapping[str, bytes]) -> str:
+    """Return the measure that a folder of sentence-transformers names; cosine where none.
+
+    Args:
+        files: its small files by name.
+    """
+    try:
+        named = json.loads(files.get("config_sentence_transformers.json", b"{}")).get("similarity_fn_name")
+    except (ValueError, AttributeError):
+        named = None
+    return named if named in MEASURES else "cosine"
+
+
+def similarity_of(a: Any, b: Any, measure: str, rows: Sequence[str] = (), columns: Sequence[str] = ()) -> Similarity:
+    """Return the similarity of each vector of ``a`` with each of ``b``, ``(len(a), len(b))``, in float32.
+
+    Args:
+        a: ``(n, size)``, or one vector.
+        b: ``(m, size)``, or one vector.
+        measure: a name of `MEASURES`.
+        rows: the texts of ``a``.
+        columns: the texts of ``b``.
+
+    Raises:
+        PredictError: the measure is unknown, or the vectors are of different lengths.
+    """
+    if measure not in MEASURES:
+        raise PredictError(
+            f"similarity: no measure {measure!r}{nearest(str(measure), MEASURES)}; expected one of "
+            f"{', '.join(MEASURES)}",
+            measure=measure,
+        )
+    first, second = (torch.as_tensor(np.asarray(x) if isinstance(x, list) else x) for x in (a, b))
+    first, second = (x[None] if x.dim() == 1 else x for x in (first, second))
+    if first.dim() != 2 or second.dim() != 2 or first.shape[1] != second.shape[1]:
+        raise PredictError(
+            f"similarity: found vectors of shape {tuple(first.shape)} and {tuple(second.shape)}; expected (n, size) "
+            "and (m, size)",
+            found=(tuple(first.shape), tuple(second.shape)),
+        )
+    found = MEASURES[measure](first.float(), second.float().to(first.device)).as_subclass(Similarity)
+    found.rows, found.columns = tuple(rows), tuple(columns)
+    return found
