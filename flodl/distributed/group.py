@@ -52,6 +52,7 @@ class Ranks:
     attempt: int = 0
     pipe: Any = None
     _pulse: _Pulse | None = None
+    _own_group: bool = False
 
     @property
     def solo(self) -> bool:
@@ -117,7 +118,7 @@ class Ranks:
         self.phase("done")
         if self._pulse is not None:
             self._pulse.stop()
-        if not self.solo and dist.is_initialized():
+        if self._own_group and dist.is_initialized():
             dist.destroy_process_group()
 
     @contextlib.contextmanager
@@ -201,6 +202,24 @@ def under_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+_launcher: list[Any] = []  # the store of the launcher; opened once, since its master's port is taken then
+_joined = 0
+
+
+def _store_of_launcher(rank: int, world: int, attempt: int, limit: timedelta) -> Any:
+    """Return a store of this run's own, within that which the launcher's environment names.
+
+    After a restart, and from the second run of a process on, the launcher's store still has the addresses and words
+    of those before: each run has a prefix of its own, the same on all ranks, which begin their runs in one order.
+    """
+    global _joined
+    if not _launcher:
+        _launcher.append(next(iter(rendezvous("env://", rank, world, timeout=limit)))[0])
+    _launcher[0].set_timeout(limit)
+    _joined += 1
+    return PrefixStore(f"attempt{attempt}/run{_joined}", _launcher[0])
+
+
 def join_ranks(
     *,
     rank: int = 0,
@@ -239,13 +258,10 @@ def join_ranks(
         # A recording that fails on one rank must not leave the others waiting for its buffers.
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     if store is None:
-        # Under a prefix of this attempt: after a restart the launcher's store still has the addresses
-        # of the ranks that are gone.
-        limit = timedelta(seconds=timeout_s)
-        found, rank, world = next(iter(rendezvous("env://", rank, world, timeout=limit)))
-        store = PrefixStore(f"attempt{attempt}", found)
+        store = _store_of_launcher(rank, world, attempt, timedelta(seconds=timeout_s))
     if not dist.is_initialized():
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s))
+        ranks._own_group = True
     ranks.store = PrefixStore("flodl", store)
     ranks._pulse = _Pulse(ranks, parent)
     return ranks

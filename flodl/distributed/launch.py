@@ -32,6 +32,9 @@ from flodl.system import die_with_parent, hard_stop, is_stopped, loopback
 
 __all__ = ["Crew", "RankError", "launch"]
 
+STARTING = ("spawn", "rendezvous", "model build", "first broadcast")
+"""Phases of a rank in which nothing was trained yet."""
+
 
 class RankError(TrainError):
     """A rank that failed; ``rank``, ``pid``, ``phase``, ``step``, ``reason`` and ``trace`` say how."""
@@ -80,6 +83,7 @@ class Crew:
         self.max_restarts, self.on_message = max_restarts, on_message
         self.attempt = 0
         self.failures: list[RankError] = []
+        self._passed = 0  # the signal that was passed on to the ranks
         self.results: dict[int, Any] = {}
         self._start()
 
@@ -196,6 +200,10 @@ class Crew:
 
     def _failed(self, rank: int, *, reason: str, trace: str = "") -> None:
         board, member = self.board, self._members[rank]
+        if self._passed and (board.phase(rank) in STARTING or self._died_of(self._passed)):
+            # Ranks that had not begun to listen end by the signal itself, and the others lose contact with them.
+            self.stop()
+            raise SystemExit(128 + self._passed)
         error = RankError(
             f"rank {rank} of {self.world} (pid {member.process.pid}) failed in phase '{board.phase(rank)}', "
             f"step {board.step(rank)}: {reason}. The other ranks were stopped. "
@@ -210,10 +218,13 @@ class Crew:
         )
         self.stop()
         self.failures.append(error)
-        if self.attempt >= self.max_restarts:
+        if self.attempt >= self.max_restarts or self._passed:
             raise error
         self.attempt += 1
         self._start()
+
+    def _died_of(self, number: int) -> bool:
+        return any(member.process.exitcode == -number for member in self._members)
 
     def wait(self) -> list[Any]:
         """Return what ``fn`` returned on each rank, by rank.
@@ -234,6 +245,7 @@ class Crew:
         def forward(number: int, _frame: Any) -> None:
             nonlocal seen
             seen += 1
+            self._passed = number
             for member in self._members:
                 if member.process.is_alive():
                     with contextlib.suppress(ProcessLookupError):

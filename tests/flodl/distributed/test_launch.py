@@ -171,3 +171,45 @@ def test_under_torchrun_a_killed_rank_is_named_and_a_restart_ends_with_the_same_
     again = torchrun("again", "kill", 1)
     assert again.returncode == 0, again.stderr
     assert weights("again") == weights("whole")
+
+
+# ---- signals while ranks start -----------------------------------------------------------------------
+
+
+class Slow:
+    """Builds a model so slowly on one rank that a signal finds it at that."""
+
+    def __init__(self, folder, wait_s):
+        self.folder, self.wait_s = folder, wait_s
+
+    def __call__(self, device):
+        (self.folder / f"{os.getpid()} builds").touch()
+        if len(list(self.folder.glob("*builds"))) == 2:
+            time.sleep(self.wait_s)
+        return torch.nn.Linear(2, 1)
+
+
+def two_ranks(folder, wait_s, saving):
+    from flodl.train import Trainer, sgd
+
+    run = Trainer.builder(Slow(folder, wait_s), sgd(0.1), lambda model, batch: model(batch["x"]).square().mean())
+    run.dataset({"x": torch.randn(12, 2)}).batch_size(4).num_epochs(2).devices(2, start="fork").policy("sync")
+    if saving:
+        run.checkpoints(str(folder / "kept"))
+    run.run().join()
+
+
+@pytest.mark.parametrize("saving", [False, True])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("builds", [1, 2])
+def test_a_signal_while_ranks_start_is_no_failure_of_a_rank(tmp_path, builds, number, code, saving):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        process = multiprocessing.get_context("fork").Process(target=two_ranks, args=(tmp_path, 20.0, saving))
+        process.start()
+    until = time.monotonic() + 30
+    while len(list(tmp_path.glob("*builds"))) < builds and time.monotonic() < until:
+        time.sleep(0.005)
+    os.kill(process.pid, number)
+    process.join(timeout=15)
+    assert process.exitcode == code
