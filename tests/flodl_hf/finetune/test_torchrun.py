@@ -16,8 +16,10 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "flodl" / "distributed"))
 from test_runs_in_one_job import job
 
 ROWS = labelled(48)
+SWAPPED = {"complaint": "praise", "praise": "complaint"}
+HELD_OUT = [{**row, "label": SWAPPED[row["label"]]} for row in ROWS[40:]]  # the more is learned, the worse
 OPTIONS: dict[str, Any] = {
-    "epochs": 4, "batch_size": 8, "lr": 5e-2, "max_length": 24, "metric": "eval_loss", "devices": "cpu", "dropout": 0.0,
+    "epochs": 4, "batch_size": 8, "lr": 5e-3, "max_length": 24, "metric": "eval_loss", "devices": "cpu", "dropout": 0.0,
     "schedule": "constant",
 }  # fmt: skip
 
@@ -31,10 +33,10 @@ def test_three_fine_tunes_in_one_job(base: Path, tmp_path: Path) -> None:
     def runs(rank: int) -> list[Any]:
         torch.set_num_threads(1)
         places = (tmp_path / "a", None, tmp_path / "b")
-        return [told(finetune(base, train=ROWS[:40], eval=ROWS[40:], out=out, **OPTIONS)) for out in places]
+        return [told(finetune(base, train=ROWS[:40], eval=HELD_OUT, out=out, **OPTIONS)) for out in places]
 
     torch.set_num_threads(1)
-    alone = told(finetune(base, train=ROWS[:40], eval=ROWS[40:], **OPTIONS))
+    alone = told(finetune(base, train=ROWS[:40], eval=HELD_OUT, **OPTIONS))
     first, second = job(runs)
     for k, (a, b) in enumerate(zip(first, second, strict=True)):
         assert a[0][:4] == pytest.approx(alone[0][:4], rel=1e-3)
