@@ -26,18 +26,9 @@ PIPELINES = {
 }
 SHOWN = (
     *("epochs", "max_steps", "batch_size", "accumulate", "tokens_per_batch", "layout", "max_length", "optimizer"),
-    *(
-        "lr",
-        "schedule",
-        "schedule_options",
-        "warmup",
-        "weight_decay",
-        "max_grad_norm",
-        "layerwise_decay",
-        "freeze",
-        "class_weights",
-    ),
-    *("label_smoothing", "dropout", "precision", "seed", "concatenate", "whole_words", "mask_probability"),
+    *("lr", "schedule", "schedule_options", "warmup", "weight_decay", "max_grad_norm", "layerwise_decay", "freeze"),
+    *("class_weights", "label_smoothing", "dropout", "neftune", "ema", "precision", "seed"),
+    *("concatenate", "whole_words", "mask_probability"),
 )
 MASKING = ("concatenate", "whole_words", "mask_probability", "mask_padding")
 

@@ -127,18 +127,20 @@ def plan_job(
         masking = Masking(tokenizer.mask_token_id, tokenizer.vocab_size, options.mask_probability, options.whole_words)
     layout = _layout(options, own)
     batches = _batches(options, rows, layout)
-    collate = CollateRows(tokenizer.pad_token_id or 0, layout, masking)
+    collate = CollateRows(tokenizer.pad_token_id or 0, layout, masking, noise=bool(options.neftune))
     if layout == "bucketed":
         cut: Any = {"micro_batch_size": options.micro_batch_size, "accumulate": options.accumulate}
         collate = replace(collate, shapes=choose_shapes(rows.lengths, batches, _most(rows, opened.max_tokens), **cut))
     weights = _weights(options, task, rows)
     own.check(task, weights, options.label_smoothing)
-    objective = Objective(task.kind, weights, options.label_smoothing, options.mask_padding, own.loss)
+    objective = Objective(
+        task.kind, weights, options.label_smoothing, options.mask_padding, own.loss, options.neftune or None
+    )
     evaluations = {
         name: Evaluation(
             task,
             task.prepare(examples, tokenizer, room, training=False),
-            replace(collate, layout="packed") if layout == "bucketed" else collate,
+            replace(collate, layout="packed" if layout == "bucketed" else layout, noise=False),
             # how wide a batch is padded says nothing of a model
             Objective(task.kind, mask_padding=True, own=own.loss),
             options.eval_batch_size or options.micro_batch_size or options.batch_size,

@@ -12,8 +12,9 @@ from typing import Any, TypedDict, get_args, get_type_hints
 
 from flodl.devices import training_devices
 from flodl.errors import ConfigError, capped, nearest
+from flodl_hf.finetuning.words import TrainerWords, translated
 
-__all__ = ["TASKS", "FinetuneOptions", "Options", "make_options", "task_named"]
+__all__ = ["TASKS", "FinetuneOptions", "FinetuneWords", "Options", "make_options", "task_named"]
 
 TASKS = ("sequence_classification", "token_classification", "question_answering", "masked_lm")
 _TASK_WORDS = {
@@ -108,6 +109,9 @@ class Options:
     label_smoothing: float = _opt(0.0, "Share of the target spread over all labels.", least=0.0, most=1.0)
     dropout: float | None = _opt(None, "Dropout everywhere, instead of the model's own.", least=0.0, most=1.0)
 
+    neftune: float | None = _opt(
+        None, "Noise on word embeddings in training, alpha of arXiv:2310.05914 (5 is usual).", least=0.0
+    )
     ema: float | None = _opt(
         None,
         "Keep a moving average of the weights with this decay (0.999); it is judged and kept.",
@@ -208,6 +212,7 @@ class FinetuneOptions(TypedDict, total=False):
     class_weights: Any
     label_smoothing: float
     dropout: float | None
+    neftune: float | None
     ema: float | None
     ema_warmup: bool
     precision: str
@@ -245,6 +250,10 @@ class FinetuneOptions(TypedDict, total=False):
     local_files_only: bool
 
 
+class FinetuneWords(FinetuneOptions, TrainerWords, total=False):
+    """What `flodl_hf.finetuning.finetune` takes as keywords besides its arguments."""
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(k): _plain(v) for k, v in value.items()}
@@ -272,13 +281,16 @@ def task_named(name: str) -> str:
 def make_options(given: Mapping[str, Any], where: str = "finetune") -> Options:
     """Return the options that ``given`` asks for, with defaults for the rest.
 
+    Words of transformers stand for ours where they mean the same (`flodl_hf.finetuning.words`).
+
     Raises:
         ConfigError: names that are no options, or values that cannot be; ``problems`` lists all of them.
     """
     table = {f.name: f for f in fields(Options)}
     hints = get_type_hints(Options)
     values: dict[str, Any] = {}
-    problems = [f"{name}: no such option{nearest(name, table)}" for name in given if name not in table]
+    given, problems = translated(given, table)
+    problems += [f"{name}: no such option{nearest(name, table)}" for name in given if name not in table]
     for name, value in given.items():
         if name not in table:
             continue
@@ -366,6 +378,8 @@ def _together(options: Options) -> list[str]:
         problems.append("schedule_options: the schedule is an object; expected none, or the schedule by its name")
     elif not hasattr(schedule, "lr"):
         problems.append(f"schedule: found {type(schedule).__name__}; expected a name, or an object with lr(step)")
+    if options.neftune and options.compile:
+        problems.append("neftune: torch.compile would translate the model without it; expected compile=False")
     if options.ema in (0.0, 1.0):
         problems.append(f"ema: found {options.ema}; expected a number above 0 and below 1, such as 0.999")
     if options.label_smoothing == 1.0:

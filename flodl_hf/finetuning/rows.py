@@ -18,6 +18,7 @@ from flodl.data.collate import Where
 from flodl.errors import DataError
 from flodl_hf.alignment import IGNORE, mask_tokens
 from flodl_hf.buckets import FILLER, fill
+from flodl_hf.finetuning.noise import SEEDS, row_seeds
 from flodl_hf.finetuning.shapes import Shapes
 
 __all__ = ["CollateRows", "EncodedRows", "Masking", "RowBuilder", "TakenRows"]
@@ -216,18 +217,23 @@ class CollateRows:
         layout: how the rows lie.
         masking: hides tokens, for masked language models.
         shapes: bucketed: what batches are filled up to.
+        noise: give each row a seed for the noise on its embeddings.
     """
 
     pad_id: int
     layout: Literal["padded", "packed", "bucketed"] = "padded"
     masking: Masking | None = None
     shapes: Shapes = field(default_factory=Shapes)
+    noise: bool = False
 
     def __call__(self, rows: Sequence[Mapping[str, Any]], where: Where) -> dict[str, Any]:
         """Return the parts of one batch; packed ones have ``row_lengths``, a list, besides."""
         if self.masking is not None:
             rows = [self.masking(row, where, index) for row, index in zip(rows, where.indices, strict=True)]
         taken = rows if isinstance(rows, TakenRows) else TakenRows.of(rows)
+        if self.noise:
+            seeds = {SEEDS: row_seeds(where, where.indices)}
+            taken = TakenRows(taken.columns, taken.lengths, {**taken.values, **seeds})
         make = {"padded": self._padded, "packed": _packed, "bucketed": self._filled}[self.layout]
         return {name: _tensor(part) for name, part in make(taken).items()}
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
-from flodl.errors import ExportError, TrainError
+from flodl.errors import ConfigError, ExportError, TrainError
 from flodl.train import Callback, EvalDone, RunDone, RunStarted, StepDone, Trainer, adamw, parameter_groups, sgd
 from flodl.train.events import Past
 from flodl.train.keeper import list_checkpoints
@@ -32,7 +32,7 @@ from flodl_hf.finetuning.data import is_several
 from flodl_hf.finetuning.factory import Given, ModelFactory, checkpoint_layers, restore_layers, set_dropout
 from flodl_hf.finetuning.identity import identity_of
 from flodl_hf.finetuning.job import Job, plan_job
-from flodl_hf.finetuning.options import FinetuneOptions, Options, make_options
+from flodl_hf.finetuning.options import FinetuneWords, Options, make_options
 from flodl_hf.finetuning.own import Own
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class FinetuneResult:
 def finetune(
     model: str | Path | EncoderModel,
     *,
-    train: Any,
+    train: Any = None,
     eval: Any = None,
     out: str | Path | None = None,
     overwrite: bool = False,
@@ -89,7 +89,7 @@ def finetune(
     loss: Callable[..., Any] | None = None,
     metrics: Any = None,
     callbacks: Sequence[Callback] = (),
-    **options: Unpack[FinetuneOptions],
+    **options: Unpack[FinetuneWords],
 ) -> FinetuneResult:
     """Return ``model`` trained on ``train``, written to ``out`` as a Hugging Face folder if that is given.
 
@@ -118,7 +118,8 @@ def finetune(
             Predictions and truth are arrays ``(examples, ...)`` of scores and labels, lists of tags, or answers and
             lists of those accepted.
         callbacks: take part in training; see `flodl.train.Callback`.
-        **options: fields of `flodl_hf.finetuning.Options`; their defaults are those of transformers.
+        **options: fields of `flodl_hf.finetuning.Options`; their defaults are those of transformers, whose words for
+            them are taken too (``learning_rate``, ``num_train_epochs``, `flodl_hf.finetuning.words.TAKEN`).
 
     Raises:
         ConfigError: an option does not exist or does not fit; all are listed.
@@ -131,6 +132,9 @@ def finetune(
     first one writes, and its result has the best model.
     """
     chosen = make_options(options)
+    if train is None:
+        raise ConfigError("finetune: found no train=; expected a file or rows to learn from", problems=["train"])
+    progress = False if options.get("disable_tqdm") and progress is None else progress
     target = None if out is None else Path(out)
     if target is not None:
         _check_free(target, overwrite)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flodl.train import Loss
+from flodl_hf.finetuning.noise import noisy
 from flodl_hf.finetuning.own import LossFunction, own_loss
 from flodl_hf.layout import Packed, Padded
 from flodl_hf.losses import IGNORED_LABEL, classification_loss, span_loss, token_loss
@@ -66,6 +67,7 @@ class Objective:
         mask_padding: spans only: padding is no place where an answer could be. The reference lets it be one, so
             that its loss depends on the width that a batch is padded to.
         own: the user's function in place of the task's loss; see `flodl_hf.finetuning.own`. Batches are not filled up.
+        noise: how much there is on word embeddings; see `flodl_hf.finetuning.noise`.
     """
 
     kind: Kind
@@ -73,13 +75,18 @@ class Objective:
     smoothing: float = 0.0
     mask_padding: bool = False
     own: LossFunction | None = None
+    noise: float | None = None
 
     asks_num_rows: ClassVar[bool] = False
     """Counts are taken from the labels, so a recorded step serves batches of any number of rows."""
 
     def __call__(self, model: Any, batch: Any) -> Loss:
         """Return the loss of a batch."""
-        return self.of(score(model, batch), batch)
+        if self.noise is None:
+            return self.of(score(model, batch), batch)
+        with noisy(model, self.noise, batch):
+            scores = score(model, batch)
+        return self.of(scores, batch)
 
     def of(self, scores: Tensor, batch: Any) -> Loss:
         """Return the loss of scores that are known already."""

@@ -455,30 +455,6 @@ def test_metrics_go_to_the_observer() -> None:
     assert copy.deepcopy(graph).latest_metrics() == []
 
 
-def test_a_value_is_let_go_after_its_last_use() -> None:
-    class Looks(nn.Module):
-        def __init__(self, number: int) -> None:
-            super().__init__()
-            self.number = number
-
-        def forward(self, x: Tensor) -> Tensor:
-            alive.append([number for number, value in made.items() if value() is not None])
-            out = x + 1
-            made[self.number] = weakref.ref(out)
-            return out
-
-    alive: list[list[int]] = []
-    made: dict[int, weakref.ref[Tensor]] = {}
-    flow = FlowBuilder(Looks(0))
-    for number in (1, 2):
-        flow.through(Looks(number))
-    graph = flow.tag("used").through(Looks(3)).through(Looks(4)).through(StateAdd()).using("used").build()
-    with torch.no_grad():
-        graph(torch.zeros(2, W))
-    # what is being worked on, and what is still to be used
-    assert alive == [[], [0], [1], [2], [2, 3]]
-
-
 def test_the_source_can_be_read() -> None:
     graph = FlowBuilder(lin(), name="a").also(lin(), name="b").tag("sum").build()
     assert "x = x + b(x)" in graph.source()

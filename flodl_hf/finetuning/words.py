@@ -1,0 +1,334 @@
+"""The words of transformers' ``TrainingArguments`` and of its scripts: ours where they mean the same, else the reason.
+
+``finetune(learning_rate=2e-5, num_train_epochs=3, warmup_ratio=0.1)`` is what it says. A word that would mean
+something else here is refused, with ours. What changes no number and has no counterpart is taken and does nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, TypedDict
+
+__all__ = ["INERT", "REFUSED", "TAKEN", "TrainerWords", "translated"]
+
+
+class TrainerWords(TypedDict, total=False):
+    """Words of transformers that ``finetune`` takes, for type checkers; a test compares it with `TAKEN`."""
+
+    adam_beta1: float
+    adam_beta2: float
+    adam_epsilon: float
+    auto_find_batch_size: bool
+    bf16: bool
+    data_seed: int | None
+    disable_tqdm: bool
+    doc_stride: int
+    early_stopping_patience: int
+    eval_on_start: bool
+    eval_steps: int | None
+    eval_strategy: Any
+    evaluation_strategy: Any
+    fp16: bool
+    full_determinism: bool
+    gradient_accumulation_steps: int
+    greater_is_better: bool | None
+    id2label: Mapping[int, str]
+    label_smoothing_factor: float
+    learning_rate: float
+    line_by_line: bool
+    load_best_model_at_end: bool
+    lr_scheduler_kwargs: Mapping[str, Any] | None
+    lr_scheduler_type: Any
+    max_seq_length: int | None
+    metric_for_best_model: str | None
+    mlm_probability: float
+    neftune_noise_alpha: float | None
+    no_cuda: bool
+    num_train_epochs: float
+    optim: Any
+    per_device_eval_batch_size: int
+    per_device_train_batch_size: int
+    resume_from_checkpoint: bool | None
+    save_steps: int
+    save_strategy: Any
+    save_total_limit: int | None
+    tf32: bool | None
+    torch_compile: bool
+    train_sampling_strategy: Any
+    use_cpu: bool
+    warmup_ratio: float
+    warmup_steps: float
+
+
+class Refusal(ValueError):
+    """A word means something else here; the text says what to say instead."""
+
+
+Found = dict[str, Any]
+"""Our options, as a word or several make them."""
+
+
+def _renamed(name: str) -> Callable[[Any, Mapping[str, Any]], Found]:
+    return lambda value, given: {} if value is None else {name: value}
+
+
+def _flag(found: Found) -> Callable[[Any, Mapping[str, Any]], Found]:
+    return lambda value, given: found if value else {}
+
+
+def _epochs(value: Any, given: Mapping[str, Any]) -> Found:
+    if isinstance(value, (int, float)) and value != int(value):
+        raise Refusal("passes are whole here; say epochs=, and max_steps= where the last one is cut")
+    return {"epochs": value}
+
+
+def _batch_size(value: Any, given: Mapping[str, Any]) -> Found:
+    # ours are the rows of a step over all devices
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world == 1 and given.get("devices") is not None:
+        from flodl.devices import training_devices
+
+        places = training_devices(given["devices"])
+        world = places if isinstance(places, int) else 1 if isinstance(places, str) or places is None else len(places)
+    return {"batch_size": value * world if isinstance(value, int) else value}
+
+
+def _warmup_ratio(value: Any, given: Mapping[str, Any]) -> Found:
+    if isinstance(value, (int, float)) and value >= 1:
+        raise Refusal("from 1 up warmup= is a number of steps; a share is below 1")
+    return {"warmup": value} if value else {}
+
+
+def _schedule(value: Any, given: Mapping[str, Any]) -> Found:
+    name = str(getattr(value, "value", value))
+    if name in ("reduce_lr_on_plateau", "greedy"):
+        raise Refusal("schedule='plateau' is of epochs, with patience and factor of its own; say it if that is meant")
+    if name == "constant" and (given.get("warmup_ratio") or given.get("warmup_steps") or given.get("warmup")):
+        raise Refusal("there it heeds no warmup, here it does; say constant_with_warmup, or leave the warmup out")
+    return {"schedule": {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"}.get(name, name)}
+
+
+_CURVE = {
+    "num_cycles": "cycles",
+    "min_lr": "end",
+    "min_lr_rate": "floor",
+    "min_lr_ratio": "floor",
+    "lr_end": "end",
+    "num_decay_steps": "decay",
+    "num_stable_steps": "stable",
+    "warmup_type": "rise",
+    "decay_type": "fall",
+}
+
+
+def _curve(value: Any, given: Mapping[str, Any]) -> Found:
+    if not value:
+        return {}
+    if not isinstance(value, Mapping):
+        raise Refusal("schedule_options= is a map of names to values")
+    return {"schedule_options": {_CURVE.get(name, name): part for name, part in value.items()}}
+
+
+def _optimizer(value: Any, given: Mapping[str, Any]) -> Found:
+    name = str(getattr(value, "value", value))
+    if name in ("adamw_torch", "adamw_torch_fused", "adamw_hf"):
+        return {"optimizer": "adamw"}
+    if name == "sgd":
+        return {"optimizer": "sgd", **({} if "beta1" in given or "adam_beta1" in given else {"beta1": 0.0})}
+    raise Refusal("optimizer= is adamw or sgd here")
+
+
+def _strategy(ours: str, steps: str) -> Callable[[Any, Mapping[str, Any]], Found]:
+    def taken(value: Any, given: Mapping[str, Any]) -> Found:
+        name = str(getattr(value, "value", value))
+        if name == "epoch":
+            return {}
+        if name == "steps":
+            return {} if given.get(steps) or given.get(ours) else {ours: 500}
+        if name == "no" and ours == "eval_every":
+            raise Refusal("held-out data is judged after each epoch; leave eval= out to judge nothing")
+        if name == "no":
+            return {}
+        raise Refusal(f"expected epoch, or steps with {ours}=")
+
+    return taken
+
+
+def _metric(value: Any, given: Mapping[str, Any]) -> Found:
+    if value is None:
+        return {}
+    greater = given.get("greater_is_better")
+    name = str(value)
+    name = name if name in ("loss", "eval_loss") else name.removeprefix("eval_")
+    if greater and name in ("loss", "eval_loss"):
+        raise Refusal("of a loss less is better; leave greater_is_better out")
+    return {"metric": f"-{name}" if greater is False else name}
+
+
+def _greater(value: Any, given: Mapping[str, Any]) -> Found:
+    if value is not None and not (given.get("metric_for_best_model")):
+        raise Refusal("say metric= with '-' before the name where less is better")
+    return {}
+
+
+def _data_seed(value: Any, given: Mapping[str, Any]) -> Found:
+    if value is not None and value != given.get("seed", 42):
+        raise Refusal("seed= decides the order of data as well")
+    return {}
+
+
+def _resume(value: Any, given: Mapping[str, Any]) -> Found:
+    if isinstance(value, (str, os.PathLike)):
+        raise Refusal("say resume=True, and checkpoints= the folder of checkpoints; the newest one is taken")
+    return {"resume": bool(value)} if value else {}
+
+
+def _order(value: Any, given: Mapping[str, Any]) -> Found:
+    name = str(getattr(value, "value", value))
+    if name in ("random", "group_by_length"):
+        return {"group_by_length": name == "group_by_length"}
+    raise Refusal("rows come in a new order in each epoch; group_by_length=True puts similar lengths together")
+
+
+def _labels(value: Any, given: Mapping[str, Any]) -> Found:
+    if not isinstance(value, Mapping) or sorted(int(k) for k in value) != list(range(len(value))):
+        raise Refusal("labels= is a list of names in the order of their numbers")
+    return {"labels": [value[k] for k in sorted(value, key=int)]}
+
+
+TAKEN: dict[str, Callable[[Any, Mapping[str, Any]], Found]] = {
+    "adam_beta1": _renamed("beta1"),
+    "adam_beta2": _renamed("beta2"),
+    "adam_epsilon": _renamed("eps"),
+    "auto_find_batch_size": _flag({"micro_batch_size": "auto"}),
+    "bf16": _flag({"precision": "bf16"}),
+    "data_seed": _data_seed,
+    "disable_tqdm": lambda value, given: {},  # `finetune` shows no progress then
+    "doc_stride": _renamed("stride"),
+    "early_stopping_patience": _renamed("early_stopping"),
+    "eval_on_start": _renamed("eval_start"),
+    "eval_steps": _renamed("eval_every"),
+    "eval_strategy": _strategy("eval_every", "eval_steps"),
+    "evaluation_strategy": _strategy("eval_every", "eval_steps"),
+    "fp16": _flag({"precision": "fp16"}),
+    "full_determinism": _flag({"deterministic": True}),
+    "gradient_accumulation_steps": _renamed("accumulate"),
+    "greater_is_better": _greater,
+    "id2label": _labels,
+    "label_smoothing_factor": _renamed("label_smoothing"),
+    "learning_rate": _renamed("lr"),
+    "line_by_line": lambda value, given: {"concatenate": not value},
+    "load_best_model_at_end": _renamed("keep_best"),
+    "lr_scheduler_kwargs": _curve,
+    "lr_scheduler_type": _schedule,
+    "max_seq_length": _renamed("max_length"),
+    "metric_for_best_model": _metric,
+    "mlm_probability": _renamed("mask_probability"),
+    "neftune_noise_alpha": _renamed("neftune"),
+    "no_cuda": _flag({"devices": "cpu"}),
+    "num_train_epochs": _epochs,
+    "optim": _optimizer,
+    "per_device_eval_batch_size": _renamed("eval_batch_size"),
+    "per_device_train_batch_size": _batch_size,
+    "resume_from_checkpoint": _resume,
+    "save_steps": _renamed("save_every"),
+    "save_strategy": _strategy("save_every", "save_steps"),
+    "save_total_limit": _renamed("keep_last"),
+    "tf32": _flag({"precision": "tf32"}),
+    "torch_compile": _renamed("compile"),
+    "train_sampling_strategy": _order,
+    "use_cpu": _flag({"devices": "cpu"}),
+    "warmup_ratio": _warmup_ratio,
+    "warmup_steps": lambda value, given: {"warmup": value} if value else {},
+}
+
+INERT = frozenset({
+    "average_tokens_across_devices", "dataloader_in_order", "dataloader_multiprocessing_context",
+    "dataloader_num_workers", "dataloader_persistent_workers", "dataloader_pin_memory", "dataloader_prefetch_factor",
+    "ddp_broadcast_buffers", "ddp_bucket_cap_mb", "ddp_find_unused_parameters", "ddp_static_graph", "ddp_timeout",
+    "do_eval", "do_train", "eval_accumulation_steps", "eval_do_concat_batches", "eval_use_gather_object",
+    "gradient_checkpointing_kwargs", "include_num_input_tokens_seen", "length_column_name", "local_rank", "log_level",
+    "log_level_replica", "log_on_each_node", "logging_dir", "logging_first_step", "logging_nan_inf_filter",
+    "logging_steps", "logging_strategy", "pad_to_max_length", "remove_unused_columns", "run_name",
+    "save_on_each_node", "save_only_model", "save_safetensors", "skip_memory_metrics", "torch_compile_backend",
+    "torch_compile_mode", "torch_empty_cache_steps", "use_cache",
+})  # fmt: skip
+"""Words that change no number of a run and have no counterpart."""
+
+REFUSED = {
+    "args": "give the values of TrainingArguments as keywords",
+    "bf16_full_eval": "evaluation computes as training does; say precision='bf16'",
+    "compute_loss_func": "say loss=, a function of scores and labels",
+    "compute_metrics": "say metrics=, a function of predictions and truth that gives figures by name",
+    "data_collator": "rows are put together as the task needs them",
+    "dataloader_drop_last": "no row is left out here",
+    "deepspeed": "parameters are not split among devices here",
+    "device": "say devices=",
+    "device_map": "a model is not split among devices here; say devices= for how many train",
+    "dtype": "weights that learn are float32; say precision= for how they compute",
+    "eval_dataset": "say eval=",
+    "fp16_full_eval": "evaluation is in float32 under fp16",
+    "fsdp": "parameters are not split among devices here",
+    "hub_model_id": "call push_to_hub of the result's model",
+    "hub_strategy": "call push_to_hub of the result's model",
+    "ignore_data_skip": "a run that goes on takes up its place in the data",
+    "include_for_metrics": "say metrics=, a function of predictions and truth",
+    "model_init": "give the name of a model, which is opened anew in each call",
+    "num_labels": "say labels=, their names; by default they are read off the data",
+    "optim_args": "say beta1=, beta2= and eps=",
+    "output_dir": "say out=, the folder for the trained model, and checkpoints= for those of the way",
+    "overwrite_output_dir": "say overwrite=True",
+    "preprocess_logits_for_metrics": "say metrics=, a function of predictions and truth",
+    "processing_class": "the tokenizer is the model's; set model.tokenizer for another",
+    "push_to_hub": "call push_to_hub of the result's model",
+    "tokenizer": "the tokenizer is the model's; set model.tokenizer for another",
+    "torch_dtype": "weights that learn are float32; say precision= for how they compute",
+    "train_dataset": "say train=",
+    "use_liger_kernel": "say fused=, which is on by default",
+}
+"""Words that mean something else here, and what to say."""
+
+
+def translated(given: Mapping[str, Any], known: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return options in our words, and what is wrong with words of transformers among them.
+
+    Args:
+        known: our options by name, which stay as they are.
+    """
+    values: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    problems: list[str] = []
+    for name, value in given.items():
+        if name in known:
+            found = _ours(name, value)
+        elif name in INERT:
+            continue
+        elif name in TAKEN:
+            try:
+                found = TAKEN[name](value, given)
+            except Refusal as fault:
+                problems.append(f"{name}: found {getattr(value, 'value', value)!r}; {fault}")
+                continue
+        else:
+            if name in REFUSED:
+                if value not in (None, False, "", [], ()):
+                    problems.append(f"{name}: a word of transformers; {REFUSED[name]}")
+                continue
+            found = {name: value}
+        for ours, part in found.items():
+            if ours in values and (values[ours] != part or origin[ours] == name):
+                problems.append(f"{name} and {origin[ours]} are both {ours}, with two values; give one")
+            values[ours], origin[ours] = part, name
+    return values, problems
+
+
+def _ours(name: str, value: Any) -> Found:
+    """Return an option that both have by one name, where a value of theirs stands for ours."""
+    if name == "max_steps" and value == -1:
+        return {name: None}
+    if name == "report_to" and value in ("none", "all", None):
+        return {name: value if value == "all" else ()}
+    if name == "gradient_checkpointing" and value is None:
+        return {}
+    return {name: value}
