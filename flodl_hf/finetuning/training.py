@@ -1,0 +1,190 @@
+"""A planned job as a run of `flodl.train`: its optimiser, groups and settings, and what is done to the model for it.
+
+What is undone after the training is put on the stack that callers give.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from flodl.train import Trainer, adamw, parameter_groups, sgd
+from flodl.train.optimizers import layerwise_decay
+from flodl_hf.finetuning.factory import Given, ModelFactory, checkpoint_layers, restore_layers, set_dropout
+from flodl_hf.finetuning.identity import identity_of
+from flodl_hf.finetuning.job import Job
+from flodl_hf.finetuning.options import Options
+
+if TYPE_CHECKING:
+    from flodl.train.builder import TrainerBuilder
+    from flodl_hf.model import EncoderModel
+
+__all__ = ["CHECKPOINTS", "make_builder", "train_job"]
+
+CHECKPOINTS = ".checkpoints"  # after the name of the folder that a run writes
+NO_DECAY = ("*bias", "*norm.weight", "*norm*.weight")
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """The optimiser's groups: no decay on biases and norms, and falling rates towards the input if asked for."""
+
+    lr: float
+    layerwise: float | None
+
+    def __call__(self, model: Any) -> list[dict[str, Any]]:
+        if self.layerwise is None:
+            return parameter_groups(model, no_decay=NO_DECAY)
+        return layerwise_decay(
+            model, self.lr, self.layerwise, layers="network.encoder.layers", lowest=("network.encoder.embeddings",),
+            no_decay=NO_DECAY,
+        )  # fmt: skip
+
+
+def train_job(
+    job: Job,
+    on_event: Callable[[Any], Any],
+    stack: ExitStack,
+    folder: Path | None = None,
+    *,
+    progress: bool | None = False,
+) -> EncoderModel:
+    """Return the model of a planned job after its last step.
+
+    Args:
+        job: from `plan_job`.
+        on_event: called with the events of training.
+        stack: undoes what is set for training alone, when it is closed.
+        folder: where checkpoints go.
+        progress: as for `finetune`.
+    """
+    handle = make_builder(job, on_event, stack, folder).progress(progress, total=job.steps).run()
+    state = handle.join()
+    if handle.model is not None:
+        trained: Any = handle.model
+        return trained
+    state.load_into(job.model)
+    return job.model
+
+
+def make_builder(
+    job: Job, on_event: Callable[[Any], Any], stack: ExitStack, folder: Path | None = None
+) -> TrainerBuilder:
+    """Return the run of a planned job, not begun yet; arguments as for `train_job`."""
+    options = job.options
+    factory = _factory(job, stack)
+    if options.optimizer == "adamw":
+        optimizer = adamw(
+            options.lr, weight_decay=options.weight_decay, betas=(options.beta1, options.beta2), eps=options.eps
+        )
+    else:
+        optimizer = sgd(options.lr, momentum=options.beta1, weight_decay=options.weight_decay)
+    builder = (
+        Trainer.builder(factory, optimizer, job.objective)
+        .dataset(job.rows, collate=job.collate, batches=job.batches)
+        .set(
+            num_epochs=options.epochs,
+            max_steps=options.max_steps,
+            accumulate=options.accumulate,
+            micro_batch_size=options.micro_batch_size,
+            seed=options.seed,
+            precision=options.precision,
+            max_grad_norm=options.max_grad_norm or None,
+            on_nan=options.on_nan,
+            compat=options.compat,
+            deterministic=options.deterministic,
+            capture="auto" if options.capture else False,
+            compile=options.compile,
+            log_every=options.log_every,
+            schedule=job.schedule,
+            schedule_metric=job.metric.lstrip("-") if job.metric else "loss",
+            parameter_groups=_Groups(options.lr, options.layerwise_decay),
+            checkpoint_activations=checkpoint_layers if options.gradient_checkpointing else None,
+            arrange=_arrangement(options),
+            callbacks=job.own.callbacks,
+            ema=options.ema,
+            ema_warmup=options.ema_warmup,
+        )
+        .subscribe(on_event)
+    )
+    if job.evaluation is not None:
+        builder.eval_fn(job.evaluation).set(
+            eval_every=options.eval_every, eval_start=options.eval_start, eval_delay=options.eval_delay
+        )
+    if options.early_stopping is not None:
+        builder.set(early_stopping=(job.metric, options.early_stopping))
+    if folder is not None:
+        builder.checkpoints(
+            str(folder),
+            # every evaluation needs its weights, or the best could not be gone back to
+            every=options.save_every or options.eval_every,
+            keep_last=options.keep_last,
+            keep_best=job.metric if options.keep_best else None,
+            resume=options.resume,
+            allow_change=options.allow_change,
+        ).set(save_epochs="idle", identity=identity_of(job) if _is_kept(job, folder) else {})
+    if options.places is not None:
+        builder.devices(options.places)
+    if options.policy is not None:
+        builder.policy(options.policy)
+    if options.backend is not None:
+        builder.backend(options.backend)
+    return builder
+
+
+def _is_kept(job: Job, folder: Path) -> bool:
+    """Return whether a run may be taken up again from ``folder``."""
+    return job.options.checkpoints is not None or folder.name.endswith(CHECKPOINTS)
+
+
+def _arrangement(options: Options) -> Callable[[Any], Callable[[], Any]] | None:
+    """Return what has layers computed by fused kernels in half precision; None where others arrange them."""
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(options.precision)
+    if half is None or not options.fused or options.compile or options.gradient_checkpointing:
+        return None
+    return partial(_fuse, half)
+
+
+def _fuse(dtype: torch.dtype, model: Any) -> Callable[[], None]:
+    from flodl_hf.tables.arrange import arrange_training
+
+    undo, _ = arrange_training(model.graph, dtype)
+    return undo
+
+
+def _factory(job: Job, stack: ExitStack) -> Any:
+    """Return what gives each rank its model: the one at hand where ranks are this process."""
+    devices = job.options.places
+    several = devices > 1 if isinstance(devices, int) else isinstance(devices, (list, tuple)) and len(devices) > 1
+    if not several:
+        job_model = job.model
+        _ready(job, job_model, stack)
+        return Given(job_model)
+    if isinstance(job.factory, ModelFactory):
+        return job.factory
+    # A model cannot be sent to other processes, its folder can.
+    place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flodl-hf-"))) / "model"
+    job.model.save_pretrained(place)
+    return ModelFactory(
+        place, job.task.head, None, None, job.options.freeze, job.options.dropout, {"attention": job.options.attention}
+    )
+
+
+def _ready(job: Job, model: EncoderModel, stack: ExitStack) -> None:
+    """Freeze and set dropout, and have both put back when the training is over."""
+    factory = ModelFactory("", "", None, None, job.options.freeze, None, {})
+    learned = [p for p in model.parameters() if p.requires_grad]
+    factory.ready(model)
+    stack.callback(lambda: [p.requires_grad_(True) for p in learned])
+    if job.options.gradient_checkpointing:
+        stack.callback(restore_layers, model)
+    if job.options.dropout is not None:
+        before = set_dropout(model, job.options.dropout)
+        stack.callback(lambda: [setattr(module, name, value) for module, name, value in before])
