@@ -7,6 +7,7 @@ a mistake shows before it has cost anything.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
     from flodl_hf.model import EncoderModel
 
 __all__ = ["Job", "plan_job"]
+
+LONG_EPOCH = 256
+"""Batches from which rows of similar length come together unasked: what that saves is time, which short runs have, and
+in few steps batches of one length each weigh more than in many (`docs/training-measured.md`)."""
 
 
 @dataclass
@@ -274,7 +279,16 @@ def _batches(options: Options, rows: EncodedRows, layout: str) -> Any:
             layout="padded" if layout == "padded" else "packed",
             seed=options.seed,
         )
-    if options.group_by_length and layout != "bucketed":
+    grouped = options.group_by_length
+    if grouped is None:
+        grouped = layout == "padded" and len(rows) >= LONG_EPOCH * options.batch_size
+    elif grouped and layout != "padded":
+        warnings.warn(
+            "group_by_length: rows are packed, without padding that grouping could save; they are mixed freely",
+            UserWarning,
+            stacklevel=4,
+        )
+    if grouped and layout == "padded":
         return LengthGroupedBatches(sampler, lengths, options.batch_size, seed=options.seed)
     return FixedBatches(sampler, options.batch_size)
 

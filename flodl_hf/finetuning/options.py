@@ -72,8 +72,10 @@ class Options:
     accumulate: int = _opt(1, "Batches in one optimiser step.", least=1)
     micro_batch_size: int | None = _opt(None, "Most rows in the model at once; changes nothing but memory.", least=1)
     tokens_per_batch: int | None = _opt(None, "Fill batches up to so many tokens instead of counting rows.", least=1)
-    group_by_length: bool = _opt(
-        True, "Put rows of similar length together, which saves padding; not where rows are packed on CUDA."
+    group_by_length: bool | None = _opt(
+        None,
+        "Put rows of similar length together, which saves padding; by default where rows are padded and an epoch has "
+        "256 batches or more.",
     )
     layout: str = _opt(
         "auto",
@@ -193,7 +195,7 @@ class FinetuneOptions(TypedDict, total=False):
     accumulate: int
     micro_batch_size: int | None
     tokens_per_batch: int | None
-    group_by_length: bool
+    group_by_length: bool | None
     layout: str
     max_length: int | None
     stride: int | None

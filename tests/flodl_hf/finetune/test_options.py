@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
+from finetune_tables import labelled
 
+from flodl.data import LengthGroupedBatches
 from flodl.errors import ConfigError
+from flodl_hf.finetuning import plan_job
 from flodl_hf.finetuning.options import FinetuneOptions, Options, make_options, task_named
 
 
@@ -81,3 +85,26 @@ def test_tasks_have_short_names() -> None:
     assert [task_named(word) for word in words] == heads
     with pytest.raises(ConfigError, match="did you mean 'ner'"):
         task_named("nerr")
+
+
+@pytest.mark.parametrize(
+    ("count", "options", "grouped"),
+    [
+        (64, {}, False),
+        (256 * 2, {"batch_size": 2}, True),
+        (256 * 2, {"batch_size": 2, "layout": "packed"}, False),
+        (256 * 2, {"batch_size": 2, "group_by_length": False}, False),
+        (64, {"group_by_length": True}, True),
+    ],
+)
+def test_rows_of_a_length_come_together_in_long_padded_runs_or_where_asked(
+    count: int, options: dict[str, Any], grouped: bool, base: Path
+) -> None:
+    rows = (labelled(64) * 8)[:count]
+    job = plan_job(base, rows, None, make_options(options))
+    assert isinstance(job.batches, LengthGroupedBatches) == grouped
+
+
+def test_grouping_of_packed_rows_is_said_to_do_nothing(base: Path) -> None:
+    with pytest.warns(UserWarning, match="rows are packed"):
+        plan_job(base, labelled(16), None, make_options({"layout": "packed", "group_by_length": True}))
