@@ -130,7 +130,9 @@ def plan_job(
         if tokenizer.mask_token_id is None:
             raise ConfigError(f"{where}: the tokenizer has no mask token, so nothing can be masked", problems=["mask"])
         masking = Masking(tokenizer.mask_token_id, tokenizer.vocab_size, options.mask_probability, options.whole_words)
-    layout = _layout(options, own)
+    layout = _layout(options)
+    if own.loss is not None and layout == "bucketed":
+        layout = "packed"  # a loss of the user's own does not know what is filled up
     batches = _batches(options, rows, layout)
     collate = CollateRows(tokenizer.pad_token_id or 0, layout, masking, noise=bool(options.neftune))
     if layout == "bucketed":
@@ -247,15 +249,11 @@ def _need_evaluation(options: Options, evaluation: Evaluation | Evaluations | No
             raise ConfigError(f"{name}: there is no held-out data to judge by; give eval=", problems=[name])
 
 
-def _layout(options: Options, own: Own) -> Literal["padded", "packed", "bucketed"]:
-    """Return how rows lie in training: on CUDA packed ones are filled up to shapes that come again.
-
-    A loss of the user's own does not know what is filled up, so it gets rows as they are.
-    """
+def _layout(options: Options) -> Literal["padded", "packed", "bucketed"]:
+    """Return how rows lie in training: on CUDA packed ones are filled up to shapes that come again."""
     devices = options.places
     named = [devices] if isinstance(devices, str) else devices if isinstance(devices, (list, tuple)) else []
     cuda = torch.cuda.is_available() and not any(str(name).startswith("cpu") for name in named)
-    cuda = cuda and own.loss is None
     if options.layout == "auto":
         return "bucketed" if cuda and options.precision in ("bf16", "fp16") else "padded"
     if options.layout == "packed":
