@@ -1,10 +1,10 @@
-"""What predictions come back in: lists of records that know their text, and so whether it was empty.
+"""What predictions come back in: sequences of records that know their text, and so whether it was empty.
 
-Each is a list of what `flodl_hf.decode` makes, with the attributes of its best record besides, so that
+Each holds what `flodl_hf.decode` makes, with the attributes of its best record besides, so that
 ``model.predict(text).label`` is the label and ``model.predict(text)[1]`` the second best. All of them become JSON
 types by ``to_dict``, a table by ``pandas.DataFrame(result)``, and HTML in a notebook.
 
-A text without a letter, figure or sign in it has no answer: the list is empty and says so (``empty``), in every task
+A text without a letter, figure or sign in it has no answer: the result is empty and says so (``empty``), in every task
 and wherever the text came from.
 """
 
@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import fields, is_dataclass, make_dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, overload
 
 if TYPE_CHECKING:
     from flodl_hf.decode import Answer, Classification, Entity, Ranked  # noqa: F401
@@ -52,26 +52,79 @@ def plain(value: Any) -> Any:
     return value
 
 
-class Found(list[T]):
-    """What was found in one text, best or first of all first.
+class Found(Sequence[T]):
+    """What was found in one text, best or first of all first: a sequence of records.
+
+    It can also be read by the names of ``columns`` (``found["label"]``), which is how tables take it:
+    ``pandas.DataFrame`` makes a row of each result in a list, and of one result a row of each of its records. Equal to
+    a list of the same records.
 
     Attributes:
         given: the text; a pair as ``(a, b)``, words as a list.
     """
 
-    __slots__ = ("given",)
+    __slots__ = ("_records", "given")
     called: ClassVar[str] = "found"
     """What the records are called in `to_dict`."""
-    given: Any
+    columns: ClassVar[tuple[str, ...]] = ()
+    """What a row of a table says of it."""
 
     def __init__(self, found: Iterable[T] = (), given: Any = "") -> None:
-        super().__init__(found)
+        self._records = found if type(found) is list else list(found)
         self.given = given
+
+    # --- a sequence -----------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self._records)
+
+    @overload
+    def __getitem__(self, place: int) -> T: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[T]: ...
+    @overload
+    def __getitem__(self, place: str) -> Any: ...
+    def __getitem__(self, place: Any) -> Any:
+        if isinstance(place, str):
+            if place not in self.columns:
+                raise KeyError(f"{place!r}; expected one of {', '.join(self.columns)}")
+            return plain(getattr(self, place))
+        return self._records[place]
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Found):
+            return self._records == other._records
+        return self._records == list(other) if isinstance(other, (list, tuple)) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __add__(self, other: Iterable[T]) -> list[T]:
+        return [*self._records, *other]
+
+    def __radd__(self, other: Iterable[T]) -> list[T]:
+        return [*other, *self._records]
+
+    # --- a row ----------------------------------------------------------------------------------
+
+    def keys(self) -> tuple[str, ...]:
+        """Return the names of ``columns``."""
+        return self.columns
+
+    def items(self) -> list[tuple[str, Any]]:
+        """Return ``columns`` with their values."""
+        return [(name, self[name]) for name in self.columns]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return the value of a column, or ``default`` where there is no such column."""
+        return self[name] if name in self.columns else default
 
     @property
     def empty(self) -> bool:
         """Whether there was nothing to read, so that there is no answer either."""
-        return not self and is_empty(self.given)
+        return not self._records and is_empty(self.given)
 
     def to_dict(self) -> dict[str, Any]:
         """Return text, records and whether the text was empty, as JSON types."""
@@ -98,13 +151,22 @@ class Found(list[T]):
         return page_of(self)
 
     def __reduce__(self) -> Any:
-        return type(self), (list(self), self.given)
+        return type(self), (self._records, self.given)
+
+
+# Read by ``keys`` and names where rows of tables are; iterated, it gives its records.
+Mapping.register(Found)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _short(record: Any) -> str:
+    """Return a record in a few words: what it says, how sure, and where."""
     if isinstance(record, list):
         return f"[{', '.join(map(_short, record[:3]))}]"
-    return str(record)
+    names = [n for n in ("label", "token", "index", "word", "text") if getattr(record, n, None) not in (None, "")]
+    said = " ".join(_cut(getattr(record, n)) if n in ("word", "text") else str(getattr(record, n)) for n in names)
+    if getattr(record, "no_answer", False):
+        said = "no answer"
+    return f"{said} {record.score:.3g}" if hasattr(record, "score") else str(record)
 
 
 def _cut(given: Any, limit: int = 40) -> str:
@@ -125,21 +187,6 @@ def _texts(given: Any) -> dict[str, Any]:
     return {"text": list(given) if isinstance(given, (list, tuple)) else given}
 
 
-def _columns(**columns: type) -> Any:
-    """Return a decorator that gives a list the fields of a dataclass, as which tables take it.
-
-    ``pandas.DataFrame`` makes a row of each dataclass, with a column for each of its fields; of a list it would make
-    a row of cells without names.
-    """
-
-    def decorate(kind: Any) -> Any:
-        kind.__dataclass_fields__ = make_dataclass(kind.__name__, columns.items()).__dataclass_fields__  # type: ignore[attr-defined]
-        return kind
-
-    return decorate
-
-
-@_columns(text=str, label=str, score=float)
 class Labels(Found["Classification"]):
     """The labels of one text with their scores, best first; ``label`` and ``score`` are the best one's.
 
@@ -148,6 +195,7 @@ class Labels(Found["Classification"]):
 
     __slots__ = ()
     called = "labels"
+    columns = ("text", "label", "score")
 
     @property
     def text(self) -> Any:
@@ -170,12 +218,12 @@ class Labels(Found["Classification"]):
         return self._of_best("windows")
 
 
-@_columns(text=str, entities=list)
 class Entities(Found["Entity"]):
     """The entities of one text, in its order."""
 
     __slots__ = ()
     called = "entities"
+    columns = ("text", "entities")
 
     @property
     def text(self) -> str:
@@ -188,7 +236,6 @@ class Entities(Found["Entity"]):
         return self.to_rows()
 
 
-@_columns(text=str, score=float, start=int, end=int, no_answer=bool)
 class Answers(Found["Answer"]):
     """The answers to one question, best first; ``text``, ``score``, ``start`` and ``end`` are the best one's.
 
@@ -197,6 +244,7 @@ class Answers(Found["Answer"]):
 
     __slots__ = ()
     called = "answers"
+    columns = ("question", "context", "text", "score", "start", "end")
 
     @property
     def text(self) -> str | None:
@@ -239,19 +287,17 @@ class Answers(Found["Answer"]):
         return {"question": found.pop("text"), "context": found.pop("text_pair"), **found}
 
     def __eq__(self, other: object) -> bool:
-        if is_dataclass(other) and not isinstance(other, list):
-            return len(self) == 1 and self[0] == other
-        return super().__eq__(other)
+        return len(self) == 1 and self[0] == other if is_dataclass(other) else super().__eq__(other)
 
     __hash__ = None  # type: ignore[assignment]
 
 
-@_columns(text=str, token=str, score=float, sequence=str)
 class Fills(Found["list[Fill]"]):
     """For each mask of one text its words, best first; ``token``, ``score``, ``sequence`` are the first mask's best."""
 
     __slots__ = ()
     called = "masks"
+    columns = ("text", "token", "score", "sequence")
 
     @property
     def text(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, is_dataclass
 from functools import wraps
 from typing import Annotated, Any, ParamSpec, TypeVar
@@ -65,7 +65,7 @@ def reporting(command: Callable[P, R]) -> Callable[P, R]:
 
 def plain(value: Any) -> Any:
     """Return dataclasses and tuples as JSON types."""
-    if isinstance(value, (list, tuple)):  # first: results are lists that tables take for dataclasses
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
         return [plain(v) for v in value]
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)

@@ -95,7 +95,7 @@ class QuestionAnswerer(EncoderModel):
     ) -> Any:
         """Return the answers to one question, best first, of the same shape as each of `answer_batch`.
 
-        A `flodl_hf.results.Answers`: a list of ``top_k`` answers whose own ``text``, ``score``, ``start`` and ``end``
+        A `flodl_hf.results.Answers`: ``top_k`` answers, whose own ``text``, ``score``, ``start`` and ``end``
         are the best one's; ``text`` is exactly ``context[start:end]``.
 
         Args:
