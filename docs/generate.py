@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from enum import StrEnum
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -232,8 +233,20 @@ def commands_of(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def help_of(parameter: Any) -> str:
-    """Return an option's help in one line."""
-    return " ".join((parameter.help or "").split())
+    """Return an option's help in one line, with the words that it takes where it does not say them."""
+    text = " ".join((parameter.help or "").split())
+    words = words_of(parameter)
+    said = parameter.metavar is not None or all(word in text for word in words)
+    return text if said else f"{text} One of {', '.join(map(code, words))}."
+
+
+def words_of(parameter: Any) -> list[str]:
+    """Return the words that an option takes; none where it takes any."""
+    kind = getattr(getattr(parameter, "type_descriptor", None), "annotation", None)
+    if isinstance(kind, type) and issubclass(kind, StrEnum):
+        return [str(word) for word in kind]
+    # Former versions of typer have click's options.
+    return [str(word) for word in getattr(getattr(parameter, "type", None), "choices", ())]
 
 
 def default_of(parameter: Any) -> str:

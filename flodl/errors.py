@@ -156,8 +156,15 @@ def nearest(name: str, known: Iterable[str]) -> str:
 _HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
-def visible(text: str) -> str:
-    """Return ``text`` with control characters written out, as ``\\x1b``: safe to print whatever it quotes."""
+def visible(text: str, form: str | None = None) -> str:
+    """Return ``text`` with control characters written out: safe to print whatever it quotes.
+
+    Args:
+        text: any.
+        form: how one is written, by its number; JSON wants ``"\\\\u{:04x}"``, None is as Python writes it.
+    """
+    if form is not None:
+        return _HIDDEN.sub(lambda found: form.format(ord(found[0])), text)
     return _HIDDEN.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from flodl_hf.cli.shared import Json, emit_json, reporting, say
+from flodl_hf.cli.shared import Json, emit_json, reporting, say, tell
 
 NAME = "config"
 
@@ -45,7 +45,7 @@ def show(
         texts = [f"{path}: {json.dumps(value, ensure_ascii=False, default=str)}" for path, value, _ in rows]
         width = min(60, max(map(len, texts), default=0))
         for text, (_, _, origin) in zip(texts, rows, strict=True):
-            typer.echo(f"{text:<{width}}  # {origin}")
+            tell(f"{text:<{width}}  # {origin}")
     say("merged, each over the one before: " + ", ".join(str(file) for file in found.files))
     others = ("model", "train", "eval", "out", "overwrite")
     make_options({k: v for k, v in found.values.items() if k not in others}, where=str(recipe))

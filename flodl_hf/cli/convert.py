@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flodl_hf.cli.shared import Json, Local, Model, Revision, emit_json, reporting
+from flodl_hf.cli.shared import Json, Local, Model, Revision, emit_json, reporting, tell
 
 if TYPE_CHECKING:
     from flodl_hf.config import ModelConfig
@@ -37,7 +37,7 @@ def command(
     if json_output:
         emit_json({"folder": str(out)})
     else:
-        typer.echo(str(out))
+        tell(str(out))
 
 
 def stored_ties(config: ModelConfig) -> dict[str, str]:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from flodl_hf.cli.shared import Json, emit_json, progress, reporting, say
+from flodl_hf.cli.shared import Json, emit_json, progress, reporting, say, tell
 from flodl_hf.cli.verify_export import MARKS
 
 NAME = "demo"
@@ -47,7 +47,7 @@ def command(
     right = sum(a.label == label for a, (_, label) in zip(answers, demo.UNSEEN, strict=True))
     if not json_output:
         for text, found in zip(texts, answers, strict=True):
-            typer.echo(f"   {found.label:<10}{found.score:.3f}  {text}")
+            tell(f"   {found.label:<10}{found.score:.3f}  {text}")
     say(f"   {right} of {len(texts)} as a person would say")
 
     say(f"4. exporting to {out}")
@@ -58,8 +58,8 @@ def command(
         emit_json({"folder": str(folder), "loss": loss, "right": right, "of": len(texts), "verify": result.to_dict()})
     else:
         for check in result.checks:
-            typer.echo(f"   {MARKS[check.status]}  {check.name}: {check.detail}")
-        typer.echo(NEXT.format(out=out))
+            tell(f"   {MARKS[check.status]}  {check.name}: {check.detail}")
+        tell(NEXT.format(out=out))
     raise typer.Exit(0 if result.passed and right == len(texts) else 1)
 
 

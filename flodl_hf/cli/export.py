@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from flodl_hf.cli.shared import Json, Local, Model, Revision, emit_json, reporting, say
+from flodl_hf.cli.choices import DtypeWord, Head, HeadWord
+from flodl_hf.cli.shared import Json, Local, Model, Revision, emit_json, reporting, say, tell
 
 NAME = "export"
 
@@ -16,10 +17,8 @@ NAME = "export"
 def command(
     model: Model,
     out: Annotated[Path, typer.Option("--out", "-o", help="The folder to write.")],
-    head: Annotated[
-        str, typer.Option(help="auto (what the file was written for), base, seqcls, tokcls, qa or mlm.")
-    ] = "auto",
-    dtype: Annotated[str | None, typer.Option(help="Cast the weights: float32, float16, bfloat16 or float64.")] = None,
+    head: Head = HeadWord.auto,
+    dtype: Annotated[DtypeWord | None, typer.Option(help="Cast the weights to this.")] = None,
     max_shard_size: Annotated[str | None, typer.Option(help="Cut the weights above this size, e.g. 5GB.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a folder that holds a model.")] = False,
     revision: Revision = None,
@@ -41,7 +40,7 @@ def command(
     if json_output:
         emit_json({"folder": str(written), "head": loaded.head, "files": files})
         return
-    typer.echo(str(written))
+    tell(str(written))
     for name, size in files.items():
-        typer.echo(f"  {name:<32}{size:>14,} bytes")
+        tell(f"  {name:<32}{size:>14,} bytes")
     say(f"check it with: flodl-hf verify-export {out} --source {model}")

@@ -16,11 +16,24 @@ from typing import Annotated, Any, get_args, get_type_hints
 import typer
 
 from flodl.errors import ConfigError
-from flodl_hf.cli.shared import emit_json, reporting, say, training_said
-from flodl_hf.finetuning.options import Options
+from flodl_hf.cli.choices import choice
+from flodl_hf.cli.shared import emit_json, reporting, say, tell, training_said
+from flodl_hf.finetuning.options import SCHEDULES, TASK_WORDS, TASKS, Options
 
 NAME = "finetune"
 ARGUMENTS = ("model", "train", "eval")
+GROUPS = {
+    "task": "Task and data",
+    "epochs": "Steps and batches",
+    "lr": "Learning",
+    "precision": "Arithmetic and speed",
+    "eval_every": "Evaluation",
+    "concatenate": "Masked words and answers",
+    "save_every": "Checkpoints",
+    "devices": "Devices",
+    "revision": "The Hub",
+}
+"""Groups of options in help, each by the option that begins it."""
 SHORT = {"epochs": "-e", "batch_size": "-b", "devices": "--device"}
 
 
@@ -86,11 +99,11 @@ def run(
         )
         return
     for figure, value in result.metrics.items():
-        typer.echo(f"{figure:<20} {value:.4f}")
+        tell(f"{figure:<20} {value:.4f}")
     if result.folder is None:
         say("nothing was written; give --out DIR to keep the model")
     else:
-        typer.echo(f"written to {result.folder} (step {result.best_step} of {result.steps}, {result.seconds:.0f} s)")
+        tell(f"written to {result.folder} (step {result.best_step} of {result.steps}, {result.seconds:.0f} s)")
         say(f"check it: flodl-hf verify-export {result.folder} --no-source")
 
 
@@ -174,12 +187,18 @@ def _command() -> Callable[..., None]:
                    "command line win.")),
         _parameter("env", str | None, typer.Option("--env", help="Lay RECIPE.ENV.yaml over the recipe.")),
     ]  # fmt: skip
+    group = ""
     for name, row in table.items():
+        group = GROUPS.get(name, group)
         flag = "--" + name.replace("_", "-")
-        kind, shown = _kind(hints[name]), _default(row.default)
+        kind, shown = _kind(hints[name], name, row.metadata.get("among")), _default(row.default)
         flags = [f"{flag}/--no-{flag[2:]}"] if kind is bool else [flag, *([SHORT[name]] if name in SHORT else [])]
         text = row.metadata["help"] + (f" (default {shown})" if shown else "")
-        parameters.append(_parameter(name, kind | None, typer.Option(*flags, help=text, show_default=False)))
+        option = typer.Option(
+            *flags, help=text, show_default=False, rich_help_panel=group,
+            metavar="seqcls|tokcls|qa|mlm" if name == "task" else None,
+        )  # fmt: skip
+        parameters.append(_parameter(name, kind | None, option))
     parameters.append(
         _parameter("json_output", bool, typer.Option("--json", help="Print one JSON document instead of text."), False)
     )
@@ -192,8 +211,11 @@ def _parameter(name: str, kind: Any, option: Any, default: Any = None) -> inspec
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
 
 
-def _kind(hint: Any) -> Any:
+def _kind(hint: Any, name: str, among: tuple[str, ...] | None) -> Any:
     """Return the type of an option's text; maps, lists and choices of several types are texts first."""
+    among = {"schedule": tuple(SCHEDULES), "task": (*TASKS, *TASK_WORDS)}.get(name, among)
+    if among:
+        return choice(name, among)
     kinds = [k for k in (get_args(hint) or (hint,)) if k in (bool, int, float, str)]
     if hint == Sequence[str]:
         return list[str]

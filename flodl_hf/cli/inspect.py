@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flodl_hf.cli.shared import Json, Local, Model, Revision, emit_json, reporting
+from flodl_hf.cli.choices import Head, HeadWord, PrecisionWord
+from flodl_hf.cli.shared import Json, Local, Model, Revision, emit_json, reporting, tell
 
 if TYPE_CHECKING:
     from flodl_hf.runtime.explain import Explanation
@@ -18,7 +19,7 @@ NAME = "inspect"
 @reporting
 def command(
     model: Model,
-    head: Annotated[str, typer.Option(help="Read it for this head: auto, base, seqcls, tokcls, qa or mlm.")] = "auto",
+    head: Head = HeadWord.auto,
     tokenizer: Annotated[
         bool, typer.Option("--tokenizer", help="Compare the tokenizer's files with each other.")
     ] = False,
@@ -28,7 +29,7 @@ def command(
         typer.Option(help="Also show what would run each layer on cpu, cuda, mps, or auto: the best device there is."),
     ] = None,
     precision: Annotated[
-        str | None, typer.Option(help="With --device: exact, fp32, tf32, bf16, fp16 or int8; else as stored.")
+        PrecisionWord | None, typer.Option(help="With --device: what products are computed in; else as stored.")
     ] = None,
     revision: Revision = None,
     local_files_only: Local = False,
@@ -49,17 +50,17 @@ def command(
         return
     for key, value in facts.items():
         if key == "matched" and not tensors:
-            typer.echo(f"{'matched':<22}{len(value)} tensors")
+            tell(f"{'matched':<22}{len(value)} tensors")
         elif isinstance(value, dict):
-            typer.echo(f"{key:<22}{len(value)}")
+            tell(f"{key:<22}{len(value)}")
             for name, what in value.items():
-                typer.echo(f"  {name}: {what}")
+                tell(f"  {name}: {what}")
         elif isinstance(value, list):
-            typer.echo(f"{key:<22}{', '.join(map(str, value)) if value else 'none'}")
+            tell(f"{key:<22}{', '.join(map(str, value)) if value else 'none'}")
         else:
-            typer.echo(f"{key:<22}{value}")
+            tell(f"{key:<22}{value}")
     if explained is not None:
-        typer.echo(str(explained))
+        tell(str(explained))
 
 
 def runs(folder: Path, head: str, device: str, precision: Any) -> Explanation:

@@ -6,26 +6,49 @@ Texts of the command line and of standard input are answered here; a file of the
 
 from __future__ import annotations
 
-import json
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from flodl.errors import PredictError
-from flodl_hf.cli.shared import Json, Local, Model, Revision, device_said, emit_json, plain, progress, reporting, say
+from flodl_hf.cli.choices import AggregationWord, FaultWord, FormatWord, Head, HeadWord, PrecisionWord
+from flodl_hf.cli.shared import (
+    Json,
+    Local,
+    Model,
+    Revision,
+    as_json,
+    device_said,
+    emit_json,
+    plain,
+    progress,
+    reporting,
+    say,
+    tell,
+)
 
 if TYPE_CHECKING:
     from flodl_hf.bulk import FileResult, Progress
 
 NAME = "predict"
-FILES = "A file of texts"
 
 
 def _file_option(*names: str, says: str, **more: Any) -> Any:
-    return typer.Option(*names, help=says, rich_help_panel=FILES, **more)
+    return typer.Option(*names, help=says, rich_help_panel="A file of texts", **more)
+
+
+def _answer_option(*names: str, says: str, **more: Any) -> Any:
+    return typer.Option(*names, help=says, rich_help_panel="Answers", **more)
+
+
+def _running_option(*names: str, says: str, **more: Any) -> Any:
+    return typer.Option(*names, help=says, rich_help_panel="How it runs", **more)
 
 
 @reporting
@@ -35,40 +58,45 @@ def command(
         list[str] | None, typer.Argument(metavar="[TEXT]...", help="Texts; none reads lines from stdin.")
     ] = None,
     question: Annotated[
-        str | None, typer.Option("--question", "-q", help="The question, for question answering.")
+        str | None, _answer_option("--question", "-q", says="The question, for question answering.")
     ] = None,
     query: Annotated[
-        str | None, typer.Option("--query", help="Order texts by how well they fit this, with a model of one label.")
+        str | None, _answer_option("--query", says="Order texts by how well they fit this, with a model of one label.")
     ] = None,
-    head: Annotated[
-        str, typer.Option(help="auto (what the file was written for), base, seqcls, tokcls, qa or mlm.")
-    ] = "auto",
-    top_k: Annotated[int | None, typer.Option(help="Most answers for each text.", min=1)] = None,
-    threshold: Annotated[float | None, typer.Option(help="Least score of a label, for classes.")] = None,
+    head: Head = HeadWord.auto,
+    top_k: Annotated[int | None, _answer_option("--top-k", says="Most answers for each text.", min=1)] = None,
+    threshold: Annotated[
+        float | None, _answer_option("--threshold", says="Least score of a label, for classes.")
+    ] = None,
     aggregation: Annotated[
-        str | None, typer.Option(help="What carries an entity's label: first, average, max, simple or none.")
+        AggregationWord | None, _answer_option("--aggregation", says="What carries an entity's label.")
     ] = None,
     no_answer: Annotated[
-        bool, typer.Option("--no-answer", help="Allow 'there is no answer', for question answering.")
+        bool, _answer_option("--no-answer", says="Allow 'there is no answer', for question answering.")
     ] = False,
     strict: Annotated[
-        bool, typer.Option(help="Refuse texts longer than one window instead of reading them in several.")
+        bool,
+        _answer_option(
+            "--strict/--no-strict", says="Refuse texts longer than one window instead of reading them in several."
+        ),
     ] = False,
     precision: Annotated[
-        str | None, typer.Option(help="exact, fp32, tf32, bf16, fp16 or int8; by default that of the weights.")
+        PrecisionWord | None, _running_option("--precision", says="By default that of the weights.")
     ] = None,
     batch_invariant: Annotated[
-        bool, typer.Option("--batch-invariant", help="Let an answer depend on its text alone, bit for bit; slower.")
+        bool,
+        _running_option("--batch-invariant", says="Let an answer depend on its text alone, bit for bit; slower."),
     ] = False,
     source: Annotated[
         str | None,
         _file_option("--in", "-i", says="CSV, TSV, JSON lines, Parquet, Arrow or text file; - is standard input."),
     ] = None,
     out: Annotated[
-        Path | None, _file_option("--out", "-o", says="File to write: .jsonl, .csv, .tsv or .parquet.")
+        Path | None,
+        _file_option("--out", "-o", says="File to write: .jsonl, .csv, .tsv or .parquet; - is standard output."),
     ] = None,
     input_format: Annotated[
-        str | None, _file_option("--format", says="csv, tsv, jsonl, text, parquet or arrow; by default by the suffix.")
+        FormatWord | None, _file_option("--format", says="By default by the suffix of the file.")
     ] = None,
     header: Annotated[
         bool | None,
@@ -89,8 +117,9 @@ def command(
         _file_option("--keep", says="Columns to keep: all, none, or a,b; all unless there is an --id-column."),
     ] = None,
     on_error: Annotated[
-        str, _file_option("--on-error", says="Rows that cannot be answered: stop, skip, or null (no answer, a reason).")
-    ] = "stop",
+        FaultWord,
+        _file_option("--on-error", says="Rows that cannot be answered; null writes no answer and the reason."),
+    ] = FaultWord.stop,
     part_rows: Annotated[
         int | None, _file_option("--part-rows", says="Rows in a part; 2,048 on a CPU, 32,768 on CUDA.", min=1)
     ] = None,
@@ -101,7 +130,9 @@ def command(
         str | None,
         _file_option("--devices", says="How many processes, or their devices: 2, cuda:0,cuda:1, or auto for all."),
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps, or auto for the best device there is.")] = "auto",
+    device: Annotated[
+        str, _running_option("--device", says="cpu, cuda, cuda:1, mps, or auto for the best device there is.")
+    ] = "auto",
     revision: Revision = None,
     local_files_only: Local = False,
     json_output: Json = False,
@@ -111,13 +142,6 @@ def command(
     Labels for texts, entities, an answer (--question), the words behind [MASK], an embedding, or an order (--query), as
     the checkpoint says. A file may have any number of rows; the same command goes on where it was ended.
     """
-    if precision is not None:
-        from flodl_hf.runtime.precision import check_name
-
-        try:
-            check_name(precision)
-        except PredictError as fault:
-            _misused(f"--precision {precision}: {fault}")
     options = {"top_k": top_k, "threshold": threshold, "aggregation": aggregation}
     options |= {"strict": strict or None, "no_answer": no_answer or None}
     options |= {"precision": precision, "batch_invariant": batch_invariant or None}
@@ -127,14 +151,15 @@ def command(
         "id_column": id_column, "keep": keep, "part_rows": part_rows, "devices": devices,
     }  # fmt: skip
     if source is not None and out is not None and not text:
-        if on_error not in ("stop", "skip", "null"):
-            _misused(f"--on-error {on_error}: expected stop, skip or null")
         said = {name: value for name, value in files.items() if value is not None}
         said |= {"question": question, "query": query, "on_error": on_error, "restart": restart, "head": head}
         if devices is None:
             said["device"] = device_said(device)
         said |= {"revision": revision, "local_files_only": local_files_only}
-        predict_to_file(model, source, out, {**said, **options}, json_output)
+        if str(out) == "-":
+            predict_to_output(model, source, {**said, **options})
+        else:
+            predict_to_file(model, source, out, {**said, **options}, json_output)
         return
     stray = [name for name, value in files.items() if value is not None]
     if source is not None or out is not None:
@@ -159,13 +184,13 @@ def command(
             # One object a line, so that any number of texts can be piped on.
             line = {"text": given, "result": plain(found)}
             line |= {"empty": True} if getattr(found, "empty", False) else {}
-            typer.echo(json.dumps(line, ensure_ascii=False))
+            typer.echo(as_json(line))
         else:
-            typer.echo(f"{given}\n{show(found)}")
+            tell(f"{given}\n{show(found)}")
 
 
 def _misused(text: str) -> None:
-    typer.echo(text, err=True)
+    say(text)
     raise typer.Exit(2)
 
 
@@ -276,6 +301,17 @@ def predict_to_file(model: str, source: str, out: Path, said: dict[str, Any], js
         raise typer.Exit(128 + signals.number)
 
 
+def predict_to_output(model: str, source: str, said: dict[str, Any]) -> None:
+    """Answer a file onto standard output, as JSON lines; nothing is kept that a later run could go on from."""
+    with tempfile.TemporaryDirectory(prefix="flodl-hf-") as folder:
+        target = Path(folder) / "answers.jsonl"
+        with redirect_stdout(sys.stderr):
+            predict_to_file(model, source, target, said, json_output=False)
+        with target.open("rb") as answers:
+            shutil.copyfileobj(answers, sys.stdout.buffer)
+        sys.stdout.buffer.flush()
+
+
 def _bar(bar: Any, signals: Any) -> Callable[[Progress], None]:
     task: list[Any] = []
     warned: list[bool] = []
@@ -300,7 +336,7 @@ def _bar(bar: Any, signals: Any) -> Callable[[Progress], None]:
 def _tell(result: FileResult) -> None:
     figures = result.to_dict()
     if result.is_whole:
-        typer.echo(
+        tell(
             f"{result.target}: {result.written:,} rows in {result.seconds:.1f} s "
             f"({figures['rows_per_s']:,.0f} rows/s, {figures['tokens_per_s']:,.0f} tokens/s)"
         )

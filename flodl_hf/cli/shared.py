@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, is_dataclass
 from functools import wraps
@@ -12,18 +13,21 @@ from typing import Annotated, Any, ParamSpec, TypeVar
 
 import typer
 
-from flodl.errors import FlodlError
+from flodl.errors import FlodlError, visible
+from flodl_hf.cli.choices import words_of
 
 __all__ = [
     "Json",
     "Local",
     "Model",
     "Revision",
+    "as_json",
     "device_said",
     "emit_json",
     "progress",
     "reporting",
     "say",
+    "tell",
     "track",
     "training_said",
 ]
@@ -45,22 +49,29 @@ def reporting(command: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return command(*args, **kwargs)
-        except FlodlError as fault:
-            if kwargs.get("json_output"):
-                emit_json({"error": type(fault).__name__, "message": str(fault)})
-            typer.echo(f"{type(fault).__name__}: {fault}", err=True)
-            raise typer.Exit(1) from None
-        except KeyboardInterrupt:
-            typer.echo("interrupted", err=True)
-            raise typer.Exit(130) from None
-        except BrokenPipeError:
-            # The reader of our output has seen enough.
-            sys.stderr.close()
-            raise typer.Exit(0) from None
+        said = {name: words_of(value) for name, value in kwargs.items()}
+        with warnings.catch_warnings():
+            warnings.showwarning = _warn
+            try:
+                return command(*args, **said)  # type: ignore[arg-type]
+            except FlodlError as fault:
+                if kwargs.get("json_output"):
+                    emit_json({"error": type(fault).__name__, "message": str(fault)})
+                say(f"{type(fault).__name__}: {fault}", fg="red")
+                raise typer.Exit(1) from None
+            except KeyboardInterrupt:
+                say("interrupted")
+                raise typer.Exit(130) from None
+            except BrokenPipeError:
+                # The reader of our output has seen enough.
+                sys.stderr.close()
+                raise typer.Exit(0) from None
 
     return run
+
+
+def _warn(message: Warning | str, category: type[Warning], *_: Any) -> None:
+    say(f"warning: {message}", fg="yellow")
 
 
 def plain(value: Any) -> Any:
@@ -74,12 +85,34 @@ def plain(value: Any) -> Any:
 
 def emit_json(value: Any) -> None:
     """Print ``value`` as one JSON document on stdout."""
-    typer.echo(json.dumps(plain(value), ensure_ascii=False, indent=2))
+    typer.echo(as_json(value, indent=2))
 
 
-def say(text: str) -> None:
-    """Print a line of progress on stderr."""
-    typer.echo(text, err=True)
+def as_json(value: Any, indent: int | None = None) -> str:
+    """Return ``value`` as JSON without a character that moves a terminal or that none can be sent."""
+    text = json.dumps(plain(value), ensure_ascii=False, indent=indent)
+    return visible(text, "\\u{:04x}")
+
+
+def tell(text: str, **style: Any) -> None:
+    """Print a result on stdout; control characters of what it quotes are written out.
+
+    Args:
+        text: one line or several.
+        **style: colours as of ``typer.style``, where stdout is a terminal that has them.
+    """
+    typer.echo(painted(visible(text), sys.stdout, **style))
+
+
+def say(text: str, **style: Any) -> None:
+    """Print a line of progress on stderr; arguments as of `tell`."""
+    typer.echo(painted(visible(text), sys.stderr, **style), err=True)
+
+
+def painted(text: str, stream: Any, **style: Any) -> str:
+    """Return ``text`` with colours where a terminal shows them and nobody asked for none (https://no-color.org)."""
+    plain_wanted = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not stream.isatty()
+    return text if plain_wanted or not style else typer.style(text, **style)
 
 
 def device_said(name: str) -> str:

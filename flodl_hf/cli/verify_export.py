@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from flodl_hf.cli.shared import Json, Local, emit_json, reporting, say
+from flodl_hf.cli.shared import Json, Local, emit_json, reporting, say, tell
 
 NAME = "verify-export"
 MARKS = {"pass": "pass", "fail": "FAIL", "not run": "  - "}
@@ -30,7 +30,7 @@ def command(
     Writes a receipt (verification.json). Exit status 0 if everything passed, 1 if anything failed.
     """
     if source is not None and no_source:
-        typer.echo("give --source or --no-source, not both", err=True)
+        say("give --source or --no-source, not both")
         raise typer.Exit(2)
     from flodl_hf.export.verify import RECEIPT, verify_export
     from flodl_hf.sentence import transformer_folder
@@ -47,8 +47,8 @@ def command(
         emit_json(result.to_dict())
     else:
         for check in result.checks:
-            typer.echo(f"{MARKS[check.status]}  {check.name}: {check.detail}")
-        typer.echo("passed" if result.passed else "FAILED")
+            tell(f"{MARKS[check.status]}  {check.name}: {check.detail}")
+        tell("passed" if result.passed else "FAILED")
         if not no_receipt and folder.is_dir():
             say(f"receipt: {folder / RECEIPT}")
     raise typer.Exit(0 if result.passed else 1)

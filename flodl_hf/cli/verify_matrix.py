@@ -10,7 +10,8 @@ from typing import Annotated
 import typer
 
 from flodl.errors import FlodlError, ParityError, nearest
-from flodl_hf.cli.shared import Json, emit_json, progress, reporting, say
+from flodl_hf.cli.choices import SizeWord
+from flodl_hf.cli.shared import Json, emit_json, progress, reporting, say, tell
 
 NAME = "verify-matrix"
 
@@ -23,8 +24,8 @@ def command(
     ] = None,
     checks: Annotated[list[str] | None, typer.Option("--checks", help="Names of checks; all by default.")] = None,
     size: Annotated[
-        str, typer.Option(help="tiny (seconds) or real (base shapes of each family; many minutes).")
-    ] = "tiny",
+        SizeWord, typer.Option(help="tiny (seconds) or real (base shapes of each family; many minutes).")
+    ] = SizeWord.tiny,
     live: Annotated[
         bool, typer.Option("--live", help="Take the pinned Hub checkpoints instead of random ones.")
     ] = False,
@@ -42,9 +43,6 @@ def command(
     from flodl_hf.parity.matrix import check_names, run_matrix, select_cells
     from flodl_hf.parity.report import as_json, as_markdown, as_text, provenance
 
-    if size not in ("tiny", "real"):
-        typer.echo(f"--size {size}: expected tiny or real", err=True)
-        raise typer.Exit(2)
     try:
         cells = select_cells(_split(families), _split(heads), size)
         if wrong := [name for name in _split(checks) if name not in check_names()]:
@@ -52,7 +50,7 @@ def command(
             raise ParityError(f"no check {wrong[0]!r}{near}; expected {', '.join(check_names())}")
     except FlodlError as fault:
         # A name that does not exist is wrong usage, and says nothing of the matrix.
-        typer.echo(f"{type(fault).__name__}: {fault}", err=True)
+        say(f"{type(fault).__name__}: {fault}")
         raise typer.Exit(2) from None
     results = []
     with progress() as bar:
@@ -74,7 +72,7 @@ def command(
     if json_output:
         emit_json(as_json(results, facts))
     else:
-        typer.echo(as_text(results))
+        tell(as_text(results))
     raise typer.Exit(1 if any(r.status == "fail" for r in results) else 0)
 
 

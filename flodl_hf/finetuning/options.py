@@ -17,7 +17,7 @@ from flodl_hf.finetuning.words import TrainerWords, translated
 __all__ = ["TASKS", "FinetuneOptions", "FinetuneWords", "Options", "make_options", "task_named"]
 
 TASKS = ("sequence_classification", "token_classification", "question_answering", "masked_lm")
-_TASK_WORDS = {
+TASK_WORDS = {
     "seqcls": "sequence_classification",
     "text_classification": "sequence_classification",
     "tokcls": "token_classification",
@@ -271,9 +271,9 @@ def task_named(name: str) -> str:
         ConfigError: there is no such task.
     """
     word = name.lower().replace("-", "_")
-    word = _TASK_WORDS.get(word, word)
+    word = TASK_WORDS.get(word, word)
     if word not in TASKS:
-        known = [*TASKS, *_TASK_WORDS]
+        known = [*TASKS, *TASK_WORDS]
         raise ConfigError(
             f"task: found {name!r}{nearest(name, known)}; expected one of {', '.join(known)}", problems=[name]
         )

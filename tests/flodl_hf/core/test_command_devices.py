@@ -145,4 +145,4 @@ def test_inspect_says_what_the_model_explains(folder: str, device: str) -> None:
         found = json.loads(run("inspect", folder, "--device", device, *rest, "--json").stdout)["runs"]
         assert found == model.explain(device, precision).to_dict()  # type: ignore[arg-type]
     assert "runs" not in json.loads(run("inspect", folder, "--json").stdout)
-    assert "tf33" in run("inspect", folder, "--precision", "tf33", code=1).stderr
+    assert "tf33" in run("inspect", folder, "--precision", "tf33", code=2).stderr

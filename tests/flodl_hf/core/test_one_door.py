@@ -143,12 +143,16 @@ def test_pooling_files_that_hold_something_else_are_refused(folder: Path, name: 
     assert Path(name).name in str(caught.value)
 
 
+def embedded(folder: Path) -> Any:
+    model: Any = load(folder)
+    return model.embed("the cat")
+
+
 def test_what_a_pooling_file_says_is_checked_by_its_values(folder: Path) -> None:
     for settings in ({"pooling_mode": [3]}, {"pooling_mode": "nonsense"}, {"pooling_mode": {"a": 1}}):
         (folder / "1_Pooling" / "config.json").write_text(json.dumps(settings))
         with pytest.raises(FlodlError, match="pooling"):
-            model: Any = load(folder)
-            model.embed("the cat")
+            embedded(folder)
 
 
 def test_a_hub_name_that_cannot_be_is_refused(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def test_show_reports_options_that_do_not_exist(tmp_path: Path) -> None:
         (["finetune", "x", "--train", "y", "--env", "ci"], "no --recipe"),
         (["finetune", "no/where", "--train", "y.csv", "--local-files-only"], "y.csv"),
         (["finetune", "x", "--train", "y", "--columns", "text"], "expected name=value"),
-        (["finetune", "x", "--train", "y", "--precision", "fp8"], "bf16"),
+        (["finetune", "x", "--train", "y", "--lr", "-1"], "lr: found -1.0"),
     ],
 )
 def test_faults_are_one_message_and_status_1(args: list[str], says: str) -> None:

@@ -72,7 +72,7 @@ def test_a_table_a_page_and_a_file(tmp_path: Path) -> None:
         (("--families", "bert", "--checks", "forwrd"), "no check 'forwrd', did you mean 'forward'"),
         (("--families", "brt"), "expected albert, bert"),
         (("--checks", "forwrd"), "expected config_triage"),
-        (("--size", "huge"), "tiny or real"),
+        (("--size", "huge"), "'tiny', 'real'"),
         (("--jobs", "0"), "--jobs"),
     ],
 )

@@ -1,0 +1,114 @@
+"""Options with a fixed set of words: shells complete them, help lists them, and another word is wrong usage."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Any
+
+import typer
+
+__all__ = [
+    "AggregationWord",
+    "DtypeWord",
+    "FaultWord",
+    "FormatWord",
+    "Head",
+    "HeadWord",
+    "PrecisionWord",
+    "SizeWord",
+    "choice",
+    "words_of",
+]
+
+
+class HeadWord(StrEnum):
+    """Tasks by their short names, and what the file was written for."""
+
+    auto = "auto"
+    base = "base"
+    seqcls = "seqcls"
+    tokcls = "tokcls"
+    qa = "qa"
+    mlm = "mlm"
+    sequence_classification = "sequence_classification"
+    token_classification = "token_classification"
+    question_answering = "question_answering"
+    masked_lm = "masked_lm"
+
+
+class PrecisionWord(StrEnum):
+    """The names of `flodl_hf.runtime.Precision`."""
+
+    exact = "exact"
+    fp32 = "fp32"
+    tf32 = "tf32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+    int8 = "int8"
+
+
+class DtypeWord(StrEnum):
+    """What weights are cast to."""
+
+    float32 = "float32"
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+    float64 = "float64"
+
+
+class AggregationWord(StrEnum):
+    """What carries an entity's label."""
+
+    first = "first"
+    average = "average"
+    max = "max"
+    simple = "simple"
+    none = "none"
+
+
+class FormatWord(StrEnum):
+    """Formats of files of texts."""
+
+    csv = "csv"
+    tsv = "tsv"
+    jsonl = "jsonl"
+    text = "text"
+    parquet = "parquet"
+    arrow = "arrow"
+
+
+class FaultWord(StrEnum):
+    """What becomes of a row that cannot be answered."""
+
+    stop = "stop"
+    skip = "skip"
+    null = "null"
+
+
+class SizeWord(StrEnum):
+    """Sizes of the matrix's models."""
+
+    tiny = "tiny"
+    real = "real"
+
+
+Head = Annotated[
+    HeadWord,
+    typer.Option(
+        "--head",
+        metavar="auto|base|seqcls|tokcls|qa|mlm",
+        help="The task to load it for, short or by its long name; auto is what the file was written for.",
+    ),
+]
+
+
+def choice(name: str, words: tuple[str, ...]) -> Any:
+    """Return a type whose values are these words."""
+    return StrEnum(name, {word: word for word in words})
+
+
+def words_of(value: Any) -> Any:
+    """Return chosen words as plain texts, in lists too."""
+    if isinstance(value, StrEnum):
+        return value.value
+    return [words_of(part) for part in value] if isinstance(value, list) else value

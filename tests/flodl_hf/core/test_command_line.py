@@ -1,0 +1,140 @@
+"""How commands look: groups, choices, colours where they are wanted, and nothing that moves a terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+typer_testing = pytest.importorskip("typer.testing")
+
+from flodl_hf.cli import choices, shared  # noqa: E402
+from flodl_hf.cli.app import app  # noqa: E402
+
+
+def run(*arguments: Any, code: int = 0, **more: Any) -> Any:
+    done = typer_testing.CliRunner().invoke(app, [str(a) for a in arguments], **more)
+    assert done.exit_code == code, done.output
+    return done
+
+
+def commands() -> dict[str, Any]:
+    import typer
+
+    from docs.generate import commands_of
+
+    return dict(commands_of(typer.main.get_command(app)))
+
+
+@pytest.fixture
+def folder(saved: Callable[..., Path]) -> Path:
+    return saved("bert", "sequence_classification", labels=["bad", "good"])
+
+
+def test_words_of_options_are_those_of_the_tables() -> None:
+    from docs.generate import words_of
+    from flodl_hf.decode.entities import Aggregation
+    from flodl_hf.export.model import DTYPE_NAMES
+    from flodl_hf.finetuning.options import SCHEDULES, Options
+    from flodl_hf.heads import HEADS
+    from flodl_hf.runtime import Precision
+
+    assert list(choices.PrecisionWord) == list(get_args(Precision))
+    assert set(choices.AggregationWord) == set(get_args(Aggregation))
+    assert set(choices.DtypeWord) == set(DTYPE_NAMES.values())
+    assert set(choices.HeadWord) == {"auto", *(head.short for head in HEADS), *(head.name for head in HEADS)}
+    options = {p.name: p for p in commands()["finetune"].params}
+    for name, field in Options.__dataclass_fields__.items():
+        if "among" in field.metadata:
+            assert set(words_of(options[name])) == set(field.metadata["among"]), name
+    assert set(words_of(options["schedule"])) == set(SCHEDULES)
+
+
+def test_options_come_in_groups() -> None:
+    from flodl_hf.cli.finetune import GROUPS
+    from flodl_hf.finetuning.options import Options
+
+    assert set(GROUPS) <= set(Options.__dataclass_fields__)
+    panels = {p.name: getattr(p, "rich_help_panel", None) for p in commands()["finetune"].params}
+    assert all(panels[name] for name in Options.__dataclass_fields__)
+    assert (panels["lr"], panels["warmup"], panels["save_every"]) == ("Learning", "Learning", "Checkpoints")
+    said = run("predict", "--help", env={"COLUMNS": "160", "TERMINAL_WIDTH": "160"}).output
+    assert [said.index(f"─ {group} ─") for group in ("Options", "Answers", "How it runs", "A file of texts")]
+
+
+def test_a_word_that_is_none_is_wrong_usage(folder: Path) -> None:
+    for command in (
+        ["predict", folder, "x", "--head", "sequence"],
+        ["predict", folder, "x", "--aggregation", "last"],
+        ["export", folder, "--out", "x", "--dtype", "float8"],
+        ["finetune", folder, "--train", "x", "--optimizer", "adam"],
+        ["inspect", folder, "--precision", "bf61"],
+    ):
+        assert command[-1] in run(*command, code=2).output
+
+
+def test_the_version_is_said() -> None:
+    from flodl_hf.export.verify import own_version
+
+    assert run("--version").stdout == run("-V").stdout == f"{own_version()}\n"
+
+
+def test_a_file_is_answered_onto_standard_output(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "in.txt").write_text("the cat\na dog\n")
+    run("predict", folder, "--in", tmp_path / "in.txt", "--out", tmp_path / "out.jsonl", "--device", "cpu")
+    done = run("predict", folder, "--in", tmp_path / "in.txt", "--out", "-", "--device", "cpu")
+    assert done.stdout == (tmp_path / "out.jsonl").read_text()
+    assert [json.loads(line)["text"] for line in done.stdout.splitlines()] == ["the cat", "a dog"]
+    assert "2 rows" in done.stderr
+    assert run("predict", folder, "--in", tmp_path / "none.txt", "--out", "-", code=1).stdout == ""
+
+
+ESCAPE = "\x1b[31m\x9b2J\x07\u202e"
+
+
+def test_nothing_that_a_file_says_moves_the_terminal(saved: Callable[..., Path]) -> None:
+    folder = saved("bert", "sequence_classification", labels=[f"bad{ESCAPE}", "good"])
+    for command in (["predict", folder, f"the cat{ESCAPE}"], ["inspect", folder], ["predict", f"owner/{ESCAPE}", "x"]):
+        for rest in ([], ["--json"]):
+            done = run(*command, *rest, code=int("owner" in str(command[1])))
+            assert not set(done.stdout + done.stderr) & set("\x1b\x9b\x07\u202e"), (command, rest)
+    found = json.loads(run("predict", folder, f"the cat{ESCAPE}", "--json").stdout)
+    assert found["text"] == f"the cat{ESCAPE}", "JSON keeps what was there, escaped"
+    assert f"bad{ESCAPE}" in [answer["label"] for answer in found["result"]]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_colours_are_for_terminals_that_want_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert shared.painted("x", Terminal(), fg="red") == "\x1b[31mx\x1b[0m"
+    assert shared.painted("x", Terminal()) == shared.painted("x", io.StringIO(), fg="red") == "x"
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert shared.painted("x", Terminal(), fg="red") == "x"
+    monkeypatch.delenv("NO_COLOR")
+    monkeypatch.setenv("TERM", "dumb")
+    assert shared.painted("x", Terminal(), fg="red") == "x"
+
+
+def test_a_warning_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    @shared.reporting
+    def command() -> None:
+        warnings.warn("layers run more slowly", stacklevel=1)
+
+    before = warnings.showwarning
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        command()
+    assert capsys.readouterr().err == "warning: layers run more slowly\n"
+    assert warnings.showwarning is before
+    assert sys.stderr
