@@ -108,7 +108,9 @@ class Judge:
         self._turns += 1
         return self._rows[width][(self._turns - 1) % KEPT_ROWS]
 
-    def __call__(self, grads: Sequence[torch.Tensor], loss: torch.Tensor, count: Any, *, apart: bool) -> Verdict:
+    def __call__(
+        self, grads: Sequence[torch.Tensor], loss: torch.Tensor, count: Any, *, apart: bool, summed: bool = False
+    ) -> Verdict:
         """Return the verdict on a step.
 
         Args:
@@ -116,22 +118,24 @@ class Judge:
             loss: the mean loss.
             count: items counted; only where it is a tensor may it turn out to be 0.
             apart: norms of its parts may be figures, unless the gradient is clipped.
+            summed: the gradient is still to be divided by ``count``, a tensor, which the verdict's scale then does.
         """
         plan = self._plan(grads) if self._kernels is not None else None
         if plan is not None:
-            return self._by_kernels(plan, grads, loss, count)
+            return self._by_kernels(plan, grads, loss, count, summed)
         norm = None
-        if apart and self.max_grad_norm is None:
+        if apart and self.max_grad_norm is None and not summed:
             norms = torch._foreach_norm(list(grads))  # pyright: ignore[reportPrivateImportUsage]
             norms = [n if n.dtype == torch.float64 else n.to(torch.float32) for n in norms]
         else:
             norm = get_total_norm(list(grads))
             norm = norm if norm.dtype == torch.float64 else norm.to(torch.float32)
+            norm = norm / _divisor(count).to(norm.dtype) if summed else norm
             norms = [norm]
         figures = torch.cat([loss.reshape(1).to(torch.float64), torch.stack(norms).to(torch.float64)])
-        return self.of_figures(figures, norm, count)
+        return self._of_figures(figures, norm, count, summed)
 
-    def of_figures(self, figures: torch.Tensor, norm: torch.Tensor | None, count: Any) -> Verdict:
+    def _of_figures(self, figures: torch.Tensor, norm: torch.Tensor | None, count: Any, summed: bool) -> Verdict:
         """Return the verdict on a step whose loss and norms are known; they are written to."""
         if not self.sticky:
             self.state.zero_()
@@ -147,6 +151,9 @@ class Judge:
             assert norm is not None
             # Gradients are divided by this inside the update, instead of being multiplied in a pass of their own.
             scale = ((norm + 1e-6) / self.max_grad_norm).clamp(min=1.0).to(torch.float32)
+        if summed:
+            divisor = _divisor(count).to(torch.float32)
+            scale = divisor if scale is None else scale * divisor
         return Verdict(found, scale, figures, figures.numel() - 1)
 
     def recorded(self) -> object:
@@ -184,7 +191,9 @@ class Judge:
         self._unknown.append((plan, table, addresses))
         return table
 
-    def _by_kernels(self, plan: _Plan, grads: Sequence[torch.Tensor], loss: torch.Tensor, count: Any) -> Verdict:
+    def _by_kernels(
+        self, plan: _Plan, grads: Sequence[torch.Tensor], loss: torch.Tensor, count: Any, summed: bool
+    ) -> Verdict:
         kernels: Any = self._kernels
         counts, clips = isinstance(count, torch.Tensor), self.max_grad_norm is not None
         table = self._table(plan, [g.data_ptr() for g in grads])
@@ -192,21 +201,27 @@ class Judge:
         sums = torch.empty(programs, dtype=torch.float32, device=self.device)
         figures = torch.empty(3 if counts else 2, dtype=torch.float64, device=self.device)
         found = torch.empty_like(self.state) if counts else self.state
-        scale = torch.empty_like(self.state) if clips else None
+        scales = clips or summed
+        scale = torch.empty_like(self.state) if scales else None
         kind = getattr(kernels.tl, _KINDS[grads[0].dtype])
         with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
             kernels.square_sums[(programs,)](
                 table, plan.sizes, plan.which, plan.starts, sums, plan.span, kind, BLOCK, num_warps=WARPS
             )
             kernels.decide[(1,)](
-                sums, programs, loss, count if counts else loss, self.state, found, scale if clips else self.state,
-                figures, self._ring, self._turn, float(self.max_grad_norm or 1.0), counts, self.sticky, clips,
+                sums, programs, loss, count if counts else loss, self.state, found, scale if scales else self.state,
+                figures, self._ring, self._turn, float(self.max_grad_norm or 1.0), counts, self.sticky, clips, summed,
                 KEPT_ROWS, SUMS, num_warps=8,
             )  # fmt: skip
         if _recording(self.device):
             return Verdict(found, scale, figures, 1, counts, partial(self._next_row, 3 if counts else 2))
         self._turns += 1
         return Verdict(found, scale, figures, 1, counts)
+
+
+def _divisor(count: torch.Tensor) -> torch.Tensor:
+    """Return the count; 1 where nothing was counted, and the step is left out."""
+    return torch.where(count == 0, 1, count)
 
 
 def find_faults(tensors: Sequence[torch.Tensor], found: torch.Tensor, one: torch.Tensor) -> None:

@@ -59,6 +59,7 @@ def decide(
     counts: tl.constexpr,
     sticky: tl.constexpr,
     clips: tl.constexpr,
+    summed: tl.constexpr,
     rows: tl.constexpr,
     block: tl.constexpr,
 ):
@@ -71,17 +72,23 @@ def decide(
         count: items counted, one number, where ``counts``.
         state: float32, 1 after a fault; from earlier steps where ``sticky``.
         found: float32, is set to 1 where this step is to be left out; ``state`` itself unless ``counts``.
-        scale: float32, is set to what gradients are divided by, where ``clips``.
+        scale: float32, is set to what gradients are divided by, where ``clips`` or ``summed``.
         row: float64, is set to loss, norm, and the count where ``counts``.
         ring: float64 ``(rows, 3)``, gets the same at the place that ``turn`` says.
         turn: int64, how many rows went there; is counted up.
         max_norm: clip to this.
+        summed: gradients are still to be divided by the count.
     """
     total = tl.zeros([block], tl.float32)
     places = tl.arange(0, block)
     for offset in range(0, number, block):
         total += tl.load(sums + places + offset, mask=places + offset < number, other=0.0)
     norm = tl.sqrt_rn(tl.sum(total, 0))
+    divisor = 1.0
+    if summed:
+        number_of_items = tl.load(count).to(tl.float32)
+        divisor = tl.where(number_of_items == 0.0, 1.0, number_of_items)
+        norm = norm / divisor
     # No comparison holds for what is not a number.
     sound = (tl.abs(tl.load(loss).to(tl.float32)) < float("inf")) & (norm < float("inf"))
     fault = tl.where(sound, 0.0, 1.0)
@@ -108,4 +115,7 @@ def decide(
         held = tl.maximum(held, fault)
     tl.store(state, held)
     if clips:
-        tl.store(scale, tl.maximum((norm + 1e-6) / max_norm, 1.0))
+        factor = tl.maximum((norm + 1e-6) / max_norm, 1.0)
+        tl.store(scale, factor * divisor)
+    elif summed:
+        tl.store(scale, divisor)

@@ -189,7 +189,14 @@ class DeviceStep:
             self.optimizer.zero_grad(set_to_none=True)
 
     def apply(
-        self, total: torch.Tensor, count: Any, *, divided: bool, apart: bool, metrics: Mapping[str, tuple[Any, Any]]
+        self,
+        total: torch.Tensor,
+        count: Any,
+        *,
+        divided: bool,
+        apart: bool,
+        metrics: Mapping[str, tuple[Any, Any]],
+        inside: bool = False,
     ) -> Outcome:
         """Divide gradients by ``count``, decide whether the step counts, and move the parameters if it does.
 
@@ -199,14 +206,17 @@ class DeviceStep:
             divided: whether gradients are divided already.
             apart: whether norms of parts of the gradient may be figures.
             metrics: go into the outcome.
+            inside: divide inside of the update, which spares a pass over the gradient and rounds once instead of twice
+                where it is clipped.
         """
         grads = [p.grad for p in self.model.parameters() if p.requires_grad and p.grad is not None]
         loss = mean_of(total, count, compat=self.compat)
         if not grads or not (isinstance(count, torch.Tensor) or count != 0):
             return outcome_of(torch.stack([loss, loss.new_zeros(())]), count, False, metrics)
-        if not divided:
+        inside = inside and not divided
+        if not divided and not inside:
             divide(grads, count)
-        verdict = self.judge(grads, loss, count, apart=apart)
+        verdict = self.judge(grads, loss, count, apart=apart, summed=inside)
         self._move(verdict)
         found = outcome_of(verdict.figures, count, True, metrics, norms=verdict.norms, has_count=verdict.has_count)
         return found if verdict.next_row is None else replace(found, next_row=verdict.next_row)

@@ -115,7 +115,7 @@ class SharedStep(DeviceStep):
             if self.buffers is not None:
                 self.buffers(weight)
             total, count = pair.unbind()
-            found = self.apply(total, count, divided=self.compat is not None, apart=False, metrics={})
+            found = self.apply(total, count, divided=self.compat is not None, apart=False, metrics={}, inside=True)
             self.optimizer.zero_grad(set_to_none=True)
         return found
 

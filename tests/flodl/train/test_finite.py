@@ -57,11 +57,31 @@ def test_what_is_not_finite_is_found_and_norms_are_norms(bad, clip, apart):
         assert scale == (None if clip is None else pytest.approx(max(1.0, (whole + 1e-6) / clip), rel=1e-6))
 
 
+@pytest.mark.parametrize("clip", [None, 0.5, 1e9])
+def test_a_gradient_that_is_a_sum_is_judged_and_clipped_as_the_mean_that_it_will_be(clip):
+    judge, count = make_judge(kernels=False, max_grad_norm=clip), torch.tensor(4.0)
+    _, scale, _, norm, _ = told(judge(gradients(), torch.tensor(2.5), count, apart=True, summed=True))
+    divided = [g / 4.0 for g in gradients()]
+    _, wanted, _, mean_norm, _ = told(judge(divided, torch.tensor(2.5), count, apart=False))
+    assert norm == pytest.approx(mean_norm, rel=1e-6)
+    assert scale == pytest.approx(4.0 * (wanted or 1.0), rel=1e-6)
+
+
 CASES = [
-    {"sticky": sticky, "max_grad_norm": clip, "bad": bad, "loss": loss, "count": count, "dtype": dtype}
+    {
+        "sticky": sticky,
+        "max_grad_norm": clip,
+        "bad": bad,
+        "loss": loss,
+        "count": count,
+        "dtype": dtype,
+        "summed": summed,
+    }
+    for summed in (False, True)
     for sticky, clip in ((True, None), (False, 0.5))
     for bad, loss in ((None, 1.25), (math.nan, 1.25), (None, math.nan), (math.inf, 1.25))
     for count, dtype in ((8.0, torch.float32), (8, torch.float32), (0, torch.bfloat16))
+    if not summed or isinstance(count, int)
 ]
 
 
@@ -71,7 +91,7 @@ def follow(judge, case, device):
     found = []
     for bad, loss in ((case["bad"], case["loss"]), (None, 0.75)):
         grads = gradients(bad, case["dtype"], device)
-        verdict = judge(grads, torch.tensor(loss, device=device), count, apart=False)
+        verdict = judge(grads, torch.tensor(loss, device=device), count, apart=False, summed=case["summed"])
         left_out, scale, *figures, rest = told(verdict)
         assert rest == ([float(case["count"])] if verdict.has_count else [])
         found.append([left_out, scale or 1.0 if left_out == 0 else 0.0, *figures])
