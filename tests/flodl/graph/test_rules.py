@@ -364,6 +364,30 @@ def test_values_are_let_go_after_their_last_use() -> None:
     assert max(counts) == 1
 
 
+def test_a_step_lets_go_of_all_that_it_was_the_last_to_use() -> None:
+    import weakref
+
+    class Looks(nn.Module):
+        def __init__(self, number: int) -> None:
+            super().__init__()
+            self.number = number
+
+        def forward(self, x: Tensor) -> Tensor:
+            alive.append([number for number, value in made.items() if value() is not None])
+            out = x + 1
+            made[self.number] = weakref.ref(out)
+            return out
+
+    alive: list[list[int]] = []
+    made: dict[int, weakref.ref[Tensor]] = {}
+    flow = FlowBuilder(Looks(0)).through(Looks(1)).tag("used").through(Looks(2)).through(Looks(3))
+    graph = flow.through(StateAdd()).using("used").through(Looks(4)).build()
+    with torch.no_grad():
+        graph(one())
+    # what is being worked on, and what is still to be used; a sum lets go of both its parts
+    assert alive == [[], [0], [1], [1, 2], []]
+
+
 def test_verbose_prints_the_tree(capsys: pytest.CaptureFixture[str]) -> None:
     FlowBuilder(lin()).tag("abc").label("net").verbose().build()
     assert "net" in capsys.readouterr().err
