@@ -9,13 +9,9 @@ model.save_pretrained("out")
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 from flodl_hf.collecting import without_collecting
-
-# What the user wished, before other libraries set it for all; see `flodl_hf.tokenization.spread`.
-_TOKENIZERS_PARALLELISM = os.environ.get("TOKENIZERS_PARALLELISM")
 
 # Where torch comes in with this import, its million objects are not swept over and over.
 with without_collecting():

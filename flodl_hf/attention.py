@@ -15,15 +15,30 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from flodl.errors import ConfigError, nearest
 from flodl_hf.layout import Layout, Packed
 
-__all__ = ["IMPLEMENTATIONS", "Bias", "Rotary", "SelfAttention", "attend", "attend_first"]
+__all__ = ["IMPLEMENTATIONS", "Bias", "Rotary", "SelfAttention", "attend", "attend_first", "check_implementation"]
 
 # "fast" is what a family has beside the reference arithmetic; where it has nothing, it is "sdpa".
 IMPLEMENTATIONS = ("sdpa", "eager", "fast")
 
 Bias = Callable[[int, torch.dtype, torch.device], Tensor]
 """``bias(length, dtype, device)`` is added to the scores of texts of this length, ``(N or 1, length, length)``."""
+
+
+def check_implementation(name: str) -> str:
+    """Return the name of an attention implementation if it exists.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if name not in IMPLEMENTATIONS:
+        hint = nearest(name, IMPLEMENTATIONS) if isinstance(name, str) else ""
+        raise ConfigError(
+            f"attention={name!r}{hint}; expected one of {', '.join(IMPLEMENTATIONS)}", problems=["attention"]
+        )
+    return name
 
 
 class Rotary(nn.Module):

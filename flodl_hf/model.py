@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypedDict, Unpack
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from flodl.errors import CheckpointError, ConfigError, PredictError
 from flodl.graph import FlowBuilder, Graph
 from flodl_hf.activations import Activation
+from flodl_hf.attention import check_implementation
 from flodl_hf.config import ModelConfig
 from flodl_hf.forked import entered
 from flodl_hf.layout import Padded
@@ -229,11 +231,7 @@ class EncoderModel(nn.Module):
             "layout": Padded.of(attention_mask),
         }
         states: list[Any] = []
-        hooks = (
-            [m.register_forward_hook(lambda _m, _a, out: states.append(out)) for m in self._stages()]
-            if hidden_states
-            else []
-        )
+        hooks = self._collect(states) if hidden_states else []
         try:
             if outputs:
                 result, named = self.graph(input_ids, **given, outputs=list(outputs))
@@ -244,14 +242,32 @@ class EncoderModel(nn.Module):
                 hook.remove()
         return result, named, tuple(states) if hidden_states else None
 
-    def _stages(self) -> Iterable[nn.Module]:
-        encoder = self.graph.get_submodule("encoder")
-        layers = encoder.get_submodule("layers")
+    def _collect(self, states: list[Any]) -> list[Any]:
+        """Have this thread's next call append what enters the first layer and what leaves each; return the hooks."""
+        here = None if torch.compiler.is_compiling() else get_ident()
+
+        def mine() -> bool:
+            return here is None or here == get_ident()
+
+        def enters(_module: nn.Module, given: tuple[Any, ...]) -> None:
+            if not states and mine():
+                states.append(given[0])
+
+        def leaves(_module: nn.Module, _given: tuple[Any, ...], result: Any) -> None:
+            if mine():
+                states.append(result)
+
         # A block that several layers share is hooked once and fires at each of its calls.
-        return [encoder.get_submodule("embeddings"), *dict.fromkeys(layers.children())]
+        layers = list(dict.fromkeys(self.graph.get_submodule("encoder.layers").children()))
+        return [layers[0].register_forward_pre_hook(enters), *(m.register_forward_hook(leaves) for m in layers)]
 
     def set_attention(self, implementation: str) -> Self:
-        """Choose "sdpa" or "eager" attention in every layer; returns the model."""
+        """Choose "sdpa", "eager" or "fast" attention in every layer; returns the model.
+
+        Raises:
+            ConfigError: there is no such implementation.
+        """
+        check_implementation(implementation)
         for module in self.modules():
             if hasattr(module, "implementation"):
                 module.implementation = implementation  # type: ignore[assignment]

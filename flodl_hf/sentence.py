@@ -10,12 +10,15 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from flodl.errors import ConfigError, printable, shown
+from flodl.errors import ConfigError, PredictError, printable, shown
 from flodl_hf.checkpoint.members import is_entry, read_member
 
-__all__ = ["SentenceRecipe", "read_recipe", "recipe_files", "transformer_folder"]
+if TYPE_CHECKING:
+    from flodl_hf.decode.classes import Activation
+
+__all__ = ["SentenceRecipe", "ranking_activation", "read_recipe", "recipe_files", "transformer_folder"]
 
 _MODES = {
     "pooling_mode_cls_token": "cls",
@@ -31,6 +34,7 @@ _NEW_MODES = {
     "mean_sqrt_len_tokens": "mean_sqrt_len",
 }
 _LIMIT = 1_000_000
+_ACTIVATIONS: dict[str, Activation] = {"sigmoid": "sigmoid", "identity": "none", "none": "none"}
 
 
 @dataclass(frozen=True)
@@ -155,6 +159,30 @@ def _pooling(root: Path, name: str) -> tuple[Any, ...]:
         return tuple(_NEW_MODES.get(name, name) for name in stated)
     chosen = tuple(name for key, name in _MODES.items() if settings.get(key) is True)
     return chosen or ("mean",)
+
+
+def ranking_activation(config: Mapping[str, Any], given: str | None = None) -> Activation:
+    """Return what makes scores of a cross-encoder's logits.
+
+    Args:
+        config: ``config.json``: new files name the activation in ``sentence_transformers``, older ones in
+            ``sbert_ce_default_activation_function``.
+        given: "sigmoid" or "none", instead of what the file says.
+
+    Raises:
+        PredictError: another activation than these two is asked for.
+    """
+    new = config.get("sentence_transformers")
+    stated = new.get("activation_fn") if isinstance(new, Mapping) else None
+    named = given or stated or config.get("sbert_ce_default_activation_function") or "sigmoid"
+    found = _ACTIVATIONS.get(str(named).rpartition(".")[2].lower())
+    if found is None:
+        raise PredictError(
+            f"rerank: the activation of scores is {printable(str(named))}; expected Sigmoid or Identity. "
+            "Choose one: function_to_apply='sigmoid' or 'none'; both keep the order.",
+            found=str(named),
+        )
+    return found
 
 
 def recipe_files(recipe: SentenceRecipe, hidden_size: int) -> dict[str, bytes]:

@@ -19,8 +19,9 @@ from torch.overrides import TorchFunctionMode
 
 from flodl.collecting import uncollected
 from flodl.devices import find_device
-from flodl.errors import ConfigError, nearest, printable
+from flodl.errors import ConfigError, printable
 from flodl.graph import Graph
+from flodl_hf.attention import check_implementation
 from flodl_hf.checkpoint import Checkpoint, SourceManifest, StoredTensor
 from flodl_hf.checkpoint.members import is_entry, read_member
 from flodl_hf.config import MAX_CONFIG_BYTES, ModelConfig
@@ -154,7 +155,7 @@ def load_model(
 ) -> ModelT:
     """Return the filled model; see `EncoderModel.from_pretrained` for arguments and errors."""
     head = model_class.head
-    given, attention = check_dtype(dtype), attention_name(attention)
+    given, attention = check_dtype(dtype), check_implementation(attention)
     device = None if device is None else find_device(device)
     with uncollected(settled=True):
         return _load(
@@ -341,19 +342,3 @@ def load_tokenizer(folder: Path, config: ModelConfig) -> Tokenizer | None:
     tokenizer = Tokenizer.from_folder(folder, model_type=config.model_type)
     tokenizer.check_fits(config.encoder.vocab_size)
     return tokenizer
-
-
-def attention_name(name: str) -> str:
-    """Return the attention implementation if it exists.
-
-    Raises:
-        ConfigError: it does not.
-    """
-    from flodl_hf.attention import IMPLEMENTATIONS
-
-    if name not in IMPLEMENTATIONS:
-        raise ConfigError(
-            f"attention={name!r}{nearest(name, IMPLEMENTATIONS)}; expected one of {', '.join(IMPLEMENTATIONS)}",
-            problems=["attention"],
-        )
-    return name

@@ -124,6 +124,8 @@ def _used(length: int, span: int, buckets: int, max_distance: int, reach: int) -
     if farthest > reach and buckets > 0 and max_distance > 0:
         # `bucketed`, and one more because logarithms are rounded differently here.
         middle = buckets // 2
+        if max_distance - 1 <= middle:  # nothing between the near and the last: the reference's scale is 0 or below
+            return span
         far = math.log(farthest / middle) / math.log((max_distance - 1) / middle) * (middle - 1)
         farthest = middle + math.ceil(far) + 1
     return min(span, -(-(farthest + 1) // 8) * 8)

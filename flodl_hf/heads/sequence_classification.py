@@ -186,31 +186,38 @@ class SequenceClassifier(ScoringModel):
         documents: Iterable[str],
         *,
         top_k: int | None = None,
+        function_to_apply: str | None = None,
         untrained: bool = False,
         **run: Unpack[RunKeywords],
     ) -> list[Ranked]:
         """Return the documents that fit the query, best first, with their texts and places in the list.
 
-        Those with nothing to read come last, with the score 0 and no windows.
+        Scores are what the folder asks for: a cross-encoder's configuration names its activation, and without one
+        it is the sigmoid, as in sentence-transformers. Documents with nothing to read come last, with no windows and
+        the score 0, or the least one where scores are not from 0 to 1.
 
         Args:
             query: what is looked for.
             documents: what may fit; a long one is as good as its best window.
             top_k: most documents; None for all.
+            function_to_apply: "sigmoid" or "none" instead of what the configuration says.
             untrained: rank although parts of the model hold random values.
             **run: how to run (``precision``, ``devices``, ``batch_invariant``, ``token_budget``, ...), see
                 `flodl_hf.runtime.RunOptions`; what is not given is as `runtime` set it.
 
         Raises:
-            PredictError: the model has more than one label, or documents are no list of strings.
+            PredictError: the model has more than one label, documents are no list of strings, or the configuration
+                asks for an activation that is not known.
         """
         from flodl_hf.decode import decode_ranking
         from flodl_hf.decode.classes import Ranked
         from flodl_hf.results import Ranking
         from flodl_hf.runtime import Session
         from flodl_hf.runtime.passes import Scores
+        from flodl_hf.sentence import ranking_activation
 
         self.ready("rerank", untrained=untrained)
+        activation = ranking_activation(self.config.source, function_to_apply)
         texts = _documents(query, documents)
         read = [place for place, text in enumerate(texts) if query.strip() and text.strip()]
 
@@ -228,10 +235,11 @@ class SequenceClassifier(ScoringModel):
         values = torch.tensor([document.score for document in best], dtype=torch.float32)
         ranked = [
             Ranked(read[found.index], found.score, best[found.index].windows, texts[read[found.index]])
-            for found in decode_ranking(values.view(-1, 1))
+            for found in decode_ranking(values.view(-1, 1), activation=activation)
         ]
         # Last, with what is least: nothing is known of them.
-        ranked += [Ranked(place, 0.0, 0, text) for place, text in enumerate(texts) if place not in set(read)]
+        least = min([0.0, *(found.score for found in ranked)])
+        ranked += [Ranked(place, least, 0, text) for place, text in enumerate(texts) if place not in set(read)]
         return Ranking(ranked if top_k is None else ranked[:top_k], query)
 
     def _encode(self, items: Sequence[Text], *, strict: bool = False, cut: str | None = None) -> Encoded:

@@ -1,10 +1,10 @@
-"""A batch of texts tokenised by several threads, also where the library's own threads were switched off.
+"""A batch of texts tokenised by several threads, also where the library's own threads are switched off.
 
-``TOKENIZERS_PARALLELISM=false`` stops the tokenizers library from using more than one core. A user may wish that,
-and is obeyed. But other libraries set it on the fly, for the whole process and for good (a pipeline of transformers
-does, at its first batch), and texts would then be tokenised slower than an accelerator reads them. So what counts
-is what the variable said when this package was imported: if it was switched off later, batches are cut into parts
-and threads of our own take them. Those live for one call, so that a fork never finds them half alive.
+``TOKENIZERS_PARALLELISM=false`` stops the tokenizers library from using more than one core. It is set for the library's
+threads, which a fork may find half alive, mostly by other libraries, for the whole process and all that it starts (a
+pipeline of transformers does, at its first batch); texts would then be tokenised slower than an accelerator reads them.
+So batches are then cut into parts, which threads of our own take; those live for one call, so that a fork never finds
+them. Who wants fewer cores used says so by ``RAYON_NUM_THREADS``, which counts for both kinds of threads.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
-
-import flodl_hf
 
 __all__ = ["over_threads"]
 
@@ -25,22 +23,20 @@ _OFF = ("", "off", "false", "f", "no", "n", "0")
 _LEAST = 256
 
 
-def means_off(value: str | None) -> bool:
-    """Return whether a value of the variable keeps the library to one core."""
-    return value is not None and value.lower() in _OFF
-
-
 def switched_off() -> bool:
     """Return whether the library uses one core now."""
-    return means_off(os.environ.get(_VARIABLE))
-
-
-_WISHED = means_off(flodl_hf._TOKENIZERS_PARALLELISM)
+    value = os.environ.get(_VARIABLE)
+    return value is not None and value.lower() in _OFF
 
 
 def cores() -> int:
     """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _most_threads() -> int:
+    asked = os.environ.get("RAYON_NUM_THREADS", "")
+    return int(asked) if asked.isdecimal() and int(asked) else 1 << 16
 
 
 def over_threads(run: Callable[[list[Any]], list[Any]], batch: list[Any]) -> list[Any]:
@@ -50,9 +46,9 @@ def over_threads(run: Callable[[list[Any]], list[Any]], batch: list[Any]) -> lis
         run: tokenises a list and lets go of the interpreter meanwhile.
         batch: texts or pairs.
     """
-    if len(batch) < _LEAST or _WISHED or not switched_off():
+    if len(batch) < _LEAST or not switched_off():
         return run(batch)
-    workers = min(16, cores())
+    workers = min(16, cores(), _most_threads())
     if workers == 1:
         return run(batch)
     # More parts than threads: texts differ in length.

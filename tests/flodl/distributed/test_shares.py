@@ -117,3 +117,9 @@ def test_no_turn_is_left_behind_by_ranks_that_know_different_speeds(total, speed
         if not policies:
             break
     assert sorted(done) == list(range(total))
+
+
+def test_what_is_left_over_goes_to_the_largest_remainders():
+    assert split(10, [5.9, 4.1]) == [6, 4]
+    assert split(11, [2.2, 2.7, 6.1]) == [2, 3, 6]
+    assert split(7, [1.0, 1.0, 1.0]) == [3, 2, 2]  # the earlier ranks on ties

@@ -13,7 +13,7 @@ from flodl.distributed import RankError, launch
 from flodl.distributed.average import BufferMean, ParameterMean, check_equal
 from flodl.distributed.policy import choose_policy
 from flodl.errors import TrainError
-from flodl.train import EpochMetrics, Loss, RunStarted, Synced, Trainer, adamw, sgd
+from flodl.train import EpochMetrics, Loss, RunDone, RunStarted, Saved, Synced, Trainer, adamw, sgd
 
 torch.set_num_threads(1)
 torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
@@ -303,3 +303,15 @@ def test_metrics_come_in_order_to_the_process_that_started_the_run():
     assert all(isinstance(m, EpochMetrics) for m in seen)
     assert handle.poll_metrics() == []
     assert set(handle.join().parameters) == set(dict(make_model(None).named_parameters()))
+
+
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+def test_ranks_that_step_on_their_own_stand_still_in_the_middle_of_an_epoch_when_asked(policy, tmp_path):
+    """Async meets while it trains on; a checkpoint needs a meeting after which nothing is under way."""
+    settings = {"anchor": 2, "max_anchor": 2, "folder": str(tmp_path), "save_every": 6, "keep_last": 99}
+    _, events = run(2, policy, train_step=napping_step, **settings)
+    whole = -(-ROWS // 8)
+    saved = [event.step for event in events if isinstance(event, Saved)]
+    assert [step for step in saved if step < whole]
+    _, events = run(2, policy, train_step=napping_step, anchor=2, max_anchor=2, max_steps=6)
+    assert [event.step < whole for event in events if isinstance(event, RunDone)] == [True]

@@ -325,12 +325,18 @@ def test_layerwise_decay_gives_each_depth_its_rate_and_no_decay_to_biases_and_no
         layerwise_decay(model, 1.0, 0.5, layers="blocks")
 
 
-def test_a_schedule_keeps_the_ratios_of_groups():
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_schedule_keeps_the_ratios_of_groups(on_device):
     model = Encoder()
     optimizer = adamw(0.1)(layerwise_decay(model, 0.1, 0.5))
+    if on_device:
+        for group in optimizer.param_groups:
+            group.setdefault("lr_scale", group["lr"] / 0.1)
+            group["lr"] = torch.tensor(group["lr"])
     rates = flodl.train.rates.Rates(optimizer, Cosine(0.2, 0.0, 10), 3, 0.5)
     rates.set(0)
-    assert sorted({round(group["lr"], 6) for group in optimizer.param_groups}) == [0.025, 0.05, 0.1, 0.2, 0.4]
+    assert all(isinstance(group["lr"], torch.Tensor) == on_device for group in optimizer.param_groups)
+    assert sorted({round(float(group["lr"]), 6) for group in optimizer.param_groups}) == [0.025, 0.05, 0.1, 0.2, 0.4]
 
 
 def test_groups_by_path_cover_each_trainable_parameter_once_and_refuse_unknown_paths():

@@ -11,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from flodl.errors import PredictError
 from flodl_hf.families import FAMILIES
 
 Maker = Callable[..., Any]
@@ -290,6 +291,46 @@ def test_zero_shot_compares_entailment(make: Maker, padded: Padded) -> None:
     streamed = model.zero_shot(iter(TEXTS), labels, template="{}?")
     assert isinstance(streamed, Iterator)
     assert rough(list(streamed)) == rough(several)
+
+
+OLD, NEW = "sbert_ce_default_activation_function", "sentence_transformers"
+IDENTITY, SIGMOID = "torch.nn.modules.linear.Identity", "torch.nn.modules.activation.Sigmoid"
+
+
+@pytest.mark.parametrize(
+    ("stated", "raw"),
+    [
+        ({}, False),
+        ({OLD: IDENTITY}, True),
+        ({OLD: SIGMOID}, False),
+        ({NEW: {"activation_fn": IDENTITY, "version": "4.1.0.dev0"}}, True),
+        ({NEW: {"activation_fn": SIGMOID, "version": "4.1.0.dev0"}}, False),
+        ({NEW: {"activation_fn": SIGMOID}, OLD: IDENTITY}, False),
+        ({NEW: {"version": "4.1.0.dev0"}, OLD: IDENTITY}, True),
+    ],
+)
+def test_reranking_obeys_the_activation_of_the_cross_encoder(stated: dict[str, Any], raw: bool, make: Maker) -> None:
+    model = make("bert", "sequence_classification", num_labels=1, **stated)
+    documents = ["the cat sat", "on a mat", ""]
+    by_place = {
+        kind: sorted(model.rerank("cat", documents, function_to_apply=kind)[:2], key=lambda r: r.index)
+        for kind in ("none", "sigmoid")
+    }
+    logits = torch.tensor([r.score for r in by_place["none"]])
+    assert [r.score for r in by_place["sigmoid"]] == logits.sigmoid().tolist()
+    found = model.rerank("cat", documents)
+    assert sorted(found[:2], key=lambda r: r.index) == by_place["none" if raw else "sigmoid"]
+    assert found[2].windows == 0
+    assert found[2].score == min(0.0, *(r.score for r in found[:2]))
+
+
+def test_an_activation_that_is_not_known_is_refused_by_name(make: Maker) -> None:
+    model = make("bert", "sequence_classification", num_labels=1, **{OLD: "torch.nn.modules.activation.Tanh"})
+    with pytest.raises(
+        PredictError, match=r"rerank: .*activation\.Tanh.*expected Sigmoid or Identity.*function_to_apply"
+    ):
+        model.rerank("cat", ["the cat"])
+    assert model.rerank("cat", ["the cat"], function_to_apply="none")
 
 
 def test_reranking_sorts_by_the_best_window(make: Maker, padded: Padded) -> None:

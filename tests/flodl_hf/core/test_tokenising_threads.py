@@ -1,10 +1,7 @@
-"""Texts are tokenised on several cores although another library switched that off for the whole process."""
+"""Texts are tokenised on several cores although another library or a parent switched that off."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 
@@ -26,17 +23,18 @@ def run_of(seen: set[str]) -> Callable[[list[str]], list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("wished", "now", "own_threads"),
-    [(False, "false", True), (False, "0", True), (True, "false", False), (False, None, False), (False, "true", False)],
-)
-def test_own_threads_work_only_where_the_switch_was_thrown_later(
-    monkeypatch: pytest.MonkeyPatch, wished: bool, now: str | None, own_threads: bool
+    ("now", "most", "own_threads"),
+    [("false", None, True), ("0", None, True), ("false", "1", False), ("off", "3", True), (None, None, False),
+     ("true", None, False)],
+)  # fmt: skip
+def test_own_threads_work_where_the_librarys_are_switched_off(
+    monkeypatch: pytest.MonkeyPatch, now: str | None, most: str | None, own_threads: bool
 ) -> None:
-    monkeypatch.setattr(spread, "_WISHED", wished)
     monkeypatch.setattr(spread, "cores", lambda: 4)
-    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
-    if now is not None:
-        monkeypatch.setenv("TOKENIZERS_PARALLELISM", now)
+    for name, value in (("TOKENIZERS_PARALLELISM", now), ("RAYON_NUM_THREADS", most)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
     seen: set[str] = set()
     assert spread.over_threads(run_of(seen), TEXTS) == [text.upper() for text in TEXTS]
     assert any(name.startswith("flodl-hf-tokenise") for name in seen) == own_threads
@@ -48,7 +46,6 @@ def test_own_threads_work_only_where_the_switch_was_thrown_later(
 def test_parts_give_the_encodings_of_the_whole_and_the_same_errors(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spread, "_WISHED", False)
     monkeypatch.setattr(spread, "cores", lambda: 3)
     monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
     whole = tokenizer.encode_rows(TEXTS)
@@ -66,15 +63,3 @@ def test_one_text_alone_is_tokenised_as_in_a_batch(tokenizer: Tokenizer) -> None
     assert [tokenizer.encode_rows([a], [b])[0] for a, b in zip(TEXTS[:3], TEXTS[3:6], strict=True)] == pairs
     words = [text.split() for text in TEXTS[:3]]
     assert [tokenizer.encode_rows([w], words=True)[0] for w in words] == tokenizer.encode_rows(words, words=True)
-
-
-@pytest.mark.parametrize(("before", "wished"), [(None, False), ("false", True), ("true", False)])
-def test_what_counts_is_what_was_said_before_the_package_came_in(before: str | None, wished: bool) -> None:
-    program = (
-        "import os, flodl_hf; os.environ['TOKENIZERS_PARALLELISM'] = 'false'; "
-        "from flodl_hf.tokenization import spread; print(spread._WISHED)"
-    )
-    others = {name: value for name, value in os.environ.items() if name != "TOKENIZERS_PARALLELISM"}
-    env = others if before is None else others | {"TOKENIZERS_PARALLELISM": before}
-    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == str(wished)
