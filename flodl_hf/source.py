@@ -55,8 +55,7 @@ MODEL_FILES = (
     "added_tokens.json",
     "merges.txt",
     CONFIG_NAME,
-    "*.safetensors",
-    "model.safetensors.index.json",
+    "model.safetensors",  # for the weights in whatever parts they come, pickled ones where there are no others
     "modules.json",
     "*/config.json",
     "sentence_bert_config.json",

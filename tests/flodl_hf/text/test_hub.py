@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote
 
 import pytest
@@ -191,6 +192,48 @@ def test_shards_are_taken_from_the_index(hub: Hub, tmp_path: Path) -> None:
 def test_a_repository_with_only_bin_weights_gives_those(hub: Hub, tmp_path: Path) -> None:
     del hub.files["model.safetensors"]
     assert "pytorch_model.bin" in _names(resolve("ada/tiny", cache_dir=tmp_path).folder)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_model_whose_repository_has_only_bin_weights_is_loaded(hub: Hub, tmp_path: Path, parts: int) -> None:
+    """Like SciBERT, FinBERT and many more; a safetensors file beside is taken instead, and the other not fetched."""
+    import io
+
+    import torch
+
+    from flodl_hf import AutoConfig, AutoModel, load
+
+    sizes = {
+        "vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24,
+        "max_position_embeddings": 20, "type_vocab_size": 2,
+    }  # fmt: skip
+    made = AutoModel.from_config(AutoConfig.for_model("bert", **sizes))
+    hub.files = {path.name: path.read_bytes() for path in made.save_pretrained(tmp_path / "made").iterdir()}
+    weights = {name: value.clone() for name, value in _tensors(tmp_path / "made" / "model.safetensors").items()}
+    names = sorted(weights)
+    stored = {}
+    for part in range(parts):
+        file = "pytorch_model.bin" if parts == 1 else f"pytorch_model-{part + 1:05}-of-{parts:05}.bin"
+        buffer = io.BytesIO()
+        torch.save({name: weights[name] for name in names[part::parts]}, buffer)
+        stored[file] = buffer.getvalue()
+    if parts > 1:
+        places = {name: sorted(stored)[index % parts] for index, name in enumerate(names)}
+        stored["pytorch_model.bin.index.json"] = json.dumps({"metadata": {}, "weight_map": places}).encode()
+    hub.files |= stored
+    AutoModel.from_pretrained("ada/tiny", cache_dir=tmp_path / "both")
+    assert not [name for name in _names(tmp_path / "both") if name.endswith(".bin")]
+    del hub.files["model.safetensors"]
+    found = load("ada/tiny", cache_dir=tmp_path / "one")
+    assert found.load_report is not None
+    for (name, mine), (_, other) in zip(found.graph.named_parameters(), made.graph.named_parameters(), strict=True):
+        assert torch.equal(mine, other), name
+
+
+def _tensors(path: Path) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    return load_file(path)
 
 
 def test_a_repository_without_readable_weights_says_which_there_are(hub: Hub, tmp_path: Path) -> None:
