@@ -6,6 +6,7 @@ Transformers' class: ``BertModel`` and its siblings.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 import torch
@@ -113,9 +114,7 @@ class BaseModel(EncoderModel):
         names = check_pooling(pooling or (recipe.pooling if recipe else "mean"))
         wanted = normalize if normalize is not None else (recipe.normalize if recipe else True)
 
-        def encode(chunk: list[str]) -> Encoded:
-            return self._embeddable(chunk, strict=strict, truncate=truncate)
-
+        encode = partial(self._embeddable, strict=strict, truncate=truncate)
         single = isinstance(texts, str)
         vectors = Vectors(len(texts) if isinstance(texts, Sequence) and not single else None, normalize=wanted)
         work = Pooled(names, truncate_dim, wanted)

@@ -6,6 +6,7 @@ Transformers' class: ``BertForQuestionAnswering`` and its siblings.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Unpack
 
 from torch import Tensor
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from flodl_hf.runtime import RunKeywords
     from flodl_hf.runtime.engine import Pending
     from flodl_hf.runtime.inputs import Encoded
+    from flodl_hf.tokenizer import Tokenizer
 
 __all__ = ["HEAD", "QuestionAnswerer"]
 
@@ -177,7 +179,6 @@ class QuestionAnswerer(EncoderModel):
         from flodl_hf.decode.rows import Placed
         from flodl_hf.results import Answers
         from flodl_hf.runtime import Session
-        from flodl_hf.runtime.inputs import encode
         from flodl_hf.runtime.items import several
         from flodl_hf.runtime.passes import Scores
 
@@ -185,12 +186,10 @@ class QuestionAnswerer(EncoderModel):
         pairs = several(pairs, "answer", mapping=True)
         width = min(window_tokens, self.max_tokens or window_tokens)
 
-        def tokens(chunk: list[Any]) -> Encoded:
-            questions, contexts = _questions(chunk)
-            return encode(
-                tokenizer, questions, contexts, max_tokens=width, stride=min(stride, width // 2), strict=strict,
-                offsets=True, snap=compat is None, records=compat is not None,
-            )  # fmt: skip
+        tokens = partial(
+            _tokens, tokenizer, max_tokens=width, stride=min(stride, width // 2), strict=strict,
+            snap=compat is None, records=compat is not None,
+        )  # fmt: skip
 
         def finish(chunk: list[Any], encoded: Encoded, scores: Pending) -> list[Any]:
             _, contexts = _questions(chunk)
@@ -243,6 +242,13 @@ def _pair(item: Any, place: int) -> tuple[str, str]:
 
 def _given(item: Any) -> tuple[str, str]:
     return item if type(item) is tuple else _pair(item, 0)
+
+
+def _tokens(tokenizer: Tokenizer, chunk: Sequence[Any], **options: Any) -> Encoded:
+    from flodl_hf.runtime.inputs import encode
+
+    questions, contexts = _questions(chunk)
+    return encode(tokenizer, questions, contexts, offsets=True, **options)
 
 
 def _questions(chunk: Sequence[Any]) -> tuple[list[str], list[str]]:

@@ -6,6 +6,7 @@ Transformers' class: ``BertForSequenceClassification`` and its siblings.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Unpack
 
 import torch
@@ -90,8 +91,8 @@ class SequenceClassifier(ScoringModel):
         refuse_two_texts(texts, "predict")
         texts = several(texts, "predict", mapping=True)
 
-        def encode(chunk: list[Text]) -> Encoded:
-            return self._encode(chunk, strict=strict or compat is not None)
+        # Not a function of this call alone: the process of another device does it too.
+        encode = partial(self._encode, strict=strict or compat is not None)
 
         def finish(chunk: list[Text], encoded: Encoded, scores: Pending) -> list[Any]:
             if compat is not None:

@@ -6,6 +6,7 @@ Transformers' class: ``BertForTokenClassification`` and its siblings.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Unpack
 
 from torch import Tensor
@@ -96,11 +97,10 @@ class TokenClassifier(ScoringModel):
         # Letters of a text would be taken for labels.
         ignored = (ignore_labels,) if isinstance(ignore_labels, str) else ignore_labels
 
-        def tokens(chunk: list[Any]) -> Encoded:
-            return encode(
-                tokenizer, chunk, max_tokens=self.max_tokens, stride=self._stride(stride), words=words,
-                strict=strict, offsets=True, snap=compat is None, records=compat is not None,
-            )  # fmt: skip
+        tokens = partial(
+            encode, tokenizer, max_tokens=self.max_tokens, stride=self._stride(stride), words=words,
+            strict=strict, offsets=True, snap=compat is None, records=compat is not None,
+        )  # fmt: skip
 
         def finish(chunk: list[Any], encoded: Encoded, scores: Pending) -> list[Any]:
             joined = [join_words(text) for text in chunk] if words else None

@@ -64,6 +64,19 @@ class Pending:
                 event.synchronize()
             yield rows, values.numpy()
 
+    def arrays(self) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Return rows, sizes and results of all batches, to be sent elsewhere."""
+        self.wait()
+        return [(rows, sizes, values.numpy()) for rows, sizes, values, _ in self._parts]
+
+    @classmethod
+    def arrived(cls, rows: int, per_text: bool, arrays: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> Pending:
+        """Return what `arrays` gave, as results that are here."""
+        found = cls(rows, per_text)
+        for chosen, sizes, values in arrays:
+            found.add(chosen, sizes, torch.from_numpy(values), None)
+        return found
+
     def placed(self) -> Placed:
         """Return the results of all tokens, in float32 on the CPU, and where each row's begin."""
         self.wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -22,6 +23,7 @@ from flodl_hf.runtime.stream import WINDOW, Job, stream
 
 if TYPE_CHECKING:
     from flodl_hf.model import EncoderModel
+    from flodl_hf.runtime.workers import Call
 
 __all__ = ["Session"]
 
@@ -112,21 +114,51 @@ class Session:
             **words: of `flodl_hf.runtime.items.found_by`.
         """
         job: Job[Any, Any] = Job(encode, lambda encoded: self.start(encoded.table, work), finish, join)
+        call = None
+        if not single and self.options.devices is not None and len(self.options.devices) > 1:
+            from flodl_hf.runtime.workers import call_of
+
+            call = call_of(self.model, self.options, len(items) if isinstance(items, Sequence) else None, encode, work)
+            job = job if call is None else _sent(job, call)
         if kind is not None:
             job = found_by(job, kind, **words)
         if single:
             return job.alone([items])[0]
-        found = self.run(items, job, rows=rows, what=what)
+        found = self.run(items, job, rows=rows, what=what, call=call)
         return results_of(found) if kind is not None else found
 
-    def run(self, items: Iterable[Any], job: Job[Any, R], *, rows: int = 1, what: str = "predict") -> Any:
+    def run(
+        self, items: Iterable[Any], job: Job[Any, R], *, rows: int = 1, what: str = "predict", call: Call | None = None
+    ) -> Any:
         """Return the answers that a job gives; how far it is, is shown of a list that takes longer than a second."""
         devices = list(self.options.devices or [self.model.device])
         ahead = len(devices) > 1 or works_by_itself(devices[0])
         most = self.options.window or max(1, (MOST * len(devices) if ahead else WINDOW) // rows)
         first = self.options.window or (max(1, FIRST // rows) if ahead else most)
+        deep = 2
+        if call is not None and call.ready:
+            deep, texts = call.windows
+            first = most = self.options.window or max(1, texts // rows)
 
         def answers(job: Job[Any, R]) -> Any:
-            return stream(items, job, first=first, most=most, ahead=ahead)
+            return stream(items, job, first=first, most=most, ahead=ahead, deep=deep)
 
         return seen(items, job, answers, what=what, show=self.options.progress, by_batch=not ahead)
+
+
+def _sent(job: Job[Any, Any], call: Call) -> Job[Any, Any]:
+    """Return the job with its windows sent to workers as soon as there are some."""
+
+    def encode(chunk: list[Any]) -> Any:
+        return call.ask(chunk) if call.ready else job.encode(chunk)
+
+    def start(encoded: Any) -> Any:
+        return None if isinstance(encoded, Future) else job.start(encoded)
+
+    def finish(chunk: list[Any], encoded: Any, running: Any) -> Any:
+        if isinstance(encoded, Future):
+            encoded, per_text, arrays = encoded.result()
+            running = Pending.arrived(len(encoded.table), per_text, arrays)
+        return job.finish(chunk, encoded, running)
+
+    return Job(encode, start, finish, job.join)

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
@@ -55,6 +56,7 @@ def stream(
     first: int = WINDOW,
     most: int = WINDOW,
     ahead: bool = False,
+    deep: int = 2,
 ) -> Any:
     """Return the job's answers to all items: a list for a list, an iterator for an iterator.
 
@@ -64,8 +66,9 @@ def stream(
         first: items of the first window; each is twice the last.
         most: most items of a window.
         ahead: tokenise and run ahead of what is decoded. At most four windows are then in memory, else one.
+        deep: most windows that run at a time, ahead; two more are in memory then.
     """
-    run = _overlapped if ahead else _in_turn
+    run = partial(_overlapped, deep=deep) if ahead else _in_turn
     parts = _unswept(run(iter(items), job, _windows(first, most)))
     if isinstance(items, Sequence):
         if job.join is not None:
@@ -108,7 +111,7 @@ def _in_turn(items: Iterator[T], job: Job[T, R], sizes: Iterator[int]) -> Iterat
         yield job.alone(chunk)
 
 
-def _overlapped(items: Iterator[T], job: Job[T, R], sizes: Iterator[int]) -> Iterator[Sequence[R]]:
+def _overlapped(items: Iterator[T], job: Job[T, R], sizes: Iterator[int], *, deep: int = 2) -> Iterator[Sequence[R]]:
     chunk = list(islice(items, next(sizes)))
     if not chunk:
         return
@@ -135,7 +138,7 @@ def _overlapped(items: Iterator[T], job: Job[T, R], sizes: Iterator[int]) -> Ite
                 while running:
                     yield job.finish(*running.popleft())
                 raise
-            if len(running) > 1:
+            if len(running) >= deep:
                 yield job.finish(*running.popleft())
         while running:
             yield job.finish(*running.popleft())

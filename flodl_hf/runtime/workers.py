@@ -1,0 +1,293 @@
+"""A process for each of several devices, where one interpreter could not keep them all busy.
+
+Decides when processes are worth their start, which device a window of texts goes to, and what happens when one ends or
+the model changes. They start beside the work, which threads do until then (`flodl_hf.runtime.fleet`), are sent the
+model once, by its state, and end with the program or with the model. What they do is `flodl_hf.runtime.worker`'s.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from itertools import count
+from multiprocessing.connection import Connection
+from threading import Lock, Thread
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+
+from flodl.errors import PredictError
+from flodl_hf.runtime.options import RunOptions
+from flodl_hf.runtime.parcels import packed, receive, send
+from flodl_hf.runtime.passes import Work
+from flodl_hf.runtime.prepared import Stamp
+
+if TYPE_CHECKING:
+    from flodl_hf.model import EncoderModel
+
+__all__ = ["Call", "Workers", "call_of"]
+
+# A process imports torch and makes a context, which takes seconds; so many texts take a device longer than that.
+LEAST = 50_000
+# Windows that a worker has at a time: one that it tokenises, one that waits, one that runs.
+DEEP = 3
+# Texts of a window: a batch or two, so that no device has the last one for long by itself.
+TEXTS = 2048
+
+_SERVE = "import sys; sys.path[:] = {path!r}; from flodl_hf.runtime.worker import serve; serve({descriptor})"
+_ALL: WeakSet[Workers] = WeakSet()
+_OF: WeakKeyDictionary[EncoderModel, Workers] = WeakKeyDictionary()
+_TEXTS: WeakKeyDictionary[EncoderModel, int] = WeakKeyDictionary()
+_LOCK = Lock()
+
+
+def worth_it(devices: Sequence[torch.device]) -> bool:
+    """Return whether these devices wait for the interpreter: several that work by themselves, each named once."""
+    return len(set(devices)) == len(devices) > 1 and all(device.type == "cuda" for device in devices)
+
+
+def _started(descriptor: int) -> subprocess.Popen[bytes]:
+    # Not by multiprocessing, which would run the caller's program again up to where it starts processes.
+    code = _SERVE.format(path=sys.path, descriptor=descriptor)
+    return subprocess.Popen([sys.executable, "-c", code], pass_fds=[descriptor], stdin=subprocess.DEVNULL)
+
+
+class _One:
+    """The process of one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.asked: dict[int, Future[Any]] = {}
+        self.waiting = 0
+        self._lock = Lock()
+        mine, its = socket.socketpair()
+        with its:
+            self.process = _started(its.fileno())
+        self.connection = Connection(mine.detach())
+        Thread(target=self._listen, name=f"flodl-hf-{device}", daemon=True).start()
+
+    def tell(self, *message: Any, weights: bool = False) -> None:
+        with self._lock:
+            send(self.connection, message, weights=weights)
+
+    def ask(self, number: int, size: int, *message: Any, weights: bool = False) -> Future[Any]:
+        """Send what has an answer; the future gives it or raises."""
+        future: Future[Any] = Future()
+        self.asked[number] = future
+        self.waiting += size
+        future.add_done_callback(lambda _: self._less(size))
+        try:
+            self.tell(*message, weights=weights)
+        except OSError:
+            self._gone()
+        return future
+
+    def _less(self, size: int) -> None:
+        self.waiting -= size
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                number, found = receive(self.connection)
+            except (EOFError, OSError, TypeError):
+                self._gone()
+                return
+            future = self.asked.pop(number, None)
+            if future is None:
+                continue
+            if isinstance(found, BaseException):
+                future.set_exception(found)
+            else:
+                future.set_result(found)
+
+    def _gone(self) -> None:
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(1)
+        while self.asked:
+            _, future = self.asked.popitem()
+            if not future.done():
+                future.set_exception(
+                    PredictError(
+                        f"the process that answered for {self.device} ended (exit code {self.process.returncode}); "
+                        "its messages are above; the next call starts without it",
+                        device=str(self.device),
+                    )
+                )
+
+    def close(self) -> None:
+        """End the process, whatever it does."""
+        # Closing alone would leave the thread that reads.
+        with suppress(OSError), socket.socket(fileno=os.dup(self.connection.fileno())) as line:
+            line.shutdown(socket.SHUT_RDWR)
+        try:
+            self.process.wait(2)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.connection.close()
+
+
+class Workers:
+    """The processes of one model; starting them takes place in a thread.
+
+    Args:
+        model: what they run.
+        devices: one for each.
+
+    Attributes:
+        ready: whether they can be asked.
+        failed: whether they could not be started.
+    """
+
+    def __init__(self, model: EncoderModel, devices: Sequence[torch.device]) -> None:
+        self.devices = tuple(devices)
+        self.ready = False
+        self.closed = False
+        self.failed = False
+        self._stamp = Stamp(model.graph)
+        self._read = (model.tokenizer, model.sentence_recipe)
+        self._ones: list[_One] = []
+        self._numbers = count(1)
+        self._lock = Lock()
+        self._starting = Thread(target=self._start, args=(model,), name="flodl-hf-workers", daemon=True)
+        _ALL.add(self)
+        self._starting.start()
+
+    def _start(self, model: EncoderModel) -> None:
+        threads = max(1, torch.get_num_threads() // len(self.devices))
+        try:
+            for device in self.devices:
+                self._ones.append(_One(device))
+            told = [one.ask(0, 0, "model", model, one.device, threads, weights=True) for one in self._ones]
+            for future in told:
+                future.result()
+            self.ready = not self.closed
+        except BaseException as fault:
+            if not self.closed:
+                self.failed = True
+                warnings.warn(
+                    f"prediction on {len(self.devices)} devices goes on in one process, which keeps them less busy: "
+                    f"{type(fault).__name__}: {fault}",
+                    stacklevel=2,
+                )
+            self.close()
+
+    def wait(self) -> None:
+        """Return when they have started, or failed to."""
+        self._starting.join()
+
+    def fits(self, model: EncoderModel, devices: Sequence[torch.device]) -> bool:
+        """Return whether they run this model, as it is now, on these devices."""
+        alive = not self.ready or all(one.process.poll() is None for one in self._ones)
+        same = all(a is b for a, b in zip(self._read, (model.tokenizer, model.sentence_recipe), strict=True))
+        return not self.closed and alive and same and self.devices == tuple(devices) and self._stamp.holds()
+
+    def close(self) -> None:
+        """End all of them."""
+        self.closed, self.ready = True, False
+        for one in self._ones:
+            one.close()
+
+    def __del__(self) -> None:
+        with suppress(Exception):
+            self.close()
+
+    def call(self, data: bytes) -> int:
+        """Announce a call, and return its number."""
+        number = next(self._numbers)
+        for one in self._ones:
+            # One that is gone says so when it is asked.
+            with suppress(OSError):
+                one.tell("call", number, data)
+        return number
+
+    def ask(self, call: int, texts: list[Any]) -> Future[Any]:
+        """Have texts answered by the device with the least to do."""
+        # Length in characters, which is what a device takes its time by.
+        size = sum(len(text) if isinstance(text, str) else sum(map(len, text)) for text in texts)
+        number = next(self._numbers)
+        with self._lock:
+            one = min(self._ones, key=lambda one: one.waiting)
+            return one.ask(number, size, "texts", number, call, texts)
+
+
+class Call:
+    """One call's windows, each sent to a worker once there are some, and run here until then.
+
+    Args:
+        workers: the processes.
+        data: what a worker has to know of the call, see `packed`.
+    """
+
+    def __init__(self, workers: Workers, data: bytes) -> None:
+        self._workers = workers
+        self._data = data
+        self._number: int | None = None
+        self._lock = Lock()
+
+    @property
+    def ready(self) -> bool:
+        """Whether windows are sent."""
+        return self._workers.ready
+
+    @property
+    def windows(self) -> tuple[int, int]:
+        """How many windows are sent before one has to be back, and of how many texts they are."""
+        return DEEP * len(self._workers.devices), TEXTS
+
+    def ask(self, texts: list[Any]) -> Future[Any]:
+        """Send a window."""
+        with self._lock:
+            if self._number is None:
+                self._number = self._workers.call(self._data)
+        return self._workers.ask(self._number, texts)
+
+
+def call_of(
+    model: EncoderModel, options: RunOptions, texts: int | None, encode: Callable[[list[Any]], Any], work: Work
+) -> Call | None:
+    """Return what sends a call's windows to workers; None where there is one interpreter for all devices.
+
+    Args:
+        model: what runs.
+        options: how; with several devices.
+        texts: how many there are; None where nobody knows.
+        encode: the call's, which a worker does too.
+        work: likewise.
+    """
+    devices = options.devices
+    if devices is None or os.name != "posix" or not worth_it(devices):
+        return None
+    with _LOCK:
+        _TEXTS[model] = _TEXTS.get(model, 0) + (LEAST if texts is None else texts)
+        workers = _OF.get(model)
+        if workers is not None and workers.failed:
+            return None
+        if workers is not None and not workers.fits(model, devices):
+            del _OF[model]
+            workers.close()
+            workers = None
+        if workers is None and _TEXTS[model] < LEAST:
+            return None
+        try:
+            data = packed((encode, work, options), model)
+        except Exception:
+            # Made of functions that no other process has.
+            return None
+        if workers is None:
+            workers = _OF[model] = Workers(model, devices)
+    return Call(workers, data)
+
+
+@atexit.register
+def _close_all() -> None:
+    for workers in list(_ALL):
+        workers.close()

@@ -1,0 +1,243 @@
+"""Several devices with a process for each: the answers of one, in order, and what goes wrong is told."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from flodl.errors import FlodlError, PredictError
+from flodl_hf.model import EncoderModel
+from flodl_hf.runtime import workers
+from flodl_hf.runtime.parcels import packed, receive, send, unpacked
+from flodl_hf.runtime.worker import Worker
+
+Make = Callable[..., EncoderModel]
+LONG = "the cat sat on the mat and ran " * 12
+TEXTS = ["the cat sat", LONG, "", "a dog", f"very good film {LONG}", "good", "ada lives in paris", "not bad"] * 3
+# What runs by itself does not depend on how texts came together.
+EXACT: dict[str, Any] = {"precision": "exact", "batch_invariant": True, "window": 3}
+TWO: dict[str, Any] = {"devices": ["cpu", "cpu"], **EXACT}
+
+
+class Threaded:
+    """A worker in a thread of this process, which starts at once."""
+
+    returncode: int | None = None
+
+    def __init__(self, descriptor: int) -> None:
+        self.connection = Connection(os.dup(descriptor))
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        with suppress(EOFError, OSError):
+            Worker(self.connection).run()
+
+    def poll(self) -> None:
+        return None
+
+    def wait(self, timeout: float | None = None) -> int:
+        self.thread.join(timeout)
+        return 0
+
+
+@pytest.fixture
+def threaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(workers, "_started", Threaded)
+    monkeypatch.setattr(workers, "worth_it", lambda devices: len(devices) > 1)
+    monkeypatch.setattr(workers, "LEAST", 1)
+    yield
+    for found in list(workers._OF.values()):
+        found.close()
+
+
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return where the sizes of the windows that workers are asked will be."""
+    seen: list[int] = []
+    plain = workers.Workers.ask
+    monkeypatch.setattr(
+        workers.Workers, "ask", lambda self, call, texts: (seen.append(len(texts)), plain(self, call, texts))[1]
+    )
+    return seen
+
+
+def call_of(model: Any, texts: Any, **run: Any) -> Any:
+    if model.head == "question_answering":
+        pairs: Any = (("who lives in paris?", text) for text in texts)
+        return model.answer_batch(list(pairs) if isinstance(texts, list) else pairs, **run)
+    return (model.embed if model.head == "base" else model.predict)(texts, **run)
+
+
+@pytest.mark.parametrize("head", ["base", "sequence_classification", "token_classification", "question_answering"])
+def test_workers_give_the_answers_of_one_device(
+    make: Make, threaded: None, monkeypatch: pytest.MonkeyPatch, head: str
+) -> None:
+    model = make("bert", head)
+    expected = call_of(model, TEXTS, **EXACT)
+    seen = asked(monkeypatch)
+    call_of(model, TEXTS, **TWO)  # starts them
+    workers._OF[model].wait()
+    seen.clear()
+    found, streamed = call_of(model, TEXTS, **TWO), list(call_of(model, iter(TEXTS), **TWO))
+    assert len(seen) >= len(TEXTS) * 2 // 3
+    if head == "base":
+        assert torch.equal(found, expected)
+        assert torch.equal(torch.stack(streamed), expected)
+    else:
+        assert found == expected
+        assert streamed == expected
+    # One text does not wait for another process.
+    seen.clear()
+    assert type(call_of(model, TEXTS[:1], **EXACT)) is type(expected)
+    assert not seen
+
+
+def test_a_changed_model_is_sent_again_and_threads_answer_meanwhile(make: Make, threaded: None) -> None:
+    model: Any = make("bert", "sequence_classification")
+    model.predict(TEXTS, **TWO)
+    first = workers._OF[model]
+    first.wait()
+    before = model.predict(TEXTS, **TWO)
+    with torch.no_grad():
+        model.graph.get_parameter("head.classifier.bias")[0] += 3
+    after = model.predict(TEXTS, **TWO)
+    assert workers._OF[model] is not first
+    assert first.closed
+    assert after == model.predict(TEXTS, **EXACT) != before
+    workers._OF[model].wait()
+    assert model.predict(TEXTS, **TWO) == after
+    kept = workers._OF[model]
+    del model, first
+    kept.close()
+
+
+def test_a_fault_there_is_raised_here_and_the_next_call_goes_on(make: Make, threaded: None) -> None:
+    model: Any = make("bert", "sequence_classification")
+    model.predict(TEXTS, **TWO)
+    workers._OF[model].wait()
+    with pytest.raises(FlodlError, match="surrogate"):
+        model.predict([*TEXTS, "\ud800"], **TWO)
+    assert model.predict(TEXTS, **TWO) == model.predict(TEXTS, **EXACT)
+
+
+def test_few_texts_and_processors_start_nothing(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "_started", lambda descriptor: pytest.fail("started a process"))
+    model: Any = make("bert", "sequence_classification")
+    monkeypatch.setattr(workers, "LEAST", 1)
+    model.predict(TEXTS, **TWO)
+    monkeypatch.setattr(workers, "worth_it", lambda devices: True)
+    monkeypatch.setattr(workers, "LEAST", len(TEXTS) + 1)
+    model.predict(TEXTS, **TWO)
+    cuda = [torch.device("cuda", i) for i in (0, 1, 0)]
+    monkeypatch.undo()
+    assert workers.worth_it(cuda[:2])
+    assert not workers.worth_it(cuda)
+    assert not workers.worth_it(cuda[:1])
+    assert not workers.worth_it([torch.device("cpu"), cuda[0]])
+
+
+def test_what_cannot_be_sent_stays_here_with_one_warning(
+    make: Make, threaded: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = make("bert", "sequence_classification")
+    model.extra = lambda: None  # no pickle has this
+    told: list[str] = []
+    monkeypatch.setattr(workers.warnings, "warn", lambda message, **_: told.append(message))
+    found = model.predict(TEXTS, **TWO)
+    workers._OF[model].wait()
+    assert [message for message in told if "goes on in one process" in message] == told[-1:]
+    assert found == model.predict(TEXTS, **TWO) == model.predict(TEXTS, **EXACT)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.arange(6.0).view(2, 3).t(), torch.zeros(0, 4), torch.tensor(True), torch.ones(3, dtype=torch.bfloat16)],
+    ids=["strided", "empty", "scalar", "bfloat16"],
+)
+def test_parcels_hold_what_was_put_in(tensor: torch.Tensor) -> None:
+    one, other = (Connection(end.detach()) for end in socket.socketpair())
+    array = np.arange(5)
+    send(one, {"tensor": tensor, "again": tensor, "array": array, "none": np.zeros(0)}, weights=True)
+    send(one, ["text", array])
+    found = receive(other)
+    assert torch.equal(found["tensor"], tensor)
+    assert found["tensor"].dtype == tensor.dtype
+    assert found["again"] is found["tensor"]
+    found["array"][0] = 7  # may be written to, as what was sent
+    text, second = receive(other)
+    assert (text, second.tolist()) == ("text", array.tolist())
+    one.close()
+    with pytest.raises(EOFError):
+        receive(other)
+    other.close()
+
+
+def test_a_model_is_a_word_where_both_sides_have_it(make: Make) -> None:
+    model = make("bert", "base")
+    data = packed((model.embed, model.tokenizer), model)  # type: ignore[attr-defined]
+    assert len(data) < 1000
+    other = make("bert", "base")
+    method, tokenizer = unpacked(data, other)
+    assert method.__self__ is other
+    assert tokenizer is other.tokenizer
+
+
+PROGRAM = """
+import os, signal, sys
+sys.path[:0] = {path!r}
+from flodl_hf import load
+from flodl_hf.runtime import workers
+workers.worth_it, workers.LEAST = (lambda devices: len(devices) > 1), 1
+model = load({folder!r})
+texts = ["the cat sat", "a dog", "good", "ada lives in paris"] * 4
+run = dict(devices=["cpu", "cpu"], window=2, precision="exact", batch_invariant=True, untrained=True)
+model.predict(texts, **run)
+workers._OF[model].wait()
+assert workers._OF[model].ready
+assert model.predict(texts, **run) == model.predict(texts, **(run | dict(devices=None)))
+pids = [one.process.pid for one in workers._OF[model]._ones]
+for pid in pids:
+    os.kill(pid, signal.SIGINT)  # Ctrl-C reaches all of a group, and means something to the caller alone
+assert len(model.predict(texts, **run)) == 16
+os.kill(pids[0], signal.SIGKILL)
+workers._OF[model]._ones[0].process.wait()
+print(len(model.predict(texts, **run)), *pids, flush=True)
+"""
+
+
+def test_processes_start_answer_and_end_with_the_program(saved: Callable[..., Any]) -> None:
+    folder = saved("bert", "sequence_classification")
+    code = PROGRAM.format(path=sys.path, folder=str(folder))
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    # No guard of the main module is needed, and nothing waits for the processes at the end.
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=env)
+    assert done.returncode == 0, done.stderr
+    answers, *pids = map(int, done.stdout.split())
+    assert answers == 16
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
+def test_a_process_that_ends_is_told(make: Make, threaded: None) -> None:
+    model: Any = make("bert", "sequence_classification")
+    model.predict(TEXTS, **TWO)
+    found = workers._OF[model]
+    found.wait()
+    for one in found._ones:
+        with socket.socket(fileno=os.dup(one.connection.fileno())) as line:
+            line.shutdown(socket.SHUT_RDWR)
+    with pytest.raises(PredictError, match="process that answered for cpu ended"):
+        model.predict(TEXTS, **TWO)
