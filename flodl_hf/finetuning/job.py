@@ -137,6 +137,7 @@ def plan_job(
     collate = CollateRows(tokenizer.pad_token_id or 0, layout, masking, noise=bool(options.neftune))
     if layout == "bucketed":
         cut: Any = {"micro_batch_size": options.micro_batch_size, "accumulate": options.accumulate}
+        cut["ranks"] = options.ranks if options.policy in (None, "sync") else 1  # others take whole batches
         collate = replace(collate, shapes=choose_shapes(rows.lengths, batches, _most(rows, opened.max_tokens), **cut))
     weights = _weights(options, task, rows)
     own.check(task, weights, options.label_smoothing)

@@ -6,6 +6,7 @@ model card prints. It checks single values; what only the data or the model can 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypedDict, get_args, get_type_hints
@@ -176,6 +177,14 @@ class Options:
             DeviceError: a device is not there.
         """
         return training_devices(self.devices, shared=self.backend == "cpu")
+
+    @property
+    def ranks(self) -> int:
+        """Among how many processes the rows of a batch are shared out."""
+        places = self.places
+        if places is None:
+            return max(1, int(os.environ.get("WORLD_SIZE", "1")))
+        return places if isinstance(places, int) else 1 if isinstance(places, str) else len(places)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the choices by name, as JSON values where they are."""

@@ -2,8 +2,8 @@
 
 A training step is recorded once for each shape, so steps are fast when batches meet few shapes, and little is wasted
 when these fit closely. Rows and the order of the first epochs are known before training, so the sizes follow the
-totals that batches of this run really have. Equal data and options give equal sizes, whatever the number of epochs.
-How a batch is filled up is in `flodl_hf.finetuning.rows`.
+totals that batches of this run, or the shares that its ranks take of them, really have. Equal data and options give
+equal sizes, whatever the number of epochs. How a batch is filled up is in `flodl_hf.finetuning.rows`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flodl.distributed.shares import ranges, split
 from flodl_hf.buckets import Bucket, bucket_of
 
 __all__ = ["Shapes", "choose_shapes"]
@@ -68,7 +69,13 @@ def _round_up(texts: int) -> int:
 
 
 def choose_shapes(
-    lengths: NDArray[Any], batches: Any, longest: int, *, micro_batch_size: int | None = None, accumulate: int = 1
+    lengths: NDArray[Any],
+    batches: Any,
+    longest: int,
+    *,
+    micro_batch_size: int | None = None,
+    accumulate: int = 1,
+    ranks: int = 1,
 ) -> Shapes:
     """Return shapes for the batches of a run.
 
@@ -78,20 +85,22 @@ def choose_shapes(
         longest: upper bound of the lengths.
         micro_batch_size: rows that go through the model together at most.
         accumulate: batches of a step.
+        ranks: among how many the rows of a batch are shared out.
     """
     totals, counts, whole = [], [], 0
     for epoch in range(MOST_EPOCHS):
         plan = batches.plan(epoch)
         for rows in list(plan)[: MOST_SEEN - whole]:
-            size = micro_batch_size or max(1, len(rows))
-            for start in range(0, len(rows), size):
-                part = lengths[rows[start : start + size]]
-                totals.append(int(part.sum()))
-                counts.append(len(part))
+            for begin, end in ranges(split(len(rows), [1.0] * ranks)):
+                size = micro_batch_size or max(1, end - begin)
+                for start in range(begin, end, size):
+                    part = lengths[rows[start : min(start + size, end)]]
+                    totals.append(int(part.sum()))
+                    counts.append(len(part))
             whole += 1
         if whole >= MOST_SEEN:
             break
-    parts = max(1, round(len(totals) / max(1, whole))) * accumulate
+    parts = max(1, round(len(totals) / max(1, whole * ranks))) * accumulate
     most = max(1, min(MOST_SHAPES, int(MOST_RECORDINGS ** (1 / parts) + 1e-9)))
     sizes = _sizes(np.maximum(totals, LEAST_TOKENS), most, ENOUGH, TOKENS)
     slots: list[list[int]] = [[] for _ in sizes]

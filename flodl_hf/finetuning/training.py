@@ -161,9 +161,7 @@ def _fuse(dtype: torch.dtype, model: Any) -> Callable[[], None]:
 
 def _factory(job: Job, stack: ExitStack) -> Any:
     """Return what gives each rank its model: the one at hand where ranks are this process."""
-    devices = job.options.places
-    several = devices > 1 if isinstance(devices, int) else isinstance(devices, (list, tuple)) and len(devices) > 1
-    if not several:
+    if job.options.places is None or job.options.ranks == 1:
         job_model = job.model
         _ready(job, job_model, stack)
         return Given(job_model)

@@ -138,6 +138,19 @@ def test_micro_batches_and_shares_of_ranks_have_shapes_of_their_size() -> None:
     assert whole.bucket(lengths[:4]).tokens < 1.3 * max(128, int(lengths[:4].sum()))
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_shares_of_ranks_are_not_filled_up_to_whole_batches(ranks: int) -> None:
+    lengths = lognormal(4096)
+    source = FixedBatches(RandomSampler(4096, 1), 64)
+    shapes = choose_shapes(lengths, source, 128, ranks=ranks)
+    filled = real = 0
+    for rows in source.plan(20):
+        for part in np.array_split(rows, ranks):
+            filled += shapes.bucket(lengths[part]).tokens
+            real += int(lengths[part].sum())
+    assert filled / real < 1.15
+
+
 @pytest.mark.parametrize("layout", ["padded", "packed", "bucketed"])
 def test_rows_taken_together_are_rows_taken_one_by_one(layout: Any, base: Path) -> None:
     for task in TABLES:
