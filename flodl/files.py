@@ -8,6 +8,7 @@ mean is left to the callers; a whole folder published at once is the export room
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 from collections.abc import Iterable
@@ -16,7 +17,7 @@ from pathlib import Path
 from flodl.errors import CheckpointError, printable
 from flodl.system import sync_folder
 
-__all__ = ["POINTER_ADVICE", "is_pointer", "open_regular", "write_atomically"]
+__all__ = ["POINTER_ADVICE", "is_pointer", "open_regular", "read_regular", "write_atomically"]
 
 _POINTER = b"version https://git-lfs.github.com/spec/"
 POINTER_ADVICE = "found a git-lfs pointer, expected the file it stands for; run `git lfs pull` in its folder"
@@ -53,6 +54,25 @@ def open_regular(path: str | os.PathLike[str]) -> int:
             path=os.fspath(path),
         )
     return descriptor
+
+
+def read_regular(path: str | os.PathLike[str], limit: int = 1 << 28) -> bytes:
+    """Return what a regular file of at most ``limit`` bytes holds; a pipe is refused instead of waited for.
+
+    Raises:
+        OSError: nothing there, not readable, not a regular file, or larger.
+    """
+    try:
+        descriptor = open_regular(path)
+    except CheckpointError as fault:
+        if isinstance(fault.__cause__, OSError):
+            raise fault.__cause__ from None
+        raise OSError(errno.EINVAL, "is no regular file", os.fspath(path)) from None
+    with os.fdopen(descriptor, "rb") as file:
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise OSError(errno.EFBIG, f"is larger than {limit:,} bytes", os.fspath(path))
+    return data
 
 
 def write_atomically(path: str | os.PathLike[str], chunks: Iterable[bytes | memoryview]) -> None:

@@ -28,6 +28,7 @@ from safetensors.torch import load as parse_tensors
 
 from flodl.distributed.group import Ranks
 from flodl.errors import CheckpointError, TrainError
+from flodl.files import read_regular
 from flodl.system import lock, sync_folder
 from flodl.train.events import Event, Saved, SaveFailed, Warned
 from flodl.train.tensor_stream import safetensors_chunks
@@ -98,7 +99,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         )
 
     try:
-        manifest = json.loads((path / "manifest.json").read_bytes())
+        manifest = json.loads(read_regular(path / "manifest.json"))
         listed = manifest["files"]
         if manifest["format"] != _FORMAT:
             raise fault(f"format {manifest['format']!r} is not {_FORMAT!r}")
@@ -106,7 +107,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         for name, entry in listed.items():
             if "/" in name or name.startswith("."):
                 raise fault(f"the manifest names {name!r}, outside the folder")
-            data = (path / name).read_bytes()
+            data = read_regular(path / name, int(entry["bytes"]))
             if len(data) != entry["bytes"] or hashlib.sha256(data).hexdigest() != entry["sha256"]:
                 raise fault(f"{name} is not as it was written")
             stem, suffix = name.rsplit(".", 1)
@@ -115,7 +116,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
             else:
                 values[stem] = json.loads(data)
         return Checkpoint(path, manifest["step"], manifest["world"], manifest["metrics"], tensors, values)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
         raise fault(f"{type(error).__name__}: {error}") from error
 
 
@@ -256,8 +257,8 @@ class Keeper:
         for path in self.names():
             if path in self._damaged:
                 continue
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-                manifest = json.loads((path / "manifest.json").read_bytes())
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                manifest = json.loads(read_regular(path / "manifest.json"))
                 value = self._signed(manifest["metrics"])
                 if value is not None:
                     found.append((value, int(manifest["step"]), path))

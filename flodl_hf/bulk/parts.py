@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from flodl.errors import PredictError, capped
-from flodl.files import write_atomically
+from flodl.files import read_regular, write_atomically
 from flodl_hf.bulk.identity import differences
 from flodl_hf.bulk.write import Writer
 
@@ -50,13 +50,13 @@ class Parts:
             PredictError: the folder is there and is no such folder.
         """
         try:
-            return json.loads((self.folder / MANIFEST).read_text("utf-8"))
+            return json.loads(read_regular(self.folder / MANIFEST))
         except FileNotFoundError:
             strays = [p.name for p in self.folder.iterdir()][:5] if self.folder.is_dir() else []
             if [name for name in strays if not name.startswith((".", "rank-"))]:
                 self._not_ours(f"holds {strays}")
             return None
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, RecursionError) as error:
             self._not_ours(f"its {MANIFEST} cannot be read ({error})")
 
     def _not_ours(self, found: str) -> NoReturn:
@@ -107,6 +107,11 @@ class Parts:
                 write_atomically(self.folder / MANIFEST, [json.dumps(content, indent=1).encode()])
             for leftover in (*self.folder.glob(".*.tmp"), *self.target.parent.glob(f".{self.target.name[:200]}.*.tmp")):
                 leftover.unlink(missing_ok=True)
+            # Finished parts that a kill kept from being removed.
+            prefix = f".{self.folder.name[:200]}."
+            for entry in self.target.parent.iterdir():
+                if entry.name.startswith(prefix) and entry.name.endswith(".gone") and entry.is_dir():
+                    shutil.rmtree(entry, ignore_errors=True)
 
     def join(self, identity: Mapping[str, Any], wait_s: float = WAIT_S) -> bool:
         """Wait until the first rank has laid out the folder; False if the output is there without one.
@@ -165,9 +170,9 @@ class Parts:
     def record(self, number: int) -> dict[str, Any] | None:
         """Return what is known of a finished part; None if it is not finished."""
         try:
-            record = json.loads(self._record(number).read_text("utf-8"))
+            record = json.loads(read_regular(self._record(number)))
             whole = self._data(number).stat().st_size == record["bytes"]
-        except (OSError, ValueError, KeyError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
         return record if whole else None
 
@@ -214,8 +219,8 @@ class Parts:
     def told(self, rank: int) -> dict[str, Any]:
         """Return what a rank last said of itself."""
         try:
-            return json.loads((self.folder / f"rank-{rank:05d}.json").read_text("utf-8"))
-        except (OSError, ValueError):
+            return json.loads(read_regular(self.folder / f"rank-{rank:05d}.json"))
+        except (OSError, ValueError, RecursionError):
             return {}
 
 

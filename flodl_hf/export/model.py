@@ -192,7 +192,8 @@ def _tokenizer_files(model: EncoderModel) -> dict[str, bytes]:
 def _recipe(model: EncoderModel) -> dict[str, bytes]:
     from flodl_hf.sentence import recipe_files
 
+    # A classifier that was trained on such an encoder keeps them too: its encoder still makes vectors.
     recipe = model.sentence_recipe
-    if recipe is None or model.head != "base":
+    if recipe is None:
         return {}
     return dict(recipe.files) or recipe_files(recipe, model.config.encoder.hidden_size)

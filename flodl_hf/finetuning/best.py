@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from flodl.errors import CheckpointError
+from flodl.files import read_regular
 from flodl.train.ema import averaged_state
 from flodl.train.keeper import list_checkpoints, read_checkpoint
 from flodl.train.state import load_model, model_state
@@ -63,9 +64,9 @@ def take_best(
     judged = []
     for path in list_checkpoints(folder):
         try:
-            manifest = json.loads((path / "manifest.json").read_bytes())
+            manifest = json.loads(read_regular(path / "manifest.json"))
             value = signed(metric, manifest["metrics"])
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             continue
         if value is not None:
             judged.append((value, int(manifest["step"]), path))

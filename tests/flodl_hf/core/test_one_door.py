@@ -127,6 +127,23 @@ def test_links_of_the_hubs_cache_are_legal(folder: Path, tmp_path: Path) -> None
     assert not [p for p in (tmp_path / "out").rglob("*") if p.is_symlink()]
 
 
+def test_what_is_trained_on_a_sentence_encoder_keeps_its_small_files(folder: Path, tmp_path: Path) -> None:
+    from flodl_hf import finetune
+
+    rows = [{"text": "a good film", "label": "good"}, {"text": "a bad film", "label": "bad"}] * 4
+    trained = finetune(str(folder), train=rows, out=tmp_path / "out", max_steps=1)
+    assert trained.folder is not None
+    for name in (*POOLED, "config_sentence_transformers.json"):
+        assert (trained.folder / name).read_bytes() == (folder / name).read_bytes()
+    classifier, encoder, source = load(trained.folder), load(trained.folder, head="base"), load(folder)
+    assert classifier.head == "sequence_classification"
+    assert classifier.predict("a good film")  # type: ignore[operator]
+    assert encoder.sentence_recipe == source.sentence_recipe
+    assert embedded(trained.folder / ".." / "out", head="base").shape == (16,)
+    again = finetune(str(trained.folder), train=rows, out=tmp_path / "out", max_steps=1, overwrite=True)
+    assert (again.folder / "1_Pooling" / "config.json").is_file()  # type: ignore[operator]
+
+
 @linux
 def test_links_inside_the_folder_are_legal(folder: Path) -> None:
     (folder / "tokenizer.json").rename(folder / "the-tokenizer.json")
@@ -143,8 +160,8 @@ def test_pooling_files_that_hold_something_else_are_refused(folder: Path, name: 
     assert Path(name).name in str(caught.value)
 
 
-def embedded(folder: Path) -> Any:
-    model: Any = load(folder)
+def embedded(folder: Path, **options: Any) -> Any:
+    model: Any = load(folder, **options)
     return model.embed("the cat")
 
 
