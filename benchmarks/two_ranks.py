@@ -126,9 +126,9 @@ class Bench:
             words += ["--batch-size", str(batch), "--precision", self.precision, *flags]
             told, ends = [], []
             for at_s, line in lines_of([sys.executable, "-m", "flodl_hf.cli", *words]):
-                found = re.search(r"(\d+) rows/s", line)
+                found = re.search(r"([\d,]+) rows/s", line)
                 if found:
-                    told.append(float(found[1]))
+                    told.append(float(found[1].replace(",", "")))
                     ends.append(at_s)
                 if "warning" in line.lower():
                     print("   ", line.strip()[:300], flush=True)

@@ -393,7 +393,7 @@ def finetune(world: World) -> None:
             took, told = command(cli(*words))
             shutil.rmtree(out, ignore_errors=True)
             shutil.rmtree(out.with_name("tuned.checkpoints"), ignore_errors=True)
-            speeds = [float(found) for found in re.findall(r"(\d+) rows/s", told)]
+            speeds = [float(found.replace(",", "")) for found in re.findall(r"([\d,]+) rows/s", told)]
             later = statistics.median(speeds[1:]) if len(speeds) > 1 else float("nan")
             name = f"{what}, batch {batch}: {later:,.0f} rows/s of a later epoch {speeds}"
             world.note("finetune", name, [took])
