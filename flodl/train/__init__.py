@@ -22,10 +22,13 @@ from flodl.train.events import (
     Warned,
 )
 from flodl.train.handle import Handle, Trained
+from flodl.train.loggers import CsvLog, MlflowLog, TensorBoardLog, WandbLog
 from flodl.train.loss import Loss
 from flodl.train.optimizers import OptimizerFactory, adamw, layerwise_decay, parameter_groups, sgd
 from flodl.train.own_loop import OwnLoop
 from flodl.train.precision import Precision
+from flodl.train.profiling import Profiler
+from flodl.train.rate_search import RateSearch
 from flodl.train.replicas import Replicas
 from flodl.train.settings import Settings
 from flodl.train.shown import ShowProgress
@@ -34,15 +37,19 @@ from flodl.train.trainer import Trainer
 
 __all__ = [
     "Callback",
+    "CsvLog",
     "EpochMetrics",
     "EvalDone",
     "Event",
     "Events",
     "Handle",
     "Loss",
+    "MlflowLog",
     "OptimizerFactory",
     "OwnLoop",
     "Precision",
+    "Profiler",
+    "RateSearch",
     "Replicas",
     "RunDone",
     "RunStarted",
@@ -54,9 +61,11 @@ __all__ = [
     "StepDone",
     "StepResult",
     "Synced",
+    "TensorBoardLog",
     "Trained",
     "Trainer",
     "TrainerBuilder",
+    "WandbLog",
     "Warned",
     "WeightAverage",
     "adamw",

@@ -23,6 +23,7 @@ from flodl.train.events import EpochMetrics, Event, StepDone
 from flodl.train.feed import as_feed
 from flodl.train.handle import Handle, Trained
 from flodl.train.optimizers import OptimizerMaker
+from flodl.train.rate_search import RateSearch, search_rates
 from flodl.train.settings import Settings, make_settings
 from flodl.train.shown import ShowProgress
 from flodl.train.step import TrainStep
@@ -54,6 +55,11 @@ class Plan:
             settings = replace(settings, resume=True)
         _seed(settings.seed)
         device = ranks.device
+        micro = settings.micro_batch_size
+        if isinstance(micro, str):
+            if micro != "auto":
+                raise TrainError(f"micro_batch_size: found {micro!r}; expected a number, or 'auto'.", found=micro)
+            micro = None  # found out before the first step
         feed = as_feed(
             self.data,
             device,
@@ -62,10 +68,10 @@ class Plan:
             shuffle=settings.shuffle,
             drop_last=settings.drop_last,
             accumulate=settings.accumulate,
-            micro_batch_size=settings.micro_batch_size,
+            micro_batch_size=micro,
             **self.data_options,
         )
-        size = settings.micro_batch_size or settings.batch_size
+        size = micro or settings.batch_size
         evals = {
             name: (step, as_feed(data, device, **{"batch_size": size, "shuffle": False, **options}))
             for name, (step, data, options) in self.evals.items()
@@ -133,8 +139,8 @@ class TrainerBuilder:
         """Take one optimiser step for so many batches."""
         return self.set(accumulate=batches)
 
-    def micro_batch_size(self, samples: int) -> TrainerBuilder:
-        """Send at most so many samples through the model at once."""
+    def micro_batch_size(self, samples: int | str) -> TrainerBuilder:
+        """Send at most so many samples through the model at once; ``"auto"`` for as many as fit."""
         return self.set(micro_batch_size=samples)
 
     def num_epochs(self, epochs: int) -> TrainerBuilder:
@@ -330,6 +336,19 @@ class TrainerBuilder:
         return self.set(progress=show)
 
     # ---- running -------------------------------------------------------------------------------------
+
+    def find_lr(self, low: float = 1e-7, high: float = 1.0, steps: int = 100) -> RateSearch:
+        """Train a copy of the model at rates that rise from ``low`` to ``high``, and say where its loss fell fastest.
+
+        Nothing of the run is changed and nothing is written; it is searched on one device, in this process.
+
+        Raises:
+            ConfigError: rates that do not rise, or fewer than 8 steps.
+            TrainError: data are missing, or the loss is not finite from the start.
+        """
+        if self._plan.data is None:
+            raise TrainError("find_lr: found no dataset; call .dataset(...) first.", missing=["dataset"])
+        return search_rates(self._plan, lambda plan: self._run_here(plan, ()), low=low, high=high, steps=steps)
 
     def run(self) -> Handle:
         """Begin the run and return its handle.

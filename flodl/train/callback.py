@@ -60,6 +60,9 @@ class Callback:
     def on_train_end(self, trainer: Trainer) -> None:
         """Be called when the run ended by itself."""
 
+    def close(self, trainer: Trainer) -> None:
+        """Be called when the run is over, however it ended."""
+
     def state_dict(self) -> Mapping[str, Any]:
         """Return JSON values that checkpoints hold, the same on all ranks."""
         return {}

@@ -66,6 +66,11 @@ class OwnLoop(Trainer):
             SystemExit: SIGTERM or SIGINT came; the state is saved.
         """
         settings = self.settings
+        if isinstance(settings.micro_batch_size, str):
+            raise TrainError(
+                "micro_batch_size: a loop of your own is not tried out before it runs; expected a number of rows.",
+                found=settings.micro_batch_size,
+            )
         self.feed = as_feed(
             loader,
             self.ranks.device,

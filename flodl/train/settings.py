@@ -26,7 +26,8 @@ class Settings:
             under Cadence and Async each rank steps on batches of its own.
         accumulate: batches in one optimiser step.
         micro_batch_size: at most this many samples go through the model at once; bounds memory and
-            changes no number beyond rounding.
+            changes no number beyond rounding. ``"auto"`` tries before the first step how many fit into the
+            device's memory.
         shuffle: a new order each epoch.
         drop_last: leave out the ragged last batch; off, since nothing is dropped unasked.
         seed: decides the order of data and, with the rank, all random generators.
@@ -82,7 +83,7 @@ class Settings:
     max_steps: int | None = None
     batch_size: int | None = None
     accumulate: int = 1
-    micro_batch_size: int | None = None
+    micro_batch_size: int | str | None = None
     shuffle: bool = True
     drop_last: bool = False
     seed: int = 42

@@ -30,6 +30,7 @@ from flodl.train.ema import WeightAverage
 from flodl.train.evaluate import Callbacks, Evaluator
 from flodl.train.events import Events, RunDone, Warned
 from flodl.train.feed import Feed, Share
+from flodl.train.fitting import fit_micro_batch
 from flodl.train.optimizers import OptimizerMaker, make_optimizer
 from flodl.train.precision import Precision
 from flodl.train.rates import Rates
@@ -219,6 +220,8 @@ class Trainer:
         with self._leaving_cleanly():
             self._begin_run()
             self.step_.train_step = self._train_step
+            if self.settings.micro_batch_size == "auto":
+                fit_micro_batch(self)
             choose_route(self)
             while self.epoch_number < self.settings.num_epochs and not self.stopping:
                 self._call("epoch_fn", self.epoch_number, self, may_stop=True)
@@ -379,6 +382,7 @@ class Trainer:
         try:
             with contextlib.ExitStack() as arranged, self.signals:
                 arranged.callback(self.step_.drop_recordings)
+                arranged.callback(self.hooks.call, "close")
                 for way in (compiled if self.settings.compile else None, self.settings.arrange):
                     if way is not None:
                         arranged.callback(way(self.model))

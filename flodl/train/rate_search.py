@@ -1,0 +1,135 @@
+"""A learning-rate finder: some steps at ever higher rates, on a copy of the model (arXiv:1506.01186)."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from flodl.errors import ConfigError, TrainError
+from flodl.train.callback import Callback
+from flodl.train.events import StepDone
+from flodl.train.schedule import Exponential
+
+if TYPE_CHECKING:
+    from flodl.train.builder import Plan
+    from flodl.train.trainer import Trainer
+
+__all__ = ["RateSearch", "search_rates", "search_settings"]
+
+SMOOTH = 0.9
+DIVERGED = 4.0
+
+
+@dataclass(frozen=True)
+class RateSearch:
+    """What a search found.
+
+    Attributes:
+        rates: learning rates of its steps, rising.
+        losses: mean loss of each.
+        smoothed: losses as a running mean.
+        suggestion: the rate at which the smoothed loss fell fastest; None where it never fell.
+    """
+
+    rates: list[float] = field(repr=False)
+    losses: list[float] = field(repr=False)
+    smoothed: list[float] = field(repr=False)
+    suggestion: float | None
+
+    @classmethod
+    def of(cls, rates: list[float], losses: list[float]) -> RateSearch:
+        """Return the search with these steps."""
+        smoothed, mean = [], 0.0
+        for number, loss in enumerate(losses, start=1):
+            mean = SMOOTH * mean + (1 - SMOOTH) * loss
+            smoothed.append(mean / (1 - SMOOTH**number))
+        # The first means are of few losses; what comes after the lowest point is on its way to diverging.
+        count = len(smoothed)
+        wide = max(1, count // 20)
+        last = min(range(count), key=smoothed.__getitem__, default=0)
+        falls = {i: smoothed[i + wide] - smoothed[i - wide] for i in range(max(wide, count // 10), last - wide + 1)}
+        steepest = min(falls, key=falls.__getitem__, default=None)
+        found = rates[steepest] if steepest is not None and falls[steepest] < 0 else None
+        return cls(rates, losses, smoothed, found)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all of it as JSON values."""
+        return {**vars(self)}
+
+
+def search_settings(low: float, high: float, steps: int) -> dict[str, Any]:
+    """Return the settings of a search.
+
+    Raises:
+        ConfigError: rates that do not rise, or fewer than 8 steps.
+    """
+    if not 0 < low < high or steps < 8:
+        raise ConfigError(
+            f"find_lr: found {low!r} to {high!r} in {steps} steps; expected rates above 0 that rise, and 8 steps or "
+            "more",
+            problems=["low", "high", "steps"],
+        )
+    return {
+        "schedule": Exponential(low, (high / low) ** (1 / (steps - 1))),
+        "num_epochs": 1_000_000, "max_steps": steps, "log_every": 1, "on_nan": "skip",
+        "folder": None, "resume": False, "save_every": None, "keep_best": None, "early_stopping": None,
+        "eval_every": None, "eval_start": False, "checkpoint_every": None, "max_restarts": 0, "ema": None,
+        "timeline": None, "lr_scale_ratio": 0.0,
+    }  # fmt: skip
+
+
+@dataclass
+class _Copied:
+    """Gives a copy of what a factory gives, so that a model at hand stays as it is."""
+
+    factory: Callable[[torch.device], nn.Module]
+
+    def __call__(self, device: torch.device) -> nn.Module:
+        return copy.deepcopy(self.factory(device))
+
+
+class _Stops(Callback):
+    """Notes losses, and stops where they are far above the lowest."""
+
+    def __init__(self) -> None:
+        self.rates: list[float] = []
+        self.losses: list[float] = []
+
+    def on_train_begin(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        trainer.events.subscribe(self.note, StepDone)
+
+    def note(self, event: StepDone) -> None:
+        if not math.isfinite(event.loss):
+            self.trainer.stop()
+            return
+        self.rates.append(event.lr)
+        self.losses.append(event.loss)
+        if event.loss > DIVERGED * min(self.losses):
+            self.trainer.stop()
+
+
+def search_rates(
+    plan: Plan, run: Callable[[Plan], Any], *, low: float = 1e-7, high: float = 1.0, steps: int = 100
+) -> RateSearch:
+    """Return what a search over the run of ``plan`` finds; neither its model nor its folder is touched.
+
+    Raises:
+        TrainError: the loss was never finite.
+    """
+    watch = _Stops()
+    given = plan.settings
+    settings = replace(given, **search_settings(low, high, steps), callbacks=(*given.callbacks, watch))
+    calls = replace(plan.callbacks, epoch_fn=None, checkpoint_fn=None, metrics_fn=None, eval_fn=None, evals={})
+    run(replace(plan, model_factory=_Copied(plan.model_factory), settings=settings, callbacks=calls, evals={}))
+    if not watch.losses:
+        raise TrainError(
+            f"find_lr: the loss is not finite at a learning rate of {low:g}; look at the data and the model."
+        )
+    return RateSearch.of(watch.rates, watch.losses)

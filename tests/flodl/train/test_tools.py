@@ -1,0 +1,241 @@
+"""A learning-rate finder, micro-batches that fit, a profiler, and logs by other packages."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from flodl.data import TensorRows
+from flodl.errors import ConfigError, TrainError
+from flodl.train import Callback, Loss, Profiler, RateSearch, Trainer, Warned, adamw, sgd
+from flodl.train.loggers import LOGGERS, Log, make_log
+from flodl.train.schedule import Constant
+
+torch.set_num_threads(1)
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(1)
+    x = torch.randn(60, 6, generator=g)
+    return {"x": x, "y": (x.sum(1) > 0).long()}
+
+
+def make_model(device: Any) -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 2))
+
+
+def step(model: nn.Module, batch: Any) -> Loss:
+    logits = model(batch["x"])
+    return Loss(cross_entropy(logits, batch["y"], reduction="sum"), len(batch["y"]))
+
+
+def judge(model: nn.Module, batch: Any) -> dict[str, Any]:
+    return {"accuracy": ((model(batch["x"]).argmax(1) == batch["y"]).sum(), len(batch["y"]))}
+
+
+def builder(model: Any = make_model, train_step: Any = step, **settings: Any) -> Any:
+    made = Trainer.builder(model, adamw(1e-2), train_step).dataset(TensorRows(tensors())).batch_size(12)
+    return made.num_epochs(1).set(**settings)
+
+
+# ---- the learning-rate finder -----------------------------------------------------------------------------
+
+
+def test_the_finder_rises_stops_where_the_loss_explodes_and_touches_nothing(tmp_path: Path) -> None:
+    model = make_model("cpu")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    made = Trainer.builder(lambda device: model, sgd(0.1), lambda m, b: step(m, b)).dataset(TensorRows(tensors()))
+    made.batch_size(12).num_epochs(1).set(schedule=Constant(1.0), callbacks=[Callback()], ema=0.9)
+    made.checkpoints(str(tmp_path / "run"), keep_best="-loss").eval_fn(lambda model: {"loss": 0.0})
+    found = made.find_lr(1e-4, 1e4, 60)
+    assert found.rates[0] == pytest.approx(1e-4)
+    ratios = [b / a for a, b in zip(found.rates, found.rates[1:], strict=False)]
+    assert max(ratios) == pytest.approx(min(ratios))
+    assert len(found.rates) < 60
+    assert found.losses[-1] > 4 * min(found.losses)
+    assert found.suggestion is not None
+    assert 1e-3 < found.suggestion < 100
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert not (tmp_path / "run").exists()
+    assert json.loads(json.dumps(found.to_dict()))["suggestion"] == found.suggestion
+    assert repr(found) == f"RateSearch(suggestion={found.suggestion!r})"
+
+
+def test_the_suggestion_is_where_the_loss_falls_fastest() -> None:
+    rates = [10.0**i for i in range(-20, 0)]
+    losses = [1.0] * 8 + [0.9, 0.7, 0.4, 0.2, 0.15, 0.12, 0.2, 0.5, 1.0, 3.0, 9.0, 9.0]
+    found = RateSearch.of(rates, losses)
+    assert found.suggestion is not None
+    assert 1e-12 <= found.suggestion <= 1e-8
+    assert RateSearch.of(rates, [1.0 + i for i in range(20)]).suggestion is None
+    assert RateSearch.of([], []).suggestion is None
+
+
+@pytest.mark.parametrize(("low", "high", "steps"), [(0.0, 1.0, 10), (1.0, 0.1, 10), (1e-3, 1.0, 3)])
+def test_rates_that_do_not_rise_are_refused(low: float, high: float, steps: int) -> None:
+    with pytest.raises(ConfigError, match="rates above 0 that rise"):
+        builder().find_lr(low, high, steps)
+
+
+def test_a_loss_that_is_never_finite_is_told() -> None:
+    def broken(model: nn.Module, batch: Any) -> torch.Tensor:
+        return model(batch["x"]).sum() * float("nan")
+
+    with pytest.raises(TrainError, match="not finite at a learning rate"):
+        builder(train_step=broken).find_lr(steps=8)
+
+
+# ---- micro-batches that fit -------------------------------------------------------------------------------
+
+
+class Small(nn.Module):
+    """Has room for a few rows at once, as a device with little memory has."""
+
+    def __init__(self, room: int) -> None:
+        super().__init__()
+        self.room, self.inner = room, make_model("cpu")
+        self.seen: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(len(x))
+        if len(x) > self.room and self.training:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return self.inner(x)
+
+
+@pytest.mark.parametrize(("room", "size"), [(99, None), (7, 6), (6, 6), (5, 3), (2, 3)])
+def test_auto_finds_as_many_rows_as_fit_and_changes_nothing_else(room: int, size: int | None) -> None:
+    warned: list[str] = []
+    model = Small(room if room != 2 else 3)
+    made = builder(lambda device: model, micro_batch_size="auto").subscribe(lambda e: warned.append(e.message), Warned)
+    found = made.run().join().state_dict()
+    plain = builder(lambda device: Small(99), micro_batch_size=size).run().join().state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in plain.items())
+    assert (f"micro_batch_size: {size} rows" in warned[0]) if size else warned == []
+
+
+def test_two_ranks_agree_on_the_size() -> None:
+    warned: list[str] = []
+
+    def model(device: Any) -> nn.Module:
+        import os
+
+        return Small(3 if int(os.environ.get("FLODL_TEST_RANK", "0")) else 99)
+
+    made = builder(lambda device: Small(3), micro_batch_size="auto").devices(2, start="fork").policy("sync")
+    made.subscribe(lambda e: warned.append(e.message), Warned).run().join()
+    assert "micro_batch_size: 3 rows" in warned[0]
+    assert model("cpu") is not None
+
+
+def test_a_row_that_does_not_fit_and_words_that_are_none() -> None:
+    with pytest.raises(TrainError, match=r"2 row\(s\) of the heaviest batch do not fit"):
+        builder(lambda device: Small(1), micro_batch_size="auto").run()
+    with pytest.raises(TrainError, match="expected a number, or 'auto'"):
+        builder(micro_batch_size="some").run()
+    loop = Trainer.setup(make_model("cpu"), optimizer=sgd(0.1), micro_batch_size="auto", batch_size=4)
+    with pytest.raises(TrainError, match="a loop of your own"):
+        next(loop.epoch(TensorRows(tensors())))
+
+
+# ---- profiler ---------------------------------------------------------------------------------------------
+
+
+def test_the_profiler_writes_a_trace_of_some_steps(tmp_path: Path) -> None:
+    profiler = Profiler(tmp_path, skip=1, warmup=1, steps=2)
+    builder(callbacks=[profiler]).run().join()
+    (path,) = profiler.written
+    assert path.name == "rank-0-step-4.json"
+    events = json.loads(path.read_text())["traceEvents"]
+    assert sum(event.get("name") == "Optimizer.step#AdamW.step" for event in events) == 2
+
+
+def test_a_run_that_fails_stops_the_profiler(tmp_path: Path) -> None:
+    def broken(model: nn.Module, batch: Any) -> Any:
+        raise ValueError("boom")
+
+    for _ in range(2):  # torch allows one profiler at a time
+        with pytest.raises(ValueError, match="boom"):
+            builder(train_step=broken, callbacks=[Profiler(tmp_path, skip=0, warmup=1)]).run()
+
+
+# ---- logs by other packages ---------------------------------------------------------------------------------
+
+
+def figures_of(folder: Path) -> dict[tuple[int, str], float]:
+    with open(folder / "figures.csv", newline="", encoding="utf-8") as file:
+        return {(int(row["step"]), row["figure"]): float(row["value"]) for row in csv.DictReader(file)}
+
+
+def test_csv_has_every_figure_and_a_resumed_run_adds_to_it(tmp_path: Path) -> None:
+    for most in (3, None):
+        made = builder(max_steps=most).evaluate(judge, TensorRows(tensors())).checkpoints(str(tmp_path / "run"))
+        made.subscribe(make_log("csv", tmp_path)).run().join()
+    found = figures_of(tmp_path)
+    assert {step for step, name in found if name == "train/loss"} == {1, 2, 3, 4, 5}
+    assert (5, "eval/accuracy") in found
+    assert {name for _, name in found} >= {"train/lr", "train/grad_norm"}
+
+
+class Calls:
+    """Stands for a package: notes what is called."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            self.calls.append((name, args, options))
+            return self if name in ("init", "SummaryWriter") else None
+
+        return call
+
+
+def test_others_get_scalars_of_steps_and_evaluations(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, module in (("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb"), ("mlflow", "mlflow")):
+        fake = Calls()
+        if name == "wandb":
+            fake.run = None  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, module, fake)  # type: ignore[arg-type]
+        monkeypatch.setitem(sys.modules, name, fake)  # type: ignore[arg-type]
+        log = make_log(name, tmp_path, {"lr": 0.1})
+        builder(max_steps=2).evaluate(judge, TensorRows(tensors())).subscribe(log).run().join()
+        names = [call for call, _, _ in fake.calls]
+        written = [
+            (args, options) for call, args, options in fake.calls if call in ("add_scalar", "log", "log_metrics")
+        ]
+        told = {key for args, _ in written for part in args[:1] for key in ([part] if isinstance(part, str) else part)}
+        assert {"train/loss", "train/lr", "eval/accuracy"} <= told
+        assert names[-1] in ("close", "finish", "end_run")
+
+
+def test_a_run_of_theirs_that_is_open_is_used_and_left_open(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    theirs = Calls()
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=theirs))  # type: ignore[arg-type]
+    builder(max_steps=1).subscribe(make_log("wandb", tmp_path)).run().join()
+    assert {call for call, _, _ in theirs.calls} == {"log"}
+
+
+@pytest.mark.parametrize("name", sorted(set(LOGGERS) - {"csv"}))
+def test_a_package_that_is_not_installed_is_named_at_once(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(TrainError, match=f"pip install {name}"):
+        make_log(name, tmp_path)
+
+
+def test_a_log_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    with pytest.raises(TrainError, match="expected one of csv, mlflow, tensorboard, wandb"):
+        make_log("comet", tmp_path)
+    assert Log(tmp_path)(None) is None
