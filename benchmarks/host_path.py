@@ -110,7 +110,7 @@ class StandIn:
     """
 
     def __init__(self, columns: int, first: float = 0.0) -> None:
-        made = np.random.default_rng(0).standard_normal((BUDGET if columns < 1000 else 4096, columns), np.float32)
+        made = np.random.default_rng(0).standard_normal((BUDGET, columns), np.float32)
         made[:, 0] += first
         self.results = torch.from_numpy(made)
 
@@ -138,7 +138,7 @@ class Steps:
     def __init__(self) -> None:
         self.seconds = {"encode": 0.0, "start": 0.0, "finish": 0.0}
 
-    def stream(self, items: Any, job: Job[Any, Any], *, first: int, most: int, ahead: bool) -> Any:
+    def stream(self, items: Any, job: Job[Any, Any], *, first: int, most: int, ahead: bool, deep: int) -> Any:
         """Stand in for `flodl_hf.runtime.stream.stream`."""
         steps = {step: partial(self._timed, step, getattr(job, step)) for step in self.seconds}
         return stream(items, Job(**steps), first=most, most=most)
@@ -163,12 +163,16 @@ def tasks(texts: list[str], tokenizer: Tokenizer) -> dict[str, tuple[StandIn, li
     pairs = list(zip(short, texts, strict=True))
     asked = [(a, f"{b} {c}") for (a, b), c in zip(pairs[:6000], texts[6000:12000] or texts, strict=False)]
     masked = [f"{text} [MASK]" for text in texts[: len(texts) // 10]]
+    # Of five words for each mask: probabilities, token ids, and whether all scores were finite.
+    best = StandIn(11)
+    best.results[:, 5:10] = torch.randint(1000, 20_000, (len(best.results), 5))
+    best.results[:, 10] = 1
     return {
         "labels": (StandIn(2), texts, lambda x: classifier.predict(x)),
         "pairs": (StandIn(2), pairs, lambda x: classifier.predict(x)),
         "tokens": (StandIn(len(ENTITIES), 4.0), texts, lambda x: tagger.predict(x)),
         "spans": (StandIn(2), asked, lambda x: answerer.answer_batch(x)),
-        "masks": (StandIn(30_522), masked, lambda x: filler.fill_mask(x)),
+        "masks": (best, masked, lambda x: filler.fill_mask(x)),
         "vectors": (StandIn(384), texts, lambda x: encoder.embed(x)),
     }
 

@@ -359,7 +359,7 @@ def devices(world: World) -> None:
     kind = world.device.partition(":")[0]
     given = {
         "model": str(world.model("sequence_classification", BASE)), "device": world.device, "dtype": world.dtype,
-        "texts": str(world.place / "texts.json"), "count": 100_000 // world.scale, "calls": 4,
+        "texts": str(world.place / "texts.json"), "count": 100_000 // world.scale, "calls": 10,
     }  # fmt: skip
     tokens = world.tokens(100_000 // world.scale) / 1e3
     names = [f"{kind}:{i}" if kind == "cuda" else kind for i in range(several)]

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from flodl.errors import PredictError
-from flodl_hf.decode.rows import as_tensor
+from flodl_hf.decode.rows import TokenTable, as_tensor
 
-__all__ = ["MaskFill", "decode_masks", "decode_targets"]
+__all__ = ["MaskFill", "MaskPlaces", "best_tokens", "decode_masks", "decode_targets", "mask_places"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,57 @@ class MaskFill:
     target: int | None = None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class MaskPlaces:
+    """The masks of many texts, each in the window where it has most context; by text, then by place.
+
+    Attributes:
+        text: the text of each mask, never falling, ``(masks,)``.
+        row: the row, ``(masks,)``.
+        column: the place in that row, specials counted, ``(masks,)``.
+    """
+
+    text: np.ndarray
+    row: np.ndarray
+    column: np.ndarray
+
+    def by_row(self) -> tuple[np.ndarray, list[list[int]], np.ndarray]:
+        """Return the rows that have masks, the columns of each, and where each mask is among all of those columns."""
+        order = np.lexsort((self.column, self.row))
+        rows, counts = np.unique(self.row, return_counts=True)
+        ends = np.cumsum(counts).tolist()
+        columns = self.column[order].tolist()
+        place = np.empty(len(order), np.int64)
+        place[order] = np.arange(len(order))
+        return rows, [columns[a:b] for a, b in zip([0, *ends], ends, strict=False)], place
+
+
+def mask_places(table: TokenTable, mask_id: int) -> MaskPlaces:
+    """Return where the masks of texts stand.
+
+    Args:
+        table: the windows of the texts.
+        mask_id: the mask's token.
+    """
+    found = np.flatnonzero((table.ids == mask_id) & (table.sequence >= 0))
+    row = np.searchsorted(np.cumsum(table.lengths), found, side="right")
+    column = found - table.starts[row]
+    text = table.owners[row]
+    if len(table) and int(table.window.max()):
+        # Of several windows the one counts in which a mask is farthest from both ends, the first of equal ones.
+        content = np.flatnonzero(table.sequence >= 0)
+        lead = content[np.searchsorted(content, table.starts[row])] - table.starts[row]
+        whole = table.first_token[row] + column - lead
+        context = np.minimum(column, table.lengths[row] - 1 - column)
+        order = np.lexsort((table.window[row], -context, whole, text))
+        new = np.ones(len(order), bool)
+        new[1:] = (text[order][1:] != text[order][:-1]) | (whole[order][1:] != whole[order][:-1])
+        order = order[new]
+    else:
+        order = np.argsort(text, kind="stable")
+    return MaskPlaces(text[order], row[order], column[order])
+
+
 def decode_masks(logits: Tensor | np.ndarray, *, top_k: int = 5) -> list[list[MaskFill]]:
     """Return for each mask its ``top_k`` most probable tokens, best first.
 
@@ -53,12 +104,22 @@ def decode_masks(logits: Tensor | np.ndarray, *, top_k: int = 5) -> list[list[Ma
     values = _checked(logits)
     if top_k < 1:
         raise PredictError(f"fill-mask: top_k={top_k}; expected at least 1", top_k=top_k)
-    best, index = values.topk(min(top_k, values.shape[1]), dim=1)
-    scores = torch.exp(best - values.logsumexp(1, keepdim=True))
+    scores, index = best_tokens(values, top_k)
     return [
         [MaskFill((token,), score, score) for score, token in zip(*row, strict=True)]
         for row in zip(scores.tolist(), index.tolist(), strict=True)
     ]
+
+
+def best_tokens(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Return the probabilities of each mask's best tokens, best first, and their ids, ``(masks, top_k)`` each.
+
+    Args:
+        logits: float32, on any device, ``(masks, vocabulary)``.
+        top_k: tokens per mask, at most the vocabulary.
+    """
+    best, index = logits.topk(min(top_k, logits.shape[1]), dim=1)
+    return torch.exp(best - logits.logsumexp(1, keepdim=True)), index
 
 
 def decode_targets(

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Unpack
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +21,8 @@ from flodl_hf.outputs import MaskedLMOutput
 from flodl_hf.words import MASKS, taking
 
 if TYPE_CHECKING:
+    from flodl_hf.decode.masks import MaskPlaces
+    from flodl_hf.decode.rows import TokenTable
     from flodl_hf.runtime import RunKeywords, Session
     from flodl_hf.runtime.engine import Pending
     from flodl_hf.tokenizer import Row, Tokenizer
@@ -102,6 +105,8 @@ class MaskedLM(ScoringModel):
         if tokenizer.mask_token is None or tokenizer.mask_token_id is None:
             raise PredictError("fill_mask: the tokenizer has no mask token; name one in tokenizer_config.json")
         session = Session(self, run)
+        if targets is None and compat is None:
+            return self._fill_best(texts, session, tokenizer, top_k)
 
         def encode(chunk: list[str]) -> list[tuple[list[Row], list[list[int]]]]:
             return [self._masked_rows(tokenizer, text) for text in chunk]
@@ -129,6 +134,66 @@ class MaskedLM(ScoringModel):
         found = session.run(texts, job, rows=16, what="fill_mask")
         return results_of(found) if compat is None else found
 
+    def _fill_best(self, texts: Any, session: Session, tokenizer: Tokenizer, top_k: int) -> Any:
+        """Return the best words of the whole vocabulary for each mask."""
+        from flodl_hf.decode.masks import mask_places
+        from flodl_hf.decode.quick import made
+        from flodl_hf.results import Fills, results_of
+        from flodl_hf.runtime.inputs import chosen_rows
+        from flodl_hf.runtime.inputs import encode as rows_of
+        from flodl_hf.runtime.items import found_by
+        from flodl_hf.runtime.passes import BestAt
+        from flodl_hf.runtime.stream import Job
+
+        if top_k < 1:
+            raise PredictError(f"fill-mask: top_k={top_k}; expected at least 1", top_k=top_k)
+        mask_id, limit = tokenizer.mask_token_id or 0, self.max_tokens
+        written: dict[int, str] = {}
+
+        def encode(chunk: list[str]) -> tuple[TokenTable, MaskPlaces]:
+            table = rows_of(tokenizer, chunk, max_tokens=limit, stride=(limit or 0) // 4, snap=False).table
+            places = mask_places(table, mask_id)
+            if len(np.unique(places.text)) < len(chunk):
+                raise PredictError(
+                    f"fill_mask: the text has no {tokenizer.mask_token}; put one where a word is to be found"
+                )
+            return table, places
+
+        def start(found: tuple[TokenTable, MaskPlaces]) -> Pending:
+            table, places = found
+            rows, columns, _ = places.by_row()
+            keep = np.zeros(len(table), bool)
+            keep[rows] = True
+            return session.start(chosen_rows(table, keep), BestAt(top_k=top_k), columns)
+
+        def finish(chunk: list[str], found: tuple[TokenTable, MaskPlaces], best: Pending) -> list[Any]:
+            _, columns, place = found[1].by_row()
+            placed = best.placed()
+            sizes = [len(own) for own in columns]
+            starts = np.repeat(placed.starts, sizes) + np.concatenate([np.arange(size) for size in sizes])
+            values = placed.values.numpy()[starts[place]]
+            if not values[:, -1].all():
+                raise PredictError(
+                    "fill-mask: the logits are not finite; expected numbers; half precision may have overflowed, so "
+                    "predict in float32 or bfloat16"
+                )
+            wide = (values.shape[1] - 1) // 2
+            scores, ids = values[:, :wide].tolist(), values[:, wide:-1].astype(np.int64).tolist()
+            for token in {token for row in ids for token in row} - written.keys():
+                written[token] = _written(tokenizer, (token,))
+            answers: list[list[list[Fill]]] = [[] for _ in chunk]
+            for text, own, tokens in zip(found[1].text.tolist(), scores, ids, strict=True):
+                before, after = _around(tokenizer, chunk[text], len(answers[text]))
+                words = [written[token] for token in tokens]
+                given = [(token,) for token in tokens]
+                answers[text].append(made(Fill, words, own, given, [before + word + after for word in words]))
+            return answers
+
+        job: Job[str, Any] = found_by(Job(encode, start, finish), Fills)
+        if isinstance(texts, str):
+            return job.alone([texts])[0]
+        return results_of(session.run(texts, job, rows=4, what="fill_mask"))
+
     def _fill(
         self,
         tokenizer: Tokenizer,
@@ -141,7 +206,6 @@ class MaskedLM(ScoringModel):
         targets: Sequence[str] | None,
         compat: str | None,
     ) -> list[Any]:
-        from flodl_hf.decode import decode_masks
         from flodl_hf.decode.compat import fill_mask
 
         if compat is not None:
@@ -151,21 +215,8 @@ class MaskedLM(ScoringModel):
                 mask_id=tokenizer.mask_token_id or 0, pad_id=tokenizer.pad_token_id,
                 decode=lambda i, skip: tokenizer.decode(i, skip_special_tokens=skip), top_k=top_k, targets=ids,
             )  # fmt: skip
-        if targets is not None:
-            return self._fill_targets(tokenizer, session, text, top_k, targets, rows, places)
-        proposals = decode_masks(logits, top_k=top_k)
-        return [
-            [
-                Fill(
-                    word := _written(tokenizer, fill.tokens),
-                    fill.score,
-                    fill.tokens,
-                    _put(tokenizer, text, n, word),
-                )
-                for fill in fills
-            ]
-            for n, fills in enumerate(proposals)
-        ]
+        assert targets is not None
+        return self._fill_targets(tokenizer, session, text, top_k, targets, rows, places)
 
     def _fill_targets(
         self,
@@ -253,11 +304,16 @@ def _written(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     return tokenizer.decode(list(ids)).strip()
 
 
+def _around(tokenizer: Tokenizer, text: str, mask: int) -> tuple[str, str]:
+    """Return what stands before and behind mask number ``mask`` of a text."""
+    token = tokenizer.mask_token or ""
+    parts = text.split(token)
+    return token.join(parts[: mask + 1]), token.join(parts[mask + 1 :])
+
+
 def _put(tokenizer: Tokenizer, text: str, mask: int, word: str) -> str:
     """Return ``text`` with its mask number ``mask`` replaced."""
-    parts = text.split(tokenizer.mask_token or "")
-    before = (tokenizer.mask_token or "").join(parts[: mask + 1])
-    after = (tokenizer.mask_token or "").join(parts[mask + 1 :])
+    before, after = _around(tokenizer, text, mask)
     return before + word + after
 
 

@@ -17,7 +17,7 @@ from flodl_hf.layout import Layout, Padded
 if TYPE_CHECKING:
     from flodl.graph import Graph
 
-__all__ = ["At", "Pooled", "Scores", "States", "Work", "encoded", "scored"]
+__all__ = ["At", "BestAt", "Pooled", "Scores", "States", "Work", "encoded", "scored"]
 
 
 def encoded(graph: Graph, ids: Tensor, types: Tensor | None, layout: Layout) -> Tensor:
@@ -99,6 +99,26 @@ class At:
         assert at is not None
         states = _flat(encoded(graph, ids, types, layout), layout)
         return headed(graph, states.index_select(0, at), layout)
+
+
+@dataclass(frozen=True)
+class BestAt(At):
+    """The best classes at chosen tokens, of which there may be a whole vocabulary: scores of all stay on the device.
+
+    Args:
+        top_k: how many of each token.
+    """
+
+    top_k: int = 5
+
+    def __call__(self, graph: Graph, ids: Tensor, types: Tensor | None, layout: Layout, at: Tensor | None) -> Tensor:
+        """Return probabilities, class numbers, and 1 where all scores are finite, ``(chosen tokens, 2 top_k + 1)``."""
+        from flodl_hf.decode.masks import best_tokens
+
+        found = super().__call__(graph, ids, types, layout, at).float()
+        scores, index = best_tokens(found, self.top_k)
+        # Numbers of classes are whole in float32 up to 16 million.
+        return torch.cat([scores, index.float(), torch.isfinite(found).all(1, keepdim=True).float()], 1)
 
 
 Work = Scores | States | Pooled | At

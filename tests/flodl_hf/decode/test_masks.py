@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from flodl.errors import PredictError
 from flodl_hf.decode import decode_masks, decode_targets
+from flodl_hf.decode.masks import mask_places
+from flodl_hf.decode.rows import TokenTable
 
 LOGITS = torch.randn(3, 11, generator=torch.Generator().manual_seed(0)) * 2
 PROBABILITIES = LOGITS.softmax(1)
@@ -73,3 +76,35 @@ def test_several_masks_share_the_targets() -> None:
 def test_what_cannot_be_scored_is_refused(call) -> None:
     with pytest.raises(PredictError, match="fill-mask"):
         call()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_of_several_windows_the_one_counts_in_which_a_mask_has_most_context(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    rows: list[tuple[int, int, int, list[int]]] = []  # text, window, first token, ids without specials
+    for text in range(3):
+        ids = draw.integers(0, 4, int(draw.integers(3, 30))).tolist()
+        size, step = int(draw.integers(4, 9)), int(draw.integers(2, 4))
+        starts = range(0, max(1, len(ids) - size + step), step)
+        rows += [(text, n, start, ids[start : start + size]) for n, start in enumerate(starts)]
+    lengths = np.array([len(ids) + 2 for *_, ids in rows])
+    none = np.zeros(len(rows), np.int64)
+    table = TokenTable(
+        np.array([token for *_, ids in rows for token in [9, *ids, 9]], np.int32), None, lengths,
+        np.array([row[0] for row in rows]), lengths - 2, np.array([row[2] for row in rows]),
+        np.array([row[1] for row in rows]),
+        np.array([side for *_, ids in rows for side in [-1, *[0] * len(ids), -1]], np.int8), None, None, none,
+    )  # fmt: skip
+    best: dict[tuple[int, int], tuple[int, int, int]] = {}
+    for row, (text, _, first, ids) in enumerate(rows):
+        for place, token in enumerate(ids):
+            context = min(place + 1, len(ids) - place)
+            whole = (text, first + place)
+            if token == 3 and (whole not in best or context > best[whole][0]):
+                best[whole] = (context, row, place + 1)
+    found = mask_places(table, 3)
+    expected = [(text, *best[text, whole][1:]) for text, whole in sorted(best)]
+    assert list(zip(found.text.tolist(), found.row.tolist(), found.column.tolist(), strict=True)) == expected
+    kept, columns, place = found.by_row()
+    flat = [(int(row), column) for row, own in zip(kept, columns, strict=True) for column in own]
+    assert [flat[at] for at in place.tolist()] == [(row, column) for _, row, column in expected]
