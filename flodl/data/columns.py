@@ -82,6 +82,8 @@ def infer_columns(rows: Sequence[Mapping[str, Any]], **said: str | None) -> Colu
     if wrong:
         raise DataError(f"columns: {'; '.join(wrong)}; the data has columns {names}", names=names, problems=wrong)
     found = {role: name for role, name in said.items() if name is not None}
+    if not found:
+        _refuse_pairs(names)
 
     def look(role: str, *kinds: str) -> str | None:
         if role in found:
@@ -106,7 +108,7 @@ def infer_columns(rows: Sequence[Mapping[str, Any]], **said: str | None) -> Colu
         texts = [n for n in names if n != label and _kind(rows, n) == "text"]
         texts.sort(key=lambda n: sum(len(row[n]) for row in rows), reverse=True)
         text = texts[0] if texts else None
-        label = label or next((n for n in names if n != text), None)
+        label = label or next((n for n in names if n != text and _repeats(rows, n)), None)
     if text and spans:
         return Columns(task="token-classification", text=text, spans=spans)
     if text and label:
@@ -122,6 +124,34 @@ def infer_columns(rows: Sequence[Mapping[str, Any]], **said: str | None) -> Colu
         names=names,
         problems=kinds,
     )
+
+
+_PAIRS = (("anchor",), ("positive",), ("negative",), ("chosen", "rejected"))
+
+
+def _refuse_pairs(names: Sequence[str]) -> None:
+    """Refuse tables for training vectors or preferences, which have no labels.
+
+    Raises:
+        DataError: the names say that these are such.
+    """
+    lowered = {name.lower() for name in names}
+    alike = [group for group in _PAIRS if lowered.issuperset(group)]
+    if alike and not lowered & set(_NAMES["label"]):
+        raise DataError(
+            f"columns: {list(names)} look like texts that belong together (anchor, positive, negative; chosen, "
+            "rejected). Such rows train vectors or preferences, as sentence-transformers does with "
+            "MultipleNegativesRankingLoss; there is no such task here, and none of these columns is a label. Expected "
+            "text and label, words and tags, text and spans, or question, context and answers; where a column is a "
+            "label after all, say which is which (text=..., label=...)",
+            names=list(names),
+        )
+
+
+def _repeats(rows: Sequence[Mapping[str, Any]], name: str) -> bool:
+    """Return whether a column that nothing names a label could be one: its values come again, or are few."""
+    values = [str(row.get(name)) for row in rows]
+    return _kind(rows, name) != "text" or len(set(values)) <= max(1, len(values) // 2) or len(values) < 4
 
 
 def _kind(rows: Sequence[Mapping[str, Any]], name: str) -> str:
@@ -236,6 +266,13 @@ def infer_targets(
     if lists or kind == "multi_label":
         raise DataError(f"labels: kind is {kind!r}, and the labels are {'' if lists else 'not '}lists", kind=kind)
     names = _ordered({_name(v) for v in values})
+    if kind is None and not is_numeric and len(names) > max(20, len(values) // 2):
+        raise DataError(
+            f"labels: {len(names)} different labels in {len(values)} rows, such as {printable(names[0][:60])}: nearly "
+            "as many classes as rows. Is this column text? Say which column holds the labels, or kind='single_label' "
+            "for that many classes",
+            count=len(names),
+        )
     if kind is None and is_numeric and len(names) > max(20, len(values) // 2):
         raise DataError(
             f"labels: {len(names)} different whole numbers in {len(values)} rows; say kind='regression' to predict "

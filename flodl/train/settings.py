@@ -56,6 +56,7 @@ class Settings:
         keep_best: metric whose best checkpoint is kept as well; a leading ``-`` where less is better.
         resume: go on from the newest whole checkpoint in ``folder`` if there is one.
         allow_change: settings that may differ from the checkpoint's, by the names that its refusal gives.
+        remarks: lines that are told when the run begins, as `Warned`.
         identity: further values by name that decide the numbers of the run (of the loss, of the data), as JSON values;
             a resumed run compares them.
         eval_every: steps between evaluations; None evaluates after epochs only.
@@ -107,6 +108,7 @@ class Settings:
     keep_best: str | None = None
     resume: bool = False
     allow_change: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
     identity: Mapping[str, Any] = field(default_factory=dict)
     eval_every: int | None = None
     eval_start: bool = False

@@ -6,7 +6,7 @@ import time
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
-from flodl.train.events import EvalDone, RunStarted, Synced
+from flodl.train.events import EvalDone, RunStarted, Synced, Warned
 
 if TYPE_CHECKING:
     from flodl.distributed.policy import Round
@@ -32,6 +32,8 @@ def tell_start(trainer: Trainer) -> None:
             past=trainer.saves.past(),
         )
     )
+    for remark in settings.remarks if trainer.ranks.rank == 0 else ():
+        trainer.events.emit(Warned(rank=0, step=trainer.policy.lr_step, message=remark))
 
 
 def tell_meeting(trainer: Trainer, round_: Round) -> None:

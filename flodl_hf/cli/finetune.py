@@ -34,6 +34,8 @@ GROUPS = {
     "revision": "The Hub",
 }
 """Groups of options in help, each by the option that begins it."""
+IN_PARTS = ("columns", "schedule_options", "class_weights", "labels", "freeze", "allow_change", "devices")
+"""Options that may be given several times, a bit each."""
 SHORT = {"epochs": "-e", "batch_size": "-b", "devices": "--device"}
 
 
@@ -132,9 +134,13 @@ def eval_data(text: Any) -> Any:
 def parse(name: str, text: Any) -> Any:
     """Return the value of an option that was written as text: ``a=1,b=2`` for maps, ``a,b`` for lists.
 
+    Maps and lists may also be given bit by bit, one option for each.
+
     Raises:
-        ConfigError: the text is no map.
+        ConfigError: the text is no map, or gives one name two values.
     """
+    if isinstance(text, (list, tuple)):
+        text = ",".join(text) or None
     if name in ("labels", "freeze", "allow_change") and text:
         parts = [text] if isinstance(text, str) else list(text)
         return [word.strip() for part in parts for word in part.split(",") if word.strip()] or None
@@ -159,7 +165,14 @@ def _pairs(name: str, text: str) -> list[tuple[str, str]]:
         raise ConfigError(
             f"--{name.replace('_', '-')}: found {text!r}; expected name=value,name=value", problems=[name]
         )
-    return [(key.strip(), value.strip()) for key, _, value in pairs]
+    found = [(key.strip(), value.strip()) for key, _, value in pairs]
+    twice = sorted({key for key, value in found for other, another in found if key == other and value != another})
+    if twice:
+        raise ConfigError(
+            f"--{name.replace('_', '-')}: found several values for {', '.join(twice)} in {text!r}; expected one each",
+            problems=twice,
+        )
+    return found
 
 
 def _command() -> Callable[..., None]:
@@ -192,6 +205,7 @@ def _command() -> Callable[..., None]:
         group = GROUPS.get(name, group)
         flag = "--" + name.replace("_", "-")
         kind, shown = _kind(hints[name], name, row.metadata.get("among")), _default(row.default)
+        kind = list[str] if name in IN_PARTS else kind
         flags = [f"{flag}/--no-{flag[2:]}"] if kind is bool else [flag, *([SHORT[name]] if name in SHORT else [])]
         text = row.metadata["help"] + (f" (default {shown})" if shown else "")
         option = typer.Option(

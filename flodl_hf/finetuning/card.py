@@ -47,6 +47,7 @@ def papers(job: Job, result: FinetuneResult) -> dict[str, bytes]:
         "history": result.history,
         "losses": result.losses,
         "changes": result.changes,
+        "notes": job.notes,
         "versions": versions(),
     }
     return {

@@ -37,6 +37,7 @@ class ModelFactory:
         freeze: parts that do not learn.
         dropout: in place of the model's own.
         options: further options of ``from_pretrained``.
+        new_head: draw the head anew, though the source has one.
     """
 
     name: str | Path
@@ -46,6 +47,7 @@ class ModelFactory:
     freeze: Sequence[str]
     dropout: float | None
     options: dict[str, Any]
+    new_head: bool = False
 
     def __call__(self, device: torch.device) -> EncoderModel:
         """Return the model, on the CPU: the trainer moves it."""
@@ -56,13 +58,19 @@ class ModelFactory:
         from flodl_hf.auto import head_named
 
         # Weights that learn are kept in float32; a run in half precision casts as it computes.
-        return head_named(self.head).model.from_pretrained(
+        model = head_named(self.head).model.from_pretrained(
             self.name,
             labels=self.labels,
             problem_type=self.problem_type,
             dtype=torch.float32,
             **self.options,
         )
+        if self.new_head:
+            from flodl_hf.model import initialise
+
+            drawn = [name for name, _ in model.graph.named_parameters() if name.startswith("head.")]
+            initialise(model.graph, drawn, float(model.config.source.get("initializer_range", 0.02)))
+        return model
 
     def ready(self, model: EncoderModel) -> EncoderModel:
         """Return ``model`` with parts frozen and dropout set."""

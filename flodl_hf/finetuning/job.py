@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -58,6 +58,7 @@ class Job:
         name: what the start is called.
         own: what the user brought.
         named: whether the start was given by name, and not as a model.
+        notes: what the user should know of how all this was understood.
     """
 
     options: Options
@@ -74,6 +75,7 @@ class Job:
     name: str
     own: Own
     named: bool = True
+    notes: list[str] = field(default_factory=list)
 
     @property
     def metric(self) -> str | None:
@@ -110,7 +112,11 @@ def plan_job(
     """
     own = own or Own()
     tables = read_tables(train, held_out, seed=options.seed)
-    task = choose_task(tables, options, _known(model, options))
+    known = _known(model, options)
+    task = choose_task(tables, options, known)
+    notes: list[str] = []
+    if isinstance(model, (str, os.PathLike)):
+        options, notes = _settle_head(known, task, options)
     torch.manual_seed(options.seed)  # a new head is drawn at random
     opened, factory = _open(model, task, options)
     tokenizer = opened.tokenizer
@@ -164,7 +170,7 @@ def plan_job(
     job = Job(
         filled, task, tables, opened, factory, rows, batches, collate, objective, evaluation,
         _count_steps(options, batches), str(getattr(opened.source, "name", None) or "a model in memory"), own,
-        isinstance(model, (str, os.PathLike)),
+        isinstance(model, (str, os.PathLike)), notes,
     )  # fmt: skip
     _ = job.schedule  # values that it cannot have are refused now
     return job
@@ -187,14 +193,29 @@ def _hub(options: Options) -> dict[str, Any]:
     return {"revision": options.revision, "local_files_only": options.local_files_only}
 
 
+def _settle_head(known: Known, task: Task, options: Options) -> tuple[Options, list[str]]:
+    """Return the options with ``new_head`` decided, and what is to be said of it.
+
+    A classifier that was trained to tell others apart would go on under names that mean something else; so it is drawn
+    anew where the names differ, or stand in another order, unless the caller wants the old one.
+    """
+    old, new = known.labels, task.labels
+    if new is None or known.head != task.head or len(old) != len(new) or old == new:
+        return options, []
+    kept = options.new_head is False
+    pairs = ", ".join(f"{a} -> {b}" for a, b in list(zip(old, new, strict=True))[:8])
+    what = "goes on under these names (new_head=False)" if kept else "is drawn anew (new_head=False would keep it)"
+    return replace(options, new_head=not kept), [f"the start was trained with other labels ({pairs}); its head {what}"]
+
+
 def _open(model: Any, task: Task, options: Options) -> tuple[EncoderModel, ModelFactory | Given]:
     if isinstance(model, (str, os.PathLike)):
         factory = ModelFactory(
             os.fspath(model), task.head, task.labels, task.problem_type, options.freeze, options.dropout,
-            {"attention": options.attention, **_hub(options)},
+            {"attention": options.attention, **_hub(options)}, bool(options.new_head),
         )  # fmt: skip
         return factory.open(), factory
-    wrong = []
+    wrong = ["a new head is made of a folder or name alone"] if options.new_head else []
     if model.head != task.head:
         wrong.append(f"its head is {model.head}, the task is {task.head}")
     elif task.labels is not None and tuple(model.config.labels) != task.labels:

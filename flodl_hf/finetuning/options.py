@@ -61,6 +61,11 @@ class Options:
     labels: Sequence[str] | None = _opt(
         None, "Label names in the order of their numbers; by default those in the data."
     )
+    new_head: bool | None = _opt(
+        None,
+        "Draw a new head though the start has one; by default where its labels have other names or another order; no "
+        "goes on with the old one under the new names.",
+    )
     problem_type: str | None = _opt(
         None,
         "regression, single_label_classification or multi_label_classification; by default the labels tell.",
@@ -197,6 +202,7 @@ class FinetuneOptions(TypedDict, total=False):
     task: str | None
     columns: Mapping[str, str] | None
     labels: Sequence[str] | None
+    new_head: bool | None
     problem_type: str | None
     epochs: int
     max_steps: int | None

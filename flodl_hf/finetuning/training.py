@@ -108,6 +108,7 @@ def make_builder(
             parameter_groups=_Groups(options.lr, options.layerwise_decay),
             checkpoint_activations=checkpoint_layers if options.gradient_checkpointing else None,
             arrange=_arrangement(options),
+            remarks=tuple(job.notes),
             callbacks=job.own.callbacks,
             ema=options.ema,
             ema_warmup=options.ema_warmup,

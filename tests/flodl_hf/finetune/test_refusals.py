@@ -1,0 +1,145 @@
+"""What a fine-tune would have understood in another way than it was meant is refused, with both ways to say it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from finetune_tables import labelled, sentences, tagged
+
+from flodl.errors import ConfigError, DataError
+from flodl_hf import load
+from flodl_hf.finetuning import finetune, plan_job
+from flodl_hf.finetuning.options import make_options
+
+TEXTS = sentences()
+QUICK: dict[str, Any] = {"max_steps": 1, "batch_size": 4}
+
+
+@pytest.mark.parametrize("count", [2, 8, 60])
+@pytest.mark.parametrize(
+    "names", [("anchor", "positive"), ("anchor", "positive", "negative"), ("Anchor", "Positive"), ("query", "positive")]
+)
+def test_pairs_of_texts_are_no_classes(names: tuple[str, ...], count: int, base: Path) -> None:
+    rows = [dict(zip(names, (TEXTS[i], TEXTS[i + 1], TEXTS[i + 2]), strict=False)) for i in range(count)]
+    with pytest.raises(DataError, match="MultipleNegativesRankingLoss") as caught:
+        finetune(base, train=rows, **QUICK)
+    assert caught.value.names == list(names)
+
+
+def test_pairs_with_a_label_are_what_they_were(base: Path) -> None:
+    rows = [{"anchor": row["text"], "label": row["label"]} for row in labelled(12)]
+    assert plan_job(base, rows, None, make_options({})).task.kind == "single_label"
+
+
+@pytest.mark.parametrize("names", [("left", "right"), ("one", "other")])
+def test_a_second_column_of_texts_is_no_label(names: tuple[str, str], base: Path) -> None:
+    rows = [dict(zip(names, (TEXTS[i], TEXTS[i + 1]), strict=True)) for i in range(12)]
+    with pytest.raises(DataError, match="cannot be told"):
+        finetune(base, train=rows, **QUICK)
+    few = [{names[0]: row["text"], names[1]: row["label"]} for row in labelled(12)]
+    assert plan_job(base, few, None, make_options({})).task.kind == "single_label"
+
+
+def test_nearly_as_many_classes_as_rows_are_refused_unless_that_is_said(base: Path) -> None:
+    rows = [{"text": TEXTS[i], "label": f"text number {i}"} for i in range(30)]
+    with pytest.raises(DataError, match="nearly as many classes as rows") as caught:
+        finetune(base, train=rows, **QUICK)
+    assert caught.value.count == 30
+    job = plan_job(base, rows, None, make_options({"problem_type": "single_label_classification"}))
+    assert len(job.task.labels or ()) == 30
+
+
+# ---- heads under other names -------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained(base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("trained")
+    for name, rows in (("texts", labelled(16)), ("words", tagged(16))):
+        finetune(base, train=rows, out=folder / name, **QUICK, new_head=True)
+    return {name: folder / name for name in ("texts", "words")}
+
+
+def renamed(name: str) -> list[dict[str, Any]]:
+    if name == "texts":
+        return [{**row, "label": "a" if row["label"] == "praise" else "b"} for row in labelled(16)]
+    return [{**row, "tags": [tag.replace("LONG", "WIDE") for tag in row["tags"]]} for row in tagged(16)]
+
+
+@pytest.mark.parametrize("name", ["texts", "words"])
+def test_a_trained_head_is_not_kept_under_other_names_without_a_word(name: str, trained: dict[str, Path]) -> None:
+    before = load(trained[name]).graph.state_dict()
+    for asked in (None, True, False):
+        options = make_options({**QUICK, "new_head": asked})
+        job = plan_job(trained[name], renamed(name), None, options)
+        after = job.model.graph.state_dict()
+        changed = {key for key in before if not torch.equal(before[key], after[key])}
+        assert bool(changed) == (asked is not False)
+        assert all(key.startswith("head.") for key in changed)
+        again = plan_job(trained[name], renamed(name), None, options).model
+        assert all(torch.equal(value, again.graph.state_dict()[key]) for key, value in after.items())
+        [note] = job.notes
+        assert ("is drawn anew" in note) == (asked is not False)
+    said: list[str] = []
+    told = finetune(
+        trained[name], train=renamed(name), on_event=lambda e: said.append(getattr(e, "message", "")), **QUICK
+    )
+    assert "is drawn anew" in "".join(said)
+    assert told.recipe["new_head"] is True
+
+
+def test_another_order_of_the_same_names_has_a_new_head_too(trained: dict[str, Path]) -> None:
+    names = list(load(trained["texts"]).config.labels)
+    for labels, count in ((names, 0), (names[::-1], 1)):
+        job = plan_job(trained["texts"], labelled(16), None, make_options({"labels": labels}))
+        assert len(job.notes) == count
+        old = load(trained["texts"]).graph.state_dict()["head.classifier.weight"]
+        assert torch.equal(job.model.graph.state_dict()["head.classifier.weight"], old) == (not count)
+
+
+def test_a_new_head_for_a_model_in_memory_is_refused(trained: dict[str, Path]) -> None:
+    with pytest.raises(ConfigError, match="folder or name"):
+        finetune(load(trained["texts"]), train=labelled(16), new_head=True, **QUICK)
+
+
+# ---- the command line --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "value"),
+    [
+        ("columns", ["text=a", "label=b"], {"text": "a", "label": "b"}),
+        ("columns", ["text=a,label=b"], {"text": "a", "label": "b"}),
+        ("columns", ["text=a", "text=a"], {"text": "a"}),
+        ("labels", ["x", "y,z"], ["x", "y", "z"]),
+        ("class_weights", ["x=1", "y=2"], {"x": 1.0, "y": 2.0}),
+        ("class_weights", ["balanced"], "balanced"),
+        ("devices", ["cpu", "cpu"], ["cpu", "cpu"]),
+        ("devices", ["2"], 2),
+        ("allow_change", ["dropout", "a b"], ["dropout", "a b"]),
+    ],
+)
+def test_bits_of_an_option_add_up(name: str, said: list[str], value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("typer")
+    from typer.testing import CliRunner
+
+    from flodl_hf.cli import finetune as command
+    from flodl_hf.cli.app import app
+
+    seen: list[Any] = []
+    monkeypatch.setattr(command, "run", lambda *given: seen.append(given))
+    flag = "--" + name.replace("_", "-")
+    result = CliRunner().invoke(app, ["finetune", "m", "--train", "t", *(part for bit in said for part in (flag, bit))])
+    assert result.exit_code == 0, result.output
+    assert seen[0][7][name] == value
+
+
+def test_one_name_with_two_values_is_refused() -> None:
+    pytest.importorskip("typer")
+    from flodl_hf.cli.finetune import parse
+
+    with pytest.raises(ConfigError, match="several values for text"):
+        parse("columns", ["text=a", "text=b"])
