@@ -10,6 +10,7 @@ Shapes in this file: B batch, S tokens of a row, T tokens in all, N heads, H wid
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -109,6 +110,7 @@ class SelfAttention(nn.Module):
         self.window = window
         self.attention_dropout = attention_dropout
         self.implementation = implementation
+        self.seen: list[Tensor] | None = None  # where eager attention leaves its weights while somebody looks
         of_keys = hidden_size // num_heads * self.kv_heads
         self.query = nn.Linear(hidden_size, hidden_size, bias=bias)
         self.key = nn.Linear(hidden_size, of_keys, bias=bias)
@@ -135,6 +137,7 @@ class SelfAttention(nn.Module):
             window=self.window,
             dropout=self.attention_dropout if self.training else 0.0,
             implementation=self.implementation,
+            seen=self.seen,
         )
 
     def placed(self, query: Tensor, key: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
@@ -156,6 +159,7 @@ def attend(
     window: int | None = None,
     dropout: float = 0.0,
     implementation: str = "sdpa",
+    seen: list[Tensor] | None = None,
 ) -> Tensor:
     """Return ``softmax(q k^T / sqrt(H) + bias) v`` within each text, all heads side by side.
 
@@ -169,6 +173,7 @@ def attend(
         window: how many tokens to each side a token attends to; None for all.
         dropout: probability of dropping an attention weight; 0 in evaluation.
         implementation: "sdpa" or "eager".
+        seen: takes the weights of eager attention, ``(B, N, S, S)``; None where nobody wants them.
     """
     kv_heads = kv_heads or num_heads
     if isinstance(layout, Packed) and implementation == "sdpa" and bias is None and query.is_cuda:
@@ -177,7 +182,7 @@ def attend(
             return _flash(q, k, v, layout, dropout, window).reshape(query.shape)
         if _has_efficient(q) and window is None and kv_heads == num_heads:
             return _efficient(q, k, v, layout, dropout).reshape(query.shape)
-    kernel = _eager if implementation == "eager" else _fused
+    kernel = partial(_eager, seen=seen) if implementation == "eager" else _fused
 
     def rows(keep: Tensor | None, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         q, k, v = (
@@ -242,7 +247,9 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float)
     )
 
 
-def _eager(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
+def _eager(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, *, seen: list[Tensor] | None = None
+) -> Tensor:
     if q.shape[1] != k.shape[1]:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = torch.matmul(q, k.transpose(2, 3)) * q.shape[-1] ** -0.5
@@ -253,6 +260,8 @@ def _eager(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float)
     if mask is not None:
         scores = scores + mask
     weights = F.dropout(F.softmax(scores, dim=-1), p=dropout, training=dropout > 0.0)
+    if seen is not None:
+        seen.append(weights)
     return torch.matmul(weights, v)
 
 

@@ -184,8 +184,10 @@ class ModelConfig:
         positions = getattr(self.encoder, "max_positions", None)
         return None if not positions else positions - self.family.unused_positions(self.encoder)
 
-    def changed(self, *, labels: Sequence[str] | None = None, problem_type: str | None = None) -> ModelConfig:
-        """Return a copy with other labels or another problem type; the source text stays for export to patch."""
+    def changed(
+        self, *, labels: Sequence[str] | None = None, problem_type: str | None = None, encoder: Any = None
+    ) -> ModelConfig:
+        """Return a copy with other labels, problem type or encoder settings; the source text stays to be patched."""
         if problem_type is not None and problem_type not in PROBLEM_TYPES:
             raise ConfigError(
                 f"problem_type={problem_type!r}; expected one of {', '.join(PROBLEM_TYPES)}",
@@ -193,7 +195,7 @@ class ModelConfig:
             )
         return ModelConfig(
             self.family,
-            self.encoder,
+            self.encoder if encoder is None else encoder,
             self.labels if labels is None else labels,
             problem_type=problem_type or self.problem_type,
             tie_words=self.tie_words,
@@ -210,6 +212,8 @@ class ModelConfig:
             value = getattr(self.encoder, row.field)
             if not any(key in result for key in (row.key, *row.aliases)) and value != row.default:
                 result[row.key] = value
+        if "vocab_size" in result:
+            result["vocab_size"] = self.encoder.vocab_size
         result["model_type"] = self.source.get("model_type", self.model_type)
         result.update(self.label_changes())
         if self.problem_type is not None:

@@ -8,8 +8,8 @@ stands in its head's file; which classes exist for which folder is `flodl_hf.aut
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from threading import get_ident
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypedDict, Unpack
 
 import torch
@@ -20,9 +20,11 @@ from flodl.graph import FlowBuilder, Graph
 from flodl_hf.activations import Activation
 from flodl_hf.attention import check_implementation
 from flodl_hf.config import ModelConfig
+from flodl_hf.familiar import Familiar
 from flodl_hf.forked import entered
 from flodl_hf.layout import Padded
 from flodl_hf.loading import LoadReport
+from flodl_hf.watching import given_embeddings, ids_for, watched
 from flodl_hf.words import LOAD, taking
 
 if TYPE_CHECKING:
@@ -88,7 +90,7 @@ def build_graph(config: ModelConfig, head: str, *, pooler: bool) -> Graph:
     return flow.through(spec.body(config.encoder, config.num_labels), name="head").using("layout").build()
 
 
-class EncoderModel(nn.Module):
+class EncoderModel(Familiar):
     """An encoder with one task's head.
 
     Made by ``from_pretrained`` or ``from_config``; called with Hugging Face's keyword arguments.
@@ -211,15 +213,22 @@ class EncoderModel(nn.Module):
 
     def run_graph(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None,
         attention_mask: Tensor | None,
         token_type_ids: Tensor | None,
         position_ids: Tensor | None,
         outputs: Sequence[str] = (),
         *,
+        embeds: Tensor | None = None,
         hidden_states: bool = False,
-    ) -> tuple[Tensor, dict[str, Tensor], tuple[Tensor, ...] | None]:
-        """Return the graph's result, the named outputs, and the states after each layer if asked for."""
+        attentions: bool = False,
+    ) -> tuple[Tensor, dict[str, Tensor], dict[str, tuple[Tensor, ...]]]:
+        """Return the graph's result, the named outputs, and what was asked for of its inside, by outputs' names."""
+        if (input_ids is None) == (embeds is None):
+            raise PredictError("expected either input_ids or inputs_embeds, found both or neither")
+        if embeds is not None:
+            input_ids = ids_for(self.graph, embeds)
+        assert input_ids is not None
         if input_ids.dim() != 2:
             shape = tuple(input_ids.shape)
             raise PredictError(f"input_ids has shape {shape}; expected (batch, seq)", shape=shape)
@@ -230,36 +239,18 @@ class EncoderModel(nn.Module):
             "position_ids": position_ids,
             "layout": Padded.of(attention_mask),
         }
-        states: list[Any] = []
-        hooks = self._collect(states) if hidden_states else []
-        try:
+        seen: dict[str, list[Tensor]] = {}
+        with ExitStack() as stack:
+            if embeds is not None:
+                stack.enter_context(given_embeddings(self.graph, embeds))
+            if hidden_states or attentions:
+                inside = watched(self.graph, hidden_states=hidden_states, attentions=attentions)
+                seen = stack.enter_context(inside)
             if outputs:
                 result, named = self.graph(input_ids, **given, outputs=list(outputs))
             else:
                 result, named = self.graph(input_ids, **given), {}
-        finally:
-            for hook in hooks:
-                hook.remove()
-        return result, named, tuple(states) if hidden_states else None
-
-    def _collect(self, states: list[Any]) -> list[Any]:
-        """Have this thread's next call append what enters the first layer and what leaves each; return the hooks."""
-        here = None if torch.compiler.is_compiling() else get_ident()
-
-        def mine() -> bool:
-            return here is None or here == get_ident()
-
-        def enters(_module: nn.Module, given: tuple[Any, ...]) -> None:
-            if not states and mine():
-                states.append(given[0])
-
-        def leaves(_module: nn.Module, _given: tuple[Any, ...], result: Any) -> None:
-            if mine():
-                states.append(result)
-
-        # A block that several layers share is hooked once and fires at each of its calls.
-        layers = list(dict.fromkeys(self.graph.get_submodule("encoder.layers").children()))
-        return [layers[0].register_forward_pre_hook(enters), *(m.register_forward_hook(leaves) for m in layers)]
+        return result, named, {name: tuple(values) for name, values in seen.items()}
 
     def set_attention(self, implementation: str) -> Self:
         """Choose "sdpa", "eager" or "fast" attention in every layer; returns the model.

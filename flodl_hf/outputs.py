@@ -60,6 +60,7 @@ class BaseOutput(Output):
     last_hidden_state: Tensor
     pooler_output: Tensor | None = None
     hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
 
 
 @dataclass
@@ -69,6 +70,7 @@ class SequenceClassificationOutput(Output):
     loss: Tensor | None = None
     logits: Tensor | None = None
     hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
 
 
 @dataclass
@@ -78,6 +80,7 @@ class TokenClassificationOutput(Output):
     loss: Tensor | None = None
     logits: Tensor | None = None
     hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
 
 
 @dataclass
@@ -88,6 +91,7 @@ class QuestionAnsweringOutput(Output):
     start_logits: Tensor | None = None
     end_logits: Tensor | None = None
     hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
 
 
 @dataclass
@@ -97,6 +101,7 @@ class MaskedLMOutput(Output):
     loss: Tensor | None = None
     logits: Tensor | None = None
     hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
 
 
 def _parts(output: Output) -> tuple[list[Any], tuple[str, ...]]:

@@ -439,6 +439,8 @@ class Graph(nn.Module):
 
         return draw.svg(self, self.observe.profile() if profiled else None, path)
 
+    _repr_html_ = svg
+
     # what nn.Module asks for
 
     def extra_repr(self) -> str:

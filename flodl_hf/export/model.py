@@ -166,6 +166,8 @@ def config_text(model: EncoderModel) -> str:
         changes["num_labels"] = config.num_labels
     if config.problem_type is not None and config.source.get("problem_type") != config.problem_type:
         changes["problem_type"] = config.problem_type
+    if "vocab_size" in config.source and config.source["vocab_size"] != config.encoder.vocab_size:
+        changes["vocab_size"] = config.encoder.vocab_size
     if not _keeps_names(model):
         changes["architectures"] = [architecture(model)]
     dtype = DTYPE_NAMES.get(model.dtype)

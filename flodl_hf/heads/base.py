@@ -38,12 +38,14 @@ class BaseModel(EncoderModel):
 
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
         *,
+        inputs_embeds: Tensor | None = None,
         output_hidden_states: bool = False,
+        output_attentions: bool = False,
         return_dict: bool = True,
     ) -> BaseOutput | tuple[Any, ...]:
         """Return the states.
@@ -53,19 +55,23 @@ class BaseModel(EncoderModel):
             attention_mask: 1 for tokens to keep, ``(batch, seq)``; None keeps all.
             token_type_ids: 0 for the first text, 1 for the second, ``(batch, seq)``.
             position_ids: places in the position table, ``(batch, seq)``; None counts them.
+            inputs_embeds: embeddings of words, ``(batch, seq, embedding_size)``, instead of ids.
             output_hidden_states: also return the states after the embeddings and each layer.
+            output_attentions: also return each layer's weights, ``(batch, heads, seq, seq)``; eager attention has them.
             return_dict: False gives a tuple.
         """
         wanted = ["pooler_output"] if self.has_pooler else []
-        states, named, stages = self.run_graph(
+        states, named, seen = self.run_graph(
             input_ids,
             attention_mask,
             token_type_ids,
             position_ids,
             wanted,
+            embeds=inputs_embeds,
             hidden_states=output_hidden_states,
+            attentions=output_attentions,
         )
-        output = BaseOutput(states, named.get("pooler_output"), stages)
+        output = BaseOutput(states, named.get("pooler_output"), **seen)
         return output if return_dict else output.to_tuple()
 
     @taking(EMBED)

@@ -38,14 +38,16 @@ class QuestionAnswerer(EncoderModel):
 
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
         start_positions: Tensor | None = None,
         end_positions: Tensor | None = None,
         *,
+        inputs_embeds: Tensor | None = None,
         output_hidden_states: bool = False,
+        output_attentions: bool = False,
         return_dict: bool = True,
     ) -> QuestionAnsweringOutput | tuple[Any, ...]:
         """Return both scores of each token, each ``(batch, seq)``, and the loss if positions were given.
@@ -57,17 +59,20 @@ class QuestionAnswerer(EncoderModel):
             position_ids: places in the position table, ``(batch, seq)``; None counts them.
             start_positions: token of the answer's start, ``(batch,)``; outside the row it does not count.
             end_positions: token of the answer's end, ``(batch,)``.
+            inputs_embeds: embeddings of words, ``(batch, seq, embedding_size)``, instead of ids.
             output_hidden_states: also return the states after the embeddings and each layer.
+            output_attentions: also return each layer's weights, ``(batch, heads, seq, seq)``; eager attention has them.
             return_dict: False gives a tuple.
         """
-        logits, _, stages = self.run_graph(
-            input_ids, attention_mask, token_type_ids, position_ids, hidden_states=output_hidden_states
-        )
+        logits, _, seen = self.run_graph(
+            input_ids, attention_mask, token_type_ids, position_ids, embeds=inputs_embeds,
+            hidden_states=output_hidden_states, attentions=output_attentions,
+        )  # fmt: skip
         start, end = self.split(logits)
         loss = None
         if start_positions is not None and end_positions is not None:
             loss = span_loss(start, end, start_positions, end_positions)
-        output = QuestionAnsweringOutput(loss, start, end, stages)
+        output = QuestionAnsweringOutput(loss, start, end, **seen)
         return output if return_dict else output.to_tuple()
 
     @staticmethod

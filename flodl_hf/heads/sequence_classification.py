@@ -19,7 +19,8 @@ from flodl_hf.outputs import SequenceClassificationOutput
 from flodl_hf.words import CLASSES, RERANK, ZERO_SHOT, taking
 
 if TYPE_CHECKING:
-    from flodl_hf.decode import Ranked
+    from flodl_hf.decode.classes import Ranked
+    from flodl_hf.results import Ranking
     from flodl_hf.runtime import RunKeywords
     from flodl_hf.runtime.engine import Pending
     from flodl_hf.runtime.inputs import Encoded, Text
@@ -190,7 +191,7 @@ class SequenceClassifier(ScoringModel):
         function_to_apply: str | None = None,
         untrained: bool = False,
         **run: Unpack[RunKeywords],
-    ) -> list[Ranked]:
+    ) -> Ranking:
         """Return the documents that fit the query, best first, with their texts and places in the list.
 
         Scores are what the folder asks for: a cross-encoder's configuration names its activation, and without one

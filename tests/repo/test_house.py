@@ -24,7 +24,7 @@ LONGER: dict[str, str] = {}
 ONLY_IN = {
     "transformers": ("flodl_hf/parity/reference.py",),
     "tokenizers": ("flodl_hf/tokenizer.py", "flodl_hf/tokenization/"),
-    "huggingface_hub": ("flodl_hf/hub.py",),
+    "huggingface_hub": ("flodl_hf/hub.py", "flodl_hf/upload.py"),
     "typer": ("flodl_hf/cli/",),
     "rich": ("flodl_hf/cli/", "flodl/progress.py"),
     "pyarrow": ("flodl/data/",),
