@@ -161,12 +161,14 @@ class Bench:
         rows = self.texts[: batch * (4 if self.tiny else STEPS)]
         data = [{"text": text, "label": i % 2} for i, text in enumerate(rows)]
         one = ["cpu"] if self.tiny else ["cuda:0"]
-        for devices in (one, self.two):
-            watch = Watch(str(self.place / f"watched-{batch}-{len(one) if devices is one else 2}"))
-            train_watched(self.model, data, devices, batch, self.precision, watch)
+        # On one device also what each of two has to do.
+        for devices, size in ((one, batch), (one, batch // 2), (self.two, batch)):
+            watch = Watch(str(self.place / f"watched-{batch}-{size}-{len(devices) if devices is one else 2}"))
+            part = data if size == batch else data[: len(data) // 2]
+            train_watched(self.model, part, devices, size, self.precision, watch)
             for found in watch.results():
-                self.rows.append({"part": "timeline", "batch": batch, "devices": str(devices), **found})
-                show(batch, found)
+                self.rows.append({"part": "timeline", "batch": size, "devices": str(devices), **found})
+                show(size, found)
 
 
 def lines_of(command: Sequence[str]) -> Iterable[tuple[float, str]]:

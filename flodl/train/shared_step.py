@@ -71,7 +71,7 @@ class SharedStep(DeviceStep):
     def begin_sums_early(self, overlap: Overlap) -> None:
         """Have sums wait for the buckets that they add up, and not for all of this rank's part."""
         self.overlap = overlap
-        self.sums.mark_by(overlap.event)
+        self.sums.be_recorded(overlap.event)
 
     def __call__(self, train_step: Callable[..., Any], batches: Sequence[Any]) -> Outcome:
         """Return sum and count of this rank's losses, its gradients brought to where they are summed.

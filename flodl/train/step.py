@@ -192,6 +192,8 @@ class Step:
             again, overlap = recorder.beside(ranks) if recorder is not None else (None, None)
             if overlap is not None:
                 shared.begin_sums_early(overlap)
+            elif recorder is not None:
+                self._reduce.be_recorded()
             self.common = Common(shared, again, warn, strict=strict)
             self._device_step = shared
         else:

@@ -28,6 +28,6 @@ def test_all_of_it_runs_on_processors(tmp_path):
     rows = json.loads((tmp_path / "found.json").read_text())["rows"]
     assert [len(row["told"]) for row in rows if row["part"] in ("cli", "script")] == [4] * 5
     watched = [row for row in rows if row["part"] == "timeline"]
-    assert [row["rank"] for row in watched] == [0, 0, 1]
+    assert [row["rank"] for row in watched] == [0, 0, 0, 1]
     assert all({"forward", "data"} <= row["host_ms"].keys() for row in watched)
-    assert "reduce" in watched[1]["host_ms"]
+    assert "reduce" in watched[2]["host_ms"]

@@ -179,7 +179,7 @@ def layered(device):
 def looks(epoch, trainer):
     """Compare what happened in the epoch before with what is to happen in each of its steps."""
     if epoch == 0:
-        gradients.GRADIENT_BUCKET = 80  # each layer travels alone
+        gradients.RECORDED_BUCKET = 80  # each layer travels alone
         first = trainer.model[0].weight
         first.register_hook(lambda grad: trainer.step_.common.step.overlap.seen.append("the last gradient comes"))
         return
