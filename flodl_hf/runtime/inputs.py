@@ -13,6 +13,7 @@ import numpy as np
 
 from flodl.errors import PredictError
 from flodl_hf.decode.rows import TokenTable
+from flodl_hf.runtime.items import plain_pairs
 
 if TYPE_CHECKING:
     from flodl_hf.tokenizer import Row, Tokenizer
@@ -78,8 +79,11 @@ def split_pairs(items: Sequence[Any], task: str) -> tuple[Sequence[str], list[st
     Raises:
         PredictError: an item is neither a text nor a pair, or texts and pairs are mixed.
     """
-    if all(type(item) is str for item in items):
+    if set(map(type, items)) <= {str}:
         return items, None
+    if plain_pairs(items):
+        first, second = zip(*items, strict=True)
+        return first, list(second)
     firsts: list[str] = []
     seconds: list[str | None] = []
     for place, item in enumerate(items):

@@ -104,7 +104,9 @@ def found_by(
 
     def finish(chunk: list[Any], encoded: Any, running: Any) -> list[Any]:
         answers = job.finish(chunk, encoded, running)
-        return [kind(found, given(item)) for item, found in zip(chunk, answers, strict=True)]
+        # A string is kept as it is.
+        texts = chunk if set(map(type, chunk)) == {str} else list(map(given, chunk))
+        return list(map(kind, answers, texts))
 
     return passing_over_empty(Job(job.encode, job.start, finish), lambda item: kind((), given(item)), blank)
 

@@ -37,6 +37,8 @@ def check_batch(texts: Any, name: str, words: bool) -> None:
             field=name,
             found=type(texts).__name__,
         )
+    if not words and set(map(type, texts)) <= {str}:
+        return
     for index, text in enumerate(texts):
         if not words:
             # The library would take two strings for a pair, and anything else for a fault of the batch.
