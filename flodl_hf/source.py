@@ -339,5 +339,6 @@ def load_tokenizer(folder: Path, config: ModelConfig) -> Tokenizer | None:
     from flodl_hf.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.from_folder(folder, model_type=config.model_type)
-    tokenizer.check_fits(config.encoder.vocab_size)
+    types = getattr(config.encoder, "type_vocab_size", None) if config.family.uses_token_types else None
+    tokenizer.check_fits(config.encoder.vocab_size, types or None)
     return tokenizer

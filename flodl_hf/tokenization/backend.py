@@ -16,6 +16,7 @@ import tokenizers
 
 from flodl.errors import TokenizerError, printable
 
+from .foreign import foreign_patterns, within_time
 from .guard import MAX_GROWTH, check_texts, growth, guarded
 from .rows import Row
 from .source import parse_json
@@ -23,6 +24,8 @@ from .spread import over_threads
 from .words import join, joins_words, rows_from_joined
 
 __all__ = ["Backend", "load_json"]
+
+MAX_FRAME = 64  # special tokens around two texts; published templates have at most five
 
 
 def load_json(data: bytes, where: str) -> tokenizers.Tokenizer:
@@ -66,6 +69,10 @@ def _row(encoding: tokenizers.Encoding, fast: bool) -> Row:
     )
 
 
+def _characters(texts: Sequence[Any]) -> int:
+    return sum(len(text) if isinstance(text, str) else sum(map(len, text)) for text in texts)
+
+
 class Backend:
     """A frozen tokenizer of the tokenizers library; every method may be called from any thread."""
 
@@ -97,7 +104,18 @@ class Backend:
                 found=factor,
                 expected=MAX_GROWTH,
             )
+        added = inner.num_special_tokens_to_add(True)
+        if added > MAX_FRAME:
+            raise TokenizerError(
+                f"{where}: the template puts {added:,} special tokens around two texts; at most {MAX_FRAME} are "
+                "allowed, because they would crowd out the texts; do not use this file",
+                where=where,
+                found=added,
+                expected=MAX_FRAME,
+            )
         self.inner = inner
+        self.patterns = foreign_patterns(normalizer, pre_tokenizer)
+        self.pair_fault: str | None = None  # why pairs cannot be framed for the model
         # Believed only where both statements agree.
         pad_token, pad_id = padding.get("pad_token"), padding.get("pad_id")
         agree = isinstance(pad_token, str) and inner.token_to_id(pad_token) == pad_id
@@ -129,8 +147,14 @@ class Backend:
                 found=len(pairs),
                 expected=len(texts),
             )
+        if pairs is not None and special and self.pair_fault is not None:
+            raise TokenizerError(self.pair_fault, where=self.where)
         batch = list(texts) if pairs is None else list(zip(texts, pairs, strict=True))
         with guarded("encoding", "the tokenizer cannot treat one of the texts", texts, pairs):
+            if self.patterns:
+                run = self.inner.encode_batch_fast if fast else self.inner.encode_batch
+                run = partial(run, batch, is_pretokenized=words, add_special_tokens=special)
+                return within_time(run, _characters(texts) + _characters(pairs or ()), self.patterns, self.where)
             if len(batch) == 1 and not fast:
                 # A batch is handed to threads that have to wake up first, which takes as long as one text does.
                 pair = (batch[0], None) if pairs is None else batch[0]

@@ -128,15 +128,38 @@ class Vocabulary:
         """Return how many special tokens one text (or a pair) is given."""
         return self._inner.num_special_tokens_to_add(pair)
 
-    def check_fits(self, vocab_rows: int) -> None:
+    def _check_types(self, rows: int) -> None:
+        for pairs in (None, ["a"]):
+            highest = max(self._backend.encodings(["a"], pairs)[0].type_ids, default=0)
+            if highest < rows:
+                continue
+            text = (
+                f"{self._folder}: the template of tokenizer.json gives {'a text' if pairs is None else 'second texts'} "
+                f"the token type {highest}, and the model has types 0 to {rows - 1}; correct type_id in its "
+                "post_processor, or take the tokenizer that belongs to the model"
+            )
+            if pairs is None:
+                raise TokenizerError(text, folder=str(self._folder), found=highest, expected=rows - 1)
+            self._backend.pair_fault = text
+
+    def check_fits(self, vocab_rows: int, type_rows: int | None = None) -> None:
         """Raise if a token has no row in an embedding of ``vocab_rows`` rows.
 
+        Args:
+            vocab_rows: rows of the word table.
+            type_rows: rows of the table of token types; None for models that take none. A template that has higher
+                types for a second text alone is refused when pairs are tokenised.
+
         Raises:
-            TokenizerError: naming the tokens with the highest ids (``worst``: pairs of id and token).
+            TokenizerError: naming the tokens with the highest ids (``worst``: pairs of id and token), or the token
+                type that is too high.
         """
+        self._backend.pair_fault = None
         vocabulary = self.get_vocab()
         # A template may hold ids that the vocabulary does not.
         framed = (*self._backend.encodings([""]), *self._backend.encodings([""], [""]))
+        if type_rows is not None:
+            self._check_types(type_rows)
         if max((*vocabulary.values(), *(i for encoding in framed for i in encoding.ids)), default=-1) >= vocab_rows:
             ids = {i: token for token, i in vocabulary.items()}
             for encoding in framed:
