@@ -68,6 +68,11 @@ class LoadReport:
         """Whether every tensor came from the file, so that predictions mean something."""
         return not self.new
 
+    def __repr__(self) -> str:
+        named = {"new": self.new, "ignored": self.ignored, "renamed": self.renamed, "notes": self.notes}
+        more = "".join(f", {len(found)} {name}" for name, found in named.items() if found)
+        return f"LoadReport({self.head} from {self.source}: {len(self.matched)} tensors{more})"
+
     def __str__(self) -> str:
         lines = [f"{self.source}: {len(self.matched)} tensors for {self.head}"]
         if self.tied:

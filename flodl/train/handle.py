@@ -40,6 +40,10 @@ class Trained:
         names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         return cls({k: v for k, v in state.items() if k in names}, {k: v for k, v in state.items() if k not in names})
 
+    def __repr__(self) -> str:
+        numbers = sum(value.numel() for value in self.parameters.values())
+        return f"Trained({numbers:,} parameters in {len(self.parameters)} tensors, {len(self.metrics)} epochs)"
+
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return parameters and buffers together."""
         return {**self.parameters, **self.buffers}
@@ -97,6 +101,10 @@ class Handle:
         self._queue: deque[EpochMetrics] = deque()
         self._seen: list[EpochMetrics] = []
         self._trained: Trained | None = None
+
+    def __repr__(self) -> str:
+        state = "running" if self._trained is None else "over"
+        return f"Handle({state}, {self.world_size} rank{'s' * (self.world_size != 1)}, {len(self._seen)} epochs seen)"
 
     def note(self, metrics: EpochMetrics) -> None:
         """Take in the figures of an epoch."""

@@ -30,6 +30,7 @@ from flodl_hf.finetuning.data import is_several
 from flodl_hf.finetuning.job import Job, plan_job
 from flodl_hf.finetuning.options import FinetuneWords, make_options
 from flodl_hf.finetuning.own import Own
+from flodl_hf.finetuning.shown import run_dict, run_line, run_page
 from flodl_hf.finetuning.training import CHECKPOINTS, make_builder, train_job
 
 if TYPE_CHECKING:
@@ -68,6 +69,16 @@ class FinetuneResult:
     seconds: float
     recipe: dict[str, Any] = field(repr=False)
     changes: list[Mapping[str, Any]] = field(default_factory=list, repr=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything but the model as JSON types."""
+        return run_dict(self)
+
+    def __repr__(self) -> str:
+        return run_line(self)
+
+    def _repr_html_(self) -> str:
+        return run_page(self)
 
 
 def finetune(

@@ -1,0 +1,69 @@
+"""A finished run as people look at it: in a line, as JSON types, and drawn in a notebook."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from flodl.observe.curve import curve_svg
+from flodl.progress import clock, count
+
+if TYPE_CHECKING:
+    from flodl_hf.finetuning.run import FinetuneResult
+
+__all__ = ["run_dict", "run_line", "run_page"]
+
+
+def run_line(run: FinetuneResult) -> str:
+    """Return what came of a run in one line."""
+    figures = ", ".join(f"{name} {value:.4g}" for name, value in list(run.metrics.items())[:4])
+    loss = f", last loss {run.losses[-1]:.4g}" if run.losses else ""
+    best = f", best at step {run.best_step:,}" if run.best_step != run.steps else ""
+    where = f", in {run.folder}" if run.folder is not None else ""
+    told = f": {figures}" if figures else ""
+    return f"FinetuneResult({run.task}, {run.steps:,} steps in {clock(run.seconds)}{loss}{best}{told}{where})"
+
+
+def run_dict(run: FinetuneResult) -> dict[str, Any]:
+    """Return a run as JSON types, its model left out."""
+    from flodl_hf.results import plain
+
+    return plain(
+        {
+            "task": run.task,
+            "folder": None if run.folder is None else str(run.folder),
+            "metrics": run.metrics,
+            "history": run.history,
+            "losses": run.losses,
+            "steps": run.steps,
+            "best_step": run.best_step,
+            "seconds": run.seconds,
+            "recipe": {name: value if _is_json(value) else str(value) for name, value in run.recipe.items()},
+            "changes": run.changes,
+        }
+    )
+
+
+def _is_json(value: Any) -> bool:
+    return value is None or isinstance(value, (str, int, float, list, tuple, dict))
+
+
+def run_page(run: FinetuneResult) -> str:
+    """Return a run as HTML: the loss of each step as a curve, evaluations as lines in it and rows below."""
+    from flodl_hf.pages import table
+
+    names = list(dict.fromkeys(name for record in run.history for name in record if name not in ("step", "epoch")))
+    rows = [
+        [count(record.get("step", 0)), *(_cell(record.get(name)) for name in names)] for record in run.history[-20:]
+    ]
+    marks = {
+        int(record["step"]): ", ".join(f"{name} {_cell(record[name])}" for name in names if name in record)
+        for record in run.history
+        if record.get("step")
+    }
+    curve = curve_svg(run.losses, marks=marks, title="training loss")
+    return f"<div>{escape(run_line(run))}</div>{curve}" + (table(rows, ["step", *map(escape, names)]) if rows else "")
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, (int, float)) else escape(str(value)) if value is not None else ""
