@@ -6,7 +6,9 @@ lengths (median 22 words, at most 300), and so is the WordPiece vocabulary that 
 a text, the time of the calling thread (what the interpreter lock is held for, and steady on a busy host) for each step
 done in turn, and the wall time of the public call, in which the steps overlap.
 
-    python -m benchmarks.host_path [--only labels spans ...] [--texts N] [--rounds N] [--json FILE]
+Last, how tokenising alone scales: by the library's threads, our own, and processes.
+
+    python -m benchmarks.host_path [--only labels spans scaling ...] [--texts N] [--rounds N] [--json FILE]
 """
 
 from __future__ import annotations
@@ -14,12 +16,16 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import chain
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -35,6 +41,7 @@ from flodl_hf.config import ModelConfig
 from flodl_hf.model import EncoderModel
 from flodl_hf.runtime.batch import Batch
 from flodl_hf.runtime.engine import Engine
+from flodl_hf.runtime.inputs import encode
 from flodl_hf.runtime.record import SMALL
 from flodl_hf.runtime.stream import Job, stream
 from flodl_hf.tokenizer import Tokenizer
@@ -199,6 +206,50 @@ def measured(stand_in: StandIn, items: list[Any], call: Callable[[list[Any]], An
     return {name: statistics.median(row[name] for row in rows) for name in rows[0]}
 
 
+def scaling(texts: list[str], tokenizer: Tokenizer, rounds: int) -> None:
+    """Print how fast texts become arrays of ids, by whose threads or processes."""
+    ways: dict[str, Callable[[], Any]] = {
+        "threads of the library": lambda: encode(tokenizer, texts, max_tokens=None),
+        "two callers of those": lambda: list(
+            callers.map(lambda part: encode(tokenizer, part, max_tokens=None), halves)
+        ),
+        "threads of our own": lambda: encode(tokenizer, texts, max_tokens=None),
+        "processes, arrays back": lambda: pool.map(_in_process, parts),
+    }
+    parts = [texts[i : i + 512] for i in range(0, len(texts), 512)]
+    halves = [texts[i : i + 4096] for i in range(0, len(texts), 4096)]
+    cores = len(os.sched_getaffinity(0))
+    print(f"\ntexts to arrays of ids, {cores} cores, seconds for all texts")
+    with (
+        ThreadPoolExecutor(2) as callers,
+        get_context("spawn").Pool(min(16, cores), _have, (tokenizer.to_json(),)) as pool,
+    ):
+        pool.map(_in_process, parts)
+        for name, way in ways.items():
+            off = {"TOKENIZERS_PARALLELISM": "false" if "own" in name else "true"}
+            took = []
+            with patch.dict(os.environ, off):
+                for _ in range(rounds + 1):
+                    begin = time.perf_counter()
+                    way()
+                    took.append(time.perf_counter() - begin)
+            print(f"{name:26}{statistics.median(took[1:]):8.3f}", flush=True)
+
+
+_HELD: list[Inner] = []
+
+
+def _have(definition: str) -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _HELD.append(Inner.from_str(definition))
+
+
+def _in_process(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    found = [encoding.ids for encoding in _HELD[0].encode_batch_fast(texts)]
+    lengths = np.fromiter(map(len, found), np.int64, len(found))
+    return np.fromiter(chain.from_iterable(found), np.int32, int(lengths.sum())), lengths
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=[])
@@ -227,6 +278,8 @@ def main() -> None:
         whole = row["encode"] + row["start"] + row["finish"]
         steps = "".join(f"{row[step]:9.2f}" for step in ("encode", "start", "finish"))
         print(f"{name:12}{steps}{whole:10.2f}{row['wall']:9.2f}{row['all cores']:11.2f}", flush=True)
+    if not args.only or "scaling" in args.only:
+        scaling(texts, tokenizer, args.rounds)
     if args.json:
         args.json.write_text(json.dumps(kept, indent=1) + "\n")
 

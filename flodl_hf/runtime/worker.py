@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from flodl_hf.decode.rows import TokenTable
-from flodl_hf.runtime.engine import Engine
+from flodl_hf.runtime.engine import Engine, current
 from flodl_hf.runtime.inputs import Encoded
 from flodl_hf.runtime.parcels import receive, send, unpacked
 
@@ -98,7 +98,9 @@ class Worker:
             number, future, work, options = self._encoding.get()
             try:
                 encoded = future.result()
-                pending = Engine.of(self._model, options, self._device).start(encoded.table, work)
+                # Which device is current is a matter of each thread; the first would get a context of its own.
+                with current(self._device):
+                    pending = Engine.of(self._model, options, self._device).start(encoded.table, work)
                 self._running.put((number, (encoded, work, pending)))
             except BaseException as fault:
                 self._running.put((number, self._told(fault)))

@@ -241,3 +241,22 @@ def test_a_process_that_ends_is_told(make: Make, threaded: None) -> None:
             line.shutdown(socket.SHUT_RDWR)
     with pytest.raises(PredictError, match="process that answered for cpu ended"):
         model.predict(TEXTS, **TWO)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head", ["base", "sequence_classification", "token_classification", "question_answering"])
+def test_processes_answer_for_gpus(make: Make, monkeypatch: pytest.MonkeyPatch, head: str) -> None:
+    monkeypatch.setattr(workers, "worth_it", lambda devices: len(devices) > 1)
+    monkeypatch.setattr(workers, "LEAST", 1)
+    model = make("bert", head, hidden_size=64, num_attention_heads=2, intermediate_size=96).to("cuda", torch.bfloat16)
+    devices = [f"cuda:{i % torch.cuda.device_count()}" for i in range(2)]
+    run: dict[str, Any] = {"devices": devices, "window": 4, "batch_invariant": True}
+    expected = call_of(model, TEXTS, **run)
+    workers._OF[model].wait()
+    assert workers._OF[model].ready
+    seen = asked(monkeypatch)
+    for _ in range(2):
+        found = call_of(model, TEXTS, **run)
+        assert torch.equal(found, expected) if head == "base" else found == expected
+    assert seen
+    workers._OF[model].close()
