@@ -58,7 +58,7 @@ def command(
         elif isinstance(value, list):
             tell(f"{key:<22}{', '.join(map(str, value)) if value else 'none'}")
         else:
-            tell(f"{key:<22}{value}")
+            tell(f"{key:<22}{value:,}" if isinstance(value, int) else f"{key:<22}{value}")
     if explained is not None:
         tell(str(explained))
 
@@ -92,6 +92,7 @@ def describe(name: str, head: str, hub: dict[str, Any]) -> dict[str, Any]:
     """
     from flodl_hf.auto import head_named
     from flodl_hf.checkpoint import Checkpoint
+    from flodl_hf.familiar import size_text
     from flodl_hf.loading import head_of
     from flodl_hf.sentence import transformer_folder
     from flodl_hf.source import MODEL_FILES, VOCABULARY_FILES, plan_folder, read_config_file, resolve_folder
@@ -103,7 +104,7 @@ def describe(name: str, head: str, hub: dict[str, Any]) -> dict[str, Any]:
     wanted = (written_for or "base") if head == "auto" else head_named(head).name
     with Checkpoint.open(folder) as opened:
         stored = opened.manifest.tensors
-        plan, _ = plan_folder(config, wanted, stored, str(folder))
+        plan, graph = plan_folder(config, wanted, stored, str(folder))
         layout, size = opened.manifest.layout, sum(t.nbytes for t in stored.values())
     report = plan.report
     return {
@@ -112,6 +113,13 @@ def describe(name: str, head: str, hub: dict[str, Any]) -> dict[str, Any]:
         "family": config.model_type,
         "written_for": written_for or "unknown",
         "head": wanted,
+        "layers": config.encoder.num_layers,
+        "width": config.encoder.hidden_size,
+        "heads": config.encoder.num_heads,
+        "vocabulary": config.encoder.vocab_size,
+        # What is tied is one tensor.
+        "parameters": sum(p.numel() for name, p in graph.named_parameters() if name not in report.tied),
+        "size": size_text(size),
         "layout": layout,
         "bytes": size,
         "dtypes": report.dtypes,

@@ -232,6 +232,21 @@ def test_a_model_says_in_a_line_what_it_is(family: str, head: str, saved: Saved)
     assert "<svg" in model.graph._repr_html_()
 
 
+@families
+@heads
+def test_inspect_shows_layers_width_parameters_and_size(family: str, head: str, saved: Saved) -> None:
+    pytest.importorskip("typer")
+    from flodl_hf.cli.inspect import describe
+
+    folder = saved(family, head)
+    facts, model = describe(str(folder), "auto", {}), load(folder)
+    assert (facts["layers"], facts["width"], facts["heads"]) == (2, 16, 2)
+    assert facts["parameters"] == model.num_parameters()
+    assert facts["vocabulary"] == model.config.vocab_size
+    assert facts["size"].endswith(" kB")
+    assert float(facts["size"].split()[0]) == pytest.approx(facts["bytes"] / 1000, abs=0.06)
+
+
 # --- the Hub -----------------------------------------------------------------------------------------
 
 
