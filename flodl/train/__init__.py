@@ -29,6 +29,7 @@ from flodl.train.own_loop import OwnLoop
 from flodl.train.precision import Precision
 from flodl.train.profiling import Profiler
 from flodl.train.rate_search import RateSearch
+from flodl.train.rehearsal import Rehearsal
 from flodl.train.replicas import Replicas
 from flodl.train.settings import Settings
 from flodl.train.shown import ShowProgress
@@ -50,6 +51,7 @@ __all__ = [
     "Precision",
     "Profiler",
     "RateSearch",
+    "Rehearsal",
     "Replicas",
     "RunDone",
     "RunStarted",

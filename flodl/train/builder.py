@@ -24,6 +24,7 @@ from flodl.train.feed import as_feed
 from flodl.train.handle import Handle, Trained
 from flodl.train.optimizers import OptimizerMaker
 from flodl.train.rate_search import RateSearch, search_rates
+from flodl.train.rehearsal import Rehearsal, rehearse
 from flodl.train.settings import Settings, make_settings
 from flodl.train.shown import ShowProgress
 from flodl.train.step import TrainStep
@@ -349,6 +350,19 @@ class TrainerBuilder:
         if self._plan.data is None:
             raise TrainError("find_lr: found no dataset; call .dataset(...) first.", missing=["dataset"])
         return search_rates(self._plan, lambda plan: self._run_here(plan, ()), low=low, high=high, steps=steps)
+
+    def dry_run(self, steps: int = 3) -> Rehearsal:
+        """Train a copy of the model for some steps, the heaviest batch first, and say what the run will need.
+
+        Nothing of the run is changed and nothing is written; it is tried on one device, in this process. One batch of
+        each set of held-out data is judged.
+
+        Raises:
+            TrainError: data are missing; or whatever the run would raise in its first steps.
+        """
+        if self._plan.data is None:
+            raise TrainError("dry_run: found no dataset; call .dataset(...) first.", missing=["dataset"])
+        return rehearse(self._plan, lambda plan: self._run_here(plan, ()), steps=steps)
 
     def run(self) -> Handle:
         """Begin the run and return its handle.

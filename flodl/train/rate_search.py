@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
-
 from flodl.errors import ConfigError, TrainError
 from flodl.train.callback import Callback
 from flodl.train.events import StepDone
+from flodl.train.rehearsal import ALONE, Copied
 from flodl.train.schedule import Exponential
 
 if TYPE_CHECKING:
@@ -78,20 +75,8 @@ def search_settings(low: float, high: float, steps: int) -> dict[str, Any]:
     return {
         "schedule": Exponential(low, (high / low) ** (1 / (steps - 1))),
         "num_epochs": 1_000_000, "max_steps": steps, "log_every": 1, "on_nan": "skip",
-        "folder": None, "resume": False, "save_every": None, "keep_best": None, "early_stopping": None,
-        "eval_every": None, "eval_start": False, "checkpoint_every": None, "max_restarts": 0, "ema": None,
-        "timeline": None, "lr_scale_ratio": 0.0,
+        "ema": None, "lr_scale_ratio": 0.0, **ALONE,
     }  # fmt: skip
-
-
-@dataclass
-class _Copied:
-    """Gives a copy of what a factory gives, so that a model at hand stays as it is."""
-
-    factory: Callable[[torch.device], nn.Module]
-
-    def __call__(self, device: torch.device) -> nn.Module:
-        return copy.deepcopy(self.factory(device))
 
 
 class _Stops(Callback):
@@ -127,7 +112,7 @@ def search_rates(
     given = plan.settings
     settings = replace(given, **search_settings(low, high, steps), callbacks=(*given.callbacks, watch))
     calls = replace(plan.callbacks, epoch_fn=None, checkpoint_fn=None, metrics_fn=None, eval_fn=None, evals={})
-    run(replace(plan, model_factory=_Copied(plan.model_factory), settings=settings, callbacks=calls, evals={}))
+    run(replace(plan, model_factory=Copied(plan.model_factory), settings=settings, callbacks=calls, evals={}))
     if not watch.losses:
         raise TrainError(
             f"find_lr: the loss is not finite at a learning rate of {low:g}; look at the data and the model."

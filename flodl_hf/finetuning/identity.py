@@ -44,6 +44,9 @@ CHANGES_NO_NUMBER = (
         "local_files_only",
         "keep_last",
         "eval_start",
+        "report_to",
+        "log_dir",
+        "profile",
     ),
 )
 

@@ -10,6 +10,7 @@ import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -136,15 +137,24 @@ def plan_job(
         if tokenizer.mask_token_id is None:
             raise ConfigError(f"{where}: the tokenizer has no mask token, so nothing can be masked", problems=["mask"])
         masking = Masking(tokenizer.mask_token_id, tokenizer.vocab_size, options.mask_probability, options.whole_words)
+    micro = None if isinstance(options.micro_batch_size, str) else options.micro_batch_size
     layout = _layout(options)
     if own.loss is not None and layout == "bucketed":
         layout = "packed"  # a loss of the user's own does not know what is filled up
+        notes = [
+            *notes,
+            "loss: batches are not filled up to shapes that come again, which a loss of your own would not know of, so "
+            "steps are seldom recorded",
+        ]
     batches = _batches(options, rows, layout)
     collate = CollateRows(tokenizer.pad_token_id or 0, layout, masking, noise=bool(options.neftune))
     if layout == "bucketed":
-        cut: Any = {"micro_batch_size": options.micro_batch_size, "accumulate": options.accumulate}
+        cut: Any = {"accumulate": options.accumulate}
         cut["ranks"] = options.ranks if options.policy in (None, "sync") else 1  # others take whole batches
-        collate = replace(collate, shapes=choose_shapes(rows.lengths, batches, _most(rows, opened.max_tokens), **cut))
+        shapes = partial(choose_shapes, rows.lengths, batches, _most(rows, opened.max_tokens), **cut)
+        collate = replace(collate, shapes=shapes(micro_batch_size=micro))
+        if options.micro_batch_size == "auto":
+            collate = replace(collate, shapes_for=shapes)
     weights = _weights(options, task, rows)
     own.check(task, weights, options.label_smoothing)
     objective = Objective(
@@ -157,7 +167,7 @@ def plan_job(
             replace(collate, layout="packed" if layout == "bucketed" else layout, noise=False),
             # how wide a batch is padded says nothing of a model
             Objective(task.kind, mask_padding=True, own=own.loss),
-            options.eval_batch_size or options.micro_batch_size or options.batch_size,
+            options.eval_batch_size or micro or options.batch_size,
             options.precision,
             options.seed,
             own.metrics,

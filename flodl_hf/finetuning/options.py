@@ -76,7 +76,10 @@ class Options:
     max_steps: int | None = _opt(None, "Stop after so many optimiser steps.", least=1)
     batch_size: int = _opt(32, "Rows in a batch, over all devices together.", least=1)
     accumulate: int = _opt(1, "Batches in one optimiser step.", least=1)
-    micro_batch_size: int | None = _opt(None, "Most rows in the model at once; changes nothing but memory.", least=1)
+    micro_batch_size: int | str | None = _opt(
+        None, "Most rows in the model at once, or auto for as many as fit; changes nothing but memory.",
+        least=1, words=("auto",),
+    )  # fmt: skip
     tokens_per_batch: int | None = _opt(None, "Fill batches up to so many tokens instead of counting rows.", least=1)
     group_by_length: bool | None = _opt(
         None,
@@ -158,6 +161,12 @@ class Options:
         "qa: leave padding out of the loss, which is then the same however a batch is cut; transformers does not.",
     )
 
+    report_to: Sequence[str] = _opt(
+        (), "Logs besides: csv, tensorboard, wandb, mlflow.", each=("csv", "tensorboard", "wandb", "mlflow")
+    )
+    log_dir: str | None = _opt(None, "Folder for logs; by default beside the result.")
+    profile: str | None = _opt(None, "Folder for traces of torch.profiler over some steps.")
+
     save_every: int | None = _opt(None, "Steps between checkpoints, besides the one after each epoch.", least=1)
     checkpoints: str | None = _opt(None, "Folder for checkpoints; by default beside the result.")
     keep_last: int = _opt(1, "Newest checkpoints that stay, besides the best one.", least=1)
@@ -208,7 +217,7 @@ class FinetuneOptions(TypedDict, total=False):
     max_steps: int | None
     batch_size: int
     accumulate: int
-    micro_batch_size: int | None
+    micro_batch_size: int | str | None
     tokens_per_batch: int | None
     group_by_length: bool | None
     layout: str
@@ -254,6 +263,9 @@ class FinetuneOptions(TypedDict, total=False):
     whole_words: bool
     mask_probability: float
     mask_padding: bool
+    report_to: Sequence[str]
+    log_dir: str | None
+    profile: str | None
     save_every: int | None
     checkpoints: str | None
     keep_last: int
@@ -327,6 +339,8 @@ def make_options(given: Mapping[str, Any], where: str = "finetune") -> Options:
 
 def _checked(value: Any, hint: Any, checks: Mapping[str, Any]) -> Any:
     kinds = get_args(hint) or (hint,)
+    if value in checks.get("words", ()):
+        return value
     if value is None:
         if type(None) in kinds or hint is Any:
             return None
@@ -349,6 +363,10 @@ def _checked(value: Any, hint: Any, checks: Mapping[str, Any]) -> Any:
             raise ValueError(f"found {value!r}; expected {low} {f'to {high}' if high < float('inf') else 'or more'}")
     elif str in kinds and not isinstance(value, str):
         raise ValueError(f"found {value!r}; expected a text")
+    parts: Any = value if "each" in checks else ()
+    strange = [part for part in parts if part not in checks["each"]]
+    if strange:
+        raise ValueError(f"found {', '.join(map(repr, strange))}; expected some of {', '.join(checks['each'])}")
     among = checks.get("among")
     if among and value not in among:
         raise ValueError(f"found {value!r}{nearest(str(value), among)}; expected one of {', '.join(among)}")

@@ -6,8 +6,8 @@ its task; which rows come together by `flodl.data.batches`; what they are filled
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -218,6 +218,7 @@ class CollateRows:
         masking: hides tokens, for masked language models.
         shapes: bucketed: what batches are filled up to.
         noise: give each row a seed for the noise on its embeddings.
+        shapes_for: chooses shapes for another ``micro_batch_size``, where that is found out later.
     """
 
     pad_id: int
@@ -225,6 +226,11 @@ class CollateRows:
     masking: Masking | None = None
     shapes: Shapes = field(default_factory=Shapes)
     noise: bool = False
+    shapes_for: Callable[..., Shapes] | None = None
+
+    def cut_to(self, size: int | None) -> CollateRows:
+        """Return what makes micro-batches of so many rows; shapes to fill up to are chosen anew."""
+        return self if self.shapes_for is None else replace(self, shapes=self.shapes_for(micro_batch_size=size))
 
     def __call__(self, rows: Sequence[Mapping[str, Any]], where: Where) -> dict[str, Any]:
         """Return the parts of one batch; packed ones have ``row_lengths``, a list, besides."""

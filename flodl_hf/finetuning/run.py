@@ -17,21 +17,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-import torch
-
 from flodl.errors import ConfigError, ExportError, TrainError
 from flodl.train import Callback, EvalDone, RunDone, RunStarted, StepDone
 from flodl.train.events import Past
 from flodl.train.keeper import list_checkpoints
+from flodl.train.loggers import Log, make_log
 from flodl_hf.export.publish import is_model_file
 from flodl_hf.finetuning.best import Best, take_best
 from flodl_hf.finetuning.card import papers
 from flodl_hf.finetuning.data import is_several
 from flodl_hf.finetuning.job import Job, plan_job
-from flodl_hf.finetuning.options import FinetuneWords, make_options
+from flodl_hf.finetuning.options import FinetuneWords, Options, make_options
 from flodl_hf.finetuning.own import Own
 from flodl_hf.finetuning.shown import run_dict, run_line, run_page
-from flodl_hf.finetuning.training import CHECKPOINTS, make_builder, train_job
+from flodl_hf.finetuning.training import CHECKPOINTS, make_builder, settings_of_torch, train_job
 
 if TYPE_CHECKING:
     from flodl_hf.model import EncoderModel
@@ -140,12 +139,15 @@ def finetune(
         raise ConfigError("finetune: found no train=; expected a file or rows to learn from", problems=["train"])
     progress = False if options.get("disable_tqdm") and progress is None else progress
     target = None if out is None else Path(out)
+    logs = _logs(chosen, target)
     if target is not None:
         _check_free(target, overwrite)
     job = plan_job(model, train, eval, chosen, own=Own(loss, metrics, tuple(callbacks)))
     recipe = {"model": _named(model), "train": _named(train), "eval": _named(eval), **_recipe(job)}
     with ExitStack() as stack:
-        stack.enter_context(_settings_of_torch())
+        stack.enter_context(settings_of_torch())
+        for log in logs:
+            stack.callback(log.end)
         folder = _checkpoint_folder(job, target, stack)
         notes = _Notes(on_event)
         if folder is None and job.metric is not None and chosen.keep_best:
@@ -153,7 +155,7 @@ def finetune(
             notes.keep_best(Best(job.metric), job.model)
         began = time.perf_counter()
         with _naming_the_option():
-            trained = train_job(job, notes, stack, folder, progress=progress)
+            trained = train_job(job, notes, stack, folder, progress=progress, logs=logs)
         seconds = notes.past.seconds + time.perf_counter() - began
         best_step, metrics = _take_best(job, trained, folder, notes)
     trained.eval()
@@ -216,19 +218,6 @@ def _naming_the_option() -> Iterator[None]:
         raise TrainError(
             f"{fault.message} On the command line: --allow-change {shown!r}.", problems=fault.problems, names=names
         ) from None
-
-
-@contextmanager
-def _settings_of_torch() -> Iterator[None]:
-    """Put torch's global switches back to what they were."""
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    products = torch.get_float32_matmul_precision()
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
-        torch.set_float32_matmul_precision(products)
 
 
 # ---- checkpoints and the folder -------------------------------------------------------------------------
@@ -325,6 +314,19 @@ def _write(job: Job, result: FinetuneResult, target: Path, overwrite: bool) -> P
     return result.model.save_pretrained(target, overwrite=overwrite, extra_files=files)
 
 
+def _logs(options: Options, target: Path | None) -> list[Log]:
+    """Return the logs that were asked for, on the first rank; their packages are found.
+
+    Raises:
+        TrainError: a package is not installed.
+    """
+    if not _is_first_rank():
+        return []
+    beside = Path("runs") if target is None else target.with_name(target.name + ".logs")
+    settings = {name: value for name, value in options.to_dict().items() if value not in (None, (), [], {})}
+    return [make_log(name, options.log_dir or beside, settings) for name in options.report_to]
+
+
 def _named(source: Any) -> Any:
     """Return how a recipe names data or a model: paths and shares; None for what is in memory."""
     if is_several(source):
@@ -338,6 +340,7 @@ def _named(source: Any) -> Any:
 def _recipe(job: Job) -> dict[str, Any]:
     """Return the choices that make the run again: all that are set, without where files go on this machine."""
     left_out = ("checkpoints", "keep_checkpoints", "resume", "allow_change", "local_files_only")
+    left_out += ("report_to", "log_dir", "profile")
     values = {k: v for k, v in job.options.to_dict().items() if k not in left_out and v is not None}
     if not isinstance(values["schedule"], str):
         values["schedule"] = repr(job.options.schedule)

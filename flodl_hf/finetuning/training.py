@@ -6,8 +6,8 @@ What is undone after the training is put on the stack that callers give.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flodl.train import Trainer, adamw, parameter_groups, sgd
+from flodl.train import Profiler, Trainer, adamw, parameter_groups, sgd
 from flodl.train.optimizers import layerwise_decay
 from flodl_hf.finetuning.factory import Given, ModelFactory, checkpoint_layers, restore_layers, set_dropout
 from flodl_hf.finetuning.identity import identity_of
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from flodl.train.builder import TrainerBuilder
     from flodl_hf.model import EncoderModel
 
-__all__ = ["CHECKPOINTS", "make_builder", "train_job"]
+__all__ = ["CHECKPOINTS", "make_builder", "settings_of_torch", "train_job"]
 
 CHECKPOINTS = ".checkpoints"  # after the name of the folder that a run writes
 NO_DECAY = ("*bias", "*norm.weight", "*norm*.weight")
@@ -55,6 +55,7 @@ def train_job(
     folder: Path | None = None,
     *,
     progress: bool | None = False,
+    logs: Sequence[Callable[[Any], Any]] = (),
 ) -> EncoderModel:
     """Return the model of a planned job after its last step.
 
@@ -64,8 +65,12 @@ def train_job(
         stack: undoes what is set for training alone, when it is closed.
         folder: where checkpoints go.
         progress: as for `finetune`.
+        logs: called with events too; what they raise is told and training goes on.
     """
-    handle = make_builder(job, on_event, stack, folder).progress(progress, total=job.steps).run()
+    builder = make_builder(job, on_event, stack, folder).progress(progress, total=job.steps)
+    for log in logs:
+        builder.subscribe(log)
+    handle = builder.run()
     state = handle.join()
     if handle.model is not None:
         trained: Any = handle.model
@@ -109,7 +114,7 @@ def make_builder(
             checkpoint_activations=checkpoint_layers if options.gradient_checkpointing else None,
             arrange=_arrangement(options),
             remarks=tuple(job.notes),
-            callbacks=job.own.callbacks,
+            callbacks=(*job.own.callbacks, *([Profiler(options.profile)] if options.profile else [])),
             ema=options.ema,
             ema_warmup=options.ema_warmup,
         )
@@ -187,3 +192,16 @@ def _ready(job: Job, model: EncoderModel, stack: ExitStack) -> None:
     if job.options.dropout is not None:
         before = set_dropout(model, job.options.dropout)
         stack.callback(lambda: [setattr(module, name, value) for module, name, value in before])
+
+
+@contextmanager
+def settings_of_torch() -> Iterator[None]:
+    """Put torch's global switches back to what they were."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    products = torch.get_float32_matmul_precision()
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        torch.set_float32_matmul_precision(products)

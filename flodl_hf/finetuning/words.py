@@ -38,6 +38,7 @@ class TrainerWords(TypedDict, total=False):
     learning_rate: float
     line_by_line: bool
     load_best_model_at_end: bool
+    logging_dir: str | None
     lr_scheduler_kwargs: Mapping[str, Any] | None
     lr_scheduler_type: Any
     max_seq_length: int | None
@@ -220,6 +221,7 @@ TAKEN: dict[str, Callable[[Any, Mapping[str, Any]], Found]] = {
     "learning_rate": _renamed("lr"),
     "line_by_line": lambda value, given: {"concatenate": not value},
     "load_best_model_at_end": _renamed("keep_best"),
+    "logging_dir": _renamed("log_dir"),
     "lr_scheduler_kwargs": _curve,
     "lr_scheduler_type": _schedule,
     "max_seq_length": _renamed("max_length"),
@@ -249,7 +251,7 @@ INERT = frozenset({
     "ddp_broadcast_buffers", "ddp_bucket_cap_mb", "ddp_find_unused_parameters", "ddp_static_graph", "ddp_timeout",
     "do_eval", "do_train", "eval_accumulation_steps", "eval_do_concat_batches", "eval_use_gather_object",
     "gradient_checkpointing_kwargs", "include_num_input_tokens_seen", "length_column_name", "local_rank", "log_level",
-    "log_level_replica", "log_on_each_node", "logging_dir", "logging_first_step", "logging_nan_inf_filter",
+    "log_level_replica", "log_on_each_node", "logging_first_step", "logging_nan_inf_filter",
     "logging_steps", "logging_strategy", "pad_to_max_length", "remove_unused_columns", "run_name",
     "save_on_each_node", "save_only_model", "save_safetensors", "skip_memory_metrics", "torch_compile_backend",
     "torch_compile_mode", "torch_empty_cache_steps", "use_cache",

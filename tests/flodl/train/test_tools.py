@@ -95,6 +95,38 @@ def test_a_loss_that_is_never_finite_is_told() -> None:
         builder(train_step=broken).find_lr(steps=8)
 
 
+# ---- dry runs -----------------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_says_what_is_needed_and_leaves_all_as_it_was(tmp_path: Path) -> None:
+    model, judged = make_model("cpu"), []
+
+    def judging(model: nn.Module, batch: Any) -> dict[str, Any]:
+        judged.append(len(batch["y"]))
+        return judge(model, batch)
+
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    made = builder(lambda device: model).num_epochs(7).checkpoints(str(tmp_path / "run"), keep_best="accuracy")
+    made.evaluate(judging, TensorRows(tensors()), batch_size=10, every=1)
+    found = made.dry_run()
+    assert (found.steps, found.rows_at_once, found.fits, found.device) == (35, 12, True, "cpu")
+    assert found.parameters == found.learned == sum(p.numel() for p in model.parameters())
+    assert found.seconds == pytest.approx(35 * found.step_seconds)
+    assert judged == [10]
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert not (tmp_path / "run").exists()
+    assert "35 steps of" in str(found)
+    assert json.loads(json.dumps(found.to_dict()))["peak_bytes"] is None
+    assert made.set(max_steps=9).dry_run().steps == 9
+
+
+def test_a_dry_run_finds_what_does_not_fit() -> None:
+    found = builder(lambda device: Small(5)).dry_run()
+    assert not found.fits
+    assert "does NOT fit" in str(found)
+    assert builder(lambda device: Small(5), micro_batch_size="auto").dry_run().rows_at_once == 3
+
+
 # ---- micro-batches that fit -------------------------------------------------------------------------------
 
 

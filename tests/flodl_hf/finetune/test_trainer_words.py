@@ -152,7 +152,7 @@ UNKNOWN = {
     "fsdp_config", "hub_always_push", "hub_private_repo", "hub_revision", "hub_token", "label_names",
     "liger_kernel_config", "optim_target_modules", "parallelism_config", "prediction_loss_only", "project",
     "restore_callback_states_from_checkpoint", "trackio_bucket_id", "trackio_space_id", "trackio_static_space_id",
-    "activation_checkpointing", "activation_checkpointing_kwargs", "report_to",
+    "activation_checkpointing", "activation_checkpointing_kwargs",
 }  # fmt: skip
 
 

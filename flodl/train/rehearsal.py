@@ -1,0 +1,143 @@
+"""A dry run: two steps of a copy, the heaviest batch among them, to see what a run will need before it is begun."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from flodl.progress import clock
+from flodl.train.callback import Callback
+from flodl.train.fitting import fit_micro_batch, heaviest_turn, try_turn
+
+if TYPE_CHECKING:
+    from flodl.train.builder import Plan
+    from flodl.train.trainer import Trainer
+
+__all__ = ["ALONE", "Copied", "Rehearsal", "rehearse"]
+
+ALONE: dict[str, Any] = {
+    "folder": None, "resume": False, "save_every": None, "keep_best": None, "early_stopping": None, "eval_every": None,
+    "eval_start": False, "checkpoint_every": None, "max_restarts": 0, "timeline": None,
+}  # fmt: skip
+"""Settings of a run that leaves nothing behind."""
+
+
+@dataclass
+class Copied:
+    """Gives a copy of what a factory gives, so that a model at hand stays as it is."""
+
+    factory: Callable[[torch.device], Any]
+
+    def __call__(self, device: torch.device) -> Any:
+        """Return the copy."""
+        return copy.deepcopy(self.factory(device))
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What a run will need.
+
+    Attributes:
+        device: where it was tried.
+        parameters: numbers in the model.
+        learned: those that training changes.
+        steps: optimiser steps of the whole run, as far as the first epoch tells.
+        rows_at_once: rows of the heaviest micro-batch.
+        fits: whether forward and backward of the heaviest batch fit into memory.
+        step_seconds: time of a step, the first one left out.
+        seconds: time of all steps at that pace; evaluation not counted.
+        peak_bytes: most device memory in use; None on a CPU.
+    """
+
+    device: str
+    parameters: int
+    learned: int
+    steps: int
+    rows_at_once: int
+    fits: bool
+    step_seconds: float
+    seconds: float
+    peak_bytes: int | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all of it as JSON values."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        memory = "" if self.peak_bytes is None else f", {self.peak_bytes / 1e9:.2f} GB at most"
+        fits = "fits" if self.fits else "does NOT fit into memory"
+        return (
+            f"{self.parameters:,} parameters, {self.learned:,} of them learn, on {self.device}\n"
+            f"the heaviest batch, {self.rows_at_once} rows at once, {fits}{memory}\n"
+            f"{self.steps:,} steps of {self.step_seconds:.3g} s: {clock(self.seconds)}"
+        )
+
+
+class _Watch(Callback):
+    """Tries the heaviest batch before the first step, and times the others."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def on_train_begin(self, trainer: Trainer) -> None:
+        # All held-out data would take as long as it does; one batch of each set tells whether judging works.
+        self.evals, trainer.callbacks.evals = trainer.callbacks.evals, {}
+        device, model = trainer.ranks.device, trainer.model
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        if trainer.settings.micro_batch_size == "auto":
+            fit_micro_batch(trainer)
+        self.rows, self.fits = try_turn(trainer, heaviest_turn(trainer))
+        self.device = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        self.parameters = sum(p.numel() for p in model.parameters())
+        self.learned = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        assert trainer.feed is not None
+        self.steps_per_epoch = trainer.feed.turns(0)
+        if not self.fits:
+            trainer.stopping = True
+
+    def on_step_begin(self, trainer: Trainer, batches: Any) -> None:
+        self._wait(trainer)
+        self._began = time.perf_counter()
+
+    def on_step_end(self, trainer: Trainer, result: Any) -> None:
+        self._wait(trainer)
+        self.times.append(time.perf_counter() - self._began)
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        for judge, feed in self.evals.values() if self.fits else ():
+            trainer.model.eval()
+            with torch.no_grad():
+                for _, batches in feed.work(0, [0], None):
+                    judge(trainer.model, batches[0])
+        cuda = trainer.ranks.device.type == "cuda"
+        self.peak = torch.cuda.max_memory_allocated(trainer.ranks.device) if cuda else None
+
+    @staticmethod
+    def _wait(trainer: Trainer) -> None:
+        if trainer.ranks.device.type == "cuda":
+            torch.cuda.synchronize(trainer.ranks.device)
+
+
+def rehearse(plan: Plan, run: Callable[[Plan], Any], *, steps: int = 3) -> Rehearsal:
+    """Return what the run of ``plan`` will need; neither its model nor its folder is touched.
+
+    Raises:
+        Exception: whatever the run itself would raise in its first steps.
+    """
+    watch, given = _Watch(), plan.settings
+    settings = replace(given, **{**ALONE, "max_steps": steps}, callbacks=(*given.callbacks, watch), capture=False)
+    calls = replace(plan.callbacks, epoch_fn=None, checkpoint_fn=None, metrics_fn=None, eval_fn=None)
+    run(replace(plan, model_factory=Copied(plan.model_factory), settings=settings, callbacks=calls))
+    pace = watch.times[1:] or watch.times
+    each = sum(pace) / len(pace) if pace else 0.0
+    whole = watch.steps_per_epoch * given.num_epochs
+    whole = whole if given.max_steps is None else min(whole, given.max_steps)
+    return Rehearsal(
+        watch.device, watch.parameters, watch.learned, whole, watch.rows, watch.fits, each, each * whole, watch.peak
+    )

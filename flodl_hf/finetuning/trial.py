@@ -1,0 +1,153 @@
+"""Before a run: what it will need (`dry_run`) and at which rate it learns (`find_lr`), on a copy of the model."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Unpack
+
+import numpy as np
+
+from flodl.train import RateSearch, Rehearsal
+from flodl_hf.finetuning.evaluation import Evaluation, Evaluations
+from flodl_hf.finetuning.job import Job, plan_job
+from flodl_hf.finetuning.options import FinetuneWords, make_options
+from flodl_hf.finetuning.own import Own
+from flodl_hf.finetuning.training import make_builder, settings_of_torch
+
+if TYPE_CHECKING:
+    from flodl_hf.model import EncoderModel
+
+__all__ = ["DryRun", "dry_run", "find_lr"]
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What a fine-tune will do and need.
+
+    Attributes:
+        task: the head's name.
+        labels: label names; None where the head has none.
+        rows: training rows, windows of long texts counted one by one.
+        tokens: tokens of all of them.
+        longest: tokens of the longest.
+        eval_rows: held-out rows by set.
+        steps: optimiser steps of the whole run.
+        needs: time and memory; its ``steps`` are those of the first epoch times epochs.
+        metrics: figures that evaluation gave for some held-out rows.
+    """
+
+    task: str
+    labels: tuple[str, ...] | None
+    rows: int
+    tokens: int
+    longest: int
+    eval_rows: dict[str, int]
+    steps: int
+    needs: Rehearsal
+    metrics: dict[str, float]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all of it as JSON values."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        labels = "" if self.labels is None else f", {len(self.labels)} labels: {', '.join(self.labels[:8])}"
+        held = ", ".join(f"{rows:,} rows{name and f' of {name}'}" for name, rows in self.eval_rows.items())
+        lines = [
+            f"{self.task}{labels[:100]}",
+            f"{self.rows:,} training rows, {self.tokens:,} tokens, the longest {self.longest}",
+            f"held out: {held}" if held else "nothing is held out",
+            str(self.needs),
+        ]
+        return "\n".join(lines)
+
+
+def dry_run(
+    model: str | Path | EncoderModel,
+    *,
+    train: Any,
+    eval: Any = None,
+    loss: Callable[..., Any] | None = None,
+    metrics: Any = None,
+    **options: Unpack[FinetuneWords],
+) -> DryRun:
+    """Return what ``finetune`` with the same arguments will do and need, after trying a little of all of it.
+
+    The data is read and tokenized whole; a copy of the model does the heaviest batch and three steps, judges some
+    held-out rows and is written to a folder that is removed again. Nothing else is written, no model is changed.
+
+    Raises:
+        Exception: whatever `flodl_hf.finetuning.finetune` would raise by then.
+    """
+    job = plan_job(model, train, eval, make_options(options), where="dry_run", own=Own(loss, metrics))
+    with ExitStack() as stack:
+        stack.enter_context(settings_of_torch())
+        needs = make_builder(job, lambda event: None, stack).set(eval_start=False).dry_run()
+        figures = _judge_some(job)
+        place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flodl-hf-"))) / "model"
+        job.model.save_pretrained(place)
+    sets = _sets(job)
+    return DryRun(
+        job.task.head,
+        job.task.labels,
+        len(job.rows),
+        int(job.rows.lengths.sum()),
+        int(job.rows.lengths.max()),
+        {name: len(one.prepared.rows) for name, one in sets.items()},
+        job.steps,
+        needs,
+        figures,
+    )
+
+
+def _sets(job: Job) -> dict[str, Evaluation]:
+    whole = job.evaluation
+    return {} if whole is None else dict(whole.sets) if isinstance(whole, Evaluations) else {"": whole}
+
+
+def _judge_some(job: Job) -> dict[str, float]:
+    """Return figures of a few held-out rows of each set, to see that judging works."""
+    figures: dict[str, float] = {}
+    mode = job.model.training
+    job.model.eval()
+    try:
+        for name, one in _sets(job).items():
+            first = one.units()[0]
+            losses, scorer = one._judge(job.model, first)
+            found = one._figures(losses, scorer)
+            figures |= {f"{name}/{figure}" if name else figure: float(np.float64(v)) for figure, v in found.items()}
+    finally:
+        job.model.train(mode)
+    return figures
+
+
+def find_lr(
+    model: str | Path | EncoderModel,
+    *,
+    train: Any,
+    low: float = 1e-7,
+    high: float = 1.0,
+    steps: int = 100,
+    loss: Callable[..., Any] | None = None,
+    **options: Unpack[FinetuneWords],
+) -> RateSearch:
+    """Return what training a copy of ``model`` at rising rates finds; its ``suggestion`` is one for ``lr``.
+
+    It stops where the loss is four times the lowest. Nothing is written and no model is changed.
+
+    Args:
+        train: data, as for `flodl_hf.finetuning.finetune`.
+        steps: optimiser steps at most; rates rise by the same factor at each.
+
+    Raises:
+        ConfigError, DataError: as in `finetune`; rates that do not rise.
+        TrainError: the loss is not finite from the start.
+    """
+    job = plan_job(model, train, None, make_options(options), where="find_lr", own=Own(loss))
+    with ExitStack() as stack:
+        stack.enter_context(settings_of_torch())
+        return make_builder(job, lambda event: None, stack).find_lr(low, high, steps)
