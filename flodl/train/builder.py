@@ -90,15 +90,27 @@ class Plan:
         )
 
 
+@dataclass(frozen=True)
+class _Given:
+    """Hands out a model that exists already."""
+
+    model: nn.Module
+
+    def __call__(self, device: torch.device) -> nn.Module:
+        return self.model
+
+
 class TrainerBuilder:
     """Made by `Trainer.builder`."""
 
     def __init__(
         self,
-        model_factory: Callable[[torch.device], nn.Module],
+        model_factory: nn.Module | Callable[[torch.device], nn.Module],
         optimizer_factory: OptimizerMaker,
         train_step: TrainStep,
     ) -> None:
+        if isinstance(model_factory, nn.Module):
+            model_factory = _Given(model_factory)
         self._plan = Plan(model_factory, optimizer_factory, train_step, Settings())
         self._devices: int | Sequence[str] | str | None = None
         self._start = "spawn"

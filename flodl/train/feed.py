@@ -245,6 +245,7 @@ def as_feed(
     if isinstance(data, DataLoader):
         return RowFeed(data, device=device, **sizes)
     if isinstance(data, torch.utils.data.DataLoader) or (batch_size is None and batches is None):
+        _refuse_rows(data)
         return StreamFeed(data, device, **sizes)
     options: dict[str, Any] = (
         {"batches": batches}
@@ -252,6 +253,40 @@ def as_feed(
         else {"batch_size": batch_size, "shuffle": shuffle, "drop_last": drop_last}
     )
     return RowFeed(DataLoader(data, seed=seed, device=device, collate=collate, **options), **sizes)
+
+
+def _refuse_rows(data: Any) -> None:
+    """Refuse rows where batches are expected: each would be a step of its own.
+
+    Raises:
+        TrainError: ``data`` are rows, as far as can be told.
+    """
+    if _are_rows(data):
+        raise TrainError(
+            f"trainer: found rows ({type(data).__name__}) and no batch size; each row would be a step of its own. "
+            "Expected batch_size (.batch_size(32), or batch_size=32 of evaluate), or a loader that yields batches.",
+            found=type(data).__name__,
+            missing=["batch_size"],
+        )
+
+
+def _are_rows(data: Any) -> bool:
+    if isinstance(data, (torch.utils.data.DataLoader, torch.utils.data.IterableDataset)):
+        return False
+    if isinstance(data, (torch.Tensor, np.ndarray, Mapping, torch.utils.data.Dataset)) or hasattr(data, "features"):
+        return True
+    if isinstance(data, (list, tuple)):
+        return bool(data) and _is_row(data[0])
+    return not hasattr(data, "__iter__") and not hasattr(data, "epoch")
+
+
+def _is_row(item: Any) -> bool:
+    """Return whether an item of a list is one sample: a number or a text stands where a batch has several."""
+    parts = list(item.values()) if isinstance(item, Mapping) else item if isinstance(item, (list, tuple)) else [item]
+    sizes = {part.shape[0] for part in parts if isinstance(part, (torch.Tensor, np.ndarray)) and part.ndim}
+    single = [part for part in parts if isinstance(part, (str, float, int)) or getattr(part, "ndim", 1) == 0]
+    # a number beside tensors may say how many samples these have
+    return any(not (isinstance(part, int) and part in sizes) for part in single)
 
 
 def take(feed: Feed, epoch: int, turns: Sequence[int]) -> list[Any]:

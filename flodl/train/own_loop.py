@@ -98,6 +98,7 @@ class OwnLoop(Trainer):
                 timer = self.step_.timed()
                 timer.__enter__()
                 self._timer = timer
+                self.graphs.cut()
                 yield batch
                 if self._turn is not None:  # the caller did not step
                     self.step()

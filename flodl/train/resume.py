@@ -110,7 +110,7 @@ def snapshot(trainer: Trainer) -> dict[str, Any]:
     """
     rank, shared = trainer.ranks.rank, trainer.policy.shares_gradients
     random_tensors, random_rest = random_state(trainer.ranks.device)
-    own_tensors = dict(random_tensors)
+    own_tensors = {**random_tensors, **{f"remembered/{k}": v for k, v in trainer.graphs.tensors().items()}}
     own: dict[str, Any] = {
         "random": random_rest,
         "tally": trainer.tally.to_dict(),
@@ -199,6 +199,8 @@ def restore(trainer: Trainer, saved: Checkpoint) -> None:
         trainer.policy.load_state_dict(run["policy"], [part["policy"] for part in own])
     else:
         trainer.policy.steps = run["policy"]["steps"]
+    mark = "remembered/"
+    trainer.graphs.load({name.removeprefix(mark): t for name, t in tensors.items() if name.startswith(mark)})
     if trainer.ranks.rank < world:
         trainer.tally = Tally(**own[mine]["tally"])
         load_random(trainer.ranks.device, tensors, own[mine]["random"])

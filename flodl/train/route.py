@@ -49,6 +49,8 @@ def choose_route(trainer: Trainer) -> None:
     reason = f"the device is a {device.type}, and CUDA devices record graphs" if recorder is None else None
     if reason is None and settings.knobs.shares == "measured" and not trainer.ranks.solo:
         reason = "shares follow the time of each rank's own part, which is measured apart"
+    if reason is None and trainer.graphs.remembers:
+        reason = "the model remembers values of its last call, which a recording would not pass on"
     if reason is None and trainer.hooks.around:
         names = ", ".join(dict.fromkeys(type(call).__name__ for call in trainer.hooks.around))
         reason = f"{names} acts around the backward pass, which a recording would not repeat"

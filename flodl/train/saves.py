@@ -109,7 +109,7 @@ class Saves:
             return False
         resume.restore(trainer, found)
         past = resume.past_of(found)
-        trainer.log.losses, trainer.evaluator.history = list(past.losses), list(past.evaluations)
+        trainer.log.losses, trainer.evaluator.history = list(past.losses), [dict(row) for row in past.evaluations]
         self._seconds, self.changes = past.seconds, [*past.changes, *self.changes]
         for message in self.keeper.resume_best(found.values["run"].get("best")):
             trainer.events.emit(Warned(rank=trainer.ranks.rank, step=self.step, message=message))

@@ -63,7 +63,7 @@ def evaluate_now(trainer: Trainer, *, counts: bool = True) -> bool:
     """
     trainer.log.settle(trainer.tally)
     average, policy = trainer.average, trainer.policy
-    with average.applied() if average is not None else nullcontext():
+    with average.applied() if average is not None else nullcontext(), trainer.graphs.apart():
         found = trainer.evaluator.run(
             trainer.model, trainer.ranks, trainer.precision, policy.steps, policy.speeds, counts=counts
         )

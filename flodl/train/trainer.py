@@ -24,6 +24,7 @@ from flodl.distributed.group import Ranks, join_ranks
 from flodl.distributed.policy import LocalSteps, Round, Sync, choose_policy, make_policy
 from flodl.distributed.timeline import Timeline
 from flodl.errors import TrainError
+from flodl.graph.stepping import GraphSteps
 from flodl.train import resume
 from flodl.train.callback import Hooks
 from flodl.train.ema import WeightAverage
@@ -108,6 +109,7 @@ class Trainer:
         )
         self._use_policy(choose_policy(ranks, settings.policy, settings.slowdown.get(ranks.rank, 1.0)))
         self._train_step = train_step
+        self.graphs = GraphSteps(model)
         self.saves = Saves(self)
         self.keeper = self.saves.keeper
         self.timeline = Timeline(ranks.rank) if settings.timeline else None
@@ -183,12 +185,15 @@ class Trainer:
 
     @staticmethod
     def builder(
-        model_factory: Callable[[torch.device], nn.Module], optimizer_factory: OptimizerMaker, train_step: TrainStep
+        model_factory: nn.Module | Callable[[torch.device], nn.Module],
+        optimizer_factory: OptimizerMaker,
+        train_step: TrainStep,
     ) -> TrainerBuilder:
         """Return a builder for a run whose loop is ours: add data and settings, then ``run().join()``.
 
         Args:
-            model_factory: ``model_factory(device)`` gives the model.
+            model_factory: ``model_factory(device)`` gives the model; or the model itself, which is trained in place
+                where this process trains, and copied where ranks are processes of their own.
             optimizer_factory: ``optimizer_factory(parameters)`` gives the optimiser.
             train_step: ``train_step(model, batch)`` gives a `flodl.train.Loss`, a pair ``(sum, count)``, or
                 the mean over the samples of the batch.
@@ -219,13 +224,14 @@ class Trainer:
             )
         with self._leaving_cleanly():
             self._begin_run()
-            self.step_.train_step = self._train_step
+            self.step_.train_step = self._cutting(self._train_step)
             if self.settings.micro_batch_size == "auto":
                 fit_micro_batch(self)
             choose_route(self)
             while self.epoch_number < self.settings.num_epochs and not self.stopping:
                 self._call("epoch_fn", self.epoch_number, self, may_stop=True)
                 self.step_.look_again()
+                self.graphs.look_again()
                 self._mark = time.perf_counter()
                 self.hooks.call("on_epoch_begin", self.epoch_number)
                 for turn, batches in self._work(self.feed):
@@ -240,6 +246,17 @@ class Trainer:
                     self._end_epoch()
             self._end_run()
         return self
+
+    def _cutting(self, train_step: TrainStep) -> TrainStep:
+        """Return the step for models that remember: the history of what they remember is over with each pass."""
+        if not self.graphs.remembers:
+            return train_step
+
+        def step(model: nn.Module, batch: Any) -> Any:
+            self.graphs.cut()
+            return train_step(model, batch)
+
+        return step
 
     def _work(self, feed: Feed) -> Iterator[tuple[int, list[Any]]]:
         """Yield this rank's part of what is left of the epoch, one optimiser step at a time."""
@@ -258,6 +275,7 @@ class Trainer:
         wall_ms, self._mark = (now - self._mark) * 1e3, now
         about: Any = {"epoch": self.epoch_number, "lr": self.rates.first, "wall_ms": wall_ms}
         self.log.note(self.tally, result, step=self.policy.lr_step, **about)
+        self.graphs.end_step()
         self.hooks.call("on_step_end", result)
         if round_ is not None:
             self._met(round_)
@@ -321,6 +339,7 @@ class Trainer:
             if self.stopping:
                 return
         self.log.settle(self.tally)
+        self.graphs.end_epoch()
         self.tally.wall_ms += (time.perf_counter() - self._mark) * 1e3
         self._mark = time.perf_counter()
         done = self.epoch_number
