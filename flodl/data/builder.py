@@ -117,3 +117,6 @@ class LoaderBuilder:
             settings.pop("drop_last", False),
         )
         return DataLoader(self._data, batches=DistributedPlan(source, shares, split).for_rank(rank), **settings)
+
+
+DataLoader._builder = LoaderBuilder

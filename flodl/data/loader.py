@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -114,12 +114,13 @@ class DataLoader:
             self._check_names(tuple(names))
             self._names = tuple(names)
 
+    # What stands on this class names itself here, so that this file need not import it.
+    _builder: ClassVar[type[LoaderBuilder]]
+
     @staticmethod
     def from_dataset(data: Any) -> LoaderBuilder:
         """Return a builder of a loader over ``data``, set up call by call and ended with ``build()``."""
-        from flodl.data.builder import LoaderBuilder
-
-        return LoaderBuilder(data)
+        return DataLoader._builder(data)
 
     from_batch_dataset = from_dataset
 

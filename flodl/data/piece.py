@@ -1,7 +1,7 @@
 """All tensors of a batch in one piece of memory: one copy brings them to a device, another to where a recording reads.
 
 Decides which batches can lie in one piece and where each part begins. Who copies them is `flodl.data.stream` and
-`flodl.train.capture`.
+`flodl.train.step.capture`.
 """
 
 from __future__ import annotations

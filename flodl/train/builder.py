@@ -468,3 +468,6 @@ class _Sends:
                 return
             self._last = event.at_s
         self.pipe.send(("event", event))
+
+
+Trainer._builder = TrainerBuilder

@@ -165,3 +165,6 @@ class OwnLoop(Trainer):
     def is_sync(self) -> bool:
         """Whether all ranks step together."""
         return isinstance(self.policy, Sync)
+
+
+Trainer._own_loop = OwnLoop

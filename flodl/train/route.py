@@ -1,9 +1,7 @@
 """How the steps of a run are carried out: recorded and replayed, decided on the device, or step by step on the host.
 
-What each of these computes is in `flodl.train.capture`, `flodl.train.on_device` and `flodl.train.step`. Recorded
-are runs of `Trainer.builder` on a CUDA device in float32, TF32 or bfloat16 with Adam, AdamW or SGD, on one rank, on
-ranks that step on their own (Cadence, Async), and each rank's own part of the steps of all (Sync). All others ask the
-device once a step.
+What each of these computes is in `flodl.train.step`. Recorded are runs of `Trainer.builder` on a CUDA device in
+float32, TF32 or bfloat16 with Adam, AdamW or SGD, on one rank and on several. All others ask the device once a step.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from torch import nn
 
 from flodl.distributed.policy import Sync
 from flodl.errors import TrainError
-from flodl.train.capture import CudaRecorder, Recorder
+from flodl.train.step.capture import CudaRecorder, Recorder
 
 if TYPE_CHECKING:
     from flodl.train.settings import Settings

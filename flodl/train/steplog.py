@@ -16,9 +16,9 @@ from functools import partial
 import torch
 
 from flodl.train.events import Events, StepDone, Warned
-from flodl.train.finite import KEPT_ROWS
-from flodl.train.on_device import Outcome
 from flodl.train.step import StepResult, not_finite
+from flodl.train.step.decide import KEPT_ROWS
+from flodl.train.step.on_device import Outcome
 from flodl.train.tally import Tally
 
 __all__ = ["StepLog"]

@@ -13,7 +13,7 @@ import copy
 import random
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ from flodl.train.fitting import fit_micro_batch
 from flodl.train.optimizers import OptimizerMaker, make_optimizer
 from flodl.train.precision import Precision
 from flodl.train.rates import Rates
+from flodl.train.replicas import Replicas
 from flodl.train.route import choose_route, compiled
 from flodl.train.saves import Saves
 from flodl.train.settings import Settings, make_settings
@@ -47,7 +48,6 @@ from flodl.train.telling import evaluate_now, tell_meeting, tell_start
 if TYPE_CHECKING:
     from flodl.train.builder import TrainerBuilder
     from flodl.train.own_loop import OwnLoop
-    from flodl.train.replicas import Replicas
 
 __all__ = ["Trainer"]
 
@@ -148,6 +148,10 @@ class Trainer:
 
     # ---- making one ----------------------------------------------------------------------------------
 
+    # What stands on this class names itself here, so that this file need not import it.
+    _own_loop: ClassVar[type[OwnLoop]]
+    _builder: ClassVar[type[TrainerBuilder]]
+
     @staticmethod
     def setup(model: nn.Module, *, optimizer: OptimizerMaker, ranks: Ranks | None = None, **settings: Any) -> OwnLoop:
         """Return a trainer for a loop that you write; the same code runs on a CPU, a GPU, or under torchrun.
@@ -171,10 +175,10 @@ class Trainer:
         Raises:
             TrainError: a setting that does not exist, or ranks that built different models.
         """
-        from flodl.train.own_loop import OwnLoop
-
         chosen = make_settings(settings)
-        return OwnLoop(model, optimizer, settings=chosen, ranks=ranks or join_ranks(timeout_s=chosen.timeout_s))
+        return Trainer._own_loop(
+            model, optimizer, settings=chosen, ranks=ranks or join_ranks(timeout_s=chosen.timeout_s)
+        )
 
     @staticmethod
     def setup_head(head: Any, *, optimizer: OptimizerMaker, **settings: Any) -> OwnLoop:
@@ -198,15 +202,11 @@ class Trainer:
             train_step: ``train_step(model, batch)`` gives a `flodl.train.Loss`, a pair ``(sum, count)``, or
                 the mean over the samples of the batch.
         """
-        from flodl.train.builder import TrainerBuilder
-
-        return TrainerBuilder(model_factory, optimizer_factory, train_step)
+        return Trainer._builder(model_factory, optimizer_factory, train_step)
 
     @staticmethod
     def wrap(*models: nn.Module, ranks: Ranks | None = None) -> Replicas:
         """Return the bare collectives over ``models``, for loops with several of them (GANs and the like)."""
-        from flodl.train.replicas import Replicas
-
         return Replicas(models, ranks or join_ranks())
 
     # ---- the loop ------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ ONLY_IN = {
     "msvcrt": ("flodl/system.py",),
     "ctypes": ("flodl/system.py", "flodl/distributed/board.py", "flodl_hf/export/publish.py"),
     "triton": (
-        "flodl/train/norm_kernels.py",
+        "flodl/train/step/norm_kernels.py",
         "flodl_hf/kernels/",
     ),
 }
@@ -214,3 +214,31 @@ def test_every_room_stands_in_the_architecture() -> None:
         committed = {room for room in rooms if any(parts[0] == room.rstrip("/") for parts in known)}
         assert committed - listed == set(), "rooms that the architecture does not show"
         assert listed - rooms == set(), "rooms that are not there"
+
+
+def imported(package: str, trees: dict[str, ast.Module]) -> dict[str, set[str]]:
+    """Return which modules of a package each of them imports, at its head or in a function; not for types alone."""
+    files = {path for path in trees if path.startswith(f"{package}/")}
+    names = {path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in files}
+
+    def found(node: ast.AST) -> Iterator[str]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+                continue
+            if isinstance(child, ast.Import):
+                yield from (alias.name for alias in child.names)
+            elif isinstance(child, ast.ImportFrom) and child.module:
+                parts = [f"{child.module}.{alias.name}" for alias in child.names]
+                yield from (part if part in names else child.module for part in parts)
+            yield from found(child)
+
+    return {name: {n for n in found(trees[path]) if n in names and n != name} for name, path in names.items()}
+
+
+def test_no_circle_of_imports_is_left_in_the_framework(trees: dict[str, ast.Module]) -> None:
+    left = imported("flodl", trees)
+    while ready := [name for name, needs in left.items() if not needs & left.keys()]:
+        for name in ready:
+            del left[name]
+    # what is left needs what is left: a circle, or what stands on one
+    assert {name: sorted(needs & left.keys()) for name, needs in left.items()} == {}

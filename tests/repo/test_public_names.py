@@ -36,7 +36,7 @@ def modules() -> list[str]:
 
 # Modules that a machine may lack the library for.
 NEEDS = {
-    "flodl.train.norm_kernels": "triton",
+    "flodl.train.step.norm_kernels": "triton",
     "flodl_hf.cli": "typer",
     **{f"flodl_hf.kernels.{n}": "triton" for n in ("disentangled", "operations", "random", "rows", "short_texts")},
 }

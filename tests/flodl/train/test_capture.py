@@ -15,10 +15,10 @@ from flodl.data.batch import Batch
 from flodl.data.piece import lay_out
 from flodl.errors import TrainError
 from flodl.train import Loss, StepDone, Trainer, Warned, adamw, route, sgd
-from flodl.train.capture import Captures, Refused, flatten
-from flodl.train.on_device import DeviceStep, unfit
 from flodl.train.precision import Precision
 from flodl.train.schedule import Linear
+from flodl.train.step.capture import Captures, Refused, flatten
+from flodl.train.step.on_device import DeviceStep, unfit
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")

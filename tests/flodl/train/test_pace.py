@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flodl.train.pace import StepTimes
+from flodl.train.step.pace import StepTimes
 
 
 class Clock:

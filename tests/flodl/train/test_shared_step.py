@@ -12,8 +12,8 @@ from torch.nn.functional import cross_entropy
 from flodl.data import TensorRows
 from flodl.distributed import RankError, gradients
 from flodl.train import Loss, RunDone, StepDone, Trainer, adamw, route, sgd
-from flodl.train.overlap import fault_of
 from flodl.train.schedule import Linear
+from flodl.train.step.overlap import fault_of
 
 torch.set_num_threads(1)
 torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)  # what it imports takes longer than these runs

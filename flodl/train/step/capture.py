@@ -4,7 +4,7 @@ Decides which steps may be recorded, when, and what a recording is valid for. A 
 does on the device; what Python does in it (prints, counters, choices) happens when it is recorded and never
 again. So a step is recorded only after an ordinary run of the same shape that never waited for the device, and
 is refused when it draws random numbers on the host. Nothing is trained by recording: the runs before it are
-ordinary steps, and recording itself computes nothing. What a step computes is in `flodl.train.on_device`.
+ordinary steps, and recording itself computes nothing. What a step computes is in `flodl.train.step.on_device`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from flodl.collecting import uncollected
 from flodl.data.batch import Batch
 from flodl.distributed.group import Ranks
 from flodl.errors import TrainError
-from flodl.train.on_device import DeviceStep, Outcome
-from flodl.train.overlap import Overlap, choose_overlap, fault_of
+from flodl.train.step.on_device import DeviceStep, Outcome
+from flodl.train.step.overlap import Overlap, choose_overlap, fault_of
 
 __all__ = ["Captures", "CudaRecorder", "Recorder", "Refused", "flatten", "options_of"]
 

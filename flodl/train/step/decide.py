@@ -1,8 +1,8 @@
 """What stands between backward pass and update: the gradient's norm, whether all is finite, the factor to clip by.
 
-Everything is decided on the device. On CUDA two kernels of `flodl.train.norm_kernels` do it for dense gradients in
+Everything is decided on the device. On CUDA two kernels of `flodl.train.step.norm_kernels` do it for dense gradients in
 float32 or half precision; elsewhere, and for other gradients, a few operations of torch. What is done with a verdict is
-decided in `flodl.train.on_device`.
+decided in `flodl.train.step.on_device`.
 """
 
 from __future__ import annotations
@@ -241,7 +241,7 @@ _KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "
 
 def _load() -> Any:
     with contextlib.suppress(ImportError):
-        from flodl.train import norm_kernels
+        from flodl.train.step import norm_kernels
 
         return norm_kernels
     return None

@@ -1,8 +1,8 @@
 """One optimiser step of all ranks together, decided on the device.
 
 A rank's own part (forward, backward, gradients brought to where they are summed) holds no talk with other ranks and
-may be recorded (`flodl.train.capture`), on each rank as its batches allow. What follows is the same on all ranks, and
-is recorded on all of them or on none: one sum, one division by the count of all, and an update that leaves itself out
+may be recorded (`flodl.train.step.capture`), on each rank as its batches allow. What follows is the same on all
+ranks, and is recorded on all of them or on none: one sum, one division by the count of all, and an update that leaves itself out
 where something is not finite. What ranks must know of each other before that travels between hosts
 (`SharedStep.agree`), so that no host waits for a device.
 """
@@ -20,10 +20,10 @@ from flodl.distributed.average import BufferMean
 from flodl.distributed.gradients import GradientSum
 from flodl.distributed.group import Ranks
 from flodl.errors import TrainError
-from flodl.train.capture import DIRTY_RUNS, Recorder, options_of
-from flodl.train.on_device import DeviceStep, Outcome, outcome_of
-from flodl.train.overlap import Overlap
 from flodl.train.precision import Precision
+from flodl.train.step.capture import DIRTY_RUNS, Recorder, options_of
+from flodl.train.step.on_device import DeviceStep, Outcome, outcome_of
+from flodl.train.step.overlap import Overlap
 
 __all__ = ["Agreement", "Common", "SharedStep"]
 
@@ -51,7 +51,7 @@ class SharedStep(DeviceStep):
     Args:
         sums: sums gradients over ranks.
         buffers: averages the model's buffers; None where it has none.
-        **others: as for `flodl.train.on_device.DeviceStep`.
+        **others: as for `flodl.train.step.on_device.DeviceStep`.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """One optimiser step: accumulate, reduce, decide, apply.
 
-The parts stand in one place each: gradients of micro-batches are added up in `flodl.train.accumulate`, summed over
+The parts stand in one place each: gradients of micro-batches are added up in `flodl.train.step.accumulate`, summed over
 ranks in `flodl.distributed.gradients`; whether a step counts, and what it moves, is decided on the device in
-`flodl.train.on_device`, where a recorded graph can stand in for it (`Step.decide_on_device`). Optimisers that cannot
-be told there to leave a step out, and loss scales, are decided here, from figures that are read now.
+`flodl.train.step.on_device`, where a recorded graph can stand in for it (`Step.decide_on_device`). Optimisers that
+cannot be told there to leave a step out, and loss scales, are decided here, from figures that are read now.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from flodl.distributed.average import BufferMean
 from flodl.distributed.gradients import GradientSum
 from flodl.distributed.group import Ranks
 from flodl.errors import TrainError
-from flodl.train.accumulate import Accumulator, Part
 from flodl.train.callback import Hooks
-from flodl.train.capture import Captures, Recorder
 from flodl.train.loss import Loss, batch_len
-from flodl.train.on_device import DeviceStep, Figures, Outcome, divide, unfit
-from flodl.train.pace import StepTimes
 from flodl.train.precision import Precision
-from flodl.train.shared_step import Common, SharedStep
+from flodl.train.step.accumulate import Accumulator, Part
+from flodl.train.step.capture import Captures, Recorder
+from flodl.train.step.on_device import DeviceStep, Figures, Outcome, divide, unfit
+from flodl.train.step.pace import StepTimes
+from flodl.train.step.shared import Common, SharedStep
 
 __all__ = ["Step", "StepResult", "TrainStep"]
 

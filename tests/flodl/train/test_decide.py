@@ -7,9 +7,9 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from flodl.train import finite
-from flodl.train.finite import Judge
-from flodl.train.on_device import Outcome
+from flodl.train.step import decide
+from flodl.train.step.decide import Judge
+from flodl.train.step.on_device import Outcome
 
 CPU = torch.device("cpu")
 interpreted = pytest.mark.skipif(
@@ -22,7 +22,7 @@ def make_judge(*, kernels: bool, device: torch.device = CPU, **options) -> Judge
     judge = Judge(device, **options)
     judge._kernels = None
     if kernels:
-        judge._kernels = finite._load()
+        judge._kernels = decide._load()
         judge._make_ring()
     return judge
 
@@ -119,7 +119,7 @@ def test_figures_of_replays_are_kept_for_a_while_each_in_a_place_of_its_own(monk
     """On a processor recording runs once, so what is recorded stands for its first replay."""
     judge = make_judge(kernels=True)
     told(judge(gradients(), torch.tensor(0.0), 1.0, apart=True))  # an ordinary step goes before
-    monkeypatch.setattr(finite, "_recording", lambda device: True)
+    monkeypatch.setattr(decide, "_recording", lambda device: True)
     monkeypatch.setattr(Judge, "_table", lambda self, plan, addresses: torch.tensor(addresses))
     assert judge(gradients()[1:], torch.tensor(0.0), 1.0, apart=True).next_row is None  # no ordinary step of this shape
     found = []
@@ -141,7 +141,7 @@ def test_room_for_a_recordings_addresses_is_made_before_it(monkeypatch):
     told(judge(gradients(), torch.tensor(0.0), 1.0, apart=True))
     (plan,) = judge._plans.values()
     (room,) = plan.spare
-    monkeypatch.setattr(finite, "_recording", lambda device: True)
+    monkeypatch.setattr(decide, "_recording", lambda device: True)
     grads = gradients()
     assert judge._table(plan, [g.data_ptr() for g in grads]) is room
     assert judge._plan(grads) is None  # a second one has no room yet
@@ -155,7 +155,7 @@ def test_room_for_a_recordings_addresses_is_made_before_it(monkeypatch):
 @pytest.mark.gpu
 def test_kernels_decide_as_torch_does_on_a_gpu():
     device = torch.device("cuda", 0)
-    assert finite._kernels(device) is not None
+    assert decide._kernels(device) is not None
     compare(device)
 
 

@@ -3,7 +3,7 @@
 Whether the step counts (something was counted, loss and gradient are finite) is a number on the device that the fused
 optimiser heeds; the clip factor is one too, divided out inside the update. The figures come back as one row of
 numbers, read when `flodl.train.steplog` wants them. So the host never waits, and a CUDA graph can hold the whole step
-(`flodl.train.capture`).
+(`flodl.train.step.capture`).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from flodl.train.accumulate import Accumulator
-from flodl.train.finite import Judge, Verdict
 from flodl.train.precision import Precision
+from flodl.train.step.accumulate import Accumulator
+from flodl.train.step.decide import Judge, Verdict
 
 __all__ = ["DeviceStep", "Figures", "Outcome", "divide", "make_ready", "mean_of", "outcome_of", "unfit"]
 
@@ -139,7 +139,7 @@ class DeviceStep:
         precision: of forward and loss; without a loss scale.
         max_grad_norm: clip the gradient to this 2-norm.
         sticky: after a step that is not finite none moves any more; else just that one is left out.
-        compat: as for `flodl.train.accumulate.Accumulator`.
+        compat: as for `flodl.train.step.accumulate.Accumulator`.
     """
 
     def __init__(

@@ -3,7 +3,7 @@
 Gradients lie wherever autograd left them, so the first kernel goes by a table of addresses; many programs read them,
 each a stretch of one gradient. The second is one program: it adds up, decides, and writes the step's figures. Sums are
 in an order that depends on shapes alone, so a step repeats to the bit. What is launched when is in
-`flodl.train.finite`; importing this file needs Triton.
+`flodl.train.step.decide`; importing this file needs Triton.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportIndexIssue=false
