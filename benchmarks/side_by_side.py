@@ -175,7 +175,7 @@ def answers(model: EncoderModel, folder: str, rows: Sequence[dict[str, Any]]) ->
 
 def _inputs(model: EncoderModel, row: Any) -> dict[str, torch.Tensor]:
     inputs = {"input_ids": torch.tensor([list(row.ids)])}
-    if model.config.family.uses_token_types and getattr(model.config.encoder, "type_vocab_size", 0) > 1:
+    if model.config.uses_token_types:
         inputs["token_type_ids"] = torch.tensor([list(row.type_ids)])
     return inputs
 

@@ -179,6 +179,16 @@ class ModelConfig:
         return len(self.labels)
 
     @property
+    def token_types(self) -> int:
+        """Rows of the token type table; 0 where the family or this model has none."""
+        return getattr(self.encoder, "type_vocab_size", 0) or 0
+
+    @property
+    def uses_token_types(self) -> bool:
+        """Whether a second text is marked by token types in this model."""
+        return self.family.uses_token_types and self.token_types > 1
+
+    @property
     def max_tokens(self) -> int | None:
         """The longest row of tokens that the position table allows, or that the model was made for without one."""
         positions = getattr(self.encoder, "max_positions", None)

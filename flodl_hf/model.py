@@ -363,7 +363,7 @@ class EncoderModel(Familiar):
         """
         names = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
         inputs = {name: torch.as_tensor(encoding[name], device=self.device) for name in names if name in encoding}
-        if not self.config.family.uses_token_types:
+        if not self.config.token_types:
             inputs.pop("token_type_ids", None)
         if self.head == "base":
             raise PredictError("compute_loss: the encoder alone has no loss; load a task's model")

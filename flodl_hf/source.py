@@ -204,6 +204,7 @@ def _load(
     finite = FiniteCheck(values, plan.placed.values(), dtype)
     tokenizer = load_tokenizer(folder, config)
     finite.wait(str(folder), report, allowed=allow_nonfinite)
+    report.notes += () if tokenizer is None else tokenizer.notes
 
     ties = [*plan.ties, *settle_ties(plan, values, report)]
     check_duplicates(plan, values, carried_names)

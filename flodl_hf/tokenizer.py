@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -19,14 +20,17 @@ import tokenizers
 
 from flodl.errors import TokenizerError
 
+from .tokenization.added import add_missing
 from .tokenization.backend import Backend, load_json
 from .tokenization.batch import as_batch, as_tensors, check_batch, option
 from .tokenization.encoded import Encoded, pad_rows
+from .tokenization.guard import guarded
 from .tokenization.precut import LONG, beginning
 from .tokenization.rows import Cut, Overflow, Row, cut_rows
 from .tokenization.settings import guess_model_type, read_settings
 from .tokenization.source import TOKENIZER_FILES, parse_json, read_bytes, read_source, write_files
 from .tokenization.vocabulary import Vocabulary
+from .tokenization.words import JOINED
 
 __all__ = ["TOKENIZER_FILES", "Encoded", "Row", "Tokenizer"]
 
@@ -61,6 +65,7 @@ class Tokenizer(Vocabulary):
         folder: str | os.PathLike[str] = "tokenizer",
         model_type: str | None = None,
         config: Mapping[str, Any] | None = None,
+        notes: Sequence[str] = (),
     ) -> None:
         """Take over ``backend``: no one else may change it afterwards.
 
@@ -70,6 +75,7 @@ class Tokenizer(Vocabulary):
             folder: where it came from, for messages.
             model_type: family, if known.
             config: the model's ``config.json``, if known.
+            notes: where its files contradict each other, and which won; kept as ``notes``.
 
         Raises:
             TokenizerError: if a settings file is damaged, or the normalizer would exhaust memory.
@@ -86,6 +92,10 @@ class Tokenizer(Vocabulary):
             pad_token=frozen.pad_token,
         )
         super().__init__(frozen, settings, str(folder))
+        self.notes = tuple(notes)
+        if settings.split_special:
+            backend.encode_special_tokens = True
+        self._splitting: Backend | None = None
         self._sealed = True
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -96,7 +106,9 @@ class Tokenizer(Vocabulary):
     # Loading and saving
 
     @classmethod
-    def from_folder(cls, folder: str | os.PathLike[str], *, model_type: str | None = None) -> Tokenizer:
+    def from_folder(
+        cls, folder: str | os.PathLike[str], *, model_type: str | None = None, byte_fallback: bool = False
+    ) -> Tokenizer:
         """Return the tokenizer whose files are in ``folder``.
 
         ``tokenizer.json`` is used where there is one; otherwise the tokenizer is built from ``vocab.txt``,
@@ -106,6 +118,8 @@ class Tokenizer(Vocabulary):
             folder: folder with the tokenizer files.
             model_type: family, such as ``"bert"``; read from ``config.json`` or ``tokenizer_config.json`` if
                 not given.
+            byte_fallback: have a sentencepiece model without ``tokenizer.json`` split characters that it does not
+                know into its byte pieces, as sentencepiece does; transformers gives the unknown token.
 
         Raises:
             TokenizerError: if there is no tokenizer in the folder, or its files are damaged.
@@ -116,7 +130,7 @@ class Tokenizer(Vocabulary):
         # A damaged config.json is reported by those who need it; here it only helps to guess the family.
         with contextlib.suppress(TokenizerError):
             config = parse_json(read_bytes(path / "config.json"), str(path / "config.json"))
-        return cls.from_files(files, folder=path, model_type=model_type, config=config)
+        return cls.from_files(files, folder=path, model_type=model_type, config=config, byte_fallback=byte_fallback)
 
     @classmethod
     def from_files(
@@ -126,19 +140,31 @@ class Tokenizer(Vocabulary):
         folder: str | os.PathLike[str] = "tokenizer",
         model_type: str | None = None,
         config: Mapping[str, Any] | None = None,
+        byte_fallback: bool = False,
     ) -> Tokenizer:
         """Return the tokenizer that ``files`` (name to contents) define; arguments as in [from_folder][]."""
+        stated, mapped, added = (
+            parse_json(files[name], f"{folder}/{name}") if name in files else {}
+            for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+        )
+        size = (config or {}).get("vocab_size")
+        rows = size if isinstance(size, int) else None
+        notes: list[str] = []
         if "tokenizer.json" in files:
             backend = load_json(files["tokenizer.json"], f"{folder}/tokenizer.json")
+            with guarded(str(folder), "the settings files of the tokenizer are damaged; fetch them again"):
+                notes = add_missing(backend, stated, mapped, added, rows, decoder=True)
+            for note in notes:
+                if note.startswith(("cls_token", "sep_token")):  # stands in every row
+                    warnings.warn(f"{folder}: {note}", UserWarning, stacklevel=3)
         else:
             from .tokenization.build import build_backend
 
-            stated = {}
-            if "tokenizer_config.json" in files:
-                stated = parse_json(files["tokenizer_config.json"], f"{folder}/tokenizer_config.json")
             family = model_type or guess_model_type(config or {}, stated)
-            backend = build_backend(files, folder=str(folder), model_type=family, settings=stated)
-        return cls(backend, files=files, folder=folder, model_type=model_type, config=config)
+            backend = build_backend(
+                files, folder=str(folder), model_type=family, settings=stated, rows=rows, byte_fallback=byte_fallback
+            )
+        return cls(backend, files=files, folder=folder, model_type=model_type, config=config, notes=notes)
 
     @classmethod
     def from_pretrained(
@@ -325,6 +351,7 @@ class Tokenizer(Vocabulary):
         return_overflowing_tokens: bool = False,
         return_special_tokens_mask: bool = False,
         return_offsets_mapping: bool = False,
+        split_special_tokens: bool | None = None,
     ) -> Encoded:
         """Return model inputs for one text or a batch; arguments and ids are those of transformers.
 
@@ -348,6 +375,7 @@ class Tokenizer(Vocabulary):
                 ``overflow_to_sample_mapping``.
             return_special_tokens_mask: include ``special_tokens_mask``.
             return_offsets_mapping: include ``offset_mapping``.
+            split_special_tokens: read special tokens in the text as plain text; by default as the folder says.
 
         Raises:
             TokenizerError: for invalid texts or options, or rows of unequal length with ``return_tensors``.
@@ -356,14 +384,19 @@ class Tokenizer(Vocabulary):
             truncation = "longest_first" if max_length is not None and padding is False else False
         cut = option(_TRUNCATIONS, truncation, "truncation")
         pad = option(_PADDINGS, padding, "padding")
+        if isinstance(text, str) and text_pair == "":
+            text_pair = None  # as transformers: an empty second text beside one text is none
         texts, pairs, single = as_batch(text, text_pair, is_split_into_words)
+        if is_split_into_words and self._backend.joins_words:
+            warnings.warn(JOINED, UserWarning, stacklevel=2)
         limit = max_length if max_length is not None else self._settings.model_max_length
         side = "left" if self._settings.truncation_side == "left" else "right"
         if cut == "longest" and (pairs is None or return_overflowing_tokens):
             cut = "first"
         if cut is not None and limit is not None and not (return_overflowing_tokens or is_split_into_words):
             texts, pairs = self._shorten(texts, pairs, limit, cut)
-        whole = self._backend.rows(texts, pairs, words=is_split_into_words, special=add_special_tokens)
+        backend = self._backend if split_special_tokens is None else self._reading(split_special_tokens)
+        whole = backend.rows(texts, pairs, words=is_split_into_words, special=add_special_tokens)
         rows: list[Row] = []
         samples: list[int] = []
         for index, row in enumerate(whole):
@@ -415,6 +448,17 @@ class Tokenizer(Vocabulary):
         elif single and not return_overflowing_tokens:
             data = {key: values[0] for key, values in data.items()}
         return Encoded(data, rows, lead, self._tokens_of)
+
+    def _reading(self, split: bool) -> Backend:
+        """Return the tokenizer that takes special tokens in a text apart, or does not."""
+        if split == self._settings.split_special:
+            return self._backend
+        other = self.__dict__["_splitting"]
+        if other is None:
+            inner = tokenizers.Tokenizer.from_str(self._inner.to_str())
+            inner.encode_special_tokens = split
+            other = self.__dict__["_splitting"] = Backend(inner, self._folder)
+        return other
 
     def encode(self, text: str, text_pair: str | None = None, **options: Any) -> list[int]:
         """Return the ids of one text or pair; options as in calling the tokenizer."""

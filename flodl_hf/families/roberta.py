@@ -4,6 +4,7 @@ BERT's encoder under another prefix. It departs from BERT in:
 
 * positions are counted over the ids that are not padding and start after the padding id, so the
   first ``pad_token_id + 1`` rows of the table are never a token's;
+* a second text is not marked by token types, though the table is there;
 * classification reads the first token through a projection and tanh of its own, not the pooler;
 * the masked-word head's activation is always the exact GELU.
 """
@@ -84,5 +85,5 @@ HEADS = {
 
 FAMILY = bert.FAMILY.renamed(
     "roberta", "Roberta", base_prefix="roberta", config=RobertaConfig, rows=CONFIG, keys=KEYS, ignored=IGNORED,
-    encoder=encoder, heads=HEADS, pretraining={}, unused_positions=lambda c: c.pad_token_id + 1,
+    encoder=encoder, heads=HEADS, pretraining={}, unused_positions=lambda c: c.pad_token_id + 1, uses_token_types=False,
 )  # fmt: skip

@@ -129,7 +129,7 @@ def plan_job(
     usual = 384 if task.kind == "spans" else None
     bounds = [n for n in (opened.max_tokens, options.max_length or usual) if n]
     config = opened.config
-    types = config.family.uses_token_types and getattr(config.encoder, "type_vocab_size", 2) > 1
+    types = config.uses_token_types and tokenizer.settings.type_ids
     room = Room(min(bounds, default=None), options.stride, types)
     rows = task.prepare(tables.train, tokenizer, room, training=True).rows
     masking = None

@@ -280,7 +280,7 @@ def _row_scores(theirs: Any, ours: Any, row: Any) -> Tensor:
         "input_ids": torch.tensor([list(row.ids)]),
         "attention_mask": torch.ones(1, len(row.ids), dtype=torch.long),
     }
-    if ours.config.family.uses_token_types and getattr(ours.config.encoder, "type_vocab_size", 0) > 1:
+    if ours.config.uses_token_types and ours.tokenizer.settings.type_ids:
         inputs["token_type_ids"] = torch.tensor([list(row.type_ids)])
     with torch.no_grad():
         return _scores(dict(theirs(**inputs).items()))[0]

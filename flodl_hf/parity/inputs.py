@@ -48,7 +48,7 @@ def awkward_batches(config: ModelConfig, *, seed: int = 0, longest: int = 48) ->
     generator = torch.Generator().manual_seed(seed)
     limit = min(longest, config.max_tokens or longest)
     pad = getattr(config.encoder, "pad_token_id", 0) or 0
-    types = config.family.uses_token_types and getattr(config.encoder, "type_vocab_size", 0) > 1
+    types = config.token_types > 1
 
     def batch(lengths: list[int]) -> dict[str, Tensor]:
         width = max(lengths)

@@ -212,6 +212,6 @@ def current(device: torch.device) -> torch.cuda.device:
 
 def facts(model: EncoderModel) -> dict[str, Any]:
     """Return what an engine has to know of a model."""
-    config = model.config
-    uses = config.family.uses_token_types and getattr(config.encoder, "type_vocab_size", 0) > 1
-    return {"types": uses, "longest": config.max_tokens}
+    # As transformers: the tokenizer's class decides whether a model that knows token types is given any.
+    given = model.tokenizer is None or model.tokenizer.settings.type_ids
+    return {"types": given and model.config.uses_token_types, "longest": model.config.max_tokens}

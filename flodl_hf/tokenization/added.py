@@ -14,17 +14,10 @@ from tokenizers import AddedToken, Tokenizer, processors
 
 from flodl.errors import TokenizerError, capped, printable
 
-from .settings import ROLES
+from .settings import ROLES, content, extra_tokens
 from .source import parse_json
 
-__all__ = ["add_roles", "add_stated", "content", "frame"]
-
-
-def content(value: Any) -> str | None:
-    """Return the text of a token as settings files write it: a string, or an object with ``content``."""
-    if isinstance(value, Mapping):
-        value = value.get("content")
-    return value if isinstance(value, str) and value else None
+__all__ = ["add_missing", "add_roles", "add_stated", "frame"]
 
 
 def _flag(value: Any, name: str, default: bool) -> bool:
@@ -100,6 +93,79 @@ def add_stated(tokenizer: Tokenizer, files: Mapping[str, bytes], settings: Mappi
             where=folder,
             problems=faults,
         )
+
+
+def add_missing(
+    tokenizer: Tokenizer,
+    settings: Mapping[str, Any],
+    mapped: Mapping[str, Any],
+    added: Mapping[str, Any],
+    rows: int | None,
+    *,
+    decoder: bool,
+) -> list[str]:
+    """Add the tokens that settings files name and the vocabulary lacks, as transformers does; return what differs.
+
+    They get the next free ids, whatever id is stated: those of ``added_tokens_decoder`` or ``added_tokens.json`` first,
+    then further special tokens.
+
+    Args:
+        tokenizer: what is changed.
+        settings: ``tokenizer_config.json``.
+        mapped: ``special_tokens_map.json``.
+        added: ``added_tokens.json``.
+        rows: rows of the model's word table, if known: a token beyond them is not added.
+        decoder: also add what is stated with an id; else that is done already.
+    """
+    notes: list[str] = []
+    wanted: list[tuple[str, AddedToken, int | None]] = []
+    if decoder:
+        stated = settings.get("added_tokens_decoder")
+        if isinstance(stated, Mapping):
+            by_id = [(int(n), content(v), v) for n, v in stated.items() if str(n).isdecimal() and len(str(n)) < 11]
+        else:
+            by_id = [(n, text, None) for text, n in added.items() if isinstance(n, int) and not isinstance(n, bool)]
+        for number, text, value in sorted(by_id, key=lambda entry: entry[0]):
+            if text:
+                special = _flag(value, "special", False)
+                token = AddedToken(
+                    text,
+                    special=special,
+                    normalized=_flag(value, "normalized", not special),
+                    lstrip=_flag(value, "lstrip", False),
+                    rstrip=_flag(value, "rstrip", False),
+                    single_word=_flag(value, "single_word", False),
+                )
+                wanted.append((text, token, number))
+    wanted += [(t, _token(t, v, special=True), None) for t, v in extra_tokens(settings, mapped).items()]
+    for text, token, number in wanted:
+        found = tokenizer.token_to_id(text)
+        free = tokenizer.get_vocab_size(with_added_tokens=True)
+        if found is None and rows is not None and free >= rows:
+            notes.append(
+                f"{printable(text, 40)} is named by the settings files and not by the vocabulary, and the model has no "
+                f"row for its id {free}; it is read as plain text (transformers gives it that id, and its model fails)"
+            )
+            continue
+        if token.special:
+            tokenizer.add_special_tokens([token])
+        else:
+            tokenizer.add_tokens([token])
+        if found is None:
+            here = tokenizer.token_to_id(text)
+            stated_too = f", though {number} is stated" if number not in (None, here) else ""
+            notes.append(
+                f"{printable(text, 40)} is named by the settings files alone; as in transformers it was added as id "
+                f"{here}{stated_too}"
+            )
+    for role in ROLES:
+        text = content(settings.get(role)) or content(mapped.get(role))
+        if text and tokenizer.token_to_id(text) is None:
+            notes.append(
+                f"{role} is {printable(text, 40)} by the settings files, which the vocabulary does not have; the "
+                "template of tokenizer.json holds (transformers adds it as a new token, which the model never saw)"
+            )
+    return notes
 
 
 def frame(tokenizer: Tokenizer, template: str, tokens: Mapping[str, str], folder: str, *, prefix: bool) -> None:

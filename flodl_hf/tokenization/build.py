@@ -23,11 +23,11 @@ from tokenizers import (
 from flodl.errors import TokenizerError, capped, printable
 
 from . import pipeline
-from .added import add_roles, add_stated, content, frame
+from .added import add_missing, add_roles, add_stated, frame
 from .guard import guarded
 from .plain_files import read_merges, read_vocab_json, read_vocab_txt
 from .sentencepiece import BPE, BYTE, CONTROL, NORMAL, USER_DEFINED, SentencePieceModel, read_model
-from .settings import FAMILY_TOKENS, ROLES, class_family
+from .settings import FAMILY_TOKENS, ROLES, class_family, content
 from .source import TOKENIZER_FILES, parse_json
 
 __all__ = ["build_backend"]
@@ -42,12 +42,14 @@ class Source:
         folder: where they came from, for messages.
         settings: ``tokenizer_config.json``.
         tokens: special tokens by role, after the family's defaults.
+        byte_fallback: whether byte pieces of a unigram model are used.
     """
 
     files: Mapping[str, bytes]
     folder: str
     settings: Mapping[str, Any]
     tokens: Mapping[str, str]
+    byte_fallback: bool = False
 
     def flag(self, name: str, default: bool) -> bool:
         """Return a boolean setting, the default if it is absent or null."""
@@ -94,7 +96,9 @@ def _roberta(source: Source) -> Tokenizer:
     return tokenizer
 
 
-def _segmenter(model: SentencePieceModel, vocab: Sequence[tuple[str, float]], unknown: int) -> Tokenizer:
+def _segmenter(
+    model: SentencePieceModel, vocab: Sequence[tuple[str, float]], unknown: int, source: Source
+) -> Tokenizer:
     """Return a tokenizer with the segmentation model alone, ``vocab`` being in the order of ids."""
     if model.algorithm == BPE:
         ids = {text: index for index, (text, _) in enumerate(vocab)}
@@ -107,7 +111,7 @@ def _segmenter(model: SentencePieceModel, vocab: Sequence[tuple[str, float]], un
                 byte_fallback=model.byte_fallback,
             )
         )
-    return Tokenizer(models.Unigram(list(vocab), unknown, model.byte_fallback))
+    return Tokenizer(models.Unigram(list(vocab), unknown, model.byte_fallback and source.byte_fallback))
 
 
 def _merges(model: SentencePieceModel, ids: Mapping[str, int]) -> list[tuple[str, str]]:
@@ -181,7 +185,7 @@ def _fairseq(source: Source, name: str, head: list[tuple[str, float]], skip: int
         )
     vocab = [*head, *_scores(model)[skip:], (source.tokens["mask_token"], 0.0)]
     unknown = next(i for i, (text, _) in enumerate(vocab) if text == source.tokens["unk_token"])
-    return _finish(_segmenter(model, vocab, unknown), model, where, [])
+    return _finish(_segmenter(model, vocab, unknown, source), model, where, [])
 
 
 def _xlm_roberta(source: Source) -> Tokenizer:
@@ -208,14 +212,14 @@ def _albert(source: Source) -> Tokenizer:
     cleaning = pipeline.albert_cleaning(
         keep_accents=source.flag("keep_accents", False), lower=source.flag("do_lower_case", True)
     )
-    return _finish(_segmenter(model, vocab, model.unk_id), model, where, cleaning)
+    return _finish(_segmenter(model, vocab, model.unk_id, source), model, where, cleaning)
 
 
 def _deberta(source: Source) -> Tokenizer:
     model, where = _read_spm(source, "spm.model")
     before = pipeline.lowercase() if source.flag("do_lower_case", False) else []
     split = source.flag("split_by_punct", False)
-    return _finish(_segmenter(model, _scores(model), model.unk_id), model, where, before, split)
+    return _finish(_segmenter(model, _scores(model), model.unk_id, source), model, where, before, split)
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +235,8 @@ class _Recipe:
 _RECIPES = {
     "bert": _Recipe(("vocab.txt",), _bert, "bert", False),
     "distilbert": _Recipe(("vocab.txt",), _bert, "bert", False),
-    "roberta": _Recipe(("vocab.json", "merges.txt"), _roberta, "roberta", True),
+    # Transformers 4 let the mask take the space before it; 5 does where the settings files say so.
+    "roberta": _Recipe(("vocab.json", "merges.txt"), _roberta, "roberta", False),
     "xlm-roberta": _Recipe(("sentencepiece.bpe.model",), _xlm_roberta, "doubled", True),
     "camembert": _Recipe(("sentencepiece.bpe.model",), _camembert, "doubled", True),
     "albert": _Recipe(("spiece.model",), _albert, "bert", True),
@@ -279,7 +284,13 @@ def _choose(files: Mapping[str, bytes], folder: str, model_type: str | None, set
 
 
 def build_backend(
-    files: Mapping[str, bytes], *, folder: str, model_type: str | None, settings: Mapping[str, Any]
+    files: Mapping[str, bytes],
+    *,
+    folder: str,
+    model_type: str | None,
+    settings: Mapping[str, Any],
+    rows: int | None = None,
+    byte_fallback: bool = False,
 ) -> Tokenizer:
     """Return the tokenizer that vocabulary files define.
 
@@ -288,6 +299,9 @@ def build_backend(
         folder: where they came from, for messages.
         model_type: family of the model, if known.
         settings: ``tokenizer_config.json``.
+        rows: rows of the model's word table, if known: further special tokens beyond them are not added.
+        byte_fallback: split what a sentencepiece model of the unigram kind does not know into its byte pieces, as
+            sentencepiece does; transformers gives the unknown token.
 
     Raises:
         TokenizerError: if there are no vocabulary files, or they are damaged.
@@ -297,13 +311,18 @@ def build_backend(
     mapped: Mapping[str, Any] = {}
     if "special_tokens_map.json" in files:
         mapped = parse_json(files["special_tokens_map.json"], f"{folder}/special_tokens_map.json")
+    decoder = settings.get("added_tokens_decoder")
+    by_text = {content(v): v for v in decoder.values()} if isinstance(decoder, Mapping) else {}
     stated = {role: settings.get(role) or mapped.get(role) for role in ROLES}
+    # A bare name says nothing about spaces; the entry with its id may.
+    stated = {role: by_text.get(v, v) if isinstance(v, str) else v for role, v in stated.items()}
     tokens = {**FAMILY_TOKENS[family], **{role: text for role, v in stated.items() if (text := content(v))}}
-    source = Source(files, folder, settings, tokens)
+    source = Source(files, folder, settings, tokens, byte_fallback)
     with guarded(folder, "the vocabulary files are damaged; fetch them again"):
         tokenizer = recipe.build(source)
         # First those whose ids are stated: a role's token that the vocabulary lacks takes the next free id.
         add_stated(tokenizer, files, settings, folder)
         add_roles(tokenizer, tokens, stated, mask_takes_space=recipe.mask_takes_space)
+        add_missing(tokenizer, settings, mapped, {}, rows, decoder=False)
         frame(tokenizer, recipe.template, tokens, folder, prefix=source.flag("add_prefix_space", False))
     return tokenizer

@@ -82,31 +82,91 @@ class Encoded(Mapping[str, Any]):
         row = ids if len(ids) and isinstance(ids[0], int) else ids[batch_index]
         return self._tokens([int(i) for i in row])
 
-    def token_to_chars(self, batch_index: int, token_index: int) -> tuple[int, int] | None:
-        """Return ``(start, end)`` of a token in its text, ``None`` for special tokens and padding."""
-        row, at = self._rows[batch_index], token_index - self._lead[batch_index]
-        if not 0 <= at < len(row.ids) or row.sequence_ids[at] is None:
-            return None
-        return row.offsets[at]
+    def _place(self, first: int, second: int | None) -> tuple[int, int]:
+        """Return row and index of arguments that may be the index alone, in the only row or the first."""
+        return (0, first) if second is None else (first, second)
 
-    def char_to_token(self, batch_index: int, char_index: int, sequence_index: int = 0) -> int | None:
-        """Return the position of the first token that covers a character of a text, or ``None``."""
-        row = self._rows[batch_index]
+    def _at(self, first: int, second: int | None) -> tuple[Row, int | None]:
+        """Return the row and the place in it of a token's position; ``None`` for what is no token of a text."""
+        number, index = self._place(first, second)
+        width = self._width(number)
+        if not -width <= index < width:
+            raise IndexError(f"token {index} of {width}")
+        row, at = self._rows[number], index % width - self._lead[number]
+        return row, at if 0 <= at < len(row.ids) and row.sequence_ids[at] is not None else None
+
+    def token_to_chars(self, batch_or_token_index: int, token_index: int | None = None) -> tuple[int, int] | None:
+        """Return ``(start, end)`` of a token in its text, ``None`` for special tokens and padding.
+
+        Args:
+            batch_or_token_index: the row; or the token, where the batch is of one text.
+            token_index: the token's position in the row.
+        """
+        row, at = self._at(batch_or_token_index, token_index)
+        return None if at is None else row.offsets[at]
+
+    def token_to_word(self, batch_or_token_index: int, token_index: int | None = None) -> int | None:
+        """Return the number of a token's word, ``None`` for special tokens and padding; see [token_to_chars][]."""
+        row, at = self._at(batch_or_token_index, token_index)
+        return None if at is None else row.word_ids[at]
+
+    def token_to_sequence(self, batch_or_token_index: int, token_index: int | None = None) -> int | None:
+        """Return 0 or 1 for a token's text, ``None`` for special tokens and padding; see [token_to_chars][]."""
+        row, at = self._at(batch_or_token_index, token_index)
+        return None if at is None else row.sequence_ids[at]
+
+    def char_to_token(
+        self, batch_or_char_index: int, char_index: int | None = None, sequence_index: int = 0
+    ) -> int | None:
+        """Return the position of the first token that covers a character of a text, or ``None``.
+
+        Args:
+            batch_or_char_index: the row; or the character, where the batch is of one text.
+            char_index: the character's place in its text.
+            sequence_index: 1 for the second text.
+        """
+        number, index = self._place(batch_or_char_index, char_index)
+        row = self._rows[number]
         for at, (start, end) in enumerate(row.offsets):
-            if row.sequence_ids[at] == sequence_index and start <= char_index < end:
-                return at + self._lead[batch_index]
+            if row.sequence_ids[at] == sequence_index and start <= index < end:
+                return at + self._lead[number]
         return None
 
-    def word_to_tokens(self, batch_index: int, word_index: int, sequence_index: int = 0) -> tuple[int, int] | None:
-        """Return the half-open range of positions of a word's tokens, or ``None`` if it has none."""
-        row = self._rows[batch_index]
-        found = [
-            at for at, word in enumerate(row.word_ids) if word == word_index and row.sequence_ids[at] == sequence_index
-        ]
-        if not found:
-            return None
-        lead = self._lead[batch_index]
-        return found[0] + lead, found[-1] + 1 + lead
+    def char_to_word(
+        self, batch_or_char_index: int, char_index: int | None = None, sequence_index: int = 0
+    ) -> int | None:
+        """Return the number of the word that covers a character of a text, or ``None``; see [char_to_token][]."""
+        number, index = self._place(batch_or_char_index, char_index)
+        at = self.char_to_token(number, index, sequence_index)
+        return None if at is None else self._rows[number].word_ids[at - self._lead[number]]
+
+    def word_to_tokens(
+        self, batch_or_word_index: int, word_index: int | None = None, sequence_index: int = 0
+    ) -> tuple[int, int] | None:
+        """Return the half-open range of positions of a word's tokens, or ``None`` if it has none.
+
+        Args:
+            batch_or_word_index: the row; or the word, where the batch is of one text.
+            word_index: the word's number in its text.
+            sequence_index: 1 for the second text.
+        """
+        number, index = self._place(batch_or_word_index, word_index)
+        found = self._of_word(number, index, sequence_index)
+        lead = self._lead[number]
+        return (found[0] + lead, found[-1] + 1 + lead) if found else None
+
+    def word_to_chars(
+        self, batch_or_word_index: int, word_index: int | None = None, sequence_index: int = 0
+    ) -> tuple[int, int] | None:
+        """Return ``(start, end)`` of a word in its text, or ``None`` if it has no tokens; see [word_to_tokens][]."""
+        number, index = self._place(batch_or_word_index, word_index)
+        found = self._of_word(number, index, sequence_index)
+        offsets = self._rows[number].offsets
+        return (offsets[found[0]][0], offsets[found[-1]][1]) if found else None
+
+    def _of_word(self, number: int, word: int, sequence: int) -> list[int]:
+        row = self._rows[number]
+        return [at for at, found in enumerate(row.word_ids) if found == word and row.sequence_ids[at] == sequence]
 
     def to(self, device: Any) -> Encoded:
         """Return the same entries with every tensor on ``device``."""

@@ -170,7 +170,7 @@ def cut_rows(
             shortens the longer of the two.
         overflow: make windows, drop what does not fit, or raise.
         snap: start and end windows between words where possible.
-        side: which end is dropped when truncating.
+        side: which end is dropped when truncating, and comes last among windows that do not snap.
         where: what to call the text in an error.
 
     Raises:
@@ -215,6 +215,8 @@ def cut_rows(
             )
         words = row.word_ids[start:stop] if snap and row.word_ids else None
         ranges = plan_windows(length, capacity, stride, words)
+        if side == "left" and not snap:  # from the end, what is left over at the beginning comes last
+            ranges = [(length - stop, length - start) for start, stop in ranges]
     return [
         _slice(
             row,

@@ -15,7 +15,16 @@ from flodl.errors import TokenizerError, nearest
 
 from .source import parse_json
 
-__all__ = ["FAMILY_TOKENS", "ROLES", "Settings", "class_family", "guess_model_type", "read_settings"]
+__all__ = [
+    "FAMILY_TOKENS",
+    "ROLES",
+    "Settings",
+    "class_family",
+    "content",
+    "extra_tokens",
+    "guess_model_type",
+    "read_settings",
+]
 
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -51,8 +60,10 @@ FAMILY_TOKENS: dict[str, dict[str, str]] = {
     "deberta-v2": {**_BERT, "bos_token": "[CLS]", "eos_token": "[SEP]"},
 }
 
-# Families whose models take no segment ids, so that their tokenizers return none unless asked.
-_WITHOUT_TYPE_IDS = {"distilbert", "roberta", "xlm-roberta", "camembert"}
+# Families whose models take segment ids, and tokenizer classes that return them unless told otherwise. Where a file
+# says nothing, both have to; ALBERT's class has stopped returning them in transformers 5.
+_WITH_TYPE_IDS = {"bert", "albert", "deberta-v2"}
+_CLASSES_WITH_TYPE_IDS = {"bert", "electra", "debertav2"}
 
 _CLASSES = {
     "bert": "bert",
@@ -80,6 +91,7 @@ class Settings:
         truncation_side: ``"left"`` or ``"right"``.
         clean_up: whether decoding removes the space before punctuation.
         type_ids: whether segment ids are returned by default.
+        split_special: whether special tokens in a text are read as plain text.
         model_type: family, if known.
     """
 
@@ -90,6 +102,7 @@ class Settings:
     truncation_side: str = "right"
     clean_up: bool = False
     type_ids: bool = True
+    split_special: bool = False
     model_type: str | None = None
     raw: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
@@ -104,16 +117,47 @@ def guess_model_type(config: Mapping[str, Any], tokenizer_config: Mapping[str, A
 
 def class_family(tokenizer_config: Mapping[str, Any]) -> str | None:
     """Return the family of ``tokenizer_class``, or ``None`` if that is absent or unknown."""
+    word = _class_word(tokenizer_config)
+    return None if word is None else _CLASSES.get(word)
+
+
+def _class_word(tokenizer_config: Mapping[str, Any]) -> str | None:
+    """Return ``tokenizer_class`` without its endings, in small letters, or ``None``."""
     name = tokenizer_config.get("tokenizer_class")
-    if isinstance(name, str):
-        return _CLASSES.get(name.removesuffix("Fast").removesuffix("Tokenizer").lower())
-    return None
+    return name.removesuffix("Fast").removesuffix("Tokenizer").lower() if isinstance(name, str) and name else None
 
 
-def _content(value: Any) -> str | None:
+def _type_ids(stated: Mapping[str, Any], family: str | None) -> bool:
+    """Return whether segment ids are made by default, as transformers decides it."""
+    names = stated.get("model_input_names")
+    if isinstance(names, list):
+        return "token_type_ids" in names
+    word = _class_word(stated)
+    if word is None:
+        # Without a class transformers takes the family's own.
+        return family is None or (family in _WITH_TYPE_IDS and family != "albert") or family not in FAMILY_TOKENS
+    return word in _CLASSES_WITH_TYPE_IDS and (family in _WITH_TYPE_IDS or family not in FAMILY_TOKENS)
+
+
+def content(value: Any) -> str | None:
+    """Return the text of a token as settings files write it: a string, or an object with ``content``."""
     if isinstance(value, Mapping):
         value = value.get("content")
     return value if isinstance(value, str) and value else None
+
+
+def extra_tokens(*sources: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the further special tokens that settings files name, in their order, as they are stated."""
+    found: dict[str, Any] = {}
+    for source in sources:
+        for key in ("extra_special_tokens", "additional_special_tokens"):
+            values = source.get(key)
+            values = values.values() if isinstance(values, Mapping) else values if isinstance(values, list) else ()
+            for value in values:
+                text = content(value)
+                if text:
+                    found.setdefault(text, value)
+    return found
 
 
 def _side(config: Mapping[str, Any], key: str, where: str, default: str = "right") -> str:
@@ -131,14 +175,16 @@ def _side(config: Mapping[str, Any], key: str, where: str, default: str = "right
 
 
 def _max_length(config: Mapping[str, Any], where: str) -> int | None:
-    value = config.get("model_max_length")
+    # Files of transformers 2 have the old name.
+    field = "model_max_length" if config.get("model_max_length") is not None else "max_len"
+    value = config.get(field)
     if value is None or (isinstance(value, (int, float)) and value > _NO_LIMIT):
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 1 or value != int(value):
         raise TokenizerError(
-            f"{where}: model_max_length is {value!r}, expected a positive number of tokens; correct the file",
+            f"{where}: {field} is {value!r}, expected a positive number of tokens; correct the file",
             where=where,
-            field="model_max_length",
+            field=field,
             found=value,
         )
     return int(value)
@@ -179,18 +225,10 @@ def read_settings(
         sources = [stated.get(role), mapped.get(role), fallback.get(role), custom.get(role)]
         if not custom:
             sources += [tokens.get(role) for tokens in (_BERT, _ROBERTA)]
-        token = next((token for token in map(_content, sources) if token and known(token)), None)
+        token = next((token for token in map(content, sources) if token and known(token)), None)
         if token is not None:
             special[role] = token
-    extra: list[str] = []
-    for source in (stated, mapped):
-        for key in ("extra_special_tokens", "additional_special_tokens"):
-            values = source.get(key)
-            values = values.values() if isinstance(values, Mapping) else values if isinstance(values, list) else ()
-            extra += [token for token in map(_content, values) if token and known(token) and token not in extra]
-    names = stated.get("model_input_names")
-    stated_inputs = isinstance(names, list)
-    type_ids = "token_type_ids" in names if stated_inputs else family not in _WITHOUT_TYPE_IDS
+    extra = [token for token in extra_tokens(stated, mapped) if known(token)]
     return Settings(
         special=special,
         extra_special=tuple(extra),
@@ -198,7 +236,8 @@ def read_settings(
         padding_side=_side(stated, "padding_side", where),
         truncation_side=_side(stated, "truncation_side", where),
         clean_up=stated.get("clean_up_tokenization_spaces") is True,
-        type_ids=type_ids,
+        type_ids=_type_ids(stated, family),
+        split_special=stated.get("split_special_tokens") is True,
         model_type=family,
         raw=stated,
     )

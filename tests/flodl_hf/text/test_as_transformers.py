@@ -1,0 +1,199 @@
+"""What transformers makes of a tokenizer's settings files and of its calls, or a warning where this package does not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flodl_hf.tokenizer import Tokenizer
+
+from .conftest import byte_level, wordpiece
+
+pytestmark = [pytest.mark.transformers, pytest.mark.filterwarnings("ignore")]
+TEXT, PAIR = "Ada lives in Paris and writes programs", "the dog"
+
+
+def vocab_txt() -> bytes:
+    vocab = wordpiece().get_vocab()
+    return "".join(f"{token}\n" for token in sorted(vocab, key=vocab.__getitem__)).encode()
+
+
+def bpe_files() -> dict[str, bytes]:
+    model = json.loads(byte_level().to_str())["model"]
+    merges = "".join(" ".join(pair) + "\n" for pair in model["merges"])
+    return {"vocab.json": json.dumps(model["vocab"]).encode(), "merges.txt": b"#version: 0.2\n" + merges.encode()}
+
+
+# files and family of a folder
+KINDS: dict[str, tuple[Callable[[], dict[str, bytes]], str]] = {
+    "bert": (lambda: {"tokenizer.json": wordpiece().to_str().encode()}, "bert"),
+    "bert, vocab.txt": (lambda: {"vocab.txt": vocab_txt()}, "bert"),
+    "distilbert": (lambda: {"tokenizer.json": wordpiece().to_str().encode()}, "distilbert"),
+    "roberta": (lambda: {"tokenizer.json": byte_level().to_str().encode()}, "roberta"),
+    "roberta, merges": (bpe_files, "roberta"),
+}
+CLASSES = {"bert": "BertTokenizer", "distilbert": "DistilBertTokenizer", "roberta": "RobertaTokenizer"}
+
+
+def both(folder: Path, kind: str, others: dict[str, Any] | None = None, **config: Any) -> tuple[Any, Tokenizer]:
+    """Return transformers' tokenizer and ours of a folder with these settings; None leaves a setting out."""
+    from transformers import AutoTokenizer
+
+    make, family = KINDS[kind]
+    for name, data in make().items():
+        (folder / name).write_bytes(data)
+    for name, value in (others or {}).items():
+        (folder / name).write_text(json.dumps(value))
+    stated = {"tokenizer_class": CLASSES[family], **config}
+    (folder / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in stated.items() if v is not None}))
+    (folder / "config.json").write_text(json.dumps({"model_type": family}))
+    return AutoTokenizer.from_pretrained(folder), Tokenizer.from_folder(folder)
+
+
+# A method of an encoding, with its arguments.
+WAYS: list[tuple[str, tuple[int, ...], dict[str, int]]] = [
+    *((name, (5,), {}) for name in ("char_to_token", "char_to_word")),
+    *((name, (0, 5), {}) for name in ("char_to_token", "char_to_word")),
+    *((name, (0, 5, 1), {}) for name in ("char_to_token", "char_to_word")),
+    *((name, (5,), {"sequence_index": 1}) for name in ("char_to_token", "char_to_word")),
+    *(
+        (name, (place,), {})
+        for name in ("token_to_chars", "token_to_word", "token_to_sequence")
+        for place in (2, 0, -2)
+    ),
+    *((name, (0, 2), {}) for name in ("token_to_chars", "token_to_word", "token_to_sequence")),
+    *((name, given, {}) for name in ("word_to_tokens", "word_to_chars") for given in ((1,), (0, 1), (0, 1, 1))),
+    ("word_to_tokens", (1,), {"sequence_index": 1}),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_way_from_a_token_to_its_text_takes_the_same_arguments(kind: str, tmp_path: Path) -> None:
+    theirs, ours = both(tmp_path, kind)
+    for padding in (
+        {},
+        {"padding": "max_length", "max_length": 60},
+        {"padding": "max_length", "max_length": 60, "padding_side": "left"},
+    ):
+        a, b = theirs(TEXT, PAIR, **padding), ours(TEXT, PAIR, **padding)
+        for name, given, named in WAYS:
+            expected = getattr(a, name)(*given, **named)
+            expected = tuple(expected) if isinstance(expected, tuple) else expected
+            assert getattr(b, name)(*given, **named) == expected, (name, given, named, padding)
+    with pytest.raises(IndexError):
+        ours(TEXT).token_to_chars(500)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_empty_second_text_is_none(kind: str, tmp_path: Path) -> None:
+    theirs, ours = both(tmp_path, kind)
+    for given in (("a", ""), (["a", "b"], ["", "c"]), ("", ""), ("", "b")):
+        assert dict(ours(*given)) == dict(theirs(*given)), given
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_windows_begin_at_the_side_that_is_kept(kind: str, side: str, tmp_path: Path) -> None:
+    theirs, ours = both(tmp_path, kind, truncation_side=side)
+    for length in (6, 8, 11, 40):
+        for overflowing in (False, True):
+            options = {"max_length": length, "truncation": True, "stride": 2, "return_overflowing_tokens": overflowing}
+            assert ours(TEXT, **options).input_ids == theirs(TEXT, **options)["input_ids"], options
+
+
+SPECIAL = {
+    "content": "[E1]",
+    "special": True,
+    "lstrip": False,
+    "rstrip": False,
+    "normalized": False,
+    "single_word": False,
+}
+PLAIN = SPECIAL | {"content": "quux", "special": False, "normalized": True}
+# settings that name tokens beside tokenizer.json: of tokenizer_config.json, and of other files
+NAMED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"additional_special_tokens": ["[E1]", "dog"]}, {}),
+    ({"additional_special_tokens": [SPECIAL | {"lstrip": True}]}, {}),
+    ({"extra_special_tokens": ["[E1]"]}, {}),
+    ({"added_tokens_decoder": {"420": PLAIN, "421": SPECIAL}}, {}),
+    ({"added_tokens_decoder": {"421": SPECIAL}, "additional_special_tokens": ["quux", "[E1]"]}, {}),
+    ({}, {"added_tokens.json": {"[E1]": 300, "quux": 301}}),
+    ({}, {"special_tokens_map.json": {"additional_special_tokens": ["[E1]"]}}),
+    ({"split_special_tokens": True}, {}),
+    ({"max_len": 7}, {}),
+    ({"max_len": 7, "model_max_length": 9}, {}),
+    ({"model_input_names": ["input_ids", "attention_mask"]}, {}),
+    ({"tokenizer_class": "PreTrainedTokenizerFast"}, {}),
+    ({"tokenizer_class": "TokenizersBackend"}, {}),
+    ({"tokenizer_class": "BertTokenizerFast"}, {}),
+    ({"tokenizer_class": "DistilBertTokenizer"}, {}),
+]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "," not in kind])
+@pytest.mark.parametrize(("config", "others"), NAMED)
+def test_settings_files_say_the_same(kind: str, config: Any, others: Any, tmp_path: Path) -> None:
+    theirs, ours = both(tmp_path, kind, others, **config)
+    family = KINDS[kind][1]
+    for text in ("the [E1] dog quux doggy", "is [MASK] good", "is <mask>good", TEXT):
+        a, b = theirs(text, "b [E1]"), ours(text, "b [E1]")
+        # Models of two families take no token types, whatever class their tokenizer is of.
+        kept = {key: value for key, value in a.items() if key != "token_type_ids" or family == "bert"}
+        assert dict(b) == kept, text
+    assert len(ours) == len(theirs)
+    if "max_len" in config:
+        assert ours.model_max_length == theirs.model_max_length
+    again = Tokenizer.from_files(ours.files(), model_type=family)
+    assert dict(again("the [E1] dog quux", "b")) == dict(ours("the [E1] dog quux", "b"))
+
+
+@pytest.mark.parametrize("kind", ["bert, vocab.txt", "roberta, merges"])
+def test_further_special_tokens_join_vocabulary_files(kind: str, tmp_path: Path) -> None:
+    theirs, ours = both(tmp_path, kind, additional_special_tokens=["[E1]", "dog"])
+    for text in ("the [E1] dog quux doggy", TEXT):
+        assert dict(ours(text, "b [E1]")) == dict(theirs(text, "b [E1]"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_special_tokens_are_taken_apart_on_demand(kind: str, tmp_path: Path) -> None:
+    theirs, ours = both(tmp_path, kind)
+    for text in ("a [MASK] <mask> b", "[CLS] </s>"):
+        whole = ours(text).input_ids
+        assert ours(text, split_special_tokens=True).input_ids == theirs(text, split_special_tokens=True)["input_ids"]
+        assert ours(text).input_ids == ours(text, split_special_tokens=False).input_ids == whole
+
+
+def test_a_token_beyond_the_models_rows_stays_text_and_is_told(tmp_path: Path) -> None:
+    files = {
+        "tokenizer.json": wordpiece().to_str().encode(),
+        "tokenizer_config.json": b'{"extra_special_tokens": ["[E1]"]}',
+    }
+    size = wordpiece().get_vocab_size()
+    tokenizer = Tokenizer.from_files(files, model_type="bert", config={"model_type": "bert", "vocab_size": size})
+    assert len(tokenizer) == size
+    assert "has no row for its id" in tokenizer.notes[0]
+    wider = Tokenizer.from_files(files, model_type="bert", config={"model_type": "bert", "vocab_size": size + 1})
+    assert wider("[E1]", add_special_tokens=False).input_ids == [size]
+    assert f"added as id {size}" in wider.notes[0]
+
+
+@pytest.mark.filterwarnings("default")
+def test_where_the_template_contradicts_the_settings_there_is_a_warning() -> None:
+    files = {"tokenizer.json": wordpiece().to_str().encode(), "special_tokens_map.json": b'{"cls_token": "[BOS]"}'}
+    with pytest.warns(UserWarning, match=r"cls_token is '\[BOS\]'.*template of tokenizer.json holds"):
+        tokenizer = Tokenizer.from_files(files, folder="there", model_type="bert")
+    assert tokenizer("Ada").tokens()[0] == "[CLS]"
+
+
+@pytest.mark.filterwarnings("default")
+def test_words_of_byte_level_bpe_are_joined_with_a_warning(tmp_path: Path) -> None:
+    theirs, ours = both(tmp_path, "roberta")
+    words = ["Ada", "lives", "in", "Paris"]
+    with pytest.warns(UserWarning, match="transformers glues them together"):
+        found = ours(words, is_split_into_words=True)
+    assert found.input_ids == theirs(" ".join(words))["input_ids"]
+    assert [found.word_to_chars(i) for i in range(4)] == [(0, len(word)) for word in words]
