@@ -101,11 +101,15 @@ def merge_windows(rows: Rows, owners: np.ndarray, *, sequence: int = 0, content:
     if len(owners) == 0 or bool((np.diff(owners) > 0).all()):
         chosen = np.arange(len(text))
     else:
-        order = np.lexsort((found.row, -_context(found), found.position, text))
+        # Only tokens of texts that have several windows may stand in more than one.
+        several = np.bincount(owners)[text] > 1
+        shared = np.flatnonzero(several)
+        order = shared[np.lexsort((found.row[shared], -_context(found)[shared], found.position[shared], text[shared]))]
         key_text, key_position = text[order], found.position[order]
         first = np.ones(len(order), bool)
         first[1:] = (key_text[1:] != key_text[:-1]) | (key_position[1:] != key_position[:-1])
-        chosen = order[first]
+        chosen = np.concatenate([np.flatnonzero(~several), order[first]])
+        chosen = chosen[np.argsort(text[chosen], kind="stable")]
     stream = TokenStream(
         row=found.row[chosen],
         column=found.column[chosen],

@@ -78,9 +78,16 @@ def characters_of(texts: Sequence[str]) -> Characters:
     zero = np.zeros(1, np.int64)
     return Characters(
         base=np.concatenate([zero, np.cumsum(sizes)]),
-        inner=np.concatenate([zero, np.cumsum(classes == 0)]),
-        marks=np.concatenate([zero, np.cumsum(classes == _PUNCTUATION)]),
+        inner=_running(classes == 0),
+        marks=_running(classes == _PUNCTUATION),
     )
+
+
+def _running(flags: np.ndarray) -> np.ndarray:
+    """Return how many flags are set before each place, ``(n + 1,)``; counts of less than 2**31 are half as wide."""
+    found = np.zeros(len(flags) + 1, np.int32 if len(flags) < 1 << 31 else np.int64)
+    np.cumsum(flags, out=found[1:])
+    return found
 
 
 def trimmed(text: str, start: int, end: int) -> tuple[int, int]:
