@@ -369,7 +369,7 @@ class Results(list[R]):
     def __repr__(self) -> str:
         lines = [f"  {found!r}," for found in list.__iter__(self[:5])]
         more = [f"  ... {len(self) - 5:,} more"] if len(self) > 5 else []
-        return "\n".join([f"{len(self):,} results [", *lines, *more, "]"])
+        return "\n".join([f"{len(self):,} result{'s' * (len(self) != 1)} [", *lines, *more, "]"])
 
     def _repr_html_(self) -> str:
         from flodl_hf.pages import page_of
