@@ -17,8 +17,9 @@ from pathlib import Path
 from flodl.errors import CheckpointError, printable
 from flodl.system import sync_folder
 
-__all__ = ["POINTER_ADVICE", "is_pointer", "open_regular", "read_regular", "write_atomically"]
+__all__ = ["POINTER_ADVICE", "is_pointer", "open_regular", "path_fault", "read_regular", "write_atomically"]
 
+NAME_BYTES = 255  # of one part of a path, on every usual file system
 _POINTER = b"version https://git-lfs.github.com/spec/"
 POINTER_ADVICE = "found a git-lfs pointer, expected the file it stands for; run `git lfs pull` in its folder"
 
@@ -54,6 +55,25 @@ def open_regular(path: str | os.PathLike[str]) -> int:
             path=os.fspath(path),
         )
     return descriptor
+
+
+def path_fault(path: str | os.PathLike[str]) -> str | None:
+    """Return why no file can have this path, as half a sentence; None where one can."""
+    text = os.fspath(path)
+    if not isinstance(text, str):
+        return "it is bytes and no text"
+    if "\0" in text:
+        return "it holds a NUL character"
+    try:
+        sizes = [len(os.fsencode(part)) for part in Path(text).parts]
+    except UnicodeEncodeError:
+        return "it holds half of a surrogate pair"
+    if max(sizes, default=0) > NAME_BYTES:
+        return f"a name in it has {max(sizes):,} bytes, more than {NAME_BYTES}"
+    for parent in Path(text).absolute().parents:
+        if os.path.lexists(parent):
+            return None if os.path.isdir(parent) else f"{parent} is no folder"
+    return None
 
 
 def read_regular(path: str | os.PathLike[str], limit: int = 1 << 28) -> bytes:

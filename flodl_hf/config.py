@@ -19,7 +19,7 @@ from flodl_hf.config_rows import Triage, boolean, one_of, read_rows, refuse
 from flodl_hf.families import families
 from flodl_hf.family import Family
 
-__all__ = ["MAX_CONFIG_BYTES", "PROBLEM_TYPES", "ModelConfig", "family_of", "read_json"]
+__all__ = ["MAX_CONFIG_BYTES", "MAX_LABELS", "PROBLEM_TYPES", "ModelConfig", "family_of", "read_json"]
 
 MAX_CONFIG_BYTES = 1_000_000  # the largest on the Hub are label lists of some ten thousand entries
 MAX_LABELS = 100_000

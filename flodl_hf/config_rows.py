@@ -98,7 +98,9 @@ class Foreign:
 
 
 def _number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if isinstance(value, int):  # one of any size, which math would not take
+        return not isinstance(value, bool) and abs(value) < 2**63
+    return isinstance(value, float) and math.isfinite(value)
 
 
 def count(least: int = 1, most: int = 65_536) -> Check:

@@ -186,7 +186,7 @@ class EncoderModel(Familiar):
             DeviceError: the device is not there.
             TokenizerError: the tokenizer is damaged or has more tokens than the model.
         """
-        from flodl_hf.source import load_model
+        from flodl_hf.source import load_model, numbered_labels
 
         return load_model(
             cls,
@@ -201,7 +201,7 @@ class EncoderModel(Familiar):
             dtype=dtype,
             device=device,
             attention=attention,
-            labels=labels if labels is not None or num_labels is None else [f"LABEL_{i}" for i in range(num_labels)],
+            labels=labels if labels is not None else numbered_labels(num_labels),
             problem_type=problem_type,
             ignore_config_keys=ignore_config_keys,
             strict_config=strict_config,

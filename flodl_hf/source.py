@@ -8,8 +8,9 @@ model is handed out only when all of it is there. What was read is remembered as
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,12 +20,12 @@ from torch.overrides import TorchFunctionMode
 
 from flodl.collecting import uncollected
 from flodl.devices import find_device
-from flodl.errors import ConfigError, printable
+from flodl.errors import ConfigError, printable, shown
 from flodl.graph import Graph
 from flodl_hf.attention import check_implementation
 from flodl_hf.checkpoint import Checkpoint, SourceManifest, StoredTensor
 from flodl_hf.checkpoint.members import is_entry, read_member
-from flodl_hf.config import MAX_CONFIG_BYTES, ModelConfig
+from flodl_hf.config import MAX_CONFIG_BYTES, MAX_LABELS, ModelConfig
 from flodl_hf.filling import FiniteCheck, check_dtype, check_duplicates, fill, settle_dtype, settle_ties
 from flodl_hf.loading import Plan, class_of, head_of, plan_load
 from flodl_hf.model import EncoderModel, assign, build_graph, initialise, tie_tensors
@@ -134,7 +135,34 @@ def read_config_file(
             where=str(path),
             problems=["encoding"],
         ) from None
-    return ModelConfig.from_text(text, str(path), ignore_config_keys, strict_config=strict_config)
+    ignored = _names(ignore_config_keys, "ignore_config_keys")
+    return ModelConfig.from_text(text, str(path), ignored, strict_config=strict_config)
+
+
+def numbered_labels(count: int | None) -> list[str] | None:
+    """Return the names of so many labels, as transformers gives them.
+
+    Raises:
+        ConfigError: not a number of labels.
+    """
+    if count is None:
+        return None
+    if not isinstance(count, Integral) or not 0 < count <= MAX_LABELS:
+        raise ConfigError(
+            f"num_labels={count!r}; expected a whole number from 1 to {MAX_LABELS}", problems=["num_labels"]
+        )
+    return [f"LABEL_{i}" for i in range(count)]
+
+
+def _names(given: Any, what: str) -> list[str]:
+    """Return the texts that were given in whatever holds several.
+
+    Raises:
+        ConfigError: it is one text, or holds none.
+    """
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise ConfigError(f"{what}={shown(given, 60)}; expected a list of texts", problems=[what])
+    return list(given)
 
 
 def load_model(
@@ -156,6 +184,7 @@ def load_model(
     head = model_class.head
     given, attention = check_dtype(dtype), check_implementation(attention)
     device = None if device is None else find_device(device)
+    labels = None if labels is None else _names(labels, "labels")
     with uncollected(settled=True):
         return _load(
             model_class, name_or_path, head, hub, given, device, attention, labels, problem_type, ignore_config_keys,

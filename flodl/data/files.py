@@ -77,10 +77,11 @@ def read_rows(
     if not isinstance(source, (str, os.PathLike)):
         return _rows_of_object(source)
     path = Path(source)
-    if not path.is_file():
+    if not os.path.isfile(path):  # no for a path that none can have, where Path.is_file raises
+        is_folder = os.path.isdir(path.parent)
         raise DataError(
             f"{path}: no such file; "
-            + (f"the folder has {_neighbours(path)}" if path.parent.is_dir() else "its folder does not exist either"),
+            + (f"the folder has {_neighbours(path)}" if is_folder else "its folder does not exist either"),
             path=str(path),
         )
     kind = format or _format_of(path)

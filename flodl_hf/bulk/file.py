@@ -11,7 +11,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
-from flodl.errors import PredictError
+from flodl.errors import PredictError, printable
+from flodl.files import path_fault
 from flodl_hf.bulk.columns import Said
 from flodl_hf.bulk.counting import counting_tokens
 from flodl_hf.bulk.parts import Parts
@@ -162,7 +163,9 @@ def _check(
         faults.append(f"restart would throw away what other ranks write; remove {out.name}.parts before starting them")
     if str(path) == STDIN and (rank.world > 1 or processes > 1):
         faults.append("standard input can be read by one process only; write it to a file first")
-    if path.exists() and out.exists() and path.samefile(out):
+    if fault := path_fault(out):
+        faults.append(f"no file can be written to {printable(str(out), 400)}, because {fault}; name another output")
+    elif os.path.exists(path) and os.path.exists(out) and path.samefile(out):
         faults.append("input and output are one file; name another output")
     if faults:
         raise PredictError(f"predict_file: {'; '.join(faults)}", problems=faults)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Literal, TypeAlias, get_args
 
 import numpy as np
@@ -179,8 +180,8 @@ def decode_classes(
             found=tuple(values.shape),
             labels=len(labels),
         )
-    if top_k is not None and top_k < 1:
-        raise PredictError(f"classification: top_k={top_k}; expected at least 1, or None for all", top_k=top_k)
+    if top_k is not None and (not isinstance(top_k, Integral) or top_k < 1):
+        raise PredictError(f"classification: top_k={top_k!r}; expected at least 1, or None for all", top_k=top_k)
     if owners is not None and texts is None:
         texts = _count(owners)
     count = len(values) if texts is None else texts

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from flodl import system
 from flodl.errors import ExportError, capped, printable
+from flodl.files import path_fault
 
 __all__ = ["is_model_file", "publish_folder"]
 
@@ -92,6 +93,13 @@ def publish_folder(
             ``path``, ``needed_bytes`` and ``free_bytes`` say where and what.
         Exception: whatever ``writer`` raises, after its stage was removed.
     """
+    fault = path_fault(target)
+    if fault is not None:
+        raise ExportError(
+            f"{printable(str(target), 400)}: no folder can have this path, because {fault}; choose another",
+            path=str(target),
+            problems=[fault],
+        )
     place = Path(os.path.abspath(target))
     _check_target(place, overwrite, replaceable)
     made = _make_parents(place)

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from flodl.errors import ConfigError, ExportError, TrainError
+from flodl.errors import ConfigError, ExportError, TrainError, printable
+from flodl.files import path_fault
 from flodl.train import Callback, EvalDone, RunDone, RunStarted, StepDone
 from flodl.train.events import Past
 from flodl.train.keeper import list_checkpoints
@@ -278,6 +279,13 @@ def _check_free(target: Path, overwrite: bool) -> None:
     Raises:
         ExportError: the folder is not empty and may not be replaced, or is a file.
     """
+    fault = path_fault(target)
+    if fault is not None:
+        raise ExportError(
+            f"out={printable(str(target), 400)}: no folder can have this path, because {fault}; choose another",
+            path=str(target),
+            problems=[fault],
+        )
     if target.is_dir() and any(target.iterdir()) and not overwrite:
         raise ExportError(
             f"{target} is not empty; expected a new folder. Give another, or overwrite=True (--overwrite) to replace "

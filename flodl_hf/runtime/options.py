@@ -71,7 +71,7 @@ class RunOptions:
         if devices is not None:
             if isinstance(devices, str) and devices == "auto":
                 devices = all_devices()
-            if isinstance(devices, (str, torch.device)) or not len(devices):
+            if isinstance(devices, str) or not isinstance(devices, Sequence) or not len(devices):
                 raise PredictError(f"devices={devices!r}; expected a list of at least one device", devices=devices)
             values["devices"] = tuple(find_device(device) for device in devices)
         found = replace(self, **values)
