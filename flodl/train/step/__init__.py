@@ -1,9 +1,9 @@
 """One optimiser step, a file for each of its parts.
 
 In the order in which a step passes them: `accumulate` (gradients of micro-batches), `flodl.distributed.gradients`
-(their sum over ranks), `decide` (whether the step counts, with `norm_kernels`), `on_device` (the update); `shared` puts them
-together for several ranks, `step` for all ways of carrying out a step. `capture` records them, `overlap` lets sums
-begin early, `pace` takes the time.
+(their sum over ranks), `decide` (whether the step counts, with `norm_kernels`), `on_device` (the update); `shared` puts
+them together for several ranks, `step` for all ways of carrying out a step. `capture` records them, `overlap` lets
+sums begin early, `pace` takes the time.
 """
 
 from flodl.train.step.step import Step, StepResult, TrainStep, not_finite

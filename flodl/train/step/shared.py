@@ -2,8 +2,8 @@
 
 A rank's own part (forward, backward, gradients brought to where they are summed) holds no talk with other ranks and
 may be recorded (`flodl.train.step.capture`), on each rank as its batches allow. What follows is the same on all
-ranks, and is recorded on all of them or on none: one sum, one division by the count of all, and an update that leaves itself out
-where something is not finite. What ranks must know of each other before that travels between hosts
+ranks, and is recorded on all of them or on none: one sum, one division by the count of all, and an update that leaves
+itself out where something is not finite. What ranks must know of each other before that travels between hosts
 (`SharedStep.agree`), so that no host waits for a device.
 """
 
