@@ -7,7 +7,6 @@ events to subscribe to, optimiser factories and parameter groups. How ranks shar
 
 from flodl.train.builder import TrainerBuilder
 from flodl.train.callback import Callback
-from flodl.train.ema import WeightAverage
 from flodl.train.events import (
     EpochMetrics,
     EvalDone,
@@ -24,7 +23,8 @@ from flodl.train.events import (
 from flodl.train.handle import Handle, Trained
 from flodl.train.loggers import CsvLog, MlflowLog, TensorBoardLog, WandbLog
 from flodl.train.loss import Loss
-from flodl.train.optimizers import OptimizerFactory, adamw, layerwise_decay, parameter_groups, sgd
+from flodl.train.optim.ema import WeightAverage
+from flodl.train.optim.optimizers import OptimizerFactory, adamw, layerwise_decay, parameter_groups, sgd
 from flodl.train.own_loop import OwnLoop
 from flodl.train.precision import Precision
 from flodl.train.profiling import Profiler

@@ -22,7 +22,7 @@ from flodl.train.evaluate import Callbacks
 from flodl.train.events import EpochMetrics, Event, StepDone
 from flodl.train.feed import as_feed
 from flodl.train.handle import Handle, Trained
-from flodl.train.optimizers import OptimizerMaker
+from flodl.train.optim.optimizers import OptimizerMaker
 from flodl.train.rate_search import RateSearch, search_rates
 from flodl.train.rehearsal import Rehearsal, rehearse
 from flodl.train.settings import Settings, make_settings

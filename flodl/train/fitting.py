@@ -14,7 +14,7 @@ import torch
 from flodl.errors import TrainError
 from flodl.train.feed import RowFeed, Share
 from flodl.train.loss import as_loss, batch_len
-from flodl.train.state import load_random, random_state
+from flodl.train.saving.state import load_random, random_state
 
 if TYPE_CHECKING:
     from flodl.train.trainer import Trainer

@@ -14,7 +14,7 @@ from torch import nn
 
 from flodl.distributed.launch import Crew
 from flodl.train.events import EpochMetrics, Events
-from flodl.train.state import load_model, model_state
+from flodl.train.saving.state import load_model, model_state
 
 __all__ = ["Handle", "Trained"]
 

@@ -75,7 +75,7 @@ class Settings:
         log_every: steps whose figures are read from a CUDA device together.
         callbacks: take part in the run, step by step; see `flodl.train.callback`.
         ema: keep an exponential moving average of the weights with this decay; it is what is evaluated and what
-            the model holds in the end. See `flodl.train.ema`.
+            the model holds in the end. See `flodl.train.optim.ema`.
         ema_warmup: let the average follow faster at first.
         max_restarts: how often ranks that we started are started again after a failure.
     """

@@ -3,7 +3,7 @@
 The loop is the same on a CPU, a GPU, several GPUs and several hosts, and whether the user writes its
 body (`Trainer.setup`) or hands over a ``train_step`` (`Trainer.builder`). What a step computes is in
 `flodl.train.step`, who does which part of the data and when ranks meet in `flodl.distributed.policy`,
-what is saved in `flodl.train.resume`.
+what is saved in `flodl.train.saving.resume`.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from flodl.distributed.policy import LocalSteps, Round, Sync, choose_policy, mak
 from flodl.distributed.timeline import Timeline
 from flodl.errors import TrainError
 from flodl.graph.stepping import GraphSteps
-from flodl.train import resume
 from flodl.train.callback import Hooks
-from flodl.train.ema import WeightAverage
 from flodl.train.evaluate import Callbacks, Evaluator
 from flodl.train.events import Events, RunDone, Warned
 from flodl.train.feed import Feed, Share
 from flodl.train.fitting import fit_micro_batch
-from flodl.train.optimizers import OptimizerMaker, make_optimizer
+from flodl.train.optim.ema import WeightAverage
+from flodl.train.optim.optimizers import OptimizerMaker, make_optimizer
+from flodl.train.optim.rates import Rates
 from flodl.train.precision import Precision
-from flodl.train.rates import Rates
 from flodl.train.replicas import Replicas
 from flodl.train.route import choose_route, compiled
-from flodl.train.saves import Saves
+from flodl.train.saving import resume
+from flodl.train.saving.saves import Saves
 from flodl.train.settings import Settings, make_settings
 from flodl.train.signals import StopSignals
 from flodl.train.step import Step, StepResult, TrainStep

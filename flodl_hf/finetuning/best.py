@@ -13,9 +13,9 @@ from torch import nn
 
 from flodl.errors import CheckpointError
 from flodl.files import read_regular
-from flodl.train.ema import averaged_state
-from flodl.train.keeper import list_checkpoints, read_checkpoint
-from flodl.train.state import load_model, model_state
+from flodl.train.optim.ema import averaged_state
+from flodl.train.saving.keeper import list_checkpoints, read_checkpoint
+from flodl.train.saving.state import load_model, model_state
 
 __all__ = ["Best", "take_best"]
 

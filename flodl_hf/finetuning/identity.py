@@ -1,6 +1,6 @@
 """What makes a run the run that it is: choices by value, data and the start by hash.
 
-A run that is taken up again compares these with what its checkpoint says (`flodl.train.resume`), beside what the
+A run that is taken up again compares these with what its checkpoint says (`flodl.train.saving.resume`), beside what the
 trainer knows itself: order and size of batches, optimiser, schedule, precision, seed, ranks. An option is compared
 unless a table here says who else does, or why it changes no number.
 """

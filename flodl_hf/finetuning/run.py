@@ -21,8 +21,8 @@ from flodl.errors import ConfigError, ExportError, TrainError, printable
 from flodl.files import path_fault
 from flodl.train import Callback, EvalDone, RunDone, RunStarted, StepDone
 from flodl.train.events import Past
-from flodl.train.keeper import list_checkpoints
 from flodl.train.loggers import Log, make_log
+from flodl.train.saving.keeper import list_checkpoints
 from flodl_hf.export.publish import is_model_file
 from flodl_hf.finetuning.best import Best, take_best
 from flodl_hf.finetuning.card import papers

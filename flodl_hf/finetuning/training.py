@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flodl.train import Profiler, Trainer, adamw, parameter_groups, sgd
-from flodl.train.optimizers import layerwise_decay
+from flodl.train.optim.optimizers import layerwise_decay
 from flodl_hf.finetuning.factory import Given, ModelFactory, checkpoint_layers, restore_layers, set_dropout
 from flodl_hf.finetuning.identity import identity_of
 from flodl_hf.finetuning.job import Job

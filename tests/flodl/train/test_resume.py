@@ -18,8 +18,9 @@ from torch.nn.functional import cross_entropy
 
 from flodl.distributed import RankError, Ranks
 from flodl.errors import CheckpointError, TrainError
-from flodl.train import Loss, Saved, SaveFailed, Settings, Trainer, Warned, adamw, keeper, sgd
-from flodl.train.keeper import Keeper, list_checkpoints, read_checkpoint
+from flodl.train import Loss, Saved, SaveFailed, Settings, Trainer, Warned, adamw, sgd
+from flodl.train.saving import keeper
+from flodl.train.saving.keeper import Keeper, list_checkpoints, read_checkpoint
 from flodl.train.schedule import Cosine, Plateau
 
 torch.set_num_threads(1)

@@ -8,9 +8,10 @@ import torch
 from safetensors.torch import load as parse_tensors
 from torch import nn
 
-from flodl.train import Saved, Trainer, keeper, sgd
-from flodl.train.keeper import list_checkpoints, read_checkpoint
-from flodl.train.tensor_stream import copies, safetensors_chunks
+from flodl.train import Saved, Trainer, sgd
+from flodl.train.saving import keeper
+from flodl.train.saving.keeper import list_checkpoints, read_checkpoint
+from flodl.train.saving.tensor_stream import copies, safetensors_chunks
 
 torch.set_num_threads(1)
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA")])

@@ -60,7 +60,7 @@ builtins.open = io.open = no_proc
 sys.platform = "win32"
 
 from pathlib import Path
-import flodl, flodl_hf, flodl_hf.export, flodl.distributed.launch, flodl.train.keeper
+import flodl, flodl_hf, flodl_hf.export, flodl.distributed.launch, flodl.train.saving.keeper
 from flodl_hf import finetune, load
 from flodl_hf.bulk import predict_file
 

@@ -3,7 +3,7 @@
 A checkpoint is a folder ``step-00000120`` with safetensors and JSON files and, written last, a
 ``manifest.json`` that lists each file with its length and SHA-256. It appears under its name only when
 complete. Each rank writes its own files into the common stage; rank 0 waits for word of all of them,
-writes the manifest and renames. What is in a checkpoint is decided in `flodl.train.state`.
+writes the manifest and renames. What is in a checkpoint is decided in `flodl.train.saving.state`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from flodl.errors import CheckpointError, TrainError
 from flodl.files import read_regular
 from flodl.system import lock, sync_folder
 from flodl.train.events import Event, Saved, SaveFailed, Warned
-from flodl.train.tensor_stream import safetensors_chunks
+from flodl.train.saving.tensor_stream import safetensors_chunks
 
 __all__ = ["Checkpoint", "Keeper", "list_checkpoints", "read_checkpoint"]
 

@@ -2,7 +2,7 @@
 
 Optimiser state is keyed by parameter name, so it does not depend on the order of groups. Random
 states are those of torch (CPU and this rank's device), numpy and Python. When states are taken and
-where they go is decided in `flodl.train.trainer` and `flodl.train.keeper`.
+where they go is decided in `flodl.train.trainer` and `flodl.train.saving.keeper`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from flodl.errors import CheckpointError, TrainError, capped
-from flodl.train.tensor_stream import to_cpu
+from flodl.train.saving.tensor_stream import to_cpu
 
 __all__ = [
     "check_fits",

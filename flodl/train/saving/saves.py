@@ -1,7 +1,8 @@
 """When a run is saved, and how it is taken up again: the checkpoints of a trainer, as far as the loop knows them.
 
-What is in a checkpoint is decided in `flodl.train.resume`, how it lies on disk in `flodl.train.keeper`. Figures are
-written beside the weights that they were taken of and no others, so that the best checkpoint is the best model.
+What is in a checkpoint is decided in `flodl.train.saving.resume`, how it lies on disk in `flodl.train.saving.keeper`.
+Figures are written beside the weights that they were taken of and no others, so that the best checkpoint is the best
+model.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ import time
 from typing import TYPE_CHECKING
 
 from flodl.errors import TrainError
-from flodl.train import resume
 from flodl.train.events import Past, Warned
-from flodl.train.keeper import Keeper
+from flodl.train.saving import resume
+from flodl.train.saving.keeper import Keeper
 
 if TYPE_CHECKING:
     from flodl.train.trainer import Trainer

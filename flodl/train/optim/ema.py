@@ -80,7 +80,7 @@ def averaged_state(tensors: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[st
     """Return the weights of a checkpoint that its figures are of: the average where there is one.
 
     Args:
-        tensors: ``tensors`` of a `flodl.train.keeper.Checkpoint`.
+        tensors: ``tensors`` of a `flodl.train.saving.keeper.Checkpoint`.
     """
     state = dict(tensors["model"])
     return state | {name: tensor.to(state[name].dtype) for name, tensor in tensors.get("ema", {}).items()}

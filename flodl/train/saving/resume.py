@@ -16,8 +16,8 @@ from torch import nn
 from flodl.distributed.group import Ranks
 from flodl.errors import TrainError, capped
 from flodl.train.events import Past, Warned
-from flodl.train.keeper import Checkpoint
-from flodl.train.state import (
+from flodl.train.saving.keeper import Checkpoint
+from flodl.train.saving.state import (
     check_fits,
     load_model,
     load_optimizer,
@@ -26,8 +26,8 @@ from flodl.train.state import (
     optimizer_state,
     random_state,
 )
+from flodl.train.saving.tensor_stream import copies
 from flodl.train.tally import Tally
-from flodl.train.tensor_stream import copies
 
 if TYPE_CHECKING:
     from flodl.train.trainer import Trainer

@@ -1,0 +1,1 @@
+"""Optimisers and what moves with them: their groups (`optimizers`), rates (`rates`) and averages (`ema`)."""
