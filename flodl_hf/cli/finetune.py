@@ -29,6 +29,7 @@ GROUPS = {
     "precision": "Arithmetic and speed",
     "eval_every": "Evaluation",
     "concatenate": "Masked words and answers",
+    "report_to": "Logs and traces",
     "save_every": "Checkpoints",
     "devices": "Devices",
     "revision": "The Hub",
@@ -49,6 +50,7 @@ def run(
     env: str | None,
     given: Mapping[str, Any],
     json_output: bool,
+    trial: str | None = None,
 ) -> None:
     """Train as the recipe and the command line say; the latter wins."""
     from flodl_hf.finetuning.run import _is_first_rank, finetune
@@ -76,6 +78,9 @@ def run(
         finetune(name, **data, out=target, overwrite=overwrite, **values)
         return
     training_said(values.get("devices"))
+    if trial is not None:
+        _try(trial, name, data, values, json_output)
+        return
     if data["eval"] is None:
         say("no --eval was given: nothing will be measured, and the last model is kept")
     kept = target is not None or values.get("checkpoints") is not None
@@ -107,6 +112,24 @@ def run(
     else:
         tell(f"written to {result.folder} (step {result.best_step} of {result.steps}, {result.seconds:.0f} s)")
         say(f"check it: flodl-hf verify-export {result.folder} --no-source")
+
+
+def _try(trial: str, model: str, data: Mapping[str, Any], values: Mapping[str, Any], json_output: bool) -> None:
+    """Do a dry run or search a learning rate, and print what came of it."""
+    from flodl_hf.finetuning import dry_run, find_lr
+
+    if trial == "dry-run":
+        found: Any = dry_run(model, **data, **values)
+        text = str(found)
+    else:
+        found = find_lr(model, train=data["train"], **values)
+        rates = f"{found.rates[0]:.1e} to {found.rates[-1]:.1e}"
+        best = "the loss did not fall" if found.suggestion is None else f"try --lr {found.suggestion:.1e}"
+        text = f"{len(found.rates)} steps at rates of {rates}, lowest loss {min(found.smoothed):.4f}: {best}"
+    if json_output:
+        emit_json(found.to_dict())
+    else:
+        tell(text)
 
 
 def _say_how_to_go_on(kept: bool, event: Any) -> None:
@@ -141,7 +164,7 @@ def parse(name: str, text: Any) -> Any:
     """
     if isinstance(text, (list, tuple)):
         text = ",".join(text) or None
-    if name in ("labels", "freeze", "allow_change") and text:
+    if name in ("labels", "freeze", "allow_change", "report_to") and text:
         parts = [text] if isinstance(text, str) else list(text)
         return [word.strip() for part in parts for word in part.split(",") if word.strip()] or None
     if not isinstance(text, str):
@@ -184,7 +207,7 @@ def _command() -> Callable[..., None]:
         given = {name: parse(name, said.pop(name)) for name in table}
         run(
             said["model"], said["train"], said["eval"], said["out"], said["overwrite"], said["recipe"], said["env"],
-            given, said["json_output"],
+            given, said["json_output"], "dry-run" if said["dry_run"] else "find-lr" if said["find_lr"] else None,
         )  # fmt: skip
 
     command.__doc__ = HELP
@@ -199,6 +222,10 @@ def _command() -> Callable[..., None]:
         _parameter("recipe", Path | None, typer.Option("--recipe", "-r", help="YAML file with options; those on the "
                    "command line win.")),
         _parameter("env", str | None, typer.Option("--env", help="Lay RECIPE.ENV.yaml over the recipe.")),
+        _parameter("dry_run", bool, typer.Option("--dry-run", help="Read and check all, try the heaviest batch and "
+                   "three steps on a copy, say what the run will need, and write nothing."), False),
+        _parameter("find_lr", bool, typer.Option("--find-lr", help="Train a copy at rising rates, say where the loss "
+                   "fell fastest, and write nothing."), False),
     ]  # fmt: skip
     group = ""
     for name, row in table.items():

@@ -12,18 +12,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flodl_hf.finetuning.metadata import PIPELINES, head_of_card, hub_name
+
 if TYPE_CHECKING:
     from flodl_hf.finetuning.job import Job
     from flodl_hf.finetuning.run import FinetuneResult
 
 __all__ = ["papers"]
 
-PIPELINES = {
-    "sequence_classification": "text-classification",
-    "token_classification": "token-classification",
-    "question_answering": "question-answering",
-    "masked_lm": "fill-mask",
-}
 SHOWN = (
     *("epochs", "max_steps", "batch_size", "accumulate", "tokens_per_batch", "layout", "max_length", "optimizer"),
     *("lr", "schedule", "schedule_options", "warmup", "weight_decay", "max_grad_norm", "layerwise_decay", "freeze"),
@@ -52,7 +48,7 @@ def papers(job: Job, result: FinetuneResult) -> dict[str, bytes]:
     }
     return {
         "README.md": card(job, result).encode(),
-        "recipe.yaml": recipe_text(result.recipe, result.changes).encode(),
+        "recipe.yaml": recipe_text(result.recipe, result.changes, job.own.names).encode(),
         "training.json": (json.dumps(facts, indent=1, ensure_ascii=False) + "\n").encode(),
     }
 
@@ -68,13 +64,15 @@ def versions() -> dict[str, str]:
     return found
 
 
-def recipe_text(recipe: dict[str, Any], changes: Sequence[Mapping[str, Any]] = ()) -> str:
+def recipe_text(
+    recipe: dict[str, Any], changes: Sequence[Mapping[str, Any]] = (), functions: Sequence[str] = ()
+) -> str:
     """Return the recipe as YAML."""
     import yaml
 
     head = "# The recipe of this model. Run it again with: flodl-hf finetune --recipe recipe.yaml --out DIR\n"
     given = {name: value for name, value in recipe.items() if value is not None}
-    absent = [name for name in ("model", "train") if name not in given]
+    absent = [*(name for name in ("model", "train") if name not in given), *functions]
     if absent:
         head += f"# {' and '.join(absent)} was given in memory and has to be given again.\n"
     for change in changes:
@@ -85,13 +83,8 @@ def recipe_text(recipe: dict[str, Any], changes: Sequence[Mapping[str, Any]] = (
 
 def card(job: Job, result: FinetuneResult) -> str:
     """Return the model card in Markdown."""
-    base = job.name
-    on_hub = base.count("/") == 1 and not Path(base).exists() and not base.startswith((".", "/", "~"))
-    shown = base if on_hub else Path(base).name
-    lines = ["---"]
-    if on_hub:
-        lines.append(f"base_model: {base.partition('@')[0]}")
-    lines += [f"pipeline_tag: {PIPELINES[result.task]}", "library_name: transformers", "tags:", "- flodl-hf", "---", ""]
+    shown = hub_name(job.name) or Path(job.name).name
+    lines = [head_of_card(job, result)]
     lines += [
         f"# {shown}, fine-tuned",
         "",
@@ -110,6 +103,8 @@ def card(job: Job, result: FinetuneResult) -> str:
         lines += [f"| {_cell(name)} | {value:.4f} |" for name, value in result.metrics.items()]
     else:
         lines.append("There was no held-out data, so nothing is claimed.")
+    if job.own.names:
+        lines += ["", f"Given as functions, and no part of the recipe: {', '.join(job.own.names)}."]
     lines += ["", "## Recipe", "", f"{result.steps:,} optimiser steps, {_duration(result.seconds)}.", ""]
     lines += ["| choice | value |", "|---|---|"]
     for name in SHOWN:

@@ -126,3 +126,29 @@ def test_ctrl_c_says_how_to_go_on(base: Path, files: tuple[str, str], tmp_path: 
     assert ("--resume" in stopped) == out
     assert ("nothing is kept" in stopped) != out
     assert bool(list(tmp_path.glob("out.checkpoints/step-*"))) == out
+
+
+def test_a_dry_run_and_a_search_of_rates_write_nothing(base: Path, files: tuple[str, str], tmp_path: Path) -> None:
+    before = sorted(tmp_path.iterdir())
+    given = ["finetune", base, "--train", files[0], "--out", tmp_path / "out", "--batch-size", "8"]
+    said = run(*given, "--eval", "0.2", "--dry-run", "--epochs", "4").stdout
+    assert "32 training rows" in said
+    assert "held out: 8 rows" in said
+    assert "16 steps of" in said
+    found = json.loads(run(*given, "--find-lr", "--json").stdout)
+    assert found["rates"][0] == pytest.approx(1e-7)
+    assert "steps at rates of 1.0e-07 to" in run(*given, "--find-lr").stdout
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_several_sets_curves_and_logs_by_flags(base: Path, files: tuple[str, str], tmp_path: Path) -> None:
+    said = run(
+        "finetune", base, "--train", files[0], "--eval", f"dev={files[1]},same={files[1]}", "--out", tmp_path / "out",
+        *QUICK, "--schedule", "polynomial", "--schedule-options", "power=2,end=1e-7", "--ema", "0.9", "--report-to", "csv",
+        "--neftune", "5", "--micro-batch-size", "auto", "--keep-last", "2",
+    )  # fmt: skip
+    assert "dev/accuracy" in said.stdout
+    recipe = (tmp_path / "out" / "recipe.yaml").read_text()
+    assert "power: 2.0" in recipe
+    assert "ema: 0.9" in recipe
+    assert (tmp_path / "out.logs" / "figures.csv").is_file()
