@@ -23,6 +23,7 @@ from flodl.errors import TokenizerError
 from .tokenization.added import add_missing
 from .tokenization.backend import Backend, load_json
 from .tokenization.batch import as_batch, as_tensors, check_batch, option
+from .tokenization.doctor import contradictions
 from .tokenization.encoded import Encoded, pad_rows
 from .tokenization.guard import guarded
 from .tokenization.precut import LONG, beginning
@@ -75,7 +76,7 @@ class Tokenizer(Vocabulary):
             folder: where it came from, for messages.
             model_type: family, if known.
             config: the model's ``config.json``, if known.
-            notes: where its files contradict each other, and which won; kept as ``notes``.
+            notes: where its files contradict each other, and which won; kept as ``notes``, with what is found.
 
         Raises:
             TokenizerError: if a settings file is damaged, or the normalizer would exhaust memory.
@@ -92,7 +93,13 @@ class Tokenizer(Vocabulary):
             pad_token=frozen.pad_token,
         )
         super().__init__(frozen, settings, str(folder))
-        self.notes = tuple(notes)
+        found = []
+        if "tokenizer.json" in self._files:
+            name = "special_tokens_map.json"
+            mapped = parse_json(self._files[name], f"{folder}/{name}") if name in self._files else {}
+            with guarded(str(folder), "the tokenizer definition is damaged; fetch it again"):
+                found = contradictions(backend, settings, mapped, self._config, frozen.pad_token)
+        self.notes = (*notes, *found)
         if settings.split_special:
             backend.encode_special_tokens = True
         self._splitting: Backend | None = None

@@ -11,9 +11,11 @@ from flodl_hf.cli.choices import Head, HeadWord, PrecisionWord
 from flodl_hf.cli.shared import Json, Local, Model, Revision, emit_json, reporting, tell
 
 if TYPE_CHECKING:
+    from flodl_hf.config import ModelConfig
     from flodl_hf.runtime.explain import Explanation
 
 NAME = "inspect"
+_SENTENCES = ("notes", "tokenizer_settings", "tokenizer_differences")
 
 
 @reporting
@@ -21,7 +23,7 @@ def command(
     model: Model,
     head: Head = HeadWord.auto,
     tokenizer: Annotated[
-        bool, typer.Option("--tokenizer", help="Compare the tokenizer's files with each other.")
+        bool, typer.Option("--tokenizer", help="Also compare tokenizer.json with the vocabulary files beside it.")
     ] = False,
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor with our name for it.")] = False,
     device: Annotated[
@@ -55,12 +57,28 @@ def command(
             tell(f"{key:<22}{len(value)}")
             for name, what in value.items():
                 tell(f"  {name}: {what}")
+        elif isinstance(value, list) and key in _SENTENCES:
+            tell(f"{key:<22}{len(value) or 'none'}")
+            for sentence in value:
+                tell(f"  {sentence}")
         elif isinstance(value, list):
             tell(f"{key:<22}{', '.join(map(str, value)) if value else 'none'}")
         else:
             tell(f"{key:<22}{value:,}" if isinstance(value, int) else f"{key:<22}{value}")
     if explained is not None:
         tell(str(explained))
+
+
+def examined(folder: Path, config: ModelConfig) -> list[str]:
+    """Return where a tokenizer's settings contradict ``tokenizer.json`` and which holds, or why it does not load."""
+    from flodl.errors import TokenizerError
+    from flodl_hf.source import load_tokenizer
+
+    try:
+        tokenizer = load_tokenizer(folder, config)
+    except TokenizerError as fault:
+        return [str(fault)]
+    return [] if tokenizer is None else list(tokenizer.notes)
 
 
 def runs(folder: Path, head: str, device: str, precision: Any) -> Explanation:
@@ -130,6 +148,7 @@ def describe(name: str, head: str, hub: dict[str, Any]) -> dict[str, Any]:
         "tied": list(report.tied),
         "notes": report.notes,
         "tokenizer": [f for f in VOCABULARY_FILES if (folder / f).is_file()],
+        "tokenizer_settings": examined(folder, config),
         "max_tokens": config.max_tokens,
         "problem_type": config.problem_type,
         "labels": list(config.labels) if wanted.endswith("classification") else [],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from flodl.errors import PredictError
 from flodl_hf.families import FAMILIES
+from flodl_hf.tokenizer import Tokenizer
 
 Maker = Callable[..., Any]
 Padded = Callable[..., torch.Tensor]
@@ -291,6 +293,26 @@ def test_zero_shot_compares_entailment(make: Maker, padded: Padded) -> None:
     streamed = model.zero_shot(iter(TEXTS), labels, template="{}?")
     assert isinstance(streamed, Iterator)
     assert rough(list(streamed)) == rough(several)
+
+
+NO_TYPES = [{"tokenizer_class": "TokenizersBackend"}, {"model_input_names": ["input_ids", "attention_mask"]}]
+
+
+@pytest.mark.parametrize("stated", [{}, *NO_TYPES])
+def test_pairs_are_marked_where_the_tokenizers_class_marks_them(stated: dict[str, Any], make: Maker) -> None:
+    """Folders that transformers 5 writes name no inputs; what their class does not give, predictions have not."""
+    model = make("bert", "sequence_classification", num_labels=3)
+    files = model.tokenizer.files()
+    files["tokenizer_config.json"] = json.dumps(json.loads(files["tokenizer_config.json"]) | stated).encode()
+    model.tokenizer = Tokenizer.from_files(files, model_type="bert")
+    encoded = model.tokenizer([["the cat", "a dog"]], return_tensors="pt")
+    assert ("token_type_ids" in encoded) == (not stated)
+    with torch.no_grad():
+        expected = model(**encoded).logits[0].softmax(-1)
+        marked = model(encoded["input_ids"], token_type_ids=torch.tensor([[0, 0, 0, 0, 1, 1, 1]])).logits[0].softmax(-1)
+    found = {answer.label: answer.score for answer in model.predict([("the cat", "a dog")])[0]}
+    assert [found[label] for label in model.config.labels] == pytest.approx(expected.tolist(), abs=1e-6)
+    assert torch.allclose(expected, marked, atol=1e-4) == (not stated)
 
 
 OLD, NEW = "sbert_ce_default_activation_function", "sentence_transformers"
