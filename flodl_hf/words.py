@@ -160,11 +160,6 @@ def _mapped(value: Any, _: Any) -> Any:
     return "auto" if value in ("balanced", "balanced_low_0", "sequential", "auto") else device_of(value)
 
 
-def _dtype(value: Any, _: Any) -> Any:
-    # "auto" is the dtype of the file, which is what not saying anything gives.
-    return None if value == "auto" else value
-
-
 def _attention(value: Any, _: Any) -> str:
     if value in (None, "sdpa", "eager"):
         return value or "sdpa"
@@ -285,7 +280,7 @@ _FETCHED = "downloads are checked and kept in the Hub's cache; remove the file t
 LOAD = {
     "pretrained_model_name_or_path": Word("name_or_path"),
     "model_name_or_path": Word("name_or_path"),
-    "torch_dtype": Word("dtype", _dtype),
+    "torch_dtype": Word("dtype"),
     "device_map": Word("device", _mapped),
     "attn_implementation": Word("attention", _attention),
     "use_auth_token": Word("token"),

@@ -1,0 +1,71 @@
+"""The page for those who come from transformers: what it says is taken is taken, what it says is refused is refused."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import flodl_hf
+from flodl_hf import words
+from flodl_hf.finetuning.options import Options
+from flodl_hf.finetuning.words import INERT, REFUSED, TAKEN
+from flodl_hf.model import LoadKeywords
+
+PAGE = Path(__file__).parents[2] / "docs" / "coming-from-transformers.md"
+if not PAGE.exists():
+    pytest.skip("documents are not part of an installed package", allow_module_level=True)
+TEXT = PAGE.read_text("utf-8")
+
+
+def rows(heading: str) -> list[list[str]]:
+    section = TEXT.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[1:]]
+
+
+def keywords(cell: str) -> list[str]:
+    return re.findall(r"\b([a-z]\w+)=", re.sub(r"\([^)]*\)", "", cell.replace("early_stopping_patience", "")))
+
+
+def test_every_word_of_loading_is_known() -> None:
+    known = {*words.LOAD, *LoadKeywords.__annotations__}
+    named = [name for there, *_ in rows("Loading") for name in keywords(there)]
+    assert len(named) > 12
+    assert [name for name in named if name not in known] == []
+
+
+def test_what_loading_refuses_is_refused() -> None:
+    refused = [name for there, here, *_ in rows("Loading") if here.startswith("refused") for name in keywords(there)]
+    assert len(refused) >= 4
+    assert [name for name in refused if words.LOAD[name].ours is not None or not words.LOAD[name].reason] == []
+
+
+def test_every_word_of_the_trainer_is_known() -> None:
+    known = {*TAKEN, *INERT, *REFUSED, *Options.__dataclass_fields__}
+    for there, here, *_ in rows("Trainer")[1:]:
+        for name in keywords(there):
+            assert name in known, name
+            if here.startswith("the same"):
+                assert name not in REFUSED, name
+            if here.startswith("refused"):
+                assert name in REFUSED, name
+
+
+def test_every_import_is_there() -> None:
+    for there, here, *_ in rows("Imports"):
+        names = re.findall(r"from flodl_hf import (\w+)", here) or (
+            re.findall(r"`(Auto\w+)`", there) if here == "the same names" else re.findall(r"`(Auto\w+)`", here)
+        )
+        assert names, here
+        assert [name for name in names if name not in flodl_hf.__all__] == []
+
+
+def test_methods_that_are_named_are_there() -> None:
+    from flodl_hf.heads import HEADS
+
+    there = {name for head in HEADS for name in dir(head.model)}
+    named = set(re.findall(r"`model\.(\w+)\(", TEXT)) - {"bert"}
+    assert len(named) > 8
+    assert named <= there
