@@ -12,9 +12,11 @@ help: ## list the verbs
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 $(VENV)/.ready: pyproject.toml constraints.txt
+	@echo "Setting up $(VENV), once: PyTorch and what the tests need, some hundred megabytes to a few gigabytes."
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	@touch $@
+	@echo "$(VENV) is ready."
 
 demo: $(VENV)/.ready ## train, predict, export and verify a small model, offline, in under a minute
 	OMP_NUM_THREADS=2 $(BIN)/flodl-hf demo

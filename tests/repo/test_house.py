@@ -242,3 +242,11 @@ def test_no_circle_of_imports_is_left_in_the_framework(trees: dict[str, ast.Modu
             del left[name]
     # what is left needs what is left: a circle, or what stands on one
     assert {name: sorted(needs & left.keys()) for name, needs in left.items()} == {}
+
+
+def test_setting_up_shows_what_it_does() -> None:
+    """The first `make demo` installs for minutes; nobody should look at an empty screen meanwhile."""
+    recipe = (ROOT / "Makefile").read_text("utf-8").split("/.ready:", 1)[1].split("\n\n", 1)[0]
+    assert "pip install" in recipe
+    assert not re.search(r"--quiet|-q\b|> */dev/null", recipe)
+    assert "echo" in recipe
