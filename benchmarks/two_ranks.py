@@ -288,6 +288,8 @@ class Phases:
         self.start, self.first = self.since, trainer.policy.steps
         self.phase = self.ranks.phase
         self.ranks.phase = self._enter
+        self.settle = trainer.log.settle
+        trainer.log.settle = self._settle
 
     def _enter(self, phase: str, step: int | None = None) -> None:
         now = time.perf_counter()
@@ -295,10 +297,18 @@ class Phases:
         self.name, self.since = phase, now
         self.phase(phase, step)
 
+    def _settle(self, tally: Any) -> None:
+        """Time separately how long the end of an epoch waits for the device."""
+        now = time.perf_counter()
+        self.settle(tally)
+        spent = time.perf_counter() - now
+        self.times["waiting for the device"] = self.times.get("waiting for the device", 0.0) + spent
+        self.since += spent
+
     def end(self) -> dict[str, Any]:
         """Return milliseconds a step by phase, and of the whole."""
         self._enter("callback")
-        self.ranks.phase = self.phase
+        self.ranks.phase, self.trainer.log.settle = self.phase, self.settle
         steps = self.trainer.policy.steps - self.first
         whole = time.perf_counter() - self.start
         ordered = sorted(self.times.items(), key=lambda entry: -entry[1])
@@ -362,7 +372,7 @@ def device_times(profiler: Any, steps: int) -> dict[str, Any]:
     kernels: dict[str, list[float]] = {}
     for event in profiler.profiler.kineto_results.events():
         start, length, name = event.start_ns() / 1e6, event.duration_ns() / 1e6, event.name()
-        if event.device_type() == torch.autograd.DeviceType.CUDA:
+        if event.device_type() == torch.autograd.DeviceType.CUDA:  # pyright: ignore[reportPrivateImportUsage]
             (sums if "nccl" in name.lower() else work).append((start, start + length))
             kernels.setdefault(re.split(r"[<(]", name)[0][:60], []).append(length)
         elif name.startswith(("cuda", "cu")) and "::" not in name:

@@ -81,9 +81,9 @@ class GradientSum:
             hook.remove()
         self._hooks, self.parameters = [], parameters
         backwards = list(reversed(range(len(parameters))))
-        size = RECORDED_BUCKET if self._recorded else GRADIENT_BUCKET
         members = [parameters[place] for place in backwards]
-        self._buckets = [[backwards[i] for i in places] for places in buckets_of(members, size)]
+        buckets = _early_and_late(members) if self._recorded else buckets_of(members, GRADIENT_BUCKET)
+        self._buckets = [[backwards[i] for i in places] for places in buckets]
         self._views, self._flats = list(parameters), []
         for places in self._buckets:
             like = [parameters[place] for place in places]
@@ -268,6 +268,18 @@ class GradientSum:
             rank=self.ranks.rank,
             tensors=names,
         )
+
+
+def _early_and_late(members: Sequence[torch.Tensor]) -> Iterator[list[int]]:
+    """Yield places that travel together: much at once, but little of what is full last, for which everything waits."""
+    rest = sum(member.numel() for member in members)
+    late, first = rest // 4, 0
+    while first < len(members) and rest > late:
+        rest -= members[first].numel()
+        first += 1
+    yield from buckets_of(members[:first], RECORDED_BUCKET)
+    for places in buckets_of(members[first:], GRADIENT_BUCKET):
+        yield [first + place for place in places]
 
 
 @dataclass(frozen=True, eq=False)

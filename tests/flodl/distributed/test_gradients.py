@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from flodl.distributed import RankError, gradients, launch
+from flodl.distributed import RankError, Ranks, gradients, launch
 from flodl.distributed.gradients import GradientSum
 from flodl.errors import TrainError
 
@@ -150,3 +150,24 @@ def dies_in_backward(ranks):
 def test_a_rank_lost_meanwhile_is_named():
     with pytest.raises(RankError, match="rank 1 is gone"):
         launch(dies_in_backward, ranks=2, start="fork", timeout_s=20).wait()
+
+
+class Tall(nn.Module):
+    """An embedding, whose gradient comes last, under layers, as an encoder has them."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.places = nn.Embedding(200, 8), nn.Embedding(10, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 100) for _ in range(8))
+
+
+def test_recorded_sums_are_few_and_what_is_full_last_is_small(monkeypatch):
+    monkeypatch.setattr(gradients, "RECORDED_BUCKET", 2000)
+    monkeypatch.setattr(gradients, "GRADIENT_BUCKET", 500)
+    model = Tall()
+    total = GradientSum(Ranks(), model)
+    total.be_recorded()
+    assert total.renew()
+    sizes = [sum(total.parameters[place].numel() for place in places) for places in total._buckets]
+    assert sizes == [1900, 1800, 1800, 1700, 80, 1600]  # at last the places alone, and then the words
+    assert sorted(place for places in total._buckets for place in places) == list(range(len(total.parameters)))
