@@ -112,9 +112,13 @@ class RowSource:
         num_rows: how many there are.
         collate: makes a batch of rows.
         get_many: gives several rows at once, where the data can.
+
+    Attributes:
+        lengths: of each row, where the data says.
     """
 
     constant = False
+    lengths: Any = None
 
     def __init__(
         self,
@@ -182,7 +186,9 @@ def as_batches(data: Any, collate: Collate | None = None) -> BatchDataset | RowS
         )
     get = getattr(data, "get", None) or getattr(data, "__getitem__", None)
     if callable(get):
-        return RowSource(get, len(_filled(data)), collate, getattr(data, "__getitems__", None))
+        source = RowSource(get, len(_filled(data)), collate, getattr(data, "__getitems__", None))
+        source.lengths = getattr(data, "lengths", None)
+        return source
     raise DataError(
         f"data: {type(data).__name__} has neither get_batch(indices), get(i) nor data[i]; expected one of them",
         kind=type(data).__name__,

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from flodl.errors import TrainError
@@ -30,8 +31,11 @@ def heaviest_turn(trainer: Trainer) -> int:
     plan = feed.loader.plan(trainer.epoch_number)
     lengths = getattr(feed.loader.batches, "lengths", None)
     if lengths is None:
-        lengths = getattr(getattr(feed.loader.data, "rows", None), "lengths", None)
-    weights = [len(plan[i]) * (1 if lengths is None else int(lengths[plan[i]].max())) for i in range(len(plan))]
+        lengths = getattr(feed.loader.data, "lengths", None)
+    if lengths is None or not hasattr(lengths, "__len__") or len(lengths) != feed.loader.num_rows:
+        lengths = None
+    given = None if lengths is None else np.asarray(lengths)
+    weights = [len(plan[i]) * (1 if given is None else int(given[plan[i]].max())) for i in range(len(plan))]
     return max(range(len(weights)), key=weights.__getitem__) // feed.accumulate if weights else 0
 
 
@@ -54,6 +58,8 @@ def fit_micro_batch(trainer: Trainer) -> int | None:
         table = trainer.ranks.table([float(rows), float(fits)])
         if all(row[1] for row in table):
             break
+        if trainer.ranks.device.type == "cuda":
+            torch.cuda.empty_cache()  # what the trial held is free since it returned
         most = int(max(row[0] for row in table))
         if most <= trainer._least:
             raise TrainError(
@@ -103,8 +109,6 @@ def try_turn(trainer: Trainer, turn: int) -> tuple[int, bool]:
             del held
         except torch.OutOfMemoryError:
             fits = False
-    if not fits and device.type == "cuda":
-        torch.cuda.empty_cache()
     return largest, fits
 
 

@@ -114,3 +114,21 @@ def test_a_log_without_its_package_is_refused_before_training(base: Path, monkey
         finetune(base, train=labelled(8), report_to="comet")
     with pytest.raises(ConfigError, match="micro_batch_size: found 'some'; expected a number"):
         finetune(base, train=labelled(8), micro_batch_size="some")
+
+
+@pytest.mark.parametrize("options", [{"group_by_length": False}, {"group_by_length": True}, {"tokens_per_batch": 90}])
+def test_the_heaviest_batch_is_the_one_that_is_tried(
+    options: dict[str, Any], base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flodl_hf.finetuning.step import Objective
+
+    sizes: list[int] = []
+    inner = Objective.__call__
+
+    def call(self: Any, model: Any, batch: Any) -> Any:
+        sizes.append(batch["input_ids"].numel())
+        return inner(self, model, batch)
+
+    monkeypatch.setattr(Objective, "__call__", call)
+    finetune(base, train=labelled(48), micro_batch_size="auto", batch_size=4, epochs=1, **options)
+    assert sizes[0] == max(sizes[1:])
