@@ -28,7 +28,7 @@ from flodl_hf.finetuning.rates import make_schedule
 from flodl_hf.finetuning.rows import CollateRows, EncodedRows, Masking
 from flodl_hf.finetuning.shapes import choose_shapes
 from flodl_hf.finetuning.step import Objective
-from flodl_hf.finetuning.task import Room, Task
+from flodl_hf.finetuning.task import Prepared, Room, Task
 
 if TYPE_CHECKING:
     from flodl_hf.model import EncoderModel
@@ -130,8 +130,9 @@ def plan_job(
     bounds = [n for n in (opened.max_tokens, options.max_length or usual) if n]
     config = opened.config
     types = config.uses_token_types and tokenizer.settings.type_ids
-    room = Room(min(bounds, default=None), options.stride, types)
-    rows = task.prepare(tables.train, tokenizer, room, training=True).rows
+    room = Room(min(bounds, default=None), options.stride, types, options.long_texts == "windows")
+    prepared = {"train": task.prepare(tables.train, tokenizer, room, training=True)}
+    rows = prepared["train"].rows
     masking = None
     if task.kind == "words":
         if tokenizer.mask_token_id is None:
@@ -163,7 +164,7 @@ def plan_job(
     evaluations = {
         name: Evaluation(
             task,
-            task.prepare(examples, tokenizer, room, training=False),
+            prepared.setdefault(f"eval {name}".strip(), task.prepare(examples, tokenizer, room, training=False)),
             replace(collate, layout="packed" if layout == "bucketed" else layout, noise=False),
             # how wide a batch is padded says nothing of a model
             Objective(task.kind, mask_padding=True, own=own.loss),
@@ -176,6 +177,7 @@ def plan_job(
     }
     evaluation = evaluations.get("") or (Evaluations(evaluations) if evaluations else None)
     _need_evaluation(options, evaluation)
+    notes = [*notes, *_cut_texts(prepared, room)]
     filled = replace(options, task=task.head, labels=task.labels, problem_type=task.problem_type)
     job = Job(
         filled, task, tables, opened, factory, rows, batches, collate, objective, evaluation,
@@ -184,6 +186,17 @@ def plan_job(
     )  # fmt: skip
     _ = job.schedule  # values that it cannot have are refused now
     return job
+
+
+def _cut_texts(prepared: Mapping[str, Prepared], room: Room) -> list[str]:
+    """Return what is to be said of texts that are longer than a row."""
+    counts = [f"{part.cut:,} of {len(part.rows):,} texts of {name}" for name, part in prepared.items() if part.cut]
+    if not counts:
+        return []
+    return [
+        f"{' and '.join(counts)} are longer than {room.max_tokens} tokens and are cut at their end; "
+        "long_texts='windows' reads them whole"
+    ]
 
 
 def _known(model: Any, options: Options) -> Known:

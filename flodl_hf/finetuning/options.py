@@ -93,7 +93,13 @@ class Options:
     )
     max_length: int | None = _opt(None, "Most tokens in a row; by default as many as the model takes.", least=4)
     stride: int | None = _opt(
-        None, "Tokens shared by neighbouring windows of a long text (tokcls 64, qa 128).", least=0
+        None, "Tokens shared by neighbouring windows of a long text (seqcls 0, tokcls 64, qa 128).", least=0
+    )
+    long_texts: str = _opt(
+        "cut",
+        "seqcls: cut texts that are longer than a row at their end, or read them in windows, each of which learns the "
+        "label; judged is their mean, as predict answers.",
+        among=("cut", "windows"),
     )
 
     lr: float = _opt(5e-5, "Highest learning rate.", least=0.0)
@@ -223,6 +229,7 @@ class FinetuneOptions(TypedDict, total=False):
     layout: str
     max_length: int | None
     stride: int | None
+    long_texts: str
     lr: float
     schedule: Any
     schedule_options: Mapping[str, Any] | None

@@ -1,6 +1,7 @@
 """Labels for whole texts and pairs: one of several, any number of several, or a number.
 
 A text that is longer than a row is cut at its end, as transformers' scripts do; of a pair the longer one gives way.
+Or it is read in windows, of which each learns the label; judged is their mean, as `predict` answers.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 from flodl.data import Columns, Targets
 from flodl.errors import DataError, capped
 from flodl.metrics import Classification, Metric, MultiLabel, Pearson, Spearman, SquaredError
+from flodl_hf.decode.classes import activation_for, class_scores, mean_over_windows
 from flodl_hf.finetuning.rows import EncodedRows, RowBuilder
 from flodl_hf.finetuning.step import Kind
 from flodl_hf.finetuning.task import CHUNK, Examples, Prepared, Room, check_texts
@@ -70,7 +72,7 @@ class SequenceTask:
         return {"single_label": "accuracy", "multi_label": "f1", "regression": "-mse"}[self.kind]
 
     def prepare(self, examples: Examples, tokenizer: Tokenizer, room: Room, *, training: bool) -> Prepared:
-        """Return one row for each text."""
+        """Return one row for each text, or one for each window of it."""
         text, pair, label = self.columns.text, self.columns.text_pair, self.columns.label
         assert text is not None
         assert label is not None
@@ -78,21 +80,29 @@ class SequenceTask:
             if column is not None:
                 check_texts(examples, column, "finetune")
         values = self._values([row.get(label) for row in examples])
-        builder = RowBuilder(room.types)
+        builder, weights, cut = RowBuilder(room.types), [], 0
+        how: Any = {"cut": None if pair is None else "longest", "overflow": "truncate"}
+        if room.windows:
+            how = {"stride": room.shared(0, 3), "overflow": "windows"}
         for start in range(0, len(examples), CHUNK):
             part = examples[start : start + CHUNK]
             windows = tokenizer.encode_rows(
                 [row[text] for row in part],
                 None if pair is None else [row[pair] for row in part],
                 max_tokens=room.max_tokens,
-                cut=None if pair is None else "longest",
-                overflow="truncate",
                 offsets=False,
+                **how,
             )
             for i, group in enumerate(windows, start):
-                builder.add(group[0], i, labels=values[i])
+                for window in group:
+                    builder.add(window, i, labels=values[i])
+                cut += group[0].truncated
+                weights.append([sum(not special for special in window.special) for window in group])
         rows = builder.build()
-        return Prepared(rows, None if training else rows.values["labels"])
+        if training:
+            return Prepared(rows, cut=cut)
+        labels = rows.values["labels"][np.flatnonzero(np.diff(rows.owners, prepend=-1))]
+        return Prepared(rows, _Truth(torch.as_tensor(labels), weights), cut)
 
     def _values(self, labels: Sequence[Any]) -> list[Any]:
         """Return labels as the loss takes them."""
@@ -114,10 +124,10 @@ class SequenceTask:
 
     def scorer(self, prepared: Prepared) -> _Scorer:
         """Return a scorer that has seen nothing."""
-        return _Scorer(self.kind, len(self.names), torch.as_tensor(prepared.truth))
+        return _Scorer(self.kind, len(self.names), prepared.truth)
 
     def label_counts(self, rows: EncodedRows) -> list[int] | None:
-        """Return how many texts have each label."""
+        """Return how many rows have each label."""
         labels = rows.values["labels"]
         if self.kind == "regression":
             return None
@@ -126,9 +136,17 @@ class SequenceTask:
         return np.bincount(labels, minlength=len(self.names)).tolist()
 
 
+@dataclass(frozen=True)
+class _Truth:
+    """The labels of all texts, and for each text the content tokens of its windows."""
+
+    labels: Tensor
+    weights: list[list[int]]
+
+
 class _Scorer:
-    def __init__(self, kind: str, size: int, truth: Tensor) -> None:
-        self.kind, self.truth = kind, truth
+    def __init__(self, kind: str, size: int, truth: _Truth) -> None:
+        self.kind, self.truth, self.weights = kind, truth.labels, truth.weights
         self._metrics: list[Any] = {
             "single_label": lambda: [Classification(size, "binary" if size == 2 else "macro")],
             "multi_label": lambda: [MultiLabel(size, "micro")],
@@ -139,11 +157,23 @@ class _Scorer:
 
     def update(self, example: int, scores: Sequence[Tensor]) -> tuple[Any, Any]:
         """Take in the scores of one text; return them and its label, a number or numbers."""
+        score = scores[0] if len(scores) == 1 else self._of_windows(torch.stack(list(scores)), self.weights[example])
         self._examples.append(example)
-        self._scores.append(scores[0])
+        self._scores.append(score)
         if len(self._examples) >= BUFFER:
             self._flush()
-        return scores[0].tolist(), self.truth[example].tolist()
+        return score.tolist(), self.truth[example].tolist()
+
+    def _of_windows(self, scores: Tensor, weights: Sequence[int]) -> Tensor:
+        """Return scores whose probabilities are the mean of those of the windows, as `predict` gives them."""
+        activation = activation_for(_PROBLEM[self.kind], scores.shape[-1])
+        owners = np.zeros(len(scores), np.int64)
+        mean = mean_over_windows(class_scores(scores, activation), owners, 1, weights)[0].double()
+        if activation == "sigmoid":
+            mean = torch.logit(mean)
+        elif activation == "softmax":
+            mean = mean.log()
+        return mean.to(scores.dtype)
 
     def _flush(self) -> None:
         if not self._examples:

@@ -36,11 +36,13 @@ class Room:
         max_tokens: most tokens in a row, special ones included; None for no bound.
         stride: tokens that neighbouring windows share; None as the task likes.
         types: whether the model takes token types.
+        windows: whether texts with a label are read in windows where they are longer.
     """
 
     max_tokens: int | None
     stride: int | None
     types: bool
+    windows: bool = False
 
     def shared(self, usual: int, part: int) -> int:
         """Return the tokens that windows share: as asked or as usual, at most a part of a row."""
@@ -50,10 +52,13 @@ class Room:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Rows of tokens, and what a scorer needs to know of each example besides; None for training data."""
+    """Rows of tokens, what a scorer needs to know of each example besides (None for training data), and how many texts
+    were cut.
+    """
 
     rows: EncodedRows
     truth: Any = None
+    cut: int = 0
 
 
 class Scorer(Protocol):

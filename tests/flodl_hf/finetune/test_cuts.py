@@ -61,6 +61,7 @@ def labels_of(rows: list[dict[str, Any]]) -> list[str]:
 VARIANTS: dict[str, tuple[Callable[[int], list[dict[str, Any]]], dict[str, Any]]] = {
     **{name: (table, {}) for name, table in TABLES.items()},
     "numbers": (numbers, {}),
+    "windows": (TABLES["sequence_classification"], {"long_texts": "windows", "max_length": 8, "stride": 2}),
     "several labels": (several, {"problem_type": "multi_label_classification"}),
     **{
         f"{name}, {how}": (TABLES[name], options)
