@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,17 @@ _SHARED_ROWS = (
     Row("problem_type", "problem_type", one_of(None, *PROBLEM_TYPES), None),
     Row("tie_words", "tie_word_embeddings", boolean(), True),
 )
+# Names that people bring and that are no misspellings of ours.
+_OTHERS = {
+    "modernbert": "ModernBERT", "electra": "ELECTRA", "deberta": "DeBERTa v1", "mpnet": "MPNet", "xlnet": "XLNet",
+    "longformer": "Longformer", "big-bird": "BigBird", "nomic-bert": "nomic-bert", "xlm": "XLM", "roformer": "RoFormer",
+    "xlm-roberta-xl": "XLM-RoBERTa-XL", "roberta-prelayernorm": "RoBERTa with norms first", "ernie": "ERNIE",
+    "mobilebert": "MobileBERT", "squeezebert": "SqueezeBERT", "flaubert": "FlauBERT", "funnel": "Funnel", "esm": "ESM",
+    "eurobert": "EuroBERT", "neobert": "NeoBERT", "megatron-bert": "Megatron-BERT", "data2vec-text": "data2vec",
+    "convbert": "ConvBERT", "rembert": "RemBERT", "ibert": "I-BERT", "luke": "LUKE", "layoutlm": "LayoutLM",
+    "gpt2": "GPT-2, which generates text", "t5": "T5, which generates text", "bart": "BART, which generates text",
+    "llama": "Llama, which generates text", "qwen2": "Qwen2, which generates text",
+}  # fmt: skip
 _LABEL_KEYS = ("id2label", "label2id", "num_labels")
 
 
@@ -265,10 +277,17 @@ def family_of(source: Mapping[str, Any], where: str) -> Family:
     if isinstance(model_type, str) and model_type in known:
         return known[model_type]
     found = "is missing" if model_type is None else f"is {printable(str(model_type), 60)}"
-    hint = nearest(model_type, known) if isinstance(model_type, str) else ""
+    hint, other = "", None
+    if isinstance(model_type, str):
+        # A name of its own is no misspelling: modernbert is near camembert in letters alone.
+        other = _OTHERS.get(model_type.replace("_", "-"))
+        close = get_close_matches(model_type, list(known), n=1, cutoff=0.8)
+        hint = f", did you mean {close[0]!r}?" if close and other is None else ""
+    what = f" That is {other}, another architecture." if other else ""
     raise ConfigError(
-        f"{where}: model_type {found}{hint}; expected one of {', '.join(known)}. "
-        "Encoders of other types are not supported.",
+        f"{where}: model_type {found}{hint}; expected one of {', '.join(known)}.{what} "
+        "docs/which-models.md says what loads and what to do with others; a family that differs little from one of "
+        "these is one file (docs/adding-a-family.md, `flodl_hf.families.register`).",
         where=where,
         problems=["model_type"],
         known=list(known),

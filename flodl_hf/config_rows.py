@@ -79,7 +79,8 @@ class Inert:
     """A key that changes nothing here.
 
     With ``only``, it does so at those values alone; with ``repeats``, where it has the value of that field of
-    ours. At other values it is refused. ``said`` inert keys are told in the load report where they are set.
+    ours. At other values it is refused. ``said`` inert keys are told in the load report where they
+    are not as ``usual``.
     """
 
     key: str
@@ -87,6 +88,7 @@ class Inert:
     only: tuple[Any, ...] | None = None
     repeats: str | None = None
     said: bool = False
+    usual: Any = False
 
 
 @dataclass(frozen=True)
@@ -297,7 +299,7 @@ class Triage:
             problems.append(
                 f"{entry.key}: found {shown(value, 60)}, which is not supported; expected {allowed} ({entry.reason})"
             )
-        elif entry.said and not _off(value):
+        elif entry.said and value is not None and value != entry.usual and not (entry.usual is False and _off(value)):
             notes.append(f"{entry.key}: {shown(value, 60)} changes no number here ({entry.reason})")
 
     def _elsewhere(

@@ -32,9 +32,14 @@ class RobertaConfig(bert.BertConfig):
     """The id that positions skip; its word and position rows get no gradient."""
 
 
+PADDING = replace(
+    count(0, 10_000_000),
+    expected="a whole number from 0 to 10000000, because positions are counted from it (without it transformers fails)",
+)
+
 # fmt: off
 CONFIG = tuple(
-    replace(row, check=count(0, 10_000_000), default=1) if row.field == "pad_token_id" else row for row in bert.CONFIG
+    replace(row, check=PADDING, default=1) if row.field == "pad_token_id" else row for row in bert.CONFIG
 )
 
 KEYS = tuple(KeyRow(row.ours, row.theirs.replace("bert.", "roberta.", 1)) for row in bert.KEYS)

@@ -167,6 +167,48 @@ def test_transformers_takes_the_same_and_counts_the_same_labels(family: Any) -> 
         assert [ours.hidden_size, ours.encoder.num_layers] == [theirs.hidden_size, theirs.num_hidden_layers]
 
 
+@pytest.mark.parametrize("key", ["output_hidden_states", "output_attentions", "return_dict"])
+def test_what_a_call_returns_is_said_where_the_file_asks_for_it(key: str) -> None:
+    usual = key == "return_dict"
+    assert made("bert", **{key: usual}).notes == made("bert", **{key: None}).notes == ()
+    (note,) = made("bert", **{key: not usual}).notes
+    assert "it is an argument of the call" in note
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_a_model_may_have_no_padding_id_unless_it_counts_positions_from_it(model_type: str) -> None:
+    counted = model_type in ("roberta", "xlm-roberta", "camembert")
+    if counted:
+        with pytest.raises(ConfigError, match=r"pad_token_id: found None; .*positions are counted from it"):
+            made(model_type, pad_token_id=None)
+    else:
+        assert made(model_type, pad_token_id=None).encoder.pad_token_id is None
+
+
+@pytest.mark.parametrize(
+    "name", ["modernbert", "electra", "deberta", "nomic_bert", "xlm", "big_bird", "gpt2", "unheard_of"]
+)
+def test_an_unknown_model_type_is_no_misspelling_of_ours(name: str) -> None:
+    with pytest.raises(ConfigError) as no:
+        ModelConfig.from_dict({"model_type": name})
+    text = str(no.value)
+    assert "did you mean" not in text
+    assert all(family.model_type in text for family in FAMILIES)
+    assert "docs/which-models.md" in text
+    assert "docs/adding-a-family.md" in text
+    assert (Path(__file__).parents[3] / "docs" / "adding-a-family.md").is_file()
+    assert ("another architecture" in text) == (name != "unheard_of")
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("brt", "bert"), ("distillbert", "distilbert"), ("xlm-roberat", "xlm-roberta"), ("deberta_v2", "deberta-v2")],
+)
+def test_a_misspelt_model_type_is_set_right(name: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=f"did you mean '{meant}'"):
+        ModelConfig.from_dict({"model_type": name})
+
+
 # --- which class a folder is for ---------------------------------------------------------------------
 
 

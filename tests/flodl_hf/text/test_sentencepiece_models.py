@@ -130,6 +130,24 @@ def test_ids_are_those_of_sentencepiece(train: Any, rule: str, kind: str, fallba
     _assert_same(TEXTS, _ids(tokenizer, TEXTS), processor.encode(TEXTS))
 
 
+@pytest.mark.transformers
+@pytest.mark.filterwarnings("ignore")
+def test_unknown_characters_are_unknown_as_in_transformers_and_bytes_by_name(train: Any, tmp_path: Path) -> None:
+    """DeBERTa v3 from ``spm.model`` alone."""
+    from transformers import DebertaV2Tokenizer
+
+    data, processor = train(byte_fallback=True, vocab_size=900, **BERT_LAYOUT)
+    (tmp_path / "spm.model").write_bytes(data)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "DebertaV2Tokenizer"}))
+    theirs = DebertaV2Tokenizer.from_pretrained(tmp_path)
+    ours = Tokenizer.from_folder(tmp_path, model_type="deberta-v2")
+    by_bytes = Tokenizer.from_folder(tmp_path, model_type="deberta-v2", byte_fallback=True)
+    texts = ["Ada lives in Paris", "a 𓀀 melts", "ꙮ"]
+    assert [ours(text).input_ids for text in texts] == [theirs(text)["input_ids"] for text in texts]
+    assert ours.unk_token_id in ours(texts[1]).input_ids
+    assert [by_bytes(text, add_special_tokens=False).input_ids for text in texts] == processor.encode(texts)
+
+
 @pytest.mark.parametrize(
     "options",
     [
