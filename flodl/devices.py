@@ -98,7 +98,7 @@ def pick_device(device: str | torch.device | None, local_rank: int) -> torch.dev
     count = cuda_count()
     if device is None or str(device) == "auto":
         return torch.device("cuda", local_rank % count) if count else torch.device("cpu")
-    found = find_device(device)
+    found = _for_training(find_device(device))
     if found.type == "cuda" and found.index is None:
         return torch.device("cuda", local_rank % count)
     return found
@@ -108,8 +108,8 @@ def training_devices(devices: Devices | None, *, shared: bool = True) -> int | s
     """Return what to train on: a number of ranks, one device, or one for each rank.
 
     Args:
-        devices: the same as users write it; "auto" is all devices of the best kind, and None where a launcher has
-            given this process its rank already.
+        devices: the same as users write it; "auto" is all CUDA devices, else the processor, and None where a
+            launcher has given this process its rank already.
         shared: whether several ranks may be on one device.
 
     Raises:
@@ -118,7 +118,7 @@ def training_devices(devices: Devices | None, *, shared: bool = True) -> int | s
     if devices is None or (isinstance(devices, str) and devices == "auto" and "RANK" in os.environ):
         return None
     if isinstance(devices, str) and devices == "auto":
-        found = [str(device) for device in all_devices()]
+        found = [f"cuda:{index}" for index in range(cuda_count())] or ["cpu"]
         return found if len(found) > 1 else found[0]
     if isinstance(devices, int):
         count = cuda_count()
@@ -132,11 +132,21 @@ def training_devices(devices: Devices | None, *, shared: bool = True) -> int | s
             )
         return devices
     if isinstance(devices, (str, torch.device)):
-        return str(find_device(devices))
-    names = [str(find_device(name)) for name in devices]
+        return str(_for_training(find_device(devices)))
+    names = [str(_for_training(find_device(name))) for name in devices]
     if not names:
         raise DeviceError("devices: found an empty list; expected names such as cuda:0, or auto for all", devices=[])
     return names
+
+
+def _for_training(device: torch.device) -> torch.device:
+    if device.type == "mps":
+        raise DeviceError(
+            "device: training on mps was asked for, and sums of a step are kept in float64, which MPS has not. Use "
+            "cpu; models that were trained predict on mps.",
+            device=str(device),
+        )
+    return device
 
 
 def described(device: torch.device) -> str:

@@ -186,7 +186,8 @@ def command(
             line |= {"empty": True} if getattr(found, "empty", False) else {}
             typer.echo(as_json(line))
         else:
-            tell(f"{given}\n{show(found)}")
+            tell(given, bold=True)
+            tell(show(found))
 
 
 def _misused(text: str) -> None:

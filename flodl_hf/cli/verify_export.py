@@ -48,7 +48,7 @@ def command(
     else:
         for check in result.checks:
             tell(f"{MARKS[check.status]}  {check.name}: {check.detail}")
-        tell("passed" if result.passed else "FAILED")
+        tell("passed" if result.passed else "FAILED", fg="green" if result.passed else "red")
         if not no_receipt and folder.is_dir():
             say(f"receipt: {folder / RECEIPT}")
     raise typer.Exit(0 if result.passed else 1)

@@ -13,7 +13,7 @@ from torch import Tensor
 from flodl_hf.decode.pooling import pool_padded
 from flodl_hf.layout import Layout, Packed
 
-__all__ = ["pool"]
+__all__ = ["pool", "scattered"]
 
 
 def pool(states: Tensor, layout: Layout, names: Sequence[str], pooled: Tensor | None = None) -> Tensor:
@@ -54,5 +54,17 @@ def _one(values: Tensor, layout: Packed, name: str, pooled: Tensor | None) -> Te
 
 
 def _over(values: Tensor, how: str, lengths: Tensor) -> Tensor:
+    if values.device.type not in ("cpu", "cuda"):
+        return scattered(values, how, lengths)  # other devices have no reduction by segments
     # Not checking spares a wait for the device; the lengths are our own.
     return torch.segment_reduce(values, how, lengths=lengths, axis=0, unsafe=True)
+
+
+def scattered(values: Tensor, how: str, lengths: Tensor) -> Tensor:
+    """Return the sum or largest value of each run of rows, ``(runs, hidden)``, by operations that all devices have."""
+    owners = torch.repeat_interleave(torch.arange(len(lengths), device=values.device), lengths)
+    shape = (len(lengths), values.shape[1])
+    if how == "sum":
+        return values.new_zeros(shape).index_add_(0, owners, values)
+    found = values.new_full(shape, float("-inf"))
+    return found.scatter_reduce_(0, owners[:, None].expand_as(values), values, "amax")

@@ -81,8 +81,15 @@ def test_devices_to_train_on(machine: Any, monkeypatch: pytest.MonkeyPatch) -> N
     machine(cuda=1)
     assert devices.training_devices("auto") == "cuda:0"
     machine(mps=True)
-    assert devices.training_devices("auto") == "mps"
+    assert devices.training_devices("auto") == "cpu"
     assert devices.pick_device(None, 0) == torch.device("cpu")
+    for call in (
+        lambda: devices.training_devices("mps"),
+        lambda: devices.training_devices(["mps"]),
+        lambda: devices.pick_device("mps", 0),
+    ):
+        with pytest.raises(DeviceError, match="float64, which MPS has not"):
+            call()
     machine()
     assert devices.training_devices(2, shared=False) == 2
     with pytest.raises(DeviceError, match="expected 1"):

@@ -124,3 +124,13 @@ def test_vectors_are_cut_before_they_are_normalised() -> None:
 def test_what_cannot_be_pooled_is_refused(call) -> None:
     with pytest.raises(PredictError, match="embeddings"):
         call(*batch([2]))
+
+
+@pytest.mark.parametrize("how", ["sum", "max"])
+def test_devices_without_segments_pool_alike(how: str) -> None:
+    from flodl_hf.runtime.pool import scattered
+
+    lengths = torch.tensor([3, 1, 0, 4])
+    values = torch.randn(8, 5)
+    expected = torch.segment_reduce(values, how, lengths=lengths, axis=0, unsafe=True)
+    torch.testing.assert_close(scattered(values, how, lengths), expected, rtol=0, atol=1e-6)
