@@ -5,7 +5,7 @@ Transformers' class: ``BertForMaskedLM`` and its siblings.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Unpack
 
@@ -73,7 +73,7 @@ class MaskedLM(ScoringModel):
         untrained: bool = False,
         compat: Literal["transformers"] | None = None,
         **run: Unpack[RunKeywords],
-    ) -> list[Any] | Iterator[Any]:
+    ) -> Any:
         """Return for each mask of a text its most probable words, best first; for several texts a list of that.
 
         Masks of one text are filled independently. In a long text the window around each mask is read.

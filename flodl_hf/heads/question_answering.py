@@ -5,7 +5,7 @@ Transformers' class: ``BertForQuestionAnswering`` and its siblings.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Unpack
 
@@ -151,7 +151,7 @@ class QuestionAnswerer(EncoderModel):
         untrained: bool = False,
         compat: Literal["transformers-4.57"] | None = None,
         **run: Unpack[RunKeywords],
-    ) -> list[Any] | Iterator[Any]:
+    ) -> Any:
         """Return for each question and context its answers, best first: a list of `flodl_hf.results.Answers`.
 
         A context of any length is read in overlapping windows, over which probabilities are normalised

@@ -5,7 +5,7 @@ Transformers' class: ``BertForSequenceClassification`` and its siblings.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Unpack
 
@@ -61,8 +61,8 @@ class SequenceClassifier(ScoringModel):
         untrained: bool = False,
         compat: Literal["transformers"] | None = None,
         **run: Unpack[RunKeywords],
-    ) -> list[Any] | Iterator[Any]:
-        """Return for each text its labels with scores, best first.
+    ) -> Any:
+        """Return for each text its labels with scores, best first: `flodl_hf.results.Labels`, several in a list.
 
         A text longer than the model takes is read in windows and its scores are the mean of theirs,
         weighted by their tokens; ``windows`` of each result says how many there were.
@@ -126,7 +126,7 @@ class SequenceClassifier(ScoringModel):
         untrained: bool = False,
         compat: Literal["transformers"] | None = None,
         **run: Unpack[RunKeywords],
-    ) -> list[Any] | dict[str, Any] | Iterator[Any]:
+    ) -> Any:
         """Return for each text the labels that a natural language inference model sees in it, best first.
 
         All pairs of texts and labels are run as one flat list.

@@ -5,7 +5,7 @@ Transformers' class: ``BertForTokenClassification`` and its siblings.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Unpack
 
@@ -59,7 +59,7 @@ class TokenClassifier(ScoringModel):
         untrained: bool = False,
         compat: Literal["transformers"] | None = None,
         **run: Unpack[RunKeywords],
-    ) -> list[Any] | Iterator[Any]:
+    ) -> Any:
         """Return for each text its entities in order: label, score, word, start, end; ``text[start:end]`` is the word.
 
         A text longer than the model takes is read in overlapping windows; each token is judged where it has

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -203,6 +204,29 @@ def test_one_text_with_nothing_to_read(blank: str, make: Maker) -> None:
     assert not make("bert", "token_classification").predict([["the", blank]], words=True)[0].empty
     # A vector of nothing is what other libraries give for it, too.
     assert make("bert", "base").embed(blank).shape == (16,)
+
+
+@answering
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_lines_of_standard_input_with_nothing_in_them_say_so(
+    head: str, form: str, saved: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    testing = pytest.importorskip("typer.testing")
+    from flodl_hf.cli.app import app
+
+    folder = saved("bert", head)
+    words = ["predict", str(folder), *(["--json"] if form == "json" else [])]
+    words += ["--question", "what sat?"] if head == "question_answering" else []
+    lines = [items(head)[0] if isinstance(items(head)[0], str) else TEXTS[0], "", "  "]
+    told = testing.CliRunner().invoke(app, words, input="\n".join(lines) + "\n")
+    assert told.exit_code == 0, told.output
+    if form == "json":
+        found = [json.loads(line) for line in told.stdout.splitlines()]
+        assert [line["text"] for line in found] == lines
+        assert [line.get("empty", False) for line in found] == [False, True, True]
+        assert [line["result"] for line in found][1:] == [[], []]
+    else:
+        assert told.stdout.count("(empty)") == 2
 
 
 def test_documents_with_nothing_to_read_come_last(make: Maker) -> None:
