@@ -117,7 +117,7 @@ class Worker:
             try:
                 send(self._connection, (number, found))
             except (OSError, ValueError):
-                os._exit(0)
+                return  # the caller is gone, which whoever reads finds out too
             except Exception as fault:
                 send(self._connection, (number, RuntimeError(f"{type(fault).__name__}: {fault}")))
 

@@ -24,7 +24,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
-from flodl.errors import PredictError
+from flodl.errors import FlodlError, PredictError
 from flodl_hf.runtime.options import RunOptions
 from flodl_hf.runtime.parcels import packed, receive, send
 from flodl_hf.runtime.passes import Work
@@ -67,6 +67,7 @@ class _One:
         self.device = device
         self.asked: dict[int, Future[Any]] = {}
         self.waiting = 0
+        self.sound = True
         self._lock = Lock()
         mine, its = socket.socketpair()
         with its:
@@ -104,6 +105,8 @@ class _One:
             if future is None:
                 continue
             if isinstance(found, BaseException):
+                # What is not the texts' fault may have left the device in a state that nothing runs in.
+                self.sound = self.sound and isinstance(found, FlodlError)
                 future.set_exception(found)
             else:
                 future.set_result(found)
@@ -152,6 +155,7 @@ class Workers:
         self.ready = False
         self.closed = False
         self.failed = False
+        self._owner = os.getpid()
         self._stamp = Stamp(model.graph)
         self._read = (model.tokenizer, model.sentence_recipe)
         self._ones: list[_One] = []
@@ -186,13 +190,22 @@ class Workers:
 
     def fits(self, model: EncoderModel, devices: Sequence[torch.device]) -> bool:
         """Return whether they run this model, as it is now, on these devices."""
-        alive = not self.ready or all(one.process.poll() is None for one in self._ones)
+        alive = not self.ready or all(one.sound and one.process.poll() is None for one in self._ones)
         same = all(a is b for a, b in zip(self._read, (model.tokenizer, model.sentence_recipe), strict=True))
-        return not self.closed and alive and same and self.devices == tuple(devices) and self._stamp.holds()
+        return (
+            self._owner == os.getpid()
+            and not self.closed
+            and alive
+            and same
+            and self.devices == tuple(devices)
+            and self._stamp.holds()
+        )
 
     def close(self) -> None:
         """End all of them."""
         self.closed, self.ready = True, False
+        if self._owner != os.getpid():
+            return  # a fork has the same lines to them, but they are not its own
         for one in self._ones:
             one.close()
 

@@ -19,7 +19,7 @@ import torch
 
 from flodl.errors import FlodlError, PredictError
 from flodl_hf.model import EncoderModel
-from flodl_hf.runtime import workers
+from flodl_hf.runtime import Engine, workers
 from flodl_hf.runtime.parcels import packed, receive, send, unpacked
 from flodl_hf.runtime.worker import Worker
 
@@ -132,6 +132,34 @@ def test_a_fault_there_is_raised_here_and_the_next_call_goes_on(make: Make, thre
     assert model.predict(TEXTS, **TWO) == model.predict(TEXTS, **EXACT)
 
 
+def test_a_device_that_broke_is_left_and_a_fork_leaves_all(
+    make: Make, threaded: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = make("bert", "sequence_classification")
+    expected = model.predict(TEXTS, **TWO)
+    first = workers._OF[model]
+    first.wait()
+    plain = Engine.start
+    monkeypatch.setattr(Engine, "start", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("illegal access")))
+    with pytest.raises(RuntimeError, match="illegal access") as told:
+        model.predict(TEXTS, **TWO)
+    assert "in the process for cpu" in "".join(told.value.__notes__)
+    monkeypatch.setattr(Engine, "start", plain)
+    assert model.predict(TEXTS, **TWO) == expected
+    second = workers._OF[model]
+    assert second is not first
+    assert first.closed
+    second.wait()
+    mine = os.getpid()
+    monkeypatch.setattr(workers.os, "getpid", lambda: mine + 1)
+    assert not second.fits(model, second.devices)
+    second.close()
+    monkeypatch.undo()
+    assert all(one.sound and not one.connection.closed for one in second._ones)
+    second.close()
+    assert all(one.connection.closed for one in second._ones)
+
+
 def test_few_texts_and_processors_start_nothing(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "_started", lambda descriptor: pytest.fail("started a process"))
     model: Any = make("bert", "sequence_classification")
@@ -198,7 +226,7 @@ PROGRAM = """
 import os, signal, sys
 sys.path[:0] = {path!r}
 from flodl_hf import load
-from flodl_hf.runtime import workers
+from flodl_hf.runtime import Engine, workers
 workers.worth_it, workers.LEAST = (lambda devices: len(devices) > 1), 1
 model = load({folder!r})
 texts = ["the cat sat", "a dog", "good", "ada lives in paris"] * 4
