@@ -61,6 +61,9 @@ class Vectors:
         found = torch.from_numpy(out)
         if split:
             rows, values = (np.concatenate(parts) for parts in zip(*several, strict=True))
+            # In the order of rows, however many batches and devices they came from: sums are then the same.
+            order = np.argsort(rows)
+            rows, values = rows[order], values[order]
             where, owner = np.unique(owners[rows], return_inverse=True)
             mean = _mean(torch.from_numpy(values), torch.from_numpy(owner), encoded.counts[rows], len(where))
             out[where] = finish_embeddings(mean, normalize=self._normalize).numpy()

@@ -216,6 +216,7 @@ def test_on_a_gpu_every_task_is_recorded_and_gives_the_bits_of_ordinary_steps(ta
 @pytest.mark.parametrize("task", TABLES)
 def test_on_a_gpu_fused_layers_train_as_plain_ones(task: str, precision: str, base: Path) -> None:
     options: dict[str, Any] = {**FIXED, "max_steps": 12, "precision": precision, "dropout": 0.0}
-    fused, plain = (finetune(base, train=TABLES[task](48), fused=fused, **options).losses for fused in (True, False))
-    assert fused == pytest.approx(plain, rel=2e-2, abs=2e-2)
-    assert fused != plain
+    fused, plain = (finetune(base, train=TABLES[task](48), fused=fused, **options) for fused in (True, False))
+    assert fused.losses == pytest.approx(plain.losses, rel=2e-2, abs=2e-2)
+    # Not the same kernels: losses may round to the same numbers, weights do not.
+    assert apart(*({k: v.clone() for k, v in r.model.graph.state_dict().items()} for r in (fused, plain))) > 0
