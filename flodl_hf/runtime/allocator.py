@@ -39,6 +39,7 @@ def keep_memory() -> bool:
         if not hasattr(library, "gnu_get_libc_version"):
             return False
         settings = ((_TRIM_THRESHOLD, _KEPT), (_TOP_PAD, _STEP), (_MMAP_THRESHOLD, _MAPPED))
-        return all([library.mallopt(name, value) == 1 for name, value in settings])
+        found = [library.mallopt(name, value) for name, value in settings]
+        return all(value == 1 for value in found)
     except (OSError, AttributeError):
         return False
