@@ -272,8 +272,9 @@ def told(lacking: dict[str, str]) -> str:
     """Return a sentence about layers that torch's operations run, by reason."""
     reasons = dict.fromkeys(lacking.values())
     parts = [f"{reason} ({', '.join([p for p in lacking if lacking[p] == reason][:3])})" for reason in reasons]
+    count = "1 layer runs" if len(lacking) == 1 else f"{len(lacking)} layers run"
     return (
-        f"prediction: {len(lacking)} layers run on torch's own operations, more slowly: {'; '.join(parts[:4])}. "
+        f"prediction: {count} on torch's own operations, more slowly: {'; '.join(parts[:4])}. "
         "model.explain() says what runs where."
     )
 

@@ -146,3 +146,17 @@ def test_inspect_says_what_the_model_explains(folder: str, device: str) -> None:
         assert found == model.explain(device, precision).to_dict()  # type: ignore[arg-type]
     assert "runs" not in json.loads(run("inspect", folder, "--json").stdout)
     assert "tf33" in run("inspect", folder, "--precision", "tf33", code=2).stderr
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_fall_off_is_one_warning_with_its_reason(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = load(folder)
+    model.graph.get_submodule("encoder.layers.1.attention.query").register_forward_hook(lambda *given: None)
+    reason = next(group.reason for group in model.explain("cpu").groups if group.table == "torch")
+    monkeypatch.setattr(auto, "load", lambda *given, **options: model)
+    done = run("predict", folder, "the cat", "a dog", "--device", "cpu")
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("warning: ")]
+    assert "1 layer runs on torch's own operations, more slowly" in line
+    assert reason in line
+    assert "encoder.layers.1" in line
+    assert "warning" not in run("predict", folder, "the cat", "--device", "cpu").stderr

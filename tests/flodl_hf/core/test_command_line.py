@@ -79,6 +79,21 @@ def test_a_word_that_is_none_is_wrong_usage(folder: Path) -> None:
         assert command[-1] in run(*command, code=2).output
 
 
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("flodl-hf predict x --precision b", ["bf16"]),
+        ("flodl-hf finetune x --schedule co", ["cosine", "cosine_with_restarts", "constant"]),
+        ("flodl-hf export x --dtype f", ["float32", "float16", "float64"]),
+        ("flodl-hf predict x --prec", ["--precision"]),
+    ],
+)
+def test_shells_complete_words(words: str, offered: list[str]) -> None:
+    env = {"COMP_WORDS": words, "COMP_CWORD": str(words.count(" ")), "_FLODL_HF_COMPLETE": "complete_bash"}
+    done = typer_testing.CliRunner().invoke(app, [], prog_name="flodl-hf", env=env)
+    assert done.stdout.split() == offered
+
+
 def test_the_version_is_said() -> None:
     from flodl_hf.export.verify import own_version
 
