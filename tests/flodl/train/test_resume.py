@@ -154,7 +154,7 @@ def die_in_save(folder, number):
         return torn
 
     keeper_write = keeper._write
-    keeper._write, os.rename, keeper._sync_folder = fatal(keeper._write), fatal(os.rename), fatal(keeper._sync_folder)
+    keeper._write, os.rename, keeper.sync_folder = fatal(keeper._write), fatal(os.rename), fatal(keeper.sync_folder)
     builder(folder).run().join()
 
 
