@@ -222,7 +222,7 @@ def _encoded(model: Any, text: str, pair: str | None, truncation: Any, most: int
     """Return the tensors of one text, on the model's device, as its graph takes them."""
     encoded = model.tokenizer([text], None if pair is None else [pair], truncation=truncation,
                               max_length=most or model.max_tokens, return_tensors="pt")  # fmt: skip
-    names = ["input_ids", "attention_mask"] + ["token_type_ids"] * model.config.family.uses_token_types
+    names = ["input_ids", "attention_mask"] + ["token_type_ids"] * model.config.uses_token_types
     return {name: encoded[name].to(model.device) for name in names if name in encoded}
 
 
@@ -269,7 +269,7 @@ def _cut_entities(model: Any, text: str, options: dict[str, Any]) -> list[Any]:
     with torch.inference_mode():
         ids = torch.tensor([list(row.ids)], device=model.device)
         types = torch.tensor([list(row.type_ids)], device=model.device)
-        given = {"token_type_ids": types} if model.config.family.uses_token_types else {}
+        given = {"token_type_ids": types} if model.config.uses_token_types else {}
         logits = model(ids, **given).logits[0]
     ignored = options.get("ignore_labels", ["O"])
     strategy = options["aggregation_strategy"]
