@@ -40,7 +40,11 @@ class Callback:
         """Be called before an optimiser step with this rank's micro-batches of it."""
 
     def before_backward(self, trainer: Trainer, loss: Loss) -> Loss | None:
-        """Be called with the loss of a micro-batch; what is returned takes its place, None leaves it."""
+        """Be called with the loss of a micro-batch; what is returned takes its place, None leaves it.
+
+        A loop of your own that calls ``loss.backward()`` instead of ``trainer.backward(loss)`` passes this by, and
+        `after_backward` too.
+        """
 
     def after_backward(self, trainer: Trainer) -> None:
         """Be called when the gradient of a micro-batch was added to this rank's; a sum that nothing has divided yet."""
