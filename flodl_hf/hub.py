@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from flodl.errors import FlodlError, HubError, capped, printable
+from flodl.files import read_regular
 
 __all__ = ["CHECKPOINT_FILES", "Resolved", "resolve"]
 
@@ -298,7 +299,7 @@ def _missing_weights(folder: Path, present: Sequence[str]) -> list[str]:
 def _shards(index: Path) -> set[str]:
     """Return the names of the shards that an index lists; what is wrong with it is the reader's to say."""
     try:
-        names = set(json.loads(index.read_bytes())["weight_map"].values())
+        names = set(json.loads(read_regular(index))["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return set()
     return {name for name in names if isinstance(name, str) and _SHARD.fullmatch(name)}

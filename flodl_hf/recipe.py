@@ -186,15 +186,20 @@ def _read(path: Path, asked_by: Path | None) -> dict[str, Any]:
     import yaml
 
     try:
-        data = path.read_bytes()
-    except OSError as fault:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as fault:
         by = f", which {asked_by} inherits from" if asked_by else ""
         raise ConfigError(
-            f"{path}: cannot be read ({fault.strerror}){by}; expected a recipe", where=str(path), problems=["file"]
+            f"{path}: cannot be read ({getattr(fault, 'strerror', None) or fault}){by}; expected a recipe",
+            where=str(path),
+            problems=["file"],
         ) from None
     if len(data) > MAX_BYTES:
         raise ConfigError(
-            f"{path}: {len(data)} bytes; expected a recipe of at most {MAX_BYTES}", where=str(path), problems=["size"]
+            f"{path}: more than {MAX_BYTES} bytes; expected a recipe of at most that",
+            where=str(path),
+            problems=["size"],
         )
     problems: list[str] = []
     try:

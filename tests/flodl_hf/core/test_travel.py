@@ -209,6 +209,23 @@ def test_workers_of_a_data_loader_take_models(make: Make) -> None:
     assert ids == model.tokenizer(texts).input_ids
 
 
+def test_what_a_run_and_its_model_give_travels(saved: Callable[..., Path]) -> None:
+    from flodl_hf import finetune, load
+
+    folder = saved("bert", "sequence_classification")
+    rows = [{"text": "a good film", "label": "good"}, {"text": "a bad film", "label": "bad"}] * 4
+    run = finetune(str(folder), train=rows, eval=rows[:2], max_steps=2)
+    model: Any = run.model
+    things = [run, model, model.explain(), model.run_options, load(folder).load_report, model.tokenizer,
+              model.tokenizer(["a cat"], return_tensors="pt"), model.predict(["a cat", ""])]  # fmt: skip
+    for thing in things:
+        assert type(pickle.loads(pickle.dumps(thing))) is type(copy.deepcopy(thing)) is type(thing)
+    again = pickle.loads(pickle.dumps(run))
+    assert (again.metrics, again.steps) == (run.metrics, run.steps)
+    texts = ["a good film", "a cat"]
+    assert again.model.predict(texts, precision="exact") == model.predict(texts, precision="exact")
+
+
 def test_by_cloudpickle_as_joblib_and_ray_send_it(make: Make) -> None:
     cloudpickle = pytest.importorskip("cloudpickle")
     model: Any = make("bert", "sequence_classification")
