@@ -288,7 +288,7 @@ class TrainerBuilder:
         return self.set(on_nan=what)
 
     def early_stopping(self, metric: str, patience: int = 3) -> TrainerBuilder:
-        """Stop after ``patience`` evaluations without a better ``metric``; ``"-loss"`` where less is better."""
+        """Stop after ``patience`` evaluations without a better ``metric``; ``"-eval_loss"`` where less is better."""
         return self.set(early_stopping=(metric, patience))
 
     # ---- state and callbacks -------------------------------------------------------------------------

@@ -86,6 +86,21 @@ def test_runs_ended_at_any_step_choose_the_same_best_and_know_their_history(tmp_
         assert started.past.seconds > 0
 
 
+def test_two_ranks_that_are_ended_choose_the_same_best(tmp_path):
+    whole, events = [], []
+    judged(tmp_path / "whole", ranks=2, told=[whole.append]).run().join()
+    process = apart(lambda: judged(tmp_path / "cut", ranks=2, told=[stop_after(5)]).run().join())
+    process.join()
+    assert process.exitcode == 143
+    judged(tmp_path / "cut", ranks=2, told=[events.append]).run().join()
+    assert same_bits(finished(tmp_path / "cut"), finished(tmp_path / "whole"))
+    assert best_of(tmp_path / "cut") == best_of(tmp_path / "whole")
+    started = next(e for e in events if type(e).__name__ == "RunStarted")
+    assert 0 < len(started.past.losses) < 24
+    losses = [[e.loss for e in part if type(e).__name__ == "StepDone"] for part in (whole, events)]
+    assert [*started.past.losses, *losses[1]] == losses[0]
+
+
 @pytest.mark.parametrize("how", ["zeroed manifest", "gone", "one bit of the weights"])
 def test_a_best_checkpoint_that_is_lost_is_told_and_no_unjudged_one_takes_its_place(tmp_path, how):
     figures = [0.1, 0.9, 0.5, 0.3, 0.2, 0.1]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from flodl_hf.finetuning.identity import BY_HASH, BY_THE_TRAINER, CHANGES_NO_NUM
 from flodl_hf.finetuning.options import Options, make_options
 
 ROWS = labelled(48)
+SWAPPED_LABELS = {"complaint": "praise", "praise": "complaint"}
 BASIC: dict[str, Any] = {"epochs": 2, "batch_size": 8, "lr": 2e-3, "max_length": 24}
 
 
@@ -61,6 +64,27 @@ def test_all_of_a_run_is_told_however_often_it_was_ended(base: Path, tmp_path: P
     facts = json.loads((tmp_path / "out" / "training.json").read_text())
     assert facts["losses"] == whole.losses
     assert facts["history"] == whole.history
+    a, b = whole.model.graph.state_dict(), rest.model.graph.state_dict()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("at", [4, 5, 8])
+def test_a_signal_at_an_epochs_end_changes_no_choice(at: int, base: Path, tmp_path: Path) -> None:
+    # six steps an epoch; a signal in the handler of step 5 is noticed at step 6, before that epoch is judged
+    options: dict[str, Any] = {**BASIC, "batch_size": 8, "lr": 2e-2, "metric": "eval_loss"}
+    data: dict[str, Any] = {"train": ROWS, "eval": [{**row, "label": SWAPPED_LABELS[row["label"]]} for row in ROWS[:8]]}
+    whole = finetune(base, **data, **options)
+    assert (whole.steps, whole.best_step) == (12, 6)
+
+    def end(event: Any) -> None:
+        if type(event).__name__ == "StepDone" and event.step == at:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(SystemExit) as left:
+        finetune(base, **data, out=tmp_path / "out", on_event=end, **options)
+    assert left.value.code == 143
+    rest = finetune(base, **data, out=tmp_path / "out", resume=True, **options)
+    assert (rest.best_step, rest.metrics, rest.history) == (whole.best_step, whole.metrics, whole.history)
     a, b = whole.model.graph.state_dict(), rest.model.graph.state_dict()
     assert all(torch.equal(a[name], b[name]) for name in a)
 
