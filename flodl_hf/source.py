@@ -331,6 +331,11 @@ def plan_folder(
         plan.report.notes.append(
             f"architectures: {printable(custom, 60)} is none of our classes; this is the encoder alone"
         )
+    if head == "base" and architectures is None:
+        others = sorted({why.split()[-2] for why in plan.report.ignored.values() if why.endswith(" head")})
+        if others:
+            also = f"; the file also holds the head of {' and '.join(others)}, which head= loads"
+            plan.report.notes.append(f"architectures: absent, so this is the encoder alone{also}")
     return plan, graph
 
 

@@ -225,6 +225,18 @@ def test_a_folder_without_architectures_is_a_base_model(model_type: str, saved: 
     assert not model.untrained
 
 
+@pytest.mark.parametrize("head", list(FAMILIES[0].heads))
+def test_a_head_that_nobody_named_is_told(head: str, saved: Saved) -> None:
+    model = load(rewritten(saved("bert", head), "architectures"))
+    assert type(model) is BaseModel
+    assert model.load_report is not None
+    (note,) = model.load_report.notes
+    assert note.startswith("architectures: absent, so this is the encoder alone; the file also holds the head of ")
+    # BERT's classifiers of texts and of tokens have one name.
+    assert head.removeprefix("token_").removeprefix("sequence_") in note
+    assert load(model.source.folder, head=head).load_report.trained
+
+
 @pytest.mark.parametrize("model_type", TYPES)
 @pytest.mark.parametrize("name", ["HF_ColBERT", "Contriever", "BertForMultipleChoice"])
 def test_a_folder_of_a_class_that_is_none_of_ours_is_a_base_model(model_type: str, name: str, saved: Saved) -> None:
