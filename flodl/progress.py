@@ -165,8 +165,9 @@ class Progress:
             done = f"{count(self.done)} of {count(self.total)}{unit} ({100 * self.done / self.total:.0f} %)"
         parts = [done, *figures_of(self.figures), clock(self.elapsed)]
         if self.rate is not None:
-            parts.append(f"{count(self.rate)}{unit}/s" if self.rate >= 1 else f"{count(1 / self.rate)} s each")
-        if self.left:
+            each = count(round(self.rate) if self.rate >= 10 else round(self.rate, 1))
+            parts.append(f"{each}{unit}/s" if self.rate >= 1 else f"{count(1 / self.rate)} s each")
+        if self.left is not None and self.left >= 0.5:
             parts.append(f"{clock(self.left)} left")
         return f"{self.what}: {', '.join(parts)}"
 
