@@ -19,6 +19,7 @@ from flodl_hf.config_rows import Row as Row
 from flodl_hf.config_rows import Triage, boolean, one_of, read_rows, refuse
 from flodl_hf.families import families
 from flodl_hf.family import Family
+from flodl_hf.words import CONFIG, taking
 
 __all__ = ["MAX_CONFIG_BYTES", "MAX_LABELS", "PROBLEM_TYPES", "ModelConfig", "family_of", "read_json"]
 
@@ -161,11 +162,36 @@ class ModelConfig:
         return config
 
     @classmethod
-    def from_pretrained(cls, name_or_path: str | Path, **options: Any) -> ModelConfig:
-        """Return the configuration of a folder or Hub repository; options as in ``AutoModel.from_pretrained``."""
+    @taking(CONFIG, ConfigError)
+    def from_pretrained(
+        cls,
+        name_or_path: str | Path,
+        *,
+        revision: str | None = None,
+        subfolder: str = "",
+        token: str | bool | None = None,
+        cache_dir: str | Path | None = None,
+        local_files_only: bool = False,
+        ignore_config_keys: Sequence[str] = (),
+        strict_config: bool = False,
+        labels: Sequence[str] | None = None,
+        num_labels: int | None = None,
+        problem_type: str | None = None,
+    ) -> ModelConfig:
+        """Return the configuration of a folder or Hub repository; keywords as in ``AutoModel.from_pretrained``."""
         from flodl_hf.auto import read_config
 
-        return read_config(name_or_path, **options)
+        found = read_config(
+            name_or_path, revision=revision, subfolder=subfolder, token=token, cache_dir=cache_dir,
+            local_files_only=local_files_only, ignore_config_keys=ignore_config_keys, strict_config=strict_config,
+        )  # fmt: skip
+        if labels is None and num_labels is not None:
+            labels = [f"LABEL_{number}" for number in range(num_labels)]
+        return (
+            found
+            if labels is None and problem_type is None
+            else found.changed(labels=labels, problem_type=problem_type)
+        )
 
     @property
     def model_type(self) -> str:

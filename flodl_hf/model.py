@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypedDict, Unpack
 import torch
 from torch import Tensor, nn
 
-from flodl.errors import CheckpointError, ConfigError, PredictError
+from flodl.errors import CheckpointError, ConfigError, ExportError, PredictError
 from flodl.graph import FlowBuilder, Graph
 from flodl_hf.activations import Activation
 from flodl_hf.attention import check_implementation
@@ -25,7 +25,7 @@ from flodl_hf.forked import entered
 from flodl_hf.layout import Padded
 from flodl_hf.loading import LoadReport
 from flodl_hf.watching import given_embeddings, ids_for, watched
-from flodl_hf.words import LOAD, taking
+from flodl_hf.words import LOAD, SAVE, taking
 
 if TYPE_CHECKING:
     from flodl_hf.runtime.explain import Explanation
@@ -409,11 +409,21 @@ class EncoderModel(Familiar):
         """How many labels the configuration names."""
         return self.config.num_labels
 
-    def save_pretrained(self, folder: str | Path, **options: Any) -> Path:
+    @taking(SAVE, ExportError)
+    def save_pretrained(
+        self,
+        folder: str | Path,
+        *,
+        overwrite: bool = False,
+        max_shard_size: int | str | None = None,
+        extra_files: Mapping[str, bytes] | None = None,
+    ) -> Path:
         """Write the model as a Hugging Face folder; see `flodl_hf.export.export_model`."""
         from flodl_hf.export import export_model
 
-        return export_model(self, folder, **options)
+        return export_model(
+            self, folder, overwrite=overwrite, max_shard_size=max_shard_size, extra_files=extra_files
+        )  # fmt: skip
 
 
 def _as_network(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -32,6 +32,7 @@ from .tokenization.settings import guess_model_type, read_settings
 from .tokenization.source import TOKENIZER_FILES, parse_json, read_bytes, read_source, write_files
 from .tokenization.vocabulary import Vocabulary
 from .tokenization.words import JOINED
+from .words import TOKENIZER, taking
 
 __all__ = ["TOKENIZER_FILES", "Encoded", "Row", "Tokenizer"]
 
@@ -174,6 +175,7 @@ class Tokenizer(Vocabulary):
         return cls(backend, files=files, folder=folder, model_type=model_type, config=config, notes=notes)
 
     @classmethod
+    @taking(TOKENIZER, TokenizerError)
     def from_pretrained(
         cls,
         name_or_path: str | os.PathLike[str],

@@ -17,7 +17,22 @@ import torch
 
 from flodl.errors import FlodlError, PredictError, nearest
 
-__all__ = ["ANSWER", "CLASSES", "EMBED", "ENCODE", "ENTITIES", "LOAD", "MASKS", "RERANK", "ZERO_SHOT", "Word", "taking"]
+__all__ = [
+    "ANSWER",
+    "CLASSES",
+    "CONFIG",
+    "EMBED",
+    "ENCODE",
+    "ENTITIES",
+    "LOAD",
+    "MASKS",
+    "RERANK",
+    "SAVE",
+    "TOKENIZER",
+    "ZERO_SHOT",
+    "Word",
+    "taking",
+]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -315,4 +330,36 @@ LOAD = {
     "state_dict": Word(reason="load the folder, then model.graph.load_state_dict(...) with our names"),
     "max_memory": Word(reason="one model stands on one device"),
     "offload_folder": Word(reason="one model stands on one device"),
+}
+_SETTING = "it stands in the folder's tokenizer files, which say how ids are made"
+_HUB_WORDS = ("pretrained_model_name_or_path", "use_auth_token", "trust_remote_code", "force_download",
+              "resume_download", "proxies")  # fmt: skip
+TOKENIZER = {
+    **{name: LOAD[name] for name in _HUB_WORDS},
+    "use_fast": Word(harmless=None),
+    "legacy": Word(harmless=None),
+    "tokenizer_type": Word(reason="the folder's files say it"),
+    "model_max_length": Word(reason="say max_length= when calling the tokenizer"),
+    "max_length": Word(reason="say it when calling the tokenizer"),
+    "padding_side": Word(reason="say it when calling the tokenizer"),
+    "truncation_side": Word(reason=_SETTING),
+    "do_lower_case": Word(reason=_SETTING, harmless=(None,)),
+    "add_prefix_space": Word(reason=_SETTING, harmless=(None,)),
+    "additional_special_tokens": Word(reason=_SETTING),
+    "config": Word(reason="the folder's config.json is read"),
+}
+CONFIG = {
+    **{name: LOAD[name] for name in (*_HUB_WORDS, "id2label", "label2id")},
+    "return_unused_kwargs": Word(reason="there are none: every keyword is taken or refused"),
+    "output_attentions": LOAD["output_attentions"],
+    "output_hidden_states": LOAD["output_hidden_states"],
+}
+SAVE = {
+    "save_directory": Word("folder"),
+    "safe_serialization": Word(reason="weights are written as safetensors alone", harmless=(None, True)),
+    "is_main_process": Word(reason="call it on one rank alone", harmless=(None, True)),
+    "push_to_hub": Word(reason='call model.push_to_hub("owner/name")'),
+    "state_dict": Word(reason="the model's own tensors are written"),
+    "variant": Word(reason="files are written without a variant"),
+    "save_function": Word(reason="files are written as safetensors and compared", harmless=(None,)),
 }

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import flodl_hf
-from flodl.errors import ConfigError, PredictError
+from flodl.errors import ConfigError, ExportError, PredictError, TokenizerError
 from flodl_hf import words
 from flodl_hf.auto import load
 from flodl_hf.model import EncoderModel, LoadKeywords
@@ -211,3 +211,51 @@ def test_the_doors_name_their_keywords(door: Callable[..., Any]) -> None:
     assert set(get_type_hints(LoadKeywords)) == set(there) - {"name_or_path"}
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'revison', did you mean 'revision'"):
         door("nowhere", revison="main")
+
+
+# --- tokenizers, configurations, saving --------------------------------------------------------------
+
+OTHERS: dict[str, tuple[dict[str, Word], type[Exception], Callable[..., Any]]] = {
+    "AutoTokenizer": (words.TOKENIZER, TokenizerError, lambda folder, **k: flodl_hf.AutoTokenizer.from_pretrained(folder, **k)),
+    "AutoConfig": (words.CONFIG, ConfigError, lambda folder, **k: flodl_hf.AutoConfig.from_pretrained(folder, **k)),
+    "save_pretrained": (words.SAVE, ExportError, lambda folder, **k: load(folder).save_pretrained(**{"folder": folder.parent / "out", **k})),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "word"),
+    [(name, word) for name, (table, *_) in OTHERS.items() for word, is_ in table.items() if is_.ours is None],
+)
+def test_other_words_are_refused_or_passed_over(name: str, word: str, saved: Saved) -> None:
+    table, fault, call = OTHERS[name]
+    folder = saved("bert", "sequence_classification")
+    if table[word].harmless is None:
+        call(folder, **{word: "x"})
+        return
+    with pytest.raises(fault, match=rf"{word}='x': \w+"):
+        call(folder, **{word: "x"})
+    call(folder, **{word: (table[word].harmless or (None,))[-1]})
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_methods_name_their_keywords(name: str, saved: Saved) -> None:
+    methods = {
+        "AutoTokenizer": flodl_hf.AutoTokenizer.from_pretrained, "AutoConfig": flodl_hf.AutoConfig.from_pretrained,
+        "save_pretrained": EncoderModel.save_pretrained,
+    }  # fmt: skip
+    shown = inspect.signature(methods[name]).parameters
+    assert [p for p in shown.values() if p.kind is inspect.Parameter.VAR_KEYWORD] == []
+    assert {word.ours for word in OTHERS[name][0].values() if word.ours} <= set(shown)
+    assert not set(shown) & set(OTHERS[name][0])
+    with pytest.raises(TypeError, match="unexpected keyword argument 'nonsense'"):
+        OTHERS[name][2](saved("bert", "base"), nonsense=1)
+
+
+def test_a_configuration_may_have_other_labels(saved: Saved) -> None:
+    folder = saved("bert", "sequence_classification")
+    read = flodl_hf.AutoConfig.from_pretrained
+    assert read(folder, num_labels=3).id2label == {0: "LABEL_0", 1: "LABEL_1", 2: "LABEL_2"}
+    assert read(folder, id2label={0: "no", 1: "yes"}, problem_type="regression").label2id == {"no": 0, "yes": 1}
+    assert read(pretrained_model_name_or_path=folder).num_labels == 2
+    written = load(folder).save_pretrained(save_directory=folder.parent / "there")
+    assert load(written).num_labels == 2
