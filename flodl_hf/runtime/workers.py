@@ -225,7 +225,8 @@ class Workers:
     def ask(self, call: int, texts: list[Any]) -> Future[Any]:
         """Have texts answered by the device with the least to do."""
         # Length in characters, which is what a device takes its time by.
-        size = sum(len(text) if isinstance(text, str) else sum(map(len, text)) for text in texts)
+        plain = set(map(type, texts)) == {str}
+        size = sum(map(len, texts)) if plain else sum(len(t) if isinstance(t, str) else sum(map(len, t)) for t in texts)
         number = next(self._numbers)
         with self._lock:
             one = min(self._ones, key=lambda one: one.waiting)

@@ -7,7 +7,7 @@ import gc
 import itertools
 import pickle
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -253,7 +253,7 @@ def ask(model: EncoderModel, **run: Any) -> list[Any]:
 
 
 def scores_in(found: Any) -> list[float]:
-    if isinstance(found, (list, tuple)):
+    if isinstance(found, Sequence):
         return [score for part in found for score in scores_in(part)]
     return [found] if isinstance(found, float) else [found.score]
 
