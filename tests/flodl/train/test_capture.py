@@ -14,7 +14,7 @@ from flodl.data import DataLoader, TensorRows
 from flodl.data.batch import Batch
 from flodl.data.piece import lay_out
 from flodl.errors import TrainError
-from flodl.train import Loss, StepDone, Trainer, Warned, adamw, route, sgd
+from flodl.train import Callback, Loss, StepDone, Trainer, Warned, adamw, route, sgd
 from flodl.train.precision import Precision
 from flodl.train.schedule import Linear
 from flodl.train.step.capture import Captures, Refused, flatten
@@ -585,3 +585,37 @@ def test_a_regression_in_float64_is_recorded_too(monkeypatch):
 
     settings = {"device": "cuda", "train_step": squares, "model": lambda device: make_model().double()}
     same(run("cuda", monkeypatch, capture=True, **settings), run("cuda", monkeypatch, capture=False, **settings))
+
+
+def test_an_average_of_the_weights_and_lookers_on_leave_recording_as_it_is(monkeypatch):
+    class Looks(Callback):
+        steps = 0
+
+        def on_step_end(self, trainer, result):
+            self.steps += 1
+
+    looks, recorder = Looks(), Repeats()
+    recorded = run(recorder, monkeypatch, ema=0.9, callbacks=[looks])
+    assert recorder.replayed > 0
+    assert recorded[2] == []
+    assert looks.steps == len(recorded[0])
+    plain = run(Repeats(), monkeypatch, ema=0.9, capture=False)
+    assert recorded[0] == plain[0]
+    assert all(torch.equal(recorded[1][name], tensor) for name, tensor in plain[1].items())
+    weights = run(Repeats(), monkeypatch)[1]
+    assert not all(torch.equal(recorded[1][name], tensor) for name, tensor in weights.items())
+
+
+def test_what_acts_around_the_backward_pass_is_not_recorded_and_says_so(monkeypatch):
+    class Acts(Callback):
+        def before_optimizer_step(self, trainer):
+            for parameter in trainer.model.parameters():
+                parameter.grad.mul_(0.5)
+
+    recorder = Repeats()
+    _, _, said = run(recorder, monkeypatch, callbacks=[Acts()])
+    assert recorder.recorded == 0
+    assert len(said) == 1
+    assert "Acts acts around the backward pass" in said[0]
+    with pytest.raises(TrainError, match="acts around the backward pass"):
+        run(Repeats(), monkeypatch, callbacks=[Acts()], capture=True)

@@ -14,6 +14,7 @@ from torch import Tensor
 from flodl.data.batch import Batch
 from flodl.data.collate import Where
 from flodl.errors import ConfigError, TrainError
+from flodl.train import route
 from flodl.train.schedule import Constant
 from flodl_hf.finetuning import finetune, job, plan_job
 from flodl_hf.finetuning.evaluation import Evaluation
@@ -136,3 +137,34 @@ def test_evaluation_and_prediction_have_no_noise(base: Path) -> None:
 def test_what_cannot_be_together_is_refused(base: Path) -> None:
     with pytest.raises(ConfigError, match="compile=False"):
         finetune(base, train=TABLES["masked_lm"](8), neftune=5, compile=True)
+
+
+class Replays:
+    """Stands for CUDA graphs: what is recorded is computed again from the recording's own tensors."""
+
+    def __init__(self) -> None:
+        self.replayed = 0
+
+    def watch(self, run: Any) -> tuple[Any, None]:
+        return run(), None
+
+    def record(self, run: Any) -> Any:
+        def replay() -> Any:
+            self.replayed += 1
+            return run()
+
+        return replay
+
+    def beside(self, ranks: Any) -> tuple[Any, None]:
+        return self, None
+
+
+def test_recorded_steps_have_the_noise_of_their_own_rows(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job, "_layout", lambda options: "bucketed")
+    given: dict[str, Any] = {"max_steps": 8, "epochs": 4, "optimizer": "adamw", "lr": 1e-3, "ema": 0.9}
+    rows = TABLES["sequence_classification"](24)
+    recorder = Replays()
+    plain = weights(base, rows, capture=False, **given)
+    monkeypatch.setattr(route, "make_recorder", lambda device, settings: recorder)
+    assert close(weights(base, rows, **given), plain)
+    assert recorder.replayed >= 4
