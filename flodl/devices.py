@@ -7,7 +7,9 @@ before Apple's MPS before the processor.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 
@@ -39,8 +41,35 @@ def has_mps() -> bool:
 
 
 def best_device() -> torch.device:
-    """Return the best device there is: the first CUDA device, else MPS, else the processor."""
-    return torch.device("cuda" if cuda_count() else "mps" if has_mps() else "cpu")
+    """Return the best device there is: the first CUDA device, else MPS, else the processor.
+
+    MPS is tried before it is taken without having been named; where it lacks an operation there is a warning instead.
+    """
+    if cuda_count():
+        return torch.device("cuda")
+    if has_mps():
+        fault = mps_fault()
+        if fault is None:
+            return torch.device("mps")
+        warnings.warn(f"MPS is here and was not taken, because {fault}", stacklevel=2)
+    return torch.device("cpu")
+
+
+@cache
+def mps_fault() -> str | None:
+    """Return why MPS cannot compute what an encoder needs, as half a sentence; None where it can."""
+    device = torch.device("mps")
+    try:
+        count = torch.arange(6, device=device)
+        states = torch.nn.functional.layer_norm(
+            torch.nn.functional.embedding(count, torch.ones(6, 8, device=device)), (8,)
+        )
+        mixed = torch.nn.functional.scaled_dot_product_attention(*[states.view(1, 2, 6, 4)] * 3)
+        total = torch.zeros(3, 8, device=device).index_add_(0, count // 2, torch.nn.functional.gelu(mixed.view(6, 8)))
+        sums = (total.sum() + count.cumsum(0).float().sum() + torch.repeat_interleave(count, count).sum()).cpu()
+    except (RuntimeError, TypeError, NotImplementedError) as fault:
+        return (str(fault).splitlines() or [type(fault).__name__])[0][:200]
+    return None if bool(sums.isfinite()) else "it computes numbers that are not finite"
 
 
 def all_devices() -> list[torch.device]:

@@ -21,6 +21,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
         monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
+        monkeypatch.setattr(devices, "mps_fault", lambda: None)
         monkeypatch.setattr(torch.version, "cuda", built)
         monkeypatch.setattr(torch.version, "hip", None)
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -39,6 +40,17 @@ def test_the_best_device(machine: Any) -> None:
         machine(**given)
         assert str(devices.best_device()) == str(devices.find_device("auto")) == best
         assert [str(found) for found in devices.all_devices()] == every
+
+
+def test_mps_is_tried_before_it_is_taken(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(mps=True)
+    monkeypatch.setattr(devices, "mps_fault", lambda: "cumsum is not implemented there")
+    with pytest.warns(UserWarning, match="was not taken, because cumsum is not"):
+        assert devices.best_device() == torch.device("cpu")
+    assert devices.find_device("mps") == torch.device("mps"), "who names it has it"
+    monkeypatch.undo()
+    if not torch.backends.mps.is_available():
+        assert devices.mps_fault(), "here it has nothing"
 
 
 def test_what_is_absent_is_said_in_one_line(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
