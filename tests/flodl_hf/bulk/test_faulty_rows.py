@@ -243,7 +243,7 @@ def test_the_command_counts_and_names_faulty_rows(folder: Any, jsonl: Any, tmp_p
         (["a text", "--in", "x.csv", "--out", "y.csv"], "leave no room for texts"),
         (["a text", "--keep", "none"], "--keep: needs --in FILE and --out FILE"),
         (["a text", "--restart"], "--restart: needs --in"),
-        (["--in", "x.csv", "--out", "y.csv", "--on-error", "ignore"], "expected stop, skip or null"),
+        (["--in", "x.csv", "--out", "y.csv", "--on-error", "ignore"], "is not one of 'stop', 'skip', 'null'"),
         (["a text", "--top-k", "0"], "--top-k"),
     ],
 )
@@ -253,4 +253,4 @@ def test_wrong_usage_is_status_2(args: list[str], says: str, folder: Any) -> Non
 
     done = from_cli.CliRunner().invoke(app, ["predict", str(folder("sequence_classification")), *args])
     assert done.exit_code == 2
-    assert says in done.stderr
+    assert says in " ".join(done.stderr.replace("│", " ").split())
