@@ -302,6 +302,11 @@ def translated(given: Mapping[str, Any], known: Mapping[str, Any]) -> tuple[dict
     origin: dict[str, str] = {}
     problems: list[str] = []
     for name, value in given.items():
+        if name == "batch_size" and value == "auto":
+            problems.append(
+                "batch_size: it decides the step; say micro_batch_size='auto' for as many rows as fit at once"
+            )
+            continue
         if name in known:
             found = _ours(name, value)
         elif name in INERT:
