@@ -64,7 +64,8 @@ def mps_fault() -> str | None:
         states = torch.nn.functional.layer_norm(
             torch.nn.functional.embedding(count, torch.ones(6, 8, device=device)), (8,)
         )
-        mixed = torch.nn.functional.scaled_dot_product_attention(*[states.view(1, 2, 6, 4)] * 3)
+        heads = states.view(1, 2, 6, 4)
+        mixed = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads)
         total = torch.zeros(3, 8, device=device).index_add_(0, count // 2, torch.nn.functional.gelu(mixed.view(6, 8)))
         sums = (total.sum() + count.cumsum(0).float().sum() + torch.repeat_interleave(count, count).sum()).cpu()
     except (RuntimeError, TypeError, NotImplementedError) as fault:
