@@ -83,12 +83,12 @@ class Source:
     name: str
     folder: Path
     commit: str | None
-    manifest: SourceManifest
-    placed: Mapping[str, str]
-    duplicates: tuple[tuple[str, str], ...] = ()
-    carried: Mapping[str, Tensor] = field(default_factory=dict)
+    manifest: SourceManifest = field(repr=False)
+    placed: Mapping[str, str] = field(repr=False)
+    duplicates: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    carried: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
     same_head: bool = True
-    config_text: str = ""
+    config_text: str = field(default="", repr=False)
 
 
 def resolve_folder(name_or_path: str | Path, hub: Mapping[str, Any], files: Sequence[str]) -> tuple[Path, str | None]:

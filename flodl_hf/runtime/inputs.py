@@ -92,8 +92,9 @@ def split_pairs(items: Sequence[Any], task: str) -> tuple[Sequence[str], list[st
         pair: Any = (item, None) if isinstance(item, str) else item
         valid = isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[0], str)
         if not valid or not isinstance(pair[1], (str, type(None))):
+            missing = " (missing; drop or fill missing values first)" if item is None or item != item else ""
             raise PredictError(
-                f"{task}: item {place} is {type(item).__name__}; expected a string, a pair (a, b), or "
+                f"{task}: item {place} is {type(item).__name__}{missing}; expected a string, a pair (a, b), or "
                 '{"text": a, "text_pair": b}',
                 place=place,
             )

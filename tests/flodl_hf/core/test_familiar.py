@@ -230,6 +230,7 @@ def test_a_model_says_in_a_line_what_it_is(family: str, head: str, saved: Saved)
     assert "kB" in said
     assert str(folder) in model._repr_html_()
     assert "<svg" in model.graph._repr_html_()
+    assert len(repr(model.source)) < 120 + 2 * len(str(folder))
 
 
 @families

@@ -136,6 +136,12 @@ def test_what_is_no_list_of_texts_is_refused(head: str, wrong: Any, make: Maker)
     assert re.search("dict|set|bytes|int|NoneType", str(refused.value))
 
 
+@pytest.mark.parametrize("missing", [None, float("nan")])
+def test_a_missing_value_is_called_so(missing: Any, make: Maker) -> None:
+    with pytest.raises(PredictError, match=r"item 1 is \w+ \(missing; drop or fill"):
+        make("bert", "sequence_classification").predict(["the cat", missing])
+
+
 @heads
 @pytest.mark.parametrize("name", ["columns", "column_names"])
 def test_a_whole_table_is_refused_by_the_names_of_its_columns(head: str, name: str, make: Maker) -> None:
