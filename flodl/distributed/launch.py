@@ -231,9 +231,13 @@ class Crew:
 
         A SIGTERM or SIGINT that arrives meanwhile is passed on to the ranks, which save and leave.
         """
-        with self.passing_signals():
-            while not self.poll(timeout_s=0.5):
-                pass
+        try:
+            with self.passing_signals():
+                while not self.poll(timeout_s=0.5):
+                    pass
+        except BaseException:
+            self.stop()  # nobody would listen to ranks that still run, and they hold their folder
+            raise
         return [self.results.get(rank) for rank in range(self.world)]
 
     @contextlib.contextmanager

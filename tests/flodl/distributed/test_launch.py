@@ -173,6 +173,24 @@ def test_under_torchrun_a_killed_rank_is_named_and_a_restart_ends_with_the_same_
     assert weights("again") == weights("whole")
 
 
+class Enough(BaseException):
+    """What a listener may end a run with."""
+
+
+def test_ranks_do_not_outlive_a_wait_that_was_broken_off():
+    def talk(ranks):
+        ranks.pipe.send(("word", ranks.rank))
+        time.sleep(30)
+
+    def listen(rank, message):
+        raise Enough
+
+    crew = launch(talk, ranks=2, start="fork", on_message=listen)
+    with pytest.raises(Enough):
+        crew.wait()
+    assert crew.alive == []
+
+
 # ---- signals while ranks start -----------------------------------------------------------------------
 
 
