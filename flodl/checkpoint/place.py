@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flodl.checkpoint.raw import check_hash, refuse
 from flodl.checkpoint.records import Checkpoint, LoadReport
@@ -14,7 +14,9 @@ from flodl.errors import printable
 __all__ = ["load_into"]
 
 
-def load_into(named: Mapping[str, Tensor], checkpoint: Checkpoint, *, expected_hash: str = "") -> LoadReport:
+def load_into(
+    named: Mapping[str, Tensor], checkpoint: Checkpoint, *, expected_hash: str = "", allow_nonfinite: bool = False
+) -> LoadReport:
     """Return what was copied from ``checkpoint`` into the tensors of ``named``, matched by name.
 
     Values are cast to the model's dtype where that keeps their kind. Names that only one side has are
@@ -24,11 +26,12 @@ def load_into(named: Mapping[str, Tensor], checkpoint: Checkpoint, *, expected_h
         named: the model's parameters and buffers, written in place.
         checkpoint: what ``load_tensors`` gave.
         expected_hash: the model's structural hash; checked when the file has one too.
+        allow_nonfinite: load parameters that hold NaN or infinite values. Buffers may always hold them.
 
     Raises:
         CheckpointError: the hashes differ, a shape differs, a cast would lose the kind of value or turn
-            finite values infinite, a target has no memory, or two names of one tensor got different
-            values. ``problems`` lists all of them, and no tensor was changed.
+            finite values infinite, a parameter holds values that are not finite, a target has no memory,
+            or two names of one tensor got different values. ``problems`` lists all of them, and no tensor was changed.
     """
     _check_same_structure(checkpoint, expected_hash)
     report = LoadReport(
@@ -45,6 +48,8 @@ def load_into(named: Mapping[str, Tensor], checkpoint: Checkpoint, *, expected_h
         cast = source if problem or source.dtype == target.dtype else source.to(target.dtype)
         if not problem and _overflows(source, cast):
             problem = f"finite values of {source.dtype} become infinite as {target.dtype}"
+        if not problem and isinstance(target, nn.Parameter) and not allow_nonfinite and not _finite(source):
+            problem = "holds NaN or infinite values; pass allow_nonfinite=True to load them all the same"
         if problem:
             problems.append(f"tensor {printable(name)}: {problem}")
             continue
@@ -96,6 +101,14 @@ def _overflows(source: Tensor, cast: Tensor) -> bool:
     if source is cast or not cast.is_floating_point() or torch.finfo(cast.dtype).max >= _largest(source.dtype):
         return False
     return bool((torch.isfinite(source.double()) & ~torch.isfinite(cast.double())).any())
+
+
+def _finite(values: Tensor) -> bool:
+    if not values.is_floating_point() or values.numel() == 0:
+        return True
+    wide = values.float() if values.element_size() == 1 else values
+    # One pass: a NaN becomes both ends, an infinity one of them.
+    return all(bool(end.isfinite()) for end in torch.aminmax(wide.detach()))
 
 
 def _largest(dtype: torch.dtype) -> float:

@@ -341,13 +341,18 @@ class Graph(nn.Module):
         """Write parameters and buffers with the structural hash; the format follows the file's ending."""
         saving.save(self, path)
 
-    def load_checkpoint(self, path: str | os.PathLike[str]) -> LoadReport:
+    def load_checkpoint(self, path: str | os.PathLike[str], *, allow_nonfinite: bool = False) -> LoadReport:
         """Copy a checkpoint into this graph and return what was loaded, skipped and missing.
 
+        Args:
+            path: the file.
+            allow_nonfinite: load parameters that hold NaN or infinite values.
+
         Raises:
-            CheckpointError: when it was made for another structure; then nothing is copied.
+            CheckpointError: when it was made for another structure, or holds parameters that are not finite;
+                then nothing is copied.
         """
-        return saving.load(self, path)
+        return saving.load(self, path, allow_nonfinite=allow_nonfinite)
 
     def load_subgraph_checkpoint(self, path: str, file: str | os.PathLike[str]) -> LoadReport:
         """Copy a checkpoint of a graph saved alone into the sub-graph at ``path``.

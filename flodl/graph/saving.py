@@ -41,12 +41,13 @@ def save(graph: Graph, path: str | os.PathLike[str]) -> None:
         write_atomically(_sidecar(Path(path)), [config.encode()])
 
 
-def load(graph: Graph, path: str | os.PathLike[str]) -> LoadReport:
+def load(graph: Graph, path: str | os.PathLike[str], *, allow_nonfinite: bool = False) -> LoadReport:
     """Copy a checkpoint into the graph after checking that it was made for this structure."""
     from flodl.checkpoint import load_into, load_tensors
 
     named: dict[str, Any] = stored_tensors(graph)
-    return load_into(named, load_tensors(path), expected_hash=graph.structural_hash())
+    found = load_tensors(path)
+    return load_into(named, found, expected_hash=graph.structural_hash(), allow_nonfinite=allow_nonfinite)
 
 
 def _sidecar(path: Path) -> Path:

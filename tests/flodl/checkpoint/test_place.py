@@ -126,3 +126,23 @@ def test_migration_matches_dtype_too_and_may_write_over_its_source(tmp_path):
     save_tensors(path, {"a": torch.ones(2)})
     assert migrate_checkpoint(path, path, {"b": torch.zeros(2)}).is_complete
     assert list(load_tensors(path).tensors) == ["b"]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_parameters_that_are_no_numbers_are_refused_by_name_unless_asked(value: float, dtype: torch.dtype) -> None:
+    named = {
+        "good": torch.nn.Parameter(torch.zeros(2)),
+        "bad": torch.nn.Parameter(torch.zeros(3)),
+        "buffer": torch.zeros(3),
+    }
+    odd = torch.tensor([1.0, value, 2.0], dtype=dtype)
+    held = holding(good=torch.ones(2), bad=odd, buffer=odd.float())
+    with pytest.raises(CheckpointError, match="Nothing was loaded") as no:
+        load_into(named, held)
+    assert no.value.problems == [
+        "tensor 'bad': holds NaN or infinite values; pass allow_nonfinite=True to load them all the same"
+    ]
+    assert not named["good"].any()
+    load_into(named, held, allow_nonfinite=True)
+    assert torch.equal(named["bad"].isfinite(), odd.isfinite())
