@@ -344,13 +344,8 @@ class Graph(nn.Module):
     def load_checkpoint(self, path: str | os.PathLike[str], *, allow_nonfinite: bool = False) -> LoadReport:
         """Copy a checkpoint into this graph and return what was loaded, skipped and missing.
 
-        Args:
-            path: the file.
-            allow_nonfinite: load parameters that hold NaN or infinite values.
-
         Raises:
-            CheckpointError: when it was made for another structure, or holds parameters that are not finite;
-                then nothing is copied.
+            CheckpointError: made for another structure, or NaN or infinite unless allowed; nothing is copied.
         """
         return saving.load(self, path, allow_nonfinite=allow_nonfinite)
 
