@@ -57,7 +57,10 @@ def worth_it(devices: Sequence[torch.device]) -> bool:
 def _started(descriptor: int) -> subprocess.Popen[bytes]:
     # Not by multiprocessing, which would run the caller's program again up to where it starts processes.
     code = _SERVE.format(path=sys.path, descriptor=descriptor)
-    return subprocess.Popen([sys.executable, "-c", code], pass_fds=[descriptor], stdin=subprocess.DEVNULL)
+    # In a group of its own, which Ctrl-C does not reach while it still imports.
+    return subprocess.Popen(
+        [sys.executable, "-c", code], pass_fds=[descriptor], stdin=subprocess.DEVNULL, process_group=0
+    )
 
 
 class _One:

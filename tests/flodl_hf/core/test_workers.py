@@ -160,6 +160,22 @@ def test_a_device_that_broke_is_left_and_a_fork_leaves_all(
     assert all(one.connection.closed for one in second._ones)
 
 
+def test_a_call_that_is_left_in_the_middle_disturbs_no_other(make: Make, threaded: None) -> None:
+    model: Any = make("bert", "sequence_classification")
+    expected = model.predict(TEXTS, **TWO)
+    workers._OF[model].wait()
+    for _ in range(3):
+        assert next(iter(model.predict(iter(TEXTS[::-1]), **TWO))) == expected[-1]
+
+    def interrupted() -> Iterator[str]:
+        yield from TEXTS[:9]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        list(model.predict(interrupted(), **TWO))
+    assert model.predict(TEXTS, **TWO) == expected
+
+
 def test_few_texts_and_processors_start_nothing(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "_started", lambda descriptor: pytest.fail("started a process"))
     model: Any = make("bert", "sequence_classification")
