@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from itertools import count
 from multiprocessing.connection import Connection
-from threading import Lock, Thread
+from threading import Lock, Thread, current_thread
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -76,7 +76,8 @@ class _One:
         with its:
             self.process = _started(its.fileno())
         self.connection = Connection(mine.detach())
-        Thread(target=self._listen, name=f"flodl-hf-{device}", daemon=True).start()
+        self._listener = Thread(target=self._listen, name=f"flodl-hf-{device}", daemon=True)
+        self._listener.start()
 
     def tell(self, *message: Any, weights: bool = False) -> None:
         with self._lock:
@@ -138,7 +139,11 @@ class _One:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-        self.connection.close()
+        # Its number goes to the next line that is opened, which nobody may read or write by mistake.
+        if self._listener is not current_thread():
+            self._listener.join(5)
+        with self._lock:
+            self.connection.close()
 
 
 class Workers:
