@@ -108,6 +108,11 @@ def _parts(output: Output) -> tuple[list[Any], tuple[str, ...]]:
     return output.values(), tuple(output.keys())
 
 
+def _named_parts(output: Any) -> tuple[list[tuple[pytree.KeyEntry, Any]], tuple[str, ...]]:
+    named: list[tuple[Any, Any]] = [(pytree.MappingKey(name), value) for name, value in output.items()]
+    return named, tuple(output.keys())
+
+
 # What torch.export, torch.compile and torch.func take apart and put together again.
 for _kind in Output.__subclasses__():
     pytree.register_pytree_node(
@@ -115,8 +120,5 @@ for _kind in Output.__subclasses__():
         _parts,
         lambda values, names, kind=_kind: kind(**dict(zip(names, values, strict=True))),
         serialized_type_name=f"{__name__}.{_kind.__name__}",
-        flatten_with_keys_fn=lambda output: (
-            [(pytree.MappingKey(k), v) for k, v in output.items()],
-            tuple(output.keys()),
-        ),
+        flatten_with_keys_fn=_named_parts,
     )

@@ -13,7 +13,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from functools import cache
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -164,14 +164,17 @@ class Reordered:
 
     def _ready(self, x: Tensor) -> Tensor:
         """Return the weight to multiply ``x`` by: reordered, or as it is."""
-        if self._packed is None:
-            with self._lock:
-                if self._packed is None:
-                    if not self._used and x.shape[0] > 1:
-                        self._used = True
-                        return self.weight
-                    self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, None)
-        return self._packed
+        packed = self._packed
+        if packed is not None:
+            return packed
+        with self._lock:
+            packed = self._packed
+            if packed is None:
+                if not self._used and x.shape[0] > 1:
+                    self._used = True
+                    return self.weight
+                packed = self._packed = cast(Tensor, torch.ops.mkldnn._reorder_linear_weight(self.weight, None))
+            return packed
 
     def __call__(self, x: Tensor, buffer: str = "") -> Tensor:
         """Return the product."""
