@@ -12,7 +12,6 @@ from torch import Tensor
 from flodl_hf.decode.rows import TokenTable
 from flodl_hf.forked import entered
 from flodl_hf.results import Found, results_of
-from flodl_hf.runtime.allocator import keep_memory
 from flodl_hf.runtime.engine import Engine, Pending
 from flodl_hf.runtime.fleet import Fleet
 from flodl_hf.runtime.inputs import Encoded
@@ -134,8 +133,6 @@ class Session:
         """Return the answers that a job gives; how far it is, is shown of a list that takes longer than a second."""
         devices = list(self.options.devices or [self.model.device])
         ahead = len(devices) > 1 or works_by_itself(devices[0])
-        if ahead:
-            keep_memory()
         most = self.options.window or max(1, (MOST * len(devices) if ahead else WINDOW) // rows)
         first = self.options.window or (max(1, FIRST // rows) if ahead else most)
         deep = 2

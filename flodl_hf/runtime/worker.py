@@ -21,7 +21,6 @@ import numpy as np
 import torch
 
 from flodl_hf.decode.rows import TokenTable
-from flodl_hf.runtime.allocator import keep_memory
 from flodl_hf.runtime.engine import Engine, current
 from flodl_hf.runtime.inputs import Encoded
 from flodl_hf.runtime.parcels import receive, send, unpacked
@@ -83,7 +82,6 @@ class Worker:
             if kind == "model":
                 self._model, self._device, threads = message
                 torch.set_num_threads(threads)
-                keep_memory()
                 self._running.put((0, None))
             elif kind == "call":
                 number, data = message
