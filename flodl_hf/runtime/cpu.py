@@ -1,9 +1,10 @@
 """What a prepared graph becomes on a processor, and which precisions the processor has.
 
 Decides by capability, as torch reports it: where AVX-512 is, oneDNN with reordered weights multiplies fastest;
-elsewhere torch's own product does, and nothing is copied. Blocks are rearranged either way (`cpu_block`): sums
-ride along with products, activations happen in place, buffers are kept, and a classifier's last layer computes
-first tokens alone. Kernels are in `cpu_products`; when a graph is made and remade is `prepared`'s.
+elsewhere torch's own product does, and nothing is copied. Layers get the processor's table either way
+(`flodl_hf.tables.processor`): sums ride along with products, activations happen in place, buffers are kept, and a
+classifier's last layer computes first tokens alone. Kernels are in `cpu_products`; when a graph is made and remade
+is `prepared`'s.
 """
 
 from __future__ import annotations
