@@ -8,10 +8,12 @@ events to subscribe to, optimiser factories and parameter groups. How ranks shar
 from flodl.train.builder import TrainerBuilder
 from flodl.train.callback import Callback
 from flodl.train.events import (
+    Decided,
     EpochMetrics,
     EvalDone,
     Event,
     Events,
+    Observed,
     RunDone,
     RunStarted,
     Saved,
@@ -39,6 +41,7 @@ from flodl.train.trainer import Trainer
 __all__ = [
     "Callback",
     "CsvLog",
+    "Decided",
     "EpochMetrics",
     "EvalDone",
     "Event",
@@ -46,6 +49,7 @@ __all__ = [
     "Handle",
     "Loss",
     "MlflowLog",
+    "Observed",
     "OptimizerFactory",
     "OwnLoop",
     "Precision",

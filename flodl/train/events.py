@@ -9,14 +9,16 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 __all__ = [
+    "Decided",
     "EpochDone",
     "EpochMetrics",
     "EvalDone",
     "Event",
     "Events",
+    "Observed",
     "Past",
     "RunDone",
     "RunStarted",
@@ -103,6 +105,37 @@ class StepDone(Event):
     wall_ms: float
     skipped: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observed(Event):
+    """What was watched inside of the model: values by dotted names, those of tags, groups and recorded scalars.
+
+    With ``scope="step"`` these are one step's on this rank; they come in groups, in order, as `StepDone` does, right
+    after the `StepDone` of their step. With ``scope="epoch"`` they are those of an epoch, merged over ranks as metrics
+    are, and come right after the `EpochMetrics` of their epoch. A step or epoch without any has no such event.
+    """
+
+    step: int
+    epoch: int
+    scope: Literal["step", "epoch"]
+    values: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decided(Event):
+    """A rule of the run came true and was acted on, on all ranks alike.
+
+    ``action`` is ``"stop"``, ``"freeze"``, ``"thaw"`` or ``"rate"``, ``path`` what it was done to, ``rule`` the rule
+    as it is written in recipes, ``reason`` the figures that made it come true.
+    """
+
+    step: int
+    epoch: int
+    action: str
+    path: str
+    rule: str
+    reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
