@@ -7,22 +7,19 @@ ordinary forward pass comes here only when there is something to keep.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from flodl.errors import GraphError, GraphPathError, nearest
-from flodl.graph.nodes import Plan
+from flodl.errors import GraphPathError
+from flodl.graph.core import GraphCore
 from flodl.graph.source import compile_forward, forward_source
 from flodl.graph.tree import Target, resolve_one
 
-if TYPE_CHECKING:
-    from flodl.graph.graph import Graph
-
-__all__ = ["require_value", "run_captured", "variant"]
+__all__ = ["run_captured", "variant"]
 
 
-def variant(graph: Graph, names: frozenset[str]) -> Callable[..., Any]:
+def variant(graph: GraphCore, names: frozenset[str]) -> Callable[..., Any]:
     """Return a forward pass that gives ``(result, {name: value})`` for these names (one at least)."""
     if torch.compiler.is_compiling():
         # Nothing can be written while a compiler traces; it drops the values that are not asked for.
@@ -33,18 +30,7 @@ def variant(graph: Graph, names: frozenset[str]) -> Callable[..., Any]:
     return function
 
 
-def require_value(plan: Plan, name: str, verb: str) -> None:
-    """Raise when a name is neither a tag nor a node of the graph.
-
-    Raises:
-        GraphError: naming the verb and the nearest name.
-    """
-    if plan.value_of(name) is None:
-        known = [*plan.tags, *(node.name for node in plan.calls)]
-        raise GraphError(f"{verb}: the graph has no tag {name!r}{nearest(name, known)}", tag=name, known=known)
-
-
-def run_captured(graph: Graph, outputs: Sequence[str] | None, inputs: tuple[Any, ...]) -> Any:
+def run_captured(graph: GraphCore, outputs: Sequence[str] | None, inputs: tuple[Any, ...]) -> Any:
     """Run a graph that is watched or was asked for outputs.
 
     Args:
@@ -63,7 +49,7 @@ def run_captured(graph: Graph, outputs: Sequence[str] | None, inputs: tuple[Any,
     distant = [name for name in outputs if "." in name]
     local = [name for name in outputs if "." not in name]
     for name in local:
-        require_value(graph.plan, name, "outputs")
+        graph.plan.require_value(name, "outputs")
     if distant:
         return _run_with_distant(graph, outputs, distant, local, inputs)
     wanted = watched | frozenset(local)
@@ -76,7 +62,7 @@ def run_captured(graph: Graph, outputs: Sequence[str] | None, inputs: tuple[Any,
 
 
 def _run_with_distant(
-    graph: Graph, outputs: Sequence[str], distant: list[str], local: list[str], inputs: tuple[Any, ...]
+    graph: GraphCore, outputs: Sequence[str], distant: list[str], local: list[str], inputs: tuple[Any, ...]
 ) -> Any:
     """Run with the owners of distant tags watching them for this one call."""
     targets = {name: _target(graph, name) for name in distant}
@@ -97,7 +83,7 @@ def _run_with_distant(
     return result, {name: values[name] for name in outputs}
 
 
-def _target(graph: Graph, path: str) -> Target:
+def _target(graph: GraphCore, path: str) -> Target:
     target = resolve_one(graph, path)
     if target.owner.plan.value_of(target.segment) is None:
         raise GraphPathError(

@@ -12,8 +12,8 @@ from functools import cache
 from torch import nn
 
 from flodl.errors import nearest
+from flodl.graph.core import labelled_children
 from flodl.graph.nodes import Fault, check_forward
-from flodl.graph.tree import labelled_children
 from flodl.graph.wire import Draft, DraftNode
 
 __all__ = ["check_graph"]

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from flodl.files import write_atomically
+from flodl.graph.core import GraphCore
 from flodl.graph.layers import Box, Layout, lay_out
 from flodl.graph.nodes import Node
 
 if TYPE_CHECKING:
-    from flodl.graph.graph import Graph
     from flodl.observe import Profile
 
 __all__ = ["dot", "svg"]
@@ -66,7 +66,7 @@ class _Line:
     label: str = ""
 
 
-def dot(graph: Graph, profile: Profile | None = None) -> str:
+def dot(graph: GraphCore, profile: Profile | None = None) -> str:
     """Return the graph as DOT text, one cluster a level.
 
     Args:
@@ -95,7 +95,7 @@ def dot(graph: Graph, profile: Profile | None = None) -> str:
     return "\n".join([*out, "}", ""])
 
 
-def svg(graph: Graph, profile: Profile | None = None, path: str | PathLike[str] | None = None) -> str:
+def svg(graph: GraphCore, profile: Profile | None = None, path: str | PathLike[str] | None = None) -> str:
     """Return the graph as an SVG picture, inputs above, made without Graphviz.
 
     Args:
@@ -109,7 +109,7 @@ def svg(graph: Graph, profile: Profile | None = None, path: str | PathLike[str] 
     return picture
 
 
-def _svg_text(graph: Graph, profile: Profile | None) -> str:
+def _svg_text(graph: GraphCore, profile: Profile | None) -> str:
     shapes = _shapes(graph, profile)
     lines = _lines(graph)
     boxes = {shape.index: _box(shape) for shape in shapes}
@@ -143,7 +143,7 @@ def _svg_text(graph: Graph, profile: Profile | None) -> str:
 # what is drawn
 
 
-def _shapes(graph: Graph, profile: Profile | None) -> list[_Shape]:
+def _shapes(graph: GraphCore, profile: Profile | None) -> list[_Shape]:
     plan = graph.plan
     entries = {given.node: given.name for given in plan.inputs}
     seconds = {} if profile is None else {node.id: node.seconds for node in profile.nodes}
@@ -171,7 +171,7 @@ def _shapes(graph: Graph, profile: Profile | None) -> list[_Shape]:
     return shapes
 
 
-def _lines(graph: Graph) -> list[_Line]:
+def _lines(graph: GraphCore) -> list[_Line]:
     plan = graph.plan
     lines: list[_Line] = []
     for node in plan.nodes:

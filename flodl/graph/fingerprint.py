@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from flodl.graph.core import GraphCore, nearest_graphs
 from flodl.graph.protocol import offered
-from flodl.graph.tree import nearest_graphs
-
-if TYPE_CHECKING:
-    from flodl.graph.graph import Graph
 
 __all__ = ["structural_hash"]
 
 
-def structural_hash(graph: Graph) -> str:
+def structural_hash(graph: GraphCore) -> str:
     """Return the SHA-256, 64 hex digits, of a graph's structure.
 
     It covers the nodes in the order of execution (id, kind, name, parameter and buffer names with shapes, the
@@ -54,7 +51,7 @@ def _structure(module: nn.Module) -> Any:
         shape() if shape is not None else "",
         sorted([name, _shape(p)] for name, p in module.named_parameters(remove_duplicate=False)),
         sorted([name, _shape(b)] for name, b in module.named_buffers(remove_duplicate=False)),
-        [inner.structural_hash() for inner in nearest_graphs(module)],
+        [structural_hash(inner) for inner in nearest_graphs(module)],
     ]
 
 

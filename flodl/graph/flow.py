@@ -15,7 +15,7 @@ from torch import nn
 from flodl.errors import GraphBuildError
 from flodl.graph.check import check_graph
 from flodl.graph.graph import Graph
-from flodl.graph.nodes import Step
+from flodl.graph.nodes import VerbCall
 from flodl.graph.plan import make_plan
 from flodl.graph.wire import wire
 
@@ -41,7 +41,7 @@ class FlowBuilder:
 
     def __init__(self, first: nn.Module | None = None, *, entry: str = "input", name: str | None = None) -> None:
         self._entry = entry
-        self._steps: list[Step] = []
+        self._steps: list[VerbCall] = []
         self._verbose = False
         self._record("from_", module=first, name=name)
 
@@ -162,7 +162,7 @@ class FlowBuilder:
         return graph
 
     def _record(self, verb: str, **args: Any) -> FlowBuilder:
-        self._steps.append(Step(len(self._steps) + 1, verb, args))
+        self._steps.append(VerbCall(len(self._steps) + 1, verb, args))
         return self
 
 

@@ -1,27 +1,23 @@
-"""The graph as users hold it: an ordinary `nn.Module` whose forward pass was generated from its plan.
+"""The graph as users hold it: what runs, with the verbs for paths, steps, files, observation and pictures.
 
-What a path means is decided in `tree`, what the source looks like in `source`, what is measured in
-`flodl.observe`, and how files look in `flodl.checkpoint`; the methods here only lead there.
+How a graph runs is decided in `core`, what a path means in `tree`, what the source looks like in `source`, what is
+measured in `flodl.observe`, and how files look in `flodl.checkpoint`; the methods here only lead there.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
-from weakref import WeakValueDictionary
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 from torch import Tensor, nn
 
-from flodl.errors import GraphError, GraphPathError
+from flodl.errors import GraphPathError
 from flodl.graph import saving, summary, traces, tree
-from flodl.graph.capture import require_value, run_captured
-from flodl.graph.children import ChildTable
+from flodl.graph.capture import run_captured
+from flodl.graph.core import GraphCore
 from flodl.graph.fingerprint import structural_hash
-from flodl.graph.nodes import Plan
-from flodl.graph.protocol import call_inside
-from flodl.graph.source import compile_forward, forward_source
 from flodl.graph.tree import PathKind
 
 if TYPE_CHECKING:
@@ -31,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["Graph"]
 
 
-class Graph(nn.Module):
+class Graph(GraphCore):
     """A built graph. Make one by `FlowBuilder`, not by calling this class.
 
     Call it as ``graph(x)``, with further declared inputs in order or by name: ``graph(x, mask=m)``. With
@@ -42,141 +38,10 @@ class Graph(nn.Module):
     ``<node name>.<leaf>``.
     """
 
-    RESERVED: ClassVar[frozenset[str]] = frozenset(
-        {"_plan", "_steps", "_watched", "_memory", "_captured", "_variants", "_observer", "_composed"}
-        | {"_step_count", "_epoch_count", "_source_config"}
-    )
-
-    def __init__(self) -> None:
-        raise GraphError("a Graph is made by FlowBuilder(...).build(), not by its class")
-
-    @classmethod
-    def from_plan(cls, plan: Plan, modules: Mapping[str, nn.Module]) -> Graph:
-        """Return the graph of a checked plan.
-
-        Args:
-            plan: nodes and their order.
-            modules: child modules by node name.
-        """
-        graph = _bare(plan)
-        nn.Module.__init__(graph)
-        graph._set_up(plan, dict(modules))
-        for child in graph.tree_children().values():
-            child._composed = True
-        return graph
-
-    def _set_up(self, plan: Plan, modules: dict[str, Any]) -> None:
-        self._plan = plan
-        self._watched: frozenset[str] = frozenset()
-        self._memory: list[Any] = [None] * len(plan.memory)
-        self._captured: dict[str, Any] = {}
-        self._variants: dict[frozenset[str], Callable[..., Any]] = {}
-        self._observer: Observer | None = None
-        self._composed = False
-        self._step_count = 0
-        self._epoch_count = 0
-        self._source_config: str | None = None
-        self._adopt(modules)
-
-    def _adopt(self, modules: dict[str, Any]) -> None:
-        table = ChildTable([node.name for node in self._plan.calls], modules)
-        self.__dict__["_modules"] = table
-        self._steps = table.steps
-
-    # calling
-
-    def forward(self, *inputs: Any, outputs: Sequence[str] | None = None, **named: Any) -> Any:
-        """Return the last stream's value; every built graph has a generated version of this."""
-        raise GraphError("this graph has no forward pass; make graphs by FlowBuilder(...).build()")
-
-    def _forward_captured(self, *inputs: Any) -> tuple[Any, dict[str, Any]]:
-        raise GraphError("this graph has no forward pass; make graphs by FlowBuilder(...).build()")
-
-    def forward_multi(self, inputs: Sequence[Any]) -> Any:
-        """Return the result for all inputs given in order, the entry first.
-
-        Raises:
-            GraphError: when their number is not the number of declared inputs.
-        """
-        expected = len(self._plan.inputs)
-        if len(inputs) != expected:
-            names = ", ".join(i.name for i in self._plan.inputs)
-            raise GraphError(f"graph call: expected {expected} inputs ({names}), got {len(inputs)}", expected=expected)
-        return self(*inputs)
-
     def _observed_forward(self, outputs: Sequence[str] | None, *inputs: Any) -> Any:
         return run_captured(self, outputs, inputs)
 
-    def source(self, *outputs: str) -> str:
-        """Return the generated forward pass as Python source, or its variant that gives ``outputs`` too."""
-        return forward_source(self._plan, outputs)
-
-    # values on request
-
-    def watch(self, *tags: str) -> Graph:
-        """Keep the values of tags (or groups) from the next call on, for `tagged`, and so their memory alive.
-
-        Raises:
-            GraphError: when there is no such tag.
-        """
-        members = [m for tag in tags for m in self._plan.groups.get(tag, (tag,))]
-        for member in members:
-            require_value(self._plan, member, "watch")
-        self._watched |= frozenset(members)
-        return self
-
-    def unwatch(self, *tags: str) -> Graph:
-        """Stop keeping the values of tags, or of all when none is named, and let go of those kept."""
-        gone = {m for tag in tags for m in self._plan.groups.get(tag, (tag,))} if tags else set(self._watched)
-        self._watched -= gone
-        self._captured = {tag: value for tag, value in self._captured.items() if tag not in gone}
-        return self
-
-    @property
-    def watched(self) -> frozenset[str]:
-        """Tags whose values are kept."""
-        return self._watched
-
-    def tagged(self, tag: str) -> Any:
-        """Return the value that a watched tag had in the last call, or None when there was none.
-
-        Raises:
-            GraphError: when there is no such tag.
-        """
-        require_value(self._plan, tag, "tagged")
-        return self._captured.get(tag)
-
-    def tagged_at(self, path: str) -> Any:
-        """Return what `tagged` of the graph that owns the tag returns.
-
-        Raises:
-            GraphPathError: when the path is bad or names a graph.
-        """
-        target = tree.resolve_one(self, path)
-        if target.kind is not PathKind.TAG:
-            raise GraphPathError(f"path {path!r} names a {target.kind}, not a tag", path=path, segment=target.segment)
-        return target.owner.tagged(target.segment)
-
-    # memory across calls
-
-    def has_state(self) -> bool:
-        """Return whether a reference reads a value of the previous call."""
-        return bool(self._plan.memory)
-
-    def reset_state(self) -> None:
-        """Forget kept values, here and in the modules inside that offer `reset`."""
-        self._memory[:] = [None] * len(self._memory)
-        call_inside(self, "reset")
-
-    def reset(self) -> None:
-        """Do what `reset_state` does; loops call this on their bodies."""
-        self.reset_state()
-
-    def detach_state(self) -> None:
-        """Cut the history of kept values, here and in the modules inside that offer `detach_state`."""
-        self._memory[:] = [_detached(value) for value in self._memory]
-        self._captured = {tag: _detached(value) for tag, value in self._captured.items()}
-        call_inside(self, "detach_state")
+    # steps and epochs
 
     def end_step(self) -> None:
         """Close a training step: cut histories, count it, and collect timings when profiling."""
@@ -184,10 +49,6 @@ class Graph(nn.Module):
         self._step_count += 1
         if self._observer is not None and self._observer.profiling():
             self._observer.collect_timings()
-
-    def end_sequence(self) -> None:
-        """Close a sequence: forget kept values."""
-        self.reset_state()
 
     def end_epoch(self) -> None:
         """Close an epoch: flush observations and timings, and count it."""
@@ -204,28 +65,6 @@ class Graph(nn.Module):
         return self._epoch_count
 
     # what the graph is
-
-    @property
-    def plan(self) -> Plan:
-        """Nodes, order, tags and inputs."""
-        return self._plan
-
-    @property
-    def label(self) -> str | None:
-        """The name in a tree of graphs."""
-        return self._plan.label
-
-    def as_graph(self) -> Graph:
-        """Return the graph itself; wrappers return the graph they hold."""
-        return self
-
-    def tag_names(self) -> list[str]:
-        """Return the tags in the order they were given."""
-        return list(self._plan.tags)
-
-    def internal_tags(self) -> list[str]:
-        """Return the tags that parents cannot reach."""
-        return sorted(self._plan.internal)
 
     def structural_hash(self) -> str:
         """Return the SHA-256 of the structure, 64 hex digits; neither weights nor label are in it."""
@@ -256,30 +95,15 @@ class Graph(nn.Module):
         found = self.traces(name)
         return found[-1] if found else None
 
-    # the tree
+    # places in the tree
 
-    def tree_children(self) -> dict[str, Graph]:
-        """Return the labelled graphs directly inside, by label."""
-        return {label: graph for child in self.children() for label, graph in tree.labelled_children(child)}
-
-    def child_graph(self, label: str) -> Graph | None:
-        """Return the child with this label, or None."""
-        return self.tree_children().get(label)
-
-    def is_composed(self) -> bool:
-        """Return whether this graph was built into another."""
-        return self._composed
-
-    def subgraph(self, path: str) -> Graph:
+    def subgraph(self, path: str) -> Self:
         """Return the graph at a path.
 
         Raises:
             GraphPathError: when the path leads nowhere, or to something that is not a graph.
         """
-        target = tree.resolve_one(self, path)
-        if target.kind is not PathKind.SUBGRAPH or target.graph is None:
-            raise GraphPathError(f"path {path!r} names a {target.kind}, not a graph", path=path, segment=target.segment)
-        return target.graph
+        return cast("Self", tree.subgraph(self, path))
 
     def validate_path(self, path: str) -> PathKind:
         """Return what a path names.
@@ -327,6 +151,20 @@ class Graph(nn.Module):
         """Move the whole graph."""
         self.to(device)
 
+    def tagged_at(self, path: str) -> Any:
+        """Return what `tagged` of the graph that owns the tag returns.
+
+        Raises:
+            GraphPathError: when the path is bad or names a graph.
+        """
+        target = tree.resolve_one(self, path)
+        if target.kind is not PathKind.TAG:
+            raise GraphPathError(f"path {path!r} names a {target.kind}, not a tag", path=path, segment=target.segment)
+        return target.owner.tagged(target.segment)
+
+    def _targets(self, paths: tuple[str, ...]) -> list[tree.Target]:
+        return [target for path in paths for target in tree.resolve(self, path)]
+
     def tree_summary(self) -> str:
         """Return the tree as indented text: label, hash, counts, tags."""
         return summary.tree_summary(self)
@@ -339,7 +177,7 @@ class Graph(nn.Module):
 
     def save_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Write parameters and buffers with the structural hash; the format follows the file's ending."""
-        saving.save(self, path)
+        saving.save(self, path, self.source_config())
 
     def load_checkpoint(self, path: str | os.PathLike[str], *, allow_nonfinite: bool = False) -> LoadReport:
         """Copy a checkpoint into this graph and return what was loaded, skipped and missing.
@@ -375,11 +213,9 @@ class Graph(nn.Module):
     @property
     def observe(self) -> Observer:
         """The observer of this graph, made when first asked for; copies and pickles start without one."""
-        if self._observer is None:
-            from flodl.observe import Observer
+        from flodl.observe.record import observer_of
 
-            self._observer = Observer(self)
-        return self._observer
+        return observer_of(self)
 
     def record(self, tag: str, values: Iterable[float | Tensor]) -> None:
         """Append values that are no outputs of the graph to the buffer of ``tag``."""
@@ -440,61 +276,3 @@ class Graph(nn.Module):
         return draw.svg(self, self.observe.profile() if profiled else None, path)
 
     _repr_html_ = svg
-
-    # what nn.Module asks for
-
-    def extra_repr(self) -> str:
-        """Return the label and the inputs."""
-        inputs = ", ".join(i.name for i in self._plan.inputs)
-        return f"label={self.label!r}, inputs=({inputs})" if self.label else f"inputs=({inputs})"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # The text of the forward pass is generated anew from the plan, so no file ever holds code. Kept values
-        # lose their history, which belongs to the run that made them and could be neither copied nor pickled.
-        state = dict(self.__dict__)
-        state.pop("_steps")
-        # Who has a graph computed another way for a while means that graph, not its copies.
-        state.pop("forward", None)
-        state.update(
-            _modules=dict(self._modules),
-            _memory=[_detached(value) for value in self._memory],
-            _captured={},
-            _variants={},
-            _observer=None,
-        )
-        return _bare, (self._plan,), state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._adopt(dict(state["_modules"]))
-
-    def _replicate_for_data_parallel(self) -> Graph:
-        replica = super()._replicate_for_data_parallel()  # pyright: ignore[reportAttributeAccessIssue]
-        replica._adopt(dict(replica._modules))
-        replica._memory = list(self._memory)
-        return replica
-
-    def _targets(self, paths: tuple[str, ...]) -> list[tree.Target]:
-        return [target for path in paths for target in tree.resolve(self, path)]
-
-
-_classes: WeakValueDictionary[str, type[Graph]] = WeakValueDictionary()
-
-
-def _bare(plan: Plan) -> Graph:
-    """Return a graph whose class has the forward pass of ``plan``, and nothing else yet."""
-    source = forward_source(plan)
-    kind = _classes.get(source)
-    if kind is None:
-        body = {
-            "forward": compile_forward(source),
-            "_forward_captured": compile_forward(forward_source(plan, plan.names)),
-            "__module__": __name__,
-            "__doc__": Graph.__doc__,
-        }
-        kind = _classes[source] = type("Graph", (Graph,), body)
-    return kind.__new__(kind)
-
-
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value

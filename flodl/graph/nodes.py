@@ -13,11 +13,13 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["Fault", "Input", "Node", "Plan", "Reference", "Step", "check_forward", "kind_of"]
+from flodl.errors import GraphError, nearest
+
+__all__ = ["Fault", "Input", "Node", "Plan", "Reference", "VerbCall", "check_forward", "kind_of"]
 
 
 @dataclass(frozen=True)
-class Step:
+class VerbCall:
     """One call of a verb, as it was made.
 
     Attributes:
@@ -166,6 +168,20 @@ class Plan:
         if name in self.tags:
             return self.tags[name]
         return next((node.index for node in self.nodes if node.name and node.name == name), None)
+
+    def require_value(self, name: str, verb: str) -> None:
+        """Raise when a name means no value of this graph.
+
+        Args:
+            name: a tag or the name of a node.
+            verb: what was asked for, for the message.
+
+        Raises:
+            GraphError: naming the verb and the nearest name.
+        """
+        if self.value_of(name) is None:
+            known = [*self.tags, *(node.name for node in self.calls)]
+            raise GraphError(f"{verb}: the graph has no tag {name!r}{nearest(name, known)}", tag=name, known=known)
 
     @property
     def levels(self) -> tuple[tuple[int, ...], ...]:

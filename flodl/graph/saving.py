@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from flodl.graph.core import GraphCore
+from flodl.graph.fingerprint import structural_hash
+
 if TYPE_CHECKING:
     from flodl.checkpoint import LoadReport
-    from flodl.graph.graph import Graph
 
 __all__ = ["load", "save", "stored_tensors"]
 
 
-def stored_tensors(graph: Graph) -> dict[str, Tensor]:
+def stored_tensors(graph: GraphCore) -> dict[str, Tensor]:
     """Return parameters and persistent buffers by name, tied ones once under their first name."""
     found: dict[str, Tensor] = {}
     seen: set[int] = set()
@@ -29,25 +31,24 @@ def stored_tensors(graph: Graph) -> dict[str, Tensor]:
     return found
 
 
-def save(graph: Graph, path: str | os.PathLike[str]) -> None:
-    """Write the tensors with the structural hash, and beside them the source configuration, if any."""
+def save(graph: GraphCore, path: str | os.PathLike[str], config: str | None) -> None:
+    """Write the tensors with the structural hash, and beside them the configuration they were made from, if any."""
     from flodl.checkpoint import save_tensors
     from flodl.files import write_atomically
 
     tensors = {name: value.detach() for name, value in stored_tensors(graph).items()}
-    save_tensors(path, tensors, structural_hash=graph.structural_hash())
-    config = graph.source_config()
+    save_tensors(path, tensors, structural_hash=structural_hash(graph))
     if config is not None:
         write_atomically(_sidecar(Path(path)), [config.encode()])
 
 
-def load(graph: Graph, path: str | os.PathLike[str], *, allow_nonfinite: bool = False) -> LoadReport:
+def load(graph: GraphCore, path: str | os.PathLike[str], *, allow_nonfinite: bool = False) -> LoadReport:
     """Copy a checkpoint into the graph after checking that it was made for this structure."""
     from flodl.checkpoint import load_into, load_tensors
 
     named: dict[str, Any] = stored_tensors(graph)
     found = load_tensors(path)
-    return load_into(named, found, expected_hash=graph.structural_hash(), allow_nonfinite=allow_nonfinite)
+    return load_into(named, found, expected_hash=structural_hash(graph), allow_nonfinite=allow_nonfinite)
 
 
 def _sidecar(path: Path) -> Path:

@@ -3,34 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from torch import nn
 
-if TYPE_CHECKING:
-    from flodl.graph.graph import Graph
+from flodl.graph.core import GraphCore
+from flodl.graph.fingerprint import structural_hash
 
 __all__ = ["param_summary", "tree_summary"]
 
 
-def tree_summary(graph: Graph) -> str:
+def tree_summary(graph: GraphCore) -> str:
     """Return one line a graph, children indented: label, short hash, nodes, elements, tags."""
     return "\n".join(_lines(graph, 0))
 
 
-def _lines(graph: Graph, depth: int) -> list[str]:
+def _lines(graph: GraphCore, depth: int) -> list[str]:
     plan = graph.plan
     elements = sum(p.numel() for p in graph.parameters())
     tags = ", ".join(tag for tag in plan.tags if tag not in plan.internal)
     hidden = len(plan.internal)
-    line = f"{'  ' * depth}{graph.label or '(unlabelled)'} [{graph.short_hash()}]"
+    line = f"{'  ' * depth}{graph.label or '(unlabelled)'} [{structural_hash(graph)[:8]}]"
     line += f" {len(plan.calls)} modules, {elements:,} parameters"
     line += f", tags: {tags}" if tags else ""
     line += f", {hidden} internal" if hidden else ""
     return [line, *(below for child in graph.tree_children().values() for below in _lines(child, depth + 1))]
 
 
-def param_summary(graph: Graph) -> str:
+def param_summary(graph: GraphCore) -> str:
     """Return a table with a row for each labelled child and one for what is the graph's own.
 
     Counts are elements, tied parameters once; a parameter of two children counts for the first.

@@ -5,21 +5,17 @@ Collisions are looked for at every read, because which names a loop publishes is
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
 from flodl.errors import GraphError, nearest
+from flodl.graph.core import GraphCore
 from flodl.graph.loop import Loop
 from flodl.graph.nodes import Node
-
-if TYPE_CHECKING:
-    from flodl.graph.graph import Graph
 
 __all__ = ["read", "read_named", "read_node"]
 
 
-def read(graph: Graph, name: str) -> list[Tensor]:
+def read(graph: GraphCore, name: str) -> list[Tensor]:
     """Return the trace ``name``: of the loop with that tag or node name, or published under it, or else,
     where the name is another tag of the graph, of the first loop whose body has ``trace()``."""
     loops = _loops(graph)
@@ -44,7 +40,7 @@ def read(graph: Graph, name: str) -> list[Tensor]:
     return next((list(loop.legacy_traces) for _, loop in loops if loop.legacy_traces), [])
 
 
-def read_named(graph: Graph, name: str) -> list[Tensor]:
+def read_named(graph: GraphCore, name: str) -> list[Tensor]:
     """Return what a loop body published as ``name``; empty when none has."""
     found = [(node, loop) for node, loop in _loops(graph) if name in loop.named_traces]
     if len(found) > 1:
@@ -53,7 +49,7 @@ def read_named(graph: Graph, name: str) -> list[Tensor]:
     return list(found[0][1].named_traces[name]) if found else []
 
 
-def read_node(graph: Graph, node_id: str) -> list[Tensor]:
+def read_node(graph: GraphCore, node_id: str) -> list[Tensor]:
     """Return what ``trace()`` left in the loop with this id or name."""
     loops = _loops(graph)
     for node, loop in loops:
@@ -65,6 +61,6 @@ def read_node(graph: Graph, node_id: str) -> list[Tensor]:
     )
 
 
-def _loops(graph: Graph) -> list[tuple[Node, Loop]]:
+def _loops(graph: GraphCore) -> list[tuple[Node, Loop]]:
     pairs = [(node, graph._modules[node.name]) for node in graph.plan.calls if node.kind == "loop"]
     return [(node, module) for node, module in pairs if isinstance(module, Loop)]

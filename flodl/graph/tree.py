@@ -8,27 +8,22 @@ children ``0`` to ``5``. Private tags are seen only by the graph that owns them.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from flodl.errors import GraphPathError, nearest
-from flodl.graph.protocol import offered
-
-if TYPE_CHECKING:
-    from flodl.graph.graph import Graph
+from flodl.graph.core import GraphCore, graph_of
 
 __all__ = [
     "PathKind",
     "Target",
-    "labelled_children",
     "named_tensors",
     "resolve",
     "resolve_one",
     "set_frozen",
+    "subgraph",
     "target_module",
     "target_parameters",
 ]
@@ -56,40 +51,17 @@ class Target:
 
     path: str
     kind: PathKind
-    owner: Graph
+    owner: GraphCore
     segment: str
     module: nn.Module | None
 
     @property
-    def graph(self) -> Graph | None:
+    def graph(self) -> GraphCore | None:
         """The graph that the module is or wraps."""
         return None if self.module is None else graph_of(self.module)
 
 
-def graph_of(module: nn.Module) -> Graph | None:
-    """Return the graph that a module is or wraps, or None."""
-    wrapped = offered(module, "as_graph")
-    return None if wrapped is None else wrapped()
-
-
-def nearest_graphs(module: nn.Module) -> Iterator[Graph]:
-    """Yield the outermost graphs at or below a module."""
-    graph = graph_of(module)
-    if graph is not None:
-        yield graph
-        return
-    for child in module.children():
-        yield from nearest_graphs(child)
-
-
-def labelled_children(module: nn.Module) -> Iterator[tuple[str, Graph]]:
-    """Yield label and graph of the outermost graphs at or below a module, where they have a label."""
-    for graph in nearest_graphs(module):
-        if graph.label is not None:
-            yield graph.label, graph
-
-
-def resolve(graph: Graph, path: str) -> list[Target]:
+def resolve(graph: GraphCore, path: str) -> list[Target]:
     """Return what a path names; several targets where it holds a range.
 
     Raises:
@@ -107,7 +79,7 @@ def resolve(graph: Graph, path: str) -> list[Target]:
     return found
 
 
-def resolve_one(graph: Graph, path: str) -> Target:
+def resolve_one(graph: GraphCore, path: str) -> Target:
     """Return the one thing that a path names.
 
     Raises:
@@ -117,6 +89,18 @@ def resolve_one(graph: Graph, path: str) -> Target:
     if len(found) != 1:
         raise GraphPathError(f"path {path!r} names {len(found)} things; name one", path=path, segment=path)
     return found[0]
+
+
+def subgraph(graph: GraphCore, path: str) -> GraphCore:
+    """Return the graph at a path.
+
+    Raises:
+        GraphPathError: when the path leads nowhere, or to something that is not a graph.
+    """
+    target = resolve_one(graph, path)
+    if target.kind is not PathKind.SUBGRAPH or target.graph is None:
+        raise GraphPathError(f"path {path!r} names a {target.kind}, not a graph", path=path, segment=target.segment)
+    return target.graph
 
 
 def target_parameters(target: Target) -> list[nn.Parameter]:
@@ -203,7 +187,7 @@ def _descend(at: Target, segment: str, path: str, depth: int) -> list[Target]:
     return _range_or_raise(at, segment, path, list(dict.fromkeys([*labels, *visible, *graph._modules])))
 
 
-def _module_target(path: str, owner: Graph, segment: str, module: nn.Module) -> Target:
+def _module_target(path: str, owner: GraphCore, segment: str, module: nn.Module) -> Target:
     kind = PathKind.MODULE if graph_of(module) is None else PathKind.SUBGRAPH
     return Target(path, kind, owner, segment, module)
 
@@ -228,5 +212,5 @@ def _range_or_raise(at: Target, segment: str, path: str, known: list[str]) -> li
     )
 
 
-def _called(graph: Graph) -> str:
+def _called(graph: GraphCore) -> str:
     return f"the graph {graph.label!r}" if graph.label is not None else "the graph"

@@ -17,7 +17,7 @@ from flodl.errors import nearest
 from flodl.graph.gate import Gate
 from flodl.graph.loop import ForLoop, UntilLoop, WhileLoop
 from flodl.graph.map import MapRows, MapSlices, MapWhole
-from flodl.graph.nodes import Fault, Input, Reference, Step, kind_of
+from flodl.graph.nodes import Fault, Input, Reference, VerbCall, kind_of
 from flodl.graph.switch import Switch
 
 __all__ = ["Draft", "DraftNode", "wire"]
@@ -68,7 +68,7 @@ class Draft:
         return {node.name: node.module for node in self.nodes if node.module is not None}
 
 
-def wire(steps: Sequence[Step], entry: str) -> Draft:
+def wire(steps: Sequence[VerbCall], entry: str) -> Draft:
     """Return the nodes that the steps describe, with every fault found on the way."""
     return _Wiring(steps, entry).run()
 
@@ -76,15 +76,15 @@ def wire(steps: Sequence[Step], entry: str) -> Draft:
 class _Wiring:
     """The cursors of a chain while its steps are read."""
 
-    def __init__(self, steps: Sequence[Step], entry: str) -> None:
+    def __init__(self, steps: Sequence[VerbCall], entry: str) -> None:
         self.steps = steps
         self.draft = Draft()
         self.counter = 0
         self.current: list[int] = []
         self.targets: list[int] = []
         self.fork: int | None = None
-        self.body: Step | None = None
-        self.awaited: dict[str, Step] = {}
+        self.body: VerbCall | None = None
+        self.awaited: dict[str, VerbCall] = {}
         # Inputs are there from the start of a call, so a reference may stand before their declaration.
         self.later_inputs = {
             name for step in steps if step.verb == "input" for name in step.args["names"] if isinstance(name, str)
@@ -315,7 +315,7 @@ class _Wiring:
 
     # building blocks
 
-    def _fault(self, problem: str, *, node: DraftNode | None = None, step: Step | None = None) -> None:
+    def _fault(self, problem: str, *, node: DraftNode | None = None, step: VerbCall | None = None) -> None:
         step = step or self.step
         self.draft.faults.append(Fault(step.position, step.verb.rstrip("_"), node.id if node else "", problem))
 
@@ -381,7 +381,7 @@ class _Wiring:
         self.awaited.setdefault(tag, self.step)
         return self._node("state_read", [], id_=f"state_read_{tag}", mode=tag).index
 
-    def _begun(self) -> Step:
+    def _begun(self) -> VerbCall:
         begun, self.body = self.body, None
         assert begun is not None, "the terminators are reachable only through loop_body() and map()"
         return begun

@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from flodl.graph.graph import Graph
+from flodl.graph.core import GraphCore
 
 __all__ = ["LevelTime", "NodeTime", "Profile", "Profiler"]
 
@@ -93,7 +92,7 @@ class Profiler:
         graph: the graph to time.
     """
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: GraphCore) -> None:
         self._graph = graph
         self._running: list[tuple[nn.Module, _Span]] = []
         self._spans: list[tuple[nn.Module, _Span]] = []

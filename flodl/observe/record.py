@@ -9,21 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flodl.errors import GraphError, GraphPathError, nearest
+from flodl.graph.core import GraphCore
+from flodl.graph.tree import PathKind, resolve_one, subgraph
 from flodl.observe import export
 from flodl.observe.profile import Profile, Profiler
 from flodl.observe.series import Series
 from flodl.observe.trend import Trend, TrendGroup
 
-if TYPE_CHECKING:
-    from flodl.graph.graph import Graph
-
-__all__ = ["Observer", "Reduce"]
+__all__ = ["Observer", "Reduce", "observer_of"]
 
 Names = str | Iterable[str]
 
@@ -50,7 +49,7 @@ class Observer:
         graph: the graph to observe.
     """
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: GraphCore) -> None:
         self._graph = graph
         self._metrics = Series()
         self._timings = Series()
@@ -129,8 +128,6 @@ class Observer:
         Raises:
             GraphPathError: a path does not lead to a tag, or to one hidden from here.
         """
-        from flodl.graph.tree import PathKind, resolve_one
-
         targets = [(path, resolve_one(self._graph, path)) for path in _flat(paths)]
         for path, target in targets:
             if target.kind is not PathKind.TAG:
@@ -140,7 +137,7 @@ class Observer:
                     segment=target.segment,
                 )
         for _, target in targets:
-            target.owner.observe.collect(target.segment)
+            observer_of(target.owner).collect(target.segment)
 
     # one epoch
 
@@ -148,7 +145,7 @@ class Observer:
         """Move the mean of each buffer to its history: here those named or all, in labelled children all."""
         self.flush_local(*tags)
         for child in self._graph.tree_children().values():
-            child.observe.flush()
+            observer_of(child).flush()
 
     def flush_local(self, *tags: Names) -> None:
         """Do what ``flush`` does, here only."""
@@ -166,7 +163,7 @@ class Observer:
         """Return ``(name, newest value)``: own ones as first recorded, then children's as ``label.name``."""
         found = self.latest_metrics_local()
         for label, child in self._graph.tree_children().items():
-            found += [(f"{label}.{name}", value) for name, value in child.observe.latest_metrics()]
+            found += [(f"{label}.{name}", value) for name, value in observer_of(child).latest_metrics()]
         return found
 
     def latest_metrics_local(self) -> list[tuple[str, float]]:
@@ -238,7 +235,7 @@ class Observer:
         """Move the mean of each timing to its history, here and in labelled children."""
         self._timings.flush()
         for child in self._graph.tree_children().values():
-            child.observe.flush_timings()
+            observer_of(child).flush_timings()
 
     def timing_trend(self, tag: str) -> Trend:
         """Return the history of a node's seconds, by tag or else by node id; ``total`` for the call."""
@@ -315,7 +312,14 @@ class Observer:
         prefix, _, name = path.rpartition(".")
         if not name:
             raise GraphPathError(f"path {path!r} has an empty last segment", path=path, segment=name)
-        return (self._graph.subgraph(prefix).observe if prefix else self), name
+        return (observer_of(subgraph(self._graph, prefix)) if prefix else self), name
+
+
+def observer_of(graph: GraphCore) -> Observer:
+    """Return the observer of a graph, made when first asked for."""
+    if graph._observer is None:
+        graph._observer = Observer(graph)
+    return graph._observer
 
 
 def _trend(series: Series, name: str) -> Trend:
