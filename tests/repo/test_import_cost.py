@@ -9,16 +9,21 @@ import sys
 import pytest
 
 BUDGET_MS = 220.0
+# On a machine that is busy or slow all imports take longer; beside torch's own the cost is still little.
+BUDGET_OF_TORCH = 0.18
 ABSENT = ("transformers", "tokenizers", "huggingface_hub", "typer", "rich", "pyarrow", "pandas", "sympy")
 
 _PROGRAM = """
 import json, sys, time
+first = time.process_time()
 import torch
 before = set(sys.modules)
 started, cpu = time.perf_counter(), time.process_time()
+torch_s = cpu - first
 import {module}
 took, cpu = time.perf_counter() - started, time.process_time() - cpu
-print(json.dumps({{"ms": min(took, cpu) * 1000, "new": sorted(set(sys.modules) - before)}}))
+new = sorted(set(sys.modules) - before)
+print(json.dumps({{"ms": min(took, cpu) * 1000, "torch_ms": torch_s * 1000, "new": new}}))
 """
 
 
@@ -32,15 +37,16 @@ def imported(module: str) -> dict[str, object]:
 @pytest.mark.parametrize("module", ["flodl", "flodl_hf"])
 def test_importing_costs_little(module: str) -> None:
     # Processor time of the best of several fresh interpreters: what a busy machine adds is not the package's.
-    best = float("inf")
+    tries = []
     for _ in range(5):
         result = imported(module)
         roots = {str(name).partition(".")[0] for name in result["new"]}  # type: ignore[attr-defined]
         assert not roots & set(ABSENT)
-        best = min(best, float(result["ms"]))  # type: ignore[arg-type]
-        if best < BUDGET_MS:
-            break
-    assert best < BUDGET_MS, f"import {module} adds {best:.0f} ms of processor time to import torch"
+        ms, torch_ms = float(result["ms"]), float(result["torch_ms"])  # type: ignore[arg-type]
+        if ms < max(BUDGET_MS, BUDGET_OF_TORCH * torch_ms):
+            return
+        tries.append(f"{ms:.0f} ms beside torch's {torch_ms:.0f}")
+    raise AssertionError(f"import {module} costs too much processor time: {tries}")
 
 
 def test_flodl_alone_never_loads_flodl_hf() -> None:
