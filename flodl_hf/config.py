@@ -32,7 +32,7 @@ _SHARED_ROWS = (
 )
 # Names that people bring and that are no misspellings of ours.
 _OTHERS = {
-    "modernbert": "ModernBERT", "electra": "ELECTRA", "deberta": "DeBERTa v1", "mpnet": "MPNet", "xlnet": "XLNet",
+    "modernbert": "ModernBERT", "deberta": "DeBERTa v1", "mpnet": "MPNet", "xlnet": "XLNet",
     "longformer": "Longformer", "big-bird": "BigBird", "nomic-bert": "nomic-bert", "xlm": "XLM", "roformer": "RoFormer",
     "xlm-roberta-xl": "XLM-RoBERTa-XL", "roberta-prelayernorm": "RoBERTa with norms first", "ernie": "ERNIE",
     "mobilebert": "MobileBERT", "squeezebert": "SqueezeBERT", "flaubert": "FlauBERT", "funnel": "Funnel", "esm": "ESM",

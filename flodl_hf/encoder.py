@@ -38,8 +38,9 @@ class Embeddings(nn.Module):
     Args:
         vocab_size: rows of the word table.
         size: width of each table.
-        norm_eps: epsilon of the layer norm.
+        norm_eps: epsilon of the layer norm; None for no norm.
         dropout: probability of dropping a value, in [0, 1).
+        norm_bias: whether the norm adds a bias.
         max_positions: rows of the position table; 0 for none.
         type_vocab_size: rows of the token type table; 0 for none.
         pad_token_id: the word row that gets no gradient; None for none.
@@ -51,9 +52,10 @@ class Embeddings(nn.Module):
         self,
         vocab_size: int,
         size: int,
-        norm_eps: float,
+        norm_eps: float | None,
         dropout: float,
         *,
+        norm_bias: bool = True,
         max_positions: int = 0,
         type_vocab_size: int = 0,
         pad_token_id: int | None = None,
@@ -66,7 +68,7 @@ class Embeddings(nn.Module):
         position_padding = pad_token_id if positions_after_pad else None
         self.position = nn.Embedding(max_positions, size, padding_idx=position_padding) if max_positions else None
         self.token_type = nn.Embedding(type_vocab_size, size) if type_vocab_size else None
-        self.norm = nn.LayerNorm(size, eps=norm_eps)
+        self.norm = None if norm_eps is None else nn.LayerNorm(size, eps=norm_eps, bias=norm_bias)
         self.dropout = nn.Dropout(dropout)
 
     def forward(
@@ -87,7 +89,7 @@ class Embeddings(nn.Module):
             states = states + self.position(
                 self._positions(input_ids, layout) if position_ids is None else position_ids
             )
-        return self.dropout(self.norm(states))
+        return self.dropout(states if self.norm is None else self.norm(states))
 
     def _positions(self, ids: Tensor, layout: Layout) -> Tensor:
         if not self.positions_after_pad:
@@ -179,17 +181,28 @@ class Repeated(nn.ModuleList):
         return hidden
 
 
-def chain(embeddings: nn.Module, layers: nn.Module) -> Graph:
-    """Return the encoder: ids in, token states out, with the optional inputs every family takes."""
-    return (
+def chain(
+    embeddings: nn.Module, layers: nn.Module, *, projection: nn.Module | None = None, norm: nn.Module | None = None
+) -> Graph:
+    """Return the encoder: ids in, token states out, with the optional inputs every family takes.
+
+    Args:
+        embeddings: called with ids, ``token_type_ids``, ``position_ids`` and ``layout``.
+        layers: called with states and ``layout``.
+        projection: between the two, where embeddings are narrower than states.
+        norm: after the last layer, where layers normalise what goes into their parts.
+    """
+    flow = (
         FlowBuilder(embeddings, name="embeddings")
         .label("encoder")
         .input("token_type_ids", "position_ids", default=None)
         .input("layout")
         .using("token_type_ids", "position_ids", "layout")
-        .through(layers, name="layers").using("layout")
-        .build()
-    )  # fmt: skip
+    )
+    if projection is not None:
+        flow = flow.through(projection, name="projection")
+    flow = flow.through(layers, name="layers").using("layout")
+    return (flow if norm is None else flow.through(norm, name="norm")).build()
 
 
 def pooler(hidden_size: int, activation: str = "tanh", dropout: float | None = None) -> Graph:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from flodl.errors import ConfigError, nearest
-from flodl_hf.families import albert, bert, camembert, deberta_v2, distilbert, roberta, xlm_roberta
+from flodl_hf.families import albert, bert, camembert, deberta_v2, distilbert, electra, roberta, xlm_roberta
 from flodl_hf.family import Family
 
 __all__ = ["FAMILIES", "families", "register", "registered"]
@@ -19,6 +19,7 @@ FAMILIES: tuple[Family, ...] = (
     distilbert.FAMILY,
     albert.FAMILY,
     deberta_v2.FAMILY,
+    electra.FAMILY,
 )
 
 _registered: dict[str, Family] = {}

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from flodl.graph import FlowBuilder, Graph
+from flodl.graph import Graph
 from flodl_hf import bodies
 from flodl_hf.attention import SelfAttention
 from flodl_hf.config_rows import Inert, Row, activation, count, epsilon, fraction, optional, token_id
-from flodl_hf.encoder import Embeddings, Repeated, pooler, post_norm_block
+from flodl_hf.encoder import Embeddings, Repeated, chain, pooler, post_norm_block
 from flodl_hf.encoder_layer import EncoderLayer, FeedForward
 from flodl_hf.family import Family, FamilyHead, Ignored
 from flodl_hf.keys import KeyRow, Tie
@@ -154,16 +154,7 @@ def encoder(c: AlbertConfig) -> Graph:
     # The reference divides as floats and cuts off; the same expression keeps odd counts the same.
     groups = [int(layer / (c.num_layers / c.num_groups)) for layer in range(c.num_layers)]
     layers = Repeated(blocks, [group * size + b for group in groups for b in range(size)])
-    return (
-        FlowBuilder(embeddings, name="embeddings")
-        .label("encoder")
-        .input("token_type_ids", "position_ids", default=None)
-        .input("layout")
-        .using("token_type_ids", "position_ids", "layout")
-        .through(nn.Linear(c.embedding_size, c.hidden_size), name="projection")
-        .through(layers, name="layers").using("layout")
-        .build()
-    )  # fmt: skip
+    return chain(embeddings, layers, projection=nn.Linear(c.embedding_size, c.hidden_size))
 
 
 HEADS = {

@@ -51,6 +51,7 @@ _TINY_VARIANTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         },
     },
     "deberta-v2": {"base": _DEBERTA_TINY, "convolution": _DEBERTA_TINY | _CONVOLUTION},
+    "electra": {"base": _TINY | {"embedding_size": 16}, "one width": _TINY | {"embedding_size": 32}},
 }  # fmt: skip
 _REAL_VARIANTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "bert": {"base": _BASE | {"vocab_size": 30522}},
@@ -65,6 +66,7 @@ _REAL_VARIANTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "base": _DEBERTA | {"vocab_size": 128100},
         "convolution": _DEBERTA | _CONVOLUTION | {"vocab_size": 128100},
     },
+    "electra": {"base": _BASE | {"vocab_size": 30522, "embedding_size": 768}},
 }
 
 

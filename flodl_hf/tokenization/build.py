@@ -235,6 +235,7 @@ class _Recipe:
 _RECIPES = {
     "bert": _Recipe(("vocab.txt",), _bert, "bert", False),
     "distilbert": _Recipe(("vocab.txt",), _bert, "bert", False),
+    "electra": _Recipe(("vocab.txt",), _bert, "bert", False),
     # Transformers 4 let the mask take the space before it; 5 does where the settings files say so.
     "roberta": _Recipe(("vocab.json", "merges.txt"), _roberta, "roberta", False),
     "xlm-roberta": _Recipe(("sentencepiece.bpe.model",), _xlm_roberta, "doubled", True),

@@ -58,11 +58,12 @@ FAMILY_TOKENS: dict[str, dict[str, str]] = {
         "pad_token": "<pad>",
     },
     "deberta-v2": {**_BERT, "bos_token": "[CLS]", "eos_token": "[SEP]"},
+    "electra": _BERT,
 }
 
 # Families whose models take segment ids, and tokenizer classes that return them unless told otherwise. Where a file
 # says nothing, both have to; ALBERT's class has stopped returning them in transformers 5.
-_WITH_TYPE_IDS = {"bert", "albert", "deberta-v2"}
+_WITH_TYPE_IDS = {"bert", "albert", "deberta-v2", "electra"}
 _CLASSES_WITH_TYPE_IDS = {"bert", "electra", "debertav2"}
 
 _CLASSES = {
@@ -73,6 +74,7 @@ _CLASSES = {
     "camembert": "camembert",
     "albert": "albert",
     "debertav2": "deberta-v2",
+    "electra": "electra",
 }
 
 # Writers without a limit store int(1e30) here; no supported model comes near a million positions.

@@ -87,6 +87,15 @@ DEBERTA_TUNED: Config = DEBERTA | {
     "pos_att_type": ["p2c", "c2p"], "pooler_dropout": 0, "pooler_hidden_act": "gelu", "pooler_hidden_size": 768,
     "pad_token_id": 0, "torch_dtype": "float32", "transformers_version": "4.18.0",
 }  # fmt: skip
+ELECTRA: Config = {
+    "model_type": "electra", **BASE, **DROPOUT, "embedding_size": 768, "hidden_act": "gelu", "initializer_range": 0.02,
+    "layer_norm_eps": 1e-12, "max_position_embeddings": 512, "type_vocab_size": 2, "vocab_size": 30522,
+}  # fmt: skip
+# As transformers writes it after fine-tuning.
+ELECTRA_TUNED: Config = ELECTRA | RECENT | {
+    "pad_token_id": 0, "summary_activation": "gelu", "summary_last_dropout": 0.1, "summary_type": "first",
+    "summary_use_proj": True, "torch_dtype": "float32",
+}  # fmt: skip
 MINILM: Config = BERT | sizes(384, 6, 12, 1536) | {"gradient_checkpointing": False} | RECENT
 IDENTITY = "torch.nn.modules.linear.Identity"
 CROSS = {"sbert_ce_default_activation_function": IDENTITY}
@@ -203,6 +212,12 @@ PUBLISHED: dict[str, tuple[Config, str]] = {
     "sileod/deberta-v3-base-tasksource-nli": (DEBERTA_TUNED | arch("DebertaV2ForSequenceClassification") | NLI | {"classifiers_size": [3, 2, 2], "tasks": ["glue/mnli", "glue/qnli", "glue/rte"], "padding": True, "legacy": True}, "seqcls"),
     "protectai/deberta-v3-base-prompt-injection-v2": (DEBERTA_TUNED | arch("DebertaV2ForSequenceClassification") | labels("SAFE", "INJECTION") | {"problem_type": "single_label_classification"}, "seqcls"),
     "deepset/deberta-v3-base-squad2": (DEBERTA_TUNED | arch("DebertaV2ForQuestionAnswering") | {"summary_type": "first"}, "qa"),
+    # --- ELECTRA -------------------------------------------------------------------------------------
+    "google/electra-base-discriminator": (ELECTRA | arch("ElectraForPreTraining"), "base"),
+    "google/electra-small-discriminator": (ELECTRA | sizes(256, 12, 4, 1024) | arch("ElectraForPreTraining") | {"embedding_size": 128}, "base"),
+    "google/electra-small-generator": (ELECTRA | sizes(256, 12, 4, 1024) | arch("ElectraForMaskedLM") | {"embedding_size": 128}, "mlm"),
+    "deepset/electra-base-squad2": (ELECTRA_TUNED | arch("ElectraForQuestionAnswering"), "qa"),
+    "cross-encoder/ms-marco-electra-base": (ELECTRA_TUNED | arch("ElectraForSequenceClassification") | labels("LABEL_0") | CROSS, "seqcls"),
     "blaze999/Medical-NER": (DEBERTA_TUNED | arch("DebertaV2ForTokenClassification") | labels(*(f"B-{i}" for i in range(83))), "tokcls"),
 }  # fmt: skip
 

@@ -186,7 +186,7 @@ def test_a_model_may_have_no_padding_id_unless_it_counts_positions_from_it(model
 
 
 @pytest.mark.parametrize(
-    "name", ["modernbert", "electra", "deberta", "nomic_bert", "xlm", "big_bird", "gpt2", "unheard_of"]
+    "name", ["modernbert", "convbert", "deberta", "nomic_bert", "xlm", "big_bird", "gpt2", "unheard_of"]
 )
 def test_an_unknown_model_type_is_no_misspelling_of_ours(name: str) -> None:
     with pytest.raises(ConfigError) as no:
