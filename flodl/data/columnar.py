@@ -208,15 +208,15 @@ def parquet_bytes(types: Mapping[str, Any], columns: Mapping[str, Sequence[Any]]
     return sink.getvalue().to_pybytes()
 
 
-def parquet_joined(types: Mapping[str, Any], parts: Iterable[Path]) -> Iterator[bytes]:
-    """Yield the bytes of one Parquet file with the rows of ``parts``, some at a time."""
+def parquet_joined(types: Mapping[str, Any], parts: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the bytes of one Parquet file with the rows of ``parts``, Parquet files themselves, some at a time."""
     arrow = need_pyarrow("output")
     schema = arrow.schema([arrow.field(name, kind) for name, kind in types.items()])
     sink = _Sink()
     waiting: list[Any] = []
     with arrow.PythonFile(sink, mode="w") as file, arrow.parquet.ParquetWriter(file, schema) as writer:
         for part in parts:
-            waiting.append(arrow.parquet.read_table(part, schema=schema))
+            waiting.append(arrow.parquet.read_table(arrow.BufferReader(part), schema=schema))
             rows, size = sum(t.num_rows for t in waiting), sum(t.nbytes for t in waiting)
             if rows >= GROUP_ROWS or size >= GROUP_BYTES:
                 writer.write_table(arrow.concat_tables(waiting), row_group_size=max(1, rows))

@@ -137,9 +137,10 @@ def predict_file(
             paths = {name: os.fspath(job[name]) for name in ("model", "source", "target")}
             started.append(Workers({**job, **paths}, names))
             stack.callback(started[0].stop)
+        again = None if str(path) == STDIN else lambda: plan.open(open_rows(source, format, header))
         run = Run(
-            plan, rank, parts, rows,
-            on_progress=on_progress, should_stop=should_stop, workers=started[0] if started else None,
+            plan, rank, parts, plan.open(rows),
+            reopen=again, on_progress=on_progress, should_stop=should_stop, workers=started[0] if started else None,
         )  # fmt: skip
         stack.enter_context(counting_tokens(model, run.count))
         stack.enter_context(Pulse(parts, rank, run.figures, parent))

@@ -1,32 +1,48 @@
 """The folder beside the output in which a run lays down its parts, and the one step that makes a file of them.
 
 Decides when a part is there: its record is written last, and without its record a part does not exist. So a run can be
-ended at any point, by any means, and goes on from the parts that are there. The folder is gone when the output is
-written.
+ended at any point, by any means, and goes on from the parts that are there. Records and manifest are sealed, and a
+record holds the SHA-256 of its part, which is compared when a run goes on and again while parts are joined: bytes that
+changed on the disk are never part of an output. The folder is gone when the output is written.
 """
 
 from __future__ import annotations
 
 import errno
-import json
+import hashlib
 import os
+import re
 import shutil
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from flodl.errors import PredictError, capped
-from flodl.files import read_regular, write_atomically
+from flodl.errors import CheckpointError, PredictError, capped
+from flodl.files import open_regular, read_regular, write_atomically
+from flodl.sealed import seal, unseal
 from flodl_hf.bulk.identity import differences
 from flodl_hf.bulk.write import Writer
 
-__all__ = ["Parts"]
+__all__ = ["DamagedPart", "Parts"]
 
 MANIFEST = "manifest.json"
 JOINING = "joining"
+BLOCK_BYTES = 1 << 20
+# What manifests and records held before they were sealed: folders begun then are gone on with.
+OLD_MANIFEST = ("version", "input", "model", "options", "replace")
+OLD_RECORD = ("rows", "written", "faulty", "faults", "tokens", "digest", "time", "empty", "bytes")
+_OWN_NAME = re.compile(r"(manifest|part-\d{8}|rank-\d{5})\.[a-z]+|joining|\..*").fullmatch
 WAIT_S = 120.0  # how long another rank may take to lay out the folder
+
+
+class DamagedPart(Exception):
+    """A finished part that is not as it was written: its ``number``. Handled by run, never seen by a caller."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"part {number}")
+        self.number = number
 
 
 class Parts:
@@ -50,30 +66,36 @@ class Parts:
             PredictError: the folder is there and is no such folder.
         """
         try:
-            return json.loads(read_regular(self.folder / MANIFEST))
+            return unseal(read_regular(self.folder / MANIFEST), OLD_MANIFEST)
         except FileNotFoundError:
             strays = [p.name for p in self.folder.iterdir()][:5] if self.folder.is_dir() else []
             if [name for name in strays if not name.startswith((".", "rank-"))]:
                 self._not_ours(f"holds {strays}")
             return None
-        except (ValueError, OSError, RecursionError) as error:
-            self._not_ours(f"its {MANIFEST} cannot be read ({error})")
+        except (ValueError, OSError) as error:
+            self._not_ours(
+                f"its {MANIFEST} cannot be used ({error})", "; --restart (restart=True) removes it and begins anew"
+            )
 
-    def _not_ours(self, found: str) -> NoReturn:
+    def _not_ours(self, found: str, more: str = "") -> NoReturn:
         raise PredictError(
             f"{self.folder}: {found}; expected the parts of an earlier run, or nothing. Move the folder away, or name "
-            "another output",
+            f"another output{more}",
             path=str(self.folder),
         )
 
     def clear(self) -> None:
-        """Remove the parts of an earlier run.
+        """Remove the parts of an earlier run, whole or damaged.
 
         Raises:
             PredictError: the folder holds something else.
         """
-        if self.known() is not None or self.folder.is_dir():
-            shutil.rmtree(self.folder)
+        if not self.folder.is_dir():
+            return
+        strays = sorted(path.name for path in self.folder.iterdir() if not _OWN_NAME(path.name))
+        if strays:
+            self._not_ours(f"holds {strays[:5]}")
+        shutil.rmtree(self.folder)
 
     def begin(self, identity: Mapping[str, Any], *, replace: bool) -> None:
         """Lay out the folder, or go on in one that is there.
@@ -104,7 +126,7 @@ class Parts:
         with self.writing():
             self.folder.mkdir(exist_ok=True)
             if manifest != content:
-                write_atomically(self.folder / MANIFEST, [json.dumps(content, indent=1).encode()])
+                write_atomically(self.folder / MANIFEST, [seal(content)])
             for leftover in (*self.folder.glob(".*.tmp"), *self.target.parent.glob(f".{self.target.name[:200]}.*.tmp")):
                 leftover.unlink(missing_ok=True)
             # Finished parts that a kill kept from being removed.
@@ -170,9 +192,9 @@ class Parts:
     def record(self, number: int) -> dict[str, Any] | None:
         """Return what is known of a finished part; None if it is not finished."""
         try:
-            record = json.loads(read_regular(self._record(number)))
+            record = unseal(read_regular(self._record(number)), OLD_RECORD)
             whole = self._data(number).stat().st_size == record["bytes"]
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        except (OSError, ValueError, KeyError):
             return None
         return record if whole else None
 
@@ -182,20 +204,68 @@ class Parts:
         Raises:
             PredictError: it cannot be written.
         """
+        digest, size = hashlib.sha256(), 0
+
+        def hashed() -> Iterator[bytes]:
+            nonlocal size
+            for chunk in chunks:
+                digest.update(chunk)
+                size += len(chunk)
+                yield chunk
+
         with self.writing():
-            write_atomically(self._data(number), chunks)
-            record["bytes"] = self._data(number).stat().st_size
-            write_atomically(self._record(number), [json.dumps(record).encode()])
+            write_atomically(self._data(number), hashed())
+            record |= {"bytes": size, "sha256": digest.hexdigest()}
+            write_atomically(self._record(number), [seal(record)])
+
+    def blocks(self, number: int) -> Iterator[bytes]:
+        """Yield the bytes of a finished part.
+
+        Raises:
+            DamagedPart: after the last of them, that they are not what was written; or there is no such part.
+        """
+        record = self.record(number)
+        try:
+            descriptor = open_regular(self._data(number))
+        except CheckpointError:
+            raise DamagedPart(number) from None
+        digest = hashlib.sha256()
+        with os.fdopen(descriptor, "rb") as file:
+            while block := file.read(BLOCK_BYTES):
+                digest.update(block)
+                yield block
+        # Parts from before there were sums have a length only, which was compared.
+        if record is None or record.get("sha256", digest.hexdigest()) != digest.hexdigest():
+            raise DamagedPart(number)
+
+    def is_whole(self, number: int) -> bool:
+        """Return whether a part is finished and its bytes are those that were written."""
+        try:
+            for _ in self.blocks(number):
+                pass
+        except (DamagedPart, OSError):
+            return False
+        return True
+
+    def discard(self, number: int) -> None:
+        """Have a part be unfinished.
+
+        Raises:
+            PredictError: it cannot be removed.
+        """
+        with self.writing():
+            self._record(number).unlink(missing_ok=True)
 
     def finish(self, count: int, writer: Writer) -> None:
         """Make one file of the parts, and remove them.
 
         Raises:
+            DamagedPart: one of them is not as it was written; there is no file then.
             PredictError: it cannot be written.
         """
         with self.writing():
             (self.folder / JOINING).touch()
-            write_atomically(self.target, writer.joined(self._data(number) for number in range(count)))
+            write_atomically(self.target, writer.joined(self.blocks(number) for number in range(count)))
         # Out of the way first: a pulse may write into the folder while it is being emptied.
         gone = self.folder.with_name(f".{self.folder.name[:200]}.{os.getpid()}.gone")
         with suppress(OSError):
@@ -213,14 +283,14 @@ class Parts:
         with suppress(OSError):
             path = self.folder / f"rank-{rank:05d}.json"
             beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-            beside.write_text(json.dumps(state), "utf-8")
+            beside.write_bytes(seal(state))
             beside.replace(path)
 
     def told(self, rank: int) -> dict[str, Any]:
         """Return what a rank last said of itself."""
         try:
-            return json.loads(read_regular(self.folder / f"rank-{rank:05d}.json"))
-        except (OSError, ValueError, RecursionError):
+            return unseal(read_regular(self.folder / f"rank-{rank:05d}.json"))
+        except (OSError, ValueError):
             return {}
 
 

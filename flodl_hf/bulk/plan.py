@@ -34,7 +34,14 @@ class Plan:
     item: Callable[[Mapping[str, Any]], Any]
     on_error: str
     part_rows: int
+    columns: tuple[str, ...] | None
     identity: dict[str, Any]
+
+    def open(self, rows: Rows) -> Rows:
+        """Return ``rows`` after saying which columns will be asked for."""
+        if self.columns is not None:
+            rows.want(list(self.columns))
+        return rows
 
 
 def make_plan(
@@ -76,8 +83,8 @@ def make_plan(
         kind, choice.keep, answerer.columns,
         with_errors=on_error == "null", lead=said.id_column, names=names, types=rows.types, first=first,
     )  # fmt: skip
-    if rows.types is not None:
-        rows.want(list(dict.fromkeys((*choice.read, *(choice.keep or ())))))
+    # Tables are read by column.
+    wanted = None if rows.types is None else tuple(dict.fromkeys((*choice.read, *(choice.keep or ()))))
     identity = {
         "version": own_version(),
         "input": {"stream": STDIN} if str(source) == STDIN else input_identity(source),
@@ -89,4 +96,4 @@ def make_plan(
     }  # fmt: skip
     # As it comes back from the folder, so that equal things compare equal.
     identity = json.loads(json.dumps(identity, default=str))
-    return Plan(model, source, answerer, writer, item_of(choice), on_error, size, identity)
+    return Plan(model, source, answerer, writer, item_of(choice), on_error, size, wanted, identity)

@@ -16,7 +16,7 @@ from typing import Any
 
 from flodl.errors import DataError, FlodlError, PredictError, capped
 from flodl_hf.bulk.identity import input_identity
-from flodl_hf.bulk.parts import Parts
+from flodl_hf.bulk.parts import DamagedPart, Parts
 from flodl_hf.bulk.plan import Plan
 from flodl_hf.bulk.ranks import Rank, Workers, wait_for_parts
 from flodl_hf.bulk.results import FileResult, Progress
@@ -30,6 +30,7 @@ TOLD = 20  # faults whose text is kept
 QUICKER_S = 15.0  # ranks that are started together begin within this time
 TICK_S = 0.2  # between two reports of progress
 BLOCK = 64  # answers that are put into one text together
+MENDED = 3  # times that parts damaged after they were finished are made again before the disk is given up
 
 
 class Run:
@@ -42,12 +43,15 @@ class Run:
         parts: Parts,
         rows: Rows,
         *,
+        reopen: Callable[[], Rows] | None = None,
         on_progress: Callable[[Progress], None] | None = None,
         should_stop: Callable[[], bool] | None = None,
         workers: Workers | None = None,
     ) -> None:
         self._plan, self._rank, self._parts, self._rows = plan, rank, parts, rows
+        self._reopen = reopen
         self._on_progress, self._should_stop, self._workers = on_progress, should_stop, workers
+        self._takes = rank.takes
         self._tokens = self._new_rows = 0
         self._started = self._told = time.monotonic()
         self._began = time.time()
@@ -64,12 +68,26 @@ class Run:
         """Do this rank's parts; the first rank then waits for the others and makes one file of all."""
         result = FileResult(self._parts.target)
         there: set[int] = set()
+        number, stopped = self._walk(there)
+        if not stopped and self._rank.rank == 0 and self._all_there(number, there, before):
+            for turn in range(MENDED + 1):
+                damaged = self._join(number)
+                if not damaged:
+                    result.is_whole = True
+                    break
+                there -= damaged
+                if not self._mend(damaged, last=turn == MENDED):
+                    break
+        return self._result(result, range(number), there)
+
+    def _walk(self, there: set[int]) -> tuple[int, bool]:
+        """Go through the rows and do what is not done; return how many parts there are, and whether it was stopped."""
         number = 0
         parts = self._read()
         with closing(_ahead(parts) if self._is_ahead() else parts) as parts:
             for part in parts:
                 if self._is_over():
-                    return self._result(result, range(number), there)
+                    return number, True
                 if part.record is not None:
                     self._compare(part)
                     if self._is_old(part):
@@ -78,10 +96,37 @@ class Run:
                     self._predict(part)
                 number = part.number + 1
                 self._tell()
-        if self._rank.rank == 0 and self._all_there(number, there, before):
-            self._finish(number)
-            result.is_whole = True
-        return self._result(result, range(number), there)
+        return number, False
+
+    def _join(self, count: int) -> set[int]:
+        """Make the output; if parts are damaged there is none, and they are returned."""
+        try:
+            self._finish(count)
+        except DamagedPart as damaged:
+            return {damaged.number} | {number for number in range(count) if not self._parts.is_whole(number)}
+        return set()
+
+    def _mend(self, damaged: set[int], *, last: bool) -> bool:
+        """Make parts again that changed after they were finished, whoever's they were; False if told to stop.
+
+        Raises:
+            PredictError: the input cannot be read again, or the disk does not keep what is written.
+        """
+        for number in damaged:
+            self._parts.discard(number)
+        if last or self._reopen is None:
+            names = ", ".join(map(str, sorted(damaged)[:10]))
+            todo = "send the same input again" if self._reopen is None else "check the disk, then run the same command"
+            raise PredictError(
+                f"{self._parts.folder}: {len(damaged)} finished parts are not as they were written ({names}); expected "
+                f"the bytes that their records name. Nothing was joined, and the other parts are kept: {todo}, and "
+                "they are made again",
+                path=str(self._parts.folder),
+                parts=sorted(damaged),
+            )
+        with closing(self._reopen()) as self._rows:
+            self._takes = lambda number: True
+            return not self._walk(set())[1]
 
     def _is_old(self, part: _Part) -> bool:
         """Return whether a finished part is of an earlier run, and not of a rank that was quicker in this one."""
@@ -96,8 +141,11 @@ class Run:
         """Yield the parts in order, those that this rank does with their rows."""
         number, size = 0, self._plan.part_rows
         while True:
-            record = self._parts.record(number)
-            if record is None and self._rank.takes(number):
+            record, mine = self._parts.record(number), self._takes(number)
+            if record is not None and mine and not self._parts.is_whole(number):
+                self._parts.discard(number)
+                record = None
+            if record is None and mine:
                 if not (rows := self._rows.take(size)):
                     return
                 yield _Part(number, None, self._rows.digest, rows, *self._items(rows))

@@ -26,7 +26,6 @@ __all__ = ["OUTPUTS", "Writer", "output_format", "writer_for"]
 OUTPUTS = ("jsonl", "csv", "tsv", "parquet")
 _SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "tsv", ".tab": "tsv", ".parquet": "parquet"}
 ERROR = "error"
-JOIN_BYTES = 1 << 20
 
 
 def output_format(target: Path) -> str:
@@ -80,8 +79,8 @@ class Writer(Protocol):
         """Yield the bytes of a part."""
         ...
 
-    def joined(self, parts: Iterable[Path]) -> Iterator[bytes]:
-        """Yield the bytes of the whole file."""
+    def joined(self, parts: Iterable[Iterable[bytes]]) -> Iterator[bytes]:
+        """Yield the bytes of the whole file, whose parts are given in blocks."""
         ...
 
 
@@ -286,15 +285,9 @@ class _JsonLines:
     def part(self, lines: Iterable[bytes]) -> Iterator[bytes]:
         yield from lines
 
-    def joined(self, parts: Iterable[Path]) -> Iterator[bytes]:
-        yield from _copied(parts)
-
-
-def _copied(parts: Iterable[Path]) -> Iterator[bytes]:
-    for part in parts:
-        with open(part, "rb") as file:
-            while block := file.read(JOIN_BYTES):
-                yield block
+    def joined(self, parts: Iterable[Iterable[bytes]]) -> Iterator[bytes]:
+        for part in parts:
+            yield from part
 
 
 # ---- cells ---------------------------------------------------------------------------------------------
@@ -388,9 +381,10 @@ class _Cells:
     def part(self, lines: Iterable[bytes]) -> Iterator[bytes]:
         yield from lines
 
-    def joined(self, parts: Iterable[Path]) -> Iterator[bytes]:
+    def joined(self, parts: Iterable[Iterable[bytes]]) -> Iterator[bytes]:
         yield self._header
-        yield from _copied(parts)
+        for part in parts:
+            yield from part
 
 
 # ---- Parquet -------------------------------------------------------------------------------------------
@@ -463,5 +457,6 @@ class _Tables:
         columns = list(zip(*rows, strict=True)) or [()] * len(self._types)
         yield parquet_bytes(self._types, dict(zip(self._types, columns, strict=True)))
 
-    def joined(self, parts: Iterable[Path]) -> Iterator[bytes]:
-        yield from parquet_joined(self._types, parts)
+    def joined(self, parts: Iterable[Iterable[bytes]]) -> Iterator[bytes]:
+        # A whole part before a value of it is read: what is damaged goes to no parser.
+        yield from parquet_joined(self._types, map(b"".join, parts))

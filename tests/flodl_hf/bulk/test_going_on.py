@@ -18,6 +18,7 @@ import pytest
 
 from flodl.errors import DataError, PredictError
 from flodl_hf import predict_file
+from flodl_hf.bulk.parts import Parts
 
 ROOT = Path(__file__).parents[3]
 HEAD = "sequence_classification"
@@ -427,7 +428,7 @@ def test_a_rank_that_failed_before_the_first_began_is_no_secret(
     source, out = numbered(50), tmp_path / "out.jsonl"
     begun(model(), source, out)
     told = {"life": "1", "beat": 3, "fault": "DataError: row 1", "over": True, "rows": 0, "tokens": 0}
-    (folder_of(out) / "rank-00001.json").write_text(json.dumps(told))
+    Parts(out, "jsonl").tell(1, told)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(ranks, "FROZEN_S", 0.3)

@@ -94,7 +94,7 @@ def test_texts_read_back_as_they_were(suffix: str, texts: list[tuple[str, str]],
     part = tmp_path / "part"
     part.write_bytes(b"".join(out.part(iter(lines))))
     path = tmp_path / f"all.{suffix}"
-    path.write_bytes(b"".join(out.joined([part])))
+    path.write_bytes(b"".join(out.joined([[part.read_bytes()]])))
     found = list(read_rows(path, header=True)) if suffix == "csv" else list(read_rows(path))
     assert [(row["a"], row["b"], row["label"]) for row in found] == [(a, b, a + b) for a, b in texts]
     with path.open(newline="", encoding="utf-8") as file:
