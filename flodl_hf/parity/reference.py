@@ -16,7 +16,17 @@ from torch import Tensor
 
 from flodl.errors import ParityError
 
-__all__ = ["Reference", "available", "load_reference", "make_checkpoint", "reference_ids", "version"]
+__all__ = [
+    "Reference",
+    "UserModel",
+    "available",
+    "load_as_user",
+    "load_reference",
+    "make_checkpoint",
+    "prepare_user",
+    "reference_ids",
+    "version",
+]
 
 
 def available() -> bool:
@@ -120,6 +130,51 @@ def reference_ids(folder: str | Path, texts: list[str]) -> list[list[int]]:
     with quiet():
         tokenizer = _transformers().AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     return [tokenizer(text)["input_ids"] for text in texts]
+
+
+@dataclass
+class UserModel:
+    """What a user of transformers has of a folder.
+
+    Attributes:
+        model: in evaluation mode, as loading left it.
+        tokenizer: the folder's, or None where none was asked for.
+    """
+
+    model: Any
+    tokenizer: Any
+
+
+_USER_CLASSES = {
+    "base": "AutoModel",
+    "sequence_classification": "AutoModelForSequenceClassification",
+    "token_classification": "AutoModelForTokenClassification",
+    "question_answering": "AutoModelForQuestionAnswering",
+    "masked_lm": "AutoModelForMaskedLM",
+}
+
+
+def prepare_user() -> None:
+    """Import what `load_as_user` needs, without running anything."""
+    transformers = _transformers()
+    transformers.utils.logging.disable_progress_bar()
+    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
+    for name in (*_USER_CLASSES.values(), "AutoTokenizer"):
+        getattr(transformers, name)
+
+
+def load_as_user(folder: str | Path, head: str, *, tokenizer: bool = True) -> UserModel:
+    """Return what the documented lines of transformers make of a folder: no option set, no report read.
+
+    Args:
+        folder: a local folder.
+        head: one of our heads' names.
+        tokenizer: load the tokenizer too.
+    """
+    transformers = _transformers()
+    model = getattr(transformers, _USER_CLASSES[head]).from_pretrained(str(folder), local_files_only=True)
+    words = transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True) if tokenizer else None
+    return UserModel(model.eval(), words)
 
 
 def make_checkpoint(

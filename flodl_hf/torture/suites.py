@@ -1,0 +1,14 @@
+"""The suites by name, in the order in which they run, and how many cases each has when it is run in full."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+__all__ = ["DEFAULT_CASES", "SUITES"]
+
+DEFAULT_CASES: Mapping[str, int] = {
+    "weights": 20_000,
+}
+
+SUITES = tuple(DEFAULT_CASES)
+"""Each is the module of that name in this package."""

@@ -1,0 +1,122 @@
+"""A process that runs a block of cases and tells each verdict as it has it; it may crash, hang or eat memory.
+
+Forked by `flodl_hf.torture.runner`, so that libraries are imported once; what a case leaves behind in its folder is
+removed before the next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import resource
+import shutil
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import ModuleType
+from typing import NoReturn
+
+from flodl_hf.torture.case import Case, Grade, Verdict
+from flodl_hf.torture.judging import start_watch
+from flodl_hf.torture.subjects import Subject
+
+__all__ = ["run_block", "run_one"]
+
+HEADROOM = 4 << 30
+"""Address space beyond what a worker has when it starts: what a case that allocates without end dies of."""
+
+
+def run_block(suite: ModuleType, cases: Sequence[Case], subject: Subject, root: Path, out: int) -> NoReturn:
+    """Run cases and write a line for each begun and each finished; never returns.
+
+    Args:
+        suite: its module.
+        cases: of that suite.
+        subject: who is tested.
+        root: a folder of this worker's own.
+        out: the descriptor that lines are written to.
+    """
+    status = 1
+    try:
+        os.setsid()
+        _quiet(root)
+        start_watch(root)
+        _bound_memory()
+        for case in cases:
+            os.write(out, f"{case.number}\n".encode())
+            verdict = run_one(suite, case, subject, root)
+            os.write(out, (json.dumps([case.number, asdict(verdict)]) + "\n").encode())
+        status = 0
+    except BaseException:
+        # A fault of the rig itself: told, and not put on the subject's account.
+        os.write(out, (json.dumps(["rig", traceback.format_exc()]) + "\n").encode())
+    finally:
+        os._exit(status)
+
+
+def run_one(suite: ModuleType, case: Case, subject: Subject, root: Path) -> Verdict:
+    """Return the verdict on one case, with the processor time and memory that it took."""
+    folder = root / "case"
+    folder.mkdir()
+    before, started = _peak_memory(reset=True), time.process_time()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            verdict = suite.run(case, folder, subject)
+        seconds, memory = time.process_time() - started, max(0.0, _peak_memory() - before)
+        if verdict.good and memory > case.memory_mb:
+            verdict = Verdict(Grade.MEMORY, f"took {memory:.0f} MB, {verdict.grade.value}: {verdict.text}")
+        elif verdict.good and seconds > case.cpu_s:
+            verdict = Verdict(Grade.HANG, f"took {seconds:.1f} s of the processor, {verdict.grade.value}")
+        return verdict.measured(seconds, memory)
+    finally:
+        _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    def again(_function: object, path: str, _fault: object) -> None:
+        with contextlib.suppress(OSError):
+            os.chmod(os.path.dirname(path), 0o700)
+            os.unlink(path)
+
+    shutil.rmtree(folder, onerror=again)
+
+
+def _quiet(root: Path) -> None:
+    """Send what libraries print to a file; a panic's story is read there."""
+    faulthandler.disable()
+    said = os.open(root / "said.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for descriptor in (1, 2):
+        os.dup2(said, descriptor)
+    os.close(said)
+    sys.stdout = sys.stderr = os.fdopen(2, "w", closefd=False, errors="replace")
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def _bound_memory() -> None:
+    if sys.platform != "linux":
+        return
+    pages = int(Path("/proc/self/statm").read_text("ascii").split()[0])
+    bound = pages * resource.getpagesize() + HEADROOM
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (bound if hard == resource.RLIM_INFINITY else min(bound, hard), hard))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _peak_memory(*, reset: bool = False) -> float:
+    """Return the most memory that this process has had in use since it was last reset, in MB."""
+    try:
+        if reset:
+            Path("/proc/self/clear_refs").write_text("5")
+        status = Path("/proc/self/status").read_text("ascii")
+        return int(status.partition("VmHWM:")[2].split(maxsplit=1)[0]) / 1024
+    except (OSError, IndexError, ValueError):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

@@ -1,0 +1,142 @@
+"""The rig itself: cases come again, every end of a worker has its grade, and a library that does badly is told so."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from flodl.errors import CheckpointError
+from flodl_hf.torture.case import GOOD, Case, Fault, Grade, Kind, Verdict, dealt, right
+from flodl_hf.torture.judging import judge
+from flodl_hf.torture.runner import RigError, load_suite, run_cases
+from flodl_hf.torture.subjects import Ours, subject_named
+from flodl_hf.torture.suites import SUITES
+
+linux = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+
+
+def suite_of(act: Any, kinds: dict[str, dict[str, Any]]) -> Any:
+    """Return a suite whose every case calls ``act`` with its kind and folder."""
+    table = [Kind(name, 1, lambda _random, number: Fault({"n": number}, "the.file", "the.key"), limits)
+             for name, limits in kinds.items()]  # fmt: skip
+
+    class Suite(ModuleType):
+        def cases(self, seed: int, count: int) -> Iterator[Case]:
+            return dealt("made", table, seed, count)
+
+        def run(self, case: Case, folder: Path, subject: Any) -> Verdict:
+            return judge(case, subject, lambda: act(case.kind, folder), lambda found: found or right())
+
+    return Suite("made")
+
+
+def graded(act: Any, kinds: dict[str, dict[str, Any]], count: int = 0) -> dict[str, str]:
+    suite = suite_of(act, kinds)
+    found = list(run_cases(suite, list(suite.cases(0, count or len(kinds))), Ours(), workers=2))
+    return {case.kind: verdict.grade.value for case, verdict in found}
+
+
+@linux
+def test_every_end_of_a_call_has_its_grade() -> None:
+    words = "the.file: the.key is wrong, expected better; fetch it again"
+
+    def act(kind: str, folder: Path) -> Any:
+        if kind == "refused":
+            raise CheckpointError(words)
+        if kind == "no-file":
+            raise CheckpointError(words.replace("the.file", "a file"))
+        if kind == "no-key":
+            raise CheckpointError(words.replace("the.key", "a key"))
+        if kind == "no-advice":
+            raise CheckpointError("the.file: the.key is wrong, expected better")
+        if kind == "bare":
+            raise KeyError("the.key")
+        if kind == "died":
+            ctypes.string_at(0)
+        if kind == "ended":
+            os._exit(3)
+        if kind == "waits":
+            time.sleep(60)
+        if kind == "computes":
+            while True:
+                pass
+        if kind == "eats":
+            kept = bytearray(1 << 40)
+            return kept and None
+        if kind == "large":
+            kept = b"x" * (80 << 20)
+            return kept and None
+        if kind == "panic":
+            raise BaseException("a panic")
+        if kind == "leaves":
+            (folder.parent / "left").write_text("x")
+            raise CheckpointError(words)
+        if kind == "changes":
+            (folder / "x").write_text("x")
+        if kind == "runs":
+            (folder.parent / "canary-was-here").write_text("")
+        if kind == "reads-outside":
+            (folder.parent / "outside" / "secret.txt").read_text()
+        if kind == "starts":
+            os.system("true")
+        return None
+
+    kinds: dict[str, dict[str, Any]] = {
+        "refused": {}, "no-file": {}, "no-key": {}, "no-advice": {}, "bare": {}, "died": {}, "ended": {},
+        "waits": {"wall_s": 0.5}, "computes": {"cpu_s": 0.5}, "eats": {}, "large": {"memory_mb": 40}, "panic": {},
+        "leaves": {}, "changes": {}, "runs": {}, "reads-outside": {}, "starts": {}, "right": {},
+    }  # fmt: skip
+    assert graded(act, kinds) == {
+        "refused": "refused", "no-file": "unnamed", "no-key": "unnamed", "no-advice": "unnamed", "bare": "bare",
+        "died": "crash", "ended": "crash", "waits": "hang", "computes": "hang", "eats": "memory", "large": "memory",
+        "panic": "crash", "leaves": "partial", "changes": "partial", "runs": "escaped", "reads-outside": "escaped",
+        "starts": "escaped", "right": "right",
+    }  # fmt: skip
+
+
+@linux
+def test_a_suite_that_fails_by_itself_is_no_verdict() -> None:
+    suite = suite_of(lambda kind, folder: None, {"a": {}})
+    suite.run = lambda case, folder, subject: {}["a fault of the rig"]
+    with pytest.raises(RigError, match="a fault of the rig"):
+        list(run_cases(suite, list(suite.cases(0, 2)), Ours()))
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_cases_come_again_from_seed_and_number(name: str) -> None:
+    suite = load_suite(name)
+    many = list(suite.cases(3, 150))
+    assert many == list(suite.cases(3, 150))
+    assert many[:40] == list(suite.cases(3, 40))
+    assert [case.number for case in many] == list(range(150))
+    assert [case.what for case in many] != [case.what for case in suite.cases(4, 150)]
+    assert many[17].line == f"python -m flodl_hf.torture {name} --seed 3 --only 17"
+
+
+def test_kinds_are_mixed_by_their_shares() -> None:
+    def make(_random: Any, number: int) -> Fault:
+        return Fault({"n": number})
+
+    found = list(dealt("s", [Kind("a", 3, make), Kind("b", 1, make)], 0, 400))
+    assert Counter(case.kind for case in found) == {"a": 300, "b": 100}
+    assert Counter(case.kind for case in found[:8]) == {"a": 6, "b": 2}
+    assert [case.what["n"] for case in found if case.kind == "b"] == list(range(100))
+
+
+def test_subjects_are_found_by_name_or_refused() -> None:
+    assert subject_named("ours").name == "ours"
+    with pytest.raises(ValueError, match="did you mean 'transformers'"):
+        subject_named("transformrs")
+
+
+def test_the_scale_has_three_good_grades() -> None:
+    assert {grade.value for grade in GOOD} == {"right", "stated", "refused"}
+    assert len(Grade) == 11
