@@ -176,5 +176,6 @@ def _text(header: dict[str, Any], _name: str, random: Random) -> Any:
     return random.choice(
         ["", "{}", "[]", "null", "1", '"x"', "[" * 100_000, '{"a":' * 100_000, text + "x", text + " {}", " " + text,
          text[1:], text[:-1], text.replace('"', "'"), "\ufeff" + text, text + "\0", text.encode("utf-16"),
-         text + "\n" * 9, text.replace("F32", "F\\u00332", 1), text.replace(":", ": NaN, ", 1), b"\xff\xfe" + text.encode()]
+         text + "\n" * 9, text.replace("F32", "F\\u00332", 1), text.replace(":", ": NaN, ", 1),
+         b"\xff\xfe" + text.encode()]
     )  # fmt: skip
