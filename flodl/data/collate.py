@@ -6,17 +6,18 @@ rows come together is decided in ``batches``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
+from flodl.data.batch import Batch
 from flodl.data.rng import Rng
 from flodl.errors import DataError, capped
 
-__all__ = ["CollateTokens", "Where", "collate_rows"]
+__all__ = ["CollateTokens", "Transform", "Where", "collate_rows"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,10 @@ class Where:
         if row is None:
             return Rng(self.seed, purpose, self.epoch, "batch", self.number)
         return Rng(self.seed, purpose, self.epoch, "row", row)
+
+
+Transform = Callable[[Batch, Where], Batch]
+"""Changes a batch; a function of the batch and its address alone."""
 
 
 def collate_rows(rows: Sequence[Any], where: Where | None = None) -> dict[str, Any]:

@@ -9,8 +9,8 @@ epoch, and the batches of it that the consumer has taken.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from flodl.data.batch import Batch
 from flodl.data.batches import BatchSource, EpochPlan, source_of_rows
-from flodl.data.collate import Where, collate_rows
+from flodl.data.builder import LoaderBuilder
+from flodl.data.collate import Transform, Where, collate_rows
 from flodl.data.datasets import BatchDataset, Collate, RowSource, TensorRows, as_batches
 from flodl.data.distributed import RankBatches
 from flodl.data.memory import DeviceMemory, clamp_usage, fits, prefetch_depth
@@ -26,13 +27,9 @@ from flodl.data.samplers import Sampler
 from flodl.data.stream import Placement, Stream
 from flodl.errors import DataError, capped
 
-if TYPE_CHECKING:
-    from flodl.data.builder import LoaderBuilder
-
 __all__ = ["DataLoader", "EpochIterator", "Mode"]
 
 Mode = Literal["auto", "resident", "streaming"]
-Transform = Callable[[Batch, Where], Batch]
 
 
 class DataLoader:
@@ -100,7 +97,7 @@ class DataLoader:
         self._mode: Mode = mode
         self._prefetch = prefetch
         self._transform = transform
-        self._placement = Placement(self.device)
+        self.placement = Placement(self.device)
         self._resident: TensorRows | None = None
         self._decided = False
         self._batch_bytes: int | None = None
@@ -114,13 +111,10 @@ class DataLoader:
             self._check_names(tuple(names))
             self._names = tuple(names)
 
-    # What stands on this class names itself here, so that this file need not import it.
-    _builder: ClassVar[type[LoaderBuilder]]
-
-    @staticmethod
-    def from_dataset(data: Any) -> LoaderBuilder:
+    @classmethod
+    def from_dataset(cls, data: Any) -> LoaderBuilder[Self]:
         """Return a builder of a loader over ``data``, set up call by call and ended with ``build()``."""
-        return DataLoader._builder(data)
+        return LoaderBuilder(data, cls)
 
     from_batch_dataset = from_dataset
 
@@ -321,11 +315,6 @@ class DataLoader:
             return tuple(parts.keys()), tuple(parts.values())
         return tuple(str(i) for i in range(len(parts))), tuple(parts)
 
-    @property
-    def placement(self) -> Placement:
-        """Return what carries batches of this loader to its device."""
-        return self._placement
-
     def fetch(self, indices: NDArray[np.int64], epoch: int, number: int) -> Batch:
         """Return the batch of any rows, before it is carried to the device; the position does not move.
 
@@ -393,7 +382,7 @@ class EpochIterator:
                 lambda number: loader._make(plan, epoch, number),
                 range(self._next, len(plan)),
                 depth,
-                loader._placement,
+                loader.placement,
             )
         self._done = False
 
@@ -416,7 +405,7 @@ class EpochIterator:
             else:
                 batch = loader._make(self._plan, self.epoch, self._next)
                 if loader._resident is None:
-                    batch = loader._placement.receive(*loader._placement.send(batch))
+                    batch = loader.placement.receive(*loader.placement.send(batch))
         except BaseException:
             self.close()
             raise

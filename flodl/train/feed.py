@@ -101,7 +101,7 @@ class RowFeed:
 
         def make(item: Any) -> Any:
             number, rows = item
-            return loader._make({number: rows}, epoch, number)  # type: ignore[arg-type]
+            return loader.fetch(rows, epoch, number)
 
         plans = [(turn, list(self._micro(epoch, turn, share))) for turn in turns]
         resident = loader.is_resident
@@ -110,14 +110,14 @@ class RowFeed:
         depth = 0 if resident or loader.device.type == "cpu" else loader.prefetch
         if depth and any(items for _, items in plans):
             flat = (item for _, items in plans for item in items)
-            stream = Stream(make, flat, depth, loader._placement)  # type: ignore[arg-type]
+            stream = Stream(make, flat, depth, loader.placement)  # type: ignore[arg-type]
             for turn, items in plans:
                 yield turn, self._moved([next(stream) for _ in items])
             return
         for turn, items in plans:
             made = [make(item) for item in items]
             if not resident:
-                made = [loader._placement.receive(*loader._placement.send(batch)) for batch in made]
+                made = [loader.placement.receive(*loader.placement.send(batch)) for batch in made]
             yield turn, self._moved(made)
 
     def _moved(self, batches: list[Any]) -> list[Any]:
