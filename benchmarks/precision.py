@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.corpus import source_texts
-from flodl.errors import PredictError
 from flodl_hf.auto import head_named
 from flodl_hf.config import ModelConfig
+from flodl_hf.errors import PredictError
 from flodl_hf.families import FAMILIES
 from flodl_hf.model import EncoderModel
 from flodl_hf.runtime import Engine, RunOptions

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from flodl import errors
+from flodl_hf import errors as hf_errors
 from flodl_hf.config_keys import COMMON_INERT, FOREIGN
 from flodl_hf.config_rows import REQUIRED, Inert, Row
 from flodl_hf.families import FAMILIES
@@ -258,20 +259,21 @@ def default_of(parameter: Any) -> str:
 
 
 def errors_page() -> str:
-    """Return the error tree and what each error is."""
-    kinds = [kind for name in errors.__all__ if inspect.isclass(kind := getattr(errors, name))]
-    tree = inspect.getdoc(errors) or ""
-    order = sorted(kinds, key=lambda kind: (tree.find(kind.__name__ + " "), kind.__name__))
-    rows = ((code(k.__name__), code(k.__mro__[1].__name__), (inspect.getdoc(k) or "").splitlines()[0]) for k in order)
-    text = tree.split("\n\n")
-    drawing = next(part for part in text if "├──" in part)
-    return joined(
-        "# Errors",
-        NOTE,
-        "```text\n" + inspect.cleandoc(drawing) + "\n```",
-        *(part for part in text[1:] if part is not drawing),
-        table(("error", "is a", "raised for"), rows),
-    )
+    """Return the error trees and what each error is."""
+    parts: list[str] = []
+    rows: list[tuple[str, str, str]] = []
+    for module in (errors, hf_errors):
+        kinds = [kind for name in module.__all__ if inspect.isclass(kind := getattr(module, name))]
+        tree = inspect.getdoc(module) or ""
+        order = sorted(kinds, key=lambda kind: (tree.find(kind.__name__ + " "), kind.__name__))
+        rows += [
+            (code(k.__name__), code(k.__mro__[1].__name__), (inspect.getdoc(k) or "").splitlines()[0]) for k in order
+        ]
+        text = tree.split("\n\n")
+        drawing = next(part for part in text if "├──" in part)
+        parts += [f"`{module.__name__}`:", "```text\n" + inspect.cleandoc(drawing) + "\n```"]
+        parts += [part for part in text[1:] if part is not drawing]
+    return joined("# Errors", NOTE, *parts, table(("error", "is a", "raised for"), rows))
 
 
 def short(name: str) -> str:

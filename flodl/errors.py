@@ -7,11 +7,6 @@
     ├── ConfigError           a configuration value that is missing, wrong or not understood (``.problems``)
     ├── CheckpointError       a weight file that is damaged or does not fit the model (``.problems``)
     │   └── UnsafeFileError   a file whose contents would run code, or that points outside its folder
-    ├── TokenizerError        a tokenizer file or a text that cannot be turned into tokens
-    ├── HubError              a name that cannot be resolved to a folder of files
-    ├── PredictError          a prediction that cannot be made as asked
-    ├── ExportError           a folder that cannot be written
-    ├── ParityError           two sides that were to be equal and are not
     ├── DataError             a data file or a batch that is not what training needs
     ├── TrainError            a training run that cannot start or go on
     └── DeviceError           a device that is absent or not able to do what was asked
@@ -34,15 +29,10 @@ __all__ = [
     "ConfigError",
     "DataError",
     "DeviceError",
-    "ExportError",
     "FlodlError",
     "GraphBuildError",
     "GraphError",
     "GraphPathError",
-    "HubError",
-    "ParityError",
-    "PredictError",
-    "TokenizerError",
     "TrainError",
     "UnsafeFileError",
     "capped",
@@ -103,26 +93,6 @@ class CheckpointError(FlodlError):
 
 class UnsafeFileError(CheckpointError):
     """A file that would run code when read, or that points outside its own folder."""
-
-
-class TokenizerError(FlodlError):
-    """A tokenizer file that cannot be used, or a text that cannot be turned into tokens."""
-
-
-class HubError(FlodlError):
-    """A repository name or file that cannot be resolved."""
-
-
-class PredictError(FlodlError):
-    """A prediction that cannot be made as asked."""
-
-
-class ExportError(FlodlError):
-    """A folder that cannot be written."""
-
-
-class ParityError(FlodlError):
-    """Two sides that were to be equal and are not."""
 
 
 class DataError(FlodlError):

@@ -32,7 +32,7 @@ def is_pointer(beginning: bytes) -> bool:
 def open_regular(path: str | os.PathLike[str]) -> int:
     """Return a read-only descriptor of the regular file at ``path``; the caller closes it.
 
-    Symbolic links are followed, because the Hub cache is made of them; a caller that must stay
+    Symbolic links are followed, because download caches are made of them; a caller that must stay
     inside a folder resolves the path first. The descriptor is opened without waiting, so a named
     pipe is refused instead of hanging.
 

@@ -18,8 +18,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NoReturn
 
-from flodl.errors import FlodlError, HubError, capped, printable
+from flodl.errors import FlodlError, capped, printable
 from flodl.files import read_regular
+from flodl_hf.errors import HubError
 
 __all__ = ["CHECKPOINT_FILES", "Resolved", "resolve"]
 

@@ -25,7 +25,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from flodl.errors import PredictError
+from flodl_hf.errors import PredictError
 
 __all__ = ["Layout", "Packed", "Padded", "equal_runs"]
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flodl.errors import PredictError
+from flodl_hf.errors import PredictError
 
 __all__ = ["IGNORED_LABEL", "classification_loss", "problem_type_of", "span_loss", "token_loss"]
 

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypedDict, Unpack
 import torch
 from torch import Tensor, nn
 
-from flodl.errors import CheckpointError, ConfigError, ExportError, PredictError
+from flodl.errors import CheckpointError, ConfigError
 from flodl.graph import FlowBuilder, Graph
 from flodl_hf.activations import Activation
 from flodl_hf.attention import check_implementation
 from flodl_hf.config import ModelConfig
+from flodl_hf.errors import ExportError, PredictError
 from flodl_hf.familiar import Familiar
 from flodl_hf.forked import entered
 from flodl_hf.layout import Padded

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-from flodl.errors import ConfigError, PredictError, TokenizerError, nearest
+from flodl.errors import ConfigError, nearest
 from flodl_hf import words
 from flodl_hf.auto import head_named, load
+from flodl_hf.errors import PredictError, TokenizerError
 from flodl_hf.model import EncoderModel
 
 __all__ = ["Pipeline", "pipeline"]

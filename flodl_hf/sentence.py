@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flodl.errors import ConfigError, PredictError, printable, shown
+from flodl.errors import ConfigError, printable, shown
 from flodl_hf.checkpoint.members import is_entry, read_member
+from flodl_hf.errors import PredictError
 
 if TYPE_CHECKING:
     from flodl_hf.decode.classes import Activation

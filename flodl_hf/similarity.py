@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flodl.errors import PredictError, nearest
+from flodl.errors import nearest
+from flodl_hf.errors import PredictError
 
 __all__ = ["MEASURES", "Similarity", "measure_of", "similarity_of"]
 

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import tokenizers
 
-from flodl.errors import TokenizerError
+from flodl_hf.errors import TokenizerError
 
 from .tokenization.added import add_missing
 from .tokenization.backend import Backend, load_json

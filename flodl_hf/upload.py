@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from flodl.errors import HubError
+from flodl_hf.errors import HubError
 
 __all__ = ["upload_folder"]
 

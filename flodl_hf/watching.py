@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flodl.errors import PredictError
+from flodl_hf.errors import PredictError
 
 __all__ = ["given_embeddings", "ids_for", "watched"]
 

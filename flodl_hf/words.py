@@ -14,7 +14,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from flodl.errors import FlodlError, PredictError, nearest
+from flodl.errors import FlodlError, nearest
+from flodl_hf.errors import PredictError
 
 __all__ = [
     "ANSWER",

@@ -14,13 +14,13 @@ from flodl.data.batches import (
 from flodl.data.builder import LoaderBuilder
 from flodl.data.builtin import Cifar10, Mnist, Shakespeare, crop_and_flip
 from flodl.data.collate import CollateTokens, Where, collate_rows
-from flodl.data.columns import Columns, Targets, infer_columns, infer_targets
 from flodl.data.datasets import BatchDataset, Dataset, RowSource, TensorRows, as_batches
 from flodl.data.distributed import DistributedPlan, RankBatches
 from flodl.data.files import load_rows, read_rows
 from flodl.data.loader import DataLoader, EpochIterator
 from flodl.data.rng import Rng, permutation
 from flodl.data.samplers import RandomSampler, Sampler, SequentialSampler, WeightedSampler
+from flodl.data.targets import Targets, infer_targets
 
 __all__ = [
     "Batch",
@@ -28,7 +28,6 @@ __all__ = [
     "BatchSource",
     "Cifar10",
     "CollateTokens",
-    "Columns",
     "DataLoader",
     "Dataset",
     "DistributedPlan",
@@ -56,7 +55,6 @@ __all__ = [
     "cut_fixed",
     "fill_budget",
     "group_by_length",
-    "infer_columns",
     "infer_targets",
     "load_rows",
     "permutation",

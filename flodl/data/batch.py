@@ -131,7 +131,7 @@ class Batch:
         """Return a batch of the same parts without rows: what a rank gets whose share is empty."""
         parts = {}
         for name, part in self._parts.items():
-            if name == "cu_seqlens":
+            if name == "offsets":
                 parts[name] = part[:1]
             elif name == "max_length":
                 parts[name] = 0

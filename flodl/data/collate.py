@@ -98,7 +98,7 @@ class CollateTokens:
 
     - both: ``lengths``, int64 ``(batch,)``;
     - padded: ``attention_mask``, int64 ``(batch, seq)``, 1 for tokens (unless the rows bring their own);
-    - packed: ``cu_seqlens``, int32 ``(batch + 1,)``, where each row starts and the last ends;
+    - packed: ``offsets``, int32 ``(batch + 1,)``, where each row starts and the last ends;
       ``position_ids``, int64 ``(tokens,)``, counted from 0 in each row; ``max_length``, a number.
 
     All other parts are stacked as :func:`collate_rows` does.
@@ -190,7 +190,7 @@ class CollateTokens:
         parts: dict[str, Any] = {n: torch.cat(c) for n, c in columns.items() if n != "attention_mask"}
         tally = torch.tensor(lengths)
         ends = torch.cumsum(tally, 0)
-        parts["cu_seqlens"] = torch.cat([ends.new_zeros(1), ends]).to(torch.int32)
+        parts["offsets"] = torch.cat([ends.new_zeros(1), ends]).to(torch.int32)
         parts.setdefault("position_ids", torch.cat([torch.arange(n) for n in lengths]))
         parts["lengths"] = tally
         parts["max_length"] = max(lengths)

@@ -150,7 +150,7 @@ def as_batches(data: Any, collate: Collate | None = None) -> BatchDataset | RowS
 
     Taken as they are: objects with ``get_batch``. Adapted: objects with ``get``; a tensor, or a tuple or
     dict of tensors; a torch ``TensorDataset`` or any object with ``__getitem__`` and ``__len__``, which
-    includes lists of dicts, torch data sets and Hugging Face data sets.
+    includes lists of dicts, torch data sets and those of `datasets`.
 
     Raises:
         DataError: the data has no length or no rows, or nothing to fetch a row with.

@@ -62,7 +62,7 @@ def read_rows(
     number, longer than 64 characters, or there twice.
 
     Args:
-        source: a path; or rows, a dict of columns, a Hugging Face data set, or anything that speaks Arrow,
+        source: a path; or rows, a dict of columns, a data set of `datasets`, or anything that speaks Arrow,
             such as a polars or pandas data frame.
         format: what the file is; by default its suffix says.
         columns: names of the columns, for CSV, TSV and CoNLL files without a header.
@@ -315,7 +315,7 @@ def _rows_of_object(source: Any) -> Iterator[dict[str, Any]]:
         return _rows_of_sequence(source)
     raise DataError(
         f"data: {type(source).__name__} is neither a path, nor rows, nor a table; expected a file, a list of dicts, a "
-        "dict of columns, a Hugging Face data set, or a data frame",
+        "dict of columns, a data set of `datasets`, or a data frame",
         kind=type(source).__name__,
     )
 

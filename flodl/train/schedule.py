@@ -3,7 +3,7 @@
 A schedule knows no optimiser: ``lr(step)`` is a number, so schedules nest, are compared, pickled and
 resumed by nothing more than the step they are asked for. Who sets the number on an optimiser, and
 whether a step is a batch or an epoch, is the caller's matter. `Plateau` alone has a memory, because it
-answers to a metric. Curves as recipes for Hugging Face models name them are in `flodl.train.warmed_up`.
+answers to a metric. Curves as recipes for fine-tuning name them are in `flodl.train.warmed_up`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Schedules that rise from 0 and then follow a curve, by the formulas of transformers.
+"""Schedules that rise from 0 and then follow a curve, by the formulas that recipes for fine-tuning commonly use.
 
-Each takes the same steps in the same order of operations as ``transformers.get_scheduler``, so that a recipe moved
-here keeps its rates to the bit. Like those of `flodl.train.schedule` they know no optimiser.
+The order of operations is part of each formula, so that a recipe brought from elsewhere keeps its rates to the bit.
+Like those of `flodl.train.schedule` they know no optimiser.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Which columns of the input are read by the model, and which go on to the output.
 
-Decides from what the caller said, then from the names that training data goes by (`flodl.data.columns`); refuses where
+Decides from what the caller said, then from the names that training data goes by (`flodl_hf.columns`); refuses where
 that leaves a doubt. What the model does with a text is decided in `tasks`.
 """
 
@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from flodl.data.columns import _NAMES
 from flodl.errors import DataError, nearest
 from flodl_hf.bulk.rows import RowFault
+from flodl_hf.columns import NAMES
 
 __all__ = ["Choice", "Said", "choose_columns", "item_of"]
 
@@ -136,7 +136,7 @@ def _senseless(task: str, said: Said) -> list[str]:
 
 
 def _look(role: str, names: Sequence[str], taken: Sequence[str | None]) -> str | None:
-    for known in _NAMES[role]:
+    for known in NAMES[role]:
         for name in names:
             if name.lower() == known and name not in taken:
                 return name

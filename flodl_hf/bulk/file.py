@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
-from flodl.errors import PredictError, printable
+from flodl.errors import printable
 from flodl.files import path_fault
 from flodl_hf.bulk.columns import Said
 from flodl_hf.bulk.counting import counting_tokens
@@ -23,6 +23,7 @@ from flodl_hf.bulk.rows import STDIN, open_rows
 from flodl_hf.bulk.run import Run
 from flodl_hf.bulk.write import output_format
 from flodl_hf.collecting import passing_over_what_is_here
+from flodl_hf.errors import PredictError
 
 __all__ = ["predict_file"]
 

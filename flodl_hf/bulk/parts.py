@@ -19,11 +19,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from flodl.errors import CheckpointError, PredictError, capped
+from flodl.errors import CheckpointError, capped
 from flodl.files import open_regular, read_regular, write_atomically
 from flodl.sealed import seal, unseal
 from flodl_hf.bulk.identity import differences
 from flodl_hf.bulk.write import Writer
+from flodl_hf.errors import PredictError
 
 __all__ = ["DamagedPart", "Parts"]
 

@@ -22,8 +22,9 @@ from typing import Any
 import torch
 
 from flodl.devices import all_devices, cuda_count, find_device
-from flodl.errors import DeviceError, PredictError
+from flodl.errors import DeviceError
 from flodl_hf.bulk.parts import Parts
+from flodl_hf.errors import PredictError
 
 __all__ = ["Pulse", "Rank", "Workers", "device_names", "wait_for_parts"]
 

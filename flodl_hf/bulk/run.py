@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from flodl.errors import DataError, FlodlError, PredictError, capped
+from flodl.errors import DataError, FlodlError, capped
 from flodl_hf.bulk.identity import input_identity
 from flodl_hf.bulk.parts import DamagedPart, Parts
 from flodl_hf.bulk.plan import Plan
@@ -22,6 +22,7 @@ from flodl_hf.bulk.ranks import Rank, Workers, wait_for_parts
 from flodl_hf.bulk.results import FileResult, Progress
 from flodl_hf.bulk.rows import Row, RowFault, Rows
 from flodl_hf.bulk.tasks import faulty_items
+from flodl_hf.errors import PredictError
 from flodl_hf.results import is_empty
 
 __all__ = ["Run"]

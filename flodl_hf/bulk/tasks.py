@@ -13,8 +13,9 @@ from functools import partial
 from typing import Any
 
 from flodl.data.columnar import Kind
-from flodl.errors import FlodlError, PredictError, nearest
+from flodl.errors import FlodlError, nearest
 from flodl_hf.bulk.columns import Choice
+from flodl_hf.errors import PredictError
 
 __all__ = ["Answerer", "answerer_for", "faulty_items"]
 

@@ -71,7 +71,7 @@ def command(
 
 def examined(folder: Path, config: ModelConfig) -> list[str]:
     """Return where a tokenizer's settings contradict ``tokenizer.json`` and which holds, or why it does not load."""
-    from flodl.errors import TokenizerError
+    from flodl_hf.errors import TokenizerError
     from flodl_hf.source import load_tokenizer
 
     try:

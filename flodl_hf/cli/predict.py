@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flodl.errors import PredictError
 from flodl_hf.cli.choices import AggregationWord, FaultWord, FormatWord, Head, HeadWord, PrecisionWord
 from flodl_hf.cli.shared import (
     Json,
@@ -32,6 +31,7 @@ from flodl_hf.cli.shared import (
     say,
     tell,
 )
+from flodl_hf.errors import PredictError
 
 if TYPE_CHECKING:
     from flodl_hf.bulk import FileResult, Progress

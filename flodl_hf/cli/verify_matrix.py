@@ -9,9 +9,10 @@ from typing import Annotated
 
 import typer
 
-from flodl.errors import FlodlError, ParityError, nearest
+from flodl.errors import FlodlError, nearest
 from flodl_hf.cli.choices import SizeWord
 from flodl_hf.cli.shared import Json, emit_json, progress, reporting, say, tell
+from flodl_hf.errors import ParityError
 
 NAME = "verify-matrix"
 

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flodl.errors import PredictError
 from flodl_hf.decode.quick import made
 from flodl_hf.decode.rows import as_tensor, owners_of
+from flodl_hf.errors import PredictError
 
 __all__ = [
     "Activation",

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flodl.errors import PredictError
 from flodl_hf.decode.rows import TokenTable, as_tensor
+from flodl_hf.errors import PredictError
 
 __all__ = ["MaskFill", "MaskPlaces", "best_tokens", "decode_masks", "decode_targets", "mask_places"]
 

@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from flodl.errors import PredictError
+from flodl_hf.errors import PredictError
 
 __all__ = ["Pooling", "check_pooling", "finish_embeddings", "length_of", "pool_packed", "pool_padded"]
 

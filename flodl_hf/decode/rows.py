@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flodl.errors import PredictError
+from flodl_hf.errors import PredictError
 
 __all__ = [
     "Content",

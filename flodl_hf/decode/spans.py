@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flodl.errors import PredictError
 from flodl_hf.decode.best_spans import best_spans
 from flodl_hf.decode.quick import made
 from flodl_hf.decode.rows import Content, Logits, Rows, content_of, flat_logits, null_columns, owners_of
 from flodl_hf.decode.windows import TokenStream, merge_windows, stream_of
 from flodl_hf.decode.words import Words, trimmed, units_at, words_of
+from flodl_hf.errors import PredictError
 
 __all__ = ["Answer", "Distinct", "decode_answers", "decode_answers_batch"]
 

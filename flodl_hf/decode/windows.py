@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flodl.errors import PredictError
 from flodl_hf.decode.rows import Content, Rows, content_of
+from flodl_hf.errors import PredictError
 
 __all__ = ["JoinedWords", "TokenStream", "join_words", "merge_windows", "stream_of"]
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from flodl.errors import PredictError
 from flodl_hf.decode.windows import TokenStream
+from flodl_hf.errors import PredictError
 
 __all__ = ["Characters", "Words", "characters_of", "trimmed", "units_at", "words_of"]
 

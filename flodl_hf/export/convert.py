@@ -10,9 +10,9 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from flodl.errors import ExportError
 from flodl_hf.checkpoint import Checkpoint
 from flodl_hf.checkpoint.members import Folder
+from flodl_hf.errors import ExportError
 
 from .publish import is_model_file, publish_folder
 from .state import plan_state, write_state

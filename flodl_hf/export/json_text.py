@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from json.decoder import scanstring  # type: ignore[attr-defined]
 from typing import Any
 
-from flodl.errors import ExportError, printable
+from flodl.errors import printable
+from flodl_hf.errors import ExportError
 
 __all__ = ["patch_json"]
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flodl.errors import ExportError
+from flodl_hf.errors import ExportError
 from flodl_hf.export.json_text import patch_json
 from flodl_hf.export.publish import publish_folder
 from flodl_hf.export.state import WritePlan, plan_state, write_state

@@ -23,8 +23,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from flodl import system
-from flodl.errors import ExportError, capped, printable
+from flodl.errors import capped, printable
 from flodl.files import path_fault
+from flodl_hf.errors import ExportError
 
 __all__ = ["is_model_file", "publish_folder"]
 

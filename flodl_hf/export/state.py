@@ -16,8 +16,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flodl.errors import ExportError, capped, printable
+from flodl.errors import capped, printable
 from flodl_hf.checkpoint.manifest import DTYPE_NAMES, DTYPES, SourceManifest
+from flodl_hf.errors import ExportError
 
 from .write import WrittenFile, write_bytes, write_safetensors
 

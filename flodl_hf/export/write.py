@@ -18,9 +18,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flodl.errors import ExportError, capped, printable
+from flodl.errors import capped, printable
 from flodl.safetensors_header import name_fault
 from flodl_hf.checkpoint.manifest import DTYPE_NAMES
+from flodl_hf.errors import ExportError
 
 from .json_text import patch_json
 from .publish import publish_folder

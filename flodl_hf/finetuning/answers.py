@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from flodl.data import Columns
 from flodl.errors import DataError, capped, printable
 from flodl.metrics import AnswerF1, Metric
 from flodl_hf.alignment import answer_positions
+from flodl_hf.columns import Columns
 from flodl_hf.finetuning.rows import EncodedRows, RowBuilder
 from flodl_hf.finetuning.step import Kind
 from flodl_hf.finetuning.task import CHUNK, Examples, Prepared, Room, check_texts

@@ -1,7 +1,7 @@
 """From what the caller gave to a task with its rows: files read, task inferred, labels named and ordered.
 
-Decides what is learned and under which names. How files are read and columns understood is decided in
-`flodl.data`; how a task makes tokens of rows, in its file.
+Decides what is learned and under which names. How files are read is decided in
+`flodl.data`, what columns mean in `flodl_hf.columns`, how a task makes tokens of rows in its file.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from flodl.data import Columns, infer_columns, infer_targets, load_rows
+from flodl.data import infer_targets, load_rows
 from flodl.errors import ConfigError, DataError
+from flodl_hf.columns import Columns, infer_columns
 from flodl_hf.finetuning.answers import AnswerTask
 from flodl_hf.finetuning.masked import MaskedTask
 from flodl_hf.finetuning.options import Options, task_named

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from flodl.data import Columns
 from flodl.errors import ConfigError
 from flodl.metrics import Metric
+from flodl_hf.columns import Columns
 from flodl_hf.finetuning.rows import SPECIAL, EncodedRows, RowBuilder
 from flodl_hf.finetuning.step import Kind
 from flodl_hf.finetuning.task import CHUNK, Examples, Prepared, Room, check_texts

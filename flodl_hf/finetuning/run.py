@@ -17,12 +17,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from flodl.errors import ConfigError, ExportError, TrainError, printable
+from flodl.errors import ConfigError, TrainError, printable
 from flodl.files import path_fault
 from flodl.train import Callback, EvalDone, RunDone, RunStarted, StepDone
 from flodl.train.events import Past
 from flodl.train.loggers import Log, make_log
 from flodl.train.saving.keeper import list_checkpoints
+from flodl_hf.errors import ExportError
 from flodl_hf.export.publish import is_model_file
 from flodl_hf.finetuning.best import Best, take_best
 from flodl_hf.finetuning.card import papers

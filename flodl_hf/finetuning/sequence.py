@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flodl.data import Columns, Targets
+from flodl.data import Targets
 from flodl.errors import DataError, capped
 from flodl.metrics import Classification, Metric, MultiLabel, Pearson, Spearman, SquaredError
+from flodl_hf.columns import Columns
 from flodl_hf.decode.classes import activation_for, class_scores, mean_over_windows
 from flodl_hf.finetuning.rows import EncodedRows, RowBuilder
 from flodl_hf.finetuning.step import Kind

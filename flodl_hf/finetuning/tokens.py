@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from flodl.data import Columns
 from flodl.errors import DataError, capped
 from flodl.metrics import Metric, SpanF1
 from flodl_hf.alignment import IGNORE, Units, align_tags, read_tags, tags_of_spans, word_units
+from flodl_hf.columns import Columns
 from flodl_hf.finetuning.rows import EncodedRows, RowBuilder
 from flodl_hf.finetuning.step import Kind
 from flodl_hf.finetuning.task import CHUNK, Examples, Prepared, Room, check_texts

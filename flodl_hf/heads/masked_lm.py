@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flodl.errors import PredictError
+from flodl_hf.errors import PredictError
 from flodl_hf.heads.head import Head
 from flodl_hf.heads.scoring import ScoringModel
 from flodl_hf.losses import check_labels, token_loss

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Unpack
 
 from torch import Tensor
 
-from flodl.errors import PredictError
+from flodl_hf.errors import PredictError
 from flodl_hf.heads.head import Head
 from flodl_hf.losses import span_loss
 from flodl_hf.model import EncoderModel

@@ -145,9 +145,9 @@ class SequenceClassifier(ScoringModel):
         Raises:
             PredictError: no labels, a template without ``{}``, or a model without an entailment label.
         """
-        from flodl.errors import PredictError
         from flodl_hf.decode import contradiction_id, decode_zero_shot, entailment_id
         from flodl_hf.decode.compat import zero_shot_classification
+        from flodl_hf.errors import PredictError
         from flodl_hf.results import Labels
         from flodl_hf.runtime import Session
         from flodl_hf.runtime.items import several
@@ -259,7 +259,7 @@ def _documents(query: Any, documents: Any) -> list[str]:
     Raises:
         PredictError: query or documents are not what they are to be.
     """
-    from flodl.errors import PredictError
+    from flodl_hf.errors import PredictError
     from flodl_hf.runtime.items import several
 
     texts = several(documents, "rerank")

@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from flodl.errors import ParityError, nearest
+from flodl.errors import nearest
+from flodl_hf.errors import ParityError
 from flodl_hf.families import register, registered
 from flodl_hf.parity.cell import Bench, Cell, all_cells
 from flodl_hf.parity.checks import CHECKS, Evidence, Status

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flodl.errors import ParityError
+from flodl_hf.errors import ParityError
 
 __all__ = [
     "Reference",

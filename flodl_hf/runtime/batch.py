@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flodl.errors import PredictError
 from flodl_hf.decode.rows import TokenTable
+from flodl_hf.errors import PredictError
 from flodl_hf.runtime.passes import At, Work
 
 __all__ = ["Batch", "batch_of", "check_rows"]

@@ -11,8 +11,8 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from flodl.errors import PredictError
 from flodl_hf.decode.rows import TokenTable
+from flodl_hf.errors import PredictError
 from flodl_hf.runtime.items import plain_pairs
 
 if TYPE_CHECKING:

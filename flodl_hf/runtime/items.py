@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from flodl.errors import FlodlError, PredictError
+from flodl.errors import FlodlError
+from flodl_hf.errors import PredictError
 from flodl_hf.results import Found, is_empty
 from flodl_hf.runtime.stream import Job
 

@@ -12,7 +12,8 @@ from typing import Any, TypedDict
 import torch
 
 from flodl.devices import all_devices, find_device
-from flodl.errors import PredictError, nearest
+from flodl.errors import nearest
+from flodl_hf.errors import PredictError
 from flodl_hf.runtime.precision import Precision, check_name
 
 __all__ = ["RunKeywords", "RunOptions"]

@@ -12,7 +12,8 @@ from typing import Literal, TypeAlias, get_args
 
 import torch
 
-from flodl.errors import PredictError, nearest
+from flodl.errors import nearest
+from flodl_hf.errors import PredictError
 
 __all__ = ["Precision", "check_name", "check_precision", "dtype_of", "multiplying"]
 

@@ -24,7 +24,8 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
-from flodl.errors import FlodlError, PredictError
+from flodl.errors import FlodlError
+from flodl_hf.errors import PredictError
 from flodl_hf.runtime.options import RunOptions
 from flodl_hf.runtime.parcels import packed, receive, send
 from flodl_hf.runtime.passes import Work

@@ -12,7 +12,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, processors
 
-from flodl.errors import TokenizerError, capped, printable
+from flodl.errors import capped, printable
+from flodl_hf.errors import TokenizerError
 
 from .settings import ROLES, content, extra_tokens
 from .source import parse_json

@@ -14,7 +14,8 @@ from typing import Any
 
 import tokenizers
 
-from flodl.errors import TokenizerError, printable
+from flodl.errors import printable
+from flodl_hf.errors import TokenizerError
 
 from .foreign import foreign_patterns, within_time
 from .guard import MAX_GROWTH, check_texts, growth, guarded

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flodl.errors import TokenizerError, nearest
+from flodl.errors import nearest
+from flodl_hf.errors import TokenizerError
 
 from .guard import check_text
 

@@ -20,7 +20,8 @@ from tokenizers import (
     pre_tokenizers,
 )
 
-from flodl.errors import TokenizerError, capped, printable
+from flodl.errors import capped, printable
+from flodl_hf.errors import TokenizerError
 
 from . import pipeline
 from .added import add_missing, add_roles, add_stated, frame

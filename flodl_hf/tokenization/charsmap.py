@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import struct
 
-from flodl.errors import TokenizerError
+from flodl_hf.errors import TokenizerError
 
 __all__ = ["CharsMap", "longest_replacement"]
 

@@ -12,7 +12,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from flodl.errors import TokenizerError, printable
+from flodl.errors import printable
+from flodl_hf.errors import TokenizerError
 
 __all__ = ["foreign_patterns", "within_time"]
 

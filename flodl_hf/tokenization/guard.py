@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from flodl.errors import TokenizerError, printable
+from flodl.errors import printable
+from flodl_hf.errors import TokenizerError
 
 from .charsmap import longest_replacement
 

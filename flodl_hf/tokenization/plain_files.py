@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from flodl.errors import TokenizerError, capped, printable
+from flodl.errors import capped, printable
+from flodl_hf.errors import TokenizerError
 
 __all__ = ["read_merges", "read_vocab_json", "read_vocab_txt"]
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from flodl.errors import TokenizerError
+from flodl_hf.errors import TokenizerError
 
 __all__ = ["Cut", "Overflow", "Row", "cut_rows", "plan_windows"]
 

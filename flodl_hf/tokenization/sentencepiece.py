@@ -14,7 +14,8 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from flodl.errors import TokenizerError, printable
+from flodl.errors import printable
+from flodl_hf.errors import TokenizerError
 
 __all__ = [
     "BYTE",

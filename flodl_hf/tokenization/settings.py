@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from flodl.errors import TokenizerError, nearest
+from flodl.errors import nearest
+from flodl_hf.errors import TokenizerError
 
 from .source import parse_json
 

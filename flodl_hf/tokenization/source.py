@@ -13,9 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flodl.errors import TokenizerError, printable
+from flodl.errors import printable
 from flodl.files import POINTER_ADVICE, is_pointer
 from flodl_hf.checkpoint.members import read_member
+from flodl_hf.errors import TokenizerError
 
 __all__ = ["TOKENIZER_FILES", "parse_json", "read_bytes", "read_source", "write_files"]
 

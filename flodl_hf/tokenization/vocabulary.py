@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
-from flodl.errors import TokenizerError, capped, printable
+from flodl.errors import capped, printable
+from flodl_hf.errors import TokenizerError
 
 from .backend import Backend
 from .guard import guarded

@@ -14,6 +14,7 @@ import pytest
 import flodl
 import flodl_hf
 from flodl import errors
+from flodl_hf import errors as hf_errors
 
 
 def packages() -> list[str]:
@@ -102,6 +103,9 @@ def test_errors_survive_pickling(kind: type[errors.FlodlError]) -> None:
     assert (again.problems, again.place) == (["a", "b"], 3)
 
 
-def test_the_tree_in_the_docstring_is_the_tree() -> None:
-    drawn = errors.__doc__ or ""
-    assert [k.__name__ for k in kinds() if k.__module__ == "flodl.errors" and k.__name__ not in drawn] == []
+@pytest.mark.parametrize("module", [errors, hf_errors])
+def test_the_tree_in_the_docstring_is_the_tree(module: ModuleType) -> None:
+    drawn = module.__doc__ or ""
+    own = [k.__name__ for k in kinds() if k.__module__ == module.__name__]
+    assert own
+    assert [name for name in own if name not in drawn] == []

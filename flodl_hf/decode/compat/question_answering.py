@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from flodl.errors import PredictError
 from flodl_hf.decode.rows import Logits, TokenRow, flat_logits
+from flodl_hf.errors import PredictError
 
 __all__ = ["question_answering"]
 

@@ -232,7 +232,7 @@ def test_an_empty_share_has_the_parts_of_any_batch_without_rows():
     assert last.num_rows == 0
     assert last["input_ids"].shape == (0,)
     assert last["input_ids"].dtype == torch.int64
-    assert last["cu_seqlens"].tolist() == [0]
+    assert last["offsets"].tolist() == [0]
     assert last["max_length"] == 0
 
 
@@ -466,8 +466,8 @@ def test_padded_rows():
 def test_packed_rows_are_the_padded_ones_end_to_end(rows):
     given_rows = [{"input_ids": r, "labels": i} for i, r in enumerate(rows)]
     packed, padded = CollateTokens("packed", ragged=())(given_rows), CollateTokens(ragged=())(given_rows)
-    edges = packed["cu_seqlens"].tolist()
-    assert packed["cu_seqlens"].dtype == torch.int32
+    edges = packed["offsets"].tolist()
+    assert packed["offsets"].dtype == torch.int32
     for i, row in enumerate(rows):
         part = slice(edges[i], edges[i + 1])
         assert packed["input_ids"][part].tolist() == row

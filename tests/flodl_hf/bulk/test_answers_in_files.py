@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 from bulk_inputs import texts
 
-from flodl.errors import DataError, PredictError
+from flodl.errors import DataError
 from flodl_hf import predict_file
 from flodl_hf.auto import AutoModelForSequenceClassification
+from flodl_hf.errors import PredictError
 
 TEXTS = texts(37)
 MASKED = [f"the {word} [MASK] sat" for word in ("cat", "dog", "film")]

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 import flodl_hf.bulk.run as run
-from flodl.errors import PredictError
 from flodl.sealed import seal, unseal
 from flodl_hf import predict_file
 from flodl_hf.bulk.parts import OLD_MANIFEST, OLD_RECORD, Parts
+from flodl_hf.errors import PredictError
 
 SUFFIXES = ["jsonl", "csv", "tsv", "parquet"]
 

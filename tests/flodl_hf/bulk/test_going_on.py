@@ -16,9 +16,10 @@ from typing import Any
 
 import pytest
 
-from flodl.errors import DataError, PredictError
+from flodl.errors import DataError
 from flodl_hf import predict_file
 from flodl_hf.bulk.parts import Parts
+from flodl_hf.errors import PredictError
 
 ROOT = Path(__file__).parents[3]
 HEAD = "sequence_classification"

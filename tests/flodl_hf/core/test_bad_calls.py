@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from flodl.errors import ConfigError, FlodlError, HubError, PredictError, TokenizerError
+from flodl.errors import ConfigError, FlodlError
 from flodl_hf import AutoConfig, AutoModel, AutoModelForSequenceClassification, load
 from flodl_hf.auto import head_named
 from flodl_hf.config import ModelConfig
+from flodl_hf.errors import HubError, PredictError, TokenizerError
 
 Maker = Callable[..., Any]
 Saved = Callable[..., Path]

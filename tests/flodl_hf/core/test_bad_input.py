@@ -14,8 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from flodl.errors import CheckpointError, ConfigError, FlodlError, TokenizerError, UnsafeFileError
+from flodl.errors import CheckpointError, ConfigError, FlodlError, UnsafeFileError
 from flodl_hf.auto import head_named
+from flodl_hf.errors import TokenizerError
 from flodl_hf.families import FAMILIES
 
 Saved = Callable[..., Path]

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from flodl.errors import TokenizerError
 from flodl_hf import load
+from flodl_hf.errors import TokenizerError
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.transformers

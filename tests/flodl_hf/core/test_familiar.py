@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from flodl.errors import ConfigError, HubError, PredictError
+from flodl.errors import ConfigError
 from flodl_hf import load
+from flodl_hf.errors import HubError, PredictError
 from flodl_hf.families import FAMILIES
 
 Maker = Callable[..., Any]

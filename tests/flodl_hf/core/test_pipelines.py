@@ -12,8 +12,9 @@ import pytest
 import torch
 
 import flodl_hf
-from flodl.errors import ConfigError, PredictError
+from flodl.errors import ConfigError
 from flodl_hf import load, pipeline
+from flodl_hf.errors import PredictError
 
 Saved = Callable[..., Path]
 TEXTS = ["ada lives in paris!", "the acme corp's cat-dog ran, 3.14 times", "xyz"]

@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flodl.errors import PredictError
+from flodl_hf.errors import PredictError
 from flodl_hf.families import FAMILIES
 from flodl_hf.tokenizer import Tokenizer
 

@@ -17,9 +17,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flodl.errors import PredictError
 from flodl_hf.attention import attend
 from flodl_hf.buckets import Buffer, bucket_of, fill
+from flodl_hf.errors import PredictError
 from flodl_hf.families import FAMILIES
 from flodl_hf.heads import HEADS
 from flodl_hf.kernels import trust

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from flodl.errors import PredictError
+from flodl_hf.errors import PredictError
 from flodl_hf.sentence import SentenceRecipe
 
 Maker = Callable[..., Any]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from flodl.errors import PredictError
+from flodl_hf.errors import PredictError
 
 Maker = Callable[..., Any]
 TEXTS = ["the cat sat", "a dog ran on the mat"]

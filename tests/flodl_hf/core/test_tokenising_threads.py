@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from flodl.errors import TokenizerError
+from flodl_hf.errors import TokenizerError
 from flodl_hf.tokenization import spread
 from flodl_hf.tokenizer import Tokenizer
 

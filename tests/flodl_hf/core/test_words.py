@@ -12,9 +12,10 @@ import pytest
 import torch
 
 import flodl_hf
-from flodl.errors import ConfigError, ExportError, PredictError, TokenizerError
+from flodl.errors import ConfigError
 from flodl_hf import words
 from flodl_hf.auto import load
+from flodl_hf.errors import ExportError, PredictError, TokenizerError
 from flodl_hf.model import EncoderModel, LoadKeywords
 from flodl_hf.words import Word
 

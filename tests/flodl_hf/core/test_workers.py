@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 import torch
 
-from flodl.errors import FlodlError, PredictError
+from flodl.errors import FlodlError
+from flodl_hf.errors import PredictError
 from flodl_hf.model import EncoderModel
 from flodl_hf.runtime import Engine, workers
 from flodl_hf.runtime.parcels import packed, receive, send, unpacked

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from flodl.errors import PredictError
 from flodl_hf.decode import TagScheme, decode_classes, decode_entities, join_words
 from flodl_hf.decode.compat import (
     feature_extraction,
@@ -19,6 +18,7 @@ from flodl_hf.decode.compat import (
     zero_shot_classification,
 )
 from flodl_hf.decode.compat.token_classification import TokenizerFacts
+from flodl_hf.errors import PredictError
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.transformers

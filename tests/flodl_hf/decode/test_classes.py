@@ -7,7 +7,6 @@ from math import exp
 import pytest
 import torch
 
-from flodl.errors import PredictError
 from flodl_hf.decode import (
     Classification,
     activation_for,
@@ -17,6 +16,7 @@ from flodl_hf.decode import (
     decode_zero_shot,
     entailment_id,
 )
+from flodl_hf.errors import PredictError
 
 
 @pytest.mark.parametrize(

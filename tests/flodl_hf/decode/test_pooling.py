@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flodl.errors import PredictError
 from flodl_hf.decode import finish_embeddings, pool_packed, pool_padded
 from flodl_hf.decode.pooling import Pooling
+from flodl_hf.errors import PredictError
 
 MODES = [mode for mode in get_args(Pooling) if mode != "pooler"]
 

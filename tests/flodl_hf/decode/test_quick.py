@@ -12,10 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flodl.errors import PredictError
 from flodl_hf.decode import Classification, Entity, decode_classes
 from flodl_hf.decode.entities import _best, _entities, _softmax
 from flodl_hf.decode.quick import made, pairs_of
+from flodl_hf.errors import PredictError
 
 
 @pytest.mark.parametrize(

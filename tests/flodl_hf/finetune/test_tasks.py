@@ -10,8 +10,9 @@ import pytest
 import torch
 from finetune_tables import TABLES, labelled, lines, questions, sentences, spanned, tagged
 
-from flodl.errors import ConfigError, DataError, ExportError, TrainError
+from flodl.errors import ConfigError, DataError, TrainError
 from flodl_hf import demo, load
+from flodl_hf.errors import ExportError
 from flodl_hf.finetuning import finetune, plan_job
 from flodl_hf.finetuning.options import make_options
 
@@ -157,7 +158,7 @@ def test_lines_end_to_end_fill_every_row_and_lose_nothing(length: int, count: in
 
 
 def test_lines_end_to_end_need_a_length_that_leaves_room(base: Path) -> None:
-    from flodl.data import Columns
+    from flodl_hf.columns import Columns
     from flodl_hf.finetuning.masked import MaskedTask
     from flodl_hf.finetuning.task import Room
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from flodl.errors import ParityError
+from flodl_hf.errors import ParityError
 from flodl_hf.parity import matrix
 from flodl_hf.parity.cell import Cell
 from flodl_hf.parity.checks import Evidence

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flodl.errors import PredictError
 from flodl_hf.auto import head_named
 from flodl_hf.config import ModelConfig
 from flodl_hf.encoder_layer import EncoderLayer
+from flodl_hf.errors import PredictError
 from flodl_hf.layout import Packed
 from flodl_hf.model import EncoderModel
 from flodl_hf.runtime import cpu

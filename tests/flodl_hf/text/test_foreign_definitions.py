@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flodl.errors import TokenizerError
+from flodl_hf.errors import TokenizerError
 from flodl_hf.tokenization import foreign
 
 SLOW = "(?:a|b)*[cd][ef]"  # tries each start of a run of a's, to its end

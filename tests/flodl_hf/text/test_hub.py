@@ -18,7 +18,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from flodl.errors import HubError
+from flodl_hf.errors import HubError
 from flodl_hf.hub import resolve
 
 huggingface_hub = pytest.importorskip("huggingface_hub")

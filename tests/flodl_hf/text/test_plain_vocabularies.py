@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from flodl.errors import TokenizerError
+from flodl_hf.errors import TokenizerError
 from flodl_hf.tokenization.compare import PROBES, compare_sources
 from flodl_hf.tokenization.train import train_wordpiece
 from flodl_hf.tokenizer import Tokenizer

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import normalizers
 
-from flodl.errors import TokenizerError
+from flodl_hf.errors import TokenizerError
 from flodl_hf.tokenization.charsmap import CharsMap
 from flodl_hf.tokenization.compare import PROBES
 from flodl_hf.tokenization.pipeline import lowercase

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Inner
 from tokenizers import models, normalizers
 
-from flodl.errors import TokenizerError
+from flodl_hf.errors import TokenizerError
 from flodl_hf.tokenizer import TOKENIZER_FILES, Tokenizer
 
 from .conftest import AWKWARD, CORPUS, KINDS, byte_level, wordpiece

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flodl.errors import TokenizerError
+from flodl_hf.errors import TokenizerError
 from flodl_hf.tokenization.precut import beginning
 from flodl_hf.tokenization.rows import plan_windows
 from flodl_hf.tokenizer import Row, Tokenizer

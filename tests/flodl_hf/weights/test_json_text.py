@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flodl.errors import ExportError
+from flodl_hf.errors import ExportError
 from flodl_hf.export import patch_json
 
 CONFIG = """{

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from flodl.errors import CheckpointError, FlodlError, TokenizerError
+from flodl.errors import CheckpointError, FlodlError
 from flodl_hf import load
+from flodl_hf.errors import TokenizerError
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "bert-base"
 POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 440449768\n"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from flodl.errors import ExportError
+from flodl_hf.errors import ExportError
 from flodl_hf.export import is_model_file, publish_folder
 from flodl_hf.export import publish as publish_module
 

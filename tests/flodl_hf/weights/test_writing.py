@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from torch import Tensor
 from weight_tables import TABLES, same, save_sharded, save_single
 
-from flodl.errors import ExportError
 from flodl.safetensors_header import read_header
 from flodl_hf.checkpoint import Checkpoint
+from flodl_hf.errors import ExportError
 from flodl_hf.export import (
     convert_bin,
     plan_state,

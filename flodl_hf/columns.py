@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from flodl.errors import DataError, capped, printable
+from flodl.errors import DataError, capped
 
-__all__ = ["Columns", "Targets", "infer_columns", "infer_targets"]
+__all__ = ["NAMES", "Columns", "infer_columns"]
 
 Task = Literal["sequence-classification", "token-classification", "question-answering", "masked-lm"]
 
-_NAMES: dict[str, tuple[str, ...]] = {
+NAMES: dict[str, tuple[str, ...]] = {
     "text": (
         *("text", "sentence", "sentence1", "premise", "question1", "text1", "text_a"),
         *("review", "content", "tweet", "comment", "body", "document", "utterance", "query"),
@@ -30,6 +30,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "context": ("context", "passage", "document", "paragraph"),
     "answers": ("answers", "answer"),
 }
+"""The names that training data goes by, for each role; the earlier one holds where a table has two."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,9 +76,9 @@ def infer_columns(rows: Sequence[Mapping[str, Any]], **said: str | None) -> Colu
         raise DataError("columns: no rows to look at", rows=0)
     names = list(rows[0])
     wrong = [
-        f"{role}={name!r}" + ("" if role in _NAMES else f": no such role, known are {list(_NAMES)}")
+        f"{role}={name!r}" + ("" if role in NAMES else f": no such role, known are {list(NAMES)}")
         for role, name in said.items()
-        if role not in _NAMES or (name is not None and name not in names)
+        if role not in NAMES or (name is not None and name not in names)
     ]
     if wrong:
         raise DataError(f"columns: {'; '.join(wrong)}; the data has columns {names}", names=names, problems=wrong)
@@ -88,7 +89,7 @@ def infer_columns(rows: Sequence[Mapping[str, Any]], **said: str | None) -> Colu
     def look(role: str, *kinds: str) -> str | None:
         if role in found:
             return found[role]
-        for known in _NAMES[role]:
+        for known in NAMES[role]:
             for name in names:
                 if name.lower() == known and name not in found.values() and _kind(rows, name) in kinds:
                     return name
@@ -137,7 +138,7 @@ def _refuse_pairs(names: Sequence[str]) -> None:
     """
     lowered = {name.lower() for name in names}
     alike = [group for group in _PAIRS if lowered.issuperset(group)]
-    if alike and not lowered & set(_NAMES["label"]):
+    if alike and not lowered & set(NAMES["label"]):
         raise DataError(
             f"columns: {list(names)} look like texts that belong together (anchor, positive, negative; chosen, "
             "rejected). Such rows train vectors or preferences, as sentence-transformers does with "
@@ -160,7 +161,7 @@ def _kind(rows: Sequence[Mapping[str, Any]], name: str) -> str:
         kinds -= {"empty list"}
     if kinds == {"empty list"}:
         # nothing is annotated in the rows looked at
-        return "list of records" if name.lower() in _NAMES["spans"] else "list of text"
+        return "list of records" if name.lower() in NAMES["spans"] else "list of text"
     return kinds.pop() if len(kinds) == 1 else "mixed" if kinds else "nothing"
 
 
@@ -181,123 +182,3 @@ def _kind_of(value: Any) -> str:
             inner.pop() if len(inner) == 1 else "", "list"
         )
     return type(value).__name__
-
-
-@dataclass(frozen=True)
-class Targets:
-    """What labels look like, and their numbers.
-
-    Attributes:
-        kind: one label of several, any number of labels, or a number to predict.
-        names: the labels in the order of their numbers; empty for regression.
-    """
-
-    kind: Literal["single_label", "multi_label", "regression"]
-    names: tuple[str, ...] = ()
-
-    def encode(self, value: Any) -> int | float | list[float]:
-        """Return the label as a model takes it: its number, a list of 0.0 and 1.0, or the value itself.
-
-        Raises:
-            DataError: the label is not one of ``names``.
-        """
-        if self.kind == "regression":
-            return float(value)
-        if self.kind == "single_label":
-            return self._number(value)
-        if len(value) == len(self.names) and all(v in (0, 1) and not isinstance(v, str) for v in value):
-            return [float(v) for v in value]
-        said = {self._number(v) for v in value}
-        return [float(k in said) for k in range(len(self.names))]
-
-    def _number(self, value: Any) -> int:
-        name = _name(value)
-        if name not in self.names:
-            raise DataError(
-                f"labels: {printable(name)} is not one of {list(self.names)[:20]}; "
-                "were labels taken from other data, or is it misspelt?",
-                found=name,
-                expected=self.names,
-            )
-        return self.names.index(name)
-
-
-def infer_targets(
-    values: Sequence[Any], kind: Literal["single_label", "multi_label", "regression"] | None = None
-) -> Targets:
-    """Return what kind of labels ``values`` are, and their names in order.
-
-    Lists are several labels; numbers with a fraction, other than in lists, are for regression; all else is one label.
-    Names that are whole numbers are ordered as numbers, others by character.
-
-    Args:
-        values: the labels of all training rows.
-        kind: what they are, where that is known.
-
-    Raises:
-        DataError: a label is missing, kinds are mixed, or whole numbers take so many values that they may be for
-            regression: say ``kind``.
-    """
-    empty = [i for i, v in enumerate(values) if v is None or v == ""]
-    if empty or not values:
-        raise DataError(
-            f"labels: {len(empty)} of {len(values)} rows have none, first row {empty[0] if empty else 0}; "
-            "expected a label in each",
-            rows=empty,
-        )
-    lists = sum(isinstance(v, (list, tuple)) for v in values)
-    if lists not in (0, len(values)):
-        raise DataError(f"labels: {lists} of {len(values)} rows have a list, the others do not; expected one kind")
-    if lists and kind in (None, "multi_label"):
-        flags = all(v in (0, 1) and not isinstance(v, str) for row in values for v in row)
-        if flags and len({len(row) for row in values}) == 1:
-            return Targets("multi_label", tuple(str(k) for k in range(len(values[0]))))
-        return Targets("multi_label", _ordered({_name(v) for row in values for v in row}))
-    numbers = [_number_of(v) for v in values]
-    is_numeric = all(n is not None for n in numbers)
-    fractions = is_numeric and any(n is not None and not n.is_integer() for n in numbers)
-    if kind == "regression" or (kind is None and fractions):
-        if not is_numeric:
-            wrong = next(v for v, n in zip(values, numbers, strict=True) if n is None)
-            raise DataError(
-                f"labels: {printable(str(wrong))} is no number; expected numbers for regression", found=wrong
-            )
-        return Targets("regression")
-    if lists or kind == "multi_label":
-        raise DataError(f"labels: kind is {kind!r}, and the labels are {'' if lists else 'not '}lists", kind=kind)
-    names = _ordered({_name(v) for v in values})
-    if kind is None and not is_numeric and len(names) > max(20, len(values) // 2):
-        raise DataError(
-            f"labels: {len(names)} different labels in {len(values)} rows, such as {printable(names[0][:60])}: nearly "
-            "as many classes as rows. Is this column text? Say which column holds the labels, or kind='single_label' "
-            "for that many classes",
-            count=len(names),
-        )
-    if kind is None and is_numeric and len(names) > max(20, len(values) // 2):
-        raise DataError(
-            f"labels: {len(names)} different whole numbers in {len(values)} rows; say kind='regression' to predict "
-            "numbers, or kind='single_label' for that many classes",
-            count=len(names),
-        )
-    return Targets("single_label", names)
-
-
-def _name(value: Any) -> str:
-    if isinstance(value, float) and value.is_integer():
-        return str(int(value))
-    return str(value)
-
-
-def _number_of(value: Any) -> float | None:
-    if isinstance(value, bool):
-        return None
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        return None
-
-
-def _ordered(names: set[str]) -> tuple[str, ...]:
-    if all(name.removeprefix("-").isdecimal() for name in names):
-        return tuple(sorted(names, key=int))
-    return tuple(sorted(names))

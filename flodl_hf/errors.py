@@ -1,0 +1,35 @@
+"""The errors of models, tokenizers and folders; those that any program meets are in `flodl.errors`.
+
+FlodlError
+├── TokenizerError        a tokenizer file or a text that cannot be turned into tokens
+├── HubError              a name that cannot be resolved to a folder of files
+├── PredictError          a prediction that cannot be made as asked
+├── ExportError           a folder that cannot be written
+└── ParityError           two sides that were to be equal and are not
+"""
+
+from __future__ import annotations
+
+from flodl.errors import FlodlError
+
+__all__ = ["ExportError", "HubError", "ParityError", "PredictError", "TokenizerError"]
+
+
+class TokenizerError(FlodlError):
+    """A tokenizer file that cannot be used, or a text that cannot be turned into tokens."""
+
+
+class HubError(FlodlError):
+    """A repository name or file that cannot be resolved."""
+
+
+class PredictError(FlodlError):
+    """A prediction that cannot be made as asked."""
+
+
+class ExportError(FlodlError):
+    """A folder that cannot be written."""
+
+
+class ParityError(FlodlError):
+    """Two sides that were to be equal and are not."""

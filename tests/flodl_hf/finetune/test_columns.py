@@ -1,0 +1,43 @@
+"""What the columns of a table are for is told by their names and kinds, and doubts are not guessed."""
+
+import pytest
+
+from flodl.errors import DataError
+from flodl_hf.columns import Columns, infer_columns
+
+SENTENCE = {"words": ["a"], "tags": ["O"]}
+ANSWERS = {"text": ["a"], "answer_start": [0]}
+COLUMNS = [
+    ({"sentence": "a", "label": 1, "idx": 3}, Columns(task="sequence-classification", text="sentence", label="label")),
+    ({"premise": "a", "hypothesis": "b", "label": "x"}, Columns(task="sequence-classification", text="premise", text_pair="hypothesis", label="label")),
+    ({"Headline text": "long enough", "Topic": "x"}, Columns(task="sequence-classification", text="Headline text", label="Topic")),
+    ({"text": "a", "labels": ["x", "y"]}, Columns(task="sequence-classification", text="text", label="labels")),
+    ({"id": "3", "tokens": ["a"], "ner_tags": [0]}, Columns(task="token-classification", words="tokens", tags="ner_tags")),
+    (SENTENCE, Columns(task="token-classification", words="words", tags="tags")),
+    ({"text": "a", "entities": [{"start": 0, "end": 1, "label": "x"}]}, Columns(task="token-classification", text="text", spans="entities")),
+    ({"id": "1", "question": "a", "context": "b", "answers": ANSWERS}, Columns(task="question-answering", question="question", context="context", answers="answers")),
+    ({"text": "a"}, Columns(task="masked-lm", text="text")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("row", "expected"), COLUMNS, ids=[" ".join(row) for row, _ in COLUMNS])
+def test_columns_are_told_by_names_and_kinds(row, expected):
+    assert infer_columns([row]) == expected
+
+
+def test_sentences_without_entities_do_not_hide_the_spans():
+    rows = [{"text": "a", "spans": []}, {"text": "b", "spans": []}]
+    assert infer_columns(rows).spans == "spans"
+
+
+def test_columns_can_be_said_and_doubts_are_not_guessed():
+    rows = [{"a": "x", "b": "y", "c": "z"}]
+    with pytest.raises(DataError) as caught:
+        infer_columns(rows)
+    assert caught.value.problems == ["a: text", "b: text", "c: text"]
+    assert infer_columns(rows, text="b", label="c") == Columns(task="sequence-classification", text="b", label="c")
+    for said in ({"text": "q"}, {"txet": "a"}):
+        with pytest.raises(DataError):
+            infer_columns(rows, **said)
+    with pytest.raises(DataError):
+        infer_columns([])
