@@ -6,7 +6,7 @@ JOBS ?= 2
 # One thread a test process: the tests are small, and several processes share the machine.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test test-slow test-isa check format bench docs clean
+.PHONY: help demo test test-slow test-isa check format bench docs docs-serve clean
 
 help: ## list the verbs
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -43,8 +43,13 @@ format: $(VENV)/.ready ## format and fix what can be fixed by itself
 bench: $(VENV)/.ready ## measure: graph overhead, loading, prediction (minutes)
 	OMP_NUM_THREADS=2 $(BIN)/python -m benchmarks
 
-docs: $(VENV)/.ready ## write the generated pages of docs/reference
+docs: $(VENV)/.ready ## write the generated pages of docs/reference, and the site into build/site
 	$(BIN)/python -m docs.generate
+	$(BIN)/python -m sphinx -b html -q -W --keep-going docs build/site
+	@echo "build/site/index.html"
+
+docs-serve: docs ## the site on http://127.0.0.1:8000
+	$(BIN)/python -m http.server 8000 --bind 127.0.0.1 --directory build/site
 
 clean: ## remove the environment and caches
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis *.egg-info

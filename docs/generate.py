@@ -46,7 +46,9 @@ def index_page() -> str:
         "- [Families](families.md): settings, tensor names, what is ignored and why\n"
         "- [Heads](heads.md): tasks, classes, results\n"
         "- [Command line](cli.md): every option\n"
-        "- [Errors](errors.md): the tree",
+        "- [Errors](errors.md): the tree\n"
+        "- [flodl_hf](../api/flodl_hf.md) and [flodl](../api/flodl.md): classes and functions, in the built site",
+        "```{toctree}\n:hidden:\n\nfamilies\nheads\ncli\nerrors\n../api/flodl_hf\n../api/flodl\n```",
     )
 
 

@@ -231,3 +231,13 @@ def test_a_wrong_document_is_noticed(tmp_path: Path) -> None:
     assert differs(("a",), "a\nb\n") is not None
     with pytest.raises(ZeroDivisionError):
         run_python(Block(path, 9, "python", (), "1 / 0", ""), {})
+
+
+def test_every_page_stands_in_the_book() -> None:
+    listed = set()
+    for path in (ROOT / "docs").rglob("*.md"):
+        for body in re.findall(r"^```\{toctree\}\n(.*?)^```", path.read_text("utf-8"), re.MULTILINE | re.DOTALL):
+            for entry in (line for line in body.splitlines() if line and not line.startswith(":")):
+                listed |= {found.resolve() for found in path.parent.glob(entry + ".md")}
+    pages = {path.resolve() for path in (ROOT / "docs").rglob("*.md")} - {(ROOT / "docs" / "index.md").resolve()}
+    assert sorted(map(name, pages - listed)) == []

@@ -1,0 +1,46 @@
+"""How the site is built from the Markdown of this folder and the docstrings of both packages: `make docs`."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+_PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+
+project = "flodl-hf"
+author = "the flodl-hf authors"
+release = _PROJECT["version"]
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+    "sphinx_design",
+]
+source_suffix = {".md": "markdown"}
+exclude_patterns = ["_build", "pictures"]
+
+# A heading's anchor is what the Markdown of a repository's pages has, so that links hold in both.
+myst_heading_anchors = 4
+myst_enable_extensions = ["colon_fence", "deflist"]
+# Links from a page to a file of the repository that is no page: shown as text with its path.
+suppress_warnings = ["myst.xref_missing", "myst.header"]
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+napoleon_google_docstring = True
+napoleon_use_ivar = True
+# A name in single backticks is the object of that name where there is one.
+default_role = "py:obj"
+
+html_theme = "furo"
+html_title = f"flodl-hf {release}"
+html_static_path = ["pictures"]
+html_theme_options = {"navigation_with_keys": True}
+html_show_sphinx = False
+# Prompts and output of console blocks are not copied.
+copybutton_prompt_text = r"\$ |>>> "
+copybutton_prompt_is_regexp = True
+copybutton_only_copy_prompt_lines = True

@@ -1,0 +1,71 @@
+"""Two devices of unequal speed: what summing gradients costs, and what taking whole turns gives back.
+
+    python examples/unequal_devices.py [FACTOR]
+
+The second of two ranks (processes on this machine's processor, or its GPUs) is made FACTOR times slower, 3 by default.
+Under ``sync`` both share every batch in halves; under ``cadence`` each takes whole batches and they meet now and then.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from flodl.data import TensorRows
+from flodl.train import Loss, Synced, Trainer, adamw
+
+WIDTH = 64
+
+
+def rows(count: int, seed: int) -> TensorRows:
+    """Return points of four classes: on which side of a plane, and whether two coordinates have one sign."""
+    x = torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(seed))
+    return TensorRows({"x": x, "y": (x[:, 0] * x[:, 1] > 0).long() + 2 * (x[:, 8:].sum(1) > 0).long()})
+
+
+def make_model(device: torch.device) -> nn.Module:
+    """Return a small network."""
+    return nn.Sequential(nn.Linear(WIDTH, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 4))
+
+
+def step(model: nn.Module, batch: dict[str, Tensor]) -> Loss:
+    """Return the loss of a batch as a sum and a count."""
+    return Loss(cross_entropy(model(batch["x"]), batch["y"], reduction="sum"), len(batch["y"]))
+
+
+def judge(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, tuple[Tensor, int]]:
+    """Return how many of a batch are right."""
+    return {"accuracy": ((model(batch["x"]).argmax(1) == batch["y"]).sum(), len(batch["y"]))}
+
+
+def main(factor: float = 3.0, epochs: int = 2) -> dict[str, tuple[float, float]]:
+    """Print seconds and accuracy of each policy, and who did how much; return them."""
+    torch.set_num_threads(1)
+    train, test = rows(4_096, seed=1), rows(1_024, seed=2)
+    start = "spawn" if torch.cuda.device_count() > 1 else "fork"
+    found = {}
+    for policy in ("sync", "cadence"):
+        meetings: list[Synced] = []
+        run = Trainer.builder(make_model, adamw(3e-3), step).dataset(train).batch_size(64).num_epochs(epochs)
+        run.evaluate(judge, test, batch_size=256).devices(2, start=start).policy(policy).progress(False)
+        run.slowdown(rank=1, factor=factor).subscribe(meetings.append, Synced)
+        begin = time.perf_counter()
+        trained = run.run().join()
+        seconds = time.perf_counter() - begin
+        last = trained.metrics[-1]
+        shares = " and ".join(f"{share:.0%}" for share in last.share)
+        epoch_s = min(epoch.epoch_ms for epoch in trained.metrics) / 1e3
+        print(
+            f"{policy:8} {seconds:5.1f} s in all, {epoch_s:5.2f} s the quickest epoch; ranks did {shares} of the rows; "
+            f"{last.eval['accuracy']:.1%} right" + (f"; met {len(meetings)} times" if meetings else "")
+        )
+        found[policy] = (epoch_s, last.eval["accuracy"])
+    return found
+
+
+if __name__ == "__main__":
+    main(*map(float, sys.argv[1:2]))
