@@ -48,7 +48,7 @@ class GraphSteps:
     def end_step(self) -> None:
         """Close a step in every graph."""
         for graph in self._graphs:
-            if graph in self._keeping or graph._observer is not None:
+            if graph in self._keeping or (graph._observer is not None and graph._observer.profiling()):
                 graph.end_step()
             else:
                 graph._step_count += 1
@@ -104,5 +104,5 @@ def _outermost(module: nn.Module) -> Iterator[Graph]:
 def _keeps(module: nn.Module) -> bool:
     """Return whether a module keeps values from one call to the next."""
     if isinstance(module, Graph):
-        return module.has_state() or bool(module.watched)
+        return module.has_state()  # values of watched tags lose their history where they are collected
     return offered(module, "detach_state") is not None

@@ -7,35 +7,23 @@ in `trend`, timings in `profile`, files in `export`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from enum import StrEnum
 from os import PathLike
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from flodl.errors import GraphError, GraphPathError, nearest
 from flodl.graph.core import GraphCore
 from flodl.graph.tree import PathKind, resolve_one, subgraph
 from flodl.observe import export
+from flodl.observe.live import Reduce, one_value, reduce_named, reduced, seeing
 from flodl.observe.profile import Profile, Profiler
 from flodl.observe.series import Series
 from flodl.observe.trend import Trend, TrendGroup
 
-__all__ = ["Observer", "Reduce", "observer_of"]
+__all__ = ["Observer", "observer_of"]
 
 Names = str | Iterable[str]
-
-
-class Reduce(StrEnum):
-    """How a tensor becomes one value."""
-
-    MEAN = "mean"
-    SUM = "sum"
-    MAX = "max"
-    MIN = "min"
-    NORM = "norm"
-    """The L2 norm of all elements."""
 
 
 class Observer:
@@ -55,13 +43,44 @@ class Observer:
         self._timings = Series()
         self._profiler: Profiler | None = None
         self._flush_count = 0
+        self.reductions: dict[str, list[Reduce]] = {}
+
+    # what a trainer collects by itself
+
+    def watch(self, *tags: Names, reduce: Reduce | str = Reduce.MEAN) -> None:
+        """Watch tags, which a trainer collects in each step: each tensor reduced to one value.
+
+        ``graph.watch(tag)`` does the same with means. The value of a tag is called by its name, that of another
+        reduction than the mean ``tag:norm`` and so on.
+
+        Raises:
+            GraphError: the graph has no such tag.
+        """
+        how = reduce_named(reduce, "watch")
+        names = self._expanded(tags)
+        self._graph.watch(*names)
+        for name in names:
+            self.reductions.setdefault(name, []).append(how)
+
+    def put(self, name: str, value: float) -> None:
+        """Have ``value`` be the metric ``name`` of this epoch, in place of what was recorded for it here."""
+        self._metrics.put(name, value)
+
+    def _take(self, tag: str, value: float | Tensor) -> None:
+        """Take in one value; in a step of a trainer the trainer does, which knows other ranks and recorded steps."""
+        seen = seeing()
+        owner = None if seen is None else seen.owners.get(id(self._graph))
+        if seen is None or owner is None:
+            self._metrics.add(tag, value)
+        else:
+            seen.add(f"{owner}.{tag}" if owner else tag, one_value(value, f"record {tag!r}", tag))
 
     # one step
 
     def record(self, tag: str, values: Iterable[float | Tensor]) -> None:
         """Append values to the buffer of ``tag``, which may be any name."""
         for value in values:
-            self._metrics.add(tag, value)
+            self._take(tag, value)
 
     def record_scalar(self, tag: str, value: float | Tensor) -> None:
         """Append one value to the buffer of ``tag``, which may be any name.
@@ -69,7 +88,7 @@ class Observer:
         Raises:
             GraphError: a tensor that does not hold exactly one element.
         """
-        self._metrics.add(tag, value)
+        self._take(tag, value)
 
     def collect(self, *tags: Names) -> None:
         """Append the values that tags had in the last call of the graph.
@@ -87,7 +106,7 @@ class Observer:
                     f"use collect_with({tag!r}, Reduce.MEAN)",
                     tag=tag,
                 )
-            self._metrics.add(tag, value)
+            self._take(tag, value)
 
     def collect_with(self, *tags_and_reduce: Names | Reduce, reduce: Reduce | str | None = None) -> None:
         """Append the values that tags had in the last call, each tensor reduced to one value.
@@ -101,13 +120,16 @@ class Observer:
         """
         tags = [item for item in tags_and_reduce if not isinstance(item, Reduce)]
         given = [item for item in tags_and_reduce if isinstance(item, Reduce)]
-        given += [] if reduce is None else [_reduce_named(reduce)]
+        given += [] if reduce is None else [reduce_named(reduce)]
         if len(given) != 1:
             raise GraphError(f"collect_with: {len(given)} reductions given, expected one, such as Reduce.MEAN")
         for tag, value in self._values(tags, "collect_with"):
             if isinstance(value, Tensor):
-                value = _reduced(tag, value, given[0])
-            self._metrics.add(tag, value)
+                if not value.numel():
+                    shape = tuple(value.shape)
+                    raise GraphError(f"collect_with: tag {tag!r} has shape {shape} and so no elements", tag=tag)
+                value = reduced(value, given[0])
+            self._take(tag, value)
 
     def collected(self, tag: str) -> list[float]:
         """Return the buffer of ``tag``: what came since the last flush."""
@@ -329,30 +351,3 @@ def _trend(series: Series, name: str) -> Trend:
 
 def _flat(names: Iterable[Any]) -> list[str]:
     return [one for name in names for one in ([name] if isinstance(name, str) else name)]
-
-
-def _reduce_named(name: Reduce | str) -> Reduce:
-    if name not in list(Reduce):
-        raise GraphError(f"collect_with: no reduction {name!r}{nearest(str(name), list(Reduce))}")
-    return Reduce(name)
-
-
-def _reduced(tag: str, value: Tensor, how: Reduce) -> Tensor:
-    if not value.numel():
-        raise GraphError(f"collect_with: tag {tag!r} has shape {tuple(value.shape)} and so no elements", tag=tag)
-    value = value.detach()
-    if value.numel() == 1:
-        return value
-    if how is Reduce.MAX:
-        return value.max()
-    if how is Reduce.MIN:
-        return value.min()
-    value = value if value.is_floating_point() else value.float()
-    if how is Reduce.NORM:
-        return torch.linalg.vector_norm(value, dtype=torch.float32 if value.dtype.itemsize < 4 else None)
-    # Half precision would overflow in the sum of a few thousand values.
-    return (torch.sum if how is Reduce.SUM else torch.mean)(value, dtype=max(value.dtype, torch.float32, key=_width))
-
-
-def _width(dtype: torch.dtype) -> int:
-    return dtype.itemsize

@@ -12,7 +12,7 @@ from time import monotonic
 import torch
 from torch import Tensor
 
-from flodl.errors import GraphError
+from flodl.observe.live import one_value
 from flodl.observe.sums import mean
 
 __all__ = ["Series"]
@@ -34,18 +34,17 @@ class Series:
         Raises:
             GraphError: a tensor with more or fewer than one element.
         """
+        value = one_value(value, f"record {name!r}", name)
         if isinstance(value, Tensor):
-            if value.numel() != 1:
-                raise GraphError(
-                    f"record {name!r}: a tensor of shape {tuple(value.shape)}, expected one value; "
-                    "reduce it, for example by collect_with(tag, Reduce.MEAN) or value.mean()",
-                    tag=name,
-                )
-            # Copied because the caller may go on writing into it.
-            value = value.detach().reshape(()).clone()
+            value = value.clone()  # the caller may go on writing into it
         if self._started is None:
             self._started = monotonic()
         self._buffers.setdefault(name, []).append(value)
+
+    def put(self, name: str, value: float) -> None:
+        """Have ``value`` be all that was recorded of ``name`` since the last flush."""
+        self._buffers[name] = []
+        self.add(name, value)
 
     def buffer(self, name: str) -> list[float]:
         """Return the values recorded since the last flush."""

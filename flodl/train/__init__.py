@@ -19,6 +19,7 @@ from flodl.train.events import (
     Saved,
     SaveFailed,
     StepDone,
+    Subscriber,
     Synced,
     Warned,
 )
@@ -66,6 +67,7 @@ __all__ = [
     "Step",
     "StepDone",
     "StepResult",
+    "Subscriber",
     "Synced",
     "TensorBoardLog",
     "Trained",

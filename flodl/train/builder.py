@@ -19,7 +19,7 @@ from flodl.distributed.group import Ranks, join_ranks, under_torchrun
 from flodl.distributed.launch import launch
 from flodl.errors import TrainError
 from flodl.train.evaluate import Callbacks
-from flodl.train.events import EpochMetrics, Event, StepDone
+from flodl.train.events import EpochMetrics, Event, Observed, StepDone
 from flodl.train.feed import as_feed
 from flodl.train.handle import Handle, Trained
 from flodl.train.optim.optimizers import OptimizerMaker
@@ -460,13 +460,16 @@ class _Sends:
     """Sends events to the process that started the ranks; of steps no more than people can see, where all do that."""
 
     def __init__(self, pipe: Any, every_s: float) -> None:
-        self.pipe, self.every_s, self._last = pipe, every_s, -math.inf
+        self.pipe, self.every_s, self._last, self._passed_over = pipe, every_s, -math.inf, False
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, StepDone):
-            if event.at_s - self._last < self.every_s:
-                return
-            self._last = event.at_s
+            self._passed_over = event.at_s - self._last < self.every_s
+            self._last = self._last if self._passed_over else event.at_s
+        if self._passed_over and (
+            isinstance(event, StepDone) or (isinstance(event, Observed) and event.scope == "step")
+        ):
+            return
         self.pipe.send(("event", event))
 
 

@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 __all__ = [
     "Decided",
@@ -25,6 +25,7 @@ __all__ = [
     "SaveFailed",
     "Saved",
     "StepDone",
+    "Subscriber",
     "Synced",
     "Warned",
 ]
@@ -223,15 +224,29 @@ class RunDone(Event):
     reason: str
 
 
+class Subscriber(Protocol):
+    """Whoever looks on at a run: anything that can be called with an event.
+
+    The progress bar (`flodl.train.ShowProgress`), logs (`flodl.train.loggers`), the monitor, the timeline and what you
+    write yourself are subscribers alike: given to ``subscribe``, called with each event when it happens, in the process
+    that asked. A subscriber changes nothing in the run; what it raises is warned of once, and training goes on. The
+    last event of a run that ends by itself is `RunDone`.
+    """
+
+    def __call__(self, event: Any, /) -> Any:
+        """Take in an event; what is returned is passed over."""
+        ...
+
+
 class Events:
     """Hands each record to its subscribers, in the order in which they subscribed."""
 
     def __init__(self, rank: int = 0) -> None:
         self.rank = rank
-        self._subscribers: list[tuple[Callable[[Any], Any], tuple[type, ...]]] = []
+        self._subscribers: list[tuple[Subscriber, tuple[type, ...]]] = []
         self._failed: set[int] = set()
 
-    def subscribe(self, call: Callable[[Any], Any], *kinds: type[Event]) -> Callable[[], None]:
+    def subscribe(self, call: Subscriber, *kinds: type[Event]) -> Callable[[], None]:
         """Call ``call(event)`` for every event of these kinds (all when none is named).
 
         Returns:

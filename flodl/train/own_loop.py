@@ -40,6 +40,11 @@ class OwnLoop(Trainer):
             self._end_run()
 
     @functools.cached_property
+    def _seen(self) -> list[dict[str, Any]]:
+        """What was watched in the forward passes of this step."""
+        return []
+
+    @functools.cached_property
     def _shown(self) -> ShowProgress:
         return ShowProgress(self.settings.progress)
 
@@ -99,7 +104,8 @@ class OwnLoop(Trainer):
                 timer.__enter__()
                 self._timer = timer
                 self.graphs.cut()
-                yield batch
+                with self.observing.watching:  # until the caller steps, or leaves
+                    yield batch
                 if self._turn is not None:  # the caller did not step
                     self.step()
             if self.stopping:
@@ -132,6 +138,8 @@ class OwnLoop(Trainer):
         if self._turn is None:
             raise TrainError("step: there is no batch to step for. Expected one step() for each batch of epoch().")
         self._timer.__exit__(None, None, None)
+        self.observing.watching.__exit__()
+        self._seen.append(self.observing.watching.take())
         if not self._last:
             self._turn = None
             return None
@@ -148,6 +156,8 @@ class OwnLoop(Trainer):
                 )
             step.own_gradients(float(self._samples))
         self._earlier = []
+        while self._seen:
+            step.observe(self._seen.pop(0))
         result = step.update(step=self.policy.lr_step, flags=self._flags())
         self._after_step(turn, result)
         return result

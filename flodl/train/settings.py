@@ -74,6 +74,9 @@ class Settings:
         progress: True shows how far the run is, None where it takes longer than a second, False nothing.
         log_every: steps whose figures are read from a CUDA device together.
         callbacks: take part in the run, step by step; see `flodl.train.callback`.
+        watch: what to collect inside of the model in each step, by dotted paths of tags, groups and modules, each
+            with a reduction if not the mean (``"encoder.features:norm"``); besides what its graphs watch already.
+            Told as `flodl.train.Observed`.
         ema: keep an exponential moving average of the weights with this decay; it is what is evaluated and what
             the model holds in the end. See `flodl.train.optim.ema`.
         ema_warmup: let the average follow faster at first.
@@ -124,6 +127,7 @@ class Settings:
     progress: bool | None = None
     log_every: int = 20
     callbacks: Sequence[Callback] = ()
+    watch: Sequence[str] = ()
     ema: float | None = None
     ema_warmup: bool = True
     max_restarts: int = 0

@@ -12,10 +12,11 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 
-from flodl.train.events import Events, StepDone, Warned
+from flodl.train.events import Events, Observed, StepDone, Warned
 from flodl.train.step import StepResult, not_finite
 from flodl.train.step.decide import KEPT_ROWS
 from flodl.train.step.on_device import Outcome
@@ -120,25 +121,31 @@ class StepLog:
         if not result.applied:
             message = f"step {entry.step}: not applied, {result.reason}"
             self.events.emit(Warned(rank=rank, step=entry.step, message=message))
-        if not self.events.wanted(StepDone):
-            return
-        self.events.emit(
-            StepDone(
-                at_s=entry.at_s,
-                rank=rank,
-                step=entry.step,
-                epoch=entry.epoch,
-                loss=result.loss,
-                count=result.count,
-                samples=result.samples,
-                lr=entry.lr,
-                grad_norm=result.grad_norm,
-                compute_ms=result.compute_ms,
-                wall_ms=entry.wall_ms if entry.outcome is None else result.compute_ms,
-                skipped=not result.applied,
-                metrics={name: total / count for name, (total, count) in result.metrics.items() if count},
-            )
-        )
+        if self.events.wanted(StepDone):
+            self.events.emit(_told(entry, rank))
+        if result.observed and self.events.wanted(Observed):
+            values = {name: total / weight for name, (total, weight) in result.observed.items() if weight}
+            where: Any = {"at_s": entry.at_s, "rank": rank, "step": entry.step, "epoch": entry.epoch}
+            self.events.emit(Observed(**where, scope="step", values=values))
+
+
+def _told(entry: _Entry, rank: int) -> StepDone:
+    result = entry.result
+    return StepDone(
+        at_s=entry.at_s,
+        rank=rank,
+        step=entry.step,
+        epoch=entry.epoch,
+        loss=result.loss,
+        count=result.count,
+        samples=result.samples,
+        lr=entry.lr,
+        grad_norm=result.grad_norm,
+        compute_ms=result.compute_ms,
+        wall_ms=entry.wall_ms if entry.outcome is None else result.compute_ms,
+        skipped=not result.applied,
+        metrics={name: total / count for name, (total, count) in result.metrics.items() if count},
+    )
 
 
 class _Window:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from flodl.train.events import EpochMetrics
 from flodl.train.step import StepResult
 
-__all__ = ["Tally", "epoch_metrics"]
+__all__ = ["Tally", "epoch_metrics", "means"]
 
 
 @dataclass
@@ -23,6 +23,7 @@ class Tally:
         compute_ms: its time in forward and backward.
         wall_ms: its time in the epoch.
         sums: ``name: [sum, count]`` of further figures of this rank.
+        observed: the same of what was watched inside of the model.
     """
 
     loss_sum: float = 0.0
@@ -31,6 +32,7 @@ class Tally:
     compute_ms: float = 0.0
     wall_ms: float = 0.0
     sums: dict[str, list[float]] = field(default_factory=dict)
+    observed: dict[str, list[float]] = field(default_factory=dict)
 
     def add(self, result: StepResult, wall_ms: float) -> None:
         """Count one step; one that was left out for a loss that is no number counts no loss."""
@@ -42,16 +44,37 @@ class Tally:
         self.wall_ms += wall_ms
         for name, (total, count) in result.metrics.items():
             self.record(name, total, count)
+        for name, (total, count) in result.observed.items():
+            _add(self.observed, name, total, count)
 
     def record(self, name: str, total: float, count: float = 1.0) -> None:
         """Add to the figure ``name``."""
-        kept = self.sums.setdefault(name, [0.0, 0.0])
-        kept[0] += total
-        kept[1] += count
+        _add(self.sums, name, total, count)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the sums as JSON values."""
         return asdict(self)
+
+
+def _add(sums: dict[str, list[float]], name: str, total: float, count: float) -> None:
+    kept = sums.setdefault(name, [0.0, 0.0])
+    kept[0] += total
+    kept[1] += count
+
+
+def means(parts: Sequence[Mapping[str, Any]], kind: str) -> dict[str, float]:
+    """Return the figures of all ranks together, as means weighted by count.
+
+    Args:
+        kind: ``"sums"`` or ``"observed"``; tallies that were saved before there were any lack the latter.
+    """
+    tables = [part.get(kind, {}) for part in parts]
+    found = {}
+    for name in dict.fromkeys(name for table in tables for name in table):
+        total = sum(table.get(name, (0.0, 0.0))[0] for table in tables)
+        weight = sum(table.get(name, (0.0, 0.0))[1] for table in tables)
+        found[name] = total / weight if weight else float("nan")
+    return found
 
 
 def epoch_metrics(
@@ -65,17 +88,12 @@ def epoch_metrics(
     losses = parts[:1] if shared_loss else parts
     count = sum(part["count"] for part in losses)
     samples = sum(part["samples"] for part in parts)
-    names = sorted({name for part in parts for name in part["sums"]})
-    figures = {}
-    for name in names:
-        total = sum(part["sums"].get(name, (0.0, 0.0))[0] for part in parts)
-        weight = sum(part["sums"].get(name, (0.0, 0.0))[1] for part in parts)
-        figures[name] = total / weight if weight else float("nan")
+    figures = means(parts, "sums")
     return EpochMetrics(
         epoch=epoch,
         step=step,
         loss=sum(part["loss_sum"] for part in losses) / count if count else float("nan"),
-        metrics=figures,
+        metrics={name: figures[name] for name in sorted(figures)},
         samples=samples,
         epoch_ms=max(part["wall_ms"] for part in parts),
         share=tuple(part["samples"] / samples if samples else 0.0 for part in parts),

@@ -24,12 +24,12 @@ from flodl.distributed.group import Ranks, join_ranks
 from flodl.distributed.policy import LocalSteps, Round, Sync, choose_policy, make_policy
 from flodl.distributed.timeline import Timeline
 from flodl.errors import TrainError
-from flodl.graph.stepping import GraphSteps
 from flodl.train.callback import Hooks
 from flodl.train.evaluate import Callbacks, Evaluator
 from flodl.train.events import Events, RunDone, Warned
 from flodl.train.feed import Feed, Share
 from flodl.train.fitting import fit_micro_batch
+from flodl.train.observing import Observing
 from flodl.train.optim.ema import WeightAverage
 from flodl.train.optim.optimizers import OptimizerMaker, make_optimizer
 from flodl.train.optim.rates import Rates
@@ -107,9 +107,10 @@ class Trainer:
         self.average = (
             WeightAverage(model, settings.ema, warmup=settings.ema_warmup) if settings.ema is not None else None
         )
+        self.observing = Observing(model, self.events, settings.watch)
+        self.graphs = self.observing.graphs
         self._use_policy(choose_policy(ranks, settings.policy, settings.slowdown.get(ranks.rank, 1.0)))
         self._train_step = train_step
-        self.graphs = GraphSteps(model)
         self.saves = Saves(self)
         self.keeper = self.saves.keeper
         self.timeline = Timeline(ranks.rank) if settings.timeline else None
@@ -139,6 +140,7 @@ class Trainer:
             reduce_on_cpu=settings.knobs.backend == "cpu",
         )
         self.step_.hooks = self.hooks if self.hooks.around else None
+        self.step_.accumulator.watching = self.observing.watching
         if self.average is not None and not ranks.solo and not isinstance(self.policy, Sync):
             raise TrainError(
                 f"ema: ranks step on their own under {name!r}, and an average would be another on each. Expected one "
@@ -230,8 +232,8 @@ class Trainer:
             choose_route(self)
             while self.epoch_number < self.settings.num_epochs and not self.stopping:
                 self._call("epoch_fn", self.epoch_number, self, may_stop=True)
+                self.observing.look_again()
                 self.step_.look_again()
-                self.graphs.look_again()
                 self._mark = time.perf_counter()
                 self.hooks.call("on_epoch_begin", self.epoch_number)
                 for turn, batches in self._work(self.feed):
@@ -339,24 +341,27 @@ class Trainer:
             if self.stopping:
                 return
         self.log.settle(self.tally)
-        self.graphs.end_epoch()
         self.tally.wall_ms += (time.perf_counter() - self._mark) * 1e3
         self._mark = time.perf_counter()
         done = self.epoch_number
         self.epoch_number += 1
         if self.evaluator.at_step != self.policy.steps:
             self._evaluate()
-        self.hooks.call("on_epoch_end", done)
+        parts = self.ranks.gather(self.tally.to_dict())
         metrics = epoch_metrics(
-            self.ranks.gather(self.tally.to_dict()),
+            parts,
             shared_loss=self.step_.share_gradients,
             epoch=done,
             step=self.policy.steps,
             evaluated=self.evaluator.found,
         )
+        observed = self.observing.end_epoch(metrics, parts)
+        self.hooks.call("on_epoch_end", done)
         self.tally = Tally()
         self.rates.observe(metrics, self.settings.schedule_metric)
         self.events.emit(metrics)
+        if observed is not None:
+            self.events.emit(observed)
         wanted = self._call("metrics_fn", metrics) if self.ranks.rank == 0 else None
         every = self.settings.checkpoint_every
         if every and (done + 1) % every == 0 and self.ranks.rank == 0:
@@ -402,6 +407,7 @@ class Trainer:
             with contextlib.ExitStack() as arranged, self.signals:
                 arranged.callback(self.step_.drop_recordings)
                 arranged.callback(self.hooks.call, "close")
+                arranged.callback(self.observing.close)
                 for way in (compiled if self.settings.compile else None, self.settings.arrange):
                     if way is not None:
                         arranged.callback(way(self.model))

@@ -19,8 +19,12 @@ from torch import nn
 from flodl.train.callback import Hooks
 from flodl.train.loss import Loss, as_loss, batch_len
 from flodl.train.precision import Precision
+from flodl.train.watching import Watching
 
-__all__ = ["Accumulator", "Part"]
+__all__ = ["OBSERVED", "Accumulator", "Part", "apart"]
+
+OBSERVED = "\0"
+"""Before the names of what was watched inside of the model, which travels with the metrics of a step."""
 
 
 @dataclass
@@ -60,6 +64,34 @@ class Part:
             found = _plain(value), _plain(weight)
             self.metrics[name] = found if before is None else (before[0] + found[0], before[1] + found[1])
 
+    def observe(self, values: Mapping[str, tuple[Any, Any]]) -> None:
+        """Take in what was watched in the forward pass of one micro-batch."""
+        for name, (total, weight) in values.items():
+            before = self.metrics.get(OBSERVED + name)
+            self.metrics[OBSERVED + name] = (
+                (total, weight) if before is None else (before[0] + total, before[1] + weight)
+            )
+
+    def figures(self) -> dict[str, tuple[float, float]]:
+        """Return metrics as numbers of the host, brought over together."""
+        rows = [value for pair in self.metrics.values() for value in pair if isinstance(value, torch.Tensor)]
+        if len({value.device for value in rows}) > 1:
+            rows = [value.cpu() for value in rows]
+        read = iter(torch.stack([value.reshape(()).to(torch.float64) for value in rows]).tolist() if rows else ())
+        return {
+            name: (
+                next(read) if isinstance(total, torch.Tensor) else float(total),
+                next(read) if isinstance(count, torch.Tensor) else float(count),
+            )
+            for name, (total, count) in self.metrics.items()
+        }
+
+
+def apart(figures: Mapping[str, tuple[float, float]]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the metrics of a step, and what was watched in it."""
+    metrics = {name: pair for name, pair in figures.items() if not name.startswith(OBSERVED)}
+    return metrics, {name[1:]: pair for name, pair in figures.items() if name.startswith(OBSERVED)}
+
 
 def _plain(value: Any) -> Any:
     return value.detach() if isinstance(value, torch.Tensor) else float(value)
@@ -77,12 +109,14 @@ class Accumulator:
     Attributes:
         unit: float16 sums are kept small by this power of two, which rounds nothing.
         hooks: callbacks that act around the backward pass.
+        watching: collects what is watched inside of the model.
     """
 
     def __init__(self, model: nn.Module, precision: Precision, *, compat: str | None = None) -> None:
         self.model, self.precision, self.compat = model, precision, compat
         self.unit = 1.0
         self.hooks: Hooks | None = None
+        self.watching: Watching | None = None
 
     def loss_of(self, train_step: Callable[..., Any], batch: Any) -> Loss:
         """Return the loss of a micro-batch."""
@@ -136,7 +170,12 @@ class Accumulator:
         """
         part = Part()
         for number, batch in enumerate(batches, start=1):
-            loss = self.loss_of(train_step, batch)
+            if self.watching is None:
+                loss = self.loss_of(train_step, batch)
+            else:
+                with self.watching:
+                    loss = self.loss_of(train_step, batch)
+                part.observe(self.watching.take())
             counted(loss.count)
             with around(number == len(batches)):
                 self.add(part, loss, batch_len(batch), alone=alone and len(batches) == 1)

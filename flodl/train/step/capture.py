@@ -25,6 +25,7 @@ from flodl.collecting import uncollected
 from flodl.data.batch import Batch
 from flodl.distributed.group import Ranks
 from flodl.errors import TrainError
+from flodl.train.step.accumulate import OBSERVED
 from flodl.train.step.on_device import DeviceStep, Outcome
 from flodl.train.step.overlap import Overlap, choose_overlap, fault_of
 
@@ -67,6 +68,7 @@ class _Graph:
     inputs: list[torch.Tensor]
     replay: Callable[[], Outcome]
     held: object = None  # memory that the recording reads
+    put_tags: Callable[[], object] | None = None  # has graphs show the values of tags that the recording writes
 
     def __post_init__(self) -> None:
         self.groups = _together(self.inputs)
@@ -117,6 +119,11 @@ class Captures:
         self._tables = [(table, tuple(table.values())) for table in tables]
         self._parameters = list(self.step.model.parameters())
         self._places = [p.data_ptr() for p in self._parameters]
+        self._watched = self._signature()
+
+    def _signature(self) -> object:
+        watching = self.step.accumulator.watching
+        return watching.signature() if watching is not None else None
 
     def look_again(self) -> None:
         """Drop all recordings if modules or the memory of parameters were exchanged."""
@@ -124,7 +131,7 @@ class Captures:
             if len(table) != len(seen) or not all(map(is_, table.values(), seen)):
                 self.forget()
                 return
-        if [p.data_ptr() for p in self._parameters] != self._places:
+        if [p.data_ptr() for p in self._parameters] != self._places or self._signature() != self._watched:
             self.forget()
 
     @property
@@ -151,6 +158,8 @@ class Captures:
             if isinstance(graph, Outcome):
                 return graph
         graph.take(tensors)
+        if graph.put_tags is not None:
+            graph.put_tags()
         return graph.replay().replayed()
 
     def _prepare(
@@ -170,6 +179,7 @@ class Captures:
             outcome, fault = self.recorder.watch(lambda: self.step(train_step, batches))
             if translated != _translated():
                 return outcome  # torch.compile waits for the device while it translates; another run will tell
+            fault = fault or _fixed_numbers(outcome)
             if fault is None:
                 self._runs[key] = 1
             else:
@@ -193,7 +203,9 @@ class Captures:
             _set_host_random(before)
             self._give_up(fault or "nothing was recorded")
             return self.step(train_step, batches)
-        graph = self._graphs[key] = _Graph(inputs, replay, self.step.recorded())
+        watching = self.step.accumulator.watching
+        put_tags = watching.holding() if watching is not None else None
+        graph = self._graphs[key] = _Graph(inputs, replay, self.step.recorded(), put_tags)
         return graph
 
     def _give_up(self, reason: str) -> None:
@@ -212,6 +224,14 @@ class Captures:
         learns = bytes([p.requires_grad for p in self._parameters])
         modes = bytes(map(_TRAINING, self._own))
         return options, learns, modes
+
+
+def _fixed_numbers(outcome: Outcome) -> str | None:
+    """Return what a step tells as numbers of Python, which a recording would tell again and again."""
+    told = [
+        name[len(OBSERVED) :] for name, total, _ in outcome.metrics if name.startswith(OBSERVED) and total is not None
+    ]
+    return f"{', '.join(told)} is told as a number of Python, which would stay; expected a tensor" if told else None
 
 
 def _together(tensors: Sequence[torch.Tensor]) -> list[list[int]]:

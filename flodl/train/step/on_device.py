@@ -277,6 +277,13 @@ def largest_first(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             group["params"] = parameters
 
 
+def _together(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return numbers of one tensor each as float64 ``(len(values),)``, cast at once where they are alike."""
+    if any(value.dtype != values[0].dtype for value in values):
+        values = [value.to(torch.float64) for value in values]
+    return torch.stack(list(values)).to(torch.float64)
+
+
 def outcome_of(
     pair: torch.Tensor,
     count: Any,
@@ -296,10 +303,10 @@ def outcome_of(
     def kept(value: Any) -> float | None:
         if not isinstance(value, torch.Tensor):
             return float(value)
-        further.append(value.detach().reshape(()).to(pair.device, torch.float64))
+        further.append(value.detach().reshape(()).to(pair.device))
         return None
 
     known = None if has_count else kept(count)
     told = [(name, kept(total), kept(number)) for name, (total, number) in metrics.items()]
-    row = torch.cat([pair.to(torch.float64), torch.stack(further)]) if further else pair
+    row = torch.cat([pair.to(torch.float64), _together(further)]) if further else pair
     return Outcome(row, known, tuple(told), moved, lacking, norms)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -27,7 +27,7 @@ from flodl.errors import TrainError
 from flodl.train.callback import Hooks
 from flodl.train.loss import Loss, batch_len
 from flodl.train.precision import Precision
-from flodl.train.step.accumulate import Accumulator, Part
+from flodl.train.step.accumulate import Accumulator, Part, apart
 from flodl.train.step.capture import Captures, Recorder
 from flodl.train.step.on_device import DeviceStep, Figures, Outcome, divide, unfit
 from flodl.train.step.pace import StepTimes
@@ -53,6 +53,7 @@ class StepResult:
         reason: why not, when they did not.
         flags: sums over ranks of the flags given to the step.
         metrics: ``name: (sum, count)`` of this rank.
+        observed: the same of what was watched inside of the model.
         outcome: the figures while they are on the device; `settle` puts them here.
         arrived: whether the oldest figures under way are on the host of every rank; None where ranks need not agree.
     """
@@ -66,6 +67,7 @@ class StepResult:
     reason: str = ""
     flags: list[float] = field(default_factory=list)
     metrics: dict[str, tuple[float, float]] = field(default_factory=dict)
+    observed: dict[str, tuple[float, float]] = field(default_factory=dict)
     outcome: Outcome | None = None
     arrived: bool | None = None
 
@@ -83,7 +85,8 @@ class StepResult:
             TrainError: what ``raising`` made.
         """
         self.loss, self.count, self.grad_norm = figures.loss, figures.count, figures.grad_norm
-        self.metrics, self.compute_ms, self.outcome = figures.metrics, compute_ms, None
+        self.metrics, self.observed = apart(figures.metrics)
+        self.compute_ms, self.outcome = compute_ms, None
         if figures.fault is not None:
             self.applied, self.reason = False, f"{figures.fault} is not finite"
             if raising is not None:
@@ -201,6 +204,7 @@ class Step:
             if may_wait and not deferred and ranks.device.type == "cuda":
                 self._deferred, self._lag = True, StepTimes(ranks.device)
         self._on_device = self._device_step
+        self._device_step.accumulator.watching = self.accumulator.watching
         if recorder is not None:
             self.captures = Captures(self._device_step, recorder, warn, strict=strict)
             self._on_device = self.captures.run
@@ -297,6 +301,10 @@ class Step:
         """Add the gradient of one micro-batch, for a loop that the user writes."""
         self.accumulator.add(self._part, loss, samples)
 
+    def observe(self, values: Mapping[str, tuple[Any, Any]]) -> None:
+        """Take in what was watched in one forward pass of a loop that the user writes."""
+        self._part.observe(values)
+
     def own_gradients(self, weight: float) -> None:
         """Take gradients that the user's own ``backward()`` left as means, standing for ``weight`` items."""
         grads = [p.grad for p in self._parameters() if p.grad is not None]
@@ -321,6 +329,7 @@ class Step:
         for start, end in self._spans:
             end.synchronize()
             self._compute_ms += start.elapsed_time(end)
+        metrics, observed = apart(part.figures())
         result = StepResult(
             loss_sum / count if count and self.compat is None else loss_sum,
             count,
@@ -328,7 +337,8 @@ class Step:
             0.0,
             self._compute_ms,
             flags=summed[:-1],
-            metrics={name: (float(a), float(b)) for name, (a, b) in part.metrics.items()},
+            metrics=metrics,
+            observed=observed,
         )
         self._apply(result, step)
         self.optimizer.zero_grad(set_to_none=True)
