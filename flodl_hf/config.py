@@ -34,9 +34,9 @@ _SHARED_ROWS = (
 _OTHERS = {
     "modernbert": "ModernBERT", "deberta": "DeBERTa v1", "mpnet": "MPNet", "xlnet": "XLNet",
     "longformer": "Longformer", "big-bird": "BigBird", "nomic-bert": "nomic-bert", "xlm": "XLM", "roformer": "RoFormer",
-    "xlm-roberta-xl": "XLM-RoBERTa-XL", "roberta-prelayernorm": "RoBERTa with norms first", "ernie": "ERNIE",
+    "ernie": "ERNIE",
     "mobilebert": "MobileBERT", "squeezebert": "SqueezeBERT", "flaubert": "FlauBERT", "funnel": "Funnel", "esm": "ESM",
-    "eurobert": "EuroBERT", "neobert": "NeoBERT", "megatron-bert": "Megatron-BERT", "data2vec-text": "data2vec",
+    "eurobert": "EuroBERT", "neobert": "NeoBERT", "megatron-bert": "Megatron-BERT",
     "convbert": "ConvBERT", "rembert": "RemBERT", "ibert": "I-BERT", "luke": "LUKE", "layoutlm": "LayoutLM",
     "gpt2": "GPT-2, which generates text", "t5": "T5, which generates text", "bart": "BART, which generates text",
     "llama": "Llama, which generates text", "qwen2": "Qwen2, which generates text",

@@ -28,6 +28,7 @@ __all__ = [
     "chain",
     "pooler",
     "post_norm_block",
+    "pre_norm_block",
     "stack",
 ]
 
@@ -151,6 +152,24 @@ def bert_block(config: BlockConfig) -> EncoderLayer:
         FeedForward(c.hidden_size, c.intermediate_size, c.activation, c.hidden_dropout),
         c.hidden_size,
         c.norm_eps,
+    )
+
+
+def pre_norm_block(config: BlockConfig, *, feed_forward_dropout: float | None = None) -> EncoderLayer:
+    """Return BERT's layer with norms before its parts rather than after their sums.
+
+    Args:
+        config: the settings that `bert_block` reads.
+        feed_forward_dropout: probability of dropping a value after the feed-forward part; None for the states' own.
+    """
+    c = config
+    dropout = c.hidden_dropout if feed_forward_dropout is None else feed_forward_dropout
+    return EncoderLayer(
+        SelfAttention(c.hidden_size, c.num_heads, c.attention_dropout, c.hidden_dropout),
+        FeedForward(c.hidden_size, c.intermediate_size, c.activation, dropout),
+        nn.LayerNorm(c.hidden_size, eps=c.norm_eps),
+        nn.LayerNorm(c.hidden_size, eps=c.norm_eps),
+        order="pre",
     )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from flodl.errors import ConfigError
 from flodl.graph import Graph
 from flodl_hf.config_rows import Inert, Row
-from flodl_hf.keys import KeyMap, KeyRow, Tie
+from flodl_hf.keys import KeyMap, KeyRow, Tie, rows_under
 
 __all__ = ["Family", "FamilyHead", "Ignored"]
 
@@ -99,7 +99,18 @@ class Family:
         return KeyMap(rows, self.indices(config))
 
     def renamed(self, model_type: str, class_prefix: str, **changes: Any) -> Family:
-        """Return an alias: the same architecture under another ``model_type`` and class prefix."""
+        """Return an alias: the same architecture under another ``model_type`` and class prefix.
+
+        With another ``base_prefix``, tensor names follow it where ``changes`` do not state them.
+        """
+        prefix = changes.get("base_prefix", self.base_prefix)
+        if prefix != self.base_prefix:
+            changes.setdefault("keys", rows_under(prefix, self.keys))
+            old = self.base_prefix + "."
+            same = [
+                replace(e, name=prefix + "." + e.name.removeprefix(old)) for e in self.ignored if e.name.startswith(old)
+            ]
+            changes.setdefault("ignored", (*same, *(e for e in self.ignored if not e.name.startswith(old))))
         return replace(self, model_type=model_type, class_prefix=class_prefix, **changes)
 
     def __copy__(self) -> Family:

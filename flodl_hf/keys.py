@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from flodl.errors import CheckpointError
 
-__all__ = ["KeyMap", "KeyRow", "Tie"]
+__all__ = ["KeyMap", "KeyRow", "Tie", "rows_under"]
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,22 @@ class Tie:
 
     kept: str
     also: str
+
+
+def rows_under(prefix: str, rows: Iterable[KeyRow], moved: Mapping[str, str | None] = {}) -> tuple[KeyRow, ...]:
+    """Return rows whose names of theirs begin with another prefix.
+
+    Args:
+        prefix: stands where each name of theirs has its first part.
+        rows: of a family that this one resembles.
+        moved: by our name, what a row has in place of the rest of its name; None leaves the row out.
+    """
+    found = []
+    for row in rows:
+        rest = moved.get(row.ours, row.theirs.partition(".")[2])
+        if rest is not None:
+            found.append(KeyRow(row.ours, f"{prefix}.{rest}"))
+    return tuple(found)
 
 
 class KeyMap:

@@ -6,7 +6,19 @@
 from __future__ import annotations
 
 from flodl.errors import ConfigError, nearest
-from flodl_hf.families import albert, bert, camembert, deberta_v2, distilbert, electra, roberta, xlm_roberta
+from flodl_hf.families import (
+    albert,
+    bert,
+    camembert,
+    data2vec_text,
+    deberta_v2,
+    distilbert,
+    electra,
+    roberta,
+    roberta_prelayernorm,
+    xlm_roberta,
+    xlm_roberta_xl,
+)
 from flodl_hf.family import Family
 
 __all__ = ["FAMILIES", "families", "register", "registered"]
@@ -20,6 +32,9 @@ FAMILIES: tuple[Family, ...] = (
     albert.FAMILY,
     deberta_v2.FAMILY,
     electra.FAMILY,
+    xlm_roberta_xl.FAMILY,
+    roberta_prelayernorm.FAMILY,
+    data2vec_text.FAMILY,
 )
 
 _registered: dict[str, Family] = {}

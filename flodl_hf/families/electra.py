@@ -19,7 +19,7 @@ from flodl_hf.config_rows import Inert, Row, count
 from flodl_hf.encoder import Embeddings, bert_block, chain, stack
 from flodl_hf.families import bert
 from flodl_hf.family import FamilyHead, Ignored
-from flodl_hf.keys import KeyRow, Tie
+from flodl_hf.keys import KeyRow, Tie, rows_under
 
 __all__ = ["FAMILY", "ElectraConfig"]
 
@@ -41,9 +41,9 @@ INERT = tuple(
 )
 
 KEYS = (
-    *(KeyRow(row.ours, row.theirs.replace("bert.", "electra.", 1)) for row in bert.KEYS[:4]),
+    *rows_under("electra", bert.KEYS[:4]),
     KeyRow("encoder.projection", "electra.embeddings_project"),
-    *(KeyRow(row.ours, row.theirs.replace("bert.", "electra.", 1)) for row in bert.KEYS[4:-1]),
+    *rows_under("electra", bert.KEYS[4:], {"pooler.dense": None}),
 )
 
 MASKED_LM_KEYS = (

@@ -19,7 +19,7 @@ from flodl_hf.config_rows import count
 from flodl_hf.encoder import Embeddings, bert_block, chain, stack
 from flodl_hf.families import bert
 from flodl_hf.family import FamilyHead, Ignored
-from flodl_hf.keys import KeyRow, Tie
+from flodl_hf.keys import KeyRow, Tie, rows_under
 
 __all__ = ["FAMILY", "RobertaConfig"]
 
@@ -42,7 +42,7 @@ CONFIG = tuple(
     replace(row, check=PADDING, default=1) if row.field == "pad_token_id" else row for row in bert.CONFIG
 )
 
-KEYS = tuple(KeyRow(row.ours, row.theirs.replace("bert.", "roberta.", 1)) for row in bert.KEYS)
+KEYS = rows_under("roberta", bert.KEYS)
 
 MASKED_LM_KEYS = (
     KeyRow("head.dense",        "lm_head.dense"),
@@ -58,13 +58,17 @@ IGNORED = (
 # fmt: on
 
 
-def encoder(c: RobertaConfig) -> Graph:
-    """Return the graph from ids to token states."""
-    embeddings = Embeddings(
-        c.vocab_size, c.hidden_size, c.norm_eps, c.hidden_dropout, max_positions=c.max_positions,
+def embeddings(c: RobertaConfig, *, norm: bool = True) -> Embeddings:
+    """Return the sum of words, token types and positions, normalised unless ``norm`` is False."""
+    return Embeddings(
+        c.vocab_size, c.hidden_size, c.norm_eps if norm else None, c.hidden_dropout, max_positions=c.max_positions,
         type_vocab_size=c.type_vocab_size, pad_token_id=c.pad_token_id, positions_after_pad=True,
     )  # fmt: skip
-    return chain(embeddings, stack(bert_block(c) for _ in range(c.num_layers)))
+
+
+def encoder(c: RobertaConfig) -> Graph:
+    """Return the graph from ids to token states."""
+    return chain(embeddings(c), stack(bert_block(c) for _ in range(c.num_layers)))
 
 
 def _classification(c: RobertaConfig, num_labels: int) -> Graph:

@@ -202,9 +202,9 @@ def make_checkpoint(
         model = kind(kind.config_class(**settings))
         if scale is not None:
             with torch.no_grad():
-                for name, parameter in model.named_parameters():
-                    centre = 1.0 if "norm" in name.lower() and name.endswith("weight") else 0.0
-                    parameter.normal_(centre, scale)
+                norms = {id(m.weight) for m in model.modules() if "Norm" in type(m).__name__ and hasattr(m, "weight")}
+                for parameter in model.parameters():
+                    parameter.normal_(1.0 if id(parameter) in norms else 0.0, scale)
         model.save_pretrained(str(folder))
     return Path(folder)
 

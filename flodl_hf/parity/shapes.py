@@ -52,6 +52,9 @@ _TINY_VARIANTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     },
     "deberta-v2": {"base": _DEBERTA_TINY, "convolution": _DEBERTA_TINY | _CONVOLUTION},
     "electra": {"base": _TINY | {"embedding_size": 16}, "one width": _TINY | {"embedding_size": 32}},
+    "xlm-roberta-xl": {"base": _TINY},
+    "roberta-prelayernorm": {"base": _TINY},
+    "data2vec-text": {"base": _TINY},
 }  # fmt: skip
 _REAL_VARIANTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "bert": {"base": _BASE | {"vocab_size": 30522}},
@@ -67,6 +70,19 @@ _REAL_VARIANTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "convolution": _DEBERTA | _CONVOLUTION | {"vocab_size": 128100},
     },
     "electra": {"base": _BASE | {"vocab_size": 30522, "embedding_size": 768}},
+    # Of XL's 36 layers two, at their full width.
+    "xlm-roberta-xl": {
+        "base": _ROBERTA
+        | {
+            "vocab_size": 250880,
+            "hidden_size": 2560,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 32,
+            "intermediate_size": 10240,
+        }
+    },
+    "roberta-prelayernorm": {"base": _ROBERTA | {"vocab_size": 50265}},
+    "data2vec-text": {"base": _ROBERTA | {"vocab_size": 50265}},
 }
 
 

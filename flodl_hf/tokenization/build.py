@@ -239,7 +239,10 @@ _RECIPES = {
     "electra": _Recipe(("vocab.txt",), _bert, "bert", False),
     # Transformers 4 let the mask take the space before it; 5 does where the settings files say so.
     "roberta": _Recipe(("vocab.json", "merges.txt"), _roberta, "roberta", False),
+    "roberta-prelayernorm": _Recipe(("vocab.json", "merges.txt"), _roberta, "roberta", False),
+    "data2vec-text": _Recipe(("vocab.json", "merges.txt"), _roberta, "roberta", False),
     "xlm-roberta": _Recipe(("sentencepiece.bpe.model",), _xlm_roberta, "doubled", True),
+    "xlm-roberta-xl": _Recipe(("sentencepiece.bpe.model",), _xlm_roberta, "doubled", True),
     "camembert": _Recipe(("sentencepiece.bpe.model",), _camembert, "doubled", True),
     "albert": _Recipe(("spiece.model",), _albert, "bert", True),
     "deberta-v2": _Recipe(("spm.model",), _deberta, "bert", False),

@@ -60,6 +60,9 @@ FAMILY_TOKENS: dict[str, dict[str, str]] = {
     },
     "deberta-v2": {**_BERT, "bos_token": "[CLS]", "eos_token": "[SEP]"},
     "electra": _BERT,
+    "xlm-roberta-xl": _ROBERTA,
+    "roberta-prelayernorm": _ROBERTA,
+    "data2vec-text": _ROBERTA,
 }
 
 # Families whose models take segment ids, and tokenizer classes that return them unless told otherwise. Where a file

@@ -2,7 +2,8 @@
 
 Run once, by hand, from the root of the repository, in an environment with transformers:
 
-    python tests/golden/make.py
+    python tests/golden/make.py            # every cell anew
+    python tests/golden/make.py electra    # those of some families, beside the others
 
 Each cell is a folder as transformers saves it (``config.json``, ``model.safetensors``, a tokenizer), and a
 file ``expected/<cell>.safetensors``: awkward batches (``in.*``), outputs (``out.*``), the loss and the
@@ -15,6 +16,7 @@ from __future__ import annotations
 import json
 import platform
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -95,9 +97,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "norm_rel_ebd": "layer_norm", "position_biased_input": False, "layer_norm_eps": 1e-7, "pooler_hidden_size": 16,
         },
     ),
+    "electra": ("Electra", _SIZES | {"embedding_size": 8}),
+    "xlm-roberta-xl": ("XLMRobertaXL", _ROBERTA),
+    "roberta-prelayernorm": ("RobertaPreLayerNorm", _ROBERTA),
+    "data2vec-text": ("Data2VecText", _ROBERTA),
 }  # fmt: skip
+# Families with every head; the others have those of classification and of masked words.
+WHOLE = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "albert", "deberta-v2")
 LENGTHS = {"one row": (7,), "mixed lengths": (6, 3, 9, 1), "single tokens": (1, 1), "second texts": (8, 5)}
-ROW = {"roberta": 18, "xlm-roberta": 18, "camembert": 18}
+ROW = dict.fromkeys(
+    ("roberta", "xlm-roberta", "camembert", "xlm-roberta-xl", "roberta-prelayernorm", "data2vec-text"), 18
+)
 
 
 def tokenizer(pad: int) -> tokenizers.Tokenizer:
@@ -152,8 +162,10 @@ def labels(head: str, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor
 def chosen_gradients(model: torch.nn.Module) -> list[str]:
     """Return the word table, the first query (or its like), and the last tensor of the model."""
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    query = next(n for n in names if "query" in n or "q_lin" in n)
-    return list(dict.fromkeys([next(n for n in names if "word_embeddings" in n), query, names[-1]]))
+    words = ("word_embeddings", "tok_embeddings", "embed_tokens")
+    queries = ("query", "q_lin", "attn.q.", "q_proj", "attn.Wo", "attention.output.dense")
+    word, query = (next(n for part in parts for n in names if part in n) for parts in (words, queries))
+    return list(dict.fromkeys([word, query, names[-1]]))
 
 
 def make(family: str, head: str) -> list[list[int]]:
@@ -164,8 +176,9 @@ def make(family: str, head: str) -> list[list[int]]:
     model = kind(config).eval()
     with torch.no_grad():
         # Spread out, so that neither biases nor norms are at their special values.
-        for name, parameter in model.named_parameters():
-            parameter.normal_(1.0 if "norm" in name.lower() and name.endswith("weight") else 0.0, 0.3)
+        norms = {id(m.weight) for m in model.modules() if "Norm" in type(m).__name__ and hasattr(m, "weight")}
+        for parameter in model.parameters():
+            parameter.normal_(1.0 if id(parameter) in norms else 0.0, 0.3)
     folder = HERE / f"{family}-{head}"
     shutil.rmtree(folder, ignore_errors=True)
     model.save_pretrained(folder)
@@ -215,14 +228,10 @@ def processor() -> str:
     return platform.processor()
 
 
-def main() -> None:
+def main(chosen: list[str]) -> None:
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
     (HERE / "expected").mkdir(exist_ok=True)
-    ids = {}
-    for family in FAMILIES:
-        for head in SUFFIX:
-            ids[f"{family}-{head}"] = make(family, head)
     facts = {
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -232,10 +241,20 @@ def main() -> None:
         "capability": torch.backends.cpu.get_cpu_capability(),
         "command": "python tests/golden/make.py",
         "texts": TEXTS,
-        "ids": ids,
     }
-    (HERE / "provenance.json").write_text(json.dumps(facts, ensure_ascii=False, indent=1) + "\n", "utf-8")
+    ids = {}
+    if chosen:
+        before = json.loads((HERE / "provenance.json").read_text("utf-8"))
+        ids = before.pop("ids")
+        if before != facts:
+            raise SystemExit(f"the other cells were made with {before}, and this is {facts}: make all of them")
+    for family in chosen or FAMILIES:
+        for head in SUFFIX if family in WHOLE else ("sequence_classification", "masked_lm"):
+            ids[f"{family}-{head}"] = make(family, head)
+    (HERE / "provenance.json").write_text(
+        json.dumps(facts | {"ids": ids}, ensure_ascii=False, indent=1) + "\n", "utf-8"
+    )
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

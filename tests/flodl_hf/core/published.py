@@ -218,6 +218,11 @@ PUBLISHED: dict[str, tuple[Config, str]] = {
     "google/electra-small-generator": (ELECTRA | sizes(256, 12, 4, 1024) | arch("ElectraForMaskedLM") | {"embedding_size": 128}, "mlm"),
     "deepset/electra-base-squad2": (ELECTRA_TUNED | arch("ElectraForQuestionAnswering"), "qa"),
     "cross-encoder/ms-marco-electra-base": (ELECTRA_TUNED | arch("ElectraForSequenceClassification") | labels("LABEL_0") | CROSS, "seqcls"),
+    # --- RoBERTa's relatives -------------------------------------------------------------------------
+    "facebook/xlm-roberta-xl": (XLMR | sizes(2560, 36, 32, 10240) | arch("XLMRobertaXLForMaskedLM") | {"model_type": "xlm-roberta-xl", "vocab_size": 250880, "position_embedding_type": "absolute", "use_cache": True}, "mlm"),
+    "facebook/xlm-roberta-xxl": (XLMR | sizes(4096, 48, 32, 16384) | arch("XLMRobertaXLForMaskedLM") | {"model_type": "xlm-roberta-xl", "vocab_size": 250880, "position_embedding_type": "absolute", "use_cache": True}, "mlm"),
+    "andreasmadsen/efficient_mlm_m0.40": (ROBERTA | LARGE | RECENT | arch("RobertaPreLayerNormForMaskedLM") | {"model_type": "roberta-prelayernorm", "torch_dtype": "float32"}, "mlm"),
+    "facebook/data2vec-text-base": (ROBERTA | RECENT | arch("Data2VecTextModel") | {"model_type": "data2vec-text", "torch_dtype": "float32"}, "base"),
     "blaze999/Medical-NER": (DEBERTA_TUNED | arch("DebertaV2ForTokenClassification") | labels(*(f"B-{i}" for i in range(83))), "tokcls"),
 }  # fmt: skip
 

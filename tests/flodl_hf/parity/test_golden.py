@@ -20,7 +20,14 @@ from flodl_hf.model import EncoderModel
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden"
 PROVENANCE = json.loads((GOLDEN / "provenance.json").read_text("utf-8"))
-CELLS = [f"{family.model_type}-{head.name}" for family in FAMILIES for head in HEADS]
+# Every head of these families; of the others two, which between them hold what is a family's own.
+WHOLE = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "albert", "deberta-v2")
+CELLS = [
+    f"{family.model_type}-{head.name}"
+    for family in FAMILIES
+    for head in HEADS
+    if family.model_type in WHOLE or (head.name in family.heads and head.short in ("seqcls", "mlm"))
+]
 cells = pytest.mark.parametrize("cell", CELLS)
 
 
@@ -57,7 +64,7 @@ def test_there_is_a_checkpoint_for_every_family_and_head() -> None:
     assert folders == set(CELLS) == set(PROVENANCE["ids"])
     assert {p.stem for p in (GOLDEN / "expected").iterdir()} == set(CELLS)
     files = [p for p in GOLDEN.rglob("*") if p.is_file() and "__pycache__" not in p.parts]
-    assert sum(p.stat().st_size for p in files) < 3_000_000
+    assert sum(p.stat().st_size for p in files) < 4_000_000
     for folder in folders:
         assert sum(p.stat().st_size for p in (GOLDEN / folder).iterdir()) < 60_000
 

@@ -1,0 +1,36 @@
+"""XLM-RoBERTa-XL and -XXL (Goyal et al. 2021, https://arxiv.org/abs/2105.00572).
+
+RoBERTa's encoder with 3.5 and 10.7 billion parameters. It departs from RoBERTa in:
+
+* embeddings are not normalised;
+* a layer normalises what goes into its parts rather than their sums, and a last norm follows the last layer;
+* nothing is dropped after the feed-forward part.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from flodl.graph import Graph
+from flodl_hf.encoder import chain, pre_norm_block, stack
+from flodl_hf.families import roberta
+from flodl_hf.families.roberta import RobertaConfig
+from flodl_hf.keys import KeyRow, rows_under
+
+__all__ = ["FAMILY"]
+
+MOVED = {
+    "encoder.embeddings.norm": None,
+    "encoder.layers.{i}.attention_norm": "encoder.layer.{i}.attention.self_attn_layer_norm",
+    "encoder.layers.{i}.feed_forward_norm": "encoder.layer.{i}.LayerNorm",
+}
+KEYS = (*rows_under("roberta", roberta.KEYS, MOVED), KeyRow("encoder.norm", "roberta.encoder.LayerNorm"))
+
+
+def encoder(c: RobertaConfig) -> Graph:
+    """Return the graph from ids to token states."""
+    layers = stack(pre_norm_block(c, feed_forward_dropout=0.0) for _ in range(c.num_layers))
+    return chain(roberta.embeddings(c, norm=False), layers, norm=nn.LayerNorm(c.hidden_size, eps=c.norm_eps))
+
+
+FAMILY = roberta.FAMILY.renamed("xlm-roberta-xl", "XLMRobertaXL", keys=KEYS, encoder=encoder)
