@@ -18,7 +18,7 @@ from flodl.graph import Graph
 from flodl_hf.config_rows import Inert, Row
 from flodl_hf.keys import KeyMap, KeyRow, Tie, rows_under
 
-__all__ = ["Family", "FamilyHead", "Ignored"]
+__all__ = ["Family", "FamilyHead", "FamilyTokenizer", "Ignored"]
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,43 @@ class FamilyHead:
     untyped_loss: Callable[[Tensor, Tensor], Tensor] | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class FamilyTokenizer:
+    """What a family's tokenizer does where the files of a folder do not say.
+
+    Args:
+        special: the token of each role, such as ``"mask_token"``.
+        type_ids: whether the family's tokenizer class returns segment ids.
+        classes: further names in ``tokenizer_class`` that mean this tokenizer, without "Tokenizer" and "Fast"; the
+            family's class prefix always does.
+        files: the vocabulary files that a tokenizer can be built from: ``vocab.txt`` holds word pieces, ``vocab.json``
+            with ``merges.txt`` byte-level BPE, any other a sentencepiece model. None of them: it takes
+            ``tokenizer.json``.
+        template: the tokens around texts: "bert" (one separator, segments 0 and 1), "doubled" (two separators, one
+            segment) or "roberta" (the same, with offsets that leave out leading spaces).
+        mask_takes_space: whether the mask takes the space before it, where the settings files do not say.
+        lowercase: the default of ``do_lower_case``; None where the class does not read it.
+        split_punctuation: the default of ``split_by_punct``; None where the class does not read it.
+        cleaned: spaces and quotes are made plain and, unless ``keep_accents``, accents taken off before a
+            sentencepiece model sees the text, and "9," is cut apart, as ALBERT does.
+        first: tokens that are numbered before the pieces of a sentencepiece model; a role stands for its token, and
+            the mask is numbered last. Empty where tokens have the model's own numbers.
+        skipped: how many of the model's first pieces ``first`` stands for.
+    """
+
+    special: Mapping[str, str]
+    type_ids: bool
+    classes: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
+    template: str = "bert"
+    mask_takes_space: bool = False
+    lowercase: bool | None = None
+    split_punctuation: bool | None = None
+    cleaned: bool = False
+    first: tuple[str, ...] = ()
+    skipped: int = 0
+
+
 @dataclass(frozen=True)
 class Family:
     """One architecture.
@@ -73,6 +110,11 @@ class Family:
         pretraining: further class names found in ``architectures``, with the task each is read as.
         unused_positions: ``unused_positions(config)`` is how many rows of the position table no token uses.
         uses_token_types: whether a second text is marked by token types.
+        tokenizer: what its tokenizers do where files do not say; None where only ``tokenizer.json`` is read.
+        tiny: variant -> settings beyond the common small sizes, in ``config.json``'s keys: what tests and
+            ``verify-matrix`` prove. More than one where the family's files differ in kind.
+        real: the same beyond the common base size, for ``verify-matrix --size real``.
+        checkpoints: task -> repository of the Hub on which ``verify-matrix --live`` proves it.
     """
 
     model_type: str
@@ -92,6 +134,10 @@ class Family:
     pretraining: Mapping[str, str] = field(default_factory=dict)
     unused_positions: Callable[[Any], int] = field(default=lambda config: 0)
     uses_token_types: bool = True
+    tokenizer: FamilyTokenizer | None = None
+    tiny: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {"base": {}})
+    real: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {"base": {}})
+    checkpoints: Mapping[str, str] = field(default_factory=dict)
 
     def key_map(self, config: Any, head: str) -> KeyMap:
         """Return the names of this family's model for one task (or ``"base"``)."""
@@ -101,8 +147,10 @@ class Family:
     def renamed(self, model_type: str, class_prefix: str, **changes: Any) -> Family:
         """Return an alias: the same architecture under another ``model_type`` and class prefix.
 
-        With another ``base_prefix``, tensor names follow it where ``changes`` do not state them.
+        With another ``base_prefix``, tensor names follow it where ``changes`` do not state them. Published
+        checkpoints belong to the name, and are none where ``changes`` names none.
         """
+        changes.setdefault("checkpoints", {})
         prefix = changes.get("base_prefix", self.base_prefix)
         if prefix != self.base_prefix:
             changes.setdefault("keys", rows_under(prefix, self.keys))
@@ -133,11 +181,10 @@ def _named(model_type: str, config: type[Any]) -> Family:
     Raises:
         ConfigError: there is none.
     """
-    from flodl_hf.families import families
+    from flodl_hf.families import families, named
 
-    for family in families():
-        if family.model_type == model_type:
-            return family
+    if (family := named(model_type)) is not None:
+        return family
     raise ConfigError(
         f"the family {model_type!r} of what is pickled is not known in this process, which has "
         f"{', '.join(family.model_type for family in families())}. Call flodl_hf.register(FAMILY) where the module "

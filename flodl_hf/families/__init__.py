@@ -21,7 +21,7 @@ from flodl_hf.families import (
 )
 from flodl_hf.family import Family
 
-__all__ = ["FAMILIES", "families", "register", "registered"]
+__all__ = ["FAMILIES", "families", "named", "register", "registered"]
 
 FAMILIES: tuple[Family, ...] = (
     bert.FAMILY,
@@ -43,6 +43,11 @@ _registered: dict[str, Family] = {}
 def families() -> tuple[Family, ...]:
     """Return the families of this package, then those that were registered in this process."""
     return (*FAMILIES, *_registered.values())
+
+
+def named(model_type: str | None) -> Family | None:
+    """Return the family of a ``model_type``, or None where this process knows none."""
+    return next((family for family in families() if family.model_type == model_type), None)
 
 
 def registered() -> tuple[Family, ...]:

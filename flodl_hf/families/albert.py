@@ -22,7 +22,7 @@ from flodl_hf.attention import SelfAttention
 from flodl_hf.config_rows import Inert, Row, activation, count, epsilon, fraction, optional, token_id
 from flodl_hf.encoder import Embeddings, Repeated, chain, pooler, post_norm_block
 from flodl_hf.encoder_layer import EncoderLayer, FeedForward
-from flodl_hf.family import Family, FamilyHead, Ignored
+from flodl_hf.family import Family, FamilyHead, FamilyTokenizer, Ignored
 from flodl_hf.keys import KeyRow, Tie
 
 __all__ = ["FAMILY", "AlbertConfig"]
@@ -183,6 +183,37 @@ HEADS = {
     ),
 }
 
+TOKENIZER = FamilyTokenizer(
+    special={
+        "bos_token": "[CLS]",
+        "eos_token": "[SEP]",
+        "unk_token": "<unk>",
+        "sep_token": "[SEP]",
+        "pad_token": "<pad>",
+        "cls_token": "[CLS]",
+        "mask_token": "[MASK]",
+    },
+    type_ids=False,  # since transformers 5
+    files=("spiece.model",),
+    mask_takes_space=True,
+    lowercase=True,
+    cleaned=True,
+)
+
+TINY = {"embedding_size": 16}
+GROUPS = TINY | {
+    "num_hidden_layers": 5, "num_hidden_groups": 2, "inner_group_num": 2,
+    "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1,
+}  # fmt: skip
+
+CHECKPOINTS = {
+    "base": "albert/albert-base-v2",
+    "sequence_classification": "bhadresh-savani/albert-base-v2-emotion",
+    "token_classification": "ArBert/albert-base-v2-finetuned-ner",
+    "question_answering": "twmkn9/albert-base-v2-squad2",
+    "masked_lm": "albert/albert-base-v2",
+}
+
 FAMILY = Family(
     model_type="albert",
     class_prefix="Albert",
@@ -197,4 +228,8 @@ FAMILY = Family(
     heads=HEADS,
     indices=indices,
     pretraining={"AlbertForPreTraining": "masked_lm"},
+    tokenizer=TOKENIZER,
+    tiny={"base": TINY, "groups": GROUPS},
+    real={"base": {"vocab_size": 30000, "embedding_size": 128, "hidden_act": "gelu_new"}},
+    checkpoints=CHECKPOINTS,
 )

@@ -15,7 +15,7 @@ from flodl.graph import Graph
 from flodl_hf import bodies
 from flodl_hf.config_rows import Row, activation, count, epsilon, fraction, optional, token_id
 from flodl_hf.encoder import Embeddings, bert_block, chain, pooler, stack
-from flodl_hf.family import Family, FamilyHead, Ignored
+from flodl_hf.family import Family, FamilyHead, FamilyTokenizer, Ignored
 from flodl_hf.keys import KeyRow, Tie
 
 __all__ = ["FAMILY", "BertConfig"]
@@ -146,6 +146,27 @@ HEADS = {
     ),
 }
 
+TOKENIZER = FamilyTokenizer(
+    special={
+        "unk_token": "[UNK]",
+        "sep_token": "[SEP]",
+        "pad_token": "[PAD]",
+        "cls_token": "[CLS]",
+        "mask_token": "[MASK]",
+    },
+    type_ids=True,
+    files=("vocab.txt",),
+    lowercase=True,
+)
+
+CHECKPOINTS = {
+    "base": "google-bert/bert-base-uncased",
+    "sequence_classification": "nateraw/bert-base-uncased-emotion",
+    "token_classification": "dslim/bert-base-NER",
+    "question_answering": "csarron/bert-base-uncased-squad-v1",
+    "masked_lm": "google-bert/bert-base-uncased",
+}
+
 FAMILY = Family(
     model_type="bert",
     class_prefix="Bert",
@@ -158,4 +179,6 @@ FAMILY = Family(
     pooler=lambda c: pooler(c.hidden_size),
     heads=HEADS,
     pretraining={"BertForPreTraining": "masked_lm"},
+    tokenizer=TOKENIZER,
+    checkpoints=CHECKPOINTS,
 )

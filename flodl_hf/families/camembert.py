@@ -1,12 +1,25 @@
 """CamemBERT (Martin et al. 2019, https://arxiv.org/abs/1911.03894): RoBERTa trained on French.
 
-An alias: architecture, tensor names and configuration are RoBERTa's; only the names differ.
+An alias: architecture, tensor names and configuration are RoBERTa's; names and vocabulary differ.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from flodl_hf.families import roberta
 
 __all__ = ["FAMILY"]
 
-FAMILY = roberta.FAMILY.renamed("camembert", "Camembert")
+TOKENIZER = replace(
+    roberta.TOKENIZER,
+    files=("sentencepiece.bpe.model",),
+    template="doubled",
+    mask_takes_space=True,
+    first=("<s>NOTUSED", "pad_token", "</s>NOTUSED", "unk_token", "<unk>NOTUSED"),
+    skipped=1,
+)
+
+FAMILY = roberta.FAMILY.renamed(
+    "camembert", "Camembert", tokenizer=TOKENIZER, real={"base": roberta.REAL | {"vocab_size": 32005}}
+)

@@ -40,7 +40,7 @@ from flodl_hf.disentangled import DisentangledAttention, RelativePositions
 from flodl_hf.disentangled.parts import Convolution, ConvolvedLayer, MaskedEmbeddings, Shift
 from flodl_hf.encoder import post_norm_block
 from flodl_hf.encoder_layer import EncoderLayer, FeedForward
-from flodl_hf.family import Family, FamilyHead, Ignored
+from flodl_hf.family import Family, FamilyHead, FamilyTokenizer, Ignored
 from flodl_hf.keys import KeyRow, Tie
 from flodl_hf.losses import check_labels
 
@@ -415,6 +415,37 @@ HEADS = {
     ),
 }
 
+TOKENIZER = FamilyTokenizer(
+    special={
+        "bos_token": "[CLS]",
+        "eos_token": "[SEP]",
+        "unk_token": "[UNK]",
+        "sep_token": "[SEP]",
+        "pad_token": "[PAD]",
+        "cls_token": "[CLS]",
+        "mask_token": "[MASK]",
+    },
+    type_ids=True,
+    files=("spm.model",),
+    lowercase=False,
+    split_punctuation=False,
+)
+
+TINY = {
+    "type_vocab_size": 0, "relative_attention": True, "position_buckets": 8, "max_relative_positions": -1,
+    "share_att_key": True, "pos_att_type": ["p2c", "c2p"], "norm_rel_ebd": "layer_norm", "position_biased_input": False,
+    "layer_norm_eps": 1e-7, "pooler_hidden_size": 32, "legacy": False,
+}  # fmt: skip
+REAL = TINY | {"position_buckets": 256, "pooler_hidden_size": 768, "vocab_size": 128100}
+CONVOLUTION = {"conv_kernel_size": 3, "conv_act": "gelu"}
+
+CHECKPOINTS = {
+    "base": "microsoft/deberta-v3-base",
+    "sequence_classification": "MoritzLaurer/DeBERTa-v3-base-mnli-fever-anli",
+    "token_classification": "blaze999/Medical-NER",
+    "question_answering": "deepset/deberta-v3-base-squad2",
+}
+
 FAMILY = Family(
     model_type="deberta-v2",
     class_prefix="DebertaV2",
@@ -426,4 +457,8 @@ FAMILY = Family(
     ignored=IGNORED,
     encoder=encoder,
     heads=HEADS,
+    tokenizer=TOKENIZER,
+    tiny={"base": TINY, "convolution": TINY | CONVOLUTION},
+    real={"base": REAL, "convolution": REAL | CONVOLUTION},
+    checkpoints=CHECKPOINTS,
 )

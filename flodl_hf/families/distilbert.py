@@ -10,7 +10,7 @@ BERT's encoder with fewer layers. It departs from BERT in:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flodl.graph import Graph
 from flodl_hf import bodies
@@ -18,6 +18,7 @@ from flodl_hf.attention import SelfAttention
 from flodl_hf.config_rows import Inert, Row, activation, count, fraction, optional, token_id
 from flodl_hf.encoder import Embeddings, chain, post_norm_block, stack
 from flodl_hf.encoder_layer import EncoderLayer, FeedForward
+from flodl_hf.families import bert
 from flodl_hf.family import Family, FamilyHead, Ignored
 from flodl_hf.keys import KeyRow, Tie
 
@@ -149,6 +150,14 @@ HEADS = {
     ),
 }
 
+CHECKPOINTS = {
+    "base": "distilbert/distilbert-base-uncased",
+    "sequence_classification": "lxyuan/distilbert-base-multilingual-cased-sentiments-student",
+    "token_classification": "dslim/distilbert-NER",
+    "question_answering": "distilbert/distilbert-base-cased-distilled-squad",
+    "masked_lm": "distilbert/distilbert-base-uncased",
+}
+
 FAMILY = Family(
     model_type="distilbert",
     class_prefix="DistilBert",
@@ -161,4 +170,7 @@ FAMILY = Family(
     encoder=encoder,
     heads=HEADS,
     uses_token_types=False,
+    tokenizer=replace(bert.TOKENIZER, type_ids=False),
+    real={"base": {"n_layers": 6}},
+    checkpoints=CHECKPOINTS,
 )

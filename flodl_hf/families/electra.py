@@ -100,7 +100,16 @@ HEADS = {
     ),
 }
 
+CHECKPOINTS = {
+    "base": "google/electra-base-discriminator",
+    "sequence_classification": "cross-encoder/ms-marco-electra-base",
+    "question_answering": "deepset/electra-base-squad2",
+    "masked_lm": "google/electra-small-generator",
+}
+
 FAMILY = bert.FAMILY.renamed(
     "electra", "Electra", base_prefix="electra", config=ElectraConfig, rows=CONFIG, inert=INERT, keys=KEYS,
     ignored=IGNORED, encoder=encoder, pooler=None, heads=HEADS, pretraining={"ElectraForPreTraining": "base"},
+    tiny={"base": {"embedding_size": 16}, "one width": {"embedding_size": 32}}, real={"base": {"embedding_size": 768}},
+    checkpoints=CHECKPOINTS,
 )  # fmt: skip

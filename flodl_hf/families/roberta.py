@@ -18,7 +18,7 @@ from flodl_hf import bodies
 from flodl_hf.config_rows import count
 from flodl_hf.encoder import Embeddings, bert_block, chain, stack
 from flodl_hf.families import bert
-from flodl_hf.family import FamilyHead, Ignored
+from flodl_hf.family import FamilyHead, FamilyTokenizer, Ignored
 from flodl_hf.keys import KeyRow, Tie, rows_under
 
 __all__ = ["FAMILY", "RobertaConfig"]
@@ -92,7 +92,35 @@ HEADS = {
     ),
 }
 
+TOKENIZER = FamilyTokenizer(
+    special={
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+        "sep_token": "</s>",
+        "pad_token": "<pad>",
+        "cls_token": "<s>",
+        "mask_token": "<mask>",
+    },
+    type_ids=False,
+    files=("vocab.json", "merges.txt"),
+    template="roberta",
+    mask_takes_space=False,  # transformers 4 let it; 5 does where the settings files say so
+)
+
+# At the base size, where RoBERTa departs from BERT; the word table is each alias's own.
+REAL = {"max_position_embeddings": 514, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
+
+CHECKPOINTS = {
+    "base": "FacebookAI/roberta-base",
+    "sequence_classification": "cardiffnlp/twitter-roberta-base-sentiment-latest",
+    "token_classification": "Jean-Baptiste/roberta-large-ner-english",
+    "question_answering": "deepset/roberta-base-squad2",
+    "masked_lm": "FacebookAI/roberta-base",
+}
+
 FAMILY = bert.FAMILY.renamed(
     "roberta", "Roberta", base_prefix="roberta", config=RobertaConfig, rows=CONFIG, keys=KEYS, ignored=IGNORED,
     encoder=encoder, heads=HEADS, pretraining={}, unused_positions=lambda c: c.pad_token_id + 1, uses_token_types=False,
+    tokenizer=TOKENIZER, real={"base": REAL | {"vocab_size": 50265}}, checkpoints=CHECKPOINTS,
 )  # fmt: skip

@@ -13,7 +13,7 @@ from torch import nn
 
 from flodl.graph import Graph
 from flodl_hf.encoder import chain, pre_norm_block, stack
-from flodl_hf.families import roberta
+from flodl_hf.families import roberta, xlm_roberta
 from flodl_hf.families.roberta import RobertaConfig
 from flodl_hf.keys import KeyRow, rows_under
 
@@ -33,4 +33,17 @@ def encoder(c: RobertaConfig) -> Graph:
     return chain(roberta.embeddings(c, norm=False), layers, norm=nn.LayerNorm(c.hidden_size, eps=c.norm_eps))
 
 
-FAMILY = roberta.FAMILY.renamed("xlm-roberta-xl", "XLMRobertaXL", keys=KEYS, encoder=encoder)
+# Of its 36 layers two, at their full width.
+REAL = roberta.REAL | {
+    "vocab_size": 250880, "hidden_size": 2560, "num_hidden_layers": 2, "num_attention_heads": 32,
+    "intermediate_size": 10240,
+}  # fmt: skip
+
+FAMILY = roberta.FAMILY.renamed(
+    "xlm-roberta-xl",
+    "XLMRobertaXL",
+    keys=KEYS,
+    encoder=encoder,
+    tokenizer=xlm_roberta.TOKENIZER,
+    real={"base": REAL},
+)

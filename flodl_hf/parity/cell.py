@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flodl_hf.auto import head_named
-from flodl_hf.families import families
+from flodl_hf.families import families, named
 from flodl_hf.family import Family
 from flodl_hf.heads import HEADS
 from flodl_hf.parity.inputs import AwkwardBatch, awkward_batches
@@ -48,7 +48,9 @@ class Cell:
     @property
     def record(self) -> Family:
         """The family's record."""
-        return next(family for family in families() if family.model_type == self.family)
+        family = named(self.family)
+        assert family is not None
+        return family
 
     @property
     def architecture(self) -> str:

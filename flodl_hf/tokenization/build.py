@@ -22,13 +22,15 @@ from tokenizers import (
 
 from flodl.errors import capped, printable
 from flodl_hf.errors import TokenizerError
+from flodl_hf.families import families
+from flodl_hf.family import Family, FamilyTokenizer
 
 from . import pipeline
 from .added import add_missing, add_roles, add_stated, frame
 from .guard import guarded
 from .plain_files import read_merges, read_vocab_json, read_vocab_txt
 from .sentencepiece import BPE, BYTE, CONTROL, NORMAL, USER_DEFINED, SentencePieceModel, read_model
-from .settings import FAMILY_TOKENS, ROLES, class_family, content
+from .settings import ROLES, class_family, content, rules_of
 from .source import TOKENIZER_FILES, parse_json
 
 __all__ = ["build_backend"]
@@ -42,6 +44,7 @@ class Source:
         files: file contents by name.
         folder: where they came from, for messages.
         settings: ``tokenizer_config.json``.
+        rules: of the family, for what these do not say.
         tokens: special tokens by role, after the family's defaults.
         byte_fallback: whether byte pieces of a unigram model are used.
     """
@@ -49,6 +52,7 @@ class Source:
     files: Mapping[str, bytes]
     folder: str
     settings: Mapping[str, Any]
+    rules: FamilyTokenizer
     tokens: Mapping[str, str]
     byte_fallback: bool = False
 
@@ -67,7 +71,7 @@ class Source:
         return value
 
 
-def _bert(source: Source) -> Tokenizer:
+def _word_pieces(source: Source) -> Tokenizer:
     vocab = read_vocab_txt(source.files["vocab.txt"], f"{source.folder}/vocab.txt")
     unknown = source.tokens["unk_token"]
     _require(source, vocab, ("unk_token", "cls_token", "sep_token"), "vocab.txt")
@@ -77,14 +81,14 @@ def _bert(source: Source) -> Tokenizer:
         clean_text=True,
         handle_chinese_chars=source.flag("tokenize_chinese_chars", True),
         strip_accents=None if strip is None else source.flag("strip_accents", False),
-        lowercase=source.flag("do_lower_case", True),
+        lowercase=source.flag("do_lower_case", source.rules.lowercase is not False),
     )
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece(prefix="##")
     return tokenizer
 
 
-def _roberta(source: Source) -> Tokenizer:
+def _byte_level(source: Source) -> Tokenizer:
     vocab = read_vocab_json(source.files["vocab.json"], f"{source.folder}/vocab.json")
     merges = read_merges(source.files["merges.txt"], f"{source.folder}/merges.txt", vocab)
     _require(source, vocab, ("cls_token", "sep_token"), "vocab.json")
@@ -173,9 +177,26 @@ def _finish(
     return tokenizer
 
 
-def _fairseq(source: Source, name: str, head: list[tuple[str, float]], skip: int) -> Tokenizer:
-    """Return a tokenizer numbered as in fairseq: ``head``, then the pieces but the first ``skip``."""
-    model, where = _read_spm(source, name)
+def _own_numbers(source: Source) -> Tokenizer:
+    """Return a tokenizer whose ids are those of the sentencepiece model."""
+    rules = source.rules
+    model, where = _read_spm(source, rules.files[0])
+    vocab = _scores(model)
+    lower = rules.lowercase is not None and source.flag("do_lower_case", rules.lowercase)
+    before = pipeline.lowercase() if lower else []
+    if rules.cleaned:
+        # "9," is taken apart wherever it is met; a hopeless score keeps such pieces from being chosen.
+        vocab = [(text, score - 100 if text[-1:] == "," and text[-2:-1].isdigit() else score) for text, score in vocab]
+        before = pipeline.cleaning(keep_accents=source.flag("keep_accents", False), lower=lower)
+    split = rules.split_punctuation is not None and source.flag("split_by_punct", rules.split_punctuation)
+    return _finish(_segmenter(model, vocab, model.unk_id, source), model, where, before, split)
+
+
+def _fairseq_numbers(source: Source) -> Tokenizer:
+    """Return a tokenizer numbered as in fairseq: the family's first tokens, then the other pieces."""
+    rules = source.rules
+    model, where = _read_spm(source, rules.files[0])
+    skip = rules.skipped
     if len(model.pieces) <= skip or any(piece.kind == NORMAL for piece in model.pieces[:3]) or model.unk_id != 0:
         raise TokenizerError(
             f"{where}: starts with {[piece.text for piece in model.pieces[:3]]}, expected the unknown "
@@ -184,69 +205,19 @@ def _fairseq(source: Source, name: str, head: list[tuple[str, float]], skip: int
             "tokenizer_config.json",
             where=where,
         )
-    vocab = [*head, *_scores(model)[skip:], (source.tokens["mask_token"], 0.0)]
+    first = [source.tokens.get(name, name) for name in rules.first]
+    vocab = [*((text, 0.0) for text in first), *_scores(model)[skip:], (source.tokens["mask_token"], 0.0)]
     unknown = next(i for i, (text, _) in enumerate(vocab) if text == source.tokens["unk_token"])
-    return _finish(_segmenter(model, vocab, unknown, source), model, where, [])
-
-
-def _xlm_roberta(source: Source) -> Tokenizer:
-    roles = ("bos_token", "pad_token", "eos_token", "unk_token")
-    return _fairseq(source, "sentencepiece.bpe.model", [(source.tokens[role], 0.0) for role in roles], skip=3)
-
-
-def _camembert(source: Source) -> Tokenizer:
-    tokens = source.tokens
-    head = ["<s>NOTUSED", tokens["pad_token"], "</s>NOTUSED", tokens["unk_token"], "<unk>NOTUSED"]
-    tokenizer = _fairseq(source, "sentencepiece.bpe.model", [(text, 0.0) for text in head], skip=1)
-    unused = [text for text in head if text.endswith("NOTUSED")]
+    tokenizer = _finish(_segmenter(model, vocab, unknown, source), model, where, [])
+    unused = [text for text in rules.first if text not in ROLES]
     tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in unused])
     return tokenizer
 
 
-def _albert(source: Source) -> Tokenizer:
-    model, where = _read_spm(source, "spiece.model")
-    vocab = []
-    for text, score in _scores(model):
-        # ALBERT takes "9," apart wherever it meets it; a hopeless score keeps such pieces from being chosen.
-        digit_comma = len(text) > 1 and text[-1] == "," and text[-2].isdigit()
-        vocab.append((text, score - 100 if digit_comma else score))
-    cleaning = pipeline.albert_cleaning(
-        keep_accents=source.flag("keep_accents", False), lower=source.flag("do_lower_case", True)
-    )
-    return _finish(_segmenter(model, vocab, model.unk_id, source), model, where, cleaning)
-
-
-def _deberta(source: Source) -> Tokenizer:
-    model, where = _read_spm(source, "spm.model")
-    before = pipeline.lowercase() if source.flag("do_lower_case", False) else []
-    split = source.flag("split_by_punct", False)
-    return _finish(_segmenter(model, _scores(model), model.unk_id, source), model, where, before, split)
-
-
-@dataclass(frozen=True, slots=True)
-class _Recipe:
-    """How a family's tokenizer is made: from which files, by what, with which tokens around a text."""
-
-    files: tuple[str, ...]
-    build: Callable[[Source], Tokenizer]
-    template: str
-    mask_takes_space: bool
-
-
-_RECIPES = {
-    "bert": _Recipe(("vocab.txt",), _bert, "bert", False),
-    "distilbert": _Recipe(("vocab.txt",), _bert, "bert", False),
-    "electra": _Recipe(("vocab.txt",), _bert, "bert", False),
-    # Transformers 4 let the mask take the space before it; 5 does where the settings files say so.
-    "roberta": _Recipe(("vocab.json", "merges.txt"), _roberta, "roberta", False),
-    "roberta-prelayernorm": _Recipe(("vocab.json", "merges.txt"), _roberta, "roberta", False),
-    "data2vec-text": _Recipe(("vocab.json", "merges.txt"), _roberta, "roberta", False),
-    "xlm-roberta": _Recipe(("sentencepiece.bpe.model",), _xlm_roberta, "doubled", True),
-    "xlm-roberta-xl": _Recipe(("sentencepiece.bpe.model",), _xlm_roberta, "doubled", True),
-    "camembert": _Recipe(("sentencepiece.bpe.model",), _camembert, "doubled", True),
-    "albert": _Recipe(("spiece.model",), _albert, "bert", True),
-    "deberta-v2": _Recipe(("spm.model",), _deberta, "bert", False),
-}
+def _builder(rules: FamilyTokenizer) -> Callable[[Source], Tokenizer]:
+    """Return what makes a tokenizer of a family's files."""
+    known = {"vocab.txt": _word_pieces, "vocab.json": _byte_level}
+    return known.get(rules.files[0], _fairseq_numbers if rules.first else _own_numbers)
 
 
 def _require(source: Source, vocab: Mapping[str, int], roles: Sequence[str], name: str) -> None:
@@ -260,12 +231,13 @@ def _require(source: Source, vocab: Mapping[str, int], roles: Sequence[str], nam
         )
 
 
-def _choose(files: Mapping[str, bytes], folder: str, model_type: str | None, settings: Mapping[str, Any]) -> str:
+def _choose(files: Mapping[str, bytes], folder: str, model_type: str | None, settings: Mapping[str, Any]) -> Family:
     """Return whose rules apply: the tokenizer's class decides, else the model's family, else the files."""
-    present = [family for family, recipe in _RECIPES.items() if all(name in files for name in recipe.files)]
-    for family in (class_family(settings), model_type):
-        if family in present:
-            return family
+    present = [f for f in families() if rules_of(f).files and all(name in files for name in rules_of(f).files)]
+    for word in (class_family(settings), model_type):
+        for family in present:
+            if family.model_type == word:
+                return family
     if not present:
         raise TokenizerError(
             f"{folder}: there is no tokenizer; expected tokenizer.json, vocab.txt, vocab.json with "
@@ -276,14 +248,16 @@ def _choose(files: Mapping[str, bytes], folder: str, model_type: str | None, set
             found=sorted(files),
             expected=TOKENIZER_FILES,
         )
-    # Both readings of sentencepiece.bpe.model are plausible, and their ids differ.
-    if present == ["xlm-roberta", "camembert"] and model_type is None:
+    # Two readings of one sentencepiece model are plausible, and their ids differ.
+    chosen = rules_of(present[0])
+    others = [f for f in present if rules_of(f).files == chosen.files and rules_of(f).first != chosen.first]
+    if others and model_type is None:
+        names = [family.class_prefix for family in (present[0], others[0])]
         raise TokenizerError(
-            f"{folder}: sentencepiece.bpe.model may be of XLM-RoBERTa or of CamemBERT, which number it "
-            "differently; "
+            f"{folder}: {chosen.files[0]} may be of {names[0]} or of {names[1]}, which number it differently; "
             "pass model_type, or put config.json beside it",
             where=folder,
-            found=present,
+            found=[present[0].model_type, *(family.model_type for family in others)],
         )
     return present[0]
 
@@ -312,7 +286,7 @@ def build_backend(
         TokenizerError: if there are no vocabulary files, or they are damaged.
     """
     family = _choose(files, folder, model_type, settings)
-    recipe = _RECIPES[family]
+    own = rules_of(family)
     mapped: Mapping[str, Any] = {}
     if "special_tokens_map.json" in files:
         mapped = parse_json(files["special_tokens_map.json"], f"{folder}/special_tokens_map.json")
@@ -321,13 +295,13 @@ def build_backend(
     stated = {role: settings.get(role) or mapped.get(role) for role in ROLES}
     # A bare name says nothing about spaces; the entry with its id may.
     stated = {role: by_text.get(v, v) if isinstance(v, str) else v for role, v in stated.items()}
-    tokens = {**FAMILY_TOKENS[family], **{role: text for role, v in stated.items() if (text := content(v))}}
-    source = Source(files, folder, settings, tokens, byte_fallback)
+    tokens = {**own.special, **{role: text for role, v in stated.items() if (text := content(v))}}
+    source = Source(files, folder, settings, own, tokens, byte_fallback)
     with guarded(folder, "the vocabulary files are damaged; fetch them again"):
-        tokenizer = recipe.build(source)
+        tokenizer = _builder(own)(source)
         # First those whose ids are stated: a role's token that the vocabulary lacks takes the next free id.
         add_stated(tokenizer, files, settings, folder)
-        add_roles(tokenizer, tokens, stated, mask_takes_space=recipe.mask_takes_space)
+        add_roles(tokenizer, tokens, stated, mask_takes_space=own.mask_takes_space)
         add_missing(tokenizer, settings, mapped, {}, rows, decoder=False)
-        frame(tokenizer, recipe.template, tokens, folder, prefix=source.flag("add_prefix_space", False))
+        frame(tokenizer, own.template, tokens, folder, prefix=source.flag("add_prefix_space", False))
     return tokenizer

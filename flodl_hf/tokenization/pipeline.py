@@ -19,7 +19,7 @@ from tokenizers import Regex, decoders, normalizers, pre_tokenizers
 from .charsmap import CharsMap
 from .sentencepiece import BYTE, CONTROL, UNKNOWN, UNUSED, SentencePieceModel
 
-__all__ = ["SPACE", "albert_cleaning", "decoder", "lowercase", "normalizer", "splitter"]
+__all__ = ["SPACE", "cleaning", "decoder", "lowercase", "normalizer", "splitter"]
 
 SPACE = "\u2581"
 
@@ -66,8 +66,8 @@ def _combining() -> str:
     return "".join(spans)
 
 
-def albert_cleaning(*, keep_accents: bool, lower: bool) -> list[normalizers.Normalizer]:
-    """Return what ALBERT does to a text before sentencepiece sees it."""
+def cleaning(*, keep_accents: bool, lower: bool) -> list[normalizers.Normalizer]:
+    """Return what ALBERT and its like do to a text before sentencepiece sees it."""
     out = [
         _replace(f"[{_PYTHON_SPACE}]+", " "),
         normalizers.Replace("``", '"'),

@@ -13,11 +13,12 @@ from typing import Any
 
 from flodl.errors import nearest
 from flodl_hf.errors import TokenizerError
+from flodl_hf.families import bert, families, named, roberta
+from flodl_hf.family import Family, FamilyTokenizer
 
 from .source import parse_json
 
 __all__ = [
-    "FAMILY_TOKENS",
     "ROLES",
     "Settings",
     "class_family",
@@ -25,61 +26,13 @@ __all__ = [
     "extra_tokens",
     "guess_model_type",
     "read_settings",
+    "rules_of",
 ]
 
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
-_BERT = {
-    "unk_token": "[UNK]",
-    "sep_token": "[SEP]",
-    "pad_token": "[PAD]",
-    "cls_token": "[CLS]",
-    "mask_token": "[MASK]",
-}
-_ROBERTA = {
-    "bos_token": "<s>",
-    "eos_token": "</s>",
-    "unk_token": "<unk>",
-    "sep_token": "</s>",
-    "pad_token": "<pad>",
-    "cls_token": "<s>",
-    "mask_token": "<mask>",
-}
-FAMILY_TOKENS: dict[str, dict[str, str]] = {
-    "bert": _BERT,
-    "distilbert": _BERT,
-    "roberta": _ROBERTA,
-    "xlm-roberta": _ROBERTA,
-    "camembert": _ROBERTA,
-    "albert": {
-        **_BERT,
-        "bos_token": "[CLS]",
-        "eos_token": "[SEP]",
-        "unk_token": "<unk>",
-        "pad_token": "<pad>",
-    },
-    "deberta-v2": {**_BERT, "bos_token": "[CLS]", "eos_token": "[SEP]"},
-    "electra": _BERT,
-    "xlm-roberta-xl": _ROBERTA,
-    "roberta-prelayernorm": _ROBERTA,
-    "data2vec-text": _ROBERTA,
-}
-
-# Families whose models take segment ids, and tokenizer classes that return them unless told otherwise. Where a file
-# says nothing, both have to; ALBERT's class has stopped returning them in transformers 5.
-_WITH_TYPE_IDS = {"bert", "albert", "deberta-v2", "electra"}
-_CLASSES_WITH_TYPE_IDS = {"bert", "electra", "debertav2"}
-
-_CLASSES = {
-    "bert": "bert",
-    "distilbert": "distilbert",
-    "roberta": "roberta",
-    "xlmroberta": "xlm-roberta",
-    "camembert": "camembert",
-    "albert": "albert",
-    "debertav2": "deberta-v2",
-    "electra": "electra",
-}
+# Where neither files nor a family say: BERT's words, then RoBERTa's.
+_USUAL = (bert.TOKENIZER.special, roberta.TOKENIZER.special)
 
 # Writers without a limit store int(1e30) here; no supported model comes near a million positions.
 _NO_LIMIT = 10**6
@@ -123,8 +76,8 @@ def guess_model_type(config: Mapping[str, Any], tokenizer_config: Mapping[str, A
 
 def class_family(tokenizer_config: Mapping[str, Any]) -> str | None:
     """Return the family of ``tokenizer_class``, or ``None`` if that is absent or unknown."""
-    word = _class_word(tokenizer_config)
-    return None if word is None else _CLASSES.get(word)
+    family = _of_class(_class_word(tokenizer_config))
+    return None if family is None else family.model_type
 
 
 def _class_word(tokenizer_config: Mapping[str, Any]) -> str | None:
@@ -133,7 +86,25 @@ def _class_word(tokenizer_config: Mapping[str, Any]) -> str | None:
     return name.removesuffix("Fast").removesuffix("Tokenizer").lower() if isinstance(name, str) and name else None
 
 
-def _type_ids(stated: Mapping[str, Any], family: str | None) -> bool:
+def _of_class(word: str | None) -> Family | None:
+    """Return the family whose tokenizer class begins with a word: its own, else one that it shares."""
+    if word is None:
+        return None
+    known = [family for family in families() if family.tokenizer is not None]
+    own = [family for family in known if family.class_prefix.lower() == word]
+    shared = [family for family in known if word in map(str.lower, rules_of(family).classes)]
+    return next(iter(own + shared), None)
+
+
+def rules_of(family: Family | None) -> FamilyTokenizer:
+    """Return what a family says of its tokenizers; nothing, for one that says nothing or is unknown."""
+    return (family.tokenizer if family is not None else None) or _SILENT
+
+
+_SILENT = FamilyTokenizer(special={}, type_ids=True)
+
+
+def _type_ids(stated: Mapping[str, Any], family: Family | None) -> bool:
     """Return whether segment ids are made by default, as transformers decides it."""
     names = stated.get("model_input_names")
     if isinstance(names, list):
@@ -141,8 +112,10 @@ def _type_ids(stated: Mapping[str, Any], family: str | None) -> bool:
     word = _class_word(stated)
     if word is None:
         # Without a class transformers takes the family's own.
-        return family is None or (family in _WITH_TYPE_IDS and family != "albert") or family not in FAMILY_TOKENS
-    return word in _CLASSES_WITH_TYPE_IDS and (family in _WITH_TYPE_IDS or family not in FAMILY_TOKENS)
+        return rules_of(family).type_ids
+    # A class that returns them, and a model that takes them.
+    of_class = _of_class(word)
+    return of_class is not None and rules_of(of_class).type_ids and (family is None or family.uses_token_types)
 
 
 def content(value: Any) -> str | None:
@@ -223,14 +196,15 @@ def read_settings(
     mapped: dict[str, Any] = {}
     if "special_tokens_map.json" in files:
         mapped = parse_json(files["special_tokens_map.json"], f"{folder}/special_tokens_map.json")
-    family = model_type or guess_model_type(config, stated)
-    custom = FAMILY_TOKENS.get(family or "", {})
+    known_as = model_type or guess_model_type(config, stated)
+    family = named(known_as)
+    custom = rules_of(family).special
     fallback = {"pad_token": pad_token} if pad_token else {}
     special = {}
     for role in ROLES:
         sources = [stated.get(role), mapped.get(role), fallback.get(role), custom.get(role)]
         if not custom:
-            sources += [tokens.get(role) for tokens in (_BERT, _ROBERTA)]
+            sources += [tokens.get(role) for tokens in _USUAL]
         token = next((token for token in map(content, sources) if token and known(token)), None)
         if token is not None:
             special[role] = token
@@ -244,6 +218,6 @@ def read_settings(
         clean_up=stated.get("clean_up_tokenization_spaces") is True,
         type_ids=_type_ids(stated, family),
         split_special=stated.get("split_special_tokens") is True,
-        model_type=family,
+        model_type=known_as,
         raw=stated,
     )
