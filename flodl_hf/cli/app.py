@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import typer
 
-from flodl_hf.cli import config, convert, demo, export, finetune, inspect, predict, verify_export, verify_matrix
+from flodl_hf.cli import (
+    config,
+    convert,
+    demo,
+    doctor,
+    export,
+    finetune,
+    inspect,
+    new,
+    predict,
+    verify_export,
+    verify_matrix,
+)
 
 __all__ = ["app"]
 
@@ -31,6 +43,6 @@ def options(
         raise typer.Exit()
 
 
-for module in (demo, predict, finetune, inspect, export, verify_export, verify_matrix, convert):
+for module in (demo, new, predict, finetune, inspect, export, verify_export, verify_matrix, convert, doctor):
     app.command(name=module.NAME)(module.command)
 app.add_typer(config.app, name=config.NAME)
