@@ -7,6 +7,7 @@ events to subscribe to, optimiser factories and parameter groups. How ranks shar
 
 from flodl.train.builder import TrainerBuilder
 from flodl.train.callback import Callback
+from flodl.train.evaluate import RankedEval
 from flodl.train.events import (
     Decided,
     EpochMetrics,
@@ -55,6 +56,7 @@ __all__ = [
     "OwnLoop",
     "Precision",
     "Profiler",
+    "RankedEval",
     "RateSearch",
     "Rehearsal",
     "Replicas",

@@ -15,8 +15,7 @@ from flodl.errors import TrainError
 from flodl.train.loss import Loss
 
 if TYPE_CHECKING:
-    from flodl.train.step import StepResult
-    from flodl.train.trainer import Trainer
+    from flodl.train.step.outcome import StepResult
 
 __all__ = ["Callback", "Hooks"]
 
@@ -27,44 +26,45 @@ class Callback:
     """Takes part in a run; override what you need.
 
     Every rank calls its own copy, at the same steps. An error in a callback ends the run. ``trainer.stop()`` ends
-    it in order. Where ranks are processes of ours a callback has to be picklable.
+    it in order. Where ranks are processes of ours a callback has to be picklable. ``trainer`` is this rank's
+    `flodl.train.Trainer`; your own classes may annotate it as such.
     """
 
-    def on_train_begin(self, trainer: Trainer) -> None:
+    def on_train_begin(self, trainer: Any) -> None:
         """Be called when the run begins or goes on, after checkpoints were read."""
 
-    def on_epoch_begin(self, trainer: Trainer, epoch: int) -> None:
+    def on_epoch_begin(self, trainer: Any, epoch: int) -> None:
         """Be called before an epoch, the first being 0."""
 
-    def on_step_begin(self, trainer: Trainer, batches: Sequence[Any]) -> None:
+    def on_step_begin(self, trainer: Any, batches: Sequence[Any]) -> None:
         """Be called before an optimiser step with this rank's micro-batches of it."""
 
-    def before_backward(self, trainer: Trainer, loss: Loss) -> Loss | None:
+    def before_backward(self, trainer: Any, loss: Loss) -> Loss | None:
         """Be called with the loss of a micro-batch; what is returned takes its place, None leaves it.
 
         A loop of your own that calls ``loss.backward()`` instead of ``trainer.backward(loss)`` passes this by, and
         `after_backward` too.
         """
 
-    def after_backward(self, trainer: Trainer) -> None:
+    def after_backward(self, trainer: Any) -> None:
         """Be called when the gradient of a micro-batch was added to this rank's; a sum that nothing has divided yet."""
 
-    def before_optimizer_step(self, trainer: Trainer) -> None:
+    def before_optimizer_step(self, trainer: Any) -> None:
         """Be called when gradients are those of the whole step, the same on all ranks, before they are clipped."""
 
-    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
+    def on_step_end(self, trainer: Any, result: StepResult) -> None:
         """Be called when the step is done; on CUDA its figures may still be on the device (``result.outcome``)."""
 
-    def on_evaluate(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
+    def on_evaluate(self, trainer: Any, metrics: Mapping[str, float]) -> None:
         """Be called with the figures of an evaluation, the same on all ranks."""
 
-    def on_epoch_end(self, trainer: Trainer, epoch: int) -> None:
+    def on_epoch_end(self, trainer: Any, epoch: int) -> None:
         """Be called after an epoch and its evaluation, before its checkpoint."""
 
-    def on_train_end(self, trainer: Trainer) -> None:
+    def on_train_end(self, trainer: Any) -> None:
         """Be called when the run ended by itself."""
 
-    def close(self, trainer: Trainer) -> None:
+    def close(self, trainer: Any) -> None:
         """Be called when the run is over, however it ended."""
 
     def state_dict(self) -> Mapping[str, Any]:
@@ -85,7 +85,7 @@ class Hooks:
         TrainError: one of them is no `Callback`.
     """
 
-    def __init__(self, trainer: Trainer, callbacks: Sequence[Callback]) -> None:
+    def __init__(self, trainer: Any, callbacks: Sequence[Callback]) -> None:
         self.trainer, self.callbacks = trainer, tuple(callbacks)
         strange = [type(call).__name__ for call in self.callbacks if not isinstance(call, Callback)]
         if strange:

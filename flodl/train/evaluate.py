@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -18,15 +18,27 @@ from flodl.train.feed import Feed
 from flodl.train.loss import as_loss, batch_len
 from flodl.train.precision import Precision
 
-__all__ = ["Callbacks", "Evaluator"]
+__all__ = ["Callbacks", "Evaluator", "RankedEval"]
+
+
+@runtime_checkable
+class RankedEval(Protocol):
+    """An ``eval_fn`` whose work ranks share."""
+
+    def on_ranks(self, model: nn.Module, ranks: Ranks, speeds: Sequence[float]) -> Mapping[str, float]:
+        """Return the figures of ``model``, the same on each rank.
+
+        Args:
+            speeds: how fast ranks are in proportion, the same on all.
+        """
+        ...
 
 
 @dataclass
 class Callbacks:
     """Functions of the user that the loop calls; `flodl.train.builder.TrainerBuilder` says when.
 
-    An ``eval_fn`` with a method ``on_ranks(model, ranks, speeds)`` is evaluated by it, on every rank; it gives the
-    same figures on each. Others are called on rank 0 alone.
+    An ``eval_fn`` that is a `RankedEval` is called on every rank. Others are called on rank 0 alone.
 
     ``metrics_fn``, ``checkpoint_fn`` only look on: an error in them is reported once and training goes
     on. An error in the others, which take part in training, ends the run.
@@ -194,7 +206,7 @@ class Evaluator:
 
 def _called(call: Any, model: nn.Module, ranks: Ranks, speeds: Sequence[float]) -> dict[str, float]:
     """Return the figures of a user's function: of all ranks together where it can, else of rank 0."""
-    if hasattr(call, "on_ranks"):
+    if isinstance(call, RankedEval):
         return {name: float(value) for name, value in call.on_ranks(model, ranks, speeds).items()}
     own = {name: float(value) for name, value in call(model).items()} if ranks.rank == 0 else {}
     return ranks.tell(own)

@@ -11,7 +11,7 @@ import torch
 from flodl.train.callback import Callback
 
 if TYPE_CHECKING:
-    from flodl.train.step import StepResult
+    from flodl.train.step.outcome import StepResult
     from flodl.train.trainer import Trainer
 
 __all__ = ["Profiler"]

@@ -58,6 +58,7 @@ def choose_route(trainer: Trainer) -> None:
             trainer._warn,
             deferred=isinstance(trainer.policy, Sync) and not trainer.settings.slowdown,
             strict=settings.capture is True,
+            num_rows=settings.capture_num_rows,
         )
     trainer.log.before = trainer.step_.count_writes
     trainer.step_.arrived = trainer.log.arrived

@@ -36,7 +36,8 @@ class Settings:
         precision: ``"fp32"``, ``"tf32"``, ``"bf16"`` or ``"fp16"``.
         max_grad_norm: clip the whole gradient to this 2-norm.
         on_nan: ``"stop"`` or ``"skip"`` when loss or gradient is not finite.
-        compat: ``"transformers"`` reproduces the gradient inflation of that library's Trainer.
+        sum_of_means: add up the means of micro-batches and ranks without dividing, so that the gradient is too large
+            by accumulation times processes; for recipes that were tuned to it.
         deterministic: ask torch for deterministic kernels, and fail where there is none.
         checkpoint_activations: called with the model before training, to switch gradient
             checkpointing on in it.
@@ -70,6 +71,8 @@ class Settings:
         frozen_after_s: silence after which a stopped rank is given up.
         capture: ``"auto"`` records the steps of a run on CUDA as graphs, one for each shape of batch, where it
             can, and says once why where it cannot; True refuses to run otherwise; False never records.
+        capture_num_rows: record apart what differs in `flodl.data.Batch.num_rows` alone; False where ``train_step``
+            does not read it, so that a recording serves batches of any number of rows.
         compile: pass the model through ``torch.compile`` first.
         progress: True shows how far the run is, None where it takes longer than a second, False nothing.
         log_every: steps whose figures are read from a CUDA device together.
@@ -96,7 +99,7 @@ class Settings:
     precision: str = "fp32"
     max_grad_norm: float | None = None
     on_nan: str = "stop"
-    compat: str | None = None
+    sum_of_means: bool = False
     deterministic: bool = False
     checkpoint_activations: Callable[[nn.Module], Any] | None = None
     arrange: Callable[[nn.Module], Callable[[], Any]] | None = None
@@ -123,6 +126,7 @@ class Settings:
     timeout_s: float = 600.0
     frozen_after_s: float = 8.0
     capture: str | bool = "auto"
+    capture_num_rows: bool = True
     compile: bool = False
     progress: bool | None = None
     log_every: int = 20
@@ -141,10 +145,11 @@ class Settings:
             "precision",
             "max_grad_norm",
             "on_nan",
-            "compat",
             "lr_scale_ratio",
         )
         values = {name: getattr(self, name) for name in names} | dict(self.identity)
+        if self.sum_of_means:
+            values["sum_of_means"] = True
         if self.ema is not None:
             values["ema"] = f"{self.ema}{'' if self.ema_warmup else ', no warmup'}"
         return values

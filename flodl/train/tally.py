@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from flodl.train.events import EpochMetrics
-from flodl.train.step import StepResult
+from flodl.train.step.outcome import StepResult
 
 __all__ = ["Tally", "epoch_metrics", "means"]
 

@@ -135,7 +135,7 @@ class Trainer:
             share_gradients=self.policy.shares_gradients,
             max_grad_norm=settings.max_grad_norm,
             on_nan=settings.on_nan,
-            compat=settings.compat,
+            sum_of_means=settings.sum_of_means,
             slowdown=settings.slowdown.get(ranks.rank, 1.0),
             reduce_on_cpu=settings.knobs.backend == "cpu",
         )

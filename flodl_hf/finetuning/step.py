@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -76,9 +76,6 @@ class Objective:
     mask_padding: bool = False
     own: LossFunction | None = None
     noise: float | None = None
-
-    asks_num_rows: ClassVar[bool] = False
-    """Counts are taken from the labels, so a recorded step serves batches of any number of rows."""
 
     def __call__(self, model: Any, batch: Any) -> Loss:
         """Return the loss of a batch."""

@@ -103,9 +103,11 @@ def make_builder(
             precision=options.precision,
             max_grad_norm=options.max_grad_norm or None,
             on_nan=options.on_nan,
-            compat=options.compat,
+            sum_of_means=options.compat is not None,
             deterministic=options.deterministic,
             capture="auto" if options.capture else False,
+            # Counts are taken from the labels.
+            capture_num_rows=False,
             compile=options.compile,
             log_every=options.log_every,
             schedule=job.schedule,

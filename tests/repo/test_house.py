@@ -100,6 +100,21 @@ def test_flodl_stands_on_its_own(trees: dict[str, ast.Module]) -> None:
     assert not strays
 
 
+# Words of what stands on flodl: nobody should have to know it to read the framework.
+FOREIGN_WORDS = re.compile(r"hugging ?face|transformers\b|\bhub\b|cu_seqlens|tokenizer|flodl_hf", re.IGNORECASE)
+
+
+def test_flodl_speaks_its_own_words() -> None:
+    found = [
+        f"{name(path)}:{number}: {line.strip()}"
+        for path in SOURCES
+        if name(path).startswith("flodl/")
+        for number, line in enumerate(path.read_text("utf-8").splitlines(), start=1)
+        if FOREIGN_WORDS.search(line)
+    ]
+    assert not found
+
+
 def test_files_hold_one_idea(trees: dict[str, ast.Module]) -> None:
     lengths = {name(path): len(path.read_text("utf-8").splitlines()) for path in SOURCES}
     assert {path: lines for path, lines in lengths.items() if lines > MAX_LINES and path not in LONGER} == {}

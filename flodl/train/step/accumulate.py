@@ -19,12 +19,10 @@ from torch import nn
 from flodl.train.callback import Hooks
 from flodl.train.loss import Loss, as_loss, batch_len
 from flodl.train.precision import Precision
+from flodl.train.step.outcome import OBSERVED
 from flodl.train.watching import Watching
 
-__all__ = ["OBSERVED", "Accumulator", "Part", "apart"]
-
-OBSERVED = "\0"
-"""Before the names of what was watched inside of the model, which travels with the metrics of a step."""
+__all__ = ["Accumulator", "Part"]
 
 
 @dataclass
@@ -32,8 +30,8 @@ class Part:
     """What micro-batches of one rank came to, beside the gradients.
 
     Attributes:
-        total: float64, the sum of their losses; with ``compat`` of their means. None of no micro-batch.
-        count: items that it stands for, a number where the host knows it; with ``compat`` micro-batches.
+        total: float64, the sum of their losses; with ``sum_of_means`` of their means. None of no micro-batch.
+        count: items that it stands for, a number where the host knows it; with ``sum_of_means`` micro-batches.
         samples: samples in them.
         divided: whether gradients are those of the step already, and not of a sum.
         metrics: ``name: (sum, count)``.
@@ -87,12 +85,6 @@ class Part:
         }
 
 
-def apart(figures: Mapping[str, tuple[float, float]]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the metrics of a step, and what was watched in it."""
-    metrics = {name: pair for name, pair in figures.items() if not name.startswith(OBSERVED)}
-    return metrics, {name[1:]: pair for name, pair in figures.items() if name.startswith(OBSERVED)}
-
-
 def _plain(value: Any) -> Any:
     return value.detach() if isinstance(value, torch.Tensor) else float(value)
 
@@ -103,8 +95,7 @@ class Accumulator:
     Args:
         model: whose parameters get the gradients.
         precision: of forward and loss.
-        compat: ``"transformers"`` adds up the *means* of micro-batches, as that library's Trainer does for encoder
-            heads.
+        sum_of_means: add up the *means* of micro-batches.
 
     Attributes:
         unit: float16 sums are kept small by this power of two, which rounds nothing.
@@ -112,8 +103,8 @@ class Accumulator:
         watching: collects what is watched inside of the model.
     """
 
-    def __init__(self, model: nn.Module, precision: Precision, *, compat: str | None = None) -> None:
-        self.model, self.precision, self.compat = model, precision, compat
+    def __init__(self, model: nn.Module, precision: Precision, *, sum_of_means: bool = False) -> None:
+        self.model, self.precision, self.sum_of_means = model, precision, sum_of_means
         self.unit = 1.0
         self.hooks: Hooks | None = None
         self.watching: Watching | None = None
@@ -135,7 +126,7 @@ class Accumulator:
         loss.check_depends()
         if self.hooks is not None:
             loss = self.hooks.before_backward(loss)
-        if self.compat is not None or alone:
+        if self.sum_of_means or alone:
             value, part.divided = loss.as_mean(), True
         else:
             value = loss.as_sum() * self.unit if self.unit != 1 else loss.as_sum()
@@ -143,7 +134,7 @@ class Accumulator:
         (scaler.scale(value) if scaler is not None else value).backward()
         if self.hooks is not None:
             self.hooks.call("after_backward")
-        if self.compat is not None:
+        if self.sum_of_means:
             part.add(value.detach().to(torch.float64), 1.0, samples, loss.metrics)
         else:
             count = loss.count.detach() if isinstance(loss.count, torch.Tensor) else float(loss.count)

@@ -25,8 +25,8 @@ from flodl.collecting import uncollected
 from flodl.data.batch import Batch
 from flodl.distributed.group import Ranks
 from flodl.errors import TrainError
-from flodl.train.step.accumulate import OBSERVED
-from flodl.train.step.on_device import DeviceStep, Outcome
+from flodl.train.step.on_device import DeviceStep
+from flodl.train.step.outcome import OBSERVED, Outcome
 from flodl.train.step.overlap import Overlap, choose_overlap, fault_of
 
 __all__ = ["Captures", "CudaRecorder", "Recorder", "Refused", "flatten", "options_of"]
@@ -92,6 +92,7 @@ class Captures:
         warn: told once why steps are not recorded.
         most: recordings at most; further shapes run as ordinary steps.
         strict: raise where steps cannot be recorded.
+        num_rows: whether `flodl.data.Batch.num_rows` is part of a batch's shape.
     """
 
     def __init__(
@@ -102,8 +103,10 @@ class Captures:
         *,
         most: int = MOST_GRAPHS,
         strict: bool = False,
+        num_rows: bool = True,
     ) -> None:
         self.step, self.recorder, self.warn, self.most, self.strict = step, recorder, warn, most, strict
+        self.num_rows = num_rows
         self.given_up: str | None = None
         self._told_full = False
         self.forget()
@@ -145,7 +148,7 @@ class Captures:
             return self.step(train_step, batches)
         try:
             tensors: list[torch.Tensor] = []
-            spec = tuple(flatten(batch, tensors, getattr(train_step, "asks_num_rows", True)) for batch in batches)
+            spec = tuple(flatten(batch, tensors, self.num_rows) for batch in batches)
             if tensors and tensors[0].device != self.step.device:
                 raise Refused(f"batches are on {tensors[0].device} and the model is on {self.step.device}")
             key = (spec, self._state())

@@ -8,10 +8,9 @@ numbers, read when `flodl.train.steplog` wants them. So the host never waits, an
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,77 +19,12 @@ from torch import nn
 from flodl.train.precision import Precision
 from flodl.train.step.accumulate import Accumulator
 from flodl.train.step.decide import Judge, Verdict
+from flodl.train.step.outcome import Outcome, outcome_of
 
-__all__ = ["DeviceStep", "Figures", "Outcome", "divide", "make_ready", "mean_of", "outcome_of", "unfit"]
+__all__ = ["DeviceStep", "divide", "make_ready", "mean_of", "unfit"]
 
 KINDS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 """Optimisers whose fused kernels take a flag that says not to move, and a number to divide gradients by."""
-
-
-@dataclass(frozen=True)
-class Figures:
-    """What a step came to, on the host.
-
-    Attributes:
-        loss: mean loss.
-        count: items counted.
-        grad_norm: 2-norm of the gradient before clipping.
-        metrics: ``name: (sum, count)``.
-    """
-
-    loss: float
-    count: float
-    grad_norm: float
-    metrics: dict[str, tuple[float, float]]
-
-    @property
-    def fault(self) -> str | None:
-        """What is not finite, ``"loss"`` or ``"gradient"``; None when the step is sound, or counted nothing."""
-        if not self.count:
-            return None
-        return "loss" if not math.isfinite(self.loss) else None if math.isfinite(self.grad_norm) else "gradient"
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a step came to, still on the device.
-
-    Attributes:
-        row: its figures: the loss, norms of parts of the gradient, then what the host does not know yet.
-        count: items counted, where that is known on the host; else it is in the row.
-        metrics: names, and for each whether its sum and its count are in the row, or the number itself.
-        moved: whether there was any gradient.
-        lacking: places of parameters without one, where that matters to others.
-        norms: how many norms there are; together they are the norm of the gradient.
-        next_row: where this was recorded: gives ``row``, less the metrics, of the replay that was launched last, in
-            memory that the next replays leave alone. None: the next replay writes to the same row.
-    """
-
-    row: torch.Tensor
-    count: float | None
-    metrics: tuple[tuple[str, float | None, float | None], ...] = ()
-    moved: bool = True
-    lacking: tuple[int, ...] = ()
-    norms: int = 1
-    next_row: Callable[[], torch.Tensor] | None = None
-
-    def replayed(self) -> Outcome:
-        """Return the outcome of the replay that was launched last, out of the way of the next; called after each."""
-        row = self.next_row() if self.next_row is not None else None
-        if row is None or row.numel() != self.row.numel():
-            row = self.row.clone()
-        return replace(self, row=row, next_row=None)
-
-    def read(self, values: Sequence[float]) -> Figures:
-        """Return the figures of a row that has come to the host."""
-        rest = iter(values[1 + self.norms :])
-        count = self.count if self.count is not None else next(rest)
-        metrics = {
-            name: (total if total is not None else next(rest), number if number is not None else next(rest))
-            for name, total, number in self.metrics
-        }
-        norm = math.hypot(*values[1 : 1 + self.norms])
-        return Figures(values[0], count if self.moved else 0.0, norm, metrics)
 
 
 def unfit(optimizer: torch.optim.Optimizer) -> str | None:
@@ -139,7 +73,7 @@ class DeviceStep:
         precision: of forward and loss; without a loss scale.
         max_grad_norm: clip the gradient to this 2-norm.
         sticky: after a step that is not finite none moves any more; else just that one is left out.
-        compat: as for `flodl.train.step.accumulate.Accumulator`.
+        sum_of_means: as for `flodl.train.step.accumulate.Accumulator`.
     """
 
     def __init__(
@@ -151,10 +85,11 @@ class DeviceStep:
         *,
         max_grad_norm: float | None = None,
         sticky: bool = True,
-        compat: str | None = None,
+        sum_of_means: bool = False,
     ) -> None:
-        self.model, self.optimizer, self.device, self.compat = model, optimizer, device, compat
-        self.accumulator = Accumulator(model, precision, compat=compat)
+        self.model, self.optimizer, self.device = model, optimizer, device
+        self.sum_of_means = sum_of_means
+        self.accumulator = Accumulator(model, precision, sum_of_means=sum_of_means)
         self.judge = Judge(device, max_grad_norm=max_grad_norm, sticky=sticky)
         make_ready(optimizer, device)
         self._rates = [group["lr"] for group in optimizer.param_groups]
@@ -201,7 +136,7 @@ class DeviceStep:
         """Divide gradients by ``count``, decide whether the step counts, and move the parameters if it does.
 
         Args:
-            total: float64, the sum of losses; with ``compat`` of means.
+            total: float64, the sum of losses; with ``sum_of_means`` of means.
             count: what it stands for, a number or a tensor on the device.
             divided: whether gradients are divided already.
             apart: whether norms of parts of the gradient may be figures.
@@ -210,7 +145,7 @@ class DeviceStep:
                 where it is clipped.
         """
         grads = [p.grad for p in self.model.parameters() if p.requires_grad and p.grad is not None]
-        loss = mean_of(total, count, compat=self.compat)
+        loss = mean_of(total, count, sum_of_means=self.sum_of_means)
         if not grads or not (isinstance(count, torch.Tensor) or count != 0):
             return outcome_of(torch.stack([loss, loss.new_zeros(())]), count, False, metrics)
         inside = inside and not divided
@@ -240,9 +175,9 @@ class DeviceStep:
                 del flags.grad_scale
 
 
-def mean_of(total: torch.Tensor, count: Any, *, compat: str | None) -> torch.Tensor:
+def mean_of(total: torch.Tensor, count: Any, *, sum_of_means: bool) -> torch.Tensor:
     """Return the loss that is reported of a step: the mean over what was counted, or the sum of means."""
-    if compat is not None:
+    if sum_of_means:
         return total
     if isinstance(count, torch.Tensor):
         return torch.where(count == 0, total, total / count)
@@ -275,38 +210,3 @@ def largest_first(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     finally:
         for group, parameters in zip(optimizer.param_groups, before, strict=True):
             group["params"] = parameters
-
-
-def _together(values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return numbers of one tensor each as float64 ``(len(values),)``, cast at once where they are alike."""
-    if any(value.dtype != values[0].dtype for value in values):
-        values = [value.to(torch.float64) for value in values]
-    return torch.stack(list(values)).to(torch.float64)
-
-
-def outcome_of(
-    pair: torch.Tensor,
-    count: Any,
-    moved: bool,
-    metrics: Mapping[str, tuple[Any, Any]],
-    lacking: tuple[int, ...] = (),
-    *,
-    norms: int = 1,
-    has_count: bool = False,
-) -> Outcome:
-    """Return an outcome whose row begins with ``pair``: loss, norms, and the count where it ``has_count``.
-
-    Tensors of the rest come into it too.
-    """
-    further: list[torch.Tensor] = []
-
-    def kept(value: Any) -> float | None:
-        if not isinstance(value, torch.Tensor):
-            return float(value)
-        further.append(value.detach().reshape(()).to(pair.device))
-        return None
-
-    known = None if has_count else kept(count)
-    told = [(name, kept(total), kept(number)) for name, (total, number) in metrics.items()]
-    row = torch.cat([pair.to(torch.float64), _together(further)]) if further else pair
-    return Outcome(row, known, tuple(told), moved, lacking, norms)

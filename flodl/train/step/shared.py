@@ -22,7 +22,8 @@ from flodl.distributed.group import Ranks
 from flodl.errors import TrainError
 from flodl.train.precision import Precision
 from flodl.train.step.capture import DIRTY_RUNS, Recorder, options_of
-from flodl.train.step.on_device import DeviceStep, Outcome, outcome_of
+from flodl.train.step.on_device import DeviceStep
+from flodl.train.step.outcome import Outcome, outcome_of
 from flodl.train.step.overlap import Overlap
 
 __all__ = ["Agreement", "Common", "SharedStep"]
@@ -115,7 +116,7 @@ class SharedStep(DeviceStep):
             if self.buffers is not None:
                 self.buffers(weight)
             total, count = pair.unbind()
-            found = self.apply(total, count, divided=self.compat is not None, apart=False, metrics={}, inside=True)
+            found = self.apply(total, count, divided=self.sum_of_means, apart=False, metrics={}, inside=True)
             self.optimizer.zero_grad(set_to_none=True)
         return found
 

@@ -12,7 +12,6 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -27,72 +26,17 @@ from flodl.errors import TrainError
 from flodl.train.callback import Hooks
 from flodl.train.loss import Loss, batch_len
 from flodl.train.precision import Precision
-from flodl.train.step.accumulate import Accumulator, Part, apart
+from flodl.train.step.accumulate import Accumulator, Part
 from flodl.train.step.capture import Captures, Recorder
-from flodl.train.step.on_device import DeviceStep, Figures, Outcome, divide, unfit
+from flodl.train.step.on_device import DeviceStep, divide, unfit
+from flodl.train.step.outcome import Outcome, StepResult, apart, not_finite
 from flodl.train.step.pace import StepTimes
 from flodl.train.step.shared import Common, SharedStep
 
-__all__ = ["Step", "StepResult", "TrainStep"]
+__all__ = ["Step", "TrainStep"]
 
 TrainStep = Callable[[nn.Module, Any], Any]
 MAX_OVERFLOWS = 50
-
-
-@dataclass
-class StepResult:
-    """What one step did.
-
-    Attributes:
-        loss: mean loss over ``count`` items, as computed before the update.
-        count: items counted, over ranks where gradients are summed over them.
-        samples: samples of this rank.
-        grad_norm: 2-norm of the whole gradient before clipping.
-        compute_ms: time of forward and backward on this rank.
-        applied: whether parameters moved.
-        reason: why not, when they did not.
-        flags: sums over ranks of the flags given to the step.
-        metrics: ``name: (sum, count)`` of this rank.
-        observed: the same of what was watched inside of the model.
-        outcome: the figures while they are on the device; `settle` puts them here.
-        arrived: whether the oldest figures under way are on the host of every rank; None where ranks need not agree.
-    """
-
-    loss: float
-    count: float
-    samples: int
-    grad_norm: float
-    compute_ms: float
-    applied: bool = True
-    reason: str = ""
-    flags: list[float] = field(default_factory=list)
-    metrics: dict[str, tuple[float, float]] = field(default_factory=dict)
-    observed: dict[str, tuple[float, float]] = field(default_factory=dict)
-    outcome: Outcome | None = None
-    arrived: bool | None = None
-
-    def settle(
-        self, figures: Figures, compute_ms: float, *, raising: Callable[[str, float], TrainError] | None
-    ) -> None:
-        """Take in the figures that came from the device.
-
-        Args:
-            compute_ms: how long the device took.
-            raising: makes the error for a loss or gradient (the word and its value) that is not finite; None
-                leaves it at the step not being applied.
-
-        Raises:
-            TrainError: what ``raising`` made.
-        """
-        self.loss, self.count, self.grad_norm = figures.loss, figures.count, figures.grad_norm
-        self.metrics, self.observed = apart(figures.metrics)
-        self.compute_ms, self.outcome = compute_ms, None
-        if figures.fault is not None:
-            self.applied, self.reason = False, f"{figures.fault} is not finite"
-            if raising is not None:
-                raise raising(figures.fault, self.loss if figures.fault == "loss" else self.grad_norm)
-        elif not figures.count:
-            self.applied, self.reason = False, "nothing was counted in this step"
 
 
 class Step:
@@ -103,9 +47,8 @@ class Step:
         share_gradients: sum gradients over ranks (Sync); otherwise the step is this rank's own.
         on_nan: ``"stop"`` raises when loss or gradient is not finite, ``"skip"`` leaves the step out.
             Either way no rank applies it.
-        compat: ``"transformers"`` adds up the *means* of micro-batches and ranks without dividing, as
-            that library's Trainer does for encoder heads: the gradient is too large by accumulation
-            times processes. For recipes that were tuned to it.
+        sum_of_means: add up the *means* of micro-batches and ranks without dividing: the gradient is too large by
+            accumulation times processes. For recipes that were tuned to it.
         slowdown: this rank sleeps so that its compute takes this many times as long; for experiments.
         reduce_on_cpu: sum gradients through host memory whatever the device.
     """
@@ -121,26 +64,22 @@ class Step:
         share_gradients: bool = True,
         max_grad_norm: float | None = None,
         on_nan: str = "stop",
-        compat: str | None = None,
+        sum_of_means: bool = False,
         slowdown: float = 1.0,
         reduce_on_cpu: bool = False,
     ) -> None:
-        if on_nan not in ("stop", "skip") or compat not in (None, "transformers"):
-            raise TrainError(
-                f"Step: found on_nan={on_nan!r}, compat={compat!r}; expected 'stop' or 'skip', and None or "
-                "'transformers'.",
-                on_nan=on_nan,
-                compat=compat,
-            )
+        if on_nan not in ("stop", "skip"):
+            raise TrainError(f"Step: found on_nan={on_nan!r}; expected 'stop' or 'skip'.", on_nan=on_nan)
         self.model, self.optimizer, self.train_step = model, optimizer, train_step
         self.ranks, self.precision = ranks, precision
         self.share_gradients = share_gradients and not ranks.solo
-        self.max_grad_norm, self.on_nan, self.compat, self.slowdown = max_grad_norm, on_nan, compat, slowdown
+        self.max_grad_norm, self.on_nan, self.slowdown = max_grad_norm, on_nan, slowdown
+        self.sum_of_means = sum_of_means
         self._reduce = GradientSum(ranks, model, on_cpu=reduce_on_cpu)
         self._buffers = (
             BufferMean(ranks, model) if self.share_gradients and any(True for _ in model.buffers()) else None
         )
-        self.accumulator = Accumulator(model, precision, compat=compat)
+        self.accumulator = Accumulator(model, precision, sum_of_means=sum_of_means)
         self._on_device: Callable[[TrainStep, Sequence[Any]], Outcome] | None = None
         self._deferred = False
         self._lag: StepTimes | None = None
@@ -167,7 +106,13 @@ class Step:
         self._spans: list[tuple[Any, Any]] = []
 
     def decide_on_device(
-        self, recorder: Recorder | None, warn: Callable[[str], Any], *, deferred: bool, strict: bool = False
+        self,
+        recorder: Recorder | None,
+        warn: Callable[[str], Any],
+        *,
+        deferred: bool,
+        strict: bool = False,
+        num_rows: bool = True,
     ) -> str | None:
         """Leave the decisions of a step to the device from now on; return why that cannot be, or None.
 
@@ -177,6 +122,7 @@ class Step:
             deferred: results come without figures, which `StepResult.outcome` holds, and without times. Else a CUDA
                 device still runs one step ahead of what is known: a result then has the time of the step before.
             strict: raise where steps turn out not to be recordable.
+            num_rows: whether the step may read `flodl.data.Batch.num_rows`.
         """
         if self.share_gradients and self._reduce.on_cpu:
             return "gradients travel through host memory"
@@ -185,7 +131,11 @@ class Step:
         reason = unfit(self.optimizer)
         if reason is not None:
             return reason
-        rules: Any = {"max_grad_norm": self.max_grad_norm, "sticky": self.on_nan == "stop", "compat": self.compat}
+        rules: Any = {
+            "max_grad_norm": self.max_grad_norm,
+            "sticky": self.on_nan == "stop",
+            "sum_of_means": self.sum_of_means,
+        }
         model, optimizer, ranks = self.model, self.optimizer, self.ranks
         # A rank that is made slow waits, so as to know how long.
         may_wait = self.slowdown <= 1
@@ -206,7 +156,7 @@ class Step:
         self._on_device = self._device_step
         self._device_step.accumulator.watching = self.accumulator.watching
         if recorder is not None:
-            self.captures = Captures(self._device_step, recorder, warn, strict=strict)
+            self.captures = Captures(self._device_step, recorder, warn, strict=strict, num_rows=num_rows)
             self._on_device = self.captures.run
         return None
 
@@ -308,10 +258,10 @@ class Step:
     def own_gradients(self, weight: float) -> None:
         """Take gradients that the user's own ``backward()`` left as means, standing for ``weight`` items."""
         grads = [p.grad for p in self._parameters() if p.grad is not None]
-        if self.share_gradients and self.compat is None:
+        if self.share_gradients and not self.sum_of_means:
             torch._foreach_mul_(grads, float(weight))  # pyright: ignore[reportPrivateImportUsage]
         total = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
-        divided = self.compat is not None or not self.share_gradients
+        divided = self.sum_of_means or not self.share_gradients
         self._part = Part(total, float(weight), round(weight), divided)
 
     def update(self, *, step: int = 0, flags: Sequence[float] = ()) -> StepResult:
@@ -331,7 +281,7 @@ class Step:
             self._compute_ms += start.elapsed_time(end)
         metrics, observed = apart(part.figures())
         result = StepResult(
-            loss_sum / count if count and self.compat is None else loss_sum,
+            loss_sum / count if count and not self.sum_of_means else loss_sum,
             count,
             part.samples,
             0.0,
@@ -353,7 +303,7 @@ class Step:
             return
         if scaler is not None:
             scaler.unscale_(self.optimizer)
-        if not self._part.divided and self.compat is None:
+        if not self._part.divided and not self.sum_of_means:
             divide(grads, result.count * self.accumulator.unit)
         if self.hooks is not None:
             self.hooks.call("before_optimizer_step")
@@ -429,19 +379,6 @@ class Step:
         self._forget()
         if self._buffers is not None:
             self._buffers.refresh()
-
-
-def not_finite(rank: int, step: int, what: str, value: float, tensor: str | None = None) -> TrainError:
-    """Return the error of a loss or gradient that is not finite."""
-    where = f" (first in {tensor})" if tensor else ""
-    return TrainError(
-        f"rank {rank}, step {step}: the {what} is {value}{where}; expected a finite number. The step was not applied "
-        "on any rank. Lower the learning rate, clip (max_grad_norm), look at the batch, or go on without such steps "
-        "with on_nan='skip'.",
-        rank=rank,
-        step=step,
-        tensor=tensor,
-    )
 
 
 class _Timed:

@@ -121,7 +121,7 @@ RECIPES = {
     "momentum": {"optimizer": sgd(0.05, momentum=0.9, weight_decay=0.01)},
     "accumulated": {"accumulate": 2, "train_step": counted},
     "cut": {"micro_batch_size": 3, "model": lambda device: make_model(norm=False)},
-    "inflated": {"micro_batch_size": 4, "compat": "transformers"},
+    "inflated": {"micro_batch_size": 4, "sum_of_means": True},
     "counted on the device": {"train_step": counted},
 }
 

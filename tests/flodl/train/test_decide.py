@@ -9,7 +9,7 @@ import torch
 
 from flodl.train.step import decide
 from flodl.train.step.decide import Judge
-from flodl.train.step.on_device import Outcome
+from flodl.train.step.outcome import Outcome
 
 CPU = torch.device("cpu")
 interpreted = pytest.mark.skipif(

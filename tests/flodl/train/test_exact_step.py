@@ -90,7 +90,9 @@ def make_model(head, seed, dtype):
     return Toy(HEADS[head][1]).to(dtype)
 
 
-def train(ranks, *, head, seed, rows, batch, accumulate, micro, ratios, dtype, clip, epochs=1, compat=None, lr=0.5):
+def train(
+    ranks, *, head, seed, rows, batch, accumulate, micro, ratios, dtype, clip, epochs=1, sum_of_means=False, lr=0.5
+):
     """Return the parameters after one epoch, and the losses of its steps."""
     model = make_model(head, seed, dtype)
     step = Step(
@@ -100,7 +102,7 @@ def train(ranks, *, head, seed, rows, batch, accumulate, micro, ratios, dtype, c
         ranks=ranks,
         precision=Precision("fp32", ranks.device),
         max_grad_norm=clip,
-        compat=compat,
+        sum_of_means=sum_of_means,
     )
     loader = DataLoader(TensorRows(make_data(seed, rows)), batch, seed=seed)
     feed = RowFeed(loader, accumulate=accumulate, micro_batch_size=micro)
@@ -237,7 +239,7 @@ def test_one_micro_batch_on_one_rank_is_a_plain_loop_to_the_bit(head):
 
 
 @pytest.mark.parametrize(("world", "parts"), [(1, 4), (2, 1), (2, 2), (3, 2)])
-def test_compat_transformers_inflates_by_accumulation_times_processes(pools, world, parts):
+def test_a_sum_of_means_inflates_by_accumulation_times_processes(pools, world, parts):
     case = {
         "head": "sequence",
         "seed": 3,
@@ -249,7 +251,7 @@ def test_compat_transformers_inflates_by_accumulation_times_processes(pools, wor
     }
     start, _ = train(Ranks(), **{**case, "ratios": [1.0]}, micro=None, dtype=torch.float64, lr=0.0)
     once, _ = train(Ranks(), **{**case, "ratios": [1.0]}, micro=None, dtype=torch.float64, lr=0.1)
-    inflated, _ = run(pools, world, torch.float64, **case, micro=12 // world // parts, lr=0.1, compat="transformers")
+    inflated, _ = run(pools, world, torch.float64, **case, micro=12 // world // parts, lr=0.1, sum_of_means=True)
     torch.testing.assert_close(inflated - start, (once - start) * world * parts, rtol=1e-9, atol=1e-12)
 
 

@@ -141,7 +141,7 @@ RECIPES = {
     "momentum": {"optimizer": sgd(0.05, momentum=0.9, weight_decay=0.01)},
     "accumulated": {"accumulate": 2, "train_step": counted},
     "cut": {"micro_batch_size": 3, "model": without_norm},
-    "inflated": {"micro_batch_size": 4, "compat": "transformers"},
+    "inflated": {"micro_batch_size": 4, "sum_of_means": True},
     "counted on the device": {"train_step": counted},
     "unequal": {"shares": (3.0, 1.0), "train_step": counted},
     "one has nothing": {"shares": (1.0, 0.0), "max_grad_norm": 0.1},

@@ -6,7 +6,7 @@ import torch
 from flodl.train import StepDone, steplog
 from flodl.train.events import Events
 from flodl.train.step import StepResult
-from flodl.train.step.on_device import Outcome
+from flodl.train.step.outcome import Outcome
 from flodl.train.steplog import StepLog
 from flodl.train.tally import Tally
 

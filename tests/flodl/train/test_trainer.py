@@ -355,7 +355,6 @@ def test_groups_by_path_cover_each_trainable_parameter_once_and_refuse_unknown_p
         ({"precision": "fp8"}, "fp8"),
         ({"policy": "hogwild"}, "hogwild"),
         ({"on_nan": "ignore"}, "ignore"),
-        ({"compat": "keras"}, "keras"),
         ({"schedule": object()}, r"lr\(step\)"),
     ],
 )

@@ -1,6 +1,7 @@
 """Rows packed and filled up to shapes that come again learn what padded rows do, to rounding."""
 
 from collections import Counter
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from flodl_hf.finetuning import finetune, plan_job
 from flodl_hf.finetuning import job as job_module
 from flodl_hf.finetuning.options import make_options
 from flodl_hf.finetuning.shapes import Shapes, choose_shapes
+from flodl_hf.finetuning.training import make_builder
 
 PLAIN: dict[str, Any] = {
     "schedule": "constant",
@@ -171,7 +173,8 @@ def test_a_recorded_step_serves_batches_of_other_rows(base: Path, bucketed: None
     rows = TABLES["sequence_classification"](24)
     job = plan_job(base, rows, None, make_options({**FIXED, "dropout": 0.0}))
     job.model.eval()
-    assert job.objective.asks_num_rows is False
+    with ExitStack() as stack:
+        assert make_builder(job, print, stack)._plan.settings.capture_num_rows is False
 
     def batch(indices: list[int]) -> Batch:
         where = Where(0, 0, 0, tuple(indices))
