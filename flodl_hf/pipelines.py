@@ -263,7 +263,8 @@ def _several_entities(model: Any, texts: Any, options: dict[str, Any]) -> list[A
 
 
 def _cut_entities(model: Any, text: str, options: dict[str, Any]) -> list[Any]:
-    from flodl_hf.runtime.inputs import Encoded, table_of
+    from flodl_hf.runtime.inputs import Encoded
+    from flodl_hf.runtime.tables import table_of
 
     _warn("token-classification", "stride= reads all of it")
     ((row,),) = model.tokenizer.encode_rows([text], max_tokens=model.max_tokens, snap=False, overflow="truncate")

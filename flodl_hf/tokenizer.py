@@ -27,7 +27,7 @@ from .tokenization.doctor import contradictions
 from .tokenization.encoded import Encoded, pad_rows
 from .tokenization.guard import guarded
 from .tokenization.precut import LONG, beginning
-from .tokenization.rows import Cut, Overflow, Row, cut_rows
+from .tokenization.rows import Cut, Overflow, Row, cut_each, cut_rows
 from .tokenization.settings import guess_model_type, read_settings
 from .tokenization.source import TOKENIZER_FILES, parse_json, read_bytes, read_source, write_files
 from .tokenization.vocabulary import Vocabulary
@@ -300,25 +300,21 @@ class Tokenizer(Vocabulary):
         if overflow == "truncate" and max_tokens is not None and not words:
             texts, pairs = self._shorten(texts, pairs, max_tokens, cut)
         rows = self._backend.rows(texts, pairs, words=words, special=add_special_tokens, fast=not offsets)
-        out = []
-        for index, row in enumerate(rows):
-            if snap and overflow == "windows" and not offsets and max_tokens is not None and len(row) > max_tokens:
-                # Word borders are needed to cut this one.
-                second = None if pairs is None else [pairs[index]]
-                row = self._backend.rows([texts[index]], second, words=words, special=add_special_tokens)[0]
-            out.append(
-                cut_rows(
-                    row,
-                    max_tokens,
-                    stride=stride,
-                    cut=cut,
-                    overflow=overflow,
-                    snap=snap,
-                    side="left" if self._settings.truncation_side == "left" else "right",
-                    where=f"text {index}",
+        if snap and overflow == "windows" and not offsets and max_tokens is not None:
+            # Word borders are needed to cut these.
+            long = [index for index, row in enumerate(rows) if len(row) > max_tokens]
+            if long:
+                seconds = None if pairs is None else [pairs[index] for index in long]
+                again = self._backend.rows(
+                    [texts[index] for index in long], seconds, words=words, special=add_special_tokens
                 )
-            )
-        return out
+                for index, row in zip(long, again, strict=True):
+                    rows[index] = row
+        return cut_each(rows, max_tokens, stride=stride, cut=cut, overflow=overflow, snap=snap, side=self._cut_side)
+
+    @property
+    def _cut_side(self) -> Literal["left", "right"]:
+        return "left" if self._settings.truncation_side == "left" else "right"
 
     def _shorten(
         self, texts: Sequence[Any], pairs: Sequence[Any] | None, max_tokens: int, cut: Cut
@@ -399,7 +395,6 @@ class Tokenizer(Vocabulary):
         if is_split_into_words and self._backend.joins_words:
             warnings.warn(JOINED, UserWarning, stacklevel=2)
         limit = max_length if max_length is not None else self._settings.model_max_length
-        side = "left" if self._settings.truncation_side == "left" else "right"
         if cut == "longest" and (pairs is None or return_overflowing_tokens):
             cut = "first"
         if cut is not None and limit is not None and not (return_overflowing_tokens or is_split_into_words):
@@ -418,7 +413,7 @@ class Tokenizer(Vocabulary):
                     cut=cut,
                     overflow=overflow,
                     snap=False,
-                    side=side,
+                    side=self._cut_side,
                     where=f"text {index}",
                 )
             else:

@@ -143,7 +143,7 @@ def predict_file(
             plan, rank, parts, plan.open(rows),
             reopen=again, on_progress=on_progress, should_stop=should_stop, workers=started[0] if started else None,
         )  # fmt: skip
-        stack.enter_context(counting_tokens(model, run.count))
+        stack.enter_context(counting_tokens(run.count))
         stack.enter_context(Pulse(parts, rank, run.figures, parent))
         stack.enter_context(passing_over_what_is_here())
         return run.go(before)

@@ -94,10 +94,10 @@ class MaskedLM(ScoringModel):
         """
         from flodl_hf.results import Fills, results_of
         from flodl_hf.runtime import Session
-        from flodl_hf.runtime.inputs import table_of
         from flodl_hf.runtime.items import found_by, several
         from flodl_hf.runtime.passes import At
         from flodl_hf.runtime.stream import Job
+        from flodl_hf.runtime.tables import table_of
 
         tokenizer = self.ready("fill_mask", untrained=untrained)
         texts = several(texts, "fill_mask")
@@ -139,11 +139,11 @@ class MaskedLM(ScoringModel):
         from flodl_hf.decode.masks import mask_places
         from flodl_hf.decode.quick import made
         from flodl_hf.results import Fills, results_of
-        from flodl_hf.runtime.inputs import chosen_rows
         from flodl_hf.runtime.inputs import encode as rows_of
         from flodl_hf.runtime.items import found_by
         from flodl_hf.runtime.passes import BestAt
         from flodl_hf.runtime.stream import Job
+        from flodl_hf.runtime.tables import chosen_rows
 
         if top_k < 1:
             raise PredictError(f"fill-mask: top_k={top_k}; expected at least 1", top_k=top_k)
@@ -229,8 +229,8 @@ class MaskedLM(ScoringModel):
         places: list[list[int]],
     ) -> list[Any]:
         from flodl_hf.decode import decode_targets
-        from flodl_hf.runtime.inputs import table_of
         from flodl_hf.runtime.passes import At
+        from flodl_hf.runtime.tables import table_of
 
         ids = [_target_ids(tokenizer, word) for word in targets]
         masks = sum(map(len, places))

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, groupby
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from flodl_hf.decode.rows import TokenTable
-from flodl_hf.errors import PredictError
+from flodl_hf.errors import PredictError, TokenizerError
 from flodl_hf.runtime.items import plain_pairs
+from flodl_hf.runtime.tables import Flat, Frame, chosen_rows, frame_of, framed, joined, of_encodings, of_one, table_of
+from flodl_hf.tokenization.backend import row_of
+from flodl_hf.tokenization.batch import check_batch
+from flodl_hf.tokenization.rows import cut_each, plan_windows
 
 if TYPE_CHECKING:
     from flodl_hf.tokenizer import Row, Tokenizer
 
-__all__ = ["Encoded", "Text", "encode", "split_pairs", "table_of"]
+__all__ = ["Encoded", "Text", "encode", "split_pairs"]
 
 Text = str | tuple[str, str] | Mapping[str, str]
 """A text; or a pair ``(a, b)``, also as ``{"text": a, "text_pair": b}``."""
@@ -52,25 +53,6 @@ class Encoded:
         """Return the first window of each text alone."""
         keep = self.table.window == 0
         return self if bool(keep.all()) else Encoded(chosen_rows(self.table, keep), self.texts)
-
-
-def chosen_rows(table: TokenTable, keep: np.ndarray) -> TokenTable:
-    """Return some rows of a table.
-
-    Args:
-        table: the rows.
-        keep: True for those that stay, ``(rows,)``.
-    """
-    tokens = np.repeat(keep, table.lengths)
-
-    def of_tokens(values: np.ndarray | None) -> np.ndarray | None:
-        return None if values is None else values[tokens]
-
-    return TokenTable(
-        table.ids[tokens], of_tokens(table.types), table.lengths[keep], table.owners[keep], table.counts[keep],
-        table.first_token[keep], table.window[keep], table.sequence[tokens], of_tokens(table.offsets),
-        of_tokens(table.word_ids), table.nulls[keep],
-    )  # fmt: skip
 
 
 def split_pairs(items: Sequence[Any], task: str) -> tuple[Sequence[str], list[str] | None]:
@@ -141,288 +123,133 @@ def encode(
         records: also return the windows as records, which compatible outputs read.
     """
 
-    def slowly(texts: Sequence[Any], pairs: Sequence[Any] | None) -> list[list[Row]]:
-        return tokenizer.encode_rows(
-            texts, pairs, max_tokens=max_tokens, stride=stride, words=words, offsets=offsets,
-            overflow="error" if strict else "windows", cut=cut,  # type: ignore[arg-type]
-            snap=snap,
-        )  # fmt: skip
-
-    if not records and not words and len(texts) and stride >= 0:
-        found = _quickly(tokenizer, texts, pairs, max_tokens, offsets, strict, slowly)
-        if found is not None:
-            return Encoded(found, len(texts))
-    groups = slowly(texts, pairs)
-    rows = [row for group in groups for row in group]
+    given: dict[str, Any] = {
+        "max_tokens": max_tokens, "stride": stride, "cut": cut, "snap": snap,
+        "overflow": "error" if strict else "windows",
+    }  # fmt: skip
+    if not records and not words and len(texts) and stride >= 0 and (max_tokens is None or max_tokens > 0):
+        check_batch(texts, "text", False)
+        if pairs is not None:
+            check_batch(pairs, "second text", False)
+        frame = frame_of(tokenizer, pairs=pairs is not None)
+        if offsets or frame is None:
+            found = _of_encodings(tokenizer, texts, pairs, frame, offsets, given)
+        else:
+            found = _of_ids(tokenizer, texts, pairs, frame, given)
+        return Encoded(found, len(texts))
+    groups = tokenizer.encode_rows(texts, pairs, words=words, offsets=offsets, **given)
     owners = [text for text, group in enumerate(groups) for _ in group]
+    rows = [row for group in groups for row in group]
     return Encoded(table_of(rows, owners, offsets=offsets), len(texts), rows)
 
 
-@dataclass(frozen=True)
-class _Template:
-    """What a tokenizer puts around a single text or a pair: so many specials before, between and after.
-
-    Attributes:
-        lead: specials before the first text.
-        between: specials after the first text and before the second.
-        trail: specials at the end.
-        types: token type of the lead, first text, specials between, second text and trail.
-    """
-
-    lead: int
-    between: int
-    trail: int
-    types: tuple[int, ...]
-
-
-_ZERO = np.zeros(1, np.int64)
-_TEMPLATES: WeakKeyDictionary[Any, dict[bool, _Template | None]] = WeakKeyDictionary()
-
-
-def _template(tokenizer: Tokenizer, *, pairs: bool = False) -> _Template | None:
-    """Return the frame around a single text or a pair; None where it is not one, and each row must be asked."""
-    known = _TEMPLATES.setdefault(tokenizer, {})
-    if pairs not in known:
-        known[pairs] = _pair_frame(tokenizer) if pairs else _frame(tokenizer)
-    return known[pairs]
-
-
-def _frame(tokenizer: Tokenizer) -> _Template | None:
-    probe = tokenizer._backend.encodings(["a a a"])[0]
-    mask = list(probe.special_tokens_mask)
-    inside = [place for place, special in enumerate(mask) if not special]
-    plain = bool(inside) and inside == list(range(inside[0], inside[-1] + 1)) and not any(probe.type_ids)
-    if not plain or len(tokenizer._backend.encodings(["a a a"], special=False)[0]) != len(inside):
-        return None
-    return _Template(inside[0], 0, len(mask) - 1 - inside[-1], (0,) * 5)
-
-
-def _pair_frame(tokenizer: Tokenizer) -> _Template | None:
-    found: set[_Template] = set()
-    # Texts of several lengths, so that what depends on them shows.
-    for first, second in (("a a a", "a a"), ("a", "a a a a")):
-        probe = tokenizer._backend.encodings([first], [second])[0]
-        texts: list[int | None] = probe.sequence_ids
-        kinds = [(text, bool(special)) for text, special in zip(texts, probe.special_tokens_mask, strict=True)]
-        runs = [(kind, len(list(run))) for kind, run in groupby(kinds)]
-        if [kind for kind, _ in runs] != [(None, True), (0, False), (None, True), (1, False), (None, True)]:
-            return None
-        sizes = [size for _, size in runs]
-        ends = [sum(sizes[: i + 1]) for i in range(5)]
-        types = [set(probe.type_ids[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
-        if any(len(kinds) != 1 for kinds in types):
-            return None
-        found.add(_Template(sizes[0], sizes[2], sizes[4], tuple(next(iter(kinds)) for kinds in types)))
-    return found.pop() if len(found) == 1 else None
-
-
-def _quickly(
+def _of_encodings(
     tokenizer: Tokenizer,
-    texts: Sequence[Any],
-    pairs: Sequence[Any] | None,
-    max_tokens: int | None,
+    texts: Sequence[str],
+    pairs: Sequence[str] | None,
+    frame: Frame | None,
     offsets: bool,
-    strict: bool,
-    slowly: Callable[[Sequence[Any], Sequence[Any] | None], list[list[Row]]],
-) -> TokenTable | None:
-    """Return the table without an object for each row; texts that need windows come last in it."""
-    from flodl_hf.tokenization.batch import check_batch
-
-    check_batch(texts, "text", False)
-    if pairs is not None:
-        check_batch(pairs, "second text", False)
-    template = _template(tokenizer, pairs=pairs is not None)
-    encodings = tokenizer._backend.encodings(texts, pairs, fast=not offsets)
-    if len(texts) == 1 and template is not None and pairs is None and not offsets:
-        ids = encodings[0].ids
-        if max_tokens is None or len(ids) <= max_tokens:
-            return _alone(ids, template)
-    lengths = np.fromiter(map(len, encodings), np.int64, len(encodings))
-    owners = np.arange(len(encodings))
-    long = owners[:0]
-    if max_tokens is not None and int(lengths.max()) > max_tokens:
-        long = np.flatnonzero(lengths > max_tokens)
-    if len(long) and strict:
-        return None
-    rest: TokenTable | None = None
-    if len(long):
-        seconds = None if pairs is None else [pairs[i] for i in long.tolist()]
-        groups = slowly([texts[i] for i in long.tolist()], seconds)
-        windows = [row for group in groups for row in group]
-        owner_of = [int(text) for text, group in zip(long, groups, strict=True) for _ in group]
-        rest = table_of(windows, owner_of, offsets=offsets)
-        owners = np.delete(owners, long)
-        encodings = [encodings[i] for i in owners.tolist()]
-        lengths = lengths[owners]
-        if not encodings:
-            return rest
-    table = _tabulated(encodings, lengths, owners, template, offsets, pairs is not None)
-    return table if rest is None else _joined(table, rest)
-
-
-def _alone(ids: list[int], template: _Template) -> TokenTable:
-    """Return the table of one text, whose answer somebody waits for."""
-    inner = len(ids) - template.lead - template.trail
-    nulls = 0 if template.lead or not template.trail else inner
-    sequence = np.full(len(ids), -1, np.int8)
-    sequence[template.lead : template.lead + inner] = 0
-    return TokenTable(
-        np.array(ids, np.int32), None, np.array([len(ids)]), _ZERO, np.array([inner]), _ZERO, _ZERO,
-        sequence, None, None, np.array([nulls]),
-    )  # fmt: skip
-
-
-def _tabulated(
-    encodings: list[Any],
-    lengths: np.ndarray,
-    owners: np.ndarray,
-    template: _Template | None,
-    offsets: bool,
-    pairs: bool,
+    given: dict[str, Any],
 ) -> TokenTable:
-    total, rows = int(lengths.sum()), len(lengths)
-
-    # Read one after another: an encoding's lists are made when asked for, and their memory serves the next.
-    def each(name: str) -> Iterable[Any]:
-        return chain.from_iterable(map(attrgetter(name), encodings))
-
-    ids = np.fromiter(each("ids"), np.int32, total)
-    starts = np.cumsum(lengths) - lengths
-    zeros = np.zeros(rows, np.int64)
-    first: np.ndarray | None = None
-    if template is not None and not pairs:
-        types = None
-        counts = lengths - template.lead - template.trail
-        sequence = _laid_out(np.array([-1, 0, -1]), [template.lead, counts, template.trail], rows, np.int8)
-        nulls = zeros if template.lead or not template.trail else lengths - template.trail
-    elif template is not None:
-        special = np.fromiter(each("special_tokens_mask"), bool, total)
-        counts = lengths - template.lead - template.between - template.trail
-        # The first special behind the lead ends the first text.
-        special[(starts[:, None] + np.arange(template.lead)).ravel()] = False
-        first = _first_true(special, lengths, starts) - template.lead
-        sizes = [template.lead, first, template.between, counts - first, template.trail]
-        sequence = _laid_out(np.array([-1, 0, -1, 1, -1]), sizes, rows, np.int8)
-        types = _laid_out(np.array(template.types), sizes, rows, np.int32) if any(template.types) else None
-        nulls = zeros
-    else:
-        types = np.fromiter(each("type_ids"), np.int32, total)
-        special = np.fromiter(each("special_tokens_mask"), bool, total)
-        sequence = _numbers(each("sequence_ids"), total).astype(np.int8)
-        counts = _per_row(~special, lengths)
-        nulls = _first_true(special, lengths, starts)
-    spans = words = None
-    if offsets:
-        spans = np.fromiter(chain.from_iterable(each("offsets")), np.int64, 2 * total).reshape(total, 2)
-        words = None if template is None else _content_words(encodings, sequence, template, first)
-        if words is None:
-            words = _numbers(each("word_ids"), total)
-    return TokenTable(ids, types, lengths, owners, counts, zeros, zeros, sequence, spans, words, nulls)
+    """Return the windows of texts by what the library says of each; those that are cut come last."""
+    encodings = tokenizer._backend.encodings(texts, pairs, fast=not offsets)
+    lengths = np.fromiter(map(len, encodings), np.int64, len(encodings))
+    long = _too_long(lengths, given["max_tokens"])
+    if not len(long):
+        return of_encodings(encodings, frame=frame, offsets=offsets)
+    rows = [row_of(encodings[i]) for i in long.tolist()] if offsets else None
+    rest = _windows(tokenizer, texts, pairs, long, offsets, given, rows)
+    short = np.delete(np.arange(len(encodings)), long)
+    if not len(short):
+        return rest
+    return joined(of_encodings([encodings[i] for i in short.tolist()], short, frame=frame, offsets=offsets), rest)
 
 
-def _content_words(
-    encodings: list[Any], sequence: np.ndarray, template: _Template, first: np.ndarray | None
-) -> np.ndarray | None:
-    """Return the word of each token where only the frame's specials have none; None where others lack one too.
-
-    Args:
-        encodings: the rows.
-        sequence: the text of each token, ``(tokens,)``.
-        template: their frame.
-        first: tokens of the first text of each pair, ``(rows,)``; None for single texts.
-    """
-    lead, end = template.lead, -template.trail or None
-    lists = map(attrgetter("word_ids"), encodings)
-    parts: Iterable[list[Any]]
-    if first is None:
-        parts = (words[lead:end] for words in lists)
-    else:
-        stops = (first + lead).tolist()
-        parts = (
-            part
-            for words, stop in zip(lists, stops, strict=True)
-            for part in (words[lead:stop], words[stop + template.between : end])
+def _of_ids(
+    tokenizer: Tokenizer, texts: Sequence[str], pairs: Sequence[str] | None, frame: Frame, given: dict[str, Any]
+) -> TokenTable:
+    """Return the windows of texts without an object for each; those that are cut come last."""
+    backend, limit = tokenizer._backend, given["max_tokens"]
+    if len(texts) == 1 and pairs is None and not any(frame.types):
+        ids = backend.encodings(texts, fast=True)[0].ids
+        if limit is None or len(ids) <= limit:
+            return of_one(ids, frame)
+    first, second = backend.flat(texts), None if pairs is None else backend.flat(pairs)
+    long = _too_long(first[1] + (0 if second is None else second[1]) + frame.size, limit)
+    if not len(long):
+        return framed(frame, first, second)
+    short = np.delete(np.arange(len(texts)), long)
+    if second is None and (cut := _cut_ids(tokenizer, texts, long, frame, given)) is not None:
+        rest, owners, starts, numbers = cut
+        ids, counts = _but(first, long)
+        zeros = np.zeros(len(short), np.int64)
+        return framed(
+            frame,
+            (np.concatenate([ids, rest[0]]), np.concatenate([counts, rest[1]])),
+            owners=np.concatenate([short, owners]),
+            first_token=np.concatenate([zeros, starts]),
+            window=np.concatenate([zeros, numbers]),
         )
-    content = sequence >= 0
-    found = np.full(len(sequence), -1, np.int64)
-    try:
-        found[content] = np.fromiter(chain.from_iterable(parts), np.int64, int(content.sum()))
-    except TypeError:
+    windows = _windows(tokenizer, texts, pairs, long, False, given)
+    if not len(short):
+        return windows
+    second = None if second is None else _but(second, long)
+    return joined(framed(frame, _but(first, long), second, owners=short), windows)
+
+
+def _too_long(lengths: np.ndarray, limit: int | None) -> np.ndarray:
+    return np.flatnonzero(lengths > limit) if limit is not None else np.zeros(0, np.int64)
+
+
+def _but(flat: Flat, texts: np.ndarray) -> Flat:
+    """Return the ids of all texts but some."""
+    kept = np.ones(len(flat[1]), bool)
+    kept[texts] = False
+    return flat[0][np.repeat(kept, flat[1])], flat[1][kept]
+
+
+def _windows(
+    tokenizer: Tokenizer,
+    texts: Sequence[str],
+    pairs: Sequence[str] | None,
+    places: np.ndarray,
+    offsets: bool,
+    given: dict[str, Any],
+    rows: list[Row] | None = None,
+) -> TokenTable:
+    """Return the windows of texts that are too long for one; ``rows`` are those texts where they are there already."""
+    chosen = places.tolist()
+    if rows is None:
+        seconds = None if pairs is None else [pairs[i] for i in chosen]
+        # Borders of words are looked for.
+        rows = tokenizer._backend.rows([texts[i] for i in chosen], seconds, fast=not given["snap"])
+    how = {**given, "cut": given["cut"] or ("first" if pairs is None else "second"), "side": tokenizer._cut_side}
+    if how["cut"] == "second" and pairs is None:
+        raise TokenizerError("cut is 'second', but there are no second texts; pass pairs, or cut='first'")
+    groups = cut_each(rows, how.pop("max_tokens"), places=chosen, **how)
+    owners = [place for place, group in zip(chosen, groups, strict=True) for _ in group]
+    return table_of([row for group in groups for row in group], owners, offsets=offsets)
+
+
+def _cut_ids(
+    tokenizer: Tokenizer, texts: Sequence[str], places: np.ndarray, frame: Frame, given: dict[str, Any]
+) -> tuple[Flat, np.ndarray, np.ndarray, np.ndarray] | None:
+    """Return the windows of single texts: their ids, owners, first tokens and numbers; None where rows must tell."""
+    snap, stride, room = given["snap"], given["stride"], given["max_tokens"] - frame.size
+    if given["overflow"] == "error" or given["cut"] == "second" or room < 1:
         return None
-    return found
-
-
-def _laid_out(values: np.ndarray, sizes: list[Any], rows: int, dtype: Any) -> np.ndarray:
-    """Return ``values[i]`` as often as ``sizes[i]`` (numbers, or one a row) says, row after row."""
-    columns = [np.broadcast_to(np.asarray(size, np.int64), (rows,)) for size in sizes]
-    return np.repeat(np.tile(values.astype(dtype), rows), np.stack(columns, 1).ravel())
-
-
-def _numbers(values: Iterable[int | None], total: int) -> np.ndarray:
-    """Return the values as int64, None as -1."""
-    found = np.fromiter(values, object, total)
-    found[found == None] = -1  # noqa: E711
-    return found.astype(np.int64)
-
-
-def _per_row(flags: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return how many flags each row has set, ``(rows,)``; a row may be empty."""
-    before = np.concatenate([_ZERO, np.cumsum(flags)])
-    ends = np.cumsum(lengths)
-    return before[ends] - before[ends - lengths]
-
-
-def _first_true(flags: np.ndarray, lengths: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """Return the column of each row's first flag, 0 where it has none, ``(rows,)``."""
-    places = np.append(np.flatnonzero(flags), len(flags))
-    least = places[np.searchsorted(places, starts)]
-    return np.where(least < starts + lengths, least - starts, 0)
-
-
-def table_of(rows: Sequence[Row], owners: Sequence[int], *, offsets: bool = True) -> TokenTable:
-    """Return rows as a table.
-
-    Args:
-        rows: windows.
-        owners: the text of each.
-        offsets: whether they have offsets and words.
-    """
-    lengths = np.fromiter((len(row.ids) for row in rows), np.int64, len(rows))
-    total = int(lengths.sum())
-    starts = np.cumsum(lengths) - lengths
-    special = np.fromiter(chain.from_iterable(row.special for row in rows), bool, total)
-    spans = words = None
-    if offsets:
-        pairs = chain.from_iterable(chain.from_iterable(row.offsets for row in rows))
-        spans = np.fromiter(pairs, np.int64, 2 * total).reshape(total, 2)
-        words = _numbers(chain.from_iterable(row.word_ids for row in rows), total)
-    types = np.fromiter(chain.from_iterable(row.type_ids for row in rows), np.int32, total)
-    return TokenTable(
-        np.fromiter(chain.from_iterable(row.ids for row in rows), np.int32, total),
-        types if types.any() else None,
-        lengths,
-        np.asarray(owners, np.int64),
-        _per_row(~special, lengths),
-        np.fromiter((row.first_token for row in rows), np.int64, len(rows)),
-        np.fromiter((row.window for row in rows), np.int64, len(rows)),
-        _numbers(chain.from_iterable(row.sequence_ids for row in rows), total).astype(np.int8),
-        spans,
-        words,
-        _first_true(special, lengths, starts),
-    )
-
-
-def _joined(a: TokenTable, b: TokenTable) -> TokenTable:
-    def both(x: np.ndarray | None, y: np.ndarray | None) -> np.ndarray | None:
-        if x is None and y is None:
-            return None
-        x = np.zeros(len(a.ids), np.int32) if x is None else x
-        return np.concatenate([x, np.zeros(len(b.ids), np.int32) if y is None else y])
-
-    def join(name: str) -> np.ndarray:
-        return np.concatenate([getattr(a, name), getattr(b, name)])
-
-    return TokenTable(
-        join("ids"), both(a.types, b.types), join("lengths"), join("owners"), join("counts"), join("first_token"),
-        join("window"), join("sequence"), both(a.offsets, b.offsets), both(a.word_ids, b.word_ids), join("nulls"),
-    )  # fmt: skip
+    if not snap and (stride >= room or tokenizer._cut_side == "left"):
+        return None
+    chosen = places.tolist()
+    parts: list[np.ndarray] = []
+    told: list[tuple[int, int, int]] = []
+    for place, found in zip(
+        chosen, tokenizer._backend.encodings([texts[i] for i in chosen], special=False, fast=not snap), strict=True
+    ):
+        ids = np.array(found.ids, np.int32)
+        for number, (start, stop) in enumerate(plan_windows(len(ids), room, stride, found.word_ids if snap else None)):
+            parts.append(ids[start:stop])
+            told.append((place, start, number))
+    counts = np.fromiter(map(len, parts), np.int64, len(parts))
+    owners, starts, numbers = np.array(told, np.int64).T
+    return (np.concatenate(parts), counts), owners, starts, numbers

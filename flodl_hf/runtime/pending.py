@@ -17,10 +17,13 @@ from torch import Tensor
 
 from flodl_hf.decode.rows import Placed
 
-__all__ = ["HEARD", "Pending"]
+__all__ = ["COUNTED", "HEARD", "Pending"]
 
 HEARD: ContextVar[Callable[[float], None] | None] = ContextVar("HEARD", default=None)
 """Who hears of each batch that is noted, as a share of all rows."""
+
+COUNTED: ContextVar[Callable[[int], None] | None] = ContextVar("COUNTED", default=None)
+"""Who hears how many tokens are sent on their way."""
 
 
 class Pending:

@@ -18,6 +18,7 @@ from flodl_hf.runtime.inputs import Encoded
 from flodl_hf.runtime.items import found_by
 from flodl_hf.runtime.options import RunKeywords, RunOptions
 from flodl_hf.runtime.passes import Work
+from flodl_hf.runtime.pending import COUNTED
 from flodl_hf.runtime.seen import seen
 from flodl_hf.runtime.stream import WINDOW, Job, stream
 
@@ -63,6 +64,7 @@ class Session:
 
     def start(self, table: TokenTable, work: Work, places: Sequence[Sequence[int]] | None = None) -> Pending:
         """Send rows on their way."""
+        _count(table)
         if len(table) == 1 and self.options.devices is None and works_by_itself(self.model.device):
             started = self._while_checked(table, work, places)
             if started is not None:
@@ -146,6 +148,11 @@ class Session:
         return seen(items, job, answers, what=what, show=self.options.progress, by_batch=not ahead)
 
 
+def _count(table: TokenTable) -> None:
+    if (count := COUNTED.get()) is not None:
+        count(int(table.lengths.sum()))
+
+
 def _sent(job: Job[Any, Any], call: Call) -> Job[Any, Any]:
     """Return the job with its windows sent to workers as soon as there are some."""
 
@@ -158,6 +165,7 @@ def _sent(job: Job[Any, Any], call: Call) -> Job[Any, Any]:
     def finish(chunk: list[Any], encoded: Any, running: Any) -> Any:
         if isinstance(encoded, Future):
             encoded, per_text, arrays = encoded.result()
+            _count(encoded.table)
             running = Pending.arrived(len(encoded.table), per_text, arrays)
         return job.finish(chunk, encoded, running)
 

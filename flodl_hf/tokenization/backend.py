@@ -8,24 +8,30 @@ Leaves to others: settings files, windows, padding.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from itertools import chain
+from operator import attrgetter
+from typing import Any, Literal
 
+import numpy as np
 import tokenizers
 
 from flodl.errors import printable
 from flodl_hf.errors import TokenizerError
 
+from .blocks import Mark, in_blocks, mark_of
 from .foreign import foreign_patterns, within_time
 from .guard import MAX_GROWTH, check_texts, growth, guarded
 from .rows import Row
 from .source import parse_json
-from .spread import over_threads
+from .spread import cores, over_threads
 from .words import join, joins_words, rows_from_joined
 
-__all__ = ["Backend", "load_json"]
+__all__ = ["Backend", "load_json", "row_of"]
 
+# Texts below which an encoding each is as quick as blocks.
+FEW = 32
 MAX_FRAME = 64  # special tokens around two texts; published templates have at most five
 
 
@@ -59,7 +65,8 @@ def load_json(data: bytes, where: str) -> tokenizers.Tokenizer:
     )
 
 
-def _row(encoding: tokenizers.Encoding, fast: bool) -> Row:
+def row_of(encoding: tokenizers.Encoding, fast: bool = False) -> Row:
+    """Return an encoding as a row, without offsets and words where ``fast``."""
     return Row(
         ids=encoding.ids,
         type_ids=encoding.type_ids,
@@ -115,6 +122,7 @@ class Backend:
                 expected=MAX_FRAME,
             )
         self.inner = inner
+        self._mark: Mark | Literal[False] | None = False  # not looked for yet
         self.patterns = foreign_patterns(normalizer, pre_tokenizer)
         self.pair_fault: str | None = None  # why pairs cannot be framed for the model
         # Believed only where both statements agree.
@@ -152,16 +160,48 @@ class Backend:
             raise TokenizerError(self.pair_fault, where=self.where)
         batch = list(texts) if pairs is None else list(zip(texts, pairs, strict=True))
         with guarded("encoding", "the tokenizer cannot treat one of the texts", texts, pairs):
-            if self.patterns:
-                run = self.inner.encode_batch_fast if fast else self.inner.encode_batch
-                run = partial(run, batch, is_pretokenized=words, add_special_tokens=special)
-                return within_time(run, _characters(texts) + _characters(pairs or ()), self.patterns, self.where)
-            if len(batch) == 1 and not fast:
+            if len(batch) == 1 and not fast and not self.patterns:
                 # A batch is handed to threads that have to wake up first, which takes as long as one text does.
                 pair = (batch[0], None) if pairs is None else batch[0]
                 return [self.inner.encode(*pair, is_pretokenized=words, add_special_tokens=special)]
             run = self.inner.encode_batch_fast if fast else self.inner.encode_batch
-            return over_threads(partial(run, is_pretokenized=words, add_special_tokens=special), batch)
+            run = partial(run, is_pretokenized=words, add_special_tokens=special)
+            return self._run(run, batch, lambda: _characters(texts) + _characters(pairs or ()))
+
+    def _run(
+        self,
+        run: Callable[[list[Any]], list[tokenizers.Encoding]],
+        batch: list[Any],
+        characters: Callable[[], int],
+        each: int = 1,
+    ) -> list[tokenizers.Encoding]:
+        if self.patterns:
+            return within_time(lambda: run(batch), characters(), self.patterns, self.where)
+        return over_threads(run, batch, each)
+
+    def flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ids of texts end to end, without specials, ``(tokens,)``, and how many each has, ``(texts,)``.
+
+        Args:
+            texts: strings.
+        """
+        if len(texts) >= FEW:
+            if self._mark is False:
+                self._mark = mark_of(self.inner)
+            if self._mark:
+                run = partial(self.inner.encode_batch_fast, is_pretokenized=True, add_special_tokens=False)
+
+                def blocks(batch: list[Any], each: int) -> list[tokenizers.Encoding]:
+                    return self._run(run, batch, lambda: _characters(texts), each)
+
+                with guarded("encoding", "the tokenizer cannot treat one of the texts", texts):
+                    found = in_blocks(texts, self._mark, blocks, cores())
+                if found is not None:
+                    return found
+        encodings = self.encodings(texts, special=False, fast=True)
+        counts = np.fromiter(map(len, encodings), np.int64, len(encodings))
+        ids = chain.from_iterable(map(attrgetter("ids"), encodings))
+        return np.fromiter(ids, np.int32, int(counts.sum())), counts
 
     def rows(
         self,
@@ -175,10 +215,10 @@ class Backend:
         """Return one uncut row for each text or pair; arguments as in [encodings][]."""
         if not words or not self.joins_words:
             found = self.encodings(texts, pairs, words=words, special=special, fast=fast)
-            return [_row(encoding, fast) for encoding in found]
+            return [row_of(encoding, fast) for encoding in found]
         check_texts(texts, "text")
         check_texts(pairs or (), "second text")
         first = [join(text) for text in texts]
         second = None if pairs is None else [join(text) for text in pairs]
         found = self.encodings(first, second, special=special)
-        return rows_from_joined([_row(encoding, False) for encoding in found], texts, pairs)
+        return rows_from_joined([row_of(encoding, False) for encoding in found], texts, pairs)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from flodl_hf.errors import TokenizerError
 
-__all__ = ["Cut", "Overflow", "Row", "cut_rows", "plan_windows"]
+__all__ = ["Cut", "Overflow", "Row", "cut_each", "cut_rows", "plan_windows"]
 
 Cut = Literal["first", "second", "longest"]
 Overflow = Literal["windows", "truncate", "error"]
@@ -228,6 +228,21 @@ def cut_rows(
         )
         for number, (a, b) in enumerate(ranges)
     ]
+
+
+def cut_each(
+    rows: Sequence[Row], max_tokens: int | None, *, places: Sequence[int] | None = None, **how: Any
+) -> list[list[Row]]:
+    """Return the windows of each row.
+
+    Args:
+        rows: whole texts.
+        max_tokens: see `cut_rows`.
+        places: the numbers of the texts, for messages; by default their places here.
+        **how: see `cut_rows`.
+    """
+    numbers = range(len(rows)) if places is None else places
+    return [cut_rows(row, max_tokens, where=f"text {i}", **how) for i, row in zip(numbers, rows, strict=True)]
 
 
 def _whole(row: Row, sequence: int) -> Row:

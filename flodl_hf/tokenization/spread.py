@@ -39,20 +39,21 @@ def _most_threads() -> int:
     return int(asked) if asked.isdecimal() and int(asked) else 1 << 16
 
 
-def over_threads(run: Callable[[list[Any]], list[Any]], batch: list[Any]) -> list[Any]:
+def over_threads(run: Callable[[list[Any]], list[Any]], batch: list[Any], each: int = 1) -> list[Any]:
     """Return ``run(batch)``, in parts side by side where the library would not do so itself.
 
     Args:
         run: tokenises a list and lets go of the interpreter meanwhile.
-        batch: texts or pairs.
+        batch: texts, pairs, or blocks of texts.
+        each: texts in each of them.
     """
-    if len(batch) < _LEAST or not switched_off():
+    if len(batch) * each < _LEAST or not switched_off():
         return run(batch)
     workers = min(16, cores(), _most_threads())
     if workers == 1:
         return run(batch)
     # More parts than threads: texts differ in length.
-    size = max(_LEAST // 4, -(-len(batch) // (4 * workers)))
+    size = max(_LEAST // 4 // each, 1, -(-len(batch) // (4 * workers)))
     with ThreadPoolExecutor(workers, thread_name_prefix="flodl-hf-tokenise") as pool:
         parts = pool.map(run, [batch[i : i + size] for i in range(0, len(batch), size)])
         return [encoding for part in parts for encoding in part]

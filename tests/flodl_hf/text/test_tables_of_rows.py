@@ -59,13 +59,15 @@ def rows_of(found: Encoded) -> dict[tuple[int, int], dict[str, Any]]:
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("offsets", [False, True])
 @pytest.mark.parametrize("pairs", [False, True])
-def test_rows_made_at_once_are_the_rows_made_one_by_one(template: str, pairs: bool, offsets: bool) -> None:
+@pytest.mark.parametrize("times", [1, 6])
+def test_rows_made_at_once_are_the_rows_made_one_by_one(template: str, pairs: bool, offsets: bool, times: int) -> None:
     tokenizer = tokenizer_of(template)
     # A template that swaps texts has no place where the second could be cut.
     limit = 40 if template != "swapped" or not pairs else None
     texts, seconds = (TEXTS, SECONDS) if pairs else (TEXTS, None)
     if pairs:  # a first text that leaves no room for the second is refused
         texts = [text[:20] for text in TEXTS]
+    texts, seconds = texts * times, None if seconds is None else seconds * times
     given: dict[str, Any] = {"max_tokens": limit, "stride": 4, "offsets": offsets}
     quickly = encode(tokenizer, texts, seconds, **given)
     slowly = encode(tokenizer, texts, seconds, **given, records=True)

@@ -1,0 +1,98 @@
+"""The ids of many texts as one array, without an object for each text.
+
+An encoding a text costs more than its ids: objects for the interpreter, and memory that a thread of the library takes
+and the interpreter's gives back. The library tokenises the parts of a text that was split before each by itself,
+exactly as it does texts; so some texts are given as the parts of one, with a special token after each, which shows
+where it ends.
+
+Decides: which token that is, and how many texts go together. Leaves to others: threads, frames of special tokens, and
+what is done where a text holds that token itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+from struct import pack
+from typing import Any
+
+import numpy as np
+import tokenizers
+
+__all__ = ["Mark", "in_blocks", "mark_of"]
+
+Mark = tuple[str, int]
+"""A special token that ends each text of a block, and its id."""
+
+# Few enough for every core to have some blocks, enough that blocks are few.
+MOST = 64
+LEAST = 4
+_PROBES = ("a", "", "a, b", " b a ")
+
+
+def mark_of(inner: tokenizers.Tokenizer) -> Mark | None:
+    """Return a special token that texts hardly ever hold; None where none parts texts without changing their ids.
+
+    Args:
+        inner: the tokenizer.
+    """
+    if inner.encode_special_tokens:
+        return None
+    unknown = getattr(inner.model, "unk_token", None)
+    added = sorted(inner.get_added_tokens_decoder().items())
+    special = [(token.content, i) for i, token in added if token.special and token.content != unknown]
+    # Nobody writes the token that fills rows up.
+    special.sort(key=lambda found: "pad" not in found[0].lower())
+    run = _plain(inner)
+    for mark in special[:4]:
+        alone = [encoding.ids for encoding in inner.encode_batch_fast(list(_PROBES), add_special_tokens=False)]
+        if run([[mark[0]]])[0].ids != [mark[1]] or any(mark[1] in ids for ids in alone):
+            continue
+        found = _ids_of(_PROBES, mark, run, len(_PROBES))
+        if (
+            found is not None
+            and found[0].tolist() == list(chain(*alone))
+            and found[1].tolist() == list(map(len, alone))
+        ):
+            return mark
+    return None
+
+
+def _plain(inner: tokenizers.Tokenizer) -> Callable[[list[Any]], list[tokenizers.Encoding]]:
+    return lambda batch: inner.encode_batch_fast(batch, is_pretokenized=True, add_special_tokens=False)
+
+
+def in_blocks(
+    texts: Sequence[str], mark: Mark, run: Callable[[list[Any], int], list[tokenizers.Encoding]], cores: int
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return the ids of all texts end to end, ``(tokens,)``, and how many each has, ``(texts,)``.
+
+    None where a text holds the mark.
+
+    Args:
+        texts: the texts.
+        mark: of `mark_of`.
+        run: tokenises blocks, each of so many texts.
+        cores: how many cores tokenise.
+    """
+    size = max(LEAST, min(MOST, len(texts) // (8 * cores)))
+    return _ids_of(texts, mark, lambda blocks: run(blocks, size), size)
+
+
+def _ids_of(
+    texts: Sequence[str], mark: Mark, run: Callable[[list[Any]], list[tokenizers.Encoding]], size: int
+) -> tuple[np.ndarray, np.ndarray] | None:
+    parts: list[str] = [mark[0]] * (2 * len(texts))
+    parts[::2] = texts
+    encodings = run([parts[i : i + 2 * size] for i in range(0, len(parts), 2 * size)])
+    ids = np.frombuffer(b"".join(map(_packed, encodings)), np.int32)
+    ends = np.flatnonzero(ids == mark[1])
+    # One mark follows each text, so as many marks as texts are ours.
+    if len(ends) != len(texts):
+        return None
+    return np.delete(ids, ends), np.diff(ends, prepend=-1) - 1
+
+
+def _packed(encoding: tokenizers.Encoding) -> bytes:
+    ids = encoding.ids
+    return pack(f"{len(ids)}i", *ids)
