@@ -11,7 +11,7 @@ from typing import Protocol, TextIO
 
 from flodl.errors import TrainError
 from flodl.files import write_atomically
-from flodl.monitor.records import EpochRecord, console_line, eta_s, eta_text
+from flodl.monitor.console import EpochRecord, console_line, eta_s, eta_text
 from flodl.observe.export import csv_text, number_text
 from flodl.observe.page import curves_page
 from flodl.observe.words import metric_text

@@ -13,7 +13,7 @@ from torch import nn
 from flodl.errors import TrainError
 from flodl.graph import FlowBuilder
 from flodl.monitor import EpochRecord, Monitor
-from flodl.monitor.records import console_line, eta_s, eta_text
+from flodl.monitor.console import console_line, eta_s, eta_text
 
 
 @pytest.mark.parametrize(
