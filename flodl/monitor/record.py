@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from flodl.monitor.lanes import Lanes
-from flodl.monitor.series import Series
+from flodl.monitor.series import MOST_POINTS, Series
 
 __all__ = ["MOST_EPOCHS", "MOST_LINES", "MOST_SERIES", "RunRecord"]
 
@@ -69,7 +69,6 @@ class RunRecord:
         self.model: Any = None
         self.heat: dict[str, Any] = {}
         self.refused: set[str] = set()
-        self._texts: dict[str, tuple[int, str]] = {}
 
     # ---- taking in -----------------------------------------------------------------------------------
 
@@ -132,26 +131,34 @@ class RunRecord:
         """Return `snapshot` as JSON."""
         return "".join(self.snapshot_parts())
 
-    def snapshot_parts(self) -> Iterator[str]:
-        """Yield `snapshot_text` in pieces, none of which takes long, so that other threads get their turn."""
+    def snapshot_parts(self, most: int = MOST_POINTS) -> Iterator[str]:
+        """Yield `snapshot_text` in pieces, none of which takes long, so that other threads get their turn.
+
+        Args:
+            most: points of a curve; longer ones are thinned.
+        """
+        curves = {name: _thinned(series, most) for name, series in list(self.series.items())}
         head = {
             "id": self.id, "name": self.name, "began": self.began, "t": round(self.t, 2), "facts": self.facts,
             "state": self.state, "log": self.log, "left_out": self.lines_left_out, "model": self.model,
-            "heat": self.heat, "stride": {name: s.stride for name, s in self.series.items() if s.stride > 1},
+            "heat": self.heat, "stride": {name: s.stride for name, s in curves.items() if s.stride > 1},
         }  # fmt: skip
         yield as_text(head)[:-1]
         yield ',"epochs":' + as_text(self.epochs)
         yield ',"lanes":' + as_text(self.lanes.to_dict())
         yield ',"p":{'
-        for place, (name, series) in enumerate(list(self.series.items())):
-            yield ("," if place else "") + as_text(name) + ":" + self._curve_text(name, series)
+        for place, (name, series) in enumerate(curves.items()):
+            yield ("," if place else "") + as_text(name) + ":" + as_text(series.packed())
         yield "}}"
 
-    def _curve_text(self, name: str, series: Series) -> str:
-        kept = self._texts.get(name)
-        if kept is None or kept[0] != series.changes:
-            kept = self._texts[name] = (series.changes, as_text(series.packed()))
-        return kept[1]
+
+def _thinned(series: Series, most: int) -> Series:
+    if len(series) <= most:
+        return series
+    thin = Series(most, series.stride)
+    for point in series.points:
+        thin.add(point)
+    return thin
 
 
 def as_text(value: Any) -> str:

@@ -55,6 +55,7 @@ class Recorder:
         self._delta: dict[str, Any] = {}
         self._unknown: dict[str, int] = {}
         self._told_by_ranks = False
+        self._watched: set[str] = set()  # what comes at each step need not come at each epoch
 
     # ---- taking in -----------------------------------------------------------------------------------
 
@@ -90,6 +91,22 @@ class Recorder:
                 _lay_over(self._delta.setdefault(key, {}), value)
             else:
                 self._delta[key] = value
+
+    def epoch(
+        self, epoch: int, seconds: float, metrics: Mapping[str, float], total: int | None, left_s: float | None
+    ) -> None:
+        """Take in an epoch of a loop that tells no events; ``epoch`` counts from 0."""
+        done = epoch + 1
+        for name, value in metrics.items():
+            self.point(f"train/{name}", done, value, epoch=done)
+        self._delta.setdefault("epochs", []).append({"epoch": done, "seconds": round(seconds, 3), **metrics})
+        going = total is None or done < total
+        self.say(
+            state={
+                "step": done, "epoch": done, "epochs": total, "total": total, "left_s": left_s,
+                **({"status": "running"} if going else {}),
+            }
+        )  # fmt: skip
 
     def now(self) -> float:
         """Return the seconds since the run began."""
@@ -252,9 +269,12 @@ class Recorder:
         self.say(heat={"time": {**step, "of": event.seconds}, "gradient": {**step, "of": event.gradients}})
 
     def _on_Observed(self, event: Any) -> None:
-        step = int(event.step)
+        step, rows = int(event.step), self._delta.get("epochs", [])
+        if event.scope == "epoch" and rows and rows[-1]["epoch"] == event.epoch + 1:
+            rows[-1].update(event.values)
         for name, value in event.values.items():
-            if isinstance(value, (int, float)):
+            if isinstance(value, (int, float)) and (event.scope == "step" or name not in self._watched):
+                self._watched.add(name) if event.scope == "step" else None
                 self.point(f"observed/{name}", step, value, at=self._t(event), epoch=self._fraction(step))
 
     def _on_Decided(self, event: Any) -> None:
@@ -314,5 +334,3 @@ def _lay_over(under: dict[str, Any], over: Mapping[str, Any]) -> None:
             _lay_over(under[key], value)
         else:
             under[key] = value
-
-

@@ -99,7 +99,9 @@ class Resources:
         if self._psutil is not None and hasattr(self._psutil, "sensors_temperatures"):
             with contextlib.suppress(Exception):
                 sensors = self._psutil.sensors_temperatures()
-                chips = [sensors[name] for name in ("coretemp", "k10temp", "zenpower", "cpu_thermal") if name in sensors]
+                chips = [
+                    sensors[name] for name in ("coretemp", "k10temp", "zenpower", "cpu_thermal") if name in sensors
+                ]
                 return max((float(reading.current) for chip in chips for reading in chip), default=None)
         return None
 

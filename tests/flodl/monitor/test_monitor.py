@@ -91,7 +91,7 @@ def test_standard_output_is_the_default_and_quiet_is_quiet(capsys):
 
 
 def test_work_between_epochs_counts_for_the_pace(monkeypatch):
-    import flodl.monitor as module
+    import flodl.monitor.monitor as module
 
     now = [0.0]
     monkeypatch.setattr(module, "monotonic", lambda: now[0])
@@ -135,11 +135,11 @@ def test_the_page_is_written_at_the_end_and_holds_everything(tmp_path):
     monitor.finish()
     page = (tmp_path / "run.html").read_text()
     island = re.search(r'id="data">(.*?)</script>', page, re.S)
-    assert json.loads(island.group(1)) == [
-        {"name": "</script>", "values": [1.0, None]},
-        {"name": "late", "values": [None, 3.0]},
-    ]
-    assert "2 of 2 epochs in 2s" in page
+    [run] = json.loads(island.group(1))["runs"]
+    curves = {name: [point[3] for point in points] for name, points in run["p"].items() if name.startswith("train/")}
+    assert curves == {"train/</script>": [1.0, None], "train/late": [3.0]}
+    assert [row["seconds"] for row in run["epochs"]] == [1, 1]
+    assert run["state"]["status"] == "finished"
 
 
 @pytest.mark.parametrize(("epoch", "seconds"), [(-1, 1.0), (0, -1.0), (0, math.nan)])
