@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import warnings
 from collections.abc import Mapping
@@ -12,9 +11,8 @@ from typing import Any
 from torch import nn
 
 from flodl.errors import CheckpointError
-from flodl.files import read_regular
 from flodl.train.optim.ema import averaged_state
-from flodl.train.saving.keeper import list_checkpoints, read_checkpoint
+from flodl.train.saving.keeper import list_checkpoints, read_checkpoint, read_manifest
 from flodl.train.saving.state import load_model, model_state
 
 __all__ = ["Best", "take_best"]
@@ -64,7 +62,7 @@ def take_best(
     judged = []
     for path in list_checkpoints(folder):
         try:
-            manifest = json.loads(read_regular(path / "manifest.json"))
+            manifest = read_manifest(path)
             value = signed(metric, manifest["metrics"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             continue

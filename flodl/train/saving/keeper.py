@@ -1,6 +1,6 @@
 """Checkpoints on disk: written beside and renamed, by a background thread, checked before use, pruned.
 
-A checkpoint is a folder ``step-00000120`` with safetensors and JSON files and, written last, a
+A checkpoint is a folder ``step-00000120`` with safetensors and JSON files and, written last, a sealed
 ``manifest.json`` that lists each file with its length and SHA-256. It appears under its name only when
 complete. Each rank writes its own files into the common stage; rank 0 waits for word of all of them,
 writes the manifest and renames. What is in a checkpoint is decided in `flodl.train.saving.state`.
@@ -29,14 +29,16 @@ from safetensors.torch import load as parse_tensors
 from flodl.distributed.group import Ranks
 from flodl.errors import CheckpointError, TrainError
 from flodl.files import read_regular
+from flodl.sealed import seal, unseal
 from flodl.system import lock, sync_folder
 from flodl.train.events import Event, Saved, SaveFailed, Warned
 from flodl.train.saving.tensor_stream import safetensors_chunks
 
-__all__ = ["Checkpoint", "Keeper", "list_checkpoints", "read_checkpoint"]
+__all__ = ["Checkpoint", "Keeper", "list_checkpoints", "read_checkpoint", "read_manifest"]
 
 _NAME = re.compile(r"step-(\d+)(?:\.(\d+))?$")
 _FORMAT = "flodl-run/1"
+_UNSEALED = ("format", "step", "world", "metrics", "files")  # all that manifests held before they were sealed
 Files = Mapping[str, Any]
 
 
@@ -83,6 +85,16 @@ def _made(files: Files) -> torch.cuda.Event | None:
     return None
 
 
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Return what the checkpoint at ``path`` says of itself.
+
+    Raises:
+        ValueError: it is not as it was written.
+        OSError: it cannot be read.
+    """
+    return unseal(read_regular(path / "manifest.json"), _UNSEALED)
+
+
 def read_checkpoint(path: Path) -> Checkpoint:
     """Return the checkpoint at ``path`` after comparing every file with the manifest.
 
@@ -99,7 +111,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         )
 
     try:
-        manifest = json.loads(read_regular(path / "manifest.json"))
+        manifest = read_manifest(path)
         listed = manifest["files"]
         if manifest["format"] != _FORMAT:
             raise fault(f"format {manifest['format']!r} is not {_FORMAT!r}")
@@ -258,7 +270,7 @@ class Keeper:
             if path in self._damaged:
                 continue
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                manifest = json.loads(read_regular(path / "manifest.json"))
+                manifest = read_manifest(path)
                 value = self._signed(manifest["metrics"])
                 if value is not None:
                     found.append((value, int(manifest["step"]), path))
@@ -321,7 +333,7 @@ class Keeper:
             if absent:
                 raise OSError(f"{', '.join(absent)} did not appear here; all ranks must share this folder")
             manifest = {"format": _FORMAT, "step": step, "world": self.ranks.world, "metrics": metrics, "files": listed}
-            _write(stage / "manifest.json", [json.dumps(manifest, indent=1).encode()])
+            _write(stage / "manifest.json", [seal(manifest)])
             sync_folder(stage)
             target = self._free_name(step)
             os.rename(stage, target)

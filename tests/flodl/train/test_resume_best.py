@@ -11,9 +11,9 @@ import pytest
 import torch
 from test_resume import _damage, apart, builder, finished, make_model, same_bits
 
-from flodl.errors import TrainError
+from flodl.errors import CheckpointError, TrainError
 from flodl.train import Warned, adamw
-from flodl.train.saving.keeper import list_checkpoints, read_checkpoint
+from flodl.train.saving.keeper import list_checkpoints, read_checkpoint, read_manifest
 
 torch.set_num_threads(1)
 
@@ -118,6 +118,32 @@ def test_a_best_checkpoint_that_is_lost_is_told_and_no_unjudged_one_takes_its_pl
     assert "best checkpoint, step 8 (score 0.9)" in warned
     left = [read_checkpoint(p) for p in list_checkpoints(tmp_path) if p != best]
     assert max(checkpoint.metrics.get("score", -1) for checkpoint in left) == 0.3
+
+
+def test_a_figure_that_changed_in_a_manifest_makes_no_best(tmp_path):
+    figures = [0.1, 0.9, 0.5, 0.3, 0.2, 0.1]
+    judged(tmp_path, figures=iter(figures), eval_every=4, save_every=4, keep_last=9, max_steps=14).run().join()
+    other = next(p for p in list_checkpoints(tmp_path) if read_checkpoint(p).metrics.get("score") == 0.5)
+    manifest = other / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"score": 0.5', '"score": 0.95'))
+    with pytest.raises(CheckpointError, match="not as it was written"):
+        read_checkpoint(other)
+    said = []
+    judged(tmp_path, figures=iter(figures[3:]), eval_every=4, keep_last=1, told=[said.append]).run().join()
+    assert not [e for e in said if isinstance(e, Warned) and "best" in e.message]
+    kept = [path for path in list_checkpoints(tmp_path) if path != other]
+    assert max(read_checkpoint(path).metrics.get("score", 0.0) for path in kept) == 0.9
+
+
+def test_checkpoints_from_before_manifests_were_sealed_go_on(tmp_path):
+    for folder in ("whole", "cut"):
+        judged(tmp_path / folder, figures=iter([0.1, 0.9]), eval_every=4, max_steps=8).run().join()
+    for path in list_checkpoints(tmp_path / "cut"):
+        (path / "manifest.json").write_text(json.dumps(read_manifest(path)))
+    for folder in ("whole", "cut"):
+        judged(tmp_path / folder, figures=iter([0.5, 0.3, 0.2, 0.1]), eval_every=4).run().join()
+    assert same_bits(finished(tmp_path / "cut"), finished(tmp_path / "whole"))
+    assert best_of(tmp_path / "cut") == best_of(tmp_path / "whole") == (0.9, -8)
 
 
 def test_a_first_figure_that_is_no_number_is_no_best(tmp_path):
