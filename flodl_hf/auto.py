@@ -23,7 +23,7 @@ from flodl_hf.heads.sequence_classification import SequenceClassifier
 from flodl_hf.heads.token_classification import TokenClassifier
 from flodl_hf.loading import head_of
 from flodl_hf.model import EncoderModel, LoadKeywords
-from flodl_hf.source import CONFIG_NAME, read_config_file, resolve_folder
+from flodl_hf.source import CONFIG_NAME, held_to, read_config_file, resolve_folder
 from flodl_hf.words import LOAD, taking
 
 __all__ = [
@@ -138,6 +138,7 @@ _HUB_OPTIONS = (
     "local_files_only",
     "ignore_config_keys",
     "strict_config",
+    "verified",
 )
 
 
@@ -151,6 +152,7 @@ def read_config(
     local_files_only: bool = False,
     ignore_config_keys: Sequence[str] = (),
     strict_config: bool = False,
+    verified: bool | str = False,
 ) -> ModelConfig:
     """Return the configuration of a folder or Hub repository; only ``config.json`` is fetched."""
     hub = {
@@ -160,5 +162,6 @@ def read_config(
         "cache_dir": cache_dir,
         "local_files_only": local_files_only,
     }
-    folder, _ = resolve_folder(name_or_path, hub, (CONFIG_NAME,))
+    folder, _ = resolve_folder(name_or_path, hub, (CONFIG_NAME, *(("checksums.json",) if verified else ())))
+    held_to(folder, verified, (CONFIG_NAME,))
     return read_config_file(folder, ignore_config_keys, strict_config=strict_config)

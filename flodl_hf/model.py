@@ -57,6 +57,7 @@ class LoadKeywords(TypedDict, total=False):
     strict_config: bool
     allow_nonfinite: bool
     mapped: bool | None
+    verified: bool | str
 
 
 def build_graph(config: ModelConfig, head: str, *, pooler: bool) -> Graph:
@@ -157,6 +158,7 @@ class EncoderModel(Familiar):
         strict_config: bool = False,
         allow_nonfinite: bool = False,
         mapped: bool | None = None,
+        verified: bool | str = False,
     ) -> Self:
         """Return the model that a folder or Hub repository holds; all of it, or an error that lists what is wrong.
 
@@ -179,6 +181,8 @@ class EncoderModel(Familiar):
             allow_nonfinite: load weights that hold NaN or infinite values, or such that do not fit into ``dtype``.
             mapped: show the weight file instead of copying it: ready at once, but the file must not be
                 changed while the model lives. None does so for the Hub's cache, whose files never change.
+            verified: compare every file first with what ``checksums.json`` or the Hub's cache says of it; a text is
+                the fingerprint that the folder must have, as ``flodl-hf verify`` tells it.
 
         Raises:
             HubError: the name leads nowhere.
@@ -208,6 +212,7 @@ class EncoderModel(Familiar):
             strict_config=strict_config,
             allow_nonfinite=allow_nonfinite,
             mapped=mapped,
+            verified=verified,
         )
 
     # --- calling --------------------------------------------------------------------------------

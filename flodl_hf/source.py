@@ -32,10 +32,11 @@ from flodl_hf.model import EncoderModel, assign, build_graph, initialise, tie_te
 from flodl_hf.sentence import read_recipe, transformer_folder
 
 if TYPE_CHECKING:
+    from flodl_hf.checksums import Held
     from flodl_hf.runtime.warm import Warming
     from flodl_hf.tokenizer import Tokenizer
 
-__all__ = ["Source", "load_model", "load_tokenizer", "plan_folder", "read_config_file", "resolve_folder"]
+__all__ = ["Source", "held_to", "load_model", "load_tokenizer", "plan_folder", "read_config_file", "resolve_folder"]
 
 ModelT = TypeVar("ModelT", bound=EncoderModel)
 CONFIG_NAME = "config.json"
@@ -61,6 +62,7 @@ MODEL_FILES = (
     "*/config.json",
     "sentence_bert_config.json",
     "config_sentence_transformers.json",
+    "checksums.json",
 )
 
 
@@ -179,6 +181,7 @@ def load_model(
     strict_config: bool = False,
     allow_nonfinite: bool = False,
     mapped: bool | None = None,
+    verified: bool | str = False,
 ) -> ModelT:
     """Return the filled model; see `EncoderModel.from_pretrained` for arguments and errors."""
     head = model_class.head
@@ -188,7 +191,7 @@ def load_model(
     with uncollected(settled=True):
         return _load(
             model_class, name_or_path, head, hub, given, device, attention, labels, problem_type, ignore_config_keys,
-            strict_config, allow_nonfinite, mapped,
+            strict_config, allow_nonfinite, mapped, verified,
         )  # fmt: skip
 
 
@@ -206,9 +209,11 @@ def _load(
     strict_config: bool,
     allow_nonfinite: bool,
     mapped: bool | None,
+    verified: bool | str,
 ) -> ModelT:
     warming = _warming(device)
     root, commit = resolve_folder(name_or_path, hub, MODEL_FILES)
+    held = held_to(root, verified)
     folder = transformer_folder(root)
     config = read_config_file(folder, ignore_config_keys, strict_config=strict_config)
     if labels is not None or problem_type is not None:
@@ -268,7 +273,22 @@ def _load(
         model.to(device)
     if warming is not None:
         warming.wait()
+    if held is not None:
+        held.check()
     return model
+
+
+def held_to(folder: Path, verified: bool | str, names: Sequence[str] | None = None) -> Held | None:
+    """Return the folder's files as they were compared with what its receipt says; None where that was not asked.
+
+    Raises:
+        CheckpointError: they are not what it says, or nothing says anything.
+    """
+    if not verified:
+        return None
+    from flodl_hf.checksums import hold
+
+    return hold(folder, verified, names)
 
 
 def _warming(device: torch.device | str | None) -> Warming | None:

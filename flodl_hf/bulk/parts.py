@@ -187,6 +187,16 @@ class Parts:
     def _data(self, number: int) -> Path:
         return self.folder / f"part-{number:08d}.{self.suffix}"
 
+    def data_name(self, number: int) -> str:
+        """Return the name of a part's file."""
+        return self._data(number).name
+
+    def numbers(self) -> list[int]:
+        """Return the numbers of all parts that have a record, whole or not."""
+        return sorted(
+            int(path.stem.removeprefix("part-")) for path in self.folder.glob("part-" + "[0-9]" * 8 + ".json")
+        )
+
     def _record(self, number: int) -> Path:
         return self.folder / f"part-{number:08d}.json"
 

@@ -14,6 +14,7 @@ from flodl_hf.cli import (
     inspect,
     new,
     predict,
+    verify,
     verify_export,
     verify_matrix,
 )
@@ -43,6 +44,6 @@ def options(
         raise typer.Exit()
 
 
-for module in (demo, new, predict, finetune, inspect, export, verify_export, verify_matrix, convert, doctor):
+for module in (demo, new, predict, finetune, inspect, export, verify, verify_export, verify_matrix, convert, doctor):
     app.command(name=module.NAME)(module.command)
 app.add_typer(config.app, name=config.NAME)

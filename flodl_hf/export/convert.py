@@ -12,6 +12,7 @@ from pathlib import Path
 
 from flodl_hf.checkpoint import Checkpoint
 from flodl_hf.checkpoint.members import Folder
+from flodl_hf.checksums import CHECKSUMS, write_checksums
 from flodl_hf.errors import ExportError
 
 from .publish import is_model_file, publish_folder
@@ -21,6 +22,7 @@ from .write import WrittenFile, verify_files
 __all__ = ["convert_bin", "kept_names"]
 
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
+_OF_THE_SOURCE = (CHECKSUMS, "verification.json")  # say what the source's files are, not these
 _COPY_LIMIT = 1 << 30
 
 
@@ -61,6 +63,7 @@ def convert_bin(
             (stage / name).write_bytes(data)
         written.extend(write_state(stage, plan))
         verify_files(stage, written)
+        write_checksums(stage, ((file.name, file.size, file.sha256) for file in written))
 
     needed = plan.nbytes + sum(map(len, copies.values()))
     publish_folder(out, write, overwrite=overwrite, needed_bytes=needed)
@@ -91,7 +94,8 @@ def _other_files(folder: Path) -> dict[str, bytes]:
     try:
         copies: dict[str, bytes] = {}
         for entry in sorted(folder.iterdir()):
-            if entry.is_dir() or not is_model_file(entry.name) or entry.name.endswith(_WEIGHTS):
+            other = entry.name in _OF_THE_SOURCE or entry.name.endswith(_WEIGHTS)
+            if entry.is_dir() or other or not is_model_file(entry.name):
                 continue
             with os.fdopen(opened.open(entry.name), "rb") as file:
                 data = file.read(_COPY_LIMIT + 1)

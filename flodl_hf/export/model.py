@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from flodl_hf.checksums import write_checksums
 from flodl_hf.errors import ExportError
 from flodl_hf.export.json_text import patch_json
 from flodl_hf.export.publish import publish_folder
@@ -44,6 +45,8 @@ def export_model(
     extra_files: Mapping[str, bytes] | None = None,
 ) -> Path:
     """Write ``model`` to ``folder`` in one step, reopen it and compare every byte; return the folder.
+
+    ``checksums.json`` lists length and SHA-256 of every file, for `load` with ``verified=True`` and `flodl-hf verify`.
 
     A model that was not changed gives the tensor names, order, dtypes and bytes it was read from, and
     the same ``config.json``. A trained or relabelled one gives today's Hugging Face names, and
@@ -85,6 +88,7 @@ def _writer(plan: WritePlan, others: Mapping[str, bytes], written: list[WrittenF
             place.parent.mkdir(parents=True, exist_ok=True)
             file = write_bytes(place, data)
             written.append(WrittenFile(name, file.size, file.sha256))
+        write_checksums(stage, ((file.name, file.size, file.sha256) for file in written))
 
     return write
 

@@ -44,6 +44,7 @@ _MODEL_FILES = (
     "*.model",
     "modules.json",
     "verification.json",
+    "checksums.json",
     "recipe.yaml",
     "training.json",
     "README.md",

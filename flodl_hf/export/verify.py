@@ -148,6 +148,18 @@ def _opens(run: _Run) -> Iterator[Check]:
     yield Check("opens", "pass", f"{count} tensors{extra}, loaded as {run.model.head}")
 
 
+def _as_written(run: _Run) -> Iterator[Check]:
+    from flodl_hf.checksums import CHECKSUMS, compare_folder
+
+    name = "files as they were written"
+    if not (run.place / CHECKSUMS).is_file():
+        yield Check(name, "not run", f"there is no {CHECKSUMS}")
+        return
+    found = compare_folder(run.place)
+    detail = "; ".join(map(str, found.faults)) or f"{len(found.files)} files: lengths and SHA-256"
+    yield Check(name, "pass" if found.whole else "fail", detail)
+
+
 def _bytes(run: _Run) -> Iterator[Check]:
     if run.base is None:
         yield Check("tensors equal the source's", "not run", "no source was given")
@@ -281,6 +293,7 @@ def _with_transformers(check: Callable[[_Run], Iterator[Check]]) -> Callable[[_R
 
 CHECKS: Sequence[Callable[[_Run], Iterator[Check]]] = (
     _opens,
+    _as_written,
     _bytes,
     _with_transformers(_keys),
     _with_transformers(_tokens),

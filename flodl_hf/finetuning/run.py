@@ -271,9 +271,6 @@ def _is_first_rank() -> bool:
     return not _under_torchrun() or os.environ["RANK"] == "0"
 
 
-PAPERS = ("README.md", "recipe.yaml", "training.json")
-
-
 def _check_free(target: Path, overwrite: bool) -> None:
     """Refuse before the training what would be refused after it.
 
@@ -299,7 +296,7 @@ def _check_free(target: Path, overwrite: bool) -> None:
         else [
             path.relative_to(target).as_posix()
             for path in sorted(target.rglob("*"))
-            if not path.is_dir() and path.name not in PAPERS and not is_model_file(path.relative_to(target).as_posix())
+            if not path.is_dir() and not is_model_file(path.relative_to(target).as_posix())
         ]
     )
     if strange:
@@ -315,12 +312,7 @@ def _check_free(target: Path, overwrite: bool) -> None:
 
 
 def _write(job: Job, result: FinetuneResult, target: Path, overwrite: bool) -> Path:
-    files = papers(job, result)
-    if overwrite and target.is_dir():
-        # The exporter replaces folders of files that it knows; these two are ours, and nothing else is there.
-        for name in PAPERS[1:]:
-            (target / name).unlink(missing_ok=True)
-    return result.model.save_pretrained(target, overwrite=overwrite, extra_files=files)
+    return result.model.save_pretrained(target, overwrite=overwrite, extra_files=papers(job, result))
 
 
 def _logs(options: Options, target: Path | None) -> list[Log]:

@@ -118,7 +118,7 @@ def loss_of(model: EncoderModel, cell: str) -> Tensor:
 def test_export_writes_the_bytes_back(cell: str, tmp_path: Path) -> None:
     out = load(GOLDEN / cell).save_pretrained(tmp_path / "out")
     source = {p.name: p.read_bytes() for p in (GOLDEN / cell).iterdir()}
-    assert {p.name: p.read_bytes() for p in out.iterdir()} == source
+    assert {p.name: p.read_bytes() for p in out.iterdir() if p.name != "checksums.json"} == source
 
 
 @cells

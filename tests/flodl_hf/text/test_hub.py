@@ -230,6 +230,30 @@ def test_a_model_whose_repository_has_only_bin_weights_is_loaded(hub: Hub, tmp_p
         assert torch.equal(mine, other), name
 
 
+def test_a_model_of_the_hub_is_compared_with_its_checksums(hub: Hub, tmp_path: Path) -> None:
+    from flodl.errors import CheckpointError
+    from flodl_hf import AutoConfig, AutoModel, load
+
+    sizes = {
+        "vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24,
+        "max_position_embeddings": 20, "type_vocab_size": 2,
+    }  # fmt: skip
+    made = AutoModel.from_config(AutoConfig.for_model("bert", **sizes))
+    folder = made.save_pretrained(tmp_path / "made", extra_files={"README.md": b"# card"})
+    hub.files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    found = load("ada/tiny", cache_dir=tmp_path / "cache", verified=True)
+    assert "README.md" not in _names(tmp_path / "cache")
+    assert found.source is not None
+    blob = (found.source.folder / "model.safetensors").resolve()
+    data = bytearray(blob.read_bytes())
+    data[-1] ^= 4
+    blob.chmod(0o644)
+    blob.write_bytes(data)
+    load("ada/tiny", cache_dir=tmp_path / "cache")  # as everyone serves it
+    with pytest.raises(CheckpointError, match=r"model.safetensors: changed"):
+        load("ada/tiny", cache_dir=tmp_path / "cache", verified=True)
+
+
 def _tensors(path: Path) -> dict[str, Any]:
     from safetensors.torch import load_file
 

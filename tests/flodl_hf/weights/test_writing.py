@@ -435,7 +435,7 @@ class TestConvert:
         table = self.make(tmp_path / "in", container)
         written = convert_bin(tmp_path / "in", tmp_path / "out")
         assert [file.name for file in written] == ["model.safetensors"]
-        assert set(contents(tmp_path / "out")) == {"model.safetensors", "config.json", "vocab.json"}
+        assert set(contents(tmp_path / "out")) == {"model.safetensors", "config.json", "vocab.json", "checksums.json"}
         found = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
         assert set(found) == set(table) - {"lm_head.decoder.weight", "lm_head.decoder.bias"}
         assert all(same(found[name], table[name]) for name in found)

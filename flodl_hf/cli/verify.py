@@ -1,0 +1,80 @@
+"""``flodl-hf verify``: the files of a folder beside what was said of them when they were written."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flodl_hf.cli.shared import Json, emit_json, reporting, say, tell
+
+NAME = "verify"
+UNKNOWN = 3
+
+
+@reporting
+def command(
+    folder: Annotated[
+        str, typer.Argument(metavar="DIR", help="A model, checkpoints, parts, or a Hub name that is in the cache.")
+    ],
+    expect: Annotated[
+        str | None, typer.Option(metavar="FINGERPRINT", help="The fingerprint that the folder must have.")
+    ] = None,
+    write: Annotated[
+        bool, typer.Option("--write", help="Take the files as they are: write checksums.json anew.")
+    ] = False,
+    json_output: Json = False,
+) -> None:
+    """Compare every file with the length and SHA-256 that were noted when it was written.
+
+    Works on exports and fine-tuned models (checksums.json), on the Hub's cache (names of blobs), on the checkpoints of
+    a run and on the finished parts of a file being answered. Loads nothing and needs no transformers.
+
+    Exit status 0 if every file is as it was written, 1 if one is not, 3 if nothing says what the files should be.
+    """
+    from flodl.errors import CheckpointError
+    from flodl_hf.checksums import CHECKSUMS, write_checksums
+    from flodl_hf.verifying import verify
+
+    place = _place(folder)
+    if write:
+        if expect is not None:
+            say("give --write or --expect, not both")
+            raise typer.Exit(2)
+        write_checksums(place)
+    try:
+        found = verify(place)
+    except CheckpointError as error:
+        if error.details.get("file") != CHECKSUMS or (place / CHECKSUMS).exists():
+            raise
+        say(f"{type(error).__name__}: {error}", fg="red")
+        if json_output:
+            emit_json({"whole": None, "error": type(error).__name__, "message": str(error)})
+        raise typer.Exit(UNKNOWN) from None
+    other = expect is not None and [comparison.fingerprint for comparison in found] != [expect]
+    whole = not other and all(comparison.whole for comparison in found)
+    if json_output:
+        emit_json({"whole": whole, "expected_fingerprint": expect, "folders": [each.to_dict() for each in found]})
+        raise typer.Exit(0 if whole else 1)
+    for comparison in found:
+        for state in comparison.faults:
+            tell(f"FAIL  {os.path.join(comparison.folder, str(state))}")
+        count = len(comparison.files)
+        tell(f"{comparison.folder}: {count - len(comparison.faults)} of {count} files as {comparison.by} says")
+        if comparison.fingerprint:
+            tell(f"fingerprint {comparison.fingerprint}")
+    if other:
+        tell(f"FAIL  the fingerprint is not {expect}")
+    tell("as written" if whole else "CHANGED", fg="green" if whole else "red")
+    raise typer.Exit(0 if whole else 1)
+
+
+def _place(folder: str) -> Path:
+    """Return the folder of that name, or that of a Hub name in the cache."""
+    if os.path.exists(folder) or folder.startswith((".", "/", "~")) or folder.count("/") > 1:
+        return Path(os.path.expanduser(folder))
+    from flodl_hf.source import MODEL_FILES, resolve_folder
+
+    return resolve_folder(folder, {"local_files_only": True}, MODEL_FILES)[0]
