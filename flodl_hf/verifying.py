@@ -63,7 +63,7 @@ def _checkpoint(place: Path) -> Comparison:
 
 
 def _parts(place: Path) -> Comparison:
-    from flodl.errors import PredictError
+    from flodl_hf.errors import PredictError
     from flodl_hf.bulk.parts import Parts
 
     target = place.with_name(place.name.removesuffix(PARTS))
