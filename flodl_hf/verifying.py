@@ -63,8 +63,8 @@ def _checkpoint(place: Path) -> Comparison:
 
 
 def _parts(place: Path) -> Comparison:
-    from flodl_hf.errors import PredictError
     from flodl_hf.bulk.parts import Parts
+    from flodl_hf.errors import PredictError
 
     target = place.with_name(place.name.removesuffix(PARTS))
     parts = Parts(target, target.suffix.lstrip("."))
