@@ -150,7 +150,8 @@ class _Reader:
     def fail(self, problems: list[str]) -> NoReturn:
         text = problems[0] if len(problems) == 1 else f"{len(problems)} faults:\n{capped(problems)}"
         raise CheckpointError(
-            f"{printable(self.name, 400)}: not a usable safetensors file: {text}\nFetch or write the file again.",
+            f"{printable(self.name, 400)}: not a usable safetensors file: {text}\n"
+            "Expected a file as the safetensors library writes it; fetch or write the file again.",
             problems=problems,
             path=self.name,
         )

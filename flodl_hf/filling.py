@@ -149,7 +149,7 @@ class FiniteCheck:
         """Return when all were looked through.
 
         Args:
-            where: the folder, for messages.
+            where: the weight file or its index, for messages.
             report: gets a note for each fault that is allowed.
             allowed: note what is found instead of refusing it.
 

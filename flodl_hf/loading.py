@@ -315,7 +315,8 @@ def plan_load(
         else:
             problems["missing"].append(f"{key_map.theirs(ours)} {list(targets[ours])}")
     if any(problems.values()):
-        raise _misfit(where, head, source_head, problems)
+        files = sorted({getattr(tensor, "file", "") for tensor in stored.values()} - {""})
+        raise _misfit(where, files, head, source_head, problems)
 
     report.new = tuple(ours for ours in targets if ours in fresh)
     report.matched = {ours: placed[ours] for ours in targets if ours in placed}
@@ -327,7 +328,9 @@ def plan_load(
     return Plan(placed, tuple(ties), tuple(compare), tuple(repeated), report)
 
 
-def _misfit(where: str, head: str, source_head: str | None, problems: dict[str, list[str]]) -> CheckpointError:
+def _misfit(
+    where: str, files: list[str], head: str, source_head: str | None, problems: dict[str, list[str]]
+) -> CheckpointError:
     groups = [f"{kind} ({len(lines)}):\n{capped(lines)}" for kind, lines in problems.items() if lines]
     written = f", and the file says it was written for {source_head}" if source_head and source_head != head else ""
     advice = "Check that config.json and the weights belong together and that the download is complete."
@@ -335,8 +338,10 @@ def _misfit(where: str, head: str, source_head: str | None, problems: dict[str, 
         advice = (
             "Check num_labels / id2label and the sizes in config.json; to start with other labels, pass labels=[...]."
         )
+    of = f" of {', '.join(map(printable, files[:3]))}" if files else ""
+    of += f" and {len(files) - 3} more" if len(files) > 3 else ""
     return CheckpointError(
-        f"{where}: the tensors do not fit a {head} model{written}.\n"
+        f"{where}: the tensors{of} do not fit a {head} model{written}; expected just those that config.json asks for.\n"
         + "\n".join(groups)
         + f"\nNothing was loaded. {advice}",
         where=where,

@@ -237,7 +237,7 @@ def _load(
     report = plan.report
     finite = FiniteCheck(values, plan.placed.values(), dtype)
     tokenizer = load_tokenizer(folder, config)
-    finite.wait(str(folder), report, allowed=allow_nonfinite)
+    finite.wait(str(folder / (manifest.index_name or manifest.files[0].name)), report, allowed=allow_nonfinite)
     report.notes += () if tokenizer is None else tokenizer.notes
 
     ties = [*plan.ties, *settle_ties(plan, values, report)]

@@ -52,13 +52,13 @@ class Fault:
 
     Attributes:
         what: how, in plain values; a suite's ``run`` reads them.
-        file: the name of the file at fault, which a refusal has to name.
-        key: the key, field or tensor at fault, which a refusal has to name.
+        files: the file at fault; a refusal has to name one of these.
+        keys: the key, field or tensor at fault; a refusal has to name one of these.
     """
 
     what: Mapping[str, Any] = field(default_factory=dict)
-    file: str = ""
-    key: str = ""
+    files: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,6 +153,18 @@ def torch_dtype(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
+def tensors_in(data: bytes) -> dict[str, Tensor]:
+    """Return the tensors of a good safetensors file."""
+    header, body = parts_of(data)
+    header.pop("__metadata__", None)
+    found = {}
+    for name, entry in header.items():
+        start, end = entry["data_offsets"]
+        flat = torch.frombuffer(bytearray(body[start:end]), dtype=torch_dtype(entry["dtype"]))
+        found[name] = flat.reshape(entry["shape"])
+    return found
+
+
 def encoded(tensors: Sequence[tuple[str, Tensor]], metadata: Mapping[str, str] | None = None) -> bytes:
     """Return a safetensors file of tensors in that order."""
     names = {dtype: name for name, dtype in _DTYPES.items()}

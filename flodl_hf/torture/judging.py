@@ -25,7 +25,7 @@ R = TypeVar("R")
 
 MAX_CHARACTERS = 4_000
 # What a refusal asks for, and what it advises: the words that its sentences begin with.
-_EXPECTS = re.compile(r"\b(expected?|expects|must|at most|at least|above the limit|cannot be|only|instead of)\b")
+_EXPECTS = re.compile(r"(?i)\b(expect(s|ed)?|must|at most|at least|above the limit|cannot be|only|instead of)\b")
 _ADVISES = re.compile(
     r"(?i)\b(add|allow|ask|check|choose|clear|complete|convert|copy|correct|decode|delete|download|drop|fetch|free|give|"
     r"install|leave|load|make|move|name|pass|pick|put|raise|read|remove|rename|repair|replace|restore|run|save|say|see|"
@@ -102,9 +102,8 @@ def graded_error(case: Case, subject: Subject, error: BaseException) -> Verdict:
         return graded(Grade.ESCAPED, "shows what lies outside")
     if not subject.typed(error):
         return graded(Grade.BARE)
-    lacking = [
-        what for what, wanted in (("file", case.fault.file), ("key", case.fault.key)) if not _names(text, wanted)
-    ]
+    wanted = {"file": case.fault.files, "key": case.fault.keys}
+    lacking = [what for what, names in wanted.items() if names and not any(_names(text, name_) for name_ in names)]
     if lacking:
         return graded(Grade.UNNAMED, f"does not name the {' and '.join(lacking)}")
     if isinstance(error, FlodlError):
@@ -116,8 +115,6 @@ def graded_error(case: Case, subject: Subject, error: BaseException) -> Verdict:
 
 def _names(text: str, wanted: str) -> bool:
     """Return whether a message names a file or key, as it is or written out."""
-    if not wanted:
-        return True
     leaf = os.path.basename(wanted)
     return any(form in text for form in (wanted, leaf, visible(leaf), printable(leaf)[1:-1], printable(leaf, 60)[1:40]))
 

@@ -14,26 +14,26 @@ from random import Random
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from flodl_hf.torture.case import Case, Fault, Kind, Verdict, dealt, right, silent, stated
-from flodl_hf.torture.checkpoints import checkpoint, parts_of, torch_dtype, whole, write_files
+from flodl_hf.torture.case import Case, Fault, Kind, Verdict, dealt, silent, stated
+from flodl_hf.torture.checkpoints import checkpoint, parts_of, tensors_in, torch_dtype, whole, write_files
+from flodl_hf.torture.comparing import IDS, Seen, same_as, seen, undamaged, unlike_file
 from flodl_hf.torture.damage import BYTE_DAMAGE, damaged_bytes, spelled
 from flodl_hf.torture.headers import EDITS
 from flodl_hf.torture.judging import judge
 from flodl_hf.torture.subjects import Subject
 
-__all__ = ["NAME", "SUBJECTS", "cases", "clean_model", "compared", "prepare", "run", "tensors_in"]
+__all__ = ["NAME", "SUBJECTS", "cases", "prepare", "run"]
 
 NAME = "weights"
 SUBJECTS = ("ours", "transformers")
 FILE = "model.safetensors"
-IDS = torch.tensor([[2, 5, 7, 8, 9, 5, 10, 3], [2, 6, 18, 12, 14, 3, 3, 3]])
+HEAD = "sequence_classification"
 
 
 def files() -> dict[str, bytes]:
     """Return the checkpoint that is damaged; without a tokenizer, which has a suite of its own."""
-    whole_ = checkpoint("bert", "sequence_classification", layers=1)
+    whole_ = checkpoint("bert", HEAD, layers=1)
     return {name: whole_[name] for name in ("config.json", FILE)}
 
 
@@ -62,25 +62,25 @@ def _header_flip(random: Random, number: int) -> Fault:
     # Every bit once, in an order that spreads over the header, then again with a second one.
     at = number * 7919 % size
     what: dict[str, Any] = {"how": "flip", "at": at}
-    return Fault(what if number < size else {**what, "and": random.randrange(size)}, FILE)
+    return Fault(what if number < size else {**what, "and": random.randrange(size)}, (FILE,))
 
 
 def _header_bytes(random: Random, number: int) -> Fault:
-    return Fault(BYTE_DAMAGE["put"](random, number, _header_size()), FILE)
+    return Fault(BYTE_DAMAGE["put"](random, number, _header_size()), (FILE,))
 
 
 def _body_flip(random: Random, _number: int) -> Fault:
     start = 8 * _header_size()
-    return Fault({"how": "flip", "at": start + random.randrange(8 * len(files()[FILE]) - start)}, FILE)
+    return Fault({"how": "flip", "at": start + random.randrange(8 * len(files()[FILE]) - start)}, (FILE,))
 
 
 def _cut(random: Random, number: int) -> Fault:
     size = len(files()[FILE])
-    return Fault({"how": "cut", "at": number if number < size else random.randrange(size)}, FILE)
+    return Fault({"how": "cut", "at": number if number < size else random.randrange(size)}, (FILE,))
 
 
 def _more(random: Random, number: int) -> Fault:
-    return Fault(BYTE_DAMAGE["more"](random, number, 0), FILE)
+    return Fault(BYTE_DAMAGE["more"](random, number, 0), (FILE,))
 
 
 def _length(random: Random, number: int) -> Fault:
@@ -88,24 +88,24 @@ def _length(random: Random, number: int) -> Fault:
     known = (0, 1, 2, 7, real - 1, real + 1, real + 8, len(files()[FILE]), len(files()[FILE]) - 8, 10**8, 10**8 + 1,
              99_999_999, 2**31, 2**32, 2**62, 2**63, 2**63 - 1, 2**64 - 1, 2**64 - 8)  # fmt: skip
     value = known[number] if number < len(known) else random.randrange(2 ** random.randint(1, 64))
-    return Fault({"how": "put", "at": 0, "bytes": struct.pack("<Q", value).hex(), "over": 8}, FILE)
+    return Fault({"how": "put", "at": 0, "bytes": struct.pack("<Q", value).hex(), "over": 8}, (FILE,))
 
 
 def _header_edit(random: Random, number: int) -> Fault:
     names = list(EDITS)
     edit = names[number % len(names)]
-    return Fault({"edit": edit, "name": random.choice(_names()), "draw": random.randrange(2**32)}, FILE)
+    return Fault({"edit": edit, "name": random.choice(_names()), "draw": random.randrange(2**32)}, (FILE,))
 
 
 def _not_finite(random: Random, number: int) -> Fault:
     names = _names()
     value = ("nan", "inf", "-inf")[number // len(names) % 3]
-    return Fault({"value": value, "count": random.choice((1, 1, 3))}, "", names[number % len(names)])
+    return Fault({"value": value, "count": random.choice((1, 1, 3))}, (FILE, "weights"), (names[number % len(names)],))
 
 
 def _stored_as(random: Random, number: int) -> Fault:
     dtype = ("F16", "BF16", "F64", "I64")[number % 4]
-    return Fault({"stored": dtype, "names": random.choice(("all", "one")), "name": random.choice(_names())}, "")
+    return Fault({"stored": dtype, "names": random.choice(("all", "one")), "name": random.choice(_names())})
 
 
 def _live(random: Random, number: int) -> Fault:
@@ -155,7 +155,7 @@ def damaged(case: Case) -> bytes:
         start, end = header.pop("\0cut", (0, 0))
         return whole(spelled(header), body[:start] + body[end:])
     if "value" in what:
-        return _with_values(data, case.fault.key, float(what["value"]), what["count"])
+        return _with_values(data, case.fault.keys[0], float(what["value"]), what["count"])
     if "stored" in what:
         return _stored(data, what)
     return data
@@ -187,85 +187,34 @@ def _stored(data: bytes, what: Mapping[str, Any]) -> bytes:
     return whole(new, parts)
 
 
-def tensors_in(data: bytes) -> dict[str, Tensor]:
-    """Return the tensors of a good safetensors file."""
-    header, body = parts_of(data)
-    header.pop("__metadata__", None)
-    found = {}
-    for name, entry in header.items():
-        start, end = entry["data_offsets"]
-        flat = torch.frombuffer(bytearray(body[start:end]), dtype=torch_dtype(entry["dtype"]))
-        found[name] = flat.reshape(entry["shape"])
-    return found
-
-
 # --- what is right ----------------------------------------------------------------------------------------------------
-
-
-@cache
-def clean_model(subject: Subject, root: Path) -> tuple[dict[str, Tensor], Tensor]:
-    """Return the tensors and scores that a subject has of the undamaged files."""
-    folder = root / "clean-weights"
-    write_files(folder, files())
-    model = subject.load(folder, "sequence_classification", tokenizer=False)
-    return {name: tensor.clone() for name, tensor in subject.tensors(model).items()}, subject.scores(model, IDS)
-
-
-def compared(subject: Subject, model: Any, clean: tuple[dict[str, Tensor], Tensor]) -> Verdict | None:
-    """Return "right" where a model is the undamaged one to the bit, else None."""
-    tensors, scores = clean
-    found = subject.tensors(model)
-    same = found.keys() == tensors.keys() and all(_equal(found[name], tensors[name]) for name in tensors)
-    return right() if same and _equal(subject.scores(model, IDS), scores) else None
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
 
 
 def run(case: Case, folder: Path, subject: Subject) -> Verdict:
     """Load what the case damaged, and compare with what is right."""
-    clean = clean_model(subject, folder.parent)
+    clean = undamaged(subject, folder.parent, NAME, files(), HEAD)
     data = damaged(case)
     write_files(folder, {**files(), FILE: data})
     if "fate" in case.what:
         return _lives(case, folder, subject, clean)
 
-    def check(model: Any) -> Verdict:
-        same = compared(subject, model, clean)
+    def check(found: Seen) -> Verdict:
+        same = same_as(found, clean)
         if same is not None:
             return same
-        found = subject.tensors(model)
         if case.kind in ("body-flip", "stored-as") or case.what.get("edit") in ("swapped", "metadata_harmless"):
-            wrong = _unlike_file(found, tensors_in(data))
-            if wrong is None and bool(torch.isfinite(subject.scores(model, IDS)).all()):
-                return stated("the file's own numbers")
-            return silent(wrong or "scores are not finite")
-        wrong = _unlike_file(found, tensors_in(files()[FILE]))
+            wrong = unlike_file(found.tensors, tensors_in(data))
+            return stated("the file's own numbers") if wrong is None else silent(wrong)
+        wrong = unlike_file(found.tensors, tensors_in(files()[FILE]))
         return silent(f"loaded, and {wrong or 'the scores are others'}")
 
-    return judge(case, subject, lambda: subject.load(folder, "sequence_classification", tokenizer=False), check)
+    return judge(case, subject, lambda: seen(subject, folder, HEAD), check)
 
 
-def _unlike_file(found: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> str | None:
-    """Return which tensor is not what the file says, in value or kind of number; None if all are."""
-    for name, tensor in stored.items():
-        if name not in found:
-            return f"{name} is not there"
-        mine = found[name]
-        if (
-            not tensor.is_floating_point()
-            or mine.shape != tensor.shape
-            or not torch.equal(mine.double(), tensor.double())
-        ):
-            return f"{name} holds other numbers"
-    return None
-
-
-def _lives(case: Case, folder: Path, subject: Subject, clean: tuple[dict[str, Tensor], Tensor]) -> Verdict:
+def _lives(case: Case, folder: Path, subject: Subject, clean: Seen) -> Verdict:
     """The file changes under a loaded model."""
     file = folder / FILE
-    model = subject.load(folder, "sequence_classification", tokenizer=False)
+    model = subject.load(folder, HEAD, tokenizer=False)
     if case.what["early"]:
         subject.scores(model, IDS)
     if case.what["fate"] == "cut":
@@ -279,5 +228,8 @@ def _lives(case: Case, folder: Path, subject: Subject, clean: tuple[dict[str, Te
         if case.what["fate"] == "replaced":
             file.write_bytes(b"\x3f" * 20_000)
     return judge(
-        case, subject, lambda: model, lambda it: compared(subject, it, clean) or silent("the loaded model changed")
+        case,
+        subject,
+        lambda: Seen(model, subject.tensors(model), subject.scores(model, IDS)),
+        lambda found: same_as(found, clean) or silent("the loaded model changed"),
     )

@@ -25,7 +25,7 @@ linux = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
 def suite_of(act: Any, kinds: dict[str, dict[str, Any]]) -> Any:
     """Return a suite whose every case calls ``act`` with its kind and folder."""
-    table = [Kind(name, 1, lambda _random, number: Fault({"n": number}, "the.file", "the.key"), limits)
+    table = [Kind(name, 1, lambda _random, number: Fault({"n": number}, ("the.file",), ("the.key",)), limits)
              for name, limits in kinds.items()]  # fmt: skip
 
     class Suite(ModuleType):
