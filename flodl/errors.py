@@ -123,7 +123,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 # What moves a terminal's cursor or its direction of writing, and what no terminal can be sent: names and values in
 # files come from strangers. Line ends and tabs stay.
-_HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def visible(text: str, form: str | None = None) -> str:

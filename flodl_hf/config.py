@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ __all__ = ["MAX_CONFIG_BYTES", "MAX_LABELS", "PROBLEM_TYPES", "ModelConfig", "fa
 
 MAX_CONFIG_BYTES = 1_000_000  # the largest on the Hub are label lists of some ten thousand entries
 MAX_LABELS = 100_000
+_MOST_DIGITS = 400  # more than the largest float has
 PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
 _SHARED_ROWS = (
     Row("problem_type", "problem_type", one_of(None, *PROBLEM_TYPES), None),
@@ -320,6 +322,18 @@ def family_of(source: Mapping[str, Any], where: str) -> Family:
     )
 
 
+@dataclass(frozen=True)
+class _NoNumber:
+    """What stands where a number should, until its key is known."""
+
+    why: str
+
+
+def _whole_number(digits: str) -> Any:
+    # Python refuses to read longer ones, without saying where they stand.
+    return int(digits) if len(digits) <= _MOST_DIGITS else _NoNumber(f"a number of {len(digits):,} digits")
+
+
 def read_json(text: str | bytes, where: str) -> dict[str, Any]:
     """Return the object that ``text`` holds, read strictly.
 
@@ -348,13 +362,19 @@ def read_json(text: str | bytes, where: str) -> dict[str, Any]:
             names = [name for name, _ in items]
             twice = next(name for name in names if names.count(name) > 1)
             raise fault(f"key {printable(twice)} stands twice")
+        for name, value in items:
+            for part in value if isinstance(value, list) else (value,):
+                if isinstance(part, _NoNumber):
+                    raise fault(f"{printable(name)} is {part.why}")
         return result
 
-    def constant(word: str) -> Any:
-        raise fault(f"the value {word}, which JSON does not have")
-
     try:
-        value = json.loads(text, object_pairs_hook=pairs, parse_constant=constant)
+        value = json.loads(
+            text,
+            object_pairs_hook=pairs,
+            parse_constant=lambda word: _NoNumber(f"{word}, which JSON does not have"),
+            parse_int=_whole_number,
+        )
     except ConfigError:
         raise
     except RecursionError:

@@ -207,6 +207,10 @@ def read_rows(
     return fields
 
 
+def _cut(key: str) -> str:
+    return key if len(key) <= 100 else key[:97] + "..."
+
+
 def _off(value: Any) -> bool:
     """Return whether a value asks for nothing: null, false, or empty all the way down."""
     if isinstance(value, Mapping):
@@ -260,6 +264,7 @@ class Triage:
         for key, value in source.items():
             if key in used or key in ignore:
                 continue
+            found = f"{_cut(key)}: found {shown(value, 60)}"
             entry = inert.get(key)
             if entry is not None:
                 self._inert(entry, value, fields, problems, notes)
@@ -267,21 +272,22 @@ class Triage:
                 continue
             elif key in foreign:
                 problems.append(
-                    f"{key}: found {shown(value, 60)}: {foreign[key].what}. transformers without the repository's own "
-                    "code passes over it and gives other numbers than this model was made for"
+                    f"{found}; expected it absent or off, for {foreign[key].what}. "
+                    "transformers without the repository's own code passes over it and gives other numbers than this "
+                    "model was made for"
                 )
             elif key in self.elsewhere:
                 self._elsewhere(self.elsewhere[key], key, value, fields, problems, notes)
             elif hint := self._misspelt(key, source):
                 problems.append(
-                    f"{key}: found {shown(value, 60)}, a setting that is not understood{hint} "
+                    f"{found}, a setting that is not understood; expected one that is{hint} "
                     "transformers passes over it and takes the default"
                 )
             elif isinstance(value, Mapping) or strict:
                 hint = nearest(key, [*used, *inert])
-                problems.append(f"{key}: found {shown(value, 60)}, a setting that is not understood{hint}")
+                problems.append(f"{found}, a setting that is not understood; expected one that is{hint}")
             else:
-                notes.append(f"{key}: {shown(value, 60)} is not known to any family and changes nothing")
+                notes.append(f"{_cut(key)}: {shown(value, 60)} is not known to any family and changes nothing")
         return notes
 
     def _inert(
@@ -318,8 +324,8 @@ class Triage:
         except (ValueError, TypeError):
             read = value
         if read != expected:
-            named = f"; this family reads {own}" if own else ", which this family does not have"
-            problems.append(f"{key}: found {shown(value, 60)}, a setting of other families{named}")
+            wanted = f"{own}, which this family reads" if own else "it absent, for this family has none"
+            problems.append(f"{key}: found {shown(value, 60)}, a setting of other families; expected {wanted}")
 
     def _misspelt(self, key: str, source: Mapping[str, Any]) -> str:
         """Return a hint where a key looks like one that is read and that the file does not have."""

@@ -133,7 +133,7 @@ def read_config_file(
         text = data.decode("utf-8")
     except UnicodeDecodeError as fault:
         raise ConfigError(
-            f"{path}: not UTF-8 text at byte {fault.start}; expected JSON",
+            f"{path}: not UTF-8 text at byte {fault.start}; expected JSON in UTF-8. Save it so, or fetch it again.",
             where=str(path),
             problems=["encoding"],
         ) from None

@@ -140,7 +140,7 @@ class DebertaConfig:
 def _kinds(value: Any) -> tuple[str, ...]:
     """Return the kinds of position score that ``pos_att_type`` names: null, "p2c|c2p" or a list."""
     names = value.lower().split("|") if isinstance(value, str) else value or []
-    if not isinstance(names, (list, tuple)):
+    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
         raise ValueError
     kinds = tuple(name.strip() for name in names if name)
     if any(kind not in ("c2p", "p2c") for kind in kinds):

@@ -24,11 +24,12 @@ __all__ = [
     "checkpoint",
     "encoded",
     "parts_of",
+    "tensors_in",
     "tokenizer_files",
     "torch_dtype",
     "whole",
     "write_files",
-]  # fmt: skip
+]
 
 LABELS = ("no", "yes", "perhaps")
 SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")

@@ -8,6 +8,7 @@ __all__ = ["DEFAULT_CASES", "SUITES"]
 
 DEFAULT_CASES: Mapping[str, int] = {
     "weights": 20_000,
+    "config": 20_000,
 }
 
 SUITES = tuple(DEFAULT_CASES)

@@ -82,7 +82,7 @@ def test_an_unknown_plain_value_is_noted_and_refused_when_asked(model_type: str)
 @pytest.mark.parametrize("model_type", TYPES)
 @pytest.mark.parametrize("entry", FOREIGN, ids=lambda entry: entry.key)
 def test_a_key_of_another_architecture_is_refused_where_it_is_switched_on(model_type: str, entry: Any) -> None:
-    with pytest.raises(ConfigError, match=f"{entry.key}: found 512: .*transformers without"):
+    with pytest.raises(ConfigError, match=f"{entry.key}: found 512; .*transformers without"):
         made(model_type, **{entry.key: 512})
     assert made(model_type, **{entry.key: None}).notes == ()
     assert made(model_type, ignore_config_keys=(entry.key,), **{entry.key: 512}).encoder == made(model_type).encoder

@@ -1,0 +1,73 @@
+"""What the torture rig found in configurations: refusals that did not name the key, or were no refusals of ours."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flodl.errors import CheckpointError, ConfigError
+from flodl_hf import load
+
+Saved = Callable[..., Path]
+
+
+@pytest.fixture
+def folder(saved: Saved) -> Path:
+    return saved("bert", "sequence_classification")
+
+
+def write(folder: Path, **values: Any) -> None:
+    """Write settings; a text that begins with @ stands there without its quotes."""
+    settings = json.loads((folder / "config.json").read_text("utf-8"))
+    text = json.dumps({**settings, **values})
+    for value in values.values():
+        if isinstance(value, str) and value.startswith("@"):
+            text = text.replace(json.dumps(value), value[1:])
+    (folder / "config.json").write_text(text)
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "[1, NaN]", "9" * 401, "-" + "9" * 5000])
+@pytest.mark.parametrize("key", ["hidden_size", "anything"])
+def test_a_value_that_is_no_number_is_named_by_its_key(folder: Path, key: str, number: str) -> None:
+    write(folder, **{key: "@" + number})
+    with pytest.raises(ConfigError, match=f"config.json: '{key}' is .*expected a JSON object") as caught:
+        load(folder)
+    assert "int_max_str_digits" not in str(caught.value)
+
+
+def test_a_key_of_another_family_may_hold_anything(folder: Path) -> None:
+    write(folder, pos_att_type=[1])
+    with pytest.raises(ConfigError, match="pos_att_type: found .* a setting of other families; expected it absent"):
+        load(folder)
+
+
+def test_a_long_key_does_not_fill_the_screen(folder: Path) -> None:
+    write(folder, **{"x" * 10_000: {"a": 1}})
+    with pytest.raises(ConfigError, match="xxx") as caught:
+        load(folder)
+    assert len(str(caught.value)) < 1_000
+
+
+def test_a_file_in_another_coding_says_how_to_save_it(folder: Path) -> None:
+    text = (folder / "config.json").read_text("utf-8")
+    (folder / "config.json").write_bytes(text.encode("utf-16"))
+    with pytest.raises(ConfigError, match="expected JSON in UTF-8. Save it so"):
+        load(folder)
+
+
+def test_tensors_that_do_not_fit_name_their_file(folder: Path) -> None:
+    write(folder, num_hidden_layers=3)
+    with pytest.raises(CheckpointError, match=r"tensors of 'model\.safetensors' do not fit .* expected just those"):
+        load(folder)
+
+
+def test_line_separators_are_written_out(folder: Path) -> None:
+    write(folder, **{"a\u2028b": {"a": 1}})
+    with pytest.raises(ConfigError) as caught:
+        load(folder)
+    assert "a\\u2028b" in str(caught.value)
+    assert "\u2028" not in str(caught.value)
