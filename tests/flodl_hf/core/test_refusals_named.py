@@ -34,14 +34,14 @@ def write(folder: Path, **values: Any) -> None:
 @pytest.mark.parametrize("key", ["hidden_size", "anything"])
 def test_a_value_that_is_no_number_is_named_by_its_key(folder: Path, key: str, number: str) -> None:
     write(folder, **{key: "@" + number})
-    with pytest.raises(ConfigError, match=f"config.json: '{key}' is .*expected a JSON object") as caught:
+    with pytest.raises(ConfigError, match=rf"config\.json: '{key}' is .*expected a JSON object") as caught:
         load(folder)
     assert "int_max_str_digits" not in str(caught.value)
 
 
 def test_a_key_of_another_family_may_hold_anything(folder: Path) -> None:
     write(folder, pos_att_type=[1])
-    with pytest.raises(ConfigError, match="pos_att_type: found .* a setting of other families; expected it absent"):
+    with pytest.raises(ConfigError, match=r"pos_att_type: found .* a setting of other families; expected it absent"):
         load(folder)
 
 
@@ -55,7 +55,7 @@ def test_a_long_key_does_not_fill_the_screen(folder: Path) -> None:
 def test_a_file_in_another_coding_says_how_to_save_it(folder: Path) -> None:
     text = (folder / "config.json").read_text("utf-8")
     (folder / "config.json").write_bytes(text.encode("utf-16"))
-    with pytest.raises(ConfigError, match="expected JSON in UTF-8. Save it so"):
+    with pytest.raises(ConfigError, match=r"expected JSON in UTF-8\. Save it so"):
         load(folder)
 
 
