@@ -35,6 +35,7 @@ from flodl.train.profiling import Profiler
 from flodl.train.rate_search import RateSearch
 from flodl.train.rehearsal import Rehearsal
 from flodl.train.replicas import Replicas
+from flodl.train.rules import Rule, freeze_when, set_rate, stop_when, thaw_when
 from flodl.train.settings import Settings
 from flodl.train.shown import ShowProgress
 from flodl.train.step import Step, StepResult
@@ -60,6 +61,7 @@ __all__ = [
     "RateSearch",
     "Rehearsal",
     "Replicas",
+    "Rule",
     "RunDone",
     "RunStarted",
     "SaveFailed",
@@ -79,7 +81,11 @@ __all__ = [
     "Warned",
     "WeightAverage",
     "adamw",
+    "freeze_when",
     "layerwise_decay",
     "parameter_groups",
+    "set_rate",
     "sgd",
+    "stop_when",
+    "thaw_when",
 ]

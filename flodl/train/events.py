@@ -128,7 +128,7 @@ class Decided(Event):
     """A rule of the run came true and was acted on, on all ranks alike.
 
     ``action`` is ``"stop"``, ``"freeze"``, ``"thaw"`` or ``"rate"``, ``path`` what it was done to, ``rule`` the rule
-    as it is written in recipes, ``reason`` the figures that made it come true.
+    as it is written in recipes, ``reason`` the figures that made it come true, ``epoch`` how many were done.
     """
 
     step: int

@@ -11,6 +11,7 @@ from torch import nn
 from flodl.distributed.policy import Knobs
 from flodl.errors import TrainError, nearest
 from flodl.train.callback import Callback
+from flodl.train.rules import Rule, as_rule
 
 __all__ = ["Settings", "make_settings"]
 
@@ -80,6 +81,10 @@ class Settings:
         watch: what to collect inside of the model in each step, by dotted paths of tags, groups and modules, each
             with a reduction if not the mean (``"encoder.features:norm"``); besides what its graphs watch already.
             Told as `flodl.train.Observed`.
+        rules: what the run does by itself when its trends say so, as `flodl.train.rules` makes it, or as text
+            (``"freeze encoder.layers.0-3 when stalled(loss, 3)"``). Told as `flodl.train.Decided`.
+        trend_every: steps between the values of trends that rules ask about; None: one an epoch. Figures of evaluations
+            have a value for each evaluation.
         ema: keep an exponential moving average of the weights with this decay; it is what is evaluated and what
             the model holds in the end. See `flodl.train.optim.ema`.
         ema_warmup: let the average follow faster at first.
@@ -132,6 +137,8 @@ class Settings:
     log_every: int = 20
     callbacks: Sequence[Callback] = ()
     watch: Sequence[str] = ()
+    rules: Sequence[Rule | str] = ()
+    trend_every: int | None = None
     ema: float | None = None
     ema_warmup: bool = True
     max_restarts: int = 0
@@ -152,6 +159,9 @@ class Settings:
             values["sum_of_means"] = True
         if self.ema is not None:
             values["ema"] = f"{self.ema}{'' if self.ema_warmup else ', no warmup'}"
+        if self.rules:
+            values["rules"] = [str(as_rule(rule)) for rule in self.rules]
+            values["trend_every"] = self.trend_every
         return values
 
 

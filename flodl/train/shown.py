@@ -7,6 +7,7 @@ from typing import Any
 
 from flodl.progress import AFTER_S, Progress, figures_of
 from flodl.train.events import (
+    Decided,
     EpochMetrics,
     EvalDone,
     RunDone,
@@ -53,6 +54,8 @@ class ShowProgress:
         elif isinstance(event, EpochMetrics):
             rows = event.samples / event.epoch_ms * 1e3 if event.epoch_ms else 0.0
             self._say(f"epoch {event.epoch + 1}: loss {event.loss:.4f}, {rows:,.0f} rows/s")
+        elif isinstance(event, Decided):
+            self._say(f"step {event.step:,}: {event.rule} ({event.reason})")
         elif isinstance(event, Warned):
             self._say(f"warning: {event.message}")
         elif isinstance(event, SaveFailed):

@@ -69,6 +69,8 @@ def evaluate_now(trainer: Trainer, *, counts: bool = True) -> bool:
         )
         if found is None:
             return False
+        if counts:
+            trainer.observing.evaluated(found)
         trainer.evaluator.history.append({"step": policy.steps, "epoch": trainer.epoch_number, **found})
         # Told here, so that whoever is told sees the model that was judged.
         trainer.events.emit(

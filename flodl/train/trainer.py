@@ -91,7 +91,8 @@ class Trainer:
             torch.use_deterministic_algorithms(True)
         if settings.checkpoint_activations is not None:
             settings.checkpoint_activations(model)
-        self.optimizer = make_optimizer(model, optimizer, settings.parameter_groups)
+        self.observing = Observing(model, ranks, settings)
+        self.optimizer = self.observing.optimizer(lambda: make_optimizer(model, optimizer, settings.parameter_groups))
         self.precision = Precision(settings.precision, ranks.device)
         # a copy, since a schedule that waits for plateaus changes, and the caller may run again
         schedule = copy.deepcopy(settings.schedule(ranks.world) if callable(settings.schedule) else settings.schedule)
@@ -107,7 +108,6 @@ class Trainer:
         self.average = (
             WeightAverage(model, settings.ema, warmup=settings.ema_warmup) if settings.ema is not None else None
         )
-        self.observing = Observing(model, self.events, settings.watch)
         self.graphs = self.observing.graphs
         self._use_policy(choose_policy(ranks, settings.policy, settings.slowdown.get(ranks.rank, 1.0)))
         self._train_step = train_step
@@ -296,6 +296,10 @@ class Trainer:
         every = self.settings.eval_every
         if every and self.evaluator.at_step // every < self.policy.steps // every >= self.settings.eval_delay / every:
             self._evaluate()
+        if self.observing.due(self.policy.steps):
+            self.log.settle(self.tally)
+            self.observing.end_window(self.tally, self.policy.steps, shared_loss=self.step_.share_gradients)
+        self._decide()
         if any(flags):
             self.save(wait=True)
             if flags[0]:
@@ -305,6 +309,13 @@ class Trainer:
             self.save()
         self.stopping = self.stopping or self._out_of_steps()
         self.saves.tell_news()
+
+    def _decide(self) -> None:
+        """Act on the rules of the run, where all ranks know the same."""
+        for decided in self.observing.decide(self.policy.steps, self.epoch_number):
+            self.events.emit(decided)
+            self.step_.loaded()
+            self.stopping = self.stopping or decided.action == "stop"
 
     def _flags(self) -> list[float]:
         """Return what this rank wants all to know: a signal that came (as 1 and its number), a wish to stop."""
@@ -362,6 +373,7 @@ class Trainer:
         self.events.emit(metrics)
         if observed is not None:
             self.events.emit(observed)
+        self._decide()
         wanted = self._call("metrics_fn", metrics) if self.ranks.rank == 0 else None
         every = self.settings.checkpoint_every
         if every and (done + 1) % every == 0 and self.ranks.rank == 0:

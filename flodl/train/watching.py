@@ -7,7 +7,7 @@ whoever asked (`flodl.train`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -138,6 +138,16 @@ class Watching:
         return put
 
     # ---- after an epoch ------------------------------------------------------------------------------
+
+    def hand_back_all(self, epochs: Sequence[Mapping[str, float]]) -> None:
+        """Give the observers of graphs their values of epochs that lie behind, unless they have any."""
+        owners = [observer_of(graph) for _, graph in named_graphs(self.model)]
+        if any(observer.trends() for observer in owners):
+            return
+        for values in epochs:
+            self.hand_back(values.items())
+            for observer in owners:
+                observer.flush_local()
 
     def hand_back(self, values: Iterable[tuple[str, float]]) -> None:
         """Give the observers of graphs their values of an epoch."""

@@ -115,6 +115,7 @@ def snapshot(trainer: Trainer) -> dict[str, Any]:
         "random": random_rest,
         "tally": trainer.tally.to_dict(),
         "policy": trainer.policy.own_state(),
+        "observing": trainer.observing.own_state(),
     }
     files: dict[str, Any] = {}
     if not shared or rank == 0:
@@ -137,7 +138,8 @@ def snapshot(trainer: Trainer) -> dict[str, Any]:
             "schedule": trainer.rates.state_dict(),
             "evaluator": trainer.evaluator.state_dict(),
             "callbacks": trainer.hooks.state_dict(),
-            "stopped": trainer.stopping and trainer.evaluator.is_spent,
+            "observing": trainer.observing.state_dict(),
+            "stopped": trainer.stopping and (trainer.evaluator.is_spent or trainer.observing.deciding.stopped),
             "recipe": recipe(trainer),
             "best": trainer.keeper.best_record() if trainer.keeper is not None else None,
         }
@@ -193,6 +195,7 @@ def restore(trainer: Trainer, saved: Checkpoint) -> None:
     trainer.precision.load_state_dict(own[mine].get("precision", own[0]["precision"]))
     trainer.rates.load_state_dict(run["schedule"])
     trainer.evaluator.load_state_dict(run["evaluator"])
+    trainer.observing.load_state_dict(run.get("observing", {}), own[mine].get("observing", {}))
     trainer.epoch_number = run["epoch"]
     trainer.stopping = run["stopped"]
     if policy == trainer.policy.name:

@@ -28,7 +28,7 @@ from flodl.train.loss import Loss, batch_len
 from flodl.train.precision import Precision
 from flodl.train.step.accumulate import Accumulator, Part
 from flodl.train.step.capture import Captures, Recorder
-from flodl.train.step.on_device import DeviceStep, divide, unfit
+from flodl.train.step.on_device import DeviceStep, divide, make_ready, unfit
 from flodl.train.step.outcome import Outcome, StepResult, apart, not_finite
 from flodl.train.step.pace import StepTimes
 from flodl.train.step.shared import Common, SharedStep
@@ -375,8 +375,10 @@ class Step:
                 recordings.look_again()
 
     def loaded(self) -> None:
-        """Be told that parameters and buffers were replaced from outside, or modules changed."""
+        """Be told that parameters and buffers were replaced from outside, modules changed, or others learn now."""
         self._forget()
+        if self._device_step is not None:
+            make_ready(self.optimizer, self.ranks.device)
         if self._buffers is not None:
             self._buffers.refresh()
 
