@@ -6,9 +6,10 @@ lengths (median 22 words, at most 300), and so is the WordPiece vocabulary that 
 a text, the time of the calling thread (what the interpreter lock is held for, and steady on a busy host) for each step
 done in turn, and the wall time of the public call, in which the steps overlap.
 
-Last, how tokenising alone scales: by the library's threads, our own, and processes.
+Last, how tokenising alone scales: by the library's threads and our own (``scaling``), and by processes (``processes``).
 
     python -m benchmarks.host_path [--only labels spans scaling ...] [--texts N] [--rounds N] [--json FILE]
+    python -m benchmarks.host_path --only scaling processes --processes 4 8 16 32
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import argparse
 import gc
 import json
 import os
+import pickle
 import random
 import statistics
 import time
@@ -24,8 +26,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import chain
 from multiprocessing import get_context
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -44,6 +46,7 @@ from flodl_hf.runtime.engine import Engine
 from flodl_hf.runtime.inputs import encode
 from flodl_hf.runtime.record import SMALL
 from flodl_hf.runtime.stream import Job, stream
+from flodl_hf.tokenization.spread import cores
 from flodl_hf.tokenizer import Tokenizer
 
 SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -207,47 +210,93 @@ def measured(stand_in: StandIn, items: list[Any], call: Callable[[list[Any]], An
 
 
 def scaling(texts: list[str], tokenizer: Tokenizer, rounds: int) -> None:
-    """Print how fast texts become arrays of ids, by whose threads or processes."""
-    ways: dict[str, Callable[[], Any]] = {
-        "threads of the library": lambda: encode(tokenizer, texts, max_tokens=None),
-        "two callers of those": lambda: list(
-            callers.map(lambda part: encode(tokenizer, part, max_tokens=None), halves)
-        ),
-        "threads of our own": lambda: encode(tokenizer, texts, max_tokens=None),
-        "processes, arrays back": lambda: pool.map(_in_process, parts),
-    }
-    parts = [texts[i : i + 512] for i in range(0, len(texts), 512)]
+    """Print how fast texts become arrays of ids by threads: the library's and ours, for one caller and for two."""
     halves = [texts[i : i + 4096] for i in range(0, len(texts), 4096)]
-    cores = len(os.sched_getaffinity(0))
-    print(f"\ntexts to arrays of ids, {cores} cores, seconds for all texts")
-    with (
-        ThreadPoolExecutor(2) as callers,
-        get_context("spawn").Pool(min(16, cores), _have, (tokenizer.to_json(),)) as pool,
-    ):
-        pool.map(_in_process, parts)
-        for name, way in ways.items():
-            off = {"TOKENIZERS_PARALLELISM": "false" if "own" in name else "true"}
-            took = []
-            with patch.dict(os.environ, off):
-                for _ in range(rounds + 1):
-                    begin = time.perf_counter()
-                    way()
-                    took.append(time.perf_counter() - begin)
-            print(f"{name:26}{statistics.median(took[1:]):8.3f}", flush=True)
+
+    def two() -> None:
+        list(callers.map(lambda part: encode(tokenizer, part, max_tokens=None), halves))
+
+    print(f"\ntexts to arrays of ids by threads, {cores()} cores, seconds for all texts")
+    with ThreadPoolExecutor(2) as callers:
+        for name, own, way in (
+            ("threads of the library", "true", lambda: encode(tokenizer, texts, max_tokens=None)),
+            ("two callers of those", "true", two),
+            ("threads of our own", "false", lambda: encode(tokenizer, texts, max_tokens=None)),
+            ("two callers of those", "false", two),
+        ):
+            with patch.dict(os.environ, {"TOKENIZERS_PARALLELISM": own}):
+                took = [_took(way) for _ in range(rounds + 1)][1:]
+            print(f"{name:26}{statistics.median(wall for wall, _ in took):8.3f}", flush=True)
 
 
-_HELD: list[Inner] = []
+def processes(texts: list[str], tokenizer: Tokenizer, rounds: int, counts: list[int]) -> None:
+    """Print how fast texts become arrays of ids by processes, and what this interpreter spends on it.
+
+    Each process has a tokenizer and one thread; texts go there as one piece of bytes, arrays come back as theirs.
+    """
+    parts = [texts[i : i + 512] for i in range(0, len(texts), 512)]
+    before = encode(tokenizer, texts, max_tokens=None).table
+    print(f"\ntexts to arrays of ids by processes, {cores()} cores; us a text of this interpreter")
+    spawn = get_context("spawn")
+    for count in counts or sorted({2, 4, 8, 16, cores()}):
+        lines = [spawn.Pipe() for _ in range(count)]
+        started = [spawn.Process(target=_serve, args=(its, tokenizer.to_json()), daemon=True) for _, its in lines]
+        for process in started:
+            process.start()
+        mine = [line for line, _ in lines]
+        for line in mine:
+            line.recv_bytes()
+        found = _by_processes(mine, parts)
+        ids, counted = (np.concatenate([part[i] for part in found]) for i in (0, 1))
+        assert np.array_equal(ids, before.ids[before.sequence >= 0])
+        assert np.array_equal(counted, before.counts)
+        took = [_took(lambda mine=mine: _by_processes(mine, parts)) for _ in range(rounds)]
+        wall, held = (statistics.median(row[i] for row in took) for i in (0, 1))
+        print(f"{count:3} processes{'':12}{wall:8.3f}{held / len(texts) * 1e6:8.2f}", flush=True)
+        for line, process in zip(mine, started, strict=True):
+            line.close()
+            process.terminate()
+            process.join()
 
 
-def _have(definition: str) -> None:
+def _took(way: Callable[[], Any]) -> tuple[float, float]:
+    """Return wall seconds, and those of the calling thread."""
+    begin, held = time.perf_counter(), time.thread_time()
+    way()
+    return time.perf_counter() - begin, time.thread_time() - held
+
+
+def _by_processes(lines: list[Any], parts: list[list[str]]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return ids and counts of each part; a process has one that it works at and one that waits."""
+    found: list[Any] = [None] * len(parts)
+    waiting: dict[Any, list[int]] = {line: [] for line in lines}
+    left = iter(range(len(parts)))
+    idle = [*lines, *lines]
+    while True:
+        for line in idle:
+            if (part := next(left, None)) is not None:
+                line.send_bytes(pickle.dumps(parts[part], protocol=5))
+                waiting[line].append(part)
+        if not any(waiting.values()):
+            return found
+        idle = wait([line for line, own in waiting.items() if own])
+        for line in idle:
+            counts = np.frombuffer(line.recv_bytes(), np.int64)
+            found[waiting[line].pop(0)] = np.frombuffer(line.recv_bytes(), np.int32), counts
+
+
+def _serve(line: Any, definition: str) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _HELD.append(Inner.from_str(definition))
-
-
-def _in_process(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    found = [encoding.ids for encoding in _HELD[0].encode_batch_fast(texts)]
-    lengths = np.fromiter(map(len, found), np.int64, len(found))
-    return np.fromiter(chain.from_iterable(found), np.int32, int(lengths.sum())), lengths
+    os.environ["RAYON_NUM_THREADS"] = "1"
+    backend = Tokenizer.from_files({"tokenizer.json": definition.encode()})._backend
+    line.send_bytes(b"ready")
+    while True:
+        try:
+            ids, counts = backend.flat(pickle.loads(line.recv_bytes()))
+        except EOFError:
+            return
+        line.send_bytes(counts.tobytes())
+        line.send_bytes(ids.tobytes())
 
 
 def main() -> None:
@@ -255,6 +304,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--texts", type=int, default=20_000)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--processes", nargs="*", type=int, default=[])
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     draw = random.Random(0)
@@ -280,6 +330,8 @@ def main() -> None:
         print(f"{name:12}{steps}{whole:10.2f}{row['wall']:9.2f}{row['all cores']:11.2f}", flush=True)
     if not args.only or "scaling" in args.only:
         scaling(texts, tokenizer, args.rounds)
+    if not args.only or "processes" in args.only:
+        processes(texts, tokenizer, args.rounds, args.processes)
     if args.json:
         args.json.write_text(json.dumps(kept, indent=1) + "\n")
 
