@@ -148,7 +148,7 @@ class Steps:
     def __init__(self) -> None:
         self.seconds = {"encode": 0.0, "start": 0.0, "finish": 0.0}
 
-    def stream(self, items: Any, job: Job[Any, Any], *, first: int, most: int, ahead: bool, deep: int) -> Any:
+    def stream(self, items: Any, job: Job[Any, Any], *, most: int, **_: Any) -> Any:
         """Stand in for `flodl_hf.runtime.stream.stream`."""
         steps = {step: partial(self._timed, step, getattr(job, step)) for step in self.seconds}
         return stream(items, Job(**steps), first=most, most=most)
@@ -271,7 +271,7 @@ def _by_processes(lines: list[Any], parts: list[list[str]]) -> list[tuple[np.nda
     found: list[Any] = [None] * len(parts)
     waiting: dict[Any, list[int]] = {line: [] for line in lines}
     left = iter(range(len(parts)))
-    idle = [*lines, *lines]
+    idle: list[Any] = [*lines, *lines]
     while True:
         for line in idle:
             if (part := next(left, None)) is not None:
@@ -279,7 +279,7 @@ def _by_processes(lines: list[Any], parts: list[list[str]]) -> list[tuple[np.nda
                 waiting[line].append(part)
         if not any(waiting.values()):
             return found
-        idle = wait([line for line, own in waiting.items() if own])
+        idle = list(wait([line for line, own in waiting.items() if own]))
         for line in idle:
             counts = np.frombuffer(line.recv_bytes(), np.int64)
             found[waiting[line].pop(0)] = np.frombuffer(line.recv_bytes(), np.int32), counts

@@ -189,9 +189,7 @@ def main() -> None:
     ask = model.embed if args.task == "embed" else model.predict
     for number in range(1, args.calls + 1):
         before = pinned()
-        took, used, watch = watched(
-            lambda: (model.embed if args.task == "embed" else model.predict)(texts, **run), device
-        )
+        took, used, watch = watched(lambda: ask(texts, **run), device)
         now = pinned()
         told(number, took, used, watch, (now[0] - before[0], now[1] - before[1]))
         if args.windows:

@@ -142,8 +142,11 @@ class Session:
             deep, texts = call.windows
             first = most = self.options.window or max(1, texts // rows)
 
+        # A first call prepares the graph, for which no text has to be there.
+        meanwhile = self.runner if call is None or not call.ready else None
+
         def answers(job: Job[Any, R]) -> Any:
-            return stream(items, job, first=first, most=most, ahead=ahead, deep=deep)
+            return stream(items, job, first=first, most=most, ahead=ahead, deep=deep, meanwhile=meanwhile)
 
         return seen(items, job, answers, what=what, show=self.options.progress, by_batch=not ahead)
 

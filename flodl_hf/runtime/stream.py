@@ -57,6 +57,7 @@ def stream(
     most: int = WINDOW,
     ahead: bool = False,
     deep: int = 2,
+    meanwhile: Callable[[], Any] | None = None,
 ) -> Any:
     """Return the job's answers to all items: a list for a list, an iterator for an iterator.
 
@@ -67,8 +68,9 @@ def stream(
         most: most items of a window.
         ahead: tokenise and run ahead of what is decoded. At most four windows are then in memory, else one.
         deep: most windows that run at a time, ahead; two more are in memory then.
+        meanwhile: done while the first of several windows are tokenised, where that is ahead.
     """
-    run = partial(_overlapped, deep=deep) if ahead else _in_turn
+    run = partial(_overlapped, deep=deep, meanwhile=meanwhile) if ahead else _in_turn
     parts = _unswept(run(iter(items), job, _windows(first, most)))
     if isinstance(items, Sequence):
         if job.join is not None:
@@ -111,7 +113,14 @@ def _in_turn(items: Iterator[T], job: Job[T, R], sizes: Iterator[int]) -> Iterat
         yield job.alone(chunk)
 
 
-def _overlapped(items: Iterator[T], job: Job[T, R], sizes: Iterator[int], *, deep: int = 2) -> Iterator[Sequence[R]]:
+def _overlapped(
+    items: Iterator[T],
+    job: Job[T, R],
+    sizes: Iterator[int],
+    *,
+    deep: int = 2,
+    meanwhile: Callable[[], Any] | None = None,
+) -> Iterator[Sequence[R]]:
     chunk = list(islice(items, next(sizes)))
     if not chunk:
         return
@@ -126,6 +135,8 @@ def _overlapped(items: Iterator[T], job: Job[T, R], sizes: Iterator[int], *, dee
     try:
         for part in (chunk, following):
             encoding.append((part, pool.submit(job.encode, part)))
+        if meanwhile is not None:
+            meanwhile()
         while encoding:
             part, future = encoding.popleft()
             try:

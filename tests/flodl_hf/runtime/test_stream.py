@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from typing import Any
 
 import pytest
@@ -33,4 +34,27 @@ def test_a_fault_leaves_garbage_collection_as_it_was() -> None:
     job: Job[int, int] = Job(lambda c: c, lambda e: e, lambda c, e, p: [1 // i for i in p])
     with pytest.raises(ZeroDivisionError):
         stream([1, 0], job)
+    assert gc.isenabled()
+
+
+def test_what_is_done_meanwhile_begins_while_the_first_windows_are_tokenised() -> None:
+    begun, done = threading.Event(), threading.Event()
+
+    def encode(chunk: list[int]) -> list[int]:
+        begun.set()
+        assert done.wait(20)
+        return chunk
+
+    def meanwhile() -> None:
+        assert begun.wait(20)
+        done.set()
+
+    job: Job[int, int] = Job(encode, lambda e: e, lambda c, e, p: list(p))
+    assert stream(list(range(9)), job, first=2, most=4, ahead=True, meanwhile=meanwhile) == list(range(9))
+
+
+def test_a_fault_of_what_is_done_meanwhile_ends_the_call() -> None:
+    job: Job[int, int] = Job(lambda c: c, lambda e: e, lambda c, e, p: list(p))
+    with pytest.raises(ZeroDivisionError):
+        stream([1, 2, 3], job, first=1, most=1, ahead=True, meanwhile=lambda: 1 // 0)
     assert gc.isenabled()
