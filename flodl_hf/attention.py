@@ -9,6 +9,7 @@ Shapes in this file: B batch, S tokens of a row, T tokens in all, N heads, H wid
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -18,14 +19,15 @@ from torch.nn import functional as F
 
 from flodl.errors import ConfigError, nearest
 from flodl_hf.layout import Layout, Packed
+from flodl_hf.rotary import Rotary
 
-__all__ = ["IMPLEMENTATIONS", "Bias", "Rotary", "SelfAttention", "attend", "attend_first", "check_implementation"]
+__all__ = ["IMPLEMENTATIONS", "Bias", "SelfAttention", "attend", "attend_first", "check_implementation"]
 
 # "fast" is what a family has beside the reference arithmetic; where it has nothing, it is "sdpa".
 IMPLEMENTATIONS = ("sdpa", "eager", "fast")
 
-Bias = Callable[[int, torch.dtype, torch.device], Tensor]
-"""``bias(length, dtype, device)`` is added to the scores of texts of this length, ``(N or 1, length, length)``."""
+Bias = Callable[[int, int, torch.dtype, torch.device], Tensor]
+"""``bias(texts, length, dtype, device)`` is added to scores, ``(texts or 1, N or 1, length, length)``."""
 
 
 def check_implementation(name: str) -> str:
@@ -42,40 +44,6 @@ def check_implementation(name: str) -> str:
     return name
 
 
-class Rotary(nn.Module):
-    """Rotary position embeddings: each pair of features turned by an angle that grows with the place (Su et al. 2021).
-
-    The angles of a call are computed once, in float32, for all layers that share a base.
-
-    Args:
-        width: H, of a head; even.
-        theta: base of the wavelengths.
-    """
-
-    def __init__(self, width: int, theta: float = 10_000.0) -> None:
-        super().__init__()
-        self.width, self.theta = width, theta
-
-    def angles(self, hidden: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines for the places of ``hidden``, ``(..., 1, H)``, in float32."""
-        key = ("rotary", self.width, self.theta)
-        if key not in layout.memo:
-            places = layout.positions(hidden).float()
-            steps = torch.arange(0, self.width, 2, dtype=torch.int64, device=hidden.device).float()
-            angles = places[..., None] * (1.0 / self.theta ** (steps / self.width))
-            angles = torch.cat([angles, angles], -1)[..., None, :]
-            layout.memo[key] = (angles.cos(), angles.sin())
-        return layout.memo[key]
-
-    def forward(self, states: Tensor, layout: Layout, num_heads: int) -> Tensor:
-        """Return queries or keys ``(..., N*H)`` turned, in their dtype."""
-        cos, sin = self.angles(states, layout)
-        x = states.view(*states.shape[:-1], num_heads, self.width)
-        one, two = x.float().chunk(2, -1)
-        turned = x.float() * cos + torch.cat([-two, one], -1) * sin
-        return turned.to(states.dtype).view(states.shape)
-
-
 class SelfAttention(nn.Module):
     """Multi-head self-attention with its output projection (Vaswani et al. 2017, section 3.2).
 
@@ -89,6 +57,9 @@ class SelfAttention(nn.Module):
         kv_heads: heads of keys and values, each of which serves several of queries; None for one each.
         window: how many tokens to each side a token attends to; None for all.
         rotary: turns queries and keys by their places; None for none.
+        scale_first: whether queries are scaled before they are turned rather than scores after; equal but for rounding.
+        fused: whether the reference has fused kernels. Without them "sdpa" repeats its plain products, whose scores
+            are divided rather than multiplied, and "fast" takes fused kernels.
     """
 
     def __init__(
@@ -103,8 +74,12 @@ class SelfAttention(nn.Module):
         kv_heads: int | None = None,
         window: int | None = None,
         rotary: Rotary | None = None,
+        scale_first: bool = False,
+        fused: bool = True,
     ) -> None:
         super().__init__()
+        self.scale_first = scale_first
+        self.fused = fused
         self.num_heads = num_heads
         self.kv_heads = kv_heads or num_heads
         self.window = window
@@ -119,14 +94,28 @@ class SelfAttention(nn.Module):
         self.output = nn.Linear(hidden_size, hidden_size, bias=bias)
         self.dropout = nn.Dropout(hidden_dropout)
 
-    def forward(self, hidden: Tensor, layout: Layout) -> Tensor:
+    def forward(self, hidden: Tensor, layout: Layout, bias: Bias | None = None) -> Tensor:
         """Return the attended states, shaped like ``hidden``: ``(B, S, hidden)`` or ``(T, hidden)``."""
-        mixed = self.mixed(self.query(hidden), self.key(hidden), self.value(hidden), layout)
+        mixed = self.mixed(self.query(hidden), self.key(hidden), self.value(hidden), layout, bias)
         return self.dropout(self.output(mixed))
 
-    def mixed(self, query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> Tensor:
-        """Return the mixed values of projected states, ``(..., N*H)``, heads side by side."""
+    def mixed(
+        self, query: Tensor, key: Tensor, value: Tensor, layout: Layout, bias: Bias | None = None, *, fast: bool = False
+    ) -> Tensor:
+        """Return the mixed values of projected states, ``(..., N*H)``, heads side by side.
+
+        Args:
+            query: ``(..., N*H)``; ``key`` and ``value`` alike, as wide as their heads.
+            layout: which tokens belong together.
+            bias: added to the scores; None for nothing.
+            fast: take fused kernels where ``implementation`` leaves the choice.
+        """
+        scale = None
+        if self.scale_first:
+            scale, query = 1.0, query * (query.shape[-1] // self.num_heads) ** -0.5
         query, key = self.placed(query, key, layout)
+        chosen = self.implementation
+        plain = chosen == "eager" or (chosen == "sdpa" and not self.fused and not fast)
         return attend(
             query,
             key,
@@ -134,9 +123,12 @@ class SelfAttention(nn.Module):
             layout,
             num_heads=self.num_heads,
             kv_heads=self.kv_heads,
+            bias=bias,
             window=self.window,
             dropout=self.attention_dropout if self.training else 0.0,
-            implementation=self.implementation,
+            implementation="eager" if plain else "sdpa",
+            scale=scale,
+            divides=not self.fused,
             seen=self.seen,
         )
 
@@ -159,6 +151,8 @@ def attend(
     window: int | None = None,
     dropout: float = 0.0,
     implementation: str = "sdpa",
+    scale: float | None = None,
+    divides: bool = False,
     seen: list[Tensor] | None = None,
 ) -> Tensor:
     """Return ``softmax(q k^T / sqrt(H) + bias) v`` within each text, all heads side by side.
@@ -173,30 +167,44 @@ def attend(
         window: how many tokens to each side a token attends to; None for all.
         dropout: probability of dropping an attention weight; 0 in evaluation.
         implementation: "sdpa" or "eager".
+        scale: what scores are multiplied by; None for ``1 / sqrt(H)``.
+        divides: eager scores are divided by ``sqrt(H)`` instead, which rounds differently.
         seen: takes the weights of eager attention, ``(B, N, S, S)``; None where nobody wants them.
     """
     kv_heads = kv_heads or num_heads
+    width = query.shape[-1] // num_heads
+    scale = width**-0.5 if scale is None else scale
     if isinstance(layout, Packed) and implementation == "sdpa" and bias is None and query.is_cuda:
         q, k, v = (x.view(x.shape[0], n, -1) for x, n in ((query, num_heads), (key, kv_heads), (value, kv_heads)))
         if _has_flash(q):
-            return _flash(q, k, v, layout, dropout, window).reshape(query.shape)
+            return _flash(q, k, v, layout, dropout, window, scale).reshape(query.shape)
         if _has_efficient(q) and window is None and kv_heads == num_heads:
-            return _efficient(q, k, v, layout, dropout).reshape(query.shape)
-    kernel = partial(_eager, seen=seen) if implementation == "eager" else _fused
+            return _efficient(q, k, v, layout, dropout, scale).reshape(query.shape)
+    eager = partial(_eager, divisor=math.sqrt(width) if divides else None, seen=seen)
+    kernel = eager if implementation == "eager" else _fused
 
     def rows(keep: Tensor | None, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         q, k, v = (
             x.view(*x.shape[:-1], n, -1).transpose(1, 2)
             for x, n in ((query, num_heads), (key, kv_heads), (value, kv_heads))
         )
-        mask = _mask(keep, window, bias, q)
-        return kernel(q, k, v, mask, dropout).transpose(1, 2).reshape(query.shape)
+        mask = _mask(keep, window, q)
+        added = None if bias is None else bias(q.shape[0], q.shape[2], q.dtype, q.device)
+        return kernel(q, k, v, mask, added, dropout, scale).transpose(1, 2).reshape(query.shape)
 
     return layout.by_rows(rows, query, key, value)
 
 
 def attend_first(
-    query: Tensor, key: Tensor, value: Tensor, layout: Layout, *, num_heads: int, kv_heads: int, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: Layout,
+    *,
+    num_heads: int,
+    kv_heads: int,
+    window: int | None,
+    bias: Bias | None = None,
 ) -> Tensor:
     """Return what `attend` gives each text's first token, ``(texts, N*H)``; for inference.
 
@@ -207,6 +215,7 @@ def attend_first(
         num_heads: N.
         kv_heads: heads of keys and values.
         window: how many tokens to each side a token attends to; None for all.
+        bias: added to the scores; None for nothing.
     """
     parts: list[Tensor] = []
     done = 0
@@ -218,13 +227,15 @@ def attend_first(
         if window is not None and window < length - 1:
             near = torch.arange(length, device=key.device) <= window
             mask = near.expand(texts, 1, 1, length) if mask is None else mask & near
+        if bias is not None:
+            mask = _added(mask, bias(texts, length, q.dtype, q.device)[..., :1, :])
         parts.append(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=kv_heads != num_heads))
         done += texts
     return torch.cat(parts).view(query.shape)
 
 
-def _mask(keep: Tensor | None, window: int | None, bias: Bias | None, q: Tensor) -> Tensor | None:
-    """Return what is added to scores, or True where they are kept, ``(B or 1, N or 1, S or 1, S)``; else None."""
+def _mask(keep: Tensor | None, window: int | None, q: Tensor) -> Tensor | None:
+    """Return True where scores are kept, ``(B or 1, 1, S or 1, S)``; None where all are."""
     length = q.shape[2]
     mask = None if keep is None else keep[:, None, None, :]
     if window is not None and window < length - 1:
@@ -234,31 +245,45 @@ def _mask(keep: Tensor | None, window: int | None, bias: Bias | None, q: Tensor)
         if keep is not None:
             # A padding token may have no kept neighbour at all; it keeps its own place, which nothing reads.
             mask = mask | torch.eye(length, dtype=torch.bool, device=q.device)
-    if bias is None:
-        return mask
-    added = bias(length, q.dtype, q.device)[None]
-    return added if mask is None else added.masked_fill(~mask, torch.finfo(q.dtype).min)
+    return mask
 
 
-def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
+def _added(mask: Tensor | None, bias: Tensor) -> Tensor:
+    """Return a bias with the dtype's lowest number where scores are not kept: rows without any stay finite."""
+    return bias if mask is None else bias.masked_fill(~mask, torch.finfo(bias.dtype).min)
+
+
+def _fused(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, dropout: float, scale: float
+) -> Tensor:
     grouped = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, dropout_p=dropout, scale=q.shape[-1] ** -0.5, enable_gqa=grouped
-    )
+    if bias is not None:
+        mask = _added(mask, bias)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale, enable_gqa=grouped)
 
 
 def _eager(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, *, seen: list[Tensor] | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    dropout: float,
+    scale: float,
+    *,
+    divisor: float | None = None,
+    seen: list[Tensor] | None = None,
 ) -> Tensor:
     if q.shape[1] != k.shape[1]:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    scores = torch.matmul(q, k.transpose(2, 3)) * q.shape[-1] ** -0.5
-    if mask is not None and mask.dtype == torch.bool:
+    scores = torch.matmul(q, k.transpose(2, 3))
+    scores = scores * scale if divisor is None else scores / divisor
+    if bias is not None:
+        scores = scores + bias
+    if mask is not None:
         # The dtype's lowest number rather than -inf: a row without any real token stays finite.
         lowest = torch.finfo(scores.dtype).min
-        mask = torch.where(mask, torch.zeros((), dtype=scores.dtype, device=scores.device), lowest)
-    if mask is not None:
-        scores = scores + mask
+        scores = scores + torch.where(mask, torch.zeros((), dtype=scores.dtype, device=scores.device), lowest)
     weights = F.dropout(F.softmax(scores, dim=-1), p=dropout, training=dropout > 0.0)
     if seen is not None:
         seen.append(weights)
@@ -274,21 +299,22 @@ def _has_efficient(q: Tensor) -> bool:
     return q.dtype == torch.float32 and q.shape[-1] % 4 == 0
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, layout: Packed, dropout: float, window: int | None) -> Tensor:
+def _flash(
+    q: Tensor, k: Tensor, v: Tensor, layout: Packed, dropout: float, window: int | None, scale: float
+) -> Tensor:
     # What `torch.nn.attention.varlen` calls, which has no dropout of its own and costs more to launch.
     ends, longest = layout.offsets, _longest(q, layout)
     near = {} if window is None else {"window_size_left": window, "window_size_right": window}
     return torch.ops.aten._flash_attention_forward(
-        q, k, v, ends, ends, longest, longest, dropout, False, False, scale=q.shape[-1] ** -0.5, **near
+        q, k, v, ends, ends, longest, longest, dropout, False, False, scale=scale, **near
     )[0]
 
 
-def _efficient(q: Tensor, k: Tensor, v: Tensor, layout: Packed, dropout: float) -> Tensor:
+def _efficient(q: Tensor, k: Tensor, v: Tensor, layout: Packed, dropout: float, scale: float) -> Tensor:
     ends, longest = layout.offsets, _longest(q, layout)
     wants_gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     return torch.ops.aten._efficient_attention_forward(
-        q[None], k[None], v[None], None, ends, ends, longest, longest, dropout, 0, wants_gradient,
-        scale=q.shape[-1] ** -0.5,
+        q[None], k[None], v[None], None, ends, ends, longest, longest, dropout, 0, wants_gradient, scale=scale,
     )[0][0]  # fmt: skip
 
 

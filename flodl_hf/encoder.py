@@ -173,11 +173,11 @@ def pre_norm_block(config: BlockConfig, *, feed_forward_dropout: float | None = 
     )
 
 
-def stack(blocks: Iterable[nn.Module]) -> Graph:
-    """Return the blocks one after another, named ``0``, ``1``, ..."""
-    flow = FlowBuilder().input("layout").label("layers")
+def stack(blocks: Iterable[nn.Module], *given: str) -> Graph:
+    """Return the blocks one after another, named ``0``, ``1``, ...; ``given`` names what each gets beside ``layout``."""
+    flow = FlowBuilder().input("layout", *given).label("layers")
     for index, block in enumerate(blocks):
-        flow = flow.through(block, name=str(index)).using("layout")
+        flow = flow.through(block, name=str(index)).using("layout", *given)
     return flow.build()
 
 
@@ -201,7 +201,12 @@ class Repeated(nn.ModuleList):
 
 
 def chain(
-    embeddings: nn.Module, layers: nn.Module, *, projection: nn.Module | None = None, norm: nn.Module | None = None
+    embeddings: nn.Module,
+    layers: nn.Module,
+    *,
+    projection: nn.Module | None = None,
+    bias: nn.Module | None = None,
+    norm: nn.Module | None = None,
 ) -> Graph:
     """Return the encoder: ids in, token states out, with the optional inputs every family takes.
 
@@ -209,6 +214,7 @@ def chain(
         embeddings: called with ids, ``token_type_ids``, ``position_ids`` and ``layout``.
         layers: called with states and ``layout``.
         projection: between the two, where embeddings are narrower than states.
+        bias: makes what all layers add to scores, which ``layers`` take as ``bias``.
         norm: after the last layer, where layers normalise what goes into their parts.
     """
     flow = (
@@ -220,7 +226,11 @@ def chain(
     )
     if projection is not None:
         flow = flow.through(projection, name="projection")
-    flow = flow.through(layers, name="layers").using("layout")
+    if bias is None:
+        flow = flow.through(layers, name="layers").using("layout")
+    else:
+        flow = flow.fork(bias, name="relative").tag("distances").using("layout")
+        flow = flow.through(layers, name="layers").using("layout", bias="distances")
     return (flow if norm is None else flow.through(norm, name="norm")).build()
 
 

@@ -78,8 +78,13 @@ class DisentangledAttention(nn.Module):
         query, key, value = self.query(hidden), self.key(hidden), self.value(hidden)
         return self.dropout(self.output(self.mixed(query, key, value, layout, relative)))
 
-    def mixed(self, query: Tensor, key: Tensor, value: Tensor, layout: Layout, relative: Relative | None) -> Tensor:
-        """Return the mixed values of projected states, ``(B, S, hidden)`` or ``(T, hidden)``, heads side by side."""
+    def mixed(
+        self, query: Tensor, key: Tensor, value: Tensor, layout: Layout, relative: Relative | None, *, fast: bool = False
+    ) -> Tensor:
+        """Return the mixed values of projected states, ``(B, S, hidden)`` or ``(T, hidden)``, heads side by side.
+
+        ``fast`` asks for nothing here: graphs that predict have the "fast" ``implementation``.
+        """
         if not self.relative:
             relative = None
         way = self._way(query)

@@ -159,7 +159,11 @@ def train_mode(bench: Bench) -> Evidence:
     torch.manual_seed(7)
     found = bench.loss(ours(**batch, **labels), labels)
     found.backward()
-    without = [name for name, p in ours.graph.named_parameters() if p.grad is None or not bool(p.grad.any())]
+    # The bias of question answering moves all scores of a row alike: its true gradient is zero.
+    without = [
+        name for name, p in ours.graph.named_parameters()
+        if p.grad is None or not (bool(p.grad.any()) or name == "head.spans.bias")
+    ]  # fmt: skip
     if without:
         return Evidence("train mode", "fail", f"{len(without)} tensors get no gradient", None, without[0])
     return _verdict("train mode", {"loss under dropout": _gap(found.detach(), expected.detach())}, "loss with dropout")

@@ -97,7 +97,7 @@ class CudaTable(Table):
         weight, bias = self._joined[id(attention)]
         sizes = [part.out_features for part in (attention.query, attention.key, attention.value)]
         query, key, value = nn.functional.linear(hidden, weight, bias).split(sizes, dim=-1)
-        if self._short(attention, hidden, layout):
+        if not given and self._short(attention, hidden, layout):
             from flodl_hf.kernels.operations import mix
 
             assert isinstance(layout, Packed)
@@ -108,14 +108,14 @@ class CudaTable(Table):
                 window=attention.window,
             )  # fmt: skip
         else:
-            mixed = attention.mixed(query, key, value, layout, **given)
+            mixed = attention.mixed(query, key, value, layout, **given, fast=True)
         return _Branch(layout.first(mixed) if first else mixed, attention.output)
 
     def _short(self, attention: Any, hidden: Tensor, layout: Layout) -> bool:
         return (
             self.kernels
             and type(attention) is SelfAttention
-            and attention.implementation == "sdpa"
+            and attention.implementation != "eager"
             and attention.kv_heads == attention.num_heads
             and hidden.shape[-1] // attention.num_heads in HEAD_WIDTHS
             and short_layout(layout)

@@ -84,12 +84,12 @@ class ProcessorTable(Table):
             mixed = attend_first(
                 self.product(attention.query)(opening), key.view(*hidden.shape[:-1], -1),
                 value.view(*hidden.shape[:-1], -1), layout,
-                num_heads=attention.num_heads, kv_heads=attention.kv_heads, window=attention.window,
+                num_heads=attention.num_heads, kv_heads=attention.kv_heads, window=attention.window, **given,
             )  # fmt: skip
             return _Branch(mixed, attention.output)
         parts = self._projected(flat, attention.query, attention.key, attention.value)
         query, key, value = (x.view(*hidden.shape[:-1], -1) for x in parts)
-        mixed = attention.mixed(query, key, value, layout, **given)
+        mixed = attention.mixed(query, key, value, layout, **given, fast=True)
         return _Branch(_flat(layout.first(mixed) if first else mixed), attention.output)
 
     def transform(self, layer: Layer, hidden: Tensor, layout: Layout) -> _Branch:

@@ -140,7 +140,7 @@ class TrainingTable(Table):
         if type(attention) is DisentangledAttention:
             attends = attention._joins(hidden)
         else:
-            attends = attention.implementation == "sdpa"
+            attends = attention.implementation != "eager"
         return (
             attends
             and torch.is_grad_enabled()
@@ -193,14 +193,21 @@ class TrainingTable(Table):
             mixed = attention._joined(half.view(hidden.shape), layout, **given)
         else:
             with torch.autocast(kind, enabled=False):
-                mixed = self._mixed(attention, half, hidden.shape, layout, carried, stream)
+                mixed = self._mixed(attention, half, hidden.shape, layout, given, carried, stream)
         return _Branch(
             mixed.reshape(-1, hidden.shape[-1]), attention.output, carried.halves[id(attention.output)],
             attention.dropout, stream + AFTER_ATTENTION,
         )  # fmt: skip
 
     def _mixed(
-        self, attention: SelfAttention, half: Tensor, shape: torch.Size, layout: Layout, carried: _Carried, stream: int
+        self,
+        attention: SelfAttention,
+        half: Tensor,
+        shape: torch.Size,
+        layout: Layout,
+        given: Mapping[str, Any],
+        carried: _Carried,
+        stream: int,
     ) -> Tensor:
         from flodl_hf.kernels.operations import mixed, projected
 
@@ -210,7 +217,7 @@ class TrainingTable(Table):
         qkv = projected(half, weight, bias, [part.weight for part in parts], biases)
         sizes = [part.out_features for part in parts]
         p = attention.attention_dropout if attention.training else 0.0
-        if short_layout(layout) and attention.kv_heads == attention.num_heads:
+        if not given and short_layout(layout) and attention.kv_heads == attention.num_heads:
             assert isinstance(layout, Packed)
             assert layout.places is not None
             if attention.rotary is not None:
@@ -221,7 +228,7 @@ class TrainingTable(Table):
                 window=attention.window,
             )  # fmt: skip
         query, key, value = qkv.view(*shape[:-1], -1).split(sizes, dim=-1)
-        return attention.mixed(query, key, value, layout)
+        return attention.mixed(query, key, value, layout, **given, fast=True)
 
     def transform(self, layer: Layer, hidden: Tensor, layout: Layout) -> _Branch:
         """Return the widened states, whose last projection is still to come."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from flodl.graph import FlowBuilder, Graph
 from flodl_hf import bodies
-from flodl_hf.attention import Rotary, SelfAttention, attend
+from flodl_hf.attention import SelfAttention, attend
 from flodl_hf.auto import load
 from flodl_hf.buckets import Buffer, bucket_of
 from flodl_hf.config import ModelConfig
@@ -31,6 +31,7 @@ from flodl_hf.heads.sequence_classification import SequenceClassifier
 from flodl_hf.heads.token_classification import TokenClassifier
 from flodl_hf.keys import KeyRow
 from flodl_hf.layout import Layout, Packed, Padded
+from flodl_hf.rotary import Rotary
 from flodl_hf.runtime import cpu
 from flodl_hf.runtime.prepared import shadow
 from flodl_hf.tables import arrange
@@ -212,12 +213,12 @@ def test_a_bias_is_added_to_the_scores() -> None:
     q, k, v = torch.randn(3, 8, 16).unbind(0)
     slope = torch.arange(8.0)
 
-    def bias(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return -(slope[:length, None] - slope[None, :length]).abs()[None]
+    def bias(texts: int, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return -(slope[:length, None] - slope[None, :length]).abs()[None, None]
 
     for way in ("sdpa", "eager"):
         found = attend(q, k, v, layout, num_heads=2, bias=bias, implementation=way)
-        scores = q[5:, :8] @ k[5:, :8].T * 8**-0.5 + bias(3, q.dtype, q.device)[0]
+        scores = q[5:, :8] @ k[5:, :8].T * 8**-0.5 + bias(1, 3, q.dtype, q.device)[0, 0]
         torch.testing.assert_close(found[5:, :8], scores.softmax(-1) @ v[5:, :8])
 
 

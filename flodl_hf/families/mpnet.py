@@ -1,0 +1,158 @@
+"""MPNet (Song et al. 2020, https://arxiv.org/abs/2004.09297).
+
+BERT's encoder, whose scores know distances. It departs from BERT in:
+
+* one table of relative positions, by bucket of distance, is added to the scores of every layer;
+* positions are counted over the ids that are not padding and start after the padding id, which is always 1;
+* no token types; a pooler that only the encoder alone has;
+* classification reads the first token through a projection and tanh of its own.
+
+Its reference has no fused kernels, so the plain products are what is repeated to the bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from flodl.graph import Graph
+from flodl_hf import bodies
+from flodl_hf.attention import SelfAttention
+from flodl_hf.config_rows import Row, activation, count, epsilon, fraction, one_of
+from flodl_hf.distances import RelativeBias
+from flodl_hf.encoder import Embeddings, chain, post_norm_block, stack
+from flodl_hf.encoder_layer import EncoderLayer, FeedForward
+from flodl_hf.families import bert, roberta
+from flodl_hf.family import Family, FamilyHead, Ignored
+from flodl_hf.keys import KeyRow, rows_under
+
+__all__ = ["FAMILY", "MPNetConfig"]
+
+PADDING = 1  # fixed in the reference implementation, whatever the configuration says
+BUCKETS = 32  # that distances are sorted into, likewise
+
+
+@dataclass(frozen=True, kw_only=True)
+class MPNetConfig:
+    """The settings of an MPNet encoder."""
+
+    vocab_size: int
+    """Rows of the word table."""
+    hidden_size: int
+    """Width of a token's state."""
+    num_layers: int
+    """Blocks in the stack."""
+    num_heads: int
+    """Attention heads of a block; divides ``hidden_size``."""
+    intermediate_size: int
+    """Width inside the feed-forward part."""
+    max_positions: int
+    """Rows of the position table: the longest row of tokens, and two."""
+    relative_rows: int = BUCKETS
+    """Rows of the table of relative positions, of which the first 32 are used."""
+    activation: str = "gelu"
+    """Name of the feed-forward activation."""
+    hidden_dropout: float = 0.1
+    """Probability of dropping a value of a state, in [0, 1)."""
+    attention_dropout: float = 0.1
+    """Probability of dropping an attention weight, in [0, 1)."""
+    norm_eps: float = 1e-12
+    """Epsilon of every layer norm."""
+    pad_token_id: int = PADDING
+    """The id that positions skip; its word and position rows get no gradient."""
+
+
+# fmt: off
+CONFIG = (
+    Row("vocab_size",         "vocab_size",                     count(most=10_000_000)),
+    Row("hidden_size",        "hidden_size",                    count()),
+    Row("num_layers",         "num_hidden_layers",              count(most=1024)),
+    Row("num_heads",          "num_attention_heads",            count(most=4096)),
+    Row("intermediate_size",  "intermediate_size",              count(most=1_000_000)),
+    Row("max_positions",      "max_position_embeddings",        count(most=1_000_000)),
+    Row("relative_rows",      "relative_attention_num_buckets", count(BUCKETS), BUCKETS),
+    Row("activation",         "hidden_act",                     activation(), "gelu"),
+    Row("hidden_dropout",     "hidden_dropout_prob",            fraction(), 0.1),
+    Row("attention_dropout",  "attention_probs_dropout_prob",   fraction(), 0.1),
+    Row("norm_eps",           "layer_norm_eps",                 epsilon(), 1e-12),
+    Row("pad_token_id",       "pad_token_id",                   one_of(PADDING), PADDING),
+)
+
+MOVED = {
+    "encoder.embeddings.token_type":              None,
+    "encoder.layers.{i}.attention.query":         "encoder.layer.{i}.attention.attn.q",
+    "encoder.layers.{i}.attention.key":           "encoder.layer.{i}.attention.attn.k",
+    "encoder.layers.{i}.attention.value":         "encoder.layer.{i}.attention.attn.v",
+    "encoder.layers.{i}.attention.output":        "encoder.layer.{i}.attention.attn.o",
+    "encoder.layers.{i}.attention_norm":          "encoder.layer.{i}.attention.LayerNorm",
+}
+KEYS = (
+    *rows_under("mpnet", bert.KEYS, MOVED),
+    KeyRow("encoder.relative.table", "mpnet.encoder.relative_attention_bias"),
+)
+
+IGNORED = (
+    Ignored("mpnet.embeddings.position_ids", "positions are counted, not stored"),
+)
+# fmt: on
+
+
+def block(c: MPNetConfig) -> EncoderLayer:
+    """Return one layer: BERT's, over plain products."""
+    attention = SelfAttention(c.hidden_size, c.num_heads, c.attention_dropout, c.hidden_dropout, fused=False)
+    feed_forward = FeedForward(c.hidden_size, c.intermediate_size, c.activation, c.hidden_dropout)
+    return post_norm_block(attention, feed_forward, c.hidden_size, c.norm_eps)
+
+
+def encoder(c: MPNetConfig) -> Graph:
+    """Return the graph from ids to token states."""
+    embeddings = Embeddings(
+        c.vocab_size, c.hidden_size, c.norm_eps, c.hidden_dropout,
+        max_positions=c.max_positions, pad_token_id=c.pad_token_id, positions_after_pad=True,
+    )  # fmt: skip
+    layers = stack((block(c) for _ in range(c.num_layers)), "bias")
+    return chain(embeddings, layers, bias=RelativeBias(c.num_heads, BUCKETS, rows=c.relative_rows))
+
+
+HEADS = {
+    "sequence_classification": replace(
+        roberta.HEADS["sequence_classification"],
+        body=lambda c, labels: bodies.first_token_mlp(
+            c.hidden_size, labels, dropout_in=c.hidden_dropout, activation="tanh", dropout_out=c.hidden_dropout
+        ),
+    ),
+    "token_classification": FamilyHead(
+        body=lambda c, labels: bodies.linear(c.hidden_size, labels, c.hidden_dropout),
+        keys=(KeyRow("head.classifier", "classifier"),),
+        classifier="head.classifier",
+    ),
+    "question_answering": bert.HEADS["question_answering"],
+    "masked_lm": roberta.HEADS["masked_lm"],
+}
+
+TOKENIZER = replace(
+    bert.TOKENIZER,
+    special=roberta.TOKENIZER.special | {"unk_token": "[UNK]"},
+    type_ids=False,
+    template="roberta",
+    mask_takes_space=True,
+)
+
+CHECKPOINTS = {"base": "sentence-transformers/all-mpnet-base-v2", "masked_lm": "microsoft/mpnet-base"}
+
+FAMILY = Family(
+    model_type="mpnet",
+    class_prefix="MPNet",
+    base_prefix="mpnet",
+    config=MPNetConfig,
+    rows=CONFIG,
+    keys=KEYS,
+    ignored=IGNORED,
+    encoder=encoder,
+    pooler=bert.FAMILY.pooler,
+    heads=HEADS,
+    unused_positions=lambda c: PADDING + 1,
+    uses_token_types=False,
+    tokenizer=TOKENIZER,
+    real={"base": {"vocab_size": 30527, "max_position_embeddings": 514, "layer_norm_eps": 1e-5}},
+    checkpoints=CHECKPOINTS,
+)
