@@ -299,9 +299,7 @@ def _has_efficient(q: Tensor) -> bool:
     return q.dtype == torch.float32 and q.shape[-1] % 4 == 0
 
 
-def _flash(
-    q: Tensor, k: Tensor, v: Tensor, layout: Packed, dropout: float, window: int | None, scale: float
-) -> Tensor:
+def _flash(q: Tensor, k: Tensor, v: Tensor, layout: Packed, dropout: float, window: int | None, scale: float) -> Tensor:
     # What `torch.nn.attention.varlen` calls, which has no dropout of its own and costs more to launch.
     ends, longest = layout.offsets, _longest(q, layout)
     near = {} if window is None else {"window_size_left": window, "window_size_right": window}

@@ -12,7 +12,7 @@ from typing import Any, Generic, NoReturn, TypeVar, Unpack
 
 import torch
 
-from flodl.errors import ConfigError, nearest
+from flodl.errors import CheckpointError, ConfigError, nearest, printable
 from flodl_hf.config import ModelConfig
 from flodl_hf.heads import HEADS
 from flodl_hf.heads.base import BaseModel
@@ -21,7 +21,7 @@ from flodl_hf.heads.masked_lm import MaskedLM
 from flodl_hf.heads.question_answering import QuestionAnswerer
 from flodl_hf.heads.sequence_classification import SequenceClassifier
 from flodl_hf.heads.token_classification import TokenClassifier
-from flodl_hf.loading import head_of
+from flodl_hf.loading import class_of, head_of
 from flodl_hf.model import EncoderModel, LoadKeywords
 from flodl_hf.source import CONFIG_NAME, held_to, read_config_file, resolve_folder
 from flodl_hf.words import LOAD, taking
@@ -116,14 +116,26 @@ def load(name_or_path: str | Path, *, head: str = "auto", **options: Unpack[Load
     Args:
         name_or_path: a local folder or a Hub repository.
         head: a head's name to load it for another task; "auto" reads ``architectures``: the task that its first
-            class is for, and the encoder alone (head "base") where it is absent or names a class of another's code.
+            class is for, and the encoder alone (head "base") where it is absent, names a class of another's code, or
+            names a task whose head is not in the file at all.
         **options: as in `EncoderModel.from_pretrained`.
     """
     if head != "auto":
         return head_named(head).model.from_pretrained(name_or_path, **options)
     config = read_config(name_or_path, **_of_configurations(options))
-    found = head_of(config.family, config.source.get("architectures")) or "base"
-    return head_named(found).model.from_pretrained(name_or_path, **options)
+    architectures = config.source.get("architectures")
+    found = head_of(config.family, architectures) or "base"
+    try:
+        return head_named(found).model.from_pretrained(name_or_path, **options)
+    except CheckpointError as fault:
+        if found == "base" or not getattr(fault, "headless", False):
+            raise
+    # Encoders of sentences often keep the class that they were begun from, and not its head.
+    model = BaseModel.from_pretrained(name_or_path, **options)
+    if model.load_report is not None:
+        named = printable(class_of(architectures) or "", 60)
+        model.load_report.notes.append(f"architectures: {named}, whose head is not there; this is the encoder alone")
+    return model
 
 
 def _of_configurations(options: Mapping[str, Any]) -> dict[str, Any]:

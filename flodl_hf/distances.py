@@ -1,4 +1,4 @@
-"""What attention adds to its scores by the distance of two tokens: learned by bucket (MPNet, after T5), or ALiBi's slopes.
+"""What attention adds to its scores by the distance of two tokens, as a table that learns it gives it.
 
 A module here makes a `DistanceBias` once a call, which every layer adds (`flodl_hf.attention`). Shapes: N heads.
 """

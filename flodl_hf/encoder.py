@@ -174,7 +174,7 @@ def pre_norm_block(config: BlockConfig, *, feed_forward_dropout: float | None = 
 
 
 def stack(blocks: Iterable[nn.Module], *given: str) -> Graph:
-    """Return the blocks one after another, named ``0``, ``1``, ...; ``given`` names what each gets beside ``layout``."""
+    """Return the blocks one after another, named ``0``, ``1``, ...; ``given`` names what each takes besides."""
     flow = FlowBuilder().input("layout", *given).label("layers")
     for index, block in enumerate(blocks):
         flow = flow.through(block, name=str(index)).using("layout", *given)

@@ -229,7 +229,8 @@ def plan_load(
             is not used.
 
     Raises:
-        CheckpointError: missing, unexpected or mis-shaped tensors; all of them are listed.
+        CheckpointError: missing, unexpected or mis-shaped tensors; all of them are listed. ``headless`` says whether
+            nothing is wrong but that the head is not there.
     """
     names = _Names(family, config, key_map, targets, head)
     report = LoadReport(where, head, source_head)
@@ -316,7 +317,10 @@ def plan_load(
             problems["missing"].append(f"{key_map.theirs(ours)} {list(targets[ours])}")
     if any(problems.values()):
         files = sorted({getattr(tensor, "file", "") for tensor in stored.values()} - {""})
-        raise _misfit(where, files, head, source_head, problems)
+        lost = {kind for kind, lines in problems.items() if lines}
+        headless = lost == {"missing"} and not any(ours in found for ours in head_names)
+        headless = headless and len(problems["missing"]) == len(head_names) > 0
+        raise _misfit(where, files, head, source_head, problems, headless=headless)
 
     report.new = tuple(ours for ours in targets if ours in fresh)
     report.matched = {ours: placed[ours] for ours in targets if ours in placed}
@@ -329,7 +333,13 @@ def plan_load(
 
 
 def _misfit(
-    where: str, files: list[str], head: str, source_head: str | None, problems: dict[str, list[str]]
+    where: str,
+    files: list[str],
+    head: str,
+    source_head: str | None,
+    problems: dict[str, list[str]],
+    *,
+    headless: bool,
 ) -> CheckpointError:
     groups = [f"{kind} ({len(lines)}):\n{capped(lines)}" for kind, lines in problems.items() if lines]
     written = f", and the file says it was written for {source_head}" if source_head and source_head != head else ""
@@ -347,4 +357,5 @@ def _misfit(
         where=where,
         problems=[line for lines in problems.values() for line in lines],
         groups=problems,
+        headless=headless,
     )

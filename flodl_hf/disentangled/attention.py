@@ -79,7 +79,14 @@ class DisentangledAttention(nn.Module):
         return self.dropout(self.output(self.mixed(query, key, value, layout, relative)))
 
     def mixed(
-        self, query: Tensor, key: Tensor, value: Tensor, layout: Layout, relative: Relative | None, *, fast: bool = False
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        layout: Layout,
+        relative: Relative | None,
+        *,
+        fast: bool = False,
     ) -> Tensor:
         """Return the mixed values of projected states, ``(B, S, hidden)`` or ``(T, hidden)``, heads side by side.
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from flodl.graph import Graph
 from flodl_hf import bodies
 from flodl_hf.attention import SelfAttention
-from flodl_hf.config_rows import Row, activation, count, epsilon, fraction, one_of
+from flodl_hf.config_rows import Inert, Row, activation, count, epsilon, fraction
 from flodl_hf.distances import RelativeBias
 from flodl_hf.encoder import Embeddings, chain, post_norm_block, stack
 from flodl_hf.encoder_layer import EncoderLayer, FeedForward
@@ -74,7 +74,10 @@ CONFIG = (
     Row("hidden_dropout",     "hidden_dropout_prob",            fraction(), 0.1),
     Row("attention_dropout",  "attention_probs_dropout_prob",   fraction(), 0.1),
     Row("norm_eps",           "layer_norm_eps",                 epsilon(), 1e-12),
-    Row("pad_token_id",       "pad_token_id",                   one_of(PADDING), PADDING),
+)
+
+INERT = (
+    Inert("pad_token_id", "the reference pads with id 1, whatever this says"),
 )
 
 MOVED = {
@@ -145,6 +148,7 @@ FAMILY = Family(
     base_prefix="mpnet",
     config=MPNetConfig,
     rows=CONFIG,
+    inert=INERT,
     keys=KEYS,
     ignored=IGNORED,
     encoder=encoder,

@@ -98,6 +98,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "electra": ("Electra", _SIZES | {"embedding_size": 8}),
+    "mpnet": ("MPNet", {key: value for key, value in _ROBERTA.items() if key != "type_vocab_size"}),
     "xlm-roberta-xl": ("XLMRobertaXL", _ROBERTA),
     "roberta-prelayernorm": ("RobertaPreLayerNorm", _ROBERTA),
     "data2vec-text": ("Data2VecText", _ROBERTA),
@@ -106,7 +107,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 WHOLE = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "albert", "deberta-v2")
 LENGTHS = {"one row": (7,), "mixed lengths": (6, 3, 9, 1), "single tokens": (1, 1), "second texts": (8, 5)}
 ROW = dict.fromkeys(
-    ("roberta", "xlm-roberta", "camembert", "xlm-roberta-xl", "roberta-prelayernorm", "data2vec-text"), 18
+    ("roberta", "xlm-roberta", "camembert", "mpnet", "xlm-roberta-xl", "roberta-prelayernorm", "data2vec-text"), 18
 )
 
 

@@ -96,6 +96,11 @@ ELECTRA_TUNED: Config = ELECTRA | RECENT | {
     "pad_token_id": 0, "summary_activation": "gelu", "summary_last_dropout": 0.1, "summary_type": "first",
     "summary_use_proj": True, "torch_dtype": "float32",
 }  # fmt: skip
+MPNET: Config = {
+    "model_type": "mpnet", **BASE, **DROPOUT, "bos_token_id": 0, "eos_token_id": 2, "hidden_act": "gelu",
+    "initializer_range": 0.02, "layer_norm_eps": 1e-5, "max_position_embeddings": 514, "pad_token_id": 1,
+    "relative_attention_num_buckets": 32, "vocab_size": 30527,
+}  # fmt: skip
 MINILM: Config = BERT | sizes(384, 6, 12, 1536) | {"gradient_checkpointing": False} | RECENT
 IDENTITY = "torch.nn.modules.linear.Identity"
 CROSS = {"sbert_ce_default_activation_function": IDENTITY}
@@ -218,6 +223,11 @@ PUBLISHED: dict[str, tuple[Config, str]] = {
     "google/electra-small-generator": (ELECTRA | sizes(256, 12, 4, 1024) | arch("ElectraForMaskedLM") | {"embedding_size": 128}, "mlm"),
     "deepset/electra-base-squad2": (ELECTRA_TUNED | arch("ElectraForQuestionAnswering"), "qa"),
     "cross-encoder/ms-marco-electra-base": (ELECTRA_TUNED | arch("ElectraForSequenceClassification") | labels("LABEL_0") | CROSS, "seqcls"),
+    # --- MPNet ---------------------------------------------------------------------------------------
+    "microsoft/mpnet-base": (MPNET | arch("MPNetForMaskedLM"), "mlm"),
+    "sentence-transformers/all-mpnet-base-v2": (MPNET | arch("MPNetForMaskedLM") | {NAME: "old_models/x", "torch_dtype": "float32"}, "mlm"),
+    "sentence-transformers/multi-qa-mpnet-base-dot-v1": (MPNET | arch("MPNetForMaskedLM") | {"torch_dtype": "float32"}, "mlm"),
+    "sentence-transformers/paraphrase-mpnet-base-v2": (MPNET | arch("MPNetModel") | {NAME: "old_models/x", "gradient_checkpointing": False}, "base"),
     # --- RoBERTa's relatives -------------------------------------------------------------------------
     "facebook/xlm-roberta-xl": (XLMR | sizes(2560, 36, 32, 10240) | arch("XLMRobertaXLForMaskedLM") | {"model_type": "xlm-roberta-xl", "vocab_size": 250880, "position_embedding_type": "absolute", "use_cache": True}, "mlm"),
     "facebook/xlm-roberta-xxl": (XLMR | sizes(4096, 48, 32, 16384) | arch("XLMRobertaXLForMaskedLM") | {"model_type": "xlm-roberta-xl", "vocab_size": 250880, "position_embedding_type": "absolute", "use_cache": True}, "mlm"),

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from flodl.errors import CheckpointError
+from flodl_hf import load
+from flodl_hf.auto import head_named
 from flodl_hf.keys import KeyMap, KeyRow
 
 word = st.text(alphabet="abcdef_", min_size=1, max_size=6)
@@ -68,3 +75,22 @@ def test_two_tensors_of_one_name_are_refused() -> None:
     table = KeyMap([KeyRow("h.decoder", "p.decoder"), KeyRow("h.extra.bias", "p.decoder.bias")], [])
     with pytest.raises(CheckpointError, match="one name"):
         table.names(["h.decoder.bias", "h.extra.bias"])
+
+
+@pytest.mark.parametrize("head", ["masked_lm", "sequence_classification"])
+def test_an_encoder_that_kept_another_class_loads_as_the_encoder(saved: Callable[..., Path], head: str) -> None:
+    """all-mpnet-base-v2 names MPNetForMaskedLM and holds no head."""
+    folder = saved("mpnet")
+    config = json.loads((folder / "config.json").read_text())
+    named = f"MPNet{head_named(head).hf_suffix}"
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": [named]}))
+    model = load(folder)
+    assert model.head == "base"
+    assert model.load_report is not None
+    assert f"architectures: '{named}', whose head is not there; this is the encoder alone" in model.load_report.notes
+    with pytest.raises(CheckpointError, match="missing"):
+        load(folder, head=head)
+    held = load_file(folder / "model.safetensors")
+    save_file({name: value for name, value in held.items() if "layer.1" not in name}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"encoder\.layer\.1"):
+        load(folder)
