@@ -47,6 +47,7 @@ _MODEL_FILES = (
     "checksums.json",
     "recipe.yaml",
     "training.json",
+    "report.html",
     "README.md",
     "LICENSE*",
     "[0-9]*_*/*config*.json",  # the modules of a sentence-transformers folder

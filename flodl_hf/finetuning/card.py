@@ -46,11 +46,39 @@ def papers(job: Job, result: FinetuneResult) -> dict[str, bytes]:
         "notes": job.notes,
         "versions": versions(),
     }
-    return {
+    files = {
         "README.md": card(job, result).encode(),
         "recipe.yaml": recipe_text(result.recipe, result.changes, job.own.names).encode(),
         "training.json": (json.dumps(facts, indent=1, ensure_ascii=False) + "\n").encode(),
     }
+    return files | ({"report.html": report(job, result).encode()} if job.options.report else {})
+
+
+def report(job: Job, result: FinetuneResult) -> str:
+    """Return the page with curves, and what the model says of the held-out data."""
+    from flodl_hf.report import Run, report_page
+    from flodl_hf.report.held_out import judge
+
+    judged = None if job.evaluation is None else judge(result.model, job.evaluation)
+    return report_page(
+        Run(
+            title=f"{hub_name(job.name) or Path(job.name).name}, fine-tuned",
+            task=result.task,
+            kind=job.task.kind,
+            labels=job.task.labels or (),
+            metrics=result.metrics,
+            best_step=result.best_step,
+            losses=result.losses,
+            history=result.history,
+            lengths=job.rows.lengths,
+            most=job.options.max_length or job.model.max_tokens,
+            data=job.tables.facts,
+            notes=job.notes,
+            predictions=None if judged is None else judged.predictions,
+            truth=None if judged is None else judged.truth,
+            held_out="" if judged is None else judged.name,
+        )
+    )
 
 
 def versions() -> dict[str, str]:
@@ -103,6 +131,8 @@ def card(job: Job, result: FinetuneResult) -> str:
         lines += [f"| {_cell(name)} | {value:.4f} |" for name, value in result.metrics.items()]
     else:
         lines.append("There was no held-out data, so nothing is claimed.")
+    if job.options.report:
+        lines += ["", "Curves, confusions, calibration and lengths: [report](report.html)."]
     if job.own.names:
         lines += ["", f"Given as functions, and no part of the recipe: {', '.join(job.own.names)}."]
     lines += ["", "## Recipe", "", f"{result.steps:,} optimiser steps, {_duration(result.seconds)}.", ""]

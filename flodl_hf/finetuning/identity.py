@@ -47,6 +47,7 @@ CHANGES_NO_NUMBER = (
         "report_to",
         "log_dir",
         "profile",
+        "report",
     ),
 )
 

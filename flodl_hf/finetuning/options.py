@@ -172,6 +172,7 @@ class Options:
     )
     log_dir: str | None = _opt(None, "Folder for logs; by default beside the result.")
     profile: str | None = _opt(None, "Folder for traces of torch.profiler over some steps.")
+    report: bool = _opt(True, "Write report.html beside the model: curves, and what it says of held-out data.")
 
     save_every: int | None = _opt(None, "Steps between checkpoints, besides the one after each epoch.", least=1)
     checkpoints: str | None = _opt(None, "Folder for checkpoints; by default beside the result.")
@@ -273,6 +274,7 @@ class FinetuneOptions(TypedDict, total=False):
     report_to: Sequence[str]
     log_dir: str | None
     profile: str | None
+    report: bool
     save_every: int | None
     checkpoints: str | None
     keep_last: int

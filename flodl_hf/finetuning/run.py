@@ -341,7 +341,7 @@ def _named(source: Any) -> Any:
 def _recipe(job: Job) -> dict[str, Any]:
     """Return the choices that make the run again: all that are set, without where files go on this machine."""
     left_out = ("checkpoints", "keep_checkpoints", "resume", "allow_change", "local_files_only")
-    left_out += ("report_to", "log_dir", "profile")
+    left_out += ("report_to", "log_dir", "profile", "report")
     values = {k: v for k, v in job.options.to_dict().items() if k not in left_out and v is not None}
     if not isinstance(values["schedule"], str):
         values["schedule"] = repr(job.options.schedule)

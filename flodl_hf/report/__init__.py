@@ -1,0 +1,31 @@
+"""How a trained model does on held-out data, as one page: figures, pictures, and nothing that needs a network.
+
+`judged` counts, `charts` draws, `page` puts together; `held_out` asks a model.
+"""
+
+from __future__ import annotations
+
+from flodl_hf.report.judged import (
+    Calibration,
+    Curve,
+    SpanErrors,
+    best_thresholds,
+    calibration,
+    confusion,
+    precision_recall,
+    span_errors,
+)
+from flodl_hf.report.page import Run, report_page
+
+__all__ = [
+    "Calibration",
+    "Curve",
+    "Run",
+    "SpanErrors",
+    "best_thresholds",
+    "calibration",
+    "confusion",
+    "precision_recall",
+    "report_page",
+    "span_errors",
+]
