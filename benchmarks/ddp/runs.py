@@ -14,8 +14,8 @@ import torch
 
 from benchmarks.ddp.cases import Case
 from flodl.distributed import Ranks
-from flodl.train import EpochMetrics, EvalDone, StepDone, Synced
-from flodl.train.builder import Plan
+from flodl.train import EpochMetrics, EvalDone, StepDone, Synced, Trainer
+from flodl.train.plan import RunPlan
 from flodl.train.settings import make_settings
 
 __all__ = ["MODES", "Bench", "speed", "table_of_modes", "train", "warm_up"]
@@ -76,10 +76,10 @@ def train(
             **settings,
         }
     )
-    plan = Plan(lambda _: case.make(data[0]), case.optimizer, step, chosen, data=data[0])
+    plan = RunPlan(lambda _: case.make(data[0]), case.optimizer, step, chosen, Trainer, data=data[0])
     if judged and data[1] is not None:
-        plan = Plan(
-            plan.model_factory, plan.optimizer_factory, step, chosen, data=data[0],
+        plan = RunPlan(
+            plan.model_factory, plan.optimizer_factory, step, chosen, Trainer, data=data[0],
             evals={"": (case.judge, data[1], {"batch_size": 512})},
         )  # fmt: skip
     trainer = plan.trainer(ranks)
@@ -149,7 +149,9 @@ def speed(ranks: Ranks, case: Case, data: tuple[Any, Any], steps: int, batch: in
             "save_epochs": False, "drop_last": True, **settings,
         }
     )  # fmt: skip
-    trainer = Plan(lambda _: case.make(data[0]), case.optimizer, case.step, chosen, data=data[0]).trainer(ranks)
+    trainer = RunPlan(lambda _: case.make(data[0]), case.optimizer, case.step, chosen, Trainer, data=data[0]).trainer(
+        ranks
+    )
     wall_ms: list[float] = []
     trainer.events.subscribe(lambda event: wall_ms.append(event.wall_ms), StepDone)
     ranks.barrier()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,76 +18,19 @@ from flodl.devices import training_devices
 from flodl.distributed.group import Ranks, join_ranks, under_torchrun
 from flodl.distributed.launch import launch
 from flodl.errors import TrainError
-from flodl.train.evaluate import Callbacks
 from flodl.train.events import EpochMetrics, Event, Observed, StepDone
-from flodl.train.feed import as_feed
 from flodl.train.handle import Handle, Trained
 from flodl.train.optim.optimizers import OptimizerMaker
+from flodl.train.plan import RunPlan
 from flodl.train.rate_search import RateSearch, search_rates
 from flodl.train.rehearsal import Rehearsal, rehearse
 from flodl.train.settings import Settings, make_settings
 from flodl.train.shown import ShowProgress
 from flodl.train.step import TrainStep
-from flodl.train.trainer import Trainer, _seed
 
 __all__ = ["TrainerBuilder"]
 
 Subscriber = tuple[Callable[[Any], Any], tuple[type, ...]]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What every rank is told: all that makes a run, of importable functions where ranks are processes."""
-
-    model_factory: Callable[[torch.device], nn.Module]
-    optimizer_factory: OptimizerMaker
-    train_step: TrainStep
-    settings: Settings
-    data: Any = None
-    data_options: Mapping[str, Any] = field(default_factory=dict)
-    evals: Mapping[str, tuple[Any, Any, Mapping[str, Any]]] = field(default_factory=dict)
-    callbacks: Callbacks = field(default_factory=Callbacks)
-    listening: str = ""
-
-    def trainer(self, ranks: Ranks) -> Trainer:
-        """Return this rank's trainer."""
-        settings = self.settings
-        if ranks.attempt:
-            settings = replace(settings, resume=True)
-        _seed(settings.seed)
-        device = ranks.device
-        micro = settings.micro_batch_size
-        if isinstance(micro, str):
-            if micro != "auto":
-                raise TrainError(f"micro_batch_size: found {micro!r}; expected a number, or 'auto'.", found=micro)
-            micro = None  # found out before the first step
-        feed = as_feed(
-            self.data,
-            device,
-            batch_size=settings.batch_size,
-            seed=settings.seed,
-            shuffle=settings.shuffle,
-            drop_last=settings.drop_last,
-            accumulate=settings.accumulate,
-            micro_batch_size=micro,
-            **self.data_options,
-        )
-        size = micro or settings.batch_size
-        evals = {
-            name: (step, as_feed(data, device, **{"batch_size": size, "shuffle": False, **options}))
-            for name, (step, data, options) in self.evals.items()
-        }
-        callbacks = replace(self.callbacks, evals=evals)
-        ranks.phase("model build")
-        return Trainer(
-            self.model_factory(device),
-            self.optimizer_factory,
-            self.train_step,
-            settings=settings,
-            ranks=ranks,
-            feed=feed,
-            callbacks=callbacks,
-        )
 
 
 @dataclass(frozen=True)
@@ -101,17 +44,18 @@ class _Given:
 
 
 class TrainerBuilder:
-    """Made by `Trainer.builder`."""
+    """Made by `Trainer.builder`, which says what the arguments are; ``make`` is the trainer's class."""
 
     def __init__(
         self,
         model_factory: nn.Module | Callable[[torch.device], nn.Module],
         optimizer_factory: OptimizerMaker,
         train_step: TrainStep,
+        make: Callable[..., Any],
     ) -> None:
         if isinstance(model_factory, nn.Module):
             model_factory = _Given(model_factory)
-        self._plan = Plan(model_factory, optimizer_factory, train_step, Settings())
+        self._plan = RunPlan(model_factory, optimizer_factory, train_step, Settings(), make)
         self._devices: int | Sequence[str] | str | None = None
         self._start = "spawn"
         self._metrics_fn: Callable[[EpochMetrics], Any] | None = None
@@ -321,7 +265,7 @@ class TrainerBuilder:
         """Write when each rank computed and waited, to ``<path>.json`` and ``<path>.csv``."""
         return self.set(timeline=str(path))
 
-    def epoch_fn(self, call: Callable[[int, Trainer], Any]) -> TrainerBuilder:
+    def epoch_fn(self, call: Callable[[int, Any], Any]) -> TrainerBuilder:
         """Call ``call(epoch, trainer)`` on every rank before each epoch; may unfreeze, set rates, stop."""
         return self._call(epoch_fn=call)
 
@@ -404,7 +348,7 @@ class TrainerBuilder:
             return self._devices
         return 1 if isinstance(self._devices, str) else len(self._devices)
 
-    def _run_here(self, plan: Plan, subscribers: Sequence[Subscriber]) -> Handle:
+    def _run_here(self, plan: RunPlan, subscribers: Sequence[Subscriber]) -> Handle:
         device = self._devices if isinstance(self._devices, str) else None
         if isinstance(self._devices, (list, tuple)):
             device = self._devices[0]
@@ -422,7 +366,7 @@ class TrainerBuilder:
         handle.finish(Trained.of(trainer.model), trainer.model)
         return handle
 
-    def _run_ranks(self, plan: Plan, world: int, subscribers: Sequence[Subscriber], shown: ShowProgress) -> Handle:
+    def _run_ranks(self, plan: RunPlan, world: int, subscribers: Sequence[Subscriber], shown: ShowProgress) -> Handle:
         handle = Handle(world=world, metrics_fn=self._metrics_fn, subscribers=subscribers, over=shown.close)
         settings = plan.settings
         if settings.max_restarts and settings.folder is None:
@@ -444,7 +388,7 @@ class TrainerBuilder:
         return handle
 
 
-def _run_rank(ranks: Ranks, plan: Plan) -> bytes | None:
+def _run_rank(ranks: Ranks, plan: RunPlan) -> bytes | None:
     def ask_host(metrics: EpochMetrics) -> Any:
         ranks.pipe.send(("metrics", metrics))
         return ranks.pipe.recv()
@@ -471,6 +415,3 @@ class _Sends:
         ):
             return
         self.pipe.send(("event", event))
-
-
-Trainer._builder = TrainerBuilder

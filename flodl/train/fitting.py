@@ -7,23 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from flodl.errors import TrainError
+from flodl.train.core import TrainerCore
 from flodl.train.feed import RowFeed, Share
 from flodl.train.loss import as_loss, batch_len
 from flodl.train.saving.state import load_random, random_state
 
-if TYPE_CHECKING:
-    from flodl.train.trainer import Trainer
-
 __all__ = ["fit_micro_batch", "heaviest_turn", "try_turn"]
 
 
-def heaviest_turn(trainer: Trainer) -> int:
+def heaviest_turn(trainer: TrainerCore) -> int:
     """Return the turn of this epoch with the most tokens, padded, where lengths are known; else the first."""
     feed = trainer.feed
     if not isinstance(feed, RowFeed):
@@ -39,7 +37,7 @@ def heaviest_turn(trainer: Trainer) -> int:
     return max(range(len(weights)), key=weights.__getitem__) // feed.accumulate if weights else 0
 
 
-def fit_micro_batch(trainer: Trainer) -> int | None:
+def fit_micro_batch(trainer: TrainerCore) -> int | None:
     """Have batches cut into micro-batches that fit; return the rows of one, None where whole batches fit.
 
     All ranks come to the same number. Random states, buffers and gradients are put back to what they were.
@@ -61,15 +59,15 @@ def fit_micro_batch(trainer: Trainer) -> int | None:
         if trainer.ranks.device.type == "cuda":
             torch.cuda.empty_cache()  # what the trial held is free since it returned
         most = int(max(row[0] for row in table))
-        if most <= trainer._least:
+        if most <= trainer.min_rows:
             raise TrainError(
                 f"micro_batch_size: {most} row(s) of the heaviest batch do not fit into the memory of "
                 f"{trainer.ranks.device}. Shorten rows, train in bf16, or checkpoint activations.",
                 rows=most,
             )
-        size = max(trainer._least, most // 2)
+        size = max(trainer.min_rows, most // 2)
     if size is not None:
-        trainer._warn(f"micro_batch_size: {size} rows go through the model at once, since twice as many do not fit")
+        trainer.warn(f"micro_batch_size: {size} rows go through the model at once, since twice as many do not fit")
     return size
 
 
@@ -81,11 +79,11 @@ def _cut_to(feed: Any, size: int | None) -> None:
         data.collate = cut(size)  # type: ignore[union-attr]
 
 
-def try_turn(trainer: Trainer, turn: int) -> tuple[int, bool]:
+def try_turn(trainer: TrainerCore, turn: int) -> tuple[int, bool]:
     """Send a turn forward and backward without a step; return rows of its largest micro-batch, and if it fits."""
     model, step, device = trainer.model, trainer.step_, trainer.ranks.device
     assert trainer.feed is not None
-    assert trainer._train_step is not None
+    assert trainer.train_step is not None
     largest, fits = 0, True
     with ExitStack() as stack:
         tensors, rest = random_state(device)
@@ -95,14 +93,14 @@ def try_turn(trainer: Trainer, turn: int) -> tuple[int, bool]:
         stack.callback(trainer.optimizer.zero_grad, set_to_none=True)
         several = step.share_gradients
         ratios = (1.0,) * trainer.ranks.world if several else (1.0,)
-        share = Share(trainer.ranks.rank if several else 0, ratios, trainer._least)
+        share = Share(trainer.ranks.rank if several else 0, ratios, trainer.min_rows)
         try:
             held = _reserve(trainer)
             for _, batches in trainer.feed.work(trainer.epoch_number, [turn], share):
                 for batch in batches:
                     largest = max(largest, batch_len(batch))
                     with step.precision.context():
-                        loss = as_loss(trainer._train_step(model, batch), batch_len(batch))
+                        loss = as_loss(trainer.train_step(model, batch), batch_len(batch))
                     loss.as_mean().backward()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
@@ -112,7 +110,7 @@ def try_turn(trainer: Trainer, turn: int) -> tuple[int, bool]:
     return largest, fits
 
 
-def _reserve(trainer: Trainer) -> list[torch.Tensor]:
+def _reserve(trainer: TrainerCore) -> list[torch.Tensor]:
     """Return memory as large as the optimiser will take at its first step, held during the trial."""
     if trainer.optimizer.state or trainer.ranks.device.type != "cuda":
         return []

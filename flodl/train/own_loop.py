@@ -1,10 +1,9 @@
-"""The trainer for a loop that the user writes: batches out, gradients in, everything else as in `Trainer`."""
+"""The body of a loop that the user writes: batches out, gradients in, everything else as in `flodl.train.loop`."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,16 +12,16 @@ import torch
 from flodl.distributed.policy import Sync
 from flodl.errors import TrainError
 from flodl.train.feed import as_feed
+from flodl.train.loop import Loop
 from flodl.train.loss import as_loss, batch_len
-from flodl.train.route import tell_own_loop
+from flodl.train.route import refuse_capture_in_own_loop
 from flodl.train.shown import ShowProgress
 from flodl.train.step import StepResult
-from flodl.train.trainer import Trainer
 
 __all__ = ["OwnLoop"]
 
 
-class OwnLoop(Trainer):
+class OwnLoop(Loop):
     """Made by `Trainer.setup`. Iterate ``epochs`` and ``epoch``, call ``backward`` on losses and ``step``."""
 
     _samples = 0
@@ -54,7 +53,7 @@ class OwnLoop(Trainer):
             if self.ranks.rank == 0 and self.settings.progress is not False:
                 self.events.subscribe(self._shown)
             self._begin_run()
-            tell_own_loop(self)
+            refuse_capture_in_own_loop(self)
 
     def epoch(self, loader: Any) -> Iterator[Any]:
         """Yield this rank's batches of the present epoch, on its device; call `step` for each.
@@ -87,7 +86,7 @@ class OwnLoop(Trainer):
             micro_batch_size=settings.micro_batch_size,
         )
         self._begin_once()
-        self._mark = time.perf_counter()
+        self.watch.restart()
         self.hooks.call("on_epoch_begin", self.epoch_number)
         for turn, batches in self._work(self.feed):
             self.rates.set(self.policy.lr_step)
@@ -175,6 +174,3 @@ class OwnLoop(Trainer):
     def is_sync(self) -> bool:
         """Whether all ranks step together."""
         return isinstance(self.policy, Sync)
-
-
-Trainer._own_loop = OwnLoop

@@ -5,17 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flodl.errors import ConfigError, TrainError
 from flodl.train.callback import Callback
+from flodl.train.core import TrainerCore
 from flodl.train.events import StepDone
+from flodl.train.plan import RunPlan
 from flodl.train.rehearsal import ALONE, Copied
 from flodl.train.schedule import Exponential
-
-if TYPE_CHECKING:
-    from flodl.train.builder import Plan
-    from flodl.train.trainer import Trainer
 
 __all__ = ["RateSearch", "search_rates", "search_settings"]
 
@@ -86,7 +84,7 @@ class _Stops(Callback):
         self.rates: list[float] = []
         self.losses: list[float] = []
 
-    def on_train_begin(self, trainer: Trainer) -> None:
+    def on_train_begin(self, trainer: TrainerCore) -> None:
         self.trainer = trainer
         trainer.events.subscribe(self.note, StepDone)
 
@@ -101,7 +99,7 @@ class _Stops(Callback):
 
 
 def search_rates(
-    plan: Plan, run: Callable[[Plan], Any], *, low: float = 1e-7, high: float = 1.0, steps: int = 100
+    plan: RunPlan, run: Callable[[RunPlan], Any], *, low: float = 1e-7, high: float = 1.0, steps: int = 100
 ) -> RateSearch:
     """Return what a search over the run of ``plan`` finds; neither its model nor its folder is touched.
 

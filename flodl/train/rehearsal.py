@@ -6,17 +6,15 @@ import copy
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from flodl.progress import clock
 from flodl.train.callback import Callback
+from flodl.train.core import TrainerCore
 from flodl.train.fitting import fit_micro_batch, heaviest_turn, try_turn
-
-if TYPE_CHECKING:
-    from flodl.train.builder import Plan
-    from flodl.train.trainer import Trainer
+from flodl.train.plan import RunPlan
 
 __all__ = ["ALONE", "Copied", "Rehearsal", "rehearse"]
 
@@ -84,7 +82,7 @@ class _Watch(Callback):
     def __init__(self) -> None:
         self.times: list[float] = []
 
-    def on_train_begin(self, trainer: Trainer) -> None:
+    def on_train_begin(self, trainer: TrainerCore) -> None:
         # All held-out data would take as long as it does; one batch of each set tells whether judging works.
         self.evals, trainer.callbacks.evals = trainer.callbacks.evals, {}
         device, model = trainer.ranks.device, trainer.model
@@ -101,15 +99,15 @@ class _Watch(Callback):
         if not self.fits:
             trainer.stopping = True
 
-    def on_step_begin(self, trainer: Trainer, batches: Any) -> None:
+    def on_step_begin(self, trainer: TrainerCore, batches: Any) -> None:
         self._wait(trainer)
         self._began = time.perf_counter()
 
-    def on_step_end(self, trainer: Trainer, result: Any) -> None:
+    def on_step_end(self, trainer: TrainerCore, result: Any) -> None:
         self._wait(trainer)
         self.times.append(time.perf_counter() - self._began)
 
-    def on_train_end(self, trainer: Trainer) -> None:
+    def on_train_end(self, trainer: TrainerCore) -> None:
         for judge, feed in self.evals.values() if self.fits else ():
             trainer.model.eval()
             with torch.no_grad():
@@ -119,12 +117,12 @@ class _Watch(Callback):
         self.peak = torch.cuda.max_memory_allocated(trainer.ranks.device) if cuda else None
 
     @staticmethod
-    def _wait(trainer: Trainer) -> None:
+    def _wait(trainer: TrainerCore) -> None:
         if trainer.ranks.device.type == "cuda":
             torch.cuda.synchronize(trainer.ranks.device)
 
 
-def rehearse(plan: Plan, run: Callable[[Plan], Any], *, steps: int = 3) -> Rehearsal:
+def rehearse(plan: RunPlan, run: Callable[[RunPlan], Any], *, steps: int = 3) -> Rehearsal:
     """Return what the run of ``plan`` will need; neither its model nor its folder is touched.
 
     Raises:

@@ -10,7 +10,7 @@ from torch import nn
 from flodl.distributed.average import BufferMean, model_tensors
 from flodl.distributed.gradients import GradientSum
 from flodl.distributed.group import Ranks
-from flodl.train.saving.resume import check_same_model
+from flodl.train.saving.identity import check_same_model
 
 __all__ = ["Replicas"]
 

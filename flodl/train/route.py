@@ -7,20 +7,18 @@ float32, TF32 or bfloat16 with Adam, AdamW or SGD, on one rank and on several. A
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from flodl.distributed.policy import Sync
 from flodl.errors import TrainError
+from flodl.train.core import TrainerCore
+from flodl.train.settings import Settings
 from flodl.train.step.capture import CudaRecorder, Recorder
 
-if TYPE_CHECKING:
-    from flodl.train.settings import Settings
-    from flodl.train.trainer import Trainer
-
-__all__ = ["choose_route", "compiled", "tell_own_loop"]
+__all__ = ["choose_route", "compiled", "refuse_capture_in_own_loop"]
 
 CHOICES = ("auto", True, False)
 
@@ -32,7 +30,7 @@ def make_recorder(device: torch.device, settings: Settings) -> Recorder | None:
     return CudaRecorder(device, tune=not settings.deterministic)
 
 
-def choose_route(trainer: Trainer) -> None:
+def choose_route(trainer: TrainerCore) -> None:
     """Have the steps of ``trainer`` carried out the fastest way that its settings and device allow.
 
     Raises:
@@ -55,7 +53,7 @@ def choose_route(trainer: Trainer) -> None:
     if reason is None:
         reason = trainer.step_.decide_on_device(
             recorder if settings.capture is not False else None,
-            trainer._warn,
+            trainer.warn,
             deferred=isinstance(trainer.policy, Sync) and not trainer.settings.slowdown,
             strict=settings.capture is True,
             num_rows=settings.capture_num_rows,
@@ -67,11 +65,11 @@ def choose_route(trainer: Trainer) -> None:
     if settings.capture is True:
         raise TrainError(f"capture: steps cannot be recorded, because {reason}. Leave it at 'auto'.", reason=reason)
     if recorder is not None:
-        trainer._warn(f"capture: steps run one operation at a time, because {reason}")
+        trainer.warn(f"capture: steps run one operation at a time, because {reason}")
 
 
-def tell_own_loop(trainer: Trainer) -> None:
-    """Say that the steps of a loop that the user writes are not recorded.
+def refuse_capture_in_own_loop(trainer: TrainerCore) -> None:
+    """Warn that the steps of a loop that the user writes are not recorded, or refuse where they have to be.
 
     Raises:
         TrainError: ``capture`` is True.
@@ -80,7 +78,7 @@ def tell_own_loop(trainer: Trainer) -> None:
     if trainer.settings.capture is True:
         raise TrainError(f"capture: steps cannot be recorded, because {reason}. Leave it at 'auto'.", reason=reason)
     if trainer.ranks.device.type == "cuda" and trainer.settings.capture == "auto":
-        trainer._warn(f"capture: steps run one operation at a time, because {reason}")
+        trainer.warn(f"capture: steps run one operation at a time, because {reason}")
 
 
 def compiled(model: nn.Module) -> Callable[[], Any]:

@@ -6,15 +6,13 @@ rank writes what is its own: random states, unfinished turns, and under Cadence 
 
 from __future__ import annotations
 
-import hashlib
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import nn
 
-from flodl.distributed.group import Ranks
 from flodl.errors import TrainError, capped
+from flodl.train.core import TrainerCore
 from flodl.train.events import Past, Warned
 from flodl.train.saving.keeper import Checkpoint
 from flodl.train.saving.state import (
@@ -29,33 +27,10 @@ from flodl.train.saving.state import (
 from flodl.train.saving.tensor_stream import copies
 from flodl.train.tally import Tally
 
-if TYPE_CHECKING:
-    from flodl.train.trainer import Trainer
-
-__all__ = ["check_same_model", "identity", "past_of", "restore", "snapshot"]
+__all__ = ["past_of", "restore", "snapshot"]
 
 
-def check_same_model(ranks: Ranks, model: nn.Module) -> None:
-    """Compare names, shapes and dtypes of the model over ranks, before any collective would trip over them.
-
-    Raises:
-        TrainError: they differ; ``ranks_apart`` lists the ranks that differ from rank 0.
-    """
-    if ranks.solo:
-        return
-    lines = [f"{name} {t.dtype} {tuple(t.shape)} {t.requires_grad}" for name, t in model.named_parameters()]
-    lines += [f"{name} {t.dtype} {tuple(t.shape)}" for name, t in model.named_buffers()]
-    marks = ranks.gather(hashlib.sha256("\n".join(lines).encode()).hexdigest())
-    apart = [rank for rank, mark in enumerate(marks) if mark != marks[0]]
-    if apart:
-        raise TrainError(
-            f"the model of rank {', '.join(map(str, apart))} has other parameters or buffers than that of rank 0. "
-            "Expected every rank to build the same model; look for code that depends on the rank.",
-            ranks_apart=apart,
-        )
-
-
-def recipe(trainer: Trainer) -> dict[str, Any]:
+def recipe(trainer: TrainerCore) -> dict[str, Any]:
     """Return what decides the numbers of a run, as flat JSON values."""
     data = trainer.feed.identity() if trainer.feed is not None else {}
     found = {
@@ -71,42 +46,14 @@ def recipe(trainer: Trainer) -> dict[str, Any]:
     return json.loads(json.dumps(found))
 
 
-def identity(model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any) -> dict[str, Any]:
-    """Return what a model, an optimiser and a schedule that were just made have to do with the numbers of a run."""
-    dropouts: dict[str, int] = {}
-    for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            dropouts[str(module.p)] = dropouts.get(str(module.p), 0) + 1
-    left_out = {"params", "foreach", "fused", "capturable", "differentiable", "initial_lr"}
-    if schedule is not None:
-        left_out.add("lr")
-    options = {name: None for group in optimizer.param_groups for name in group if name not in left_out}
-    groups = {f"optimizer.{name}": [_plain(group.get(name)) for group in optimizer.param_groups] for name in options}
-    return {"dropout": dropouts, "schedule": _told(schedule), **groups}
-
-
-def _told(schedule: Any) -> Any:
-    """Return what a schedule is, without where it lies in memory."""
-    text = repr(schedule)
-    if " at 0x" not in text:
-        return text
-    return {"kind": type(schedule).__qualname__, **{k: _plain(v) for k, v in vars(schedule).items()}}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.tolist()
-    if isinstance(value, (list, tuple)):
-        return [_plain(part) for part in value]
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    return getattr(type(value), "__qualname__", "?")
-
-
-def snapshot(trainer: Trainer) -> dict[str, Any]:
+def snapshot(trainer: TrainerCore, past: Past, best: Any) -> dict[str, Any]:
     """Return this rank's files of a checkpoint, by name without suffix; contents are copies, on the device if they fit.
 
     The host does not wait for the device here, nor do other ranks for this one.
+
+    Args:
+        past: what the run has done so far.
+        best: which checkpoint is the best one, as `flodl.train.saving.keeper.Keeper.best_record` has it.
     """
     rank, shared = trainer.ranks.rank, trainer.policy.shares_gradients
     random_tensors, random_rest = random_state(trainer.ranks.device)
@@ -141,9 +88,8 @@ def snapshot(trainer: Trainer) -> dict[str, Any]:
             "observing": trainer.observing.state_dict(),
             "stopped": trainer.stopping and (trainer.evaluator.is_spent or trainer.observing.deciding.stopped),
             "recipe": recipe(trainer),
-            "best": trainer.keeper.best_record() if trainer.keeper is not None else None,
+            "best": best,
         }
-        past = trainer.saves.past()
         files["losses"] = {"losses": torch.tensor(past.losses, dtype=torch.float64)}
         files["past"] = {"evaluations": past.evaluations, "seconds": past.seconds, "changes": past.changes}
     return {**files, f"rank-{rank}": own_tensors, f"rank-{rank}-state": own}
@@ -158,8 +104,8 @@ def past_of(saved: Checkpoint) -> Past:
     )
 
 
-def restore(trainer: Trainer, saved: Checkpoint) -> None:
-    """Put the trainer where the checkpoint was taken.
+def restore(trainer: TrainerCore, saved: Checkpoint) -> list[dict[str, object]]:
+    """Put the trainer where the checkpoint was taken, and return which settings have changed since.
 
     Raises:
         CheckpointError: it does not fit the model or the optimiser.
@@ -169,9 +115,9 @@ def restore(trainer: Trainer, saved: Checkpoint) -> None:
     own = [saved.values[f"rank-{rank}-state"] for rank in range(world)]
     policy = run["recipe"]["policy"]
     if trainer.settings.policy is None and not trainer.ranks.solo and policy != trainer.policy.name:
-        trainer._use_policy(policy)
+        trainer.use_policy(policy)
     check_fits(trainer.model, saved.tensors["model"])
-    _compare(trainer, run["recipe"], saved)
+    changes = _compare(trainer, run["recipe"], saved)
     if policy != trainer.policy.name and not _between_epochs(run["policy"]):
         raise TrainError(
             f"resume: {saved.path} was taken inside an epoch under policy {policy!r}, whose place in the data "
@@ -208,13 +154,14 @@ def restore(trainer: Trainer, saved: Checkpoint) -> None:
         trainer.tally = Tally(**own[mine]["tally"])
         load_random(trainer.ranks.device, tensors, own[mine]["random"])
     trainer.model_was_replaced()
+    return changes
 
 
 def _between_epochs(policy: dict[str, Any]) -> bool:
     return policy.get("position", policy.get("cursor")) == 0
 
 
-def _new_rank(trainer: Trainer, world: int) -> Any:
+def _new_rank(trainer: TrainerCore, world: int) -> Any:
     return Warned(
         rank=trainer.ranks.rank,
         step=0,
@@ -222,7 +169,12 @@ def _new_rank(trainer: Trainer, world: int) -> Any:
     )
 
 
-def _compare(trainer: Trainer, saved: dict[str, Any], where: Checkpoint) -> None:
+def _compare(trainer: TrainerCore, saved: dict[str, Any], where: Checkpoint) -> list[dict[str, object]]:
+    """Return which settings differ from the saved ones, all of them accepted.
+
+    Raises:
+        TrainError: one is not.
+    """
     present = recipe(trainer)
     if not trainer.feed:
         saved = {name: value for name, value in saved.items() if not name.startswith("data.")}
@@ -233,9 +185,6 @@ def _compare(trainer: Trainer, saved: dict[str, Any], where: Checkpoint) -> None
         message = f"resume: {where.path.name} is of an older version and does not say {', '.join(unknown)}"
         trainer.events.emit(Warned(rank=trainer.ranks.rank, step=where.step, message=f"{message}; not compared"))
     changed = [name for name in sorted(names) if saved.get(name) != present.get(name)]
-    trainer.saves.changes += [
-        {"step": where.step, "name": name, "was": saved.get(name), "is": present.get(name)} for name in changed
-    ]
     refused = [name for name in changed if name not in trainer.settings.allow_change]
     problems = [f"{name}: was {saved.get(name)!r}, is {present.get(name)!r}" for name in refused]
     if problems:
@@ -246,3 +195,4 @@ def _compare(trainer: Trainer, saved: dict[str, Any], where: Checkpoint) -> None
             names=refused,
             path=str(where.path),
         )
+    return [{"step": where.step, "name": name, "was": saved.get(name), "is": present.get(name)} for name in changed]

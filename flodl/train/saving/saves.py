@@ -8,15 +8,12 @@ model.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
 from flodl.errors import TrainError
+from flodl.train.core import TrainerCore
 from flodl.train.events import Past, Warned
 from flodl.train.saving import resume
 from flodl.train.saving.keeper import Keeper
-
-if TYPE_CHECKING:
-    from flodl.train.trainer import Trainer
 
 __all__ = ["Saves"]
 
@@ -31,7 +28,7 @@ class Saves:
         changes: settings that were changed on the way, by the step at which they were.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: TrainerCore) -> None:
         settings = trainer.settings
         self.trainer, self.settings = trainer, settings
         self.keeper = (
@@ -88,7 +85,8 @@ class Saves:
         figures = trainer.evaluator.of_step(self.step)
         self.keeper.note_best(figures, self.step)
         self.at_step = self.step
-        self.keeper.save(resume.snapshot(trainer), step=self.step, metrics=figures, wait=wait)
+        files = resume.snapshot(trainer, self.past(), self.keeper.best_record())
+        self.keeper.save(files, step=self.step, metrics=figures, wait=wait)
 
     def restore(self) -> bool:
         """Go on from the newest whole checkpoint if the settings say so and there is one.
@@ -108,10 +106,10 @@ class Saves:
             )
         if found is None:
             return False
-        resume.restore(trainer, found)
+        changes = resume.restore(trainer, found)
         past = resume.past_of(found)
         trainer.log.losses, trainer.evaluator.history = list(past.losses), [dict(row) for row in past.evaluations]
-        self._seconds, self.changes = past.seconds, [*past.changes, *self.changes]
+        self._seconds, self.changes = past.seconds, [*past.changes, *changes]
         for message in self.keeper.resume_best(found.values["run"].get("best")):
             trainer.events.emit(Warned(rank=trainer.ranks.rank, step=self.step, message=message))
         self.at_step = self.step

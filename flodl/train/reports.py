@@ -1,22 +1,26 @@
-"""How the loop tells of itself: the events of a run's beginning, of meetings and of evaluations, from its state."""
+"""What a run reports of itself: events of its beginning, of rounds of ranks and of evaluations, from its state."""
 
 from __future__ import annotations
 
-import time
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
-from flodl.train.events import EvalDone, RunStarted, Synced, Warned
+from flodl.train.core import TrainerCore
+from flodl.train.events import EvalDone, Past, RunStarted, Synced, Warned
 
 if TYPE_CHECKING:
     from flodl.distributed.policy import Round
-    from flodl.train.trainer import Trainer
 
-__all__ = ["evaluate_now", "tell_meeting", "tell_start"]
+__all__ = ["evaluate_now", "report_round", "report_start"]
 
 
-def tell_start(trainer: Trainer) -> None:
-    """Tell that the run begins or goes on."""
+def report_start(trainer: TrainerCore, past: Past, resumed_from: str | None) -> None:
+    """Report that the run begins or goes on.
+
+    Args:
+        past: what it has done so far.
+        resumed_from: the checkpoint that it goes on from.
+    """
     feed, settings = trainer.feed, trainer.settings
     trainer.events.emit(
         RunStarted(
@@ -28,16 +32,16 @@ def tell_start(trainer: Trainer) -> None:
             max_steps=settings.max_steps,
             step=trainer.policy.lr_step,
             epoch=trainer.epoch_number,
-            resumed_from=trainer.resumed_from,
-            past=trainer.saves.past(),
+            resumed_from=resumed_from,
+            past=past,
         )
     )
     for remark in settings.remarks if trainer.ranks.rank == 0 else ():
         trainer.events.emit(Warned(rank=0, step=trainer.policy.lr_step, message=remark))
 
 
-def tell_meeting(trainer: Trainer, round_: Round) -> None:
-    """Tell that ranks met and averaged their parameters."""
+def report_round(trainer: TrainerCore, round_: Round) -> None:
+    """Report that ranks met and averaged their parameters."""
     trainer.events.emit(
         Synced(
             rank=trainer.ranks.rank,
@@ -55,8 +59,8 @@ def tell_meeting(trainer: Trainer, round_: Round) -> None:
     )
 
 
-def evaluate_now(trainer: Trainer, *, counts: bool = True) -> bool:
-    """Evaluate, tell of it, and return whether the figures have stopped improving.
+def evaluate_now(trainer: TrainerCore, *, counts: bool = True) -> bool:
+    """Evaluate, report the figures, and return whether the figures have stopped improving.
 
     Args:
         counts: whether the figures may decide which model is best, and when to stop.
@@ -79,9 +83,9 @@ def evaluate_now(trainer: Trainer, *, counts: bool = True) -> bool:
                 step=policy.steps,
                 epoch=trainer.epoch_number,
                 metrics=found,
-                wall_ms=(time.perf_counter() - trainer._mark) * 1e3,
+                wall_ms=trainer.watch.ms,
             )
         )
     trainer.hooks.call("on_evaluate", found)
-    trainer._mark = time.perf_counter()
+    trainer.watch.restart()
     return trainer.evaluator.is_spent

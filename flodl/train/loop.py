@@ -1,0 +1,261 @@
+"""The training loop without its body: runs begin, epochs end, ranks meet, figures are taken, checkpoints written.
+
+The body, what is done with a batch, is `flodl.train.trainer` for loops of ours and `flodl.train.own_loop` for loops
+that users write. What a step computes is in `flodl.train.step`, who does which part of the data and when ranks meet in
+`flodl.distributed.policy`, what is saved in `flodl.train.saving.resume`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from flodl.distributed.group import Ranks
+from flodl.distributed.policy import Round, Sync
+from flodl.distributed.timeline import Timeline
+from flodl.train.core import TrainerCore
+from flodl.train.evaluate import Callbacks
+from flodl.train.events import RunDone
+from flodl.train.feed import Feed, Share
+from flodl.train.optim.optimizers import OptimizerMaker
+from flodl.train.reports import evaluate_now, report_round, report_start
+from flodl.train.route import compiled
+from flodl.train.saving.saves import Saves
+from flodl.train.settings import Settings
+from flodl.train.step import StepResult, TrainStep
+from flodl.train.tally import Tally, epoch_metrics
+
+__all__ = ["Loop"]
+
+
+class Loop(TrainerCore):
+    """What happens around steps, the same whoever writes the body of the loop.
+
+    Attributes:
+        saves: the run's checkpoints.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: OptimizerMaker,
+        train_step: TrainStep | None = None,
+        *,
+        settings: Settings,
+        ranks: Ranks,
+        feed: Feed | None = None,
+        callbacks: Callbacks | None = None,
+    ) -> None:
+        super().__init__(model, optimizer, train_step, settings=settings, ranks=ranks, feed=feed, callbacks=callbacks)
+        self.saves = Saves(self)
+        self.keeper = self.saves.keeper
+
+    def _due(self) -> bool:
+        return self.saves.due or super()._due()
+
+    # ---- steps and meetings --------------------------------------------------------------------------
+
+    def _work(self, feed: Feed) -> Iterator[tuple[int, list[Any]]]:
+        """Yield this rank's part of what is left of the epoch, one optimiser step at a time."""
+        for turns, ratios in self.policy.turns(feed.turns(self.epoch_number)):
+            share = Share(self.ranks.rank, ratios, self.min_rows) if ratios else Share(0, (1.0,), self.min_rows)
+            self.ranks.phase("data")
+            for turn, batches in feed.work(self.epoch_number, turns, share):
+                yield turn, batches
+                self.ranks.phase("data")
+
+    def _after_step(self, turn: int, result: StepResult) -> None:
+        round_ = self.policy.after_step(turn, result.samples, result.compute_ms, self._flags())
+        if self.average is not None:
+            self.average.update(self.policy.lr_step)
+        about: Any = {"epoch": self.epoch_number, "lr": self.rates.first, "wall_ms": self.watch.restart()}
+        self.log.note(self.tally, result, step=self.policy.lr_step, **about)
+        self.graphs.end_step()
+        self.hooks.call("on_step_end", result)
+        if round_ is not None:
+            self._met(round_)
+        elif isinstance(self.policy, Sync):
+            self._at_rest(result.flags)
+
+    def _met(self, round_: Round) -> None:
+        report_round(self, round_)
+        if round_.held and not round_.all_dry:
+            self._at_rest(round_.flags)
+        elif round_.all_dry:
+            self._left_over = round_.flags  # heeded when the epoch is closed
+
+    def _at_rest(self, flags: Any) -> None:
+        """All ranks are equal here and know the same; what they must decide alike is decided here."""
+        every = self.settings.eval_every
+        if every and self.evaluator.at_step // every < self.policy.steps // every >= self.settings.eval_delay / every:
+            self._evaluate()
+        if self.observing.due(self.policy.steps):
+            self.log.settle(self.tally)
+            self.observing.end_window(self.tally, self.policy.steps, shared_loss=self.step_.share_gradients)
+        self._decide()
+        if any(flags):
+            self.save(wait=True)
+            if flags[0]:
+                self._leave(128 + round(flags[1] / flags[0]))
+            self.stopping = True
+        elif (self.saves.due or self.saves.best_due) and not self._epoch_ends():
+            self.save()
+        self.stopping = self.stopping or self.out_of_steps
+        self.saves.tell_news()
+
+    def _decide(self) -> None:
+        """Act on the rules of the run, where all ranks know the same."""
+        for decided in self.observing.decide(self.policy.steps, self.epoch_number):
+            self.events.emit(decided)
+            self.step_.loaded()
+            self.stopping = self.stopping or decided.action == "stop"
+
+    def _flags(self) -> list[float]:
+        """Return what this rank wants all to know: a signal that came (as 1 and its number), a wish to stop."""
+        number = self.signals.number
+        return [float(bool(number)), float(number), float(self.stop_requested)]
+
+    _left_over: tuple[float, ...] = ()
+
+    def _leave(self, code: int) -> None:
+        self.log.settle(self.tally)
+        self.events.emit(
+            RunDone(rank=self.ranks.rank, step=self.policy.lr_step, epoch=self.epoch_number, reason="signal")
+        )
+        self._close()
+        raise SystemExit(code)
+
+    def _epoch_ends(self) -> bool:
+        """Return whether a save after the epoch follows at once."""
+        if not isinstance(self.policy, Sync) or self.feed is None or self.settings.save_epochs is not True:
+            return False
+        return self.policy.position >= self.feed.turns(self.epoch_number)
+
+    def _end_epoch(self) -> None:
+        for round_ in self.policy.close_epoch(self._flags()):
+            self._met(round_)
+            if self.stopping:
+                return
+        self.log.settle(self.tally)
+        self.tally.wall_ms += self.watch.restart()
+        done = self.epoch_number
+        self.epoch_number += 1
+        if self.evaluator.at_step != self.policy.steps:
+            self._evaluate()
+        parts = self.ranks.gather(self.tally.to_dict())
+        metrics = epoch_metrics(
+            parts,
+            shared_loss=self.step_.share_gradients,
+            epoch=done,
+            step=self.policy.steps,
+            evaluated=self.evaluator.found,
+        )
+        observed = self.observing.end_epoch(metrics, parts)
+        self.hooks.call("on_epoch_end", done)
+        self.tally = Tally()
+        self.rates.observe(metrics, self.settings.schedule_metric)
+        self.events.emit(metrics)
+        if observed is not None:
+            self.events.emit(observed)
+        self._decide()
+        wanted = self._call("metrics_fn", metrics) if self.ranks.rank == 0 else None
+        every = self.settings.checkpoint_every
+        if every and (done + 1) % every == 0 and self.ranks.rank == 0:
+            self._call("checkpoint_fn", done + 1, self.model)
+        rows = self.ranks.table([float(wanted is False or self.stop_requested), float(not self.saves.at_epochs_end)])
+        self.stopping = self.stopping or any(row[0] for row in rows)
+        self.stopping = self.stopping or self.out_of_steps
+        if any(self._left_over):
+            self._at_rest(self._left_over)
+        elif self.stopping or self.saves.best_due or not any(row[1] for row in rows):
+            self.save()
+        self.saves.tell_news()
+
+    def _evaluate(self) -> None:
+        if self.policy.steps >= self.settings.eval_delay or self._over():
+            self.stopping = evaluate_now(self) or self.stopping
+
+    def _over(self) -> bool:
+        return self.out_of_steps or self.epoch_number >= self.settings.num_epochs
+
+    def _call(self, name: str, *args: Any, may_stop: bool = False) -> Any:
+        """Call a function of the user; one that only looks on may fail without ending the run."""
+        call = getattr(self.callbacks, name)
+        if call is None:
+            return None
+        self.ranks.phase("callback")
+        try:
+            return call(*args)
+        except Exception as error:
+            if may_stop:
+                raise
+            if name not in self.callbacks.warned:
+                self.callbacks.warned.add(name)
+                self.warn(f"{name} raised {type(error).__name__}: {error}; training goes on")
+            return None
+
+    # ---- beginning and ending ------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _leaving_cleanly(self) -> Iterator[None]:
+        """Listen to signals while inside, and free the checkpoint folder however the inside ends."""
+        try:
+            with contextlib.ExitStack() as arranged, self.signals:
+                arranged.callback(self.step_.drop_recordings)
+                arranged.callback(self.hooks.call, "close")
+                arranged.callback(self.observing.close)
+                for way in (compiled if self.settings.compile else None, self.settings.arrange):
+                    if way is not None:
+                        arranged.callback(way(self.model))
+                yield
+        except BaseException:
+            if self.keeper is not None:
+                self.keeper.close(give_up=True)
+            raise
+
+    def _begin_run(self) -> None:
+        self.model.train()
+        self.restore()
+        self.saves.begin()
+        report_start(self, self.saves.past(), self.resumed_from)
+        self.hooks.call("on_train_begin")
+        if self.settings.eval_start and not self.policy.steps:
+            evaluate_now(self, counts=False)
+        self.watch.restart()
+
+    def _end_run(self) -> None:
+        self.log.settle(self.tally)
+        if self.evaluator.at_step != self.policy.steps:
+            evaluate_now(self)  # the run ended inside an epoch
+        if self.keeper and (self.saves.at_step != self.policy.steps or self.saves.best_due):
+            self.save()
+        if self.average is not None:
+            self.average.put()
+        self.hooks.call("on_train_end")
+        reason = "finished" if self.epoch_number >= self.settings.num_epochs else "stopped"
+        self._close()
+        self.events.emit(RunDone(rank=self.ranks.rank, step=self.policy.steps, epoch=self.epoch_number, reason=reason))
+
+    def _close(self) -> None:
+        self.ranks.phase("shutdown")
+        self.saves.close()
+        if self.timeline is not None:
+            parts = self.ranks.gather(self.timeline.to_dict())
+            if self.ranks.rank == 0:
+                Timeline.merge(parts).write(self.settings.timeline or "timeline")
+
+    def save(self, *, wait: bool = False) -> None:
+        """Write a checkpoint in the background; all ranks must call this at the same step."""
+        self.saves.save(wait=wait)
+
+    def restore(self) -> bool:
+        """Go on from the newest whole checkpoint if the settings say so and there is one; errors as of `Saves`."""
+        return self.saves.restore()
+
+    @property
+    def resumed_from(self) -> str | None:
+        """The checkpoint that the run went on from."""
+        return self.saves.resumed_from

@@ -1,0 +1,90 @@
+"""What every rank of a run is told, and the trainer that it makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from flodl.distributed.group import Ranks
+from flodl.errors import TrainError
+from flodl.train.core import seed_all
+from flodl.train.evaluate import Callbacks
+from flodl.train.feed import as_feed
+from flodl.train.optim.optimizers import OptimizerMaker
+from flodl.train.settings import Settings
+from flodl.train.step import TrainStep
+
+__all__ = ["RunPlan"]
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """All that makes a run, of importable functions where ranks are processes.
+
+    Attributes:
+        model_factory: ``model_factory(device)`` gives the model.
+        optimizer_factory: ``optimizer_factory(parameters)`` gives the optimiser.
+        train_step: ``train_step(model, batch)`` gives the loss.
+        settings: how the run is done.
+        make: the trainer's class.
+        data: what is trained on; anything that `flodl.train.feed.as_feed` takes, with ``data_options``.
+        evals: step, data and options of each set of held-out data, by name.
+        callbacks: functions of the user that the loop calls.
+        listening: ``"all"`` where somebody outside of this process wants every event, ``"some"`` where only those that
+            people can see, an empty string where nobody does.
+    """
+
+    model_factory: Callable[[torch.device], nn.Module]
+    optimizer_factory: OptimizerMaker
+    train_step: TrainStep
+    settings: Settings
+    make: Callable[..., Any]
+    data: Any = None
+    data_options: Mapping[str, Any] = field(default_factory=dict)
+    evals: Mapping[str, tuple[Any, Any, Mapping[str, Any]]] = field(default_factory=dict)
+    callbacks: Callbacks = field(default_factory=Callbacks)
+    listening: str = ""
+
+    def trainer(self, ranks: Ranks) -> Any:
+        """Return this rank's trainer."""
+        settings = self.settings
+        if ranks.attempt:
+            settings = replace(settings, resume=True)
+        seed_all(settings.seed)
+        device = ranks.device
+        micro = settings.micro_batch_size
+        if isinstance(micro, str):
+            if micro != "auto":
+                raise TrainError(f"micro_batch_size: found {micro!r}; expected a number, or 'auto'.", found=micro)
+            micro = None  # found out before the first step
+        feed = as_feed(
+            self.data,
+            device,
+            batch_size=settings.batch_size,
+            seed=settings.seed,
+            shuffle=settings.shuffle,
+            drop_last=settings.drop_last,
+            accumulate=settings.accumulate,
+            micro_batch_size=micro,
+            **self.data_options,
+        )
+        size = micro or settings.batch_size
+        evals = {
+            name: (step, as_feed(data, device, **{"batch_size": size, "shuffle": False, **options}))
+            for name, (step, data, options) in self.evals.items()
+        }
+        callbacks = replace(self.callbacks, evals=evals)
+        ranks.phase("model build")
+        return self.make(
+            self.model_factory(device),
+            self.optimizer_factory,
+            self.train_step,
+            settings=settings,
+            ranks=ranks,
+            feed=feed,
+            callbacks=callbacks,
+        )

@@ -1,0 +1,66 @@
+"""What a model, an optimiser and a schedule have to do with the numbers of a run, and whether ranks built the same."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import nn
+
+from flodl.distributed.group import Ranks
+from flodl.errors import TrainError
+
+__all__ = ["check_same_model", "identity"]
+
+
+def check_same_model(ranks: Ranks, model: nn.Module) -> None:
+    """Compare names, shapes and dtypes of the model over ranks, before any collective would trip over them.
+
+    Raises:
+        TrainError: they differ; ``ranks_apart`` lists the ranks that differ from rank 0.
+    """
+    if ranks.solo:
+        return
+    lines = [f"{name} {t.dtype} {tuple(t.shape)} {t.requires_grad}" for name, t in model.named_parameters()]
+    lines += [f"{name} {t.dtype} {tuple(t.shape)}" for name, t in model.named_buffers()]
+    marks = ranks.gather(hashlib.sha256("\n".join(lines).encode()).hexdigest())
+    apart = [rank for rank, mark in enumerate(marks) if mark != marks[0]]
+    if apart:
+        raise TrainError(
+            f"the model of rank {', '.join(map(str, apart))} has other parameters or buffers than that of rank 0. "
+            "Expected every rank to build the same model; look for code that depends on the rank.",
+            ranks_apart=apart,
+        )
+
+
+def identity(model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any) -> dict[str, Any]:
+    """Return what a model, an optimiser and a schedule that were just made have to do with the numbers of a run."""
+    dropouts: dict[str, int] = {}
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            dropouts[str(module.p)] = dropouts.get(str(module.p), 0) + 1
+    left_out = {"params", "foreach", "fused", "capturable", "differentiable", "initial_lr"}
+    if schedule is not None:
+        left_out.add("lr")
+    options = {name: None for group in optimizer.param_groups for name in group if name not in left_out}
+    groups = {f"optimizer.{name}": [_plain(group.get(name)) for group in optimizer.param_groups] for name in options}
+    return {"dropout": dropouts, "schedule": _told(schedule), **groups}
+
+
+def _told(schedule: Any) -> Any:
+    """Return what a schedule is, without where it lies in memory."""
+    text = repr(schedule)
+    if " at 0x" not in text:
+        return text
+    return {"kind": type(schedule).__qualname__, **{k: _plain(v) for k, v in vars(schedule).items()}}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, (list, tuple)):
+        return [_plain(part) for part in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return getattr(type(value), "__qualname__", "?")
