@@ -137,7 +137,7 @@ def in_place_of_a_device(stand_in: StandIn) -> Iterator[None]:
     """Have predictions run on the stand-in, as an accelerator would be used."""
     with ExitStack() as held:
         held.enter_context(patch("flodl_hf.runtime.session.works_by_itself", lambda device: True))
-        held.enter_context(patch("flodl_hf.runtime.engine.CPU_BUDGET", BUDGET))
+        held.enter_context(patch("flodl_hf.runtime.plan.CPU_BUDGET", BUDGET))
         held.enter_context(patch.object(Engine, "_run", lambda self, batch, alone: stand_in.run(self, batch, alone)))
         yield
 

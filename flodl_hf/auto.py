@@ -12,8 +12,9 @@ from typing import Any, Generic, NoReturn, TypeVar, Unpack
 
 import torch
 
-from flodl.errors import CheckpointError, ConfigError, nearest, printable
+from flodl.errors import CheckpointError, ConfigError, printable
 from flodl_hf.config import ModelConfig
+from flodl_hf.head_names import names_of
 from flodl_hf.heads import HEADS
 from flodl_hf.heads.base import BaseModel
 from flodl_hf.heads.head import Head
@@ -99,14 +100,8 @@ def head_named(name: str) -> Head:
     Raises:
         ConfigError: there is none; the nearest is suggested.
     """
-    for head in HEADS:
-        if name in (head.name, head.short, head.hf_suffix):
-            return head
-    known = [word for head in HEADS for word in (head.short, head.name)]
-    raise ConfigError(
-        f"no head {name!r}{nearest(name, known)}; expected one of {', '.join(h.short for h in HEADS)}",
-        problems=[name],
-    )
+    names = names_of(name)
+    return next(head for head in HEADS if head.names == names)
 
 
 @taking(LOAD, ConfigError, like=EncoderModel.from_pretrained)

@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import Tensor
 
-from flodl.errors import ConfigError
 from flodl.graph import Graph
 from flodl_hf.config_rows import Inert, Row
 from flodl_hf.keys import KeyMap, KeyRow, Tie, rows_under
@@ -167,28 +166,3 @@ class Family:
     def __deepcopy__(self, memo: Any) -> Family:
         # Frozen, and asked for by identity.
         return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A family is code, so it travels by name. Naming its configuration's class has the other process import the
-        # module of a family from outside, which is where such a family registers itself.
-        _named(self.model_type, self.config)
-        return _named, (self.model_type, self.config)
-
-
-def _named(model_type: str, config: type[Any]) -> Family:
-    """Return the family of this process with that name.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    from flodl_hf.families import families, named
-
-    if (family := named(model_type)) is not None:
-        return family
-    raise ConfigError(
-        f"the family {model_type!r} of what is pickled is not known in this process, which has "
-        f"{', '.join(family.model_type for family in families())}. Call flodl_hf.register(FAMILY) where the module "
-        f"{config.__module__} is imported, so that every process that loads it knows the family.",
-        problems=["model_type"],
-        known=[family.model_type for family in families()],
-    )

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from flodl.errors import CheckpointError, capped, nearest, printable
 from flodl_hf.family import Family
+from flodl_hf.head_names import HEAD_NAMES
 from flodl_hf.keys import KeyMap, Tie
 
 __all__ = ["LoadReport", "Plan", "Stored", "canonical_names", "class_of", "head_of", "plan_load"]
@@ -109,8 +110,6 @@ class Plan:
 
 def head_of(family: Family, architectures: object) -> str | None:
     """Return the task that ``architectures`` of a config names: a head's name, "base", or None."""
-    from flodl_hf.heads import HEADS
-
     name = class_of(architectures)
     if name is None:
         return None
@@ -119,7 +118,7 @@ def head_of(family: Family, architectures: object) -> str | None:
     if not name.startswith(family.class_prefix):
         return None
     suffix = name[len(family.class_prefix) :]
-    return next((head.name for head in HEADS if head.hf_suffix == suffix), None)
+    return next((names.name for names in HEAD_NAMES if names.hf_suffix == suffix), None)
 
 
 def class_of(architectures: object) -> str | None:

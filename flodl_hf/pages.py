@@ -6,16 +6,14 @@ Colours are chosen by label, the same in every cell; texts are escaped. No scrip
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from html import escape
-from typing import TYPE_CHECKING, Any
-
-from flodl_hf.results import Answers, Entities, Fills, Found, Labels, Ranking, Results
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["page_of", "similarity_page", "table"]
+__all__ = ["list_page", "page_of", "similarity_page", "table"]
 
 SHOWN = 20
 """Most results of a list that a page shows."""
@@ -23,19 +21,33 @@ MOST_TEXT = 2000
 """Most characters of one text that a page shows."""
 
 
-def page_of(found: Any) -> str:
-    """Return a result, or a list of them, as one piece of HTML."""
-    if isinstance(found, Results):
-        parts = [page_of(one) if isinstance(one, Found) else escape(repr(one)) for one in found[:SHOWN]]
-        if len(found) > SHOWN:
-            parts.append(f"<div>... {len(found) - SHOWN:,} more</div>")
-        return "".join(f'<div style="margin:0 0 .8em">{part}</div>' for part in parts)
+class Drawn(Protocol):
+    """What was found in one text, as `flodl_hf.results` has it: records that know their text."""
+
+    called: ClassVar[str]
+    given: Any
+
+    @property
+    def empty(self) -> bool: ...
+    def __iter__(self) -> Iterator[Any]: ...
+    def __len__(self) -> int: ...
+    def __getitem__(self, place: Any, /) -> Any: ...
+
+
+def page_of(found: Drawn) -> str:
+    """Return what was found in one text as a piece of HTML; how it is drawn depends on what its records are called."""
     if found.empty:
         return f"<div>{_shown(found.given) or '&nbsp;'} <i>(empty)</i></div>"
-    for kind, draw in _PAGES.items():
-        if isinstance(found, kind):
-            return draw(found)
-    return f"<pre>{escape(repr(found))}</pre>"
+    draw = _PAGES.get(found.called)
+    return f"<pre>{escape(repr(found))}</pre>" if draw is None else draw(found)
+
+
+def list_page(found: Sequence[Drawn]) -> str:
+    """Return what was found in several texts as a piece of HTML."""
+    parts = [page_of(one) if hasattr(one, "called") else escape(repr(one)) for one in found[:SHOWN]]
+    if len(found) > SHOWN:
+        parts.append(f"<div>... {len(found) - SHOWN:,} more</div>")
+    return "".join(f'<div style="margin:0 0 .8em">{part}</div>' for part in parts)
 
 
 def colour(label: str) -> str:
@@ -67,7 +79,7 @@ def _bar(score: float) -> str:
     )
 
 
-def _labels(found: Labels) -> str:
+def _labels(found: Drawn) -> str:
     rows = [(escape(one.label), _bar(one.score)) for one in found[:SHOWN]]
     return f"<div>{_shown(found.given)}</div>{table(rows)}"
 
@@ -93,25 +105,26 @@ def marked(text: str, spans: Iterable[tuple[int, int, str, str]]) -> str:
     return f'<div style="line-height:1.9">{"".join(parts)}{escape(text[at:])}</div>'
 
 
-def _entities(found: Entities) -> str:
+def _entities(found: Drawn) -> str:
     return marked(str(found.given), [(e.start, e.end, e.label, f"{e.label} {e.score:.4f}") for e in found])
 
 
-def _answers(found: Answers) -> str:
-    best = found[0] if found else None
-    asked = f"<div><b>{_shown(found.question)}</b></div>"
+def _answers(found: Drawn) -> str:
+    question, context = found.given
+    best = found[0] if len(found) else None
+    asked = f"<div><b>{_shown(question)}</b></div>"
     if best is None or best.no_answer:
         said = f"<i>no answer</i> {best.score:.4f}" if best is not None else "<i>no answer</i>"
-        return f"{asked}<div>{said}</div><div>{_shown(found.context)}</div>"
+        return f"{asked}<div>{said}</div><div>{_shown(context)}</div>"
     rows = [(escape(one.text) or "<i>no answer</i>", _bar(one.score)) for one in found[:SHOWN]]
-    context, start, end = found.context, best.start, best.end
+    start, end = best.start, best.end
     if len(context) > MOST_TEXT:
         first = max(0, start - MOST_TEXT // 2)
         context, start, end = context[first : first + MOST_TEXT], start - first, end - first
     return f"{asked}{table(rows)}{marked(context, [(start, end, 'answer', f'{best.score:.4f}')])}"
 
 
-def _fills(found: Fills) -> str:
+def _fills(found: Drawn) -> str:
     masks = []
     for number, fills in enumerate(found, 1):
         rows = [(f"<b>{escape(fill.token)}</b>", _bar(fill.score), escape(fill.sequence)) for fill in fills[:SHOWN]]
@@ -119,17 +132,17 @@ def _fills(found: Fills) -> str:
     return f"<div>{_shown(found.given)}</div>{''.join(masks)}"
 
 
-def _ranking(found: Ranking) -> str:
+def _ranking(found: Drawn) -> str:
     rows = [(str(n), f"{one.score:.4f}", _shown(one.text)) for n, one in enumerate(found[:SHOWN], 1)]
-    return f"<div><b>{_shown(found.query)}</b></div>{table(rows, ('', 'score', 'document'))}"
+    return f"<div><b>{_shown(found.given)}</b></div>{table(rows, ('', 'score', 'document'))}"
 
 
-_PAGES: dict[type, Any] = {
-    Labels: _labels,
-    Entities: _entities,
-    Answers: _answers,
-    Fills: _fills,
-    Ranking: _ranking,
+_PAGES: dict[str, Callable[[Any], str]] = {
+    "labels": _labels,
+    "entities": _entities,
+    "answers": _answers,
+    "masks": _fills,
+    "documents": _ranking,
 }
 
 

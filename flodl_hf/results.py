@@ -13,14 +13,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, overload
 
 if TYPE_CHECKING:
     from flodl_hf.decode import Answer, Classification, Entity, Ranked  # noqa: F401
-    from flodl_hf.heads.masked_lm import Fill  # noqa: F401
 
-__all__ = ["Answers", "Entities", "Fills", "Found", "Labels", "Ranking", "Results", "is_empty", "results_of"]
+__all__ = ["Answers", "Entities", "Fill", "Fills", "Found", "Labels", "Ranking", "Results", "is_empty", "results_of"]
 
 T = TypeVar("T")
 R = TypeVar("R", bound="Found[Any]")
@@ -292,7 +291,24 @@ class Answers(Found["Answer"]):
     __hash__ = None  # type: ignore[assignment]
 
 
-class Fills(Found["list[Fill]"]):
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """One proposal for one mask.
+
+    Attributes:
+        token: the word or word piece as text.
+        score: its probability, from 0 to 1; of several tokens the product.
+        token_ids: its ids.
+        sequence: the text with this mask filled; other masks stay.
+    """
+
+    token: str
+    score: float
+    token_ids: tuple[int, ...]
+    sequence: str
+
+
+class Fills(Found[list[Fill]]):
     """For each mask of one text its words, best first; ``token``, ``score``, ``sequence`` are the first mask's best."""
 
     __slots__ = ()
@@ -372,9 +388,9 @@ class Results(list[R]):
         return "\n".join([f"{len(self):,} result{'s' * (len(self) != 1)} [", *lines, *more, "]"])
 
     def _repr_html_(self) -> str:
-        from flodl_hf.pages import page_of
+        from flodl_hf.pages import list_page
 
-        return page_of(self)
+        return list_page(self)
 
 
 def results_of(found: Any) -> Any:

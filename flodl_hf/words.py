@@ -140,14 +140,13 @@ def _translated(
 
 def _budget(size: Any, model: Any) -> int | None:
     """Return how many tokens so many texts have at most, and no more than suits the device: less is only slower."""
-    from flodl_hf.runtime.engine import CPU_BUDGET, CUDA_BUDGET
+    from flodl_hf.runtime.plan import usual_budget
 
     if size is None:
         return None
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise ValueError("expected a whole number of at least 1")
-    usual = CUDA_BUDGET if model.device.type == "cuda" else CPU_BUDGET
-    return min(usual, size * (model.max_tokens or 512))
+    return min(usual_budget(model.device.type), size * (model.max_tokens or 512))
 
 
 def device_of(value: Any) -> torch.device | str | None:

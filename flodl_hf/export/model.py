@@ -21,6 +21,7 @@ from flodl_hf.export.json_text import patch_json
 from flodl_hf.export.publish import publish_folder
 from flodl_hf.export.state import WritePlan, plan_state, write_state
 from flodl_hf.export.write import WrittenFile, verify_files, write_bytes
+from flodl_hf.head_names import names_of
 from flodl_hf.loading import canonical_names
 
 if TYPE_CHECKING:
@@ -186,9 +187,7 @@ def config_text(model: EncoderModel) -> str:
 
 def architecture(model: EncoderModel) -> str:
     """Return the class name that transformers loads this model with."""
-    from flodl_hf.auto import head_named
-
-    return model.config.family.class_prefix + head_named(model.head).hf_suffix
+    return model.config.family.class_prefix + names_of(model.head).hf_suffix
 
 
 def _tokenizer_files(model: EncoderModel) -> dict[str, bytes]:

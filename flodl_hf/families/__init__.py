@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import copyreg
+from typing import Any
+
 from flodl.errors import ConfigError, nearest
 from flodl_hf.families import (
     albert,
@@ -21,6 +24,7 @@ from flodl_hf.families import (
     xlm_roberta_xl,
 )
 from flodl_hf.family import Family
+from flodl_hf.head_names import HEAD_NAMES
 
 __all__ = ["FAMILIES", "families", "named", "register", "registered"]
 
@@ -65,15 +69,13 @@ def register(family: Family) -> Family:
     Raises:
         ConfigError: the package itself has a family of that ``model_type``, or a head is of no known task.
     """
-    from flodl_hf.heads import HEADS
-
     if any(family.model_type == own.model_type for own in FAMILIES):
         raise ConfigError(
             f"register: this package has a family {family.model_type!r} of its own; expected another model_type. "
             "Derive an alias from it with FAMILY.renamed(...).",
             problems=["model_type"],
         )
-    tasks = [head.name for head in HEADS if head.name != "base"]
+    tasks = [names.name for names in HEAD_NAMES if names.name != "base"]
     unknown = [name for name in family.heads if name not in tasks]
     if unknown:
         raise ConfigError(
@@ -83,3 +85,31 @@ def register(family: Family) -> Family:
         )
     _registered[family.model_type] = family
     return family
+
+
+def _travelled(model_type: str, config: type[Any]) -> Family:
+    """Return the family of this process with that name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if (family := named(model_type)) is not None:
+        return family
+    known = [family.model_type for family in families()]
+    raise ConfigError(
+        f"the family {model_type!r} of what is pickled is not known in this process, which has {', '.join(known)}. "
+        f"Call flodl_hf.register(FAMILY) where the module {config.__module__} is imported, so that every process that "
+        "loads it knows the family.",
+        problems=["model_type"],
+        known=known,
+    )
+
+
+def _by_name(family: Family) -> tuple[Any, ...]:
+    # A family is code, so it travels by name. Naming its configuration's class has the other process import the
+    # module of a family from outside, which is where such a family registers itself.
+    _travelled(family.model_type, family.config)
+    return _travelled, (family.model_type, family.config)
+
+
+copyreg.pickle(Family, _by_name)

@@ -16,7 +16,7 @@ from flodl_hf.finetuning.metadata import PIPELINES, head_of_card, hub_name
 
 if TYPE_CHECKING:
     from flodl_hf.finetuning.job import Job
-    from flodl_hf.finetuning.run import FinetuneResult
+    from flodl_hf.finetuning.result import FinetuneResult
 
 __all__ = ["papers"]
 

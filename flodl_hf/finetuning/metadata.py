@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flodl_hf.finetuning.job import Job
-    from flodl_hf.finetuning.run import FinetuneResult
+    from flodl_hf.finetuning.result import FinetuneResult
 
 __all__ = ["PIPELINES", "front_matter", "head_of_card", "hub_name"]
 

@@ -8,22 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from flodl.errors import ConfigError, TrainError
 from flodl.metrics import Metric
-from flodl.train import Callback, Loss
-from flodl_hf.losses import IGNORED_LABEL
+from flodl.train import Callback
+from flodl_hf.finetuning.own_loss import LossFunction
+from flodl_hf.finetuning.task import Scorer, Task
 
-if TYPE_CHECKING:
-    from flodl_hf.finetuning.task import Scorer, Task
+__all__ = ["Kept", "Own", "OwnScorer"]
 
-__all__ = ["Kept", "Own", "OwnScorer", "own_loss"]
-
-LossFunction = Callable[[Tensor, Tensor], Any]
 MetricFunction = Callable[[Any, Any], Any]
 
 
@@ -32,7 +28,7 @@ class Own:
     """What the user brings.
 
     Attributes:
-        loss: ``loss(scores, labels)``; see `own_loss`.
+        loss: ``loss(scores, labels)``; see `flodl_hf.finetuning.own_loss.own_loss`.
         metrics: ``metrics(predictions, truth)`` gives figures by name; or such functions by name, each giving one.
         callbacks: take part in training.
     """
@@ -66,39 +62,6 @@ class Own:
             problems.append("metrics: of masked words scores are too large to be kept; expected none")
         if problems:
             raise ConfigError("finetune: " + "; ".join(problems), problems=problems)
-
-
-def own_loss(call: LossFunction, scores: Tensor, labels: Tensor, rows: Any) -> Loss:
-    """Return what a user's loss gives for some items, as a sum and a count.
-
-    A value for each item is added up; a mean is taken to be over the items, those of whole-number labels that are
-    not -100. Both, and a pair ``(sum, count)`` or a `Loss`, give the same step however rows are cut.
-
-    Args:
-        call: called with scores ``(items, classes)`` and labels ``(items,)``, or ``(items, ...)`` as the task has them.
-        rows: how many items there are where labels do not tell.
-
-    Raises:
-        TrainError: it returns something else.
-    """
-    given = call(scores, labels)
-    if isinstance(given, Loss):
-        return given
-    if isinstance(given, tuple) and len(given) == 2:
-        return Loss(*given)
-    kept = labels != IGNORED_LABEL if not labels.is_floating_point() and labels.dim() == 1 else None
-    count = rows if kept is None else kept.sum()
-    if isinstance(given, Tensor) and given.dim() == 0:
-        return Loss.mean(given, count)
-    if isinstance(given, Tensor) and given.shape[:1] == labels.shape[:1]:
-        each = given if given.dim() == 1 else given.flatten(1).mean(1)
-        return Loss((each if kept is None else torch.where(kept, each, 0.0)).sum(), count)
-    shape = f" of shape {tuple(given.shape)}" if isinstance(given, Tensor) else ""
-    raise TrainError(
-        f"loss: found {type(given).__name__}{shape}; expected a mean, a value for each of the {len(labels)} items, a "
-        "pair (sum, count), or a flodl.train.Loss",
-        found=type(given).__name__,
-    )
 
 
 class Kept:

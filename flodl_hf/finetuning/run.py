@@ -11,9 +11,9 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -31,55 +31,13 @@ from flodl_hf.finetuning.data import is_several
 from flodl_hf.finetuning.job import Job, plan_job
 from flodl_hf.finetuning.options import FinetuneWords, Options, make_options
 from flodl_hf.finetuning.own import Own
-from flodl_hf.finetuning.shown import run_dict, run_line, run_page
+from flodl_hf.finetuning.result import FinetuneResult
 from flodl_hf.finetuning.training import CHECKPOINTS, make_builder, settings_of_torch, train_job
 
 if TYPE_CHECKING:
     from flodl_hf.model import EncoderModel
 
-__all__ = ["FinetuneResult", "finetune", "make_builder", "train_job"]
-
-
-@dataclass(frozen=True)
-class FinetuneResult:
-    """A finished run.
-
-    Attributes:
-        model: the trained model, ready to predict.
-        folder: where it was written; None without ``out``.
-        task: the head's name.
-        metrics: figures of the model on the held-out data; empty without any.
-        history: one record for each evaluation: ``step``, ``epoch`` and its figures.
-        losses: mean training loss of every optimiser step.
-        steps: optimiser steps taken.
-        best_step: the step that ``model`` is from.
-        seconds: wall clock of the training.
-        recipe: the options that reproduce the run, as written to ``recipe.yaml``.
-        changes: what was changed with ``allow_change`` when the run was taken up again: ``step``, ``name``, ``was``,
-            ``is``. Losses, history, steps and seconds are those of the whole run, however often it was ended.
-    """
-
-    model: EncoderModel
-    folder: Path | None
-    task: str
-    metrics: dict[str, float]
-    history: list[dict[str, Any]]
-    losses: list[float] = field(repr=False)
-    steps: int
-    best_step: int
-    seconds: float
-    recipe: dict[str, Any] = field(repr=False)
-    changes: list[Mapping[str, Any]] = field(default_factory=list, repr=False)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything but the model as JSON types."""
-        return run_dict(self)
-
-    def __repr__(self) -> str:
-        return run_line(self)
-
-    def _repr_html_(self) -> str:
-        return run_page(self)
+__all__ = ["finetune", "make_builder", "train_job"]
 
 
 def finetune(
@@ -118,7 +76,7 @@ def finetune(
         overwrite: replace a folder that holds a model.
         on_event: called with the events of training (`flodl.train.events`) as they come.
         progress: True shows how far training is, None where it takes longer than a second, False nothing.
-        loss: ``loss(scores, labels)`` in place of the task's loss; see `flodl_hf.finetuning.own.own_loss`.
+        loss: ``loss(scores, labels)`` in place of the task's loss; see `flodl_hf.finetuning.own_loss.own_loss`.
         metrics: ``metrics(predictions, truth)`` gives figures by name, beside the task's; or such functions by name.
             Predictions and truth are arrays ``(examples, ...)`` of scores and labels, lists of tags, or answers and
             lists of those accepted.

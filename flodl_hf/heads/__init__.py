@@ -1,4 +1,4 @@
-"""The tasks this package knows. A new one is a file in this folder and a name in the tuple below."""
+"""The tasks this package knows. A new one is a file in this folder, a name in the tuple below, and its names."""
 
 from flodl_hf.heads import (
     base,

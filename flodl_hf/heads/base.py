@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 import torch
 from torch import Tensor
 
+from flodl_hf import head_names
 from flodl_hf.heads.head import Head
 from flodl_hf.model import EncoderModel
 from flodl_hf.outputs import BaseOutput
@@ -217,4 +218,4 @@ class BaseModel(EncoderModel):
         return encoded.first_windows() if truncate else encoded
 
 
-HEAD = Head("base", "Model", BaseModel, "base")
+HEAD = Head(head_names.BASE, BaseModel)

@@ -1,9 +1,11 @@
-"""What a task has to state."""
+"""A task's names and the class of its models."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from flodl_hf.head_names import HeadNames
 
 if TYPE_CHECKING:
     from flodl_hf.model import EncoderModel
@@ -16,15 +18,24 @@ class Head:
     """One task.
 
     Args:
-        name: our word for it, which families use as key.
-        hf_suffix: what follows the class prefix in transformers' class names.
+        names: what it is called.
         model: the class of its models.
-        short: the word for command lines and tables.
-        labelled: the configuration's labels are the classifier's rows.
     """
 
-    name: str
-    hf_suffix: str
+    names: HeadNames
     model: type[EncoderModel]
-    short: str
-    labelled: bool = False
+
+    @property
+    def name(self) -> str:
+        """Our word for it, which families use as key."""
+        return self.names.name
+
+    @property
+    def hf_suffix(self) -> str:
+        """What follows the class prefix in transformers' class names."""
+        return self.names.hf_suffix
+
+    @property
+    def short(self) -> str:
+        """The word for command lines and tables."""
+        return self.names.short

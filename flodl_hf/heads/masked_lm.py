@@ -6,18 +6,19 @@ Transformers' class: ``BertForMaskedLM`` and its siblings.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Unpack
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from flodl_hf import head_names
 from flodl_hf.errors import PredictError
 from flodl_hf.heads.head import Head
 from flodl_hf.heads.scoring import ScoringModel
 from flodl_hf.losses import check_labels, token_loss
 from flodl_hf.outputs import MaskedLMOutput
+from flodl_hf.results import Fill
 from flodl_hf.words import MASKS, taking
 
 if TYPE_CHECKING:
@@ -28,23 +29,6 @@ if TYPE_CHECKING:
     from flodl_hf.tokenizer import Row, Tokenizer
 
 __all__ = ["HEAD", "Fill", "MaskedLM"]
-
-
-@dataclass(frozen=True, slots=True)
-class Fill:
-    """One proposal for one mask.
-
-    Attributes:
-        token: the word or word piece as text.
-        score: its probability, from 0 to 1; of several tokens the product.
-        token_ids: its ids.
-        sequence: the text with this mask filled; other masks stay.
-    """
-
-    token: str
-    score: float
-    token_ids: tuple[int, ...]
-    sequence: str
 
 
 class MaskedLM(ScoringModel):
@@ -317,4 +301,4 @@ def _put(tokenizer: Tokenizer, text: str, mask: int, word: str) -> str:
     return before + word + after
 
 
-HEAD = Head("masked_lm", "ForMaskedLM", MaskedLM, "mlm")
+HEAD = Head(head_names.MASKED_LM, MaskedLM)

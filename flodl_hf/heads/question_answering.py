@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Unpack
 
 from torch import Tensor
 
+from flodl_hf import head_names
 from flodl_hf.errors import PredictError
 from flodl_hf.heads.head import Head
 from flodl_hf.losses import span_loss
@@ -264,4 +265,4 @@ def _questions(chunk: Sequence[Any]) -> tuple[list[str], list[str]]:
     return list(questions), list(contexts)
 
 
-HEAD = Head("question_answering", "ForQuestionAnswering", QuestionAnswerer, "qa")
+HEAD = Head(head_names.QUESTION_ANSWERING, QuestionAnswerer)

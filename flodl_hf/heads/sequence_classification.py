@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Unpack
 import torch
 from torch import Tensor
 
+from flodl_hf import head_names
 from flodl_hf.heads.head import Head
 from flodl_hf.heads.scoring import ScoringModel
 from flodl_hf.losses import check_labels, classification_loss
@@ -286,4 +287,4 @@ def _as_given(item: Any) -> Any:
     return item
 
 
-HEAD = Head("sequence_classification", "ForSequenceClassification", SequenceClassifier, "seqcls", labelled=True)
+HEAD = Head(head_names.SEQUENCE_CLASSIFICATION, SequenceClassifier)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Unpack
 
 from torch import Tensor
 
+from flodl_hf import head_names
 from flodl_hf.heads.head import Head
 from flodl_hf.heads.scoring import ScoringModel
 from flodl_hf.losses import check_labels, token_loss
@@ -169,4 +170,4 @@ def _without_words(words: Any) -> bool:
     return isinstance(words, (list, tuple)) and all(isinstance(w, str) and not w.strip() for w in words)
 
 
-HEAD = Head("token_classification", "ForTokenClassification", TokenClassifier, "tokcls", labelled=True)
+HEAD = Head(head_names.TOKEN_CLASSIFICATION, TokenClassifier)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from flodl.graph import Graph
+from flodl_hf.runtime import cpu_features
 from flodl_hf.runtime.cpu_products import (
     CpuLinear,
     Plain,
@@ -25,7 +26,6 @@ from flodl_hf.runtime.cpu_products import (
     Whole,
     first_is_later,
     has_reordered,
-    has_whole,
     sums_in_32_bits,
 )
 from flodl_hf.tables.arrange import arrange_processor, layers_of
@@ -35,16 +35,7 @@ from flodl_hf.tables.table import TORCH
 if TYPE_CHECKING:
     from flodl_hf.runtime.precision import Precision
 
-__all__ = ["missing", "prepare_cpu", "products_of"]
-
-
-def missing(precision: str) -> str | None:
-    """Return why this processor does not run a precision, or None if it does."""
-    if precision == "bf16" and not _multiplies_bf16():
-        return "the processor has no bf16 instructions (AVX512-BF16 or AMX), so bf16 would be slower than fp32"
-    if precision == "int8" and not has_whole():
-        return "this build of torch has no int8 products for it (onednn.qlinear_pointwise)"
-    return None
+__all__ = ["prepare_cpu", "products_of"]
 
 
 def prepare_cpu(graph: Graph, precision: Precision | None) -> dict[str, str]:
@@ -91,7 +82,7 @@ def _widen(graph: nn.Module) -> None:
         for name, parameter in module._parameters.items():
             if parameter is None or parameter.dtype not in (torch.float16, torch.bfloat16):
                 continue
-            if parameter.dtype == torch.bfloat16 and _multiplies_bf16():
+            if parameter.dtype == torch.bfloat16 and cpu_features.multiplies_bf16():
                 continue
             if id(parameter) not in changed:
                 changed[id(parameter)] = nn.Parameter(parameter.detach().float(), requires_grad=False)
@@ -130,25 +121,3 @@ def _reorders() -> bool:
     # Measured: with AVX-512 reordered weights are a fifth faster than torch's product; with AVX2 MKL is a
     # fifth faster than oneDNN.
     return torch.backends.cpu.get_cpu_capability().startswith("AVX512") and has_reordered(torch.float32)
-
-
-@cache
-def _multiplies_bf16() -> bool:
-    has = _capabilities()
-    named = has("avx512_bf16") or has("amx_tile") or has("amx_bf16")
-    return named and has_reordered(torch.bfloat16)
-
-
-class _Capabilities:
-    """What torch says about the processor, under either of the ways it has said it."""
-
-    def __call__(self, name: str) -> bool:
-        listed = getattr(torch.cpu, "get_capabilities", None)
-        if listed is not None and name in (found := listed()):
-            return bool(found[name])
-        ask = getattr(torch.cpu, f"_is_{name}_supported", None)
-        return bool(ask()) if ask is not None else False
-
-
-def _capabilities() -> _Capabilities:
-    return _Capabilities()

@@ -21,7 +21,7 @@ from flodl_hf.runtime.batch import Batch, batch_of, check_rows
 from flodl_hf.runtime.options import RunOptions
 from flodl_hf.runtime.passes import Work
 from flodl_hf.runtime.pending import Pending
-from flodl_hf.runtime.plan import plan_batches
+from flodl_hf.runtime.plan import plan_batches, usual_budget
 from flodl_hf.runtime.precision import multiplying
 from flodl_hf.runtime.prepared import Prepared, holder
 from flodl_hf.runtime.record import SMALL, WAIT, Recorder
@@ -30,10 +30,6 @@ if TYPE_CHECKING:
     from flodl_hf.model import EncoderModel
 
 __all__ = ["Engine", "Pending"]
-
-# Small chunks keep activations in a processor's cache; an accelerator wants large products.
-CPU_BUDGET = 1024
-CUDA_BUDGET = 65_536
 
 
 class Engine:
@@ -63,9 +59,8 @@ class Engine:
         if "recorder" not in kept:
             kept["recorder"] = Recorder()
         self.recorder: Recorder = kept["recorder"]
-        usual = CUDA_BUDGET if self.cuda else CPU_BUDGET
         # What once ran out of memory is not tried again on this graph.
-        self.budget = min(options.token_budget or usual, kept.get("most_tokens", 1 << 60))
+        self.budget = min(options.token_budget or usual_budget(self.device.type), kept.get("most_tokens", 1 << 60))
 
     @classmethod
     def of(

@@ -1,4 +1,4 @@
-"""Which rows run together. Pure functions of lengths."""
+"""Which rows run together. Pure functions of lengths, and of the kind of a device."""
 
 from __future__ import annotations
 
@@ -6,7 +6,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-__all__ = ["plan_batches"]
+__all__ = ["plan_batches", "usual_budget"]
+
+# Small chunks keep activations in a processor's cache; an accelerator wants large products.
+CPU_BUDGET = 1024
+CUDA_BUDGET = 65_536
+
+
+def usual_budget(kind: str) -> int:
+    """Return how many tokens of a batch suit a kind of device, as ``device.type`` names it."""
+    return CUDA_BUDGET if kind == "cuda" else CPU_BUDGET
 
 
 def plan_batches(

@@ -84,7 +84,7 @@ def _missing_on_cpu(precision: str) -> str | None:
         return "tf32 is a number format of NVIDIA's devices"
     if precision == "fp16":
         return "processors multiply fp16 more slowly than fp32; use fp32, bf16 or int8"
-    from flodl_hf.runtime.cpu import missing
+    from flodl_hf.runtime.cpu_features import missing
 
     return missing(precision)
 

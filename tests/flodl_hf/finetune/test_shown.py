@@ -13,7 +13,7 @@ import torch
 
 from flodl.observe.curve import MOST, curve_svg
 from flodl.train.handle import Handle, Trained
-from flodl_hf.finetuning.run import FinetuneResult
+from flodl_hf.finetuning.result import FinetuneResult
 from flodl_hf.loading import LoadReport
 
 

@@ -17,7 +17,7 @@ from flodl_hf.encoder_layer import EncoderLayer
 from flodl_hf.families import FAMILIES
 from flodl_hf.layout import Layout, Packed, Padded
 from flodl_hf.model import EncoderModel
-from flodl_hf.runtime import cpu
+from flodl_hf.runtime import cpu, cpu_features
 from flodl_hf.runtime.cpu_products import (
     Plain,
     Reordered,
@@ -150,7 +150,7 @@ def test_activations_in_place_have_the_values_of_the_others(name: str, product: 
 def test_half_weights_are_computed_in_float32_where_the_processor_lacks_them(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu, "_multiplies_bf16", lambda: False)
+    monkeypatch.setattr(cpu_features, "multiplies_bf16", lambda: False)
     model = made("bert", "token_classification").to(dtype)
     graph = shadow(model.graph)
     cpu.prepare_cpu(graph, None)
@@ -207,13 +207,13 @@ def test_int8_takes_tokens_of_any_range() -> None:
 
 
 def test_precisions_are_refused_by_what_the_processor_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "_multiplies_bf16", lambda: False)
-    monkeypatch.setattr(cpu, "has_whole", lambda: False)
-    assert "bf16" in str(cpu.missing("bf16"))
-    assert "onednn.qlinear_pointwise" in str(cpu.missing("int8"))
-    monkeypatch.setattr(cpu, "_multiplies_bf16", lambda: True)
-    monkeypatch.setattr(cpu, "has_whole", lambda: True)
-    assert [cpu.missing(name) for name in ("fp32", "bf16", "int8")] == [None, None, None]
+    monkeypatch.setattr(cpu_features, "multiplies_bf16", lambda: False)
+    monkeypatch.setattr(cpu_features, "has_whole", lambda: False)
+    assert "bf16" in str(cpu_features.missing("bf16"))
+    assert "onednn.qlinear_pointwise" in str(cpu_features.missing("int8"))
+    monkeypatch.setattr(cpu_features, "multiplies_bf16", lambda: True)
+    monkeypatch.setattr(cpu_features, "has_whole", lambda: True)
+    assert [cpu_features.missing(name) for name in ("fp32", "bf16", "int8")] == [None, None, None]
 
 
 @pytest.fixture
@@ -221,11 +221,11 @@ def without_operators(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Take torch's private operators away, as another build of it would."""
     monkeypatch.setattr(torch.ops, "mkldnn", object())
     monkeypatch.setattr(torch.ops, "onednn", object())
-    for cached in (has_reordered, has_whole, cpu._reorders, cpu._multiplies_bf16):
+    for cached in (has_reordered, has_whole, cpu._reorders, cpu_features.multiplies_bf16):
         cached.cache_clear()
     yield
     monkeypatch.undo()
-    for cached in (has_reordered, has_whole, cpu._reorders, cpu._multiplies_bf16):
+    for cached in (has_reordered, has_whole, cpu._reorders, cpu_features.multiplies_bf16):
         cached.cache_clear()
 
 
@@ -234,8 +234,8 @@ def test_without_private_operators_torchs_own_product_answers(monkeypatch: pytes
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     assert not has_reordered(torch.float32)
     assert not has_whole()
-    assert cpu.missing("bf16")
-    assert cpu.missing("int8")
+    assert cpu_features.missing("bf16")
+    assert cpu_features.missing("int8")
     model = made("bert", "token_classification")
     graph = shadow(model.graph)
     cpu.prepare_cpu(graph, "fp32")

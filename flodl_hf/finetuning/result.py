@@ -1,20 +1,65 @@
-"""A finished run as people look at it: in a line, as JSON types, and drawn in a notebook."""
+"""A finished run: what came of it, and how people look at it: in a line, as JSON types, drawn in a notebook."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from html import escape
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flodl.observe.curve import curve_svg
 from flodl.progress import clock, count
 
 if TYPE_CHECKING:
-    from flodl_hf.finetuning.run import FinetuneResult
+    from flodl_hf.model import EncoderModel
 
-__all__ = ["run_dict", "run_line", "run_page"]
+__all__ = ["FinetuneResult"]
 
 
-def run_line(run: FinetuneResult) -> str:
+@dataclass(frozen=True)
+class FinetuneResult:
+    """A finished run.
+
+    Attributes:
+        model: the trained model, ready to predict.
+        folder: where it was written; None without ``out``.
+        task: the head's name.
+        metrics: figures of the model on the held-out data; empty without any.
+        history: one record for each evaluation: ``step``, ``epoch`` and its figures.
+        losses: mean training loss of every optimiser step.
+        steps: optimiser steps taken.
+        best_step: the step that ``model`` is from.
+        seconds: wall clock of the training.
+        recipe: the options that reproduce the run, as written to ``recipe.yaml``.
+        changes: what was changed with ``allow_change`` when the run was taken up again: ``step``, ``name``, ``was``,
+            ``is``. Losses, history, steps and seconds are those of the whole run, however often it was ended.
+    """
+
+    model: EncoderModel
+    folder: Path | None
+    task: str
+    metrics: dict[str, float]
+    history: list[dict[str, Any]]
+    losses: list[float] = field(repr=False)
+    steps: int
+    best_step: int
+    seconds: float
+    recipe: dict[str, Any] = field(repr=False)
+    changes: list[Mapping[str, Any]] = field(default_factory=list, repr=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything but the model as JSON types."""
+        return _run_dict(self)
+
+    def __repr__(self) -> str:
+        return _run_line(self)
+
+    def _repr_html_(self) -> str:
+        return _run_page(self)
+
+
+def _run_line(run: FinetuneResult) -> str:
     """Return what came of a run in one line."""
     figures = ", ".join(f"{name} {value:.4g}" for name, value in list(run.metrics.items())[:4])
     loss = f", last loss {run.losses[-1]:.4g}" if run.losses else ""
@@ -24,7 +69,7 @@ def run_line(run: FinetuneResult) -> str:
     return f"FinetuneResult({run.task}, {run.steps:,} steps in {clock(run.seconds)}{loss}{best}{told}{where})"
 
 
-def run_dict(run: FinetuneResult) -> dict[str, Any]:
+def _run_dict(run: FinetuneResult) -> dict[str, Any]:
     """Return a run as JSON types, its model left out."""
     from flodl_hf.results import plain
 
@@ -48,7 +93,7 @@ def _is_json(value: Any) -> bool:
     return value is None or isinstance(value, (str, int, float, list, tuple, dict))
 
 
-def run_page(run: FinetuneResult) -> str:
+def _run_page(run: FinetuneResult) -> str:
     """Return a run as HTML: the loss of each step as a curve, evaluations as lines in it and rows below."""
     from flodl_hf.pages import table
 
@@ -62,7 +107,7 @@ def run_page(run: FinetuneResult) -> str:
         if record.get("step")
     }
     curve = curve_svg(run.losses, marks=marks, title="training loss")
-    return f"<div>{escape(run_line(run))}</div>{curve}" + (table(rows, ["step", *map(escape, names)]) if rows else "")
+    return f"<div>{escape(_run_line(run))}</div>{curve}" + (table(rows, ["step", *map(escape, names)]) if rows else "")
 
 
 def _cell(value: Any) -> str:
