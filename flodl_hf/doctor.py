@@ -211,7 +211,8 @@ def _cuda_advice() -> str:
 
 
 def _kernels() -> Iterator[Finding]:
-    from flodl_hf.runtime.cpu import missing, products_of
+    from flodl_hf.runtime.cpu import products_of
+    from flodl_hf.runtime.cpu_features import missing
 
     best = best_device()
     if best.type == "cuda":
