@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from flodl_hf.bulk import FileResult, Progress
 
 NAME = "predict"
+MOST_DRAWN = 1_000
+"""Most answers that --html draws."""
 
 
 def _file_option(*names: str, says: str, **more: Any) -> Any:
@@ -130,6 +132,10 @@ def command(
         str | None,
         _file_option("--devices", says="How many processes, or their devices: 2, cuda:0,cuda:1, or auto for all."),
     ] = None,
+    page: Annotated[
+        Path | None,
+        _answer_option("--html", says="Also write the answers as a page, drawn as notebooks draw them; at most 1,000."),
+    ] = None,
     device: Annotated[
         str, _running_option("--device", says="cpu, cuda, cuda:1, mps, or auto for the best device there is.")
     ] = "auto",
@@ -150,6 +156,8 @@ def command(
         "question_column": question_column, "context_column": context_column, "query_column": query_column,
         "id_column": id_column, "keep": keep, "part_rows": part_rows, "devices": devices,
     }  # fmt: skip
+    if page is not None and (source is not None or out is not None):
+        _misused("--html draws the answers to texts; it has no room for --in and --out")
     if source is not None and out is not None and not text:
         said = {name: value for name, value in files.items() if value is not None}
         said |= {"question": question, "query": query, "on_error": on_error, "restart": restart, "head": head}
@@ -179,7 +187,10 @@ def command(
         if query is not None
         else answer(loaded, texts, question=question, options={k: v for k, v in options.items() if v is not None})
     )
+    drawn: list[tuple[str, Any]] = []
     for given, found in answers:
+        if page is not None and len(drawn) < MOST_DRAWN:
+            drawn.append((given, found))
         if json_output:
             # One object a line, so that any number of texts can be piped on.
             line = {"text": given, "result": plain(found)}
@@ -188,6 +199,11 @@ def command(
         else:
             tell(given, bold=True)
             tell(show(found))
+    if page is not None:
+        from flodl_hf.report.answers import write_page
+
+        write_page(page, model, drawn)
+        say(f"drawn in {page}")
 
 
 def _misused(text: str) -> None:
