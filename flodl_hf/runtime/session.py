@@ -120,7 +120,7 @@ class Session:
         if not single and self.options.devices is not None and len(self.options.devices) > 1:
             from flodl_hf.runtime.workers import call_of
 
-            call = call_of(self.model, self.options, len(items) if isinstance(items, Sequence) else None, encode, work)
+            call = call_of(self.model, self.options, items, encode, work)
             job = job if call is None else _sent(job, call)
         if kind is not None:
             job = found_by(job, kind, **words)

@@ -23,7 +23,7 @@ import torch
 from flodl_hf.decode.rows import TokenTable
 from flodl_hf.runtime.engine import Engine, current
 from flodl_hf.runtime.inputs import Encoded
-from flodl_hf.runtime.parcels import receive, send, unpacked
+from flodl_hf.runtime.parcels import packed, receive, send, unpacked
 
 __all__ = ["serve"]
 
@@ -116,13 +116,20 @@ class Worker:
                 found = self._told(fault)
             try:
                 send(self._connection, (number, found))
-            except (OSError, ValueError):
+            except OSError:
                 return  # the caller is gone, which whoever reads finds out too
             except Exception as fault:
+                # Pickled before anything is written, so nothing of it is on its way.
                 send(self._connection, (number, RuntimeError(f"{type(fault).__name__}: {fault}")))
 
     def _told(self, fault: BaseException) -> BaseException:
-        fault.add_note(f"in the process for {self._device}:\n{''.join(traceback.format_tb(fault.__traceback__))}")
+        note = f"in the process for {self._device}:\n{''.join(traceback.format_tb(fault.__traceback__))}"
+        try:
+            # Not every exception can be made anew from what it holds.
+            unpacked(packed(fault))
+        except Exception:
+            fault = RuntimeError(f"{type(fault).__name__}: {fault}")
+        fault.add_note(note)
         return fault
 
 

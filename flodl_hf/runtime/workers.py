@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from itertools import count
+from itertools import count, islice
 from multiprocessing.connection import Connection
 from threading import Lock, Thread, current_thread
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,7 @@ from flodl_hf.runtime.options import RunOptions
 from flodl_hf.runtime.parcels import packed, receive, send
 from flodl_hf.runtime.passes import Work
 from flodl_hf.runtime.prepared import Stamp
+from flodl_hf.tokenization.spread import cores
 
 if TYPE_CHECKING:
     from flodl_hf.model import EncoderModel
@@ -55,27 +56,37 @@ def worth_it(devices: Sequence[torch.device]) -> bool:
     return len(set(devices)) == len(devices) > 1 and all(device.type == "cuda" for device in devices)
 
 
-def _started(descriptor: int) -> subprocess.Popen[bytes]:
+def _started(descriptor: int, cores: int) -> subprocess.Popen[bytes]:
+    # Each tokenises what it answers; all cores for each would have them wait for each other.
+    share = {"RAYON_NUM_THREADS": str(cores)} | os.environ
     # Not by multiprocessing, which would run the caller's program again up to where it starts processes.
     code = _SERVE.format(path=sys.path, descriptor=descriptor)
     # In a group of its own, which Ctrl-C does not reach while it still imports.
     return subprocess.Popen(
-        [sys.executable, "-c", code], pass_fds=[descriptor], stdin=subprocess.DEVNULL, process_group=0
+        [sys.executable, "-c", code], pass_fds=[descriptor], stdin=subprocess.DEVNULL, process_group=0, env=share
     )
 
 
 class _One:
-    """The process of one device."""
+    """The process of one device.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        device: the device.
+        cores: how many cores are its share.
+    """
+
+    def __init__(self, device: torch.device, cores: int) -> None:
         self.device = device
         self.asked: dict[int, Future[Any]] = {}
         self.waiting = 0
         self.sound = True
         self._lock = Lock()
+        self._ended = False
+        self._asking = Lock()
+        self._closing = Lock()
         mine, its = socket.socketpair()
         with its:
-            self.process = _started(its.fileno())
+            self.process = _started(its.fileno(), cores)
         self.connection = Connection(mine.detach())
         self._listener = Thread(target=self._listen, name=f"flodl-hf-{device}", daemon=True)
         self._listener.start()
@@ -87,8 +98,14 @@ class _One:
     def ask(self, number: int, size: int, *message: Any, weights: bool = False) -> Future[Any]:
         """Send what has an answer; the future gives it or raises."""
         future: Future[Any] = Future()
-        self.asked[number] = future
-        self.waiting += size
+        with self._asking:
+            self.waiting += size
+            # Nobody would hear an answer once the listener has ended.
+            if self._ended:
+                self.waiting -= size
+                future.set_exception(self._fault())
+                return future
+            self.asked[number] = future
         future.add_done_callback(lambda _: self._less(size))
         try:
             self.tell(*message, weights=weights)
@@ -97,16 +114,21 @@ class _One:
         return future
 
     def _less(self, size: int) -> None:
-        self.waiting -= size
+        with self._asking:
+            self.waiting -= size
 
     def _listen(self) -> None:
         while True:
             try:
                 number, found = receive(self.connection)
-            except (EOFError, OSError, TypeError):
+            except (EOFError, OSError):
                 self._gone()
                 return
-            future = self.asked.pop(number, None)
+            except BaseException as fault:  # what came cannot be read, and what comes behind it may not be either
+                self._gone(fault)
+                return
+            with self._asking:
+                future = self.asked.pop(number, None)
             if future is None:
                 continue
             if isinstance(found, BaseException):
@@ -116,22 +138,32 @@ class _One:
             else:
                 future.set_result(found)
 
-    def _gone(self) -> None:
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(1)
-        while self.asked:
-            _, future = self.asked.popitem()
+    def _gone(self, cause: BaseException | None = None) -> None:
+        """Give up the process: who waits for an answer, and who asks from now on, is told so."""
+        if cause is None:
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(1)
+        with self._asking:
+            self._ended, self.sound = True, False
+            left, self.asked = self.asked, {}
+        for future in left.values():
             if not future.done():
-                future.set_exception(
-                    PredictError(
-                        f"the process that answered for {self.device} ended (exit code {self.process.returncode}); "
-                        "its messages are above; the next call starts without it",
-                        device=str(self.device),
-                    )
-                )
+                future.set_exception(self._fault(cause))
+
+    def _fault(self, cause: BaseException | None = None) -> PredictError:
+        how = f"ended (exit code {self.process.returncode}); its messages are above"
+        if cause is not None:
+            how = f"sent what cannot be read ({type(cause).__name__}: {cause})"
+        return PredictError(
+            f"the process that answered for {self.device} {how}; the next call starts without it",
+            device=str(self.device),
+        )
 
     def close(self) -> None:
         """End the process, whatever it does."""
+        # Once, also where garbage collection comes in between; the number of a closed line is soon another's.
+        if not self._closing.acquire(blocking=False):
+            return
         # Closing alone would leave the thread that reads.
         with suppress(OSError), socket.socket(fileno=os.dup(self.connection.fileno())) as line:
             line.shutdown(socket.SHUT_RDWR)
@@ -142,7 +174,9 @@ class _One:
             self.process.wait()
         # Its number goes to the next line that is opened, which nobody may read or write by mistake.
         if self._listener is not current_thread():
-            self._listener.join(5)
+            self._listener.join(30)
+            if self._listener.is_alive():
+                return
         with self._lock:
             self.connection.close()
 
@@ -153,13 +187,18 @@ class Workers:
     Args:
         model: what they run.
         devices: one for each.
+        data: of the call that they are started for, see `packed`.
+        texts: some of its texts, which are answered for nothing, so that kernels are loaded and passes recorded when
+            answers are waited for.
 
     Attributes:
         ready: whether they can be asked.
         failed: whether they could not be started.
     """
 
-    def __init__(self, model: EncoderModel, devices: Sequence[torch.device]) -> None:
+    def __init__(
+        self, model: EncoderModel, devices: Sequence[torch.device], data: bytes = b"", texts: Sequence[Any] = ()
+    ) -> None:
         self.devices = tuple(devices)
         self.ready = False
         self.closed = False
@@ -170,28 +209,44 @@ class Workers:
         self._ones: list[_One] = []
         self._numbers = count(1)
         self._lock = Lock()
-        self._starting = Thread(target=self._start, args=(model,), name="flodl-hf-workers", daemon=True)
+        self._starting = Thread(
+            target=self._start, args=(model, data, list(texts)), name="flodl-hf-workers", daemon=True
+        )
         _ALL.add(self)
         self._starting.start()
 
-    def _start(self, model: EncoderModel) -> None:
+    def _start(self, model: EncoderModel, data: bytes, texts: list[Any]) -> None:
+        share = max(2, cores() // len(self.devices))
         threads = max(1, torch.get_num_threads() // len(self.devices))
         try:
             for device in self.devices:
-                self._ones.append(_One(device))
+                self._ones.append(_One(device, share))
             told = [one.ask(0, 0, "model", model, one.device, threads, weights=True) for one in self._ones]
             for future in told:
                 future.result()
+            if texts:
+                self._rehearse(self.call(data), texts)
             self.ready = not self.closed
         except BaseException as fault:
-            if not self.closed:
-                self.failed = True
+            closed, self.failed = self.closed, not self.closed
+            self.close()
+            if not closed:
                 warnings.warn(
                     f"prediction on {len(self.devices)} devices goes on in one process, which keeps them less busy: "
                     f"{type(fault).__name__}: {fault}",
                     stacklevel=2,
                 )
-            self.close()
+
+    def _rehearse(self, call: int, texts: list[Any]) -> None:
+        # Twice: shapes that came once are recorded.
+        told = []
+        for one in [*self._ones, *self._ones]:
+            number = next(self._numbers)
+            told.append(one.ask(number, 0, "texts", number, call, texts))
+        for future in told:
+            # A fault of the texts is told by the call that they are of.
+            if (fault := future.exception()) is not None and not all(one.sound for one in self._ones):
+                raise fault
 
     def wait(self) -> None:
         """Return when they have started, or failed to."""
@@ -275,22 +330,23 @@ class Call:
 
 
 def call_of(
-    model: EncoderModel, options: RunOptions, texts: int | None, encode: Callable[[list[Any]], Any], work: Work
+    model: EncoderModel, options: RunOptions, items: Any, encode: Callable[[list[Any]], Any], work: Work
 ) -> Call | None:
     """Return what sends a call's windows to workers; None where there is one interpreter for all devices.
 
     Args:
         model: what runs.
         options: how; with several devices.
-        texts: how many there are; None where nobody knows.
+        items: the texts; of an iterator nobody knows how many there are.
         encode: the call's, which a worker does too.
         work: likewise.
     """
     devices = options.devices
     if devices is None or os.name != "posix" or not worth_it(devices):
         return None
+    known = isinstance(items, Sequence)
     with _LOCK:
-        _TEXTS[model] = _TEXTS.get(model, 0) + (LEAST if texts is None else texts)
+        _TEXTS[model] = _TEXTS.get(model, 0) + (len(items) if known else LEAST)
         workers = _OF.get(model)
         if workers is not None and workers.failed:
             return None
@@ -306,7 +362,8 @@ def call_of(
             # Made of functions that no other process has.
             return None
         if workers is None:
-            workers = _OF[model] = Workers(model, devices)
+            sample = list(islice(items, TEXTS)) if known else []
+            workers = _OF[model] = Workers(model, devices, data, sample)
     return Call(workers, data)
 
 

@@ -37,14 +37,17 @@ class Threaded:
 
     returncode: int | None = None
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, cores: int) -> None:
         self.connection = Connection(os.dup(descriptor))
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
     def _run(self) -> None:
-        with suppress(EOFError, OSError):
-            Worker(self.connection).run()
+        # As a process does, the line is closed however it ends.
+        with suppress(OSError), socket.socket(fileno=os.dup(self.connection.fileno())) as line:
+            with suppress(EOFError, OSError):
+                Worker(self.connection).run()
+            line.shutdown(socket.SHUT_RDWR)
 
     def poll(self) -> None:
         return None
@@ -124,6 +127,31 @@ def test_a_changed_model_is_sent_again_and_threads_answer_meanwhile(make: Make, 
     kept.close()
 
 
+def test_the_first_texts_are_answered_for_nothing_before_answers_are_waited_for(
+    make: Make, threaded: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = make("bert", "sequence_classification")
+    sent: list[list[str]] = []
+    plain = workers._One.ask
+
+    def ask(self: Any, number: int, size: int, kind: str, *message: Any, **words: Any) -> Any:
+        if kind == "texts":
+            sent.append(message[-1])
+        return plain(self, number, size, kind, *message, **words)
+
+    monkeypatch.setattr(workers._One, "ask", ask)
+    monkeypatch.setattr(workers, "TEXTS", 5)
+    # Neither faults of texts nor answers of theirs come to anyone but the call that they belong to.
+    with pytest.raises(FlodlError, match="surrogate"):
+        model.predict(["\ud800", *TEXTS], **TWO)
+    found = workers._OF[model]
+    found.wait()
+    assert found.ready
+    assert sent[:4] == [["\ud800", *TEXTS[:4]]] * 4
+    assert model.predict(TEXTS, **TWO) == model.predict(TEXTS, **EXACT)
+    assert workers._OF[model] is found
+
+
 def test_a_fault_there_is_raised_here_and_the_next_call_goes_on(make: Make, threaded: None) -> None:
     model: Any = make("bert", "sequence_classification")
     model.predict(TEXTS, **TWO)
@@ -178,7 +206,7 @@ def test_a_call_that_is_left_in_the_middle_disturbs_no_other(make: Make, threade
 
 
 def test_few_texts_and_processors_start_nothing(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "_started", lambda descriptor: pytest.fail("started a process"))
+    monkeypatch.setattr(workers, "_started", lambda *_: pytest.fail("started a process"))
     model: Any = make("bert", "sequence_classification")
     monkeypatch.setattr(workers, "LEAST", 1)
     model.predict(TEXTS, **TWO)
@@ -276,16 +304,86 @@ def test_processes_start_answer_and_end_with_the_program(saved: Callable[..., An
             os.kill(pid, signal.SIGCONT)
 
 
-def test_a_process_that_ends_is_told(make: Make, threaded: None) -> None:
-    model: Any = make("bert", "sequence_classification")
-    model.predict(TEXTS, **TWO)
-    found = workers._OF[model]
-    found.wait()
+def cut(found: workers.Workers) -> None:
+    """Cut the lines to all processes."""
     for one in found._ones:
         with socket.socket(fileno=os.dup(one.connection.fileno())) as line:
             line.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_process_that_ends_is_told(make: Make, threaded: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = make("bert", "sequence_classification")
+    expected = model.predict(TEXTS, **TWO)
+    first = workers._OF[model]
+    first.wait()
+    plain = workers.Workers.ask
+
+    def ask(self: workers.Workers, call: int, texts: list[Any]) -> Any:
+        cut(self)
+        return plain(self, call, texts)
+
+    monkeypatch.setattr(workers.Workers, "ask", ask)
     with pytest.raises(PredictError, match="process that answered for cpu ended"):
         model.predict(TEXTS, **TWO)
+    monkeypatch.setattr(workers.Workers, "ask", plain)
+    assert model.predict(TEXTS, **TWO) == expected
+    second = workers._OF[model]
+    assert second is not first
+    second.wait()
+    # One that ended between calls is told to nobody.
+    cut(second)
+    for one in second._ones:
+        one._listener.join(30)
+    assert model.predict(TEXTS, **TWO) == expected
+
+
+class _Stubborn(Exception):
+    """Can be pickled, and not be made of the pickle again."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+def test_faults_that_cannot_be_sent_as_they_are_come_as_their_text(
+    make: Make, threaded: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = make("bert", "sequence_classification")
+    model.predict(TEXTS, **TWO)
+    workers._OF[model].wait()
+    plain = Engine.start
+    for fault in (_Stubborn(1, 2), type("Local", (Exception,), {})("1 and 2")):
+        monkeypatch.setattr(Engine, "start", lambda *_, fault=fault, **__: (_ for _ in ()).throw(fault))
+        with pytest.raises(RuntimeError, match=r"(_Stubborn|Local): 1 and 2"):
+            model.predict(TEXTS, **TWO)
+        monkeypatch.setattr(Engine, "start", plain)
+        assert len(model.predict(TEXTS, **TWO)) == len(TEXTS)
+        workers._OF[model].wait()
+
+
+def test_answers_that_cannot_be_read_end_the_wait_and_the_process_is_left(
+    make: Make, threaded: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = make("bert", "sequence_classification")
+    expected = model.predict(TEXTS, **TWO)
+    first = workers._OF[model]
+    first.wait()
+    plain = workers.receive
+
+    def receive_nothing(connection: Connection) -> Any:
+        plain(connection)
+        raise AttributeError("no such class here")
+
+    monkeypatch.setattr(workers, "receive", receive_nothing)
+    with pytest.raises(PredictError, match=r"sent what cannot be read .AttributeError: no such class here"):
+        model.predict(TEXTS, **TWO)
+    monkeypatch.setattr(workers, "receive", plain)
+    # Nobody listens there any more.
+    late = first._ones[0].ask(99, 1, "texts", 99, 1, ["a"])
+    with pytest.raises(PredictError, match="the next call starts without it"):
+        late.result(10)
+    assert not first.fits(model, first.devices)
+    assert model.predict(TEXTS, **TWO) == expected
+    assert workers._OF[model] is not first
 
 
 @pytest.mark.gpu
