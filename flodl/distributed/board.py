@@ -11,7 +11,7 @@ import time
 from multiprocessing.context import BaseContext
 from typing import Any
 
-__all__ = ["PHASES", "Board"]
+__all__ = ["PHASES", "WISHES", "Board"]
 
 PHASES = (
     "spawn",
@@ -30,11 +30,13 @@ PHASES = (
     "shutdown",
     "done",
 )
-_CELLS = 3  # pulse, phase, step
+WISHES = ("stop", "evaluate", "save")
+"""What a rank may be asked for by another process of its host."""
+_CELLS = 3 + len(WISHES)  # pulse, phase, step, and how often each wish was made
 
 
 class Board:
-    """One row per rank of (pulse, phase, step), in memory that all local processes share.
+    """One row per rank of pulse, phase, step and wishes, in memory that all local processes share.
 
     Args:
         world: number of ranks.
@@ -67,6 +69,15 @@ class Board:
     def step(self, rank: int) -> int:
         """Return the last step that ``rank`` entered."""
         return int(self._cells[_CELLS * rank + 2])
+
+    def ask(self, rank: int, wish: str) -> None:
+        """Ask ``rank`` for one of `WISHES`; it heeds it at its next step."""
+        self._cells[_CELLS * rank + 3 + WISHES.index(wish)] += 1
+
+    def asked(self, rank: int) -> list[float]:
+        """Return how often ``rank`` was asked for each of `WISHES`."""
+        first = _CELLS * rank + 3
+        return list(self._cells[first : first + len(WISHES)])
 
     def silence_s(self, rank: int) -> float:
         """Return the seconds since the last pulse of ``rank``; 0 before its first."""

@@ -54,7 +54,8 @@ class Crew:
 
     Attributes:
         on_message: called in this process with ``(rank, message)`` for whatever a rank sends through
-            ``ranks.pipe``; a result other than None is sent back to that rank.
+            ``ranks.pipe``; a result other than None is sent back to that rank. Of a rank that failed it is told
+            ``("failed", (error, whether all are started again))``.
         attempt: how many times the ranks have been started again after a failure.
     """
 
@@ -218,7 +219,10 @@ class Crew:
         )
         self.stop()
         self.failures.append(error)
-        if self.attempt >= self.max_restarts or self._passed:
+        is_over = self.attempt >= self.max_restarts or bool(self._passed)
+        if self.on_message is not None:
+            self.on_message(rank, ("failed", (error, not is_over)))
+        if is_over:
             raise error
         self.attempt += 1
         self._start()

@@ -7,7 +7,7 @@ from typing import Any
 
 __all__ = ["KINDS", "Lanes"]
 
-KINDS = ("compute", "sync", "wait", "evaluation", "save")
+KINDS = ("compute", "sync", "wait", "evaluation")
 """What a rank's time is spent on; what is left of a bin is idle."""
 MOST_BINS = 400
 MOST_MEETINGS = 400

@@ -90,7 +90,7 @@ class Monitor:
         self._pages: list[str] = []
         self._live: LiveRun | None = None
         self._facts: dict[str, dict[str, Any]] = {}
-        self._order: Callable[[str], Any] | None = None
+        self._order: tuple[list[str], Callable[[str], Any]] | None = None
         self._doors: Doors | None = None
         self._pumping = threading.RLock()
         self._thread: threading.Thread | None = None
@@ -104,6 +104,8 @@ class Monitor:
         kind = type(event).__name__
         if kind == "RunStarted" and self._live is not None and self._live.is_over:
             self._new_run()
+            if self._order is not None:
+                self.take_orders(*self._order)
         self._run().put(event)
         if kind in ("RunDone", "RunFailed"):
             self._flush()
@@ -281,9 +283,11 @@ class Monitor:
         """How many pages are looking on."""
         return 0 if self._doors is None else self._doors.readers
 
-    def take_orders(self, call: Callable[[str], Any] | None) -> None:
-        """Have ``call`` told what the page asks of the run: a word of `ORDERS`; None takes no more."""
-        self._order = call
+    def take_orders(self, words: Iterable[str], call: Callable[[str], Any]) -> None:
+        """Have ``call`` told which of these words (of `ORDERS`) the page asks of the run, where control is on."""
+        allowed = [word for word in ORDERS if word in set(words)]
+        self._order = (allowed, call)
+        self._run().put(lambda recorder: recorder.say(state={"orders": allowed}))
 
     def close(self) -> None:
         """Send what is left to readers, let go of the address and the record."""
@@ -348,7 +352,10 @@ class Monitor:
         live, order = self._live, self._order
         if order is None or live is None or live.is_over:
             return 409, "no run is going on that could be asked"
-        order(what)
+        allowed, call = order
+        if what not in allowed:
+            return 409, f"this run cannot be asked to {what}"
+        call(what)
         self.note(f"asked from the page: {what}", "info")
         return 202, f"the run was asked to {what}; it does so at its next step"
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from flodl.monitor.pace import Pace
-from flodl.monitor.series import Series
+from flodl.monitor.series import MOST_POINTS, Series
 
 __all__ = ["Recorder"]
 
@@ -52,6 +52,7 @@ class Recorder:
         self._steps_per_epoch = 0
         self._epoch_begin = (0, 0)  # of the epoch that runs: its number, and the step before its first
         self._points: dict[str, Series] = {}
+        self._most = MOST_A_DELTA
         self._delta: dict[str, Any] = {}
         self._unknown: dict[str, int] = {}
         self._told_by_ranks = False
@@ -127,7 +128,8 @@ class Recorder:
         delta, self._delta = self._delta, {}
         points, self._points = self._points, {}
         if points:
-            delta["p"] = {name: _few(series) for name, series in points.items()}
+            most, self._most = self._most, MOST_A_DELTA
+            delta["p"] = {name: _few(series, most) for name, series in points.items()}
         delta["t"] = round(self.now(), 2)
         if self.step or "state" in delta:
             left = self.pace.seconds_left(self.now())
@@ -176,6 +178,7 @@ class Recorder:
 
     def _past(self, event: Any) -> None:
         """Take in what a run did before, of which nobody kept a record."""
+        self._most = MOST_POINTS
         for place, loss in enumerate(event.past.losses, 1):
             epoch = place / event.steps_per_epoch if event.steps_per_epoch else 0.0
             self.point("train/loss", place, loss, at=0.0, epoch=epoch)
@@ -318,10 +321,10 @@ def _eval_name(name: str) -> str:
     return "eval/" + name.removeprefix("eval_")
 
 
-def _few(series: Series) -> list[Any]:
+def _few(series: Series, most: int) -> list[Any]:
     """Return the points of a curve as they are sent, few enough."""
-    if len(series) > MOST_A_DELTA:
-        kept = Series(most=MOST_A_DELTA)
+    if len(series) > most:
+        kept = Series(most=most)
         for point in series.points:
             kept.add(point)
         series = kept

@@ -6,10 +6,9 @@ Each method returns the builder. What the settings mean stands in `flodl.train.s
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,8 +17,9 @@ from flodl.devices import training_devices
 from flodl.distributed.group import Ranks, join_ranks, under_torchrun
 from flodl.distributed.launch import launch
 from flodl.errors import TrainError
-from flodl.train.events import EpochMetrics, Event, Observed, StepDone
-from flodl.train.handle import Handle, Trained
+from flodl.train.events import EpochMetrics, Event
+from flodl.train.handle import Handle, SendEvents, Trained
+from flodl.train.monitored import is_first_rank, monitor_of, orders_of
 from flodl.train.optim.optimizers import OptimizerMaker
 from flodl.train.plan import RunPlan
 from flodl.train.rate_search import RateSearch, search_rates
@@ -27,6 +27,9 @@ from flodl.train.rehearsal import Rehearsal, rehearse
 from flodl.train.settings import Settings, make_settings
 from flodl.train.shown import ShowProgress
 from flodl.train.step import TrainStep
+
+if TYPE_CHECKING:
+    from flodl.monitor import Monitor
 
 __all__ = ["TrainerBuilder"]
 
@@ -305,7 +308,7 @@ class TrainerBuilder:
         """
         if self._plan.data is None:
             raise TrainError("find_lr: found no dataset; call .dataset(...) first.", missing=["dataset"])
-        return search_rates(self._plan, lambda plan: self._run_here(plan, ()), low=low, high=high, steps=steps)
+        return search_rates(self._unwatched(), lambda plan: self._run_here(plan, ()), low=low, high=high, steps=steps)
 
     def dry_run(self, steps: int = 3) -> Rehearsal:
         """Train a copy of the model for some steps, the heaviest batch first, and say what the run will need.
@@ -318,7 +321,10 @@ class TrainerBuilder:
         """
         if self._plan.data is None:
             raise TrainError("dry_run: found no dataset; call .dataset(...) first.", missing=["dataset"])
-        return rehearse(self._plan, lambda plan: self._run_here(plan, ()), steps=steps)
+        return rehearse(self._unwatched(), lambda plan: self._run_here(plan, ()), steps=steps)
+
+    def _unwatched(self) -> RunPlan:
+        return replace(self._plan, settings=replace(self._plan.settings, monitor=None))
 
     def run(self) -> Handle:
         """Begin the run and return its handle.
@@ -336,10 +342,12 @@ class TrainerBuilder:
         if missing:
             raise TrainError(f"run: found no {', '.join(missing)}; call .{missing[0]}(...) first.", missing=missing)
         world = self._world()
+        monitor = monitor_of(plan.settings, is_first_rank())
+        subscribers += [] if monitor is None else [(monitor, ())]
         if world == 1 or under_torchrun():
             with contextlib.closing(shown):
-                return self._run_here(plan, subscribers)
-        return self._run_ranks(plan, world, subscribers, shown)
+                return self._run_here(plan, subscribers, monitor)
+        return self._run_ranks(plan, world, subscribers, shown, monitor)
 
     def _world(self) -> int:
         if self._devices is None:
@@ -348,7 +356,7 @@ class TrainerBuilder:
             return self._devices
         return 1 if isinstance(self._devices, str) else len(self._devices)
 
-    def _run_here(self, plan: RunPlan, subscribers: Sequence[Subscriber]) -> Handle:
+    def _run_here(self, plan: RunPlan, subscribers: Sequence[Subscriber], monitor: Monitor | None = None) -> Handle:
         device = self._devices if isinstance(self._devices, str) else None
         if isinstance(self._devices, (list, tuple)):
             device = self._devices[0]
@@ -360,13 +368,26 @@ class TrainerBuilder:
             trainer.events.subscribe(handle.note, EpochMetrics)
             for call, kinds in subscribers:
                 trainer.events.subscribe(call, *kinds)
+            if monitor is not None:
+                monitor.take_orders(orders_of(plan.settings, plan.is_judged), trainer.ask)
             trainer.fit()
+        except Exception as fault:
+            if monitor is not None:
+                monitor.failed(f"{type(fault).__name__}: {fault}")
+            raise
         finally:
             ranks.leave()
         handle.finish(Trained.of(trainer.model), trainer.model)
         return handle
 
-    def _run_ranks(self, plan: RunPlan, world: int, subscribers: Sequence[Subscriber], shown: ShowProgress) -> Handle:
+    def _run_ranks(
+        self,
+        plan: RunPlan,
+        world: int,
+        subscribers: Sequence[Subscriber],
+        shown: ShowProgress,
+        monitor: Monitor | None,
+    ) -> Handle:
         handle = Handle(world=world, metrics_fn=self._metrics_fn, subscribers=subscribers, over=shown.close)
         settings = plan.settings
         if settings.max_restarts and settings.folder is None:
@@ -374,9 +395,14 @@ class TrainerBuilder:
                 "max_restarts: found no folder for checkpoints; expected one, to go on from. Call .checkpoints(folder)."
             )
         devices = None if isinstance(self._devices, (int, str)) else self._devices
+        if monitor is not None:
+            # a monitor stays in this process
+            plan = replace(plan, settings=replace(settings, monitor=True))
+            monitor.take_orders(orders_of(settings, plan.is_judged), handle.ask)
+        everything = bool(self._subscribers) or monitor is not None
         handle.crew = launch(
             _run_rank,
-            (replace(plan, listening="all" if self._subscribers else "some" if subscribers else ""),),
+            (replace(plan, listening="all" if everything else "some" if subscribers else ""),),
             ranks=world,
             device=devices,
             start=self._start,
@@ -395,23 +421,6 @@ def _run_rank(ranks: Ranks, plan: RunPlan) -> bytes | None:
 
     trainer = replace(plan, callbacks=replace(plan.callbacks, metrics_fn=ask_host)).trainer(ranks)
     if plan.listening and ranks.rank == 0:
-        trainer.events.subscribe(_Sends(ranks.pipe, every_s=0.1 if plan.listening == "some" else 0.0))
+        trainer.events.subscribe(SendEvents(ranks.pipe, every_s=0.1 if plan.listening == "some" else 0.0))
     trainer.fit()
     return Trained.of(trainer.model).to_bytes() if ranks.rank == 0 else None
-
-
-class _Sends:
-    """Sends events to the process that started the ranks; of steps no more than people can see, where all do that."""
-
-    def __init__(self, pipe: Any, every_s: float) -> None:
-        self.pipe, self.every_s, self._last, self._passed_over = pipe, every_s, -math.inf, False
-
-    def __call__(self, event: Event) -> None:
-        if isinstance(event, StepDone):
-            self._passed_over = event.at_s - self._last < self.every_s
-            self._last = self._last if self._passed_over else event.at_s
-        if self._passed_over and (
-            isinstance(event, StepDone) or (isinstance(event, Observed) and event.scope == "step")
-        ):
-            return
-        self.pipe.send(("event", event))

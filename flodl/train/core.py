@@ -23,6 +23,7 @@ from flodl.train.callback import Hooks
 from flodl.train.evaluate import Callbacks, Evaluator
 from flodl.train.events import Events, Warned
 from flodl.train.feed import Feed
+from flodl.train.monitored import callbacks_of
 from flodl.train.observing import Observing
 from flodl.train.optim.ema import WeightAverage
 from flodl.train.optim.optimizers import OptimizerMaker, make_optimizer
@@ -34,6 +35,7 @@ from flodl.train.signals import StopSignals
 from flodl.train.step import Step, TrainStep
 from flodl.train.steplog import StepLog
 from flodl.train.tally import Tally
+from flodl.train.wishes import Wishes
 
 __all__ = ["Stopwatch", "TrainerCore", "seed_all"]
 
@@ -90,7 +92,8 @@ class TrainerCore:
         self.evaluator = Evaluator(self.callbacks, settings.early_stopping, settings.keep_best)
         self.stopping = False
         self.signals = StopSignals()
-        self.hooks = Hooks(self, settings.callbacks)
+        self.wishes = Wishes(ranks)
+        self.hooks = Hooks(self, callbacks_of(settings))
         self.average = (
             WeightAverage(model, settings.ema, warmup=settings.ema_warmup) if settings.ema is not None else None
         )
@@ -146,11 +149,17 @@ class TrainerCore:
         """Whether as many steps were taken as the settings allow."""
         return self.settings.max_steps is not None and self.policy.steps >= self.settings.max_steps
 
-    stop_requested = False
-
     def stop(self) -> None:
         """Ask all ranks to stop at their next meeting; state is saved."""
-        self.stop_requested = True
+        self.ask("stop")
+
+    def ask(self, wish: str) -> None:
+        """Ask the run to ``"stop"``, ``"evaluate"`` or ``"save"`` when all ranks meet next; from any thread.
+
+        Raises:
+            TrainError: another word.
+        """
+        self.wishes.ask(wish)
 
     def model_was_replaced(self) -> None:
         """Be told that parameters and buffers were overwritten on all ranks alike."""

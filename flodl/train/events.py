@@ -18,9 +18,13 @@ __all__ = [
     "EvalDone",
     "Event",
     "Events",
+    "LayersTimed",
+    "ModelDescribed",
     "Observed",
     "Past",
+    "RankWork",
     "RunDone",
+    "RunFailed",
     "RunStarted",
     "SaveFailed",
     "Saved",
@@ -236,6 +240,54 @@ class Subscriber(Protocol):
     def __call__(self, event: Any, /) -> Any:
         """Take in an event; what is returned is passed over."""
         ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFailed(Event):
+    """The run ended by an error, or a rank of it did: ``reason`` is the error's text.
+
+    ``failed_rank`` and ``phase`` say which rank failed at what, where that is known; with ``restarts`` the ranks are
+    started again and the run goes on.
+    """
+
+    step: int
+    epoch: int
+    reason: str
+    failed_rank: int | None = None
+    phase: str = ""
+    restarts: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankWork(Event):
+    """What the rank ``of`` did since it told of it last: ``(kind, from, to)`` in Unix time, in order.
+
+    Kinds are ``compute``, ``sync``, ``wait`` and ``evaluation``. Told where a monitor looks on.
+    """
+
+    of: int
+    spans: tuple[tuple[str, float, float], ...]
+    device: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelDescribed(Event):
+    """The architecture as a tree of parts, and how many parameters it has. Told where a monitor looks on."""
+
+    tree: Mapping[str, Any]
+    facts: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayersTimed(Event):
+    """Seconds of the forward pass and norms of the gradient by path of a part, of one step, now and then.
+
+    Told where a monitor looks on.
+    """
+
+    step: int
+    seconds: Mapping[str, float]
+    gradients: Mapping[str, float]
 
 
 class Events:

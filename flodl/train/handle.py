@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,10 +14,10 @@ from safetensors.torch import save as format_tensors
 from torch import nn
 
 from flodl.distributed.launch import Crew
-from flodl.train.events import EpochMetrics, Events
+from flodl.train.events import EpochMetrics, Event, Events, Observed, RunFailed, StepDone
 from flodl.train.saving.state import load_model, model_state
 
-__all__ = ["Handle", "Trained"]
+__all__ = ["Handle", "SendEvents", "Trained"]
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,15 @@ class Handle:
         if kind == "event":
             self._events.emit(body)
             return None
+        if kind == "failed":
+            error, restarts = body
+            self._events.emit(
+                RunFailed(
+                    step=error.step, epoch=0, reason=str(error), failed_rank=error.rank, phase=error.phase,
+                    restarts=restarts,
+                )
+            )  # fmt: skip
+            return None
         self.note(body)
         if self._metrics_fn is None:
             return True
@@ -169,7 +179,38 @@ class Handle:
             self._trained = Trained.from_bytes(data, self._seen)
         return self._trained
 
+    def ask(self, wish: str) -> None:
+        """Ask the run to ``"stop"``, ``"evaluate"`` or ``"save"`` when all ranks meet next; from any thread.
+
+        A run that trained in this process is over when its handle is there, and is asked by ``trainer.ask``.
+        """
+        if self.crew is not None and self._trained is None:
+            self.crew.board.ask(0, wish)
+
     def abort(self) -> None:
         """End the ranks at once, without saving."""
         if self.crew is not None:
             self.crew.stop()
+
+
+class SendEvents:
+    """Sends a rank's events to the process that started it.
+
+    Args:
+        pipe: to that process.
+        every_s: least seconds between two steps that are told; people see no more.
+    """
+
+    def __init__(self, pipe: Any, every_s: float) -> None:
+        self.pipe, self.every_s, self._last, self._passed_over = pipe, every_s, -math.inf, False
+
+    def __call__(self, event: Event) -> None:
+        """Send an event."""
+        if isinstance(event, StepDone):
+            self._passed_over = event.at_s - self._last < self.every_s
+            self._last = self._last if self._passed_over else event.at_s
+        if self._passed_over and (
+            isinstance(event, StepDone) or (isinstance(event, Observed) and event.scope == "step")
+        ):
+            return
+        self.pipe.send(("event", event))

@@ -21,7 +21,7 @@ from flodl.train.evaluate import Callbacks
 from flodl.train.events import RunDone
 from flodl.train.feed import Feed, Share
 from flodl.train.optim.optimizers import OptimizerMaker
-from flodl.train.reports import evaluate_now, report_round, report_start
+from flodl.train.reports import evaluate_now, report_failure, report_round, report_start
 from flodl.train.route import compiled
 from flodl.train.saving.saves import Saves
 from flodl.train.settings import Settings
@@ -92,16 +92,19 @@ class Loop(TrainerCore):
         every = self.settings.eval_every
         if every and self.evaluator.at_step // every < self.policy.steps // every >= self.settings.eval_delay / every:
             self._evaluate()
+        elif flags[3]:
+            self.stopping = evaluate_now(self) or self.stopping
+        self.wishes.heed(flags[2:])
         if self.observing.due(self.policy.steps):
             self.log.settle(self.tally)
             self.observing.end_window(self.tally, self.policy.steps, shared_loss=self.step_.share_gradients)
         self._decide()
-        if any(flags):
+        if any(flags[:3]):
             self.save(wait=True)
             if flags[0]:
                 self._leave(128 + round(flags[1] / flags[0]))
             self.stopping = True
-        elif (self.saves.due or self.saves.best_due) and not self._epoch_ends():
+        elif (self.saves.due or self.saves.best_due or flags[4]) and not self._epoch_ends():
             self.save()
         self.stopping = self.stopping or self.out_of_steps
         self.saves.tell_news()
@@ -114,9 +117,9 @@ class Loop(TrainerCore):
             self.stopping = self.stopping or decided.action == "stop"
 
     def _flags(self) -> list[float]:
-        """Return what this rank wants all to know: a signal that came (as 1 and its number), a wish to stop."""
+        """Return what this rank wants all to know: a signal that came (as 1 and its number), and `Wishes.flags`."""
         number = self.signals.number
-        return [float(bool(number)), float(number), float(self.stop_requested)]
+        return [float(bool(number)), float(number), *self.wishes.flags()]
 
     _left_over: tuple[float, ...] = ()
 
@@ -165,13 +168,15 @@ class Loop(TrainerCore):
         every = self.settings.checkpoint_every
         if every and (done + 1) % every == 0 and self.ranks.rank == 0:
             self._call("checkpoint_fn", done + 1, self.model)
-        rows = self.ranks.table([float(wanted is False or self.stop_requested), float(not self.saves.at_epochs_end)])
+        rows = self.ranks.table([float(wanted is False or self.wishes.flags()[0]), float(not self.saves.at_epochs_end)])
         self.stopping = self.stopping or any(row[0] for row in rows)
         self.stopping = self.stopping or self.out_of_steps
-        if any(self._left_over):
-            self._at_rest(self._left_over)
-        elif self.stopping or self.saves.best_due or not any(row[1] for row in rows):
+        left_over, self._left_over = self._left_over, ()
+        if any(left_over[:3]):
+            self._at_rest(left_over)
+        elif self.stopping or self.saves.best_due or any(left_over[4:]) or not any(row[1] for row in rows):
             self.save()
+        self.wishes.heed(left_over[2:] or (0.0, 0.0, 0.0))  # the end of an epoch is judged and saved as was asked for
         self.saves.tell_news()
 
     def _evaluate(self) -> None:
@@ -211,7 +216,8 @@ class Loop(TrainerCore):
                     if way is not None:
                         arranged.callback(way(self.model))
                 yield
-        except BaseException:
+        except BaseException as fault:
+            report_failure(self, fault)
             if self.keeper is not None:
                 self.keeper.close(give_up=True)
             raise

@@ -14,6 +14,7 @@ from flodl.errors import TrainError
 from flodl.train.feed import as_feed
 from flodl.train.loop import Loop
 from flodl.train.loss import as_loss, batch_len
+from flodl.train.monitored import monitor_of, orders_of
 from flodl.train.route import refuse_capture_in_own_loop
 from flodl.train.shown import ShowProgress
 from flodl.train.step import StepResult
@@ -50,6 +51,9 @@ class OwnLoop(Loop):
     def _begin_once(self) -> None:
         if not self._begun:
             self._begun = True
+            if (monitor := monitor_of(self.settings, self.ranks.rank == 0)) is not None:
+                self.events.subscribe(monitor)
+                monitor.take_orders(orders_of(self.settings, judged=False), self.ask)
             if self.ranks.rank == 0 and self.settings.progress is not False:
                 self.events.subscribe(self._shown)
             self._begin_run()

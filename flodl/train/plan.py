@@ -49,6 +49,11 @@ class RunPlan:
     callbacks: Callbacks = field(default_factory=Callbacks)
     listening: str = ""
 
+    @property
+    def is_judged(self) -> bool:
+        """Whether there is anything to evaluate by."""
+        return bool(self.evals or self.callbacks.eval_fn)
+
     def trainer(self, ranks: Ranks) -> Any:
         """Return this rank's trainer."""
         settings = self.settings

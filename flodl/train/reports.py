@@ -6,12 +6,12 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from flodl.train.core import TrainerCore
-from flodl.train.events import EvalDone, Past, RunStarted, Synced, Warned
+from flodl.train.events import EvalDone, Past, RunFailed, RunStarted, Synced, Warned
 
 if TYPE_CHECKING:
     from flodl.distributed.policy import Round
 
-__all__ = ["evaluate_now", "report_round", "report_start"]
+__all__ = ["evaluate_now", "report_failure", "report_round", "report_start"]
 
 
 def report_start(trainer: TrainerCore, past: Past, resumed_from: str | None) -> None:
@@ -38,6 +38,23 @@ def report_start(trainer: TrainerCore, past: Past, resumed_from: str | None) -> 
     )
     for remark in settings.remarks if trainer.ranks.rank == 0 else ():
         trainer.events.emit(Warned(rank=0, step=trainer.policy.lr_step, message=remark))
+
+
+def report_failure(trainer: TrainerCore, fault: BaseException) -> None:
+    """Report that the run ends by an error; a loop that is left, and an end by a signal, are none."""
+    if isinstance(fault, (GeneratorExit, SystemExit)):
+        return
+    ranks = trainer.ranks
+    trainer.events.emit(
+        RunFailed(
+            rank=ranks.rank,
+            step=trainer.policy.lr_step,
+            epoch=trainer.epoch_number,
+            reason=f"{type(fault).__name__}: {fault}",
+            failed_rank=ranks.rank,
+            phase=ranks.board.phase(ranks.rank % ranks.board.world),
+        )
+    )
 
 
 def report_round(trainer: TrainerCore, round_: Round) -> None:

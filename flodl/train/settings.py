@@ -77,6 +77,8 @@ class Settings:
         compile: pass the model through ``torch.compile`` first.
         progress: True shows how far the run is, None where it takes longer than a second, False nothing.
         log_every: steps whose figures are read from a CUDA device together.
+        monitor: a page beside the run: True, a port of this machine, or a `flodl.monitor.Monitor`; its record is kept
+            in ``folder``.
         callbacks: take part in the run, step by step; see `flodl.train.callback`.
         watch: what to collect inside of the model in each step, by dotted paths of tags, groups and modules, each
             with a reduction if not the mean (``"encoder.features:norm"``); besides what its graphs watch already.
@@ -135,6 +137,7 @@ class Settings:
     compile: bool = False
     progress: bool | None = None
     log_every: int = 20
+    monitor: Any = None
     callbacks: Sequence[Callback] = ()
     watch: Sequence[str] = ()
     rules: Sequence[Rule | str] = ()

@@ -1,7 +1,7 @@
 // What each rank did when: folded as in flodl/monitor/lanes.py, and drawn as one lane a rank.
 
-const KINDS = ["compute", "sync", "wait", "evaluation", "save"];
-const KIND_WORDS = { compute: "computing", sync: "averaging", wait: "waiting for others", evaluation: "evaluating", save: "saving", idle: "idle" };
+const KINDS = ["compute", "sync", "wait", "evaluation"];
+const KIND_WORDS = { compute: "computing", sync: "averaging", wait: "waiting for others", evaluation: "evaluating", idle: "idle" };
 const MOST_BINS = 400;
 
 class Lanes {
@@ -40,7 +40,7 @@ class Lanes {
     this.last[rank] = Math.max(end, last || 0);
     while (end >= MOST_BINS * this.bin) this.double();
     const first = Math.floor(begin / this.bin), final = Math.floor(end / this.bin);
-    while (lane.bins.length <= final) lane.bins.push([0, 0, 0, 0, 0]);
+    while (lane.bins.length <= final) lane.bins.push([0, 0, 0, 0]);
     for (let i = first; i <= final; i++) {
       lane.bins[i][place] += Math.max(0, Math.min(end, (i + 1) * this.bin) - Math.max(begin, i * this.bin));
     }
@@ -51,7 +51,7 @@ class Lanes {
     for (const lane of Object.values(this.ranks)) {
       const kept = [];
       for (let i = 0; i < lane.bins.length; i += 2) {
-        const next = lane.bins[i + 1] || [0, 0, 0, 0, 0];
+        const next = lane.bins[i + 1] || [0, 0, 0, 0];
         kept.push(lane.bins[i].map((value, k) => value + next[k]));
       }
       lane.bins = kept;

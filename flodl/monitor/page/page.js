@@ -208,7 +208,10 @@ const page = {
   orders() {
     const box = document.getElementById("orders"), on = this.control && this.live && this.token && this.focus && this.focus.isGoing;
     if (!on === !box.children.length) return;
-    fill(box, on ? [["evaluate", "Evaluate"], ["save", "Save"], ["stop", "Stop"]].map(([word, text]) => h("button", { type: "button", class: word === "stop" ? "danger" : "", text, onclick: () => word === "stop" ? this.sure() : this.order(word) })) : []);
+    if (!on) return fill(box);
+    const words = (this.focus.state.orders || []).map((word) => [word, word[0].toUpperCase() + word.slice(1)]);
+    fill(box, on ? words.map(([word, text]) => h("button", { type: "button", class: word === "stop" ? "danger" : "", text, onclick: () => word === "stop" ? this.sure() : this.order(word) })) : []);
+    return undefined;
   },
 
   sure() {

@@ -381,11 +381,12 @@ def test_orders_come_from_our_page_with_our_token_only():
         assert len(token) == 32
         got: list[str] = []
         assert status(order(monitor)) == 409  # nobody runs
-        monitor.take_orders(got.append)
+        monitor.take_orders(["save", "stop"], got.append)
         monitor.log(0, 1.0, {"loss": 1.0})
         assert status(order(monitor)) == 202
         assert status(order(monitor, '{"do": "stop"}')) == 202
         assert got == ["save", "stop"]
+        assert status(order(monitor, '{"do": "evaluate"}')) == 409  # there is nothing to judge by
         port = address(monitor)[1]
         for wrong in (
             {"X_Monitor_Token": None}, {"X_Monitor_Token": ""}, {"X_Monitor_Token": token[:-1]},
@@ -405,7 +406,7 @@ def test_orders_come_from_our_page_with_our_token_only():
 
 
 def test_without_control_there_is_no_order(monitor):
-    monitor.take_orders(lambda what: pytest.fail("asked"))
+    monitor.take_orders(["stop"], lambda what: pytest.fail("asked"))
     port = address(monitor)[1]
     answer = ask(
         monitor, "/control", "POST", b'{"do":"stop"}', Origin=f"http://127.0.0.1:{port}",
