@@ -18,6 +18,9 @@ from flodl_hf.runtime.pending import Pending
 
 __all__ = ["Vectors"]
 
+ALONE = 32_768
+"""Numbers of which torch computes at most so many on one thread (``at::internal::GRAIN_SIZE``)."""
+
 
 class Vectors:
     """The vectors of one call.
@@ -53,10 +56,13 @@ class Vectors:
                 out = self._room(len(texts), width)
             mine = owners[rows]
             if split:
-                one = seen[mine] == 1
-                several.append((rows[~one], values[~one, :width]))
-                mine, values = mine[one], values[one]
-            out[mine] = values[:, :width] / values[:, width:] if self._normalize else values
+                more = np.flatnonzero(seen[mine] > 1)
+                several.append((rows[more], values[more, :width]))
+            if self._normalize:
+                # In place: what a batch gave is nobody else's, and no new memory is touched.
+                np.divide(values[:, :width], values[:, width:], out=values[:, :width])
+            # Those of several windows are written over below.
+            out[mine] = values[:, :width]
         assert out is not None
         found = torch.from_numpy(out)
         if split:
@@ -65,8 +71,12 @@ class Vectors:
             order = np.argsort(rows)
             rows, values = rows[order], values[order]
             where, owner = np.unique(owners[rows], return_inverse=True)
-            mean = _mean(torch.from_numpy(values), torch.from_numpy(owner), encoded.counts[rows], len(where))
-            out[where] = finish_embeddings(mean, normalize=self._normalize).numpy()
+            mean = _mean(values, owner, encoded.counts[rows])
+            # So few numbers at a time that torch wakes no other thread.
+            step = max(1, ALONE // mean.shape[1])
+            for first in range(0, len(mean), step):
+                part = torch.from_numpy(mean[first : first + step])
+                out[where[first : first + step]] = finish_embeddings(part, normalize=self._normalize).numpy()
         return found
 
     def joined(self, parts: list[Tensor]) -> Tensor:
@@ -84,9 +94,11 @@ class Vectors:
         return self._whole[self._at - texts : self._at]
 
 
-def _mean(vectors: Tensor, owner: Tensor, counts: np.ndarray, texts: int) -> Tensor:
-    """Return one vector a text: the mean over its windows, weighted by their tokens."""
+def _mean(vectors: np.ndarray, owner: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Return one vector a text: the mean over its windows, weighted by their tokens; windows of a text lie together."""
+    if not len(owner):
+        return vectors
     # A window without content still must count as one.
-    weight = torch.from_numpy(counts).clamp(min=1).float()[:, None]
-    total = torch.zeros(texts, vectors.shape[-1]).index_add(0, owner, vectors * weight)
-    return total / torch.zeros(texts, 1).index_add(0, owner, weight)
+    weight = np.maximum(counts, 1).astype(np.float32)[:, None]
+    starts = np.flatnonzero(np.diff(owner, prepend=-1))
+    return np.add.reduceat(vectors * weight, starts, axis=0) / np.add.reduceat(weight, starts, axis=0)
