@@ -2,9 +2,9 @@
 
     python examples/sine_wave.py [FOLDER] [--serve]
 
-The graph's features are watched inside of every step, a rule stops the run when its held-out error no longer falls, and the
-monitor shows all of it. With --serve the page's address is printed and the program waits at the end; without it only the
-archive is written.
+The graph's features are watched inside of every step, a rule stops the run when its held-out error no longer falls, and
+the monitor shows all of it. With --serve the page's address is printed and the program waits at the end; without it
+only the archive is written.
 """
 
 from __future__ import annotations
