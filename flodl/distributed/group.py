@@ -24,7 +24,7 @@ from flodl.devices import pick_device
 from flodl.distributed.board import Board
 from flodl.errors import TrainError
 
-__all__ = ["Ranks", "join_ranks", "under_torchrun"]
+__all__ = ["Ranks", "is_first_rank", "join_ranks", "under_torchrun"]
 
 PULSE_S = 0.5
 
@@ -200,6 +200,11 @@ class _Pulse:
 def under_torchrun() -> bool:
     """Return whether a launcher has already given this process its rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def is_first_rank() -> bool:
+    """Return whether this process is the one that writes and reports: rank 0 of a launcher's, or alone."""
+    return not under_torchrun() or os.environ["RANK"] == "0"
 
 
 _launcher: list[Any] = []  # the store of the launcher; opened once, since its master's port is taken then

@@ -80,6 +80,13 @@ class Condition:
         own = [self.args[0]] if "name" in _WORDS[self.word].takes else []
         return list(dict.fromkeys([*own, *inner]))
 
+    def renamed(self, names: Mapping[str, str]) -> Condition:
+        """Return the same question about trends of other names."""
+        args: list[Any] = [part.renamed(names) if isinstance(part, Condition) else part for part in self.args]
+        if "name" in _WORDS[self.word].takes:
+            args[0] = names.get(args[0], args[0])
+        return Condition(self.word, tuple(args))
+
     def __str__(self) -> str:
         if self.word in ("and", "or"):
             return f" {self.word} ".join(_bracketed(part, self.word) for part in self.args)

@@ -25,7 +25,6 @@ from flodl.train.events import (
     Warned,
 )
 from flodl.train.handle import Handle, Trained
-from flodl.train.loggers import CsvLog, MlflowLog, TensorBoardLog, WandbLog
 from flodl.train.loss import Loss
 from flodl.train.optim.ema import WeightAverage
 from flodl.train.optim.optimizers import OptimizerFactory, adamw, layerwise_decay, parameter_groups, sgd
@@ -39,19 +38,28 @@ from flodl.train.rules import Rule, freeze_when, set_rate, stop_when, thaw_when
 from flodl.train.settings import Settings
 from flodl.train.shown import ShowProgress
 from flodl.train.step import Step, StepResult
+from flodl.train.trackers import (
+    CsvTracker,
+    JsonLinesTracker,
+    MlflowTracker,
+    TensorBoardTracker,
+    Tracker,
+    WandbTracker,
+)
 from flodl.train.trainer import Trainer
 
 __all__ = [
     "Callback",
-    "CsvLog",
+    "CsvTracker",
     "Decided",
     "EpochMetrics",
     "EvalDone",
     "Event",
     "Events",
     "Handle",
+    "JsonLinesTracker",
     "Loss",
-    "MlflowLog",
+    "MlflowTracker",
     "Observed",
     "OptimizerFactory",
     "OwnLoop",
@@ -73,11 +81,12 @@ __all__ = [
     "StepResult",
     "Subscriber",
     "Synced",
-    "TensorBoardLog",
+    "TensorBoardTracker",
+    "Tracker",
     "Trained",
     "Trainer",
     "TrainerBuilder",
-    "WandbLog",
+    "WandbTracker",
     "Warned",
     "WeightAverage",
     "adamw",

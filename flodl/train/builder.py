@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from flodl.devices import training_devices
-from flodl.distributed.group import Ranks, join_ranks, under_torchrun
+from flodl.distributed.group import Ranks, is_first_rank, join_ranks, under_torchrun
 from flodl.distributed.launch import launch
 from flodl.errors import TrainError
 from flodl.train.events import EpochMetrics, Event
 from flodl.train.handle import Handle, SendEvents, Trained
-from flodl.train.monitored import is_first_rank, monitor_of, orders_of
+from flodl.train.monitored import monitor_of, orders_of
 from flodl.train.optim.optimizers import OptimizerMaker
 from flodl.train.plan import RunPlan
 from flodl.train.rate_search import RateSearch, search_rates
@@ -27,13 +27,14 @@ from flodl.train.rehearsal import Rehearsal, rehearse
 from flodl.train.settings import Settings, make_settings
 from flodl.train.shown import ShowProgress
 from flodl.train.step import TrainStep
+from flodl.train.trackers import Tracker
 
 if TYPE_CHECKING:
     from flodl.monitor import Monitor
 
 __all__ = ["TrainerBuilder"]
 
-Subscriber = tuple[Callable[[Any], Any], tuple[type, ...]]
+Subscription = tuple[Callable[[Any], Any], tuple[type, ...]]
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class TrainerBuilder:
         self._devices: int | Sequence[str] | str | None = None
         self._start = "spawn"
         self._metrics_fn: Callable[[EpochMetrics], Any] | None = None
-        self._subscribers: list[Subscriber] = []
+        self._subscribers: list[Subscription] = []
         self._total: int | None = None
 
     def set(self, **settings: Any) -> TrainerBuilder:
@@ -341,13 +342,19 @@ class TrainerBuilder:
         missing = [name for name, absent in (("dataset", plan.data is None),) if absent]
         if missing:
             raise TrainError(f"run: found no {', '.join(missing)}; call .{missing[0]}(...) first.", missing=missing)
+        trackers = plan.settings.made_trackers() if is_first_rank() else []
+        subscribers += [(tracker, ()) for tracker in trackers]
+        plan = replace(plan, settings=replace(plan.settings, trackers=()))  # they stay in this process
+        over = contextlib.ExitStack()
+        for close in (shown.close, *(tracker.end for tracker in trackers if isinstance(tracker, Tracker))):
+            over.callback(close)
         world = self._world()
         monitor = monitor_of(plan.settings, is_first_rank())
         subscribers += [] if monitor is None else [(monitor, ())]
         if world == 1 or under_torchrun():
-            with contextlib.closing(shown):
+            with over:
                 return self._run_here(plan, subscribers, monitor)
-        return self._run_ranks(plan, world, subscribers, shown, monitor)
+        return self._run_ranks(plan, world, subscribers, over.close, monitor)
 
     def _world(self) -> int:
         if self._devices is None:
@@ -356,7 +363,7 @@ class TrainerBuilder:
             return self._devices
         return 1 if isinstance(self._devices, str) else len(self._devices)
 
-    def _run_here(self, plan: RunPlan, subscribers: Sequence[Subscriber], monitor: Monitor | None = None) -> Handle:
+    def _run_here(self, plan: RunPlan, subscribers: Sequence[Subscription], monitor: Monitor | None = None) -> Handle:
         device = self._devices if isinstance(self._devices, str) else None
         if isinstance(self._devices, (list, tuple)):
             device = self._devices[0]
@@ -384,12 +391,13 @@ class TrainerBuilder:
         self,
         plan: RunPlan,
         world: int,
-        subscribers: Sequence[Subscriber],
-        shown: ShowProgress,
+        subscribers: Sequence[Subscription],
+        over: Callable[[], Any],
         monitor: Monitor | None,
     ) -> Handle:
-        handle = Handle(world=world, metrics_fn=self._metrics_fn, subscribers=subscribers, over=shown.close)
+        handle = Handle(world=world, metrics_fn=self._metrics_fn, subscribers=subscribers, over=over)
         settings = plan.settings
+        alone = len(subscribers) == 1 and isinstance(subscribers[0][0], ShowProgress)
         if settings.max_restarts and settings.folder is None:
             raise TrainError(
                 "max_restarts: found no folder for checkpoints; expected one, to go on from. Call .checkpoints(folder)."
@@ -399,10 +407,9 @@ class TrainerBuilder:
             # a monitor stays in this process
             plan = replace(plan, settings=replace(settings, monitor=True))
             monitor.take_orders(orders_of(settings, plan.is_judged), handle.ask)
-        everything = bool(self._subscribers) or monitor is not None
         handle.crew = launch(
             _run_rank,
-            (replace(plan, listening="all" if everything else "some" if subscribers else ""),),
+            (replace(plan, listening="some" if alone else "all" if subscribers else ""),),
             ranks=world,
             device=devices,
             start=self._start,

@@ -231,10 +231,10 @@ class RunDone(Event):
 class Subscriber(Protocol):
     """Whoever looks on at a run: anything that can be called with an event.
 
-    The progress bar (`flodl.train.ShowProgress`), logs (`flodl.train.loggers`), the monitor, the timeline and what you
-    write yourself are subscribers alike: given to ``subscribe``, called with each event when it happens, in the process
-    that asked. A subscriber changes nothing in the run; what it raises is warned of once, and training goes on. The
-    last event of a run that ends by itself is `RunDone`.
+    The progress bar (`flodl.train.ShowProgress`), trackers (`flodl.train.trackers`), the monitor, the timeline and what
+    you write yourself are subscribers alike: given to ``subscribe``, called with each event when it happens, in the
+    process that asked. A subscriber changes nothing in the run; what it raises is warned of once, and training goes on.
+    The last event of a run that ends by itself is `RunDone`.
     """
 
     def __call__(self, event: Any, /) -> Any:

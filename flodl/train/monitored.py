@@ -5,11 +5,9 @@ The monitor itself is in `flodl.monitor` and knows no trainer; here the two meet
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import TYPE_CHECKING
 
-from flodl.distributed.group import under_torchrun
 from flodl.errors import TrainError
 from flodl.train.callback import Callback
 from flodl.train.settings import Settings
@@ -17,7 +15,7 @@ from flodl.train.settings import Settings
 if TYPE_CHECKING:
     from flodl.monitor import Monitor
 
-__all__ = ["callbacks_of", "is_first_rank", "monitor_of", "orders_of"]
+__all__ = ["callbacks_of", "monitor_of", "orders_of"]
 
 
 def monitor_of(settings: Settings, is_first: bool = True) -> Monitor | None:
@@ -56,8 +54,3 @@ def callbacks_of(settings: Settings) -> tuple[Callback, ...]:
 def orders_of(settings: Settings, judged: bool) -> tuple[str, ...]:
     """Return what a run can be asked for; ``judged`` is whether there is anything to evaluate by."""
     return (*(("evaluate",) if judged else ()), *(("save",) if settings.folder else ()), "stop")
-
-
-def is_first_rank() -> bool:
-    """Return whether this process is the one that reports."""
-    return not under_torchrun() or os.environ["RANK"] == "0"

@@ -33,7 +33,9 @@ class OwnLoop(Loop):
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the epochs from the present one (after a resume: where it stopped) to ``count`` - 1."""
-        with self._leaving_cleanly(), contextlib.closing(self._shown):
+        with self._leaving_cleanly(), contextlib.closing(self._shown), contextlib.ExitStack() as left:
+            for tracker in self._trackers:
+                left.callback(getattr(tracker, "end", lambda: None))
             self._begin_once()
             while self.epoch_number < count and not self.stopping:
                 yield self.epoch_number
@@ -48,6 +50,10 @@ class OwnLoop(Loop):
     def _shown(self) -> ShowProgress:
         return ShowProgress(self.settings.progress)
 
+    @functools.cached_property
+    def _trackers(self) -> list[Any]:
+        return self.settings.made_trackers() if self.ranks.rank == 0 else []
+
     def _begin_once(self) -> None:
         if not self._begun:
             self._begun = True
@@ -56,6 +62,8 @@ class OwnLoop(Loop):
                 monitor.take_orders(orders_of(self.settings, judged=False), self.ask)
             if self.ranks.rank == 0 and self.settings.progress is not False:
                 self.events.subscribe(self._shown)
+            for tracker in self._trackers:
+                self.events.subscribe(tracker)
             self._begin_run()
             refuse_capture_in_own_loop(self)
 

@@ -11,7 +11,9 @@ from torch import nn
 from flodl.distributed.policy import Knobs
 from flodl.errors import TrainError, nearest
 from flodl.train.callback import Callback
+from flodl.train.events import Subscriber
 from flodl.train.rules import Rule, as_rule
+from flodl.train.trackers import make_trackers
 
 __all__ = ["Settings", "make_settings"]
 
@@ -87,6 +89,10 @@ class Settings:
             (``"freeze encoder.layers.0-3 when stalled(loss, 3)"``). Told as `flodl.train.Decided`.
         trend_every: steps between the values of trends that rules ask about; None: one an epoch. Figures of evaluations
             have a value for each evaluation.
+        trackers: keep the figures of the run elsewhere, by name (``"csv"``, ``"jsonl"``, ``"tensorboard"``,
+            ``"wandb"``, ``"mlflow"``), or anything that can be called with events; the first rank's are told. See
+            `flodl.train.trackers`.
+        tracker_folder: where trackers write; None: beside ``folder``, else ``runs``.
         ema: keep an exponential moving average of the weights with this decay; it is what is evaluated and what
             the model holds in the end. See `flodl.train.optim.ema`.
         ema_warmup: let the average follow faster at first.
@@ -142,9 +148,23 @@ class Settings:
     watch: Sequence[str] = ()
     rules: Sequence[Rule | str] = ()
     trend_every: int | None = None
+    trackers: Sequence[str | Subscriber] = ()
+    tracker_folder: str | None = None
     ema: float | None = None
     ema_warmup: bool = True
     max_restarts: int = 0
+
+    def made_trackers(self) -> list[Subscriber]:
+        """Return the trackers of the run, their packages found.
+
+        Raises:
+            TrainError: a tracker does not exist, or its package is not installed.
+        """
+        folder = self.tracker_folder or (f"{self.folder}.logs" if self.folder else "runs")
+        length = {"num_epochs": self.num_epochs, "max_steps": self.max_steps, "batch_size": self.batch_size}
+        return make_trackers(
+            self.trackers, folder, {k: v for k, v in {**length, **self.recipe()}.items() if v is not None}
+        )
 
     def recipe(self) -> dict[str, Any]:
         """Return the settings that decide the numbers of a run, as JSON values; a resumed run compares them."""

@@ -29,7 +29,8 @@ GROUPS = {
     "precision": "Arithmetic and speed",
     "eval_every": "Evaluation",
     "concatenate": "Masked words and answers",
-    "report_to": "Logs and traces",
+    "watch": "Watching and deciding",
+    "trackers": "Trackers and traces",
     "save_every": "Checkpoints",
     "devices": "Devices",
     "revision": "The Hub",
@@ -162,9 +163,11 @@ def parse(name: str, text: Any) -> Any:
     Raises:
         ConfigError: the text is no map, or gives one name two values.
     """
+    if name == "rules":
+        return list(text) if text else None  # a rule may hold commas
     if isinstance(text, (list, tuple)):
         text = ",".join(text) or None
-    if name in ("labels", "freeze", "allow_change", "report_to") and text:
+    if name in ("labels", "freeze", "allow_change", "trackers", "watch") and text:
         parts = [text] if isinstance(text, str) else list(text)
         return [word.strip() for part in parts for word in part.split(",") if word.strip()] or None
     if not isinstance(text, str):

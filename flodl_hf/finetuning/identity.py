@@ -28,7 +28,18 @@ _BYTES = torch.uint8
 BY_THE_TRAINER = (
     *("batch_size", "accumulate", "micro_batch_size", "tokens_per_batch", "group_by_length", "devices", "policy"),
     *("lr", "schedule", "schedule_options", "warmup", "optimizer", "weight_decay", "beta1", "beta2", "eps"),
-    *("max_grad_norm", "layerwise_decay", "precision", "seed", "on_nan", "compat", "ema", "ema_warmup"),
+    *(
+        "max_grad_norm",
+        "layerwise_decay",
+        "precision",
+        "seed",
+        "on_nan",
+        "compat",
+        "ema",
+        "ema_warmup",
+        "rules",
+        "trend_every",
+    ),
 )
 BY_HASH = ("columns", "revision")
 CHANGES_NO_NUMBER = (
@@ -44,7 +55,8 @@ CHANGES_NO_NUMBER = (
         "local_files_only",
         "keep_last",
         "eval_start",
-        "report_to",
+        "trackers",
+        "watch",
         "log_dir",
         "profile",
         "report",

@@ -13,6 +13,7 @@ from typing import Any, TypedDict, get_args, get_type_hints
 
 from flodl.devices import training_devices
 from flodl.errors import ConfigError, capped, nearest
+from flodl_hf.finetuning.observed import rule_faults
 from flodl_hf.finetuning.words import TrainerWords, translated
 
 __all__ = ["TASKS", "FinetuneOptions", "FinetuneWords", "Options", "make_options", "task_named"]
@@ -27,6 +28,8 @@ TASK_WORDS = {
     "mlm": "masked_lm",
     "fill_mask": "masked_lm",
 }
+TRACKERS = ("csv", "jsonl", "mlflow", "tensorboard", "wandb")
+"""Those of `flodl.train.trackers`, which is imported when a run begins."""
 SCHEDULES: dict[str, dict[str, type]] = {
     "linear": {},
     "cosine": {"cycles": float, "floor": float, "end": float},
@@ -167,10 +170,21 @@ class Options:
         "qa: leave padding out of the loss, which is then the same however a batch is cut; transformers does not.",
     )
 
-    report_to: Sequence[str] = _opt(
-        (), "Logs besides: csv, tensorboard, wandb, mlflow.", each=("csv", "tensorboard", "wandb", "mlflow")
+    watch: Sequence[str] = _opt(
+        (), "What to tell of inside of the model in each step, with a reduction if not the mean: layers.0-3:norm."
     )
-    log_dir: str | None = _opt(None, "Folder for logs; by default beside the result.")
+    rules: Sequence[str] = _opt(
+        (),
+        "What the run does by itself: 'freeze layers.0-3 when stalled(loss, 3)', stop, thaw, 'rate encoder 0.1 when'.",
+    )
+    trend_every: int | None = _opt(
+        None, "Steps between the values of trends that rules ask about; by default one an epoch.", least=1
+    )
+
+    trackers: Sequence[str] = _opt(
+        (), "Where figures are kept besides: csv, jsonl, tensorboard, wandb, mlflow.", each=TRACKERS
+    )
+    log_dir: str | None = _opt(None, "Folder for what trackers write; by default beside the result.")
     profile: str | None = _opt(None, "Folder for traces of torch.profiler over some steps.")
     report: bool = _opt(True, "Write report.html beside the model: curves, and what it says of held-out data.")
 
@@ -271,7 +285,10 @@ class FinetuneOptions(TypedDict, total=False):
     whole_words: bool
     mask_probability: float
     mask_padding: bool
-    report_to: Sequence[str]
+    watch: Sequence[str]
+    rules: Sequence[str]
+    trend_every: int | None
+    trackers: Sequence[str]
     log_dir: str | None
     profile: str | None
     report: bool
@@ -422,6 +439,7 @@ def _together(options: Options) -> list[str]:
         problems.append("schedule_options: the schedule is an object; expected none, or the schedule by its name")
     elif not hasattr(schedule, "lr"):
         problems.append(f"schedule: found {type(schedule).__name__}; expected a name, or an object with lr(step)")
+    problems += rule_faults(options)
     if options.neftune and options.compile:
         problems.append("neftune: torch.compile would translate the model without it; expected compile=False")
     if options.ema in (0.0, 1.0):

@@ -21,8 +21,8 @@ from flodl.errors import ConfigError, TrainError, printable
 from flodl.files import path_fault
 from flodl.train import Callback, EvalDone, RunDone, RunStarted, StepDone
 from flodl.train.events import Past
-from flodl.train.loggers import Log, make_log
 from flodl.train.saving.keeper import list_checkpoints
+from flodl.train.trackers import Tracker, make_tracker
 from flodl_hf.errors import ExportError
 from flodl_hf.export.publish import is_model_file
 from flodl_hf.finetuning.best import Best, take_best
@@ -99,15 +99,15 @@ def finetune(
         raise ConfigError("finetune: found no train=; expected a file or rows to learn from", problems=["train"])
     progress = False if options.get("disable_tqdm") and progress is None else progress
     target = None if out is None else Path(out)
-    logs = _logs(chosen, target)
+    trackers = _trackers(chosen, target)
     if target is not None:
         _check_free(target, overwrite)
     job = plan_job(model, train, eval, chosen, own=Own(loss, metrics, tuple(callbacks)))
     recipe = {"model": _named(model), "train": _named(train), "eval": _named(eval), **_recipe(job)}
     with ExitStack() as stack:
         stack.enter_context(settings_of_torch())
-        for log in logs:
-            stack.callback(log.end)
+        for tracker in trackers:
+            stack.callback(tracker.end)
         folder = _checkpoint_folder(job, target, stack)
         notes = _Notes(on_event)
         if folder is None and job.metric is not None and chosen.keep_best:
@@ -115,7 +115,7 @@ def finetune(
             notes.keep_best(Best(job.metric), job.model)
         began = time.perf_counter()
         with _naming_the_option():
-            trained = train_job(job, notes, stack, folder, progress=progress, logs=logs)
+            trained = train_job(job, notes, stack, folder, progress=progress, trackers=trackers)
         seconds = notes.past.seconds + time.perf_counter() - began
         best_step, metrics = _take_best(job, trained, folder, notes)
     trained.eval()
@@ -226,7 +226,9 @@ def _under_torchrun() -> bool:
 
 
 def _is_first_rank() -> bool:
-    return not _under_torchrun() or os.environ["RANK"] == "0"
+    from flodl.distributed.group import is_first_rank
+
+    return is_first_rank()
 
 
 def _check_free(target: Path, overwrite: bool) -> None:
@@ -273,8 +275,8 @@ def _write(job: Job, result: FinetuneResult, target: Path, overwrite: bool) -> P
     return result.model.save_pretrained(target, overwrite=overwrite, extra_files=papers(job, result))
 
 
-def _logs(options: Options, target: Path | None) -> list[Log]:
-    """Return the logs that were asked for, on the first rank; their packages are found.
+def _trackers(options: Options, target: Path | None) -> list[Tracker]:
+    """Return the trackers that were asked for, on the first rank; their packages are found.
 
     Raises:
         TrainError: a package is not installed.
@@ -283,7 +285,7 @@ def _logs(options: Options, target: Path | None) -> list[Log]:
         return []
     beside = Path("runs") if target is None else target.with_name(target.name + ".logs")
     settings = {name: value for name, value in options.to_dict().items() if value not in (None, (), [], {})}
-    return [make_log(name, options.log_dir or beside, settings) for name in options.report_to]
+    return [make_tracker(name, options.log_dir or beside, settings) for name in options.trackers]
 
 
 def _named(source: Any) -> Any:
@@ -299,7 +301,7 @@ def _named(source: Any) -> Any:
 def _recipe(job: Job) -> dict[str, Any]:
     """Return the choices that make the run again: all that are set, without where files go on this machine."""
     left_out = ("checkpoints", "keep_checkpoints", "resume", "allow_change", "local_files_only")
-    left_out += ("report_to", "log_dir", "profile", "report")
+    left_out += ("trackers", "log_dir", "profile", "report")
     values = {k: v for k, v in job.options.to_dict().items() if k not in left_out and v is not None}
     if not isinstance(values["schedule"], str):
         values["schedule"] = repr(job.options.schedule)

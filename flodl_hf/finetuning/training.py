@@ -20,6 +20,7 @@ from flodl.train.optim.optimizers import layerwise_decay
 from flodl_hf.finetuning.factory import Given, ModelFactory, checkpoint_layers, restore_layers, set_dropout
 from flodl_hf.finetuning.identity import identity_of
 from flodl_hf.finetuning.job import Job
+from flodl_hf.finetuning.observed import observed_of
 from flodl_hf.finetuning.options import Options
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def train_job(
     folder: Path | None = None,
     *,
     progress: bool | None = False,
-    logs: Sequence[Callable[[Any], Any]] = (),
+    trackers: Sequence[Callable[[Any], Any]] = (),
 ) -> EncoderModel:
     """Return the model of a planned job after its last step.
 
@@ -65,11 +66,11 @@ def train_job(
         stack: undoes what is set for training alone, when it is closed.
         folder: where checkpoints go.
         progress: as for `finetune`.
-        logs: called with events too; what they raise is told and training goes on.
+        trackers: called with events too; what they raise is told and training goes on.
     """
     builder = make_builder(job, on_event, stack, folder).progress(progress, total=job.steps)
-    for log in logs:
-        builder.subscribe(log)
+    for tracker in trackers:
+        builder.subscribe(tracker)
     handle = builder.run()
     state = handle.join()
     if handle.model is not None:
@@ -119,6 +120,7 @@ def make_builder(
             callbacks=(*job.own.callbacks, *([Profiler(options.profile)] if options.profile else [])),
             ema=options.ema,
             ema_warmup=options.ema_warmup,
+            **observed_of(job),
         )
         .subscribe(on_event)
     )

@@ -50,6 +50,7 @@ class TrainerWords(TypedDict, total=False):
     optim: Any
     per_device_eval_batch_size: int
     per_device_train_batch_size: int
+    report_to: Any
     resume_from_checkpoint: bool | None
     save_steps: int
     save_strategy: Any
@@ -76,6 +77,10 @@ def _renamed(name: str) -> Callable[[Any, Mapping[str, Any]], Found]:
 
 def _flag(found: Found) -> Callable[[Any, Mapping[str, Any]], Found]:
     return lambda value, given: found if value else {}
+
+
+def _trackers(value: Any, given: Mapping[str, Any]) -> Found:
+    return {"trackers": () if value in ("none", None) else value}
 
 
 def _epochs(value: Any, given: Mapping[str, Any]) -> Found:
@@ -233,6 +238,7 @@ TAKEN: dict[str, Callable[[Any, Mapping[str, Any]], Found]] = {
     "optim": _optimizer,
     "per_device_eval_batch_size": _renamed("eval_batch_size"),
     "per_device_train_batch_size": _batch_size,
+    "report_to": _trackers,
     "resume_from_checkpoint": _resume,
     "save_steps": _renamed("save_every"),
     "save_strategy": _strategy("save_every", "save_steps"),
@@ -334,8 +340,6 @@ def _ours(name: str, value: Any) -> Found:
     """Return an option that both have by one name, where a value of theirs stands for ours."""
     if name == "max_steps" and value == -1:
         return {name: None}
-    if name == "report_to" and value in ("none", "all", None):
-        return {name: value if value == "all" else ()}
     if name == "gradient_checkpointing" and value is None:
         return {}
     return {name: value}

@@ -1,12 +1,9 @@
-"""A learning-rate finder, micro-batches that fit, a profiler, and logs by other packages."""
+"""A learning-rate finder, micro-batches that fit, a profiler."""
 
 from __future__ import annotations
 
-import csv
 import json
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +14,6 @@ from torch.nn.functional import cross_entropy
 from flodl.data import TensorRows
 from flodl.errors import ConfigError, TrainError
 from flodl.train import Callback, Loss, Profiler, RateSearch, Trainer, Warned, adamw, sgd
-from flodl.train.loggers import LOGGERS, Log, make_log
 from flodl.train.schedule import Constant
 
 torch.set_num_threads(1)
@@ -199,75 +195,3 @@ def test_a_run_that_fails_stops_the_profiler(tmp_path: Path) -> None:
     for _ in range(2):  # torch allows one profiler at a time
         with pytest.raises(ValueError, match="boom"):
             builder(train_step=broken, callbacks=[Profiler(tmp_path, skip=0, warmup=1)]).run()
-
-
-# ---- logs by other packages ---------------------------------------------------------------------------------
-
-
-def figures_of(folder: Path) -> dict[tuple[int, str], float]:
-    with open(folder / "figures.csv", newline="", encoding="utf-8") as file:
-        return {(int(row["step"]), row["figure"]): float(row["value"]) for row in csv.DictReader(file)}
-
-
-def test_csv_has_every_figure_and_a_resumed_run_adds_to_it(tmp_path: Path) -> None:
-    for most in (3, None):
-        made = builder(max_steps=most).evaluate(judge, TensorRows(tensors())).checkpoints(str(tmp_path / "run"))
-        made.subscribe(make_log("csv", tmp_path)).run().join()
-    found = figures_of(tmp_path)
-    assert {step for step, name in found if name == "train/loss"} == {1, 2, 3, 4, 5}
-    assert (5, "eval/accuracy") in found
-    assert {name for _, name in found} >= {"train/lr", "train/grad_norm"}
-
-
-class Calls:
-    """Stands for a package: notes what is called."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
-
-    def __getattr__(self, name: str) -> Any:
-        def call(*args: Any, **options: Any) -> Any:
-            self.calls.append((name, args, options))
-            return self if name in ("init", "SummaryWriter") else None
-
-        return call
-
-
-def test_others_get_scalars_of_steps_and_evaluations(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name, module in (("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb"), ("mlflow", "mlflow")):
-        fake = Calls()
-        if name == "wandb":
-            fake.run = None  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, module, fake)  # type: ignore[arg-type]
-        monkeypatch.setitem(sys.modules, name, fake)  # type: ignore[arg-type]
-        log = make_log(name, tmp_path, {"lr": 0.1})
-        builder(max_steps=2).evaluate(judge, TensorRows(tensors())).subscribe(log).run().join()
-        names = [call for call, _, _ in fake.calls]
-        written = [
-            (args, options) for call, args, options in fake.calls if call in ("add_scalar", "log", "log_metrics")
-        ]
-        told = {key for args, _ in written for part in args[:1] for key in ([part] if isinstance(part, str) else part)}
-        assert {"train/loss", "train/lr", "eval/accuracy"} <= told
-        assert names[-1] in ("close", "finish", "end_run")
-
-
-def test_a_run_of_theirs_that_is_open_is_used_and_left_open(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    theirs = Calls()
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=theirs))  # type: ignore[arg-type]
-    builder(max_steps=1).subscribe(make_log("wandb", tmp_path)).run().join()
-    assert {call for call, _, _ in theirs.calls} == {"log"}
-
-
-@pytest.mark.parametrize("name", sorted(set(LOGGERS) - {"csv"}))
-def test_a_package_that_is_not_installed_is_named_at_once(
-    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(TrainError, match=f"pip install {name}"):
-        make_log(name, tmp_path)
-
-
-def test_a_log_that_does_not_exist_is_named(tmp_path: Path) -> None:
-    with pytest.raises(TrainError, match="expected one of csv, mlflow, tensorboard, wandb"):
-        make_log("comet", tmp_path)
-    assert Log(tmp_path)(None) is None

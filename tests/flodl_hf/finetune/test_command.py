@@ -144,7 +144,7 @@ def test_a_dry_run_and_a_search_of_rates_write_nothing(base: Path, files: tuple[
 def test_several_sets_curves_and_logs_by_flags(base: Path, files: tuple[str, str], tmp_path: Path) -> None:
     said = run(
         "finetune", base, "--train", files[0], "--eval", f"dev={files[1]},same={files[1]}", "--out", tmp_path / "out",
-        *QUICK, "--schedule", "polynomial", "--schedule-options", "power=2,end=1e-7", "--ema", "0.9", "--report-to", "csv",
+        *QUICK, "--schedule", "polynomial", "--schedule-options", "power=2,end=1e-7", "--ema", "0.9", "--trackers", "csv",
         "--neftune", "5", "--micro-batch-size", "auto", "--keep-last", "2",
     )  # fmt: skip
     assert "dev/accuracy" in said.stdout
