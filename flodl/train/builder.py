@@ -397,7 +397,7 @@ class TrainerBuilder:
     ) -> Handle:
         handle = Handle(world=world, metrics_fn=self._metrics_fn, subscribers=subscribers, over=over)
         settings = plan.settings
-        alone = len(subscribers) == 1 and isinstance(subscribers[0][0], ShowProgress)
+        alone = not self._subscribers and len(subscribers) == 1 and isinstance(subscribers[0][0], ShowProgress)
         if settings.max_restarts and settings.folder is None:
             raise TrainError(
                 "max_restarts: found no folder for checkpoints; expected one, to go on from. Call .checkpoints(folder)."
