@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from flodl.errors import ConfigError, nearest
 from flodl_hf.layout import Layout, Packed
+from flodl_hf.parts import products
 from flodl_hf.rotary import Rotary
 
 __all__ = ["IMPLEMENTATIONS", "Bias", "SelfAttention", "attend", "attend_first", "check_implementation"]
@@ -58,6 +59,7 @@ class SelfAttention(nn.Module):
         window: how many tokens to each side a token attends to; None for all.
         rotary: turns queries and keys by their places; None for none.
         scale_first: whether queries are scaled before they are turned rather than scores after; equal but for rounding.
+        joined: whether the reference has one matrix for query, key and value.
         fused: whether the reference has fused kernels. Without them "sdpa" repeats its plain products, whose scores
             are divided rather than multiplied, and "fast" takes fused kernels.
     """
@@ -75,9 +77,11 @@ class SelfAttention(nn.Module):
         window: int | None = None,
         rotary: Rotary | None = None,
         scale_first: bool = False,
+        joined: bool = False,
         fused: bool = True,
     ) -> None:
         super().__init__()
+        self.joined = joined
         self.scale_first = scale_first
         self.fused = fused
         self.num_heads = num_heads
@@ -96,8 +100,11 @@ class SelfAttention(nn.Module):
 
     def forward(self, hidden: Tensor, layout: Layout, bias: Bias | None = None) -> Tensor:
         """Return the attended states, shaped like ``hidden``: ``(B, S, hidden)`` or ``(T, hidden)``."""
-        mixed = self.mixed(self.query(hidden), self.key(hidden), self.value(hidden), layout, bias)
-        return self.dropout(self.output(mixed))
+        if self.joined:
+            query, key, value = products(hidden, self.query, self.key, self.value)
+        else:
+            query, key, value = self.query(hidden), self.key(hidden), self.value(hidden)
+        return self.dropout(self.output(self.mixed(query, key, value, layout, bias)))
 
     def mixed(
         self, query: Tensor, key: Tensor, value: Tensor, layout: Layout, bias: Bias | None = None, *, fast: bool = False
@@ -238,12 +245,14 @@ def _mask(keep: Tensor | None, window: int | None, q: Tensor) -> Tensor | None:
     """Return True where scores are kept, ``(B or 1, 1, S or 1, S)``; None where all are."""
     length = q.shape[2]
     mask = None if keep is None else keep[:, None, None, :]
-    if window is not None and window < length - 1:
+    # At the window's own length nothing is out of reach; the reference masks nothing below it, and all tokens there.
+    if window is not None and window <= length:
         places = torch.arange(length, device=q.device)
         near = ((places[:, None] - places[None, :]).abs() <= window)[None, None]
         mask = near if mask is None else mask & near
-        if keep is not None:
-            # A padding token may have no kept neighbour at all; it keeps its own place, which nothing reads.
+        if keep is not None and q.device.type != "cpu":
+            # A padding token may have no kept neighbour at all; it keeps its own place, which nothing reads. On
+            # processors such rows are finite by themselves, and as the reference has them.
             mask = mask | torch.eye(length, dtype=torch.bool, device=q.device)
     return mask
 

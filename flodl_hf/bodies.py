@@ -10,9 +10,9 @@ from torch import nn
 
 from flodl.graph import FlowBuilder, Graph
 from flodl_hf.activations import Activation
-from flodl_hf.encoder import FirstToken
+from flodl_hf.encoder import FirstToken, MeanToken
 
-__all__ = ["first_token_mlp", "linear", "lm"]
+__all__ = ["first_token_mlp", "linear", "lm", "normed", "pooled"]
 
 
 def linear(hidden_size: int, num_labels: int, dropout: float | None, name: str = "classifier") -> Graph:
@@ -21,6 +21,12 @@ def linear(hidden_size: int, num_labels: int, dropout: float | None, name: str =
     if dropout is None:
         return FlowBuilder(classifier, name=name).input("layout").build()
     return FlowBuilder(nn.Dropout(dropout), name="dropout").input("layout").through(classifier, name=name).build()
+
+
+def pooled(pooling: str) -> FlowBuilder:
+    """Return the beginning of a body for whole texts: their first token's state ("cls") or the mean of all ("mean")."""
+    pool = FlowBuilder(FirstToken(), name="first") if pooling == "cls" else FlowBuilder(MeanToken(), name="mean")
+    return pool.input("layout").using("layout")
 
 
 def first_token_mlp(
@@ -60,3 +66,39 @@ def lm(hidden_size: int, embedding_size: int, vocab_size: int, activation: str, 
         .through(nn.Linear(embedding_size, vocab_size), name="decoder")
         .build()
     )
+
+
+def normed(
+    hidden_size: int,
+    num_labels: int,
+    *,
+    activation: str,
+    norm: nn.Module,
+    bias: bool = True,
+    pooling: str | None = None,
+    dropout: float | None = None,
+    out_bias: bool = True,
+    name: str = "classifier",
+) -> Graph:
+    """Return states through a projection, an activation and a norm, then dropout and the last projection.
+
+    Args:
+        hidden_size: width of the states.
+        num_labels: scores out.
+        activation: after the first projection.
+        norm: after the activation.
+        bias: whether the first projection adds one.
+        pooling: "cls" or "mean" to score texts by their first token or the mean of all; None to score tokens.
+        dropout: before the last projection; None for none at all.
+        out_bias: whether the last projection adds a bias.
+        name: of the last projection.
+    """
+    dense = nn.Linear(hidden_size, hidden_size, bias=bias)
+    if pooling is None:
+        flow = FlowBuilder(dense, name="dense").input("layout")
+    else:
+        flow = pooled(pooling).through(dense, name="dense")
+    flow = flow.through(Activation(activation), name="activation").through(norm, name="norm")
+    if dropout is not None:
+        flow = flow.through(nn.Dropout(dropout), name="dropout")
+    return flow.through(nn.Linear(hidden_size, num_labels, bias=out_bias), name=name).build()

@@ -34,7 +34,7 @@ _SHARED_ROWS = (
 )
 # Names that people bring and that are no misspellings of ours.
 _OTHERS = {
-    "modernbert": "ModernBERT", "deberta": "DeBERTa v1", "xlnet": "XLNet",
+    "deberta": "DeBERTa v1", "xlnet": "XLNet",
     "longformer": "Longformer", "big-bird": "BigBird", "nomic-bert": "nomic-bert", "xlm": "XLM", "roformer": "RoFormer",
     "ernie": "ERNIE",
     "mobilebert": "MobileBERT", "squeezebert": "SqueezeBERT", "flaubert": "FlauBERT", "funnel": "Funnel", "esm": "ESM",

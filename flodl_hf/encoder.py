@@ -23,6 +23,7 @@ __all__ = [
     "Embeddings",
     "FeedForward",
     "FirstToken",
+    "MeanToken",
     "Repeated",
     "bert_block",
     "chain",
@@ -98,6 +99,14 @@ class Embeddings(nn.Module):
         assert self.pad_token_id is not None
         real = ids.ne(self.pad_token_id).long()
         return layout.running_count(real) * real + self.pad_token_id
+
+
+class MeanToken(nn.Module):
+    """The mean state of each text's tokens."""
+
+    def forward(self, hidden: Tensor, layout: Layout) -> Tensor:
+        """Return ``(texts, hidden)``."""
+        return layout.mean(hidden)
 
 
 class FirstToken(nn.Module):

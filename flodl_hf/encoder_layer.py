@@ -10,9 +10,11 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from flodl_hf.activations import Activation
 from flodl_hf.layout import Layout
+from flodl_hf.parts import products
 from flodl_hf.tables.table import TORCH, Table
 
 __all__ = ["EncoderLayer", "FeedForward", "Order"]
@@ -31,6 +33,9 @@ class FeedForward(nn.Module):
         gated: multiply by a third projection: ``down(activation(gate(x)) * up(x))`` (Shazeer 2020) in place of
             ``down(activation(up(x)))``.
         bias: whether projections add a bias.
+        down_bias: the same for the last one alone; None as ``bias``.
+        inner_dropout: probability of dropping a value between the projections, in [0, 1).
+        joined: whether the reference has one matrix for gate and up.
     """
 
     def __init__(
@@ -42,19 +47,32 @@ class FeedForward(nn.Module):
         *,
         gated: bool = False,
         bias: bool = True,
+        down_bias: bool | None = None,
+        inner_dropout: float = 0.0,
+        joined: bool = False,
     ) -> None:
         super().__init__()
+        self.joined = joined
         self.gate = nn.Linear(hidden_size, intermediate_size, bias=bias) if gated else None
         self.up = nn.Linear(hidden_size, intermediate_size, bias=bias)
         self.activation = Activation(activation)
-        self.down = nn.Linear(intermediate_size, hidden_size, bias=bias)
+        self.inner_dropout = inner_dropout
+        self.down = nn.Linear(intermediate_size, hidden_size, bias=bias if down_bias is None else down_bias)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the transformed states, shaped like ``hidden``."""
-        wide = self.up(hidden)
-        wide = self.activation(wide) if self.gate is None else self.activation(self.gate(hidden)) * wide
-        return self.dropout(self.down(wide))
+        if self.gate is None:
+            wide = self.activation(self.up(hidden))
+        else:
+            both = (self.gate, self.up)
+            opened, wide = products(hidden, *both) if self.joined else (part(hidden) for part in both)
+            wide = self.activation(opened) * wide
+        return self.dropout(self.down(self.dropped(wide)))
+
+    def dropped(self, wide: Tensor) -> Tensor:
+        """Return what goes into the last projection."""
+        return F.dropout(wide, self.inner_dropout, self.training) if self.inner_dropout else wide
 
 
 class EncoderLayer(nn.Module):

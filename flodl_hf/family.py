@@ -101,6 +101,8 @@ class Family:
         rows: how ``config.json`` becomes ``config``.
         inert: keys that change nothing in this family.
         keys: rows of embeddings, layers and pooler; their names carry ``base_prefix``.
+        also: rows of other names that files may have in place of ``keys``' and the heads': older ones, or those that
+            transformers gives its modules and not its files.
         ignored: tensors that may be in a file and are not used.
         encoder: ``encoder(config)`` returns the graph from ids to token states.
         pooler: ``pooler(config)`` returns the graph from token states to one state a text, or None.
@@ -126,6 +128,7 @@ class Family:
     heads: Mapping[str, FamilyHead]
     pooler: Callable[[Any], Graph] | None = None
     inert: tuple[Inert, ...] = ()
+    also: tuple[KeyRow, ...] = ()
     ignored: tuple[Ignored, ...] = ()
     indices: Callable[[Any], Sequence[Mapping[str, int]]] = field(
         default=lambda config: [{"i": i} for i in range(config.num_layers)]
@@ -141,7 +144,7 @@ class Family:
     def key_map(self, config: Any, head: str) -> KeyMap:
         """Return the names of this family's model for one task (or ``"base"``)."""
         rows = self.keys if head == "base" else (*self.keys, *self.heads[head].keys)
-        return KeyMap(rows, self.indices(config))
+        return KeyMap(rows, self.indices(config), self.also)
 
     def renamed(self, model_type: str, class_prefix: str, **changes: Any) -> Family:
         """Return an alias: the same architecture under another ``model_type`` and class prefix.
@@ -153,6 +156,7 @@ class Family:
         prefix = changes.get("base_prefix", self.base_prefix)
         if prefix != self.base_prefix:
             changes.setdefault("keys", rows_under(prefix, self.keys))
+            changes.setdefault("also", rows_under(prefix, self.also))
             old = self.base_prefix + "."
             same = [
                 replace(e, name=prefix + "." + e.name.removeprefix(old)) for e in self.ignored if e.name.startswith(old)

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from flodl.errors import CheckpointError, ConfigError, capped, nearest, printable
 from flodl.graph import Graph
-from flodl_hf.checkpoint import StoredTensor
 from flodl_hf.checkpoint.manifest import DTYPES
 from flodl_hf.config import ModelConfig
 from flodl_hf.loading import LoadReport, Plan
@@ -43,21 +42,18 @@ def check_dtype(dtype: torch.dtype | str | None) -> torch.dtype | str | None:
     return found
 
 
-def settle_dtype(
-    given: torch.dtype | str | None, config: ModelConfig, plan: Plan, stored: Mapping[str, StoredTensor]
-) -> torch.dtype:
+def settle_dtype(given: torch.dtype | str | None, config: ModelConfig, plan: Plan) -> torch.dtype:
     """Return the one dtype of the loaded model; what was decided against the file is told in the report.
 
     Args:
         given: the caller's; None keeps what is stored, "auto" takes the configuration's word before that.
         config: whose ``dtype`` or ``torch_dtype`` decides for "auto", and where several are stored.
-        plan: which tensors are used.
-        stored: their headers.
+        plan: which tensors are used, with their headers.
     """
     if isinstance(given, torch.dtype):
         return given
     used = sorted(set(plan.placed.values()))
-    kinds = list(dict.fromkeys(DTYPES[stored[name].dtype] for name in used))
+    kinds = list(dict.fromkeys(DTYPES[plan.stored[name].dtype] for name in used))
     key, stated = _stated(config)
     if not kinds:
         return stated or torch.float32

@@ -13,12 +13,15 @@ from dataclasses import dataclass
 
 from flodl.errors import CheckpointError
 
-__all__ = ["KeyMap", "KeyRow", "Tie", "rows_under"]
+__all__ = ["KeyMap", "KeyRow", "Tie", "rows_under", "translated"]
 
 
 @dataclass(frozen=True)
 class KeyRow:
-    """``ours`` and ``theirs`` are prefixes (modules) or whole tensor names, with ``{holes}`` for repeated parts."""
+    """``ours`` and ``theirs`` are prefixes (modules) or whole tensor names, with ``{holes}`` for repeated parts.
+
+    ``[0/3]`` behind a module of theirs names a part of its tensors (`flodl_hf.parts`).
+    """
 
     ours: str
     theirs: str
@@ -57,12 +60,16 @@ class KeyMap:
     Args:
         rows: the table; order is graph order, which the parity probe follows.
         indices: what to fill the holes with, one mapping a layer: ``[{"i": 0}, {"i": 1}, ...]``.
+        also: rows of further names that files may have for the same modules.
 
     Raises:
         CheckpointError: two rows give one name on either side, so the table cannot be read backwards.
     """
 
-    def __init__(self, rows: Sequence[KeyRow], indices: Sequence[Mapping[str, int]]) -> None:
+    def __init__(
+        self, rows: Sequence[KeyRow], indices: Sequence[Mapping[str, int]], also: Sequence[KeyRow] = ()
+    ) -> None:
+        self._also = list(_expand(also, indices))
         self._ours: dict[str, str] = {}
         self._theirs: dict[str, str] = {}
         clashes: list[str] = []
@@ -89,14 +96,18 @@ class KeyMap:
         Raises:
             CheckpointError: no row covers the name.
         """
-        found = _translate(name, self._ours)
+        found = translated(name, self._ours)
         if found is None:
             raise CheckpointError(f"no key row covers our tensor {name!r}", name=name)
         return found
 
     def ours(self, name: str) -> str | None:
         """Return our name of a Hugging Face tensor, or None if no row covers it."""
-        return _translate(name, self._theirs)
+        return translated(name, self._theirs)
+
+    def also(self, name: str) -> list[str]:
+        """Return the further names that files may have for our tensor."""
+        return [found for ours, theirs in self._also if (found := translated(name, {ours: theirs})) is not None]
 
     def names(self, tensors: Iterable[str]) -> dict[str, str]:
         """Return ``{our name: their name}`` for all ``tensors``, proven one to one.
@@ -126,7 +137,8 @@ def _expand(rows: Sequence[KeyRow], indices: Sequence[Mapping[str, int]]) -> Ite
         position = end
 
 
-def _translate(name: str, table: Mapping[str, str]) -> str | None:
+def translated(name: str, table: Mapping[str, str]) -> str | None:
+    """Return a tensor's name on the other side of a table of prefixes; None where no row covers it."""
     whole = table.get(name)
     if whole is not None:
         return whole

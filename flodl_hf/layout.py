@@ -85,6 +85,13 @@ class Padded:
         """Return the state of each text's first token, ``(batch, hidden)``."""
         return hidden[:, 0]
 
+    def mean(self, hidden: Tensor) -> Tensor:
+        """Return the mean state of each text's real tokens, ``(batch, hidden)``."""
+        if self.mask is None:
+            count = torch.full((hidden.shape[0], 1), hidden.shape[1], dtype=torch.int64, device=hidden.device)
+            return hidden.sum(1) / count
+        return (hidden * self.mask[:, :, None]).sum(1) / self.mask.sum(1, keepdim=True)
+
     def keep(self, hidden: Tensor) -> Tensor | None:
         """Return the mask shaped to multiply ``hidden``, ``(batch, seq, 1)``; None where nothing is masked."""
         return None if self.mask is None else self.mask[:, :, None]
@@ -199,6 +206,17 @@ class Packed:
     def first(self, hidden: Tensor) -> Tensor:
         """Return the state of each text's first token, ``(texts, hidden)``."""
         return hidden[self.offsets[:-1].long() if self.opens is None else self.opens]
+
+    def mean(self, hidden: Tensor) -> Tensor:
+        """Return the mean state of each text's tokens, ``(texts, hidden)``; zeros for a slot without any."""
+        values = hidden.float() if hidden.dtype in (torch.float16, torch.bfloat16) else hidden
+        owners = torch.searchsorted(
+            self.offsets[1:], torch.arange(hidden.shape[0], device=hidden.device, dtype=torch.int32), right=True
+        )
+        # Tokens that stand in no slot, where filling ends behind the last one, add to a row that is left out.
+        total = values.new_zeros(self.num_texts + 1, *hidden.shape[1:]).index_add(0, owners, values)[:-1]
+        count = (self.offsets[1:] - self.offsets[:-1]).clamp(min=1)[:, None]
+        return (total / count).to(hidden.dtype)
 
     def keep(self, hidden: Tensor) -> Tensor | None:
         """Return None: filling in a packed batch is texts of its own, so nothing has to be masked."""

@@ -14,6 +14,7 @@ from flodl.errors import CheckpointError, capped, nearest, printable
 from flodl_hf.family import Family
 from flodl_hf.head_names import HEAD_NAMES
 from flodl_hf.keys import KeyMap, Tie
+from flodl_hf.parts import named_part, part_of
 
 __all__ = ["LoadReport", "Plan", "Stored", "canonical_names", "class_of", "head_of", "plan_load"]
 
@@ -99,6 +100,7 @@ class Plan:
         ties: ties to make; ``compare`` names both stored tensors when the file holds two.
         duplicates: stored names that repeat another: ``(repeated, kept)``.
         report: the report so far.
+        stored: the headers that names above lead to: the file's, and those of parts of its tensors.
     """
 
     placed: dict[str, str]
@@ -106,6 +108,15 @@ class Plan:
     compare: tuple[tuple[Tie, str, str], ...]
     duplicates: tuple[tuple[str, str], ...]
     report: LoadReport
+    stored: Mapping[str, Stored]
+
+
+@dataclass(frozen=True)
+class _StoredPart:
+    """The header of a part of a stored tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
 
 
 def head_of(family: Family, architectures: object) -> str | None:
@@ -134,6 +145,12 @@ class _Names:
     def __init__(self, family: Family, config: object, key_map: KeyMap, targets: Iterable[str], head: str) -> None:
         self.family = family
         self.wanted = {theirs: ours for ours, theirs in key_map.names(targets).items()}
+        # Names of stored tensors that hold several of ours, with those of their parts.
+        self.wholes: dict[str, list[str]] = {}
+        for theirs in self.wanted:
+            if (part := part_of(theirs)) is not None:
+                self.wholes.setdefault(part.whole, []).append(theirs)
+        self.also = {other: theirs for theirs, ours in self.wanted.items() for other in key_map.also(ours)}
         own = () if head == "base" else family.heads[head].aliases
         self.aliases = dict(own)
         self.reasons = {entry.name: entry.reason for entry in family.ignored}
@@ -148,7 +165,7 @@ class _Names:
                 self.other_heads.setdefault(alias, name)
 
     def known(self, name: str) -> bool:
-        return name in self.wanted or name in self.aliases or self.reason(name) is not None
+        return name in self.wanted or name in self.wholes or name in self.aliases or self.reason(name) is not None
 
     def of_encoder(self, name: str) -> bool:
         """Return whether a stored name, known or not, lies inside the encoder: below one of its parts."""
@@ -177,6 +194,8 @@ class _Names:
         for name in [*shapes, *(prefix + s for s in shapes)]:
             if self.known(name):
                 return name
+            if name in self.also:
+                return self.also[name]
             for old, new in _LEGACY:
                 if name.endswith(old) and self.known(name[: -len(old)] + new):
                     return name[: -len(old)] + new
@@ -232,6 +251,7 @@ def plan_load(
             nothing is wrong but that the head is not there.
     """
     names = _Names(family, config, key_map, targets, head)
+    stored = _with_parts(stored, names)
     report = LoadReport(where, head, source_head)
     own_head = source_head is None or source_head == head
     placed: dict[str, str] = {}
@@ -328,7 +348,21 @@ def plan_load(
         dtype = stored[placed[ours]].dtype
         report.dtypes[dtype] = report.dtypes.get(dtype, 0) + 1
     report.prefixed = any(family.base_prefix + "." in name for name in stored)
-    return Plan(placed, tuple(ties), tuple(compare), tuple(repeated), report)
+    return Plan(placed, tuple(ties), tuple(compare), tuple(repeated), report, stored)
+
+
+def _with_parts(stored: Mapping[str, Stored], names: _Names) -> dict[str, Stored]:
+    """Return headers by name, with those of parts in place of the tensors that hold them."""
+    found: dict[str, Stored] = {}
+    for name, tensor in stored.items():
+        parts = names.wholes.get(names.canonical(name) or "") if names.wholes else None
+        rows = tensor.shape[0] if tensor.shape else 0
+        if not parts or rows % len(parts):
+            found[name] = tensor
+            continue
+        shape = (rows // len(parts), *tensor.shape[1:])
+        found |= {named_part(name, like): _StoredPart(shape, tensor.dtype) for like in parts}
+    return found
 
 
 def _misfit(

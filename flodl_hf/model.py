@@ -484,7 +484,7 @@ def initialise(graph: nn.Module, only: Iterable[str], scale: float) -> None:
             if chosen and name not in chosen:
                 continue
             with torch.no_grad():
-                if isinstance(module, nn.LayerNorm):
+                if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
                     parameter.fill_(1.0 if leaf == "weight" else 0.0)
                 elif leaf == "bias":
                     parameter.zero_()

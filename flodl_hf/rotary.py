@@ -5,12 +5,73 @@ Decides the angles; attention (`flodl_hf.attention`) turns by them. Shapes: H wi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
+from flodl_hf.config_rows import Check
 from flodl_hf.layout import Layout
 
-__all__ = ["Rotary"]
+__all__ = ["Rotary", "RotarySettings", "rotary_settings", "wavelength"]
+
+
+@dataclass(frozen=True)
+class RotarySettings:
+    """What a configuration says of rotary positions, in one of the forms that transformers writes.
+
+    Attributes:
+        theta: base of the wavelengths; None for the family's own.
+        kind: "default", or how wavelengths are stretched: "linear" or "ntk".
+        factor: by how much.
+    """
+
+    theta: float | None = None
+    kind: str = "default"
+    factor: float = 1.0
+
+
+def _settings(value: Any) -> RotarySettings:
+    """Return the settings of one table of ``config.json``."""
+    if not isinstance(value, Mapping):
+        raise ValueError
+    kind = value.get("rope_type", value.get("type", "default"))
+    known = {"rope_type", "type", "rope_theta", *(("factor",) if kind != "default" else ())}
+    theta, factor = value.get("rope_theta"), value.get("factor", 1.0)
+    if kind not in ("default", "linear", "ntk") or not set(value) <= known:
+        raise ValueError
+    if not all(
+        x is None or (isinstance(x, (int, float)) and not isinstance(x, bool) and x > 0) for x in (theta, factor)
+    ):
+        raise ValueError
+    return RotarySettings(None if theta is None else float(theta), kind, float(factor))
+
+
+def rotary_settings(*groups: str) -> Check:
+    """Null, or a table of rotary positions; with ``groups``, one for each of these kinds of layers."""
+    words = "a table with rope_theta, and rope_type of default, linear or ntk (with its factor)"
+
+    def accepts(value: Any) -> Any:
+        if value is None or not groups:
+            return None if value is None else _settings(value)
+        if not isinstance(value, Mapping) or not set(value) <= set(groups):
+            raise ValueError
+        return {group: _settings(entry) for group, entry in value.items() if entry is not None}
+
+    return Check(f"null, or {words}" + (f" for each of {', '.join(groups)}" if groups else ""), accepts)
+
+
+def wavelength() -> Check:
+    """The base of wavelengths: a number above 1."""
+
+    def accepts(value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1 < value < 1e12:
+            raise ValueError
+        return float(value)
+
+    return Check("a number above 1", accepts)
 
 
 class Rotary(nn.Module):
@@ -21,22 +82,34 @@ class Rotary(nn.Module):
     Args:
         width: H, of a head; even.
         theta: base of the wavelengths.
+        settings: how wavelengths are stretched, and their base where a file states it there; None for neither.
     """
 
-    def __init__(self, width: int, theta: float = 10_000.0) -> None:
+    def __init__(self, width: int, theta: float = 10_000.0, settings: RotarySettings | None = None) -> None:
         super().__init__()
-        self.width, self.theta = width, theta
+        settings = settings or RotarySettings()
+        self.width, self.theta = width, settings.theta or theta
+        self.kind, self.factor = settings.kind, settings.factor
 
     def angles(self, hidden: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
         """Return cosines and sines for the places of ``hidden``, ``(..., 1, H)``, in float32."""
-        key = ("rotary", self.width, self.theta)
+        key = ("rotary", self.width, self.theta, self.kind, self.factor)
         if key not in layout.memo:
             places = layout.positions(hidden).float()
-            steps = torch.arange(0, self.width, 2, dtype=torch.int64, device=hidden.device).float()
-            angles = places[..., None] * (1.0 / self.theta ** (steps / self.width))
+            angles = places[..., None] * self.frequencies(hidden.device)
             angles = torch.cat([angles, angles], -1)[..., None, :]
             layout.memo[key] = (angles.cos(), angles.sin())
         return layout.memo[key]
+
+    def frequencies(self, device: torch.device) -> Tensor:
+        """Return the angle of one place for each pair of features, ``(H / 2,)``, in float32."""
+        steps = torch.arange(0, self.width, 2, dtype=torch.int64, device=device).float()
+        # "ntk" stretches the base, so that the highest frequency stays (bloc97 2023), by the fixed form of GTE.
+        base = self.theta * self.factor if self.kind == "ntk" else self.theta
+        found = 1.0 / base ** (steps / self.width)
+        if self.kind == "ntk":
+            return found / self.factor ** (2 / self.width)
+        return found / self.factor if self.kind == "linear" else found
 
     def forward(self, states: Tensor, layout: Layout, num_heads: int) -> Tensor:
         """Return queries or keys ``(..., N*H)`` turned, in their dtype."""

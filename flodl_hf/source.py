@@ -29,6 +29,7 @@ from flodl_hf.config import MAX_CONFIG_BYTES, MAX_LABELS, ModelConfig
 from flodl_hf.filling import FiniteCheck, check_dtype, check_duplicates, fill, settle_dtype, settle_ties
 from flodl_hf.loading import Plan, class_of, head_of, plan_load
 from flodl_hf.model import EncoderModel, assign, build_graph, initialise, tie_tensors
+from flodl_hf.parts import as_whole, parts_from
 from flodl_hf.sentence import read_recipe, transformer_folder
 
 if TYPE_CHECKING:
@@ -222,7 +223,7 @@ def _load(
     with Checkpoint.open(folder) as checkpoint:
         stored = checkpoint.manifest.tensors
         plan, graph = plan_folder(config, head, stored, str(folder), relabelled=labels is not None)
-        dtype = settle_dtype(given, config, plan, stored)
+        dtype = settle_dtype(given, config, plan)
         if warming is not None:
             warming.layers(graph, dtype)
         same_head = plan.report.source_head == head and not plan.report.new
@@ -232,7 +233,9 @@ def _load(
         )
         # Blobs of a Hub cache are never rewritten, so they may be shown instead of copied; a folder that
         # someone may write to is copied, so that no later change reaches the model.
-        values = checkpoint.read_all(names, mapped=in_hub_cache(folder) if mapped is None else mapped)
+        wholes = list(dict.fromkeys(map(as_whole, names)))
+        values = checkpoint.read_all(wholes, mapped=in_hub_cache(folder) if mapped is None else mapped)
+        values = parts_from(values, names)
         manifest = checkpoint.manifest
     report = plan.report
     finite = FiniteCheck(values, plan.placed.values(), dtype)

@@ -23,6 +23,7 @@ from flodl_hf.export.state import WritePlan, plan_state, write_state
 from flodl_hf.export.write import WrittenFile, verify_files, write_bytes
 from flodl_hf.head_names import names_of
 from flodl_hf.loading import canonical_names
+from flodl_hf.parts import joined
 
 if TYPE_CHECKING:
     from flodl_hf.model import EncoderModel
@@ -100,7 +101,7 @@ def _keeps_names(model: EncoderModel) -> bool:
 
 
 def stored_tensors(model: EncoderModel) -> dict[str, Tensor]:
-    """Return every tensor to write under the name it gets in the file, ties and carried tensors included."""
+    """Return every tensor to write under the name it gets in the file: ties, carried tensors and joined parts too."""
     state = {name: value.detach() for name, value in model.graph.named_parameters(remove_duplicate=False)}
     tied = {tie.also for tie in _live_ties(model)}
     source = model.source
@@ -117,7 +118,7 @@ def stored_tensors(model: EncoderModel) -> dict[str, Tensor]:
         for also, kept in by_tie.items():
             names = [name for name in source.manifest.tensors if _canonical(model, name) == _theirs(model, also)]
             result |= {name: state[kept] for name in names if name not in result}
-        return result | dict(source.carried)
+        return joined(result) | dict(source.carried)
     names = canonical_names(
         model.config.family, model.config.family.key_map(model.config.encoder, model.head),
         [name for name in state if name not in tied], bare=model.head == "base",
@@ -127,7 +128,7 @@ def stored_tensors(model: EncoderModel) -> dict[str, Tensor]:
         # Untied, the reference keeps both names of a repeated tensor as tensors of their own.
         for alias, canonical in model.config.family.heads[model.head].aliases:
             result[alias] = result[canonical].clone()
-    return result
+    return joined(result)
 
 
 def stored_ties(model: EncoderModel) -> dict[str, str]:

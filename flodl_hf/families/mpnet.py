@@ -134,7 +134,7 @@ HEADS = {
 
 TOKENIZER = replace(
     bert.TOKENIZER,
-    special=roberta.TOKENIZER.special | {"unk_token": "[UNK]"},
+    special={**roberta.TOKENIZER.special, "unk_token": "[UNK]"},
     type_ids=False,
     template="roberta",
     mask_takes_space=True,

@@ -22,6 +22,7 @@ from flodl_hf.family import Family
 from flodl_hf.heads import HEADS
 from flodl_hf.parity.inputs import AwkwardBatch, awkward_batches
 from flodl_hf.parity.shapes import settings_of, variants_of
+from flodl_hf.parts import Part, as_whole, part_of, split
 
 if TYPE_CHECKING:
     from flodl_hf.model import EncoderModel
@@ -177,18 +178,26 @@ class Bench:
 
     def gradients(self, ours: EncoderModel, theirs: Any) -> Iterator[tuple[str, Tensor | None, Tensor | None]]:
         """Yield our name of each tensor with both sides' gradients."""
-        for name, mine, other in self.parameters(ours, theirs):
-            yield name, mine.grad, other.grad
+        for name, mine, other, part in self._pairs(ours, theirs):
+            yield name, mine.grad, other.grad if part is None or other.grad is None else split(other.grad, part)
 
     def parameters(self, ours: EncoderModel, theirs: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Yield our name of each tensor with both sides' values."""
+        for name, mine, other, part in self._pairs(ours, theirs):
+            yield name, mine, other if part is None else split(other.detach(), part)
+
+    def _pairs(self, ours: EncoderModel, theirs: Any) -> Iterator[tuple[str, Tensor, Tensor, Part | None]]:
+        """Yield our name of each tensor with ours, theirs, and which part of theirs it is."""
         family, head = self.cell.record, self.cell.head
         names = family.key_map(ours.config.encoder, head)
-        prefix = family.base_prefix + "."
         known = dict(theirs.named_parameters(remove_duplicate=False))
         aliases = {} if head == "base" else {canonical: alias for alias, canonical in family.heads[head].aliases}
         for name, parameter in ours.graph.named_parameters():
             stored = names.theirs(name)
             # The reference computes with the alias of a repeated tensor where it keeps both.
-            options = (aliases.get(stored, stored), stored, stored.removeprefix(prefix))
-            yield name, parameter, next(known[option] for option in options if option in known)
+            options = [aliases.get(stored, stored), stored, *names.also(name)]
+            found = next(place for option in options for place in self._places(option) if as_whole(place) in known)
+            yield name, parameter, known[as_whole(found)], part_of(found)
+
+    def _places(self, name: str) -> tuple[str, str]:
+        return name, name.removeprefix(self.cell.record.base_prefix + ".")

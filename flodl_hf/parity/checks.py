@@ -17,6 +17,7 @@ from torch import Tensor
 
 from flodl_hf.layout import Packed
 from flodl_hf.parity.cell import Bench
+from flodl_hf.parts import as_whole
 
 __all__ = ["CHECKS", "Evidence", "Status"]
 
@@ -87,7 +88,13 @@ def key_map(bench: Bench) -> Evidence:
     repeated = {alias for alias, _ in spec.aliases} if spec else set()
     # A name that only repeats a tied tensor need not exist on the other side.
     tied = {names.theirs(tie.also) for tie in spec.ties} if spec else set()
-    lost, extra = theirs - set(ours.values()) - repeated, set(ours.values()) - theirs - tied
+    covered: dict[str, set[str]] = {}
+    for name, stored in ours.items():
+        # In memory the other side may have names of its own, where its files keep older ones.
+        options = [stored, *names.also(name)]
+        found = next((as_whole(o) for o in options if as_whole(o) in theirs), as_whole(stored))
+        covered.setdefault(found, set()).add(stored)
+    lost, extra = theirs - set(covered) - repeated, set(covered) - theirs - tied
     faults = [f"{len(n)} {what}: {sorted(n)[:3]}" for what, n in (("not covered", lost), ("not theirs", extra)) if n]
     back = [name for name, stored in ours.items() if names.ours(stored) != name]
     if back:
@@ -208,9 +215,10 @@ def training_steps(bench: Bench) -> Evidence:
 
 def _clip(bench: Bench, side: Any, sides: list[Any]) -> None:
     """Clip to norm 1 over the tensors in one order on both sides: a sum of norms depends on its order."""
-    pairs = list(bench.parameters(sides[0], sides[1]))
-    chosen = [pair[1] if side is sides[0] else pair[2] for pair in pairs]
-    torch.nn.utils.clip_grad_norm_(chosen, 1.0, foreach=False)
+    pairs = list(bench.gradients(sides[0], sides[1]))
+    grads = [pair[1] if side is sides[0] else pair[2] for pair in pairs]
+    norm = torch.nn.utils.get_total_norm([grad for grad in grads if grad is not None], foreach=False)
+    torch.nn.utils.clip_grads_with_norm_(side.parameters(), 1.0, norm, foreach=False)
 
 
 def export_bytes(bench: Bench) -> Evidence:

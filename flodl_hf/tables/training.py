@@ -249,6 +249,7 @@ class TrainingTable(Table):
                 open_weight, open_bias = carried.halves[id(gate)]
                 opened = projected(half, open_weight, open_bias, [gate.weight], _listed(gate.bias))
                 wide = feed_forward.activation(opened) * projected(half, weight, bias, [up.weight], _listed(up.bias))
+            wide = feed_forward.dropped(wide)
         return _Branch(
             wide, feed_forward.down, carried.halves[id(feed_forward.down)], feed_forward.dropout,
             carried.depth * STREAMS + AFTER_FEED_FORWARD,

@@ -99,6 +99,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "electra": ("Electra", _SIZES | {"embedding_size": 8}),
     "mpnet": ("MPNet", {key: value for key, value in _ROBERTA.items() if key != "type_vocab_size"}),
+    "modernbert": (
+        "ModernBert",
+        {key: value for key, value in _SIZES.items() if key != "type_vocab_size"}
+        | {"num_hidden_layers": 2, "local_attention": 6, "classifier_pooling": "mean"},
+    ),
     "xlm-roberta-xl": ("XLMRobertaXL", _ROBERTA),
     "roberta-prelayernorm": ("RobertaPreLayerNorm", _ROBERTA),
     "data2vec-text": ("Data2VecText", _ROBERTA),

@@ -101,6 +101,17 @@ MPNET: Config = {
     "initializer_range": 0.02, "layer_norm_eps": 1e-5, "max_position_embeddings": 514, "pad_token_id": 1,
     "relative_attention_num_buckets": 32, "vocab_size": 30527,
 }  # fmt: skip
+MODERNBERT: Config = {
+    "model_type": "modernbert", **sizes(768, 22, 12, 1152), "attention_bias": False, "attention_dropout": 0.0,
+    "bos_token_id": 50281, "classifier_activation": "gelu", "classifier_bias": False, "classifier_dropout": 0.0,
+    "classifier_pooling": "mean", "cls_token_id": 50281, "decoder_bias": True, "deterministic_flash_attn": False,
+    "embedding_dropout": 0.0, "eos_token_id": 50282, "global_attn_every_n_layers": 3, "global_rope_theta": 160000.0,
+    "gradient_checkpointing": False, "hidden_activation": "gelu", "initializer_cutoff_factor": 2.0,
+    "initializer_range": 0.02, "layer_norm_eps": 1e-5, "local_attention": 128, "local_rope_theta": 10000.0,
+    "max_position_embeddings": 8192, "mlp_bias": False, "mlp_dropout": 0.0, "norm_bias": False, "norm_eps": 1e-5,
+    "pad_token_id": 50283, "position_embedding_type": "absolute", "sep_token_id": 50282, "tie_word_embeddings": True,
+    "torch_dtype": "float32", "vocab_size": 50368,
+}  # fmt: skip
 MINILM: Config = BERT | sizes(384, 6, 12, 1536) | {"gradient_checkpointing": False} | RECENT
 IDENTITY = "torch.nn.modules.linear.Identity"
 CROSS = {"sbert_ce_default_activation_function": IDENTITY}
@@ -228,6 +239,13 @@ PUBLISHED: dict[str, tuple[Config, str]] = {
     "sentence-transformers/all-mpnet-base-v2": (MPNET | arch("MPNetForMaskedLM") | {NAME: "old_models/x", "torch_dtype": "float32"}, "mlm"),
     "sentence-transformers/multi-qa-mpnet-base-dot-v1": (MPNET | arch("MPNetForMaskedLM") | {"torch_dtype": "float32"}, "mlm"),
     "sentence-transformers/paraphrase-mpnet-base-v2": (MPNET | arch("MPNetModel") | {NAME: "old_models/x", "gradient_checkpointing": False}, "base"),
+    # --- ModernBERT ----------------------------------------------------------------------------------
+    "answerdotai/ModernBERT-base": (MODERNBERT | arch("ModernBertForMaskedLM"), "mlm"),
+    "answerdotai/ModernBERT-large": (MODERNBERT | sizes(1024, 28, 16, 2624) | arch("ModernBertForMaskedLM"), "mlm"),
+    "Alibaba-NLP/gte-modernbert-base": (MODERNBERT | arch("ModernBertModel") | {"reference_compile": False, "sparse_pred_ignore_index": -100, "sparse_prediction": False, "torch_dtype": "float16"}, "base"),
+    "Alibaba-NLP/gte-reranker-modernbert-base": (MODERNBERT | arch("ModernBertForSequenceClassification") | labels("LABEL_0") | {"sparse_pred_ignore_index": -100, "sparse_prediction": False, "torch_dtype": "float16"}, "seqcls"),
+    "ibm-granite/granite-embedding-english-r2": (MODERNBERT | arch("ModernBertModel") | {"global_rope_theta": 80000.0, "repad_logits_with_grad": False}, "base"),
+    "jhu-clsp/mmBERT-base": (MODERNBERT | arch("ModernBertForMaskedLM") | {"bos_token_id": 2, "cls_token_id": 1, "eos_token_id": 1, "local_rope_theta": 160000.0, "mask_token_id": 4, "pad_token_id": 0, "sep_token_id": 1, "vocab_size": 256000}, "mlm"),
     # --- RoBERTa's relatives -------------------------------------------------------------------------
     "facebook/xlm-roberta-xl": (XLMR | sizes(2560, 36, 32, 10240) | arch("XLMRobertaXLForMaskedLM") | {"model_type": "xlm-roberta-xl", "vocab_size": 250880, "position_embedding_type": "absolute", "use_cache": True}, "mlm"),
     "facebook/xlm-roberta-xxl": (XLMR | sizes(4096, 48, 32, 16384) | arch("XLMRobertaXLForMaskedLM") | {"model_type": "xlm-roberta-xl", "vocab_size": 250880, "position_embedding_type": "absolute", "use_cache": True}, "mlm"),
