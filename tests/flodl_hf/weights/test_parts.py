@@ -43,7 +43,7 @@ def test_a_name_without_a_mark_is_a_whole() -> None:
 
 def test_neighbours_in_memory_are_joined_without_a_copy() -> None:
     whole = torch.randn(9, 4)
-    parts = [nn.Parameter(piece, requires_grad=False) for piece in whole.chunk(3)]
+    parts: list[torch.Tensor] = [nn.Parameter(piece, requires_grad=False) for piece in whole.chunk(3)]
     with torch.no_grad():
         assert join(parts).data_ptr() == whole.data_ptr()
         assert join(parts[::-1]).data_ptr() != whole.data_ptr()
