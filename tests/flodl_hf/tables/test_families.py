@@ -14,6 +14,7 @@ from flodl_hf.config import ModelConfig
 from flodl_hf.families import FAMILIES
 from flodl_hf.parity.shapes import settings_of, variants_of
 from flodl_hf.runtime import cpu
+from flodl_hf.runtime.cpu_features import missing
 from flodl_hf.runtime.prepared import shadow
 from flodl_hf.tables.arrange import arrange_cuda, layers_of
 from flodl_hf.tables.training import TrainingTable
@@ -41,8 +42,8 @@ def made(model_type: str, variant: str) -> Any:
 @cells
 @pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-5), ("int8", 0.12), ("bf16", 0.06)])
 def test_a_processor_runs_it(model_type: str, variant: str, precision: Any, bound: float) -> None:
-    if cpu.missing(precision):
-        pytest.skip(str(cpu.missing(precision)))
+    if missing(precision):
+        pytest.skip(str(missing(precision)))
     model = made(model_type, variant)
     graph = shadow(model.graph)
     if precision == "bf16":

@@ -33,6 +33,7 @@ from flodl_hf.keys import KeyRow
 from flodl_hf.layout import Layout, Packed, Padded
 from flodl_hf.rotary import Rotary
 from flodl_hf.runtime import cpu
+from flodl_hf.runtime.cpu_features import missing
 from flodl_hf.runtime.prepared import shadow
 from flodl_hf.tables import arrange
 from flodl_hf.tables.arrange import arrange_cuda, arrange_training
@@ -226,8 +227,8 @@ def test_a_bias_is_added_to_the_scores() -> None:
 @pytest.mark.parametrize("kind", ["padded", "packed", "bucketed"])
 @pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-5), ("int8", 0.06), ("bf16", 0.06)])
 def test_a_processor_runs_it_by_its_own_table(precision: Any, bound: float, kind: str, head: str) -> None:
-    if cpu.missing(precision):
-        pytest.skip(str(cpu.missing(precision)))
+    if missing(precision):
+        pytest.skip(str(missing(precision)))
     model = made(head)
     graph = shadow(model.graph)
     if precision == "bf16":
