@@ -25,6 +25,7 @@ from flodl_hf.familiar import Familiar
 from flodl_hf.forked import entered
 from flodl_hf.layout import Padded
 from flodl_hf.loading import LoadReport
+from flodl_hf.ranges import beyond_tables, check_rows
 from flodl_hf.watching import given_embeddings, ids_for, watched
 from flodl_hf.words import LOAD, SAVE, taking
 
@@ -235,10 +236,8 @@ class EncoderModel(Familiar):
         if embeds is not None:
             input_ids = ids_for(self.graph, embeds)
         assert input_ids is not None
-        if input_ids.dim() != 2:
-            shape = tuple(input_ids.shape)
-            raise PredictError(f"input_ids has shape {shape}; expected (batch, seq)", shape=shape)
         if not torch.compiler.is_compiling():
+            check_rows(input_ids)
             entered()
         given: dict[str, Any] = {
             "token_type_ids": token_type_ids,
@@ -252,10 +251,13 @@ class EncoderModel(Familiar):
             if hidden_states or attentions:
                 inside = watched(self.graph, hidden_states=hidden_states, attentions=attentions)
                 seen = stack.enter_context(inside)
-            if outputs:
-                result, named = self.graph(input_ids, **given, outputs=list(outputs))
-            else:
-                result, named = self.graph(input_ids, **given), {}
+            try:
+                if outputs:
+                    result, named = self.graph(input_ids, **given, outputs=list(outputs))
+                else:
+                    result, named = self.graph(input_ids, **given), {}
+            except IndexError as fault:
+                raise beyond_tables(self.config, input_ids, token_type_ids, position_ids) or fault from fault
         return result, named, {name: tuple(values) for name, values in seen.items()}
 
     def set_attention(self, implementation: str) -> Self:
@@ -307,8 +309,9 @@ class EncoderModel(Familiar):
             )
         if self.tokenizer is None:
             raise PredictError(
-                f"{task}: the model has no tokenizer, because its folder holds none; put tokenizer.json (or vocab.txt, "
-                "vocab.json and merges.txt, a sentencepiece model) beside the weights, or set model.tokenizer."
+                f"{task}: the model has no tokenizer, because its folder holds none; expected tokenizer.json (or "
+                "vocab.txt, vocab.json and merges.txt, a sentencepiece model) beside the weights; put it there, or set "
+                "model.tokenizer."
             )
         return self.tokenizer
 

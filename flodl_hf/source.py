@@ -241,7 +241,9 @@ def _load(
     finite = FiniteCheck(values, plan.placed.values(), dtype)
     tokenizer = load_tokenizer(folder, config)
     finite.wait(str(folder / (manifest.index_name or manifest.files[0].name)), report, allowed=allow_nonfinite)
-    report.notes += () if tokenizer is None else tokenizer.notes
+    if tokenizer is not None:
+        few = tokenizer.few_tokens(config.encoder.vocab_size)
+        report.notes += (*tokenizer.notes, *([few] if few else ()))
 
     ties = [*plan.ties, *settle_ties(plan, values, report)]
     check_duplicates(plan, values, carried_names)

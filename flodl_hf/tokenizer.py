@@ -29,7 +29,7 @@ from .tokenization.guard import guarded
 from .tokenization.precut import LONG, beginning
 from .tokenization.rows import Cut, Overflow, Row, cut_each, cut_rows
 from .tokenization.settings import guess_model_type, read_settings
-from .tokenization.source import TOKENIZER_FILES, parse_json, read_bytes, read_source, write_files
+from .tokenization.source import TOKENIZER_FILES, parse_json, read_bytes, read_source, vocabulary_file, write_files
 from .tokenization.vocabulary import Vocabulary
 from .tokenization.words import JOINED
 from .words import TOKENIZER, taking
@@ -84,7 +84,7 @@ class Tokenizer(Vocabulary):
         """
         self._files = dict(files or {})
         self._config = dict(config or {})
-        frozen = Backend(backend, str(folder))
+        frozen = Backend(backend, f"{folder}/{vocabulary_file(self._files)}" if self._files else str(folder))
         settings = read_settings(
             self._files,
             lambda token: backend.token_to_id(token) is not None,
@@ -98,7 +98,7 @@ class Tokenizer(Vocabulary):
         if "tokenizer.json" in self._files:
             name = "special_tokens_map.json"
             mapped = parse_json(self._files[name], f"{folder}/{name}") if name in self._files else {}
-            with guarded(str(folder), "the tokenizer definition is damaged; fetch it again"):
+            with guarded(f"{folder}/tokenizer.json", "the tokenizer definition is damaged; fetch it again"):
                 found = contradictions(backend, settings, mapped, self._config, frozen.pad_token)
         self.notes = (*notes, *found)
         if settings.split_special:
@@ -160,7 +160,7 @@ class Tokenizer(Vocabulary):
         notes: list[str] = []
         if "tokenizer.json" in files:
             backend = load_json(files["tokenizer.json"], f"{folder}/tokenizer.json")
-            with guarded(str(folder), "the settings files of the tokenizer are damaged; fetch them again"):
+            with guarded(f"{folder}/tokenizer_config.json", "the settings are damaged; fetch them again"):
                 notes = add_missing(backend, stated, mapped, added, rows, decoder=True)
             for note in notes:
                 if note.startswith(("cls_token", "sep_token")):  # stands in every row

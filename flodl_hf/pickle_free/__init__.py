@@ -8,6 +8,7 @@ a meaning to the four functions it may name, and everything else is refused by n
     opcodes   the stack machine
     tensors   what the names in the program mean: records of tensors, not calls
     archive   the zip container of today's files
+    checksums what it says of its bytes, compared with them
     shard     `BinShard`: both containers, today's and the one before torch 1.6; `read_bin`
 """
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 import struct
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from flodl.errors import CheckpointError, printable
 from flodl.system import read_at
 
-__all__ = ["stored_members"]
+__all__ = ["Member", "stored_members"]
 
 _END = struct.Struct("<4s4H2LH")
 _END64_LOCATOR = struct.Struct("<4sLQL")
@@ -24,8 +24,16 @@ _MAX_DIRECTORY = 64 << 20
 _ENCRYPTED = 0x1
 
 
-def stored_members(descriptor: int, where: str) -> dict[str, tuple[int, int]]:
-    """Return each member's name with the position and length of its bytes in the file.
+class Member(NamedTuple):
+    """Where the bytes of a member lie in the file, and their CRC-32; 0 where none was written."""
+
+    start: int
+    length: int
+    checksum: int
+
+
+def stored_members(descriptor: int, where: str) -> dict[str, Member]:
+    """Return each member by its name.
 
     Raises:
         CheckpointError: not a whole zip archive, or members that are compressed, encrypted, doubled,
@@ -34,7 +42,7 @@ def stored_members(descriptor: int, where: str) -> dict[str, tuple[int, int]]:
     size = os.fstat(descriptor).st_size
     start, length, count = _directory(descriptor, where, size)
     data = read_at(descriptor, length, start)
-    members: dict[str, tuple[int, int]] = {}
+    members: dict[str, Member] = {}
     at = 0
     for _ in range(count):
         if at + _CENTRAL.size > len(data):
@@ -56,7 +64,7 @@ def stored_members(descriptor: int, where: str) -> dict[str, tuple[int, int]]:
             _fail(where, f"member {printable(name)} is compressed or encrypted, expected it stored as it is")
         if name in members:
             _fail(where, f"member {printable(name)} is there twice")
-        members[name] = (_data_start(descriptor, local, raw_name, where), unpacked)
+        members[name] = Member(_data_start(descriptor, local, raw_name, where), unpacked, fields[7])
     _check_places(members, start, where)
     return members
 
@@ -121,9 +129,9 @@ def _data_start(descriptor: int, local: int, raw_name: bytes, where: str) -> int
     return local + _LOCAL.size + fields[9] + fields[10]
 
 
-def _check_places(members: dict[str, tuple[int, int]], limit: int, where: str) -> None:
+def _check_places(members: dict[str, Member], limit: int, where: str) -> None:
     end = 0
-    for name, (start, length) in sorted(members.items(), key=lambda item: item[1]):
+    for name, (start, length, _) in sorted(members.items(), key=lambda item: item[1]):
         if length and start < end:
             _fail(where, f"member {printable(name)} overlaps another")
         if start + length > limit:

@@ -19,7 +19,8 @@ from flodl.system import read_at
 from flodl_hf.checkpoint.manifest import DTYPES, SourceFile
 from flodl_hf.checkpoint.read import Extent, map_extents, read_extents
 
-from .archive import stored_members
+from .archive import Member, stored_members
+from .checksums import check_sums
 from .opcodes import Machine
 from .tensors import NAMES, StorageRecord, TensorRecord, state_table, storage_record
 
@@ -67,6 +68,7 @@ class BinShard:
         self._descriptor: int | None = descriptor
         self._records: dict[str, TensorRecord] = {}
         self._places: dict[str, tuple[int, int]] = {}
+        self._members: dict[str, Member] = {}
 
     def parse(self) -> None:
         """Read the program of the file and check what it describes; no weights are read.
@@ -98,11 +100,18 @@ class BinShard:
         }
 
     def read(self, names: Sequence[str], *, mapped: bool = False) -> list[Tensor]:
-        """Return the tensors of ``names``, in that order, copied or mapped; ties are one tensor."""
+        """Return the tensors of ``names``, in that order, copied or mapped; ties are one tensor.
+
+        What is copied is compared with the checksums of the archive.
+        """
         descriptor = self._open_descriptor()
         records = {name: self._records[name] for name in names}
         unique = sorted(dict.fromkeys(records.values()), key=self._start)
         extents = [self._extent(record) for record in unique]
+        if not mapped:
+            keys = dict.fromkeys(record.storage.key for record in unique)
+            members = {f"data/{key}": self._members[key] for key in keys if key in self._members}
+            check_sums(descriptor, members, self._where)
         flats = (map_extents if mapped else read_extents)(descriptor, self._where, extents)
         ready = {
             record: flat.view(record.shape)
@@ -135,9 +144,11 @@ class BinShard:
             self._fail("its numbers are not little-endian")
         storages = f"{prefix}data/"
         self._places = {
-            name.removeprefix(storages): place for name, place in members.items() if name.startswith(storages)
+            name.removeprefix(storages): place[:2] for name, place in members.items() if name.startswith(storages)
         }
-        start, length = members[programs[0]]
+        self._members = {name.removeprefix(storages): member for name, member in members.items()}
+        check_sums(descriptor, {"data.pkl": members[programs[0]]}, self._where)
+        start, length, _ = members[programs[0]]
         source = _Cursor(descriptor, start, start + length)
         value = Machine(source, self._where, NAMES, storage_record).run()
         if source.position != start + length:

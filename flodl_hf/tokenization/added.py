@@ -61,22 +61,24 @@ def add_stated(tokenizer: Tokenizer, files: Mapping[str, bytes], settings: Mappi
     Raises:
         TokenizerError: if a stated id cannot be had.
     """
-    wanted: dict[int, tuple[str, Any]] = {}
+    wanted: dict[int, tuple[str, Any, str]] = {}
     faults: list[str] = []
     if "added_tokens.json" in files:
         for text, number in parse_json(files["added_tokens.json"], f"{folder}/added_tokens.json").items():
             if isinstance(number, bool) or not isinstance(number, int) or number < 0 or not text:
-                faults.append(f"added_tokens.json: {printable(text, 40)} has id {printable(str(number), 40)}")
+                faults.append(
+                    f"added_tokens.json: {printable(text, 40)} has id {printable(str(number), 40)}; expected a number"
+                )
             else:
-                wanted[number] = (text, None)
+                wanted[number] = (text, None, "added_tokens.json")
     decoder = settings.get("added_tokens_decoder")
     for number, stated in decoder.items() if isinstance(decoder, Mapping) else ():
         text = content(stated)
         if not isinstance(number, str) or not number.isdecimal() or len(number) > 10 or text is None:
             faults.append(f"tokenizer_config.json: added_tokens_decoder has the entry {printable(str(number), 40)}")
         else:
-            wanted[int(number)] = (text, stated)
-    for number, (text, stated) in sorted(wanted.items()):
+            wanted[int(number)] = (text, stated, "tokenizer_config.json")
+    for number, (text, stated, file) in sorted(wanted.items()):
         special = _flag(stated, "special", False)
         token = _token(text, stated, special=special)
         found = tokenizer.token_to_id(text)
@@ -86,11 +88,11 @@ def add_stated(tokenizer: Tokenizer, files: Mapping[str, bytes], settings: Mappi
         elif special:
             tokenizer.add_special_tokens([token])
         if found != number:
-            faults.append(f"{printable(text, 40)} is stated as id {number} and comes to id {found}")
+            faults.append(f"{file}: {printable(text, 40)} is stated as id {number} and comes to id {found}")
     if faults:
         raise TokenizerError(
             f"{folder}: added tokens do not fit the vocabulary:\n{capped(faults)}\n"
-            "fetch vocabulary and added tokens from the same place",
+            "expected the ids that they get; fetch vocabulary and added tokens from the same place",
             where=folder,
             problems=faults,
         )
@@ -107,7 +109,8 @@ def add_missing(
 ) -> list[str]:
     """Add the tokens that settings files name and the vocabulary lacks, as transformers does; return what differs.
 
-    They get the next free ids, whatever id is stated: those of ``added_tokens_decoder`` or ``added_tokens.json`` first,
+    They get the next free ids,
+    whatever id is stated: those of ``added_tokens_decoder`` or ``added_tokens.json`` first,
     then further special tokens.
 
     Args:

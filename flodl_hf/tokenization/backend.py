@@ -21,6 +21,7 @@ from flodl.errors import printable
 from flodl_hf.errors import TokenizerError
 
 from .blocks import Mark, in_blocks, mark_of
+from .charsmap import check_definition
 from .foreign import foreign_patterns, within_time
 from .guard import MAX_GROWTH, check_texts, growth, guarded
 from .rows import Row
@@ -44,7 +45,9 @@ def load_json(data: bytes, where: str) -> tokenizers.Tokenizer:
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise TokenizerError(f"{where}: byte {error.start} is not UTF-8; fetch the file again", where=where) from error
+        found = f"byte {error.start} is not UTF-8; expected UTF-8 text"
+        raise TokenizerError(f"{where}: {found}; fetch the file again", where=where) from error
+    check_definition(data, where)
     try:
         return tokenizers.Tokenizer.from_str(text)
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
@@ -58,8 +61,8 @@ def load_json(data: bytes, where: str) -> tokenizers.Tokenizer:
         with guarded(where, "the tokenizer definition is damaged; fetch the file again"):
             return tokenizers.Tokenizer.from_str(json.dumps(value))
     raise TokenizerError(
-        f"{where}: not a usable tokenizer definition: {printable(reason, 300)}; fetch the file again, "
-        "or delete it if vocabulary files are beside it",
+        f"{where}: not a usable tokenizer definition: {printable(reason, 300)}; expected one as the tokenizers "
+        "library writes it; fetch the file again, or delete it if vocabulary files are beside it",
         where=where,
         reason=reason,
     )
@@ -159,7 +162,7 @@ class Backend:
         if pairs is not None and special and self.pair_fault is not None:
             raise TokenizerError(self.pair_fault, where=self.where)
         batch = list(texts) if pairs is None else list(zip(texts, pairs, strict=True))
-        with guarded("encoding", "the tokenizer cannot treat one of the texts", texts, pairs):
+        with guarded(f"{self.where}: encoding", "the tokenizer cannot treat one of the texts", texts, pairs):
             if len(batch) == 1 and not fast and not self.patterns:
                 # A batch is handed to threads that have to wake up first, which takes as long as one text does.
                 pair = (batch[0], None) if pairs is None else batch[0]
@@ -194,7 +197,7 @@ class Backend:
                 def blocks(batch: list[Any], each: int) -> list[tokenizers.Encoding]:
                     return self._run(run, batch, lambda: _characters(texts), each)
 
-                with guarded("encoding", "the tokenizer cannot treat one of the texts", texts):
+                with guarded(f"{self.where}: encoding", "the tokenizer cannot treat one of the texts", texts):
                     found = in_blocks(texts, self._mark, blocks, cores())
                 if found is not None:
                     return found

@@ -20,7 +20,7 @@ from tokenizers import (
     pre_tokenizers,
 )
 
-from flodl.errors import capped, printable
+from flodl.errors import capped, printable, shown
 from flodl_hf.errors import TokenizerError
 from flodl_hf.families import families
 from flodl_hf.family import Family, FamilyTokenizer
@@ -31,7 +31,7 @@ from .guard import guarded
 from .plain_files import read_merges, read_vocab_json, read_vocab_txt
 from .sentencepiece import BPE, BYTE, CONTROL, NORMAL, USER_DEFINED, SentencePieceModel, read_model
 from .settings import ROLES, class_family, content, rules_of
-from .source import TOKENIZER_FILES, parse_json
+from .source import TOKENIZER_FILES, parse_json, vocabulary_file
 
 __all__ = ["build_backend"]
 
@@ -63,7 +63,8 @@ class Source:
             return default
         if not isinstance(value, bool):
             raise TokenizerError(
-                f"{self.folder}/tokenizer_config.json: {name} is {value!r}, expected true or false; correct the file",
+                f"{self.folder}/tokenizer_config.json: {name} is {shown(value, 60)}, expected true or false; "
+                "correct the file",
                 where=self.folder,
                 field=name,
                 found=value,
@@ -225,7 +226,8 @@ def _require(source: Source, vocab: Mapping[str, int], roles: Sequence[str], nam
     if missing:
         raise TokenizerError(
             f"{source.folder}/{name}: lacks\n{capped(missing)}\n"
-            "fetch the file again, or name the right tokens in tokenizer_config.json",
+            "expected every special token in it; fetch the file again, or name the right tokens in "
+            "tokenizer_config.json",
             where=f"{source.folder}/{name}",
             missing=missing,
         )
@@ -297,7 +299,7 @@ def build_backend(
     stated = {role: by_text.get(v, v) if isinstance(v, str) else v for role, v in stated.items()}
     tokens = {**own.special, **{role: text for role, v in stated.items() if (text := content(v))}}
     source = Source(files, folder, settings, own, tokens, byte_fallback)
-    with guarded(folder, "the vocabulary files are damaged; fetch them again"):
+    with guarded(f"{folder}/{vocabulary_file(files)}", "the vocabulary files are damaged; fetch them again"):
         tokenizer = _builder(own)(source)
         # First those whose ids are stated: a role's token that the vocabulary lacks takes the next free id.
         add_stated(tokenizer, files, settings, folder)

@@ -9,11 +9,20 @@ Leaves to others: applying a table to text.
 
 from __future__ import annotations
 
+import base64
+import contextlib
+import json
+import re
 import struct
+from collections.abc import Iterator
+from typing import Any
 
 from flodl_hf.errors import TokenizerError
 
-__all__ = ["CharsMap", "longest_replacement"]
+__all__ = ["CharsMap", "check_definition", "longest_replacement"]
+
+_TABLE = re.compile(rb'"precompiled_charsmap"\s*:\s*"([^"]*)')
+_HIDDEN_KEY = re.compile(rb'"[a-z_]*\\u00[567][0-9a-fA-F][^"]*"\s*:')  # a key with a letter written as its number
 
 # The longest replacement in nmt_nfkc is the 33 bytes of U+FDFA.
 _MAX_REPLACEMENT = 256
@@ -25,6 +34,47 @@ def longest_replacement(data: bytes) -> int:
         return 0
     (size,) = struct.unpack_from("<I", data)
     return max(map(len, data[4 + size :].split(b"\0")), default=0)
+
+
+def check_definition(data: bytes, where: str) -> None:
+    """Refuse the text of a ``tokenizer.json`` with a table whose trie is announced larger than the table is.
+
+    The tokenizers library takes the memory that is announced before it looks, and ends the process where there is
+    not so much.
+
+    Raises:
+        TokenizerError: there is such a table.
+    """
+    tables = [match[1] for match in _TABLE.finditer(data)] if b"charsmap" in data else []
+    if any(b"\\" in table for table in tables) or (b"\\u00" in data and _HIDDEN_KEY.search(data)):
+        # Written so that a search of bytes does not see it; then all is read.
+        try:
+            tables = list(_tables(json.loads(data)))
+        except (ValueError, RecursionError):
+            return  # which whoever reads it says
+    for table in tables:
+        with contextlib.suppress(ValueError):  # no base64 at all is the library's to refuse
+            head = base64.b64decode(bytes(table[:8]).ljust(8, b"A"))
+            size = struct.unpack_from("<I", head)[0]
+            if size > len(table):
+                raise TokenizerError(
+                    f"{where}: precompiled_charsmap announces a trie of {size:,} bytes and has "
+                    f"{len(table):,} characters in all; expected a whole table; fetch the file again",
+                    where=where,
+                    found=size,
+                    expected=len(table),
+                )
+
+
+def _tables(value: Any) -> Iterator[bytes]:
+    if isinstance(value, dict):
+        table = value.get("precompiled_charsmap")
+        if isinstance(table, str):
+            yield table.encode("utf-8", "replace")
+        value = list(value.values())
+    if isinstance(value, list):
+        for part in value:
+            yield from _tables(part)
 
 
 class CharsMap:
@@ -59,7 +109,7 @@ class CharsMap:
 
     def _fail(self, what: str) -> TokenizerError:
         return TokenizerError(
-            f"{self._where}: character map: {what}; the file is damaged; fetch it again",
+            f"{self._where}: character map: {what}; expected a whole table; fetch the file again",
             where=self._where,
             reason=what,
         )

@@ -46,7 +46,7 @@ def guarded(where: str, remedy: str, texts: Sequence[Any] = (), pairs: Sequence[
             check_texts(pairs, "second text")
         reason = str(cause) or type(cause).__name__
         raise TokenizerError(
-            f"{where}: the tokenizers library failed: {printable(reason, 300)}; {remedy}",
+            f"{where}: the tokenizers library failed: {printable(reason, 300)}; expected what it can use; {remedy}",
             where=where,
             reason=reason,
         ) from (cause if isinstance(cause, Exception) else None)

@@ -22,7 +22,7 @@ def _text(data: bytes, where: str) -> str:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise TokenizerError(
-            f"{where}: byte {error.start} is not UTF-8; save the file as UTF-8, or fetch it again",
+            f"{where}: byte {error.start} is not UTF-8; expected UTF-8 text; save the file so, or fetch it again",
             where=where,
         ) from error
 
@@ -56,7 +56,7 @@ def read_vocab_txt(data: bytes, where: str) -> dict[str, int]:
         vocab.setdefault(token, number)
     if not vocab:
         faults.append("the file is empty")
-    _raise(where, faults, "every token needs one id; fetch the file again")
+    _raise(where, faults, "expected a token on each line, and each token once; fetch the file again")
     return vocab
 
 
@@ -80,7 +80,8 @@ def read_vocab_json(data: bytes, where: str) -> dict[str, int]:
         value = json.loads(_text(data, where), object_pairs_hook=pairs)
     except (ValueError, RecursionError) as error:
         raise TokenizerError(
-            f"{where}: not valid JSON: {printable(str(error))}; fetch the file again", where=where
+            f"{where}: not valid JSON: {printable(str(error))}; expected an object of tokens and ids; fetch it again",
+            where=where,
         ) from error
     if not isinstance(value, dict) or not value:
         raise TokenizerError(
@@ -95,7 +96,7 @@ def read_vocab_json(data: bytes, where: str) -> dict[str, int]:
             faults.append(f"{printable(token, 40)} and {printable(owner[number], 40)} both have id {number}")
         else:
             owner[number] = token
-    _raise(where, faults, f"ids are distinct numbers from 0 to {_MAX_ID - 1}; fetch the file again")
+    _raise(where, faults, f"expected distinct numbers from 0 to {_MAX_ID - 1}; fetch the file again")
     return {token: number for number, token in owner.items()}
 
 
@@ -123,5 +124,9 @@ def read_merges(data: bytes, where: str, vocab: Mapping[str, int]) -> list[tuple
         if unknown:
             faults.append(f"line {number}: {printable(unknown[0], 40)} is not in the vocabulary")
         merges.append((parts[0], parts[1]))
-    _raise(where, faults, "fetch vocab.json and merges.txt from the same place")
+    _raise(
+        where,
+        faults,
+        "expected two tokens of vocab.json on each line; fetch vocab.json and merges.txt from the same place",
+    )
     return merges

@@ -90,7 +90,8 @@ class _Reader:
 
     def fail(self, what: str) -> TokenizerError:
         return TokenizerError(
-            f"{self.where}: byte {self.at}: {what}; the file is damaged or no sentencepiece model; fetch it again",
+            f"{self.where}: byte {self.at}: {what}; expected a sentencepiece model, and the file is damaged or none; "
+            "fetch it again",
             where=self.where,
             position=self.at,
             reason=what,

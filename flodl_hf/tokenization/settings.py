@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from flodl.errors import nearest
+from flodl.errors import nearest, shown
 from flodl_hf.errors import TokenizerError
 from flodl_hf.families import bert, families, named, roberta
 from flodl_hf.family import Family, FamilyTokenizer
@@ -143,7 +143,7 @@ def _side(config: Mapping[str, Any], key: str, where: str, default: str = "right
     value = config.get(key, default)
     if value not in ("left", "right"):
         raise TokenizerError(
-            f"{where}: {key} is {value!r}, expected 'left' or "
+            f"{where}: {key} is {shown(value, 60)}, expected 'left' or "
             f"'right'{nearest(str(value), ('left', 'right'))}; "
             "correct the file",
             where=where,
@@ -161,7 +161,7 @@ def _max_length(config: Mapping[str, Any], where: str) -> int | None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 1 or value != int(value):
         raise TokenizerError(
-            f"{where}: {field} is {value!r}, expected a positive number of tokens; correct the file",
+            f"{where}: {field} is {shown(value, 60)}, expected a positive number of tokens; correct the file",
             where=where,
             field=field,
             found=value,

@@ -18,7 +18,7 @@ from flodl.files import POINTER_ADVICE, is_pointer
 from flodl_hf.checkpoint.members import read_member
 from flodl_hf.errors import TokenizerError
 
-__all__ = ["TOKENIZER_FILES", "parse_json", "read_bytes", "read_source", "write_files"]
+__all__ = ["TOKENIZER_FILES", "parse_json", "read_bytes", "read_source", "vocabulary_file", "write_files"]
 
 # What is copied with a checkpoint, and nothing else: the order is that of the documentation.
 TOKENIZER_FILES = (
@@ -33,6 +33,8 @@ TOKENIZER_FILES = (
     "spm.model",
     "spiece.model",
 )
+
+_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 
 # The largest tokenizer.json among the supported families (XLM-R, 250,002 pieces) is 17 MB.
 MAX_BYTES = 64 * 1024 * 1024
@@ -61,6 +63,11 @@ def read_source(folder: Path) -> dict[str, bytes]:
     return {name: read_bytes(folder / name) for name in TOKENIZER_FILES if os.path.lexists(folder / name)}
 
 
+def vocabulary_file(files: Mapping[str, bytes]) -> str:
+    """Return the name of the file among these that a vocabulary is read from."""
+    return next((name for name in TOKENIZER_FILES if name in files and name not in _SETTINGS), "tokenizer.json")
+
+
 def parse_json(data: bytes, where: str) -> dict[str, Any]:
     """Return the JSON object in ``data``.
 
@@ -71,13 +78,15 @@ def parse_json(data: bytes, where: str) -> dict[str, Any]:
         value = json.loads(data.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise TokenizerError(
-            f"{where}: byte {error.start} is not UTF-8; save the file as UTF-8, or fetch it again",
+            f"{where}: byte {error.start} is not UTF-8; expected UTF-8 text; save the file so, or fetch it again",
             where=where,
         ) from error
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise TokenizerError(
-            f"{where}: not valid JSON: {printable(reason)}; fetch the file again", where=where, reason=reason
+            f"{where}: not valid JSON: {printable(reason)}; expected an object; fetch the file again",
+            where=where,
+            reason=reason,
         ) from error
     if not isinstance(value, dict):
         raise TokenizerError(

@@ -6,7 +6,7 @@ Leaves to others: loading, encoding, windows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -16,9 +16,11 @@ from flodl_hf.errors import TokenizerError
 from .backend import Backend
 from .guard import guarded
 from .settings import ROLES, Settings
+from .source import vocabulary_file
 
 __all__ = ["Vocabulary"]
 
+_IN_NO_VOCABULARY = "\U00010380"  # a letter of Ugaritic, which no normalizer takes away
 _CLEAN_UP = (
     (" .", "."),
     (" ?", "?"),
@@ -35,6 +37,8 @@ _CLEAN_UP = (
 
 class Vocabulary:
     """The tokens of a loaded tokenizer and their roles; nothing in it changes."""
+
+    _files: Mapping[str, bytes]
 
     def __init__(self, backend: Backend, settings: Settings, folder: str) -> None:
         """Combine a loaded tokenizer with its settings.
@@ -143,6 +147,20 @@ class Vocabulary:
                 raise TokenizerError(text, folder=str(self._folder), found=highest, expected=rows - 1)
             self._backend.pair_fault = text
 
+    @property
+    def _vocabulary_file(self) -> str:
+        return vocabulary_file(self._files)
+
+    def few_tokens(self, vocab_rows: int) -> str | None:
+        """Return a note where much of an embedding has no token, as after a vocabulary file was cut; else None."""
+        count = len(self.get_vocab())
+        if count >= 0.9 * vocab_rows:
+            return None
+        return (
+            f"{self._vocabulary_file}: has {count:,} tokens, and the embedding {vocab_rows:,} rows; if it should have "
+            "as many, fetch it again"
+        )
+
     def check_fits(self, vocab_rows: int, type_rows: int | None = None) -> None:
         """Raise if a token has no row in an embedding of ``vocab_rows`` rows.
 
@@ -159,6 +177,8 @@ class Vocabulary:
         vocabulary = self.get_vocab()
         # A template may hold ids that the vocabulary does not.
         framed = (*self._backend.encodings([""]), *self._backend.encodings([""], [""]))
+        # A model without its unknown token fails at the first text that needs it: here, and not in front of users.
+        self._backend.encodings([_IN_NO_VOCABULARY])
         if type_rows is not None:
             self._check_types(type_rows)
         if max((*vocabulary.values(), *(i for encoding in framed for i in encoding.ids)), default=-1) >= vocab_rows:
@@ -169,9 +189,8 @@ class Vocabulary:
             worst = sorted(((i, token) for i, token in ids.items() if i >= vocab_rows), reverse=True)
             listed = capped([f"id {i}: {printable(token, 60)}" for i, token in worst], limit=5)
             raise TokenizerError(
-                f"{self._folder}: {len(worst)} of {len(ids)} tokens have ids for which the embedding has "
-                "no row "
-                f"(it has {vocab_rows}):\n{listed}\n"
+                f"{self._folder}: {len(worst)} of {len(ids)} tokens of {self._vocabulary_file} have ids for which the "
+                f"embedding has no row (it has {vocab_rows}):\n{listed}\nexpected ids below {vocab_rows}; "
                 "use the tokenizer that belongs to this checkpoint, or enlarge the embedding",
                 where=self._folder,
                 found=worst[0][0] + 1,

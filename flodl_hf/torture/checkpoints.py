@@ -1,7 +1,7 @@
 """Small checkpoints that the suites damage: made here, from a seed, and kept as bytes.
 
 The weights are written by this library and read again by the few lines of `parts_of`, which know the format of
-safetensors and nothing else; the tokenizers are written out by hand.
+safetensors and nothing else.
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flodl_hf.torture.vocabularies import tokenizer_files, vocabulary_of
+
 __all__ = [
     "LABELS",
     "TEXTS",
-    "VOCABULARY",
     "checkpoint",
     "encoded",
     "parts_of",
     "tensors_in",
-    "tokenizer_files",
     "torch_dtype",
     "whole",
     "write_files",
 ]
 
 LABELS = ("no", "yes", "perhaps")
-SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-WORDS = ("the", "a", "cat", "dog", "sat", "on", "mat", "good", "bad", "film", "is", "was", "not", "very", "paris")
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
-VOCABULARY = (*SPECIALS, *WORDS, *(f"##{c}" for c in LETTERS), *LETTERS, *".,!?'")
 TEXTS = ("the cat sat on the mat.", "a very good film!", "not bad, is it?", "zzz")
 
 _SIZES = {
-    "vocab_size": len(VOCABULARY), "hidden_size": 8, "num_heads": 2, "intermediate_size": 12,
+    "hidden_size": 8, "num_heads": 2, "intermediate_size": 12,
     "max_positions": 40, "type_vocab_size": 2, "embedding_size": 4,
 }  # fmt: skip
 
 
 @cache
 def checkpoint(
-    family: str = "bert", head: str = "sequence_classification", layers: int = 2, seed: int = 0
+    family: str = "bert",
+    head: str = "sequence_classification",
+    layers: int = 2,
+    sort: str = "wordpiece",
+    seed: int = 0,
 ) -> Mapping[str, bytes]:
     """Return the files of a checkpoint by name: ``config.json``, ``model.safetensors`` and a tokenizer.
 
@@ -56,6 +56,7 @@ def checkpoint(
         family: a model type.
         head: a head's name.
         layers: how many.
+        sort: of the tokenizer; one of `flodl_hf.torture.vocabularies.SORTS`.
         seed: of the weights.
     """
     from flodl_hf.auto import head_named
@@ -63,10 +64,11 @@ def checkpoint(
     from flodl_hf.families import families
 
     rows = next(known for known in families() if known.model_type == family).rows
-    sizes = {**_SIZES, "num_layers": layers}
+    sizes = {**_SIZES, "num_layers": layers, "vocab_size": len(vocabulary_of(sort))}
     settings: dict[str, Any] = {row.key: sizes[row.field] for row in rows if row.field in sizes}
     kind = head_named(head).model
-    settings |= {"pad_token_id": 0} if any(row.key == "pad_token_id" for row in rows) else {}
+    if any(row.key == "pad_token_id" for row in rows):
+        settings["pad_token_id"] = 0 if sort == "wordpiece" else 1
     if head in ("sequence_classification", "token_classification"):
         settings["labels"] = list(LABELS)
     torch.manual_seed(seed)
@@ -77,50 +79,7 @@ def checkpoint(
     with tempfile.TemporaryDirectory() as place:
         folder = model.save_pretrained(Path(place) / "made")
         files = {path.name: path.read_bytes() for path in folder.iterdir()}
-    return {**files, **tokenizer_files(family)}
-
-
-def tokenizer_files(family: str = "bert") -> dict[str, bytes]:
-    """Return the files of a WordPiece tokenizer that knows some words and every letter."""
-    special = {name: VOCABULARY.index(name) for name in SPECIALS}
-    added = [
-        {"id": number, "content": name, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
-         "special": True}
-        for name, number in special.items()
-    ]  # fmt: skip
-
-    def sequence(*names: str) -> list[dict[str, Any]]:
-        kinds = {"A": "Sequence", "B": "Sequence"}
-        return [
-            {kinds.get(name, "SpecialToken"): {"id": name, "type_id": int("B" in names[:place + 1])}}
-            for place, name in enumerate(names)
-        ]  # fmt: skip
-
-    definition = {
-        "version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
-        "normalizer": {"type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": True,
-                       "strip_accents": None, "lowercase": True},
-        "pre_tokenizer": {"type": "BertPreTokenizer"},
-        "post_processor": {
-            "type": "TemplateProcessing", "single": sequence("[CLS]", "A", "[SEP]"),
-            "pair": sequence("[CLS]", "A", "[SEP]", "B", "[SEP]"),
-            "special_tokens": {name: {"id": name, "ids": [special[name]], "tokens": [name]}
-                               for name in ("[CLS]", "[SEP]")},
-        },
-        "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
-        "model": {"type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": "##",
-                  "max_input_chars_per_word": 100, "vocab": {token: i for i, token in enumerate(VOCABULARY)}},
-    }  # fmt: skip
-    settings: dict[str, Any] = {
-        "tokenizer_class": "BertTokenizer" if family == "bert" else "PreTrainedTokenizerFast",
-        "do_lower_case": True, "model_max_length": 36,
-        "unk_token": "[UNK]", "pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]",
-    }  # fmt: skip
-    return {
-        "tokenizer.json": json.dumps(definition).encode(),
-        "tokenizer_config.json": json.dumps(settings, indent=2).encode(),
-        "vocab.txt": ("\n".join(VOCABULARY) + "\n").encode(),
-    }
+    return {**files, **tokenizer_files(sort)}
 
 
 def write_files(folder: Path, files: Mapping[str, bytes]) -> None:

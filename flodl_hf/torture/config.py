@@ -24,6 +24,7 @@ from flodl_hf.torture.damage import (
     ENTRIES,
     ESCAPES,
     NUMBERS,
+    RAW,
     VALUES,
     damaged_bytes,
     edited,
@@ -100,7 +101,7 @@ def _value(random: Random, family: str, key: str) -> Any:
         ]
     elif isinstance(now, list):
         near = [[], now[0] if now else None, [*now, *now], ["BertModel"], ["EvilForCausalLM"]]
-    return random.choice((*near, *near, *VALUES, *(f"@{number}" for number in NUMBERS), *_WORDS))
+    return random.choice((*near, *near, *VALUES, *(f"{RAW}{number}" for number in NUMBERS), *_WORDS))
 
 
 def _family(number: int) -> str:

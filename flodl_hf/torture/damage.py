@@ -15,7 +15,18 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-__all__ = ["BYTE_DAMAGE", "ENTRIES", "ESCAPES", "NUMBERS", "VALUES", "damaged_bytes", "edited", "put_entry", "spelled"]
+__all__ = [
+    "BYTE_DAMAGE",
+    "ENTRIES",
+    "ESCAPES",
+    "NUMBERS",
+    "RAW",
+    "VALUES",
+    "damaged_bytes",
+    "edited",
+    "put_entry",
+    "spelled",
+]
 
 ESCAPES = ("\x1b[31mred", "\x9b2J", "\x07bell", "\u202egpj.exe", "over\rwritten", "nul\0", "\ud800half", "a\u2028b")
 """Texts that move a terminal, forge lines, or are no text at all."""
@@ -95,9 +106,13 @@ BYTE_DAMAGE: Mapping[str, Callable[[Random, int, int], dict[str, Any]]] = {
 """Makers of damage to any bytes, given a generator, the number among its kind, and the size."""
 
 
+RAW = "=as it stands="
+"""A text that begins so stands in JSON as it is, without this and without quotes: a number that Python has not."""
+
+
 def spelled(value: Any) -> str:
-    """Return JSON of a value in which a text ``"@..."`` stands for itself without quotes: ``"@1e400"`` is 1e400."""
-    parts = json.dumps(value).split('"@')
+    """Return JSON of a value, with texts that begin with `RAW` as they stand."""
+    parts = json.dumps(value).split(f'"{RAW}')
     return parts[0] + "".join(part.replace('"', "", 1) for part in parts[1:])
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
-from flodl_hf.torture.damage import ESCAPES
+from flodl_hf.torture.damage import ESCAPES, RAW
 
 __all__ = ["EDITS"]
 
@@ -118,7 +118,7 @@ def _shape(header: dict[str, Any], name: str, random: Random) -> None:
     header[name]["shape"] = random.choice(
         [shape[::-1], [*shape, 1], [1, *shape], [-n for n in shape], [n + 1 for n in shape], [0, *shape], [], None, "x",
          [2**63, 0], [2**62, 4], [2**32, 2**32], [1.0 * n for n in shape], [True], [[n] for n in shape], [1] * 9,
-         [1] * 9999, ["8"], {"0": 8}, [10**30], ["@1e400"]]
+         [1] * 9999, ["8"], {"0": 8}, [10**30], [RAW + "1e400"]]
     )  # fmt: skip
 
 
@@ -161,7 +161,7 @@ def _empty_tensors(header: dict[str, Any], _name: str, random: Random) -> None:
 def _metadata(header: dict[str, Any], _name: str, random: Random) -> None:
     header["__metadata__"] = random.choice(
         [None, [], "pt", 1, {"format": 1}, {"format": None}, {"format": ["pt"]}, {"format": {"a": "b"}}, "",
-         {"format": "\ud800"}, {"a": "@NaN"}]
+         {"format": "\ud800"}, {"a": RAW + "NaN"}]
     )  # fmt: skip
 
 

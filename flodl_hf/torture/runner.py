@@ -24,7 +24,7 @@ from types import ModuleType
 
 from flodl_hf.torture.case import Case, Grade, Verdict
 from flodl_hf.torture.subjects import Subject
-from flodl_hf.torture.worker import run_block
+from flodl_hf.torture.worker import run_block, said_in
 
 __all__ = ["RigError", "default_place", "load_suite", "run_cases"]
 
@@ -188,8 +188,9 @@ def _reap(worker: _Worker) -> None:
 
 def _after(worker: _Worker) -> Sequence[Case]:
     """Give the case at which a worker ended its verdict; return the cases that it did not come to."""
-    said = worker.root / "said.txt"
+    said = said_in(worker.root)
     story = said.read_text("utf-8", "replace")[-600:] if said.exists() else ""
+    said.unlink(missing_ok=True)
     shutil.rmtree(worker.root, ignore_errors=True)
     if worker.fault:
         raise RigError(f"case {worker.cases[min(worker.done, len(worker.cases) - 1)].line}\n{worker.fault}")

@@ -99,7 +99,8 @@ class Ours:
 
     def ids(self, model: Any, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of texts."""
-        return [list(model.tokenizer(text)["input_ids"]) for text in texts]
+        tokenizer = model.ready("ids")
+        return [list(tokenizer(text)["input_ids"]) for text in texts]
 
     def scores(self, model: Any, ids: Tensor) -> Tensor:
         """Return the first output."""
@@ -111,7 +112,9 @@ class Ours:
         found = []
         for text in texts:
             with torch.no_grad():
-                found.append(model(**model.tokenizer(text, return_tensors="pt"))[0].reshape(-1))
+                found.append(
+                    model(**model.tokenizer(text, return_tensors="pt", truncation=True, max_length=32))[0].reshape(-1)
+                )
         return torch.cat(found)
 
     def save(self, model: Any, folder: Path) -> None:
@@ -165,7 +168,11 @@ class Transformers:
         found = []
         for text in texts:
             with torch.no_grad():
-                found.append(model.model(**model.tokenizer(text, return_tensors="pt"))[0].reshape(-1))
+                found.append(
+                    model.model(**model.tokenizer(text, return_tensors="pt", truncation=True, max_length=32))[
+                        0
+                    ].reshape(-1)
+                )
         return torch.cat(found)
 
     def save(self, model: Any, folder: Path) -> None:

@@ -9,6 +9,8 @@ __all__ = ["DEFAULT_CASES", "SUITES"]
 DEFAULT_CASES: Mapping[str, int] = {
     "weights": 20_000,
     "config": 20_000,
+    "tokenizer": 12_000,
+    "pickles": 6_000,
 }
 
 SUITES = tuple(DEFAULT_CASES)

@@ -27,7 +27,7 @@ from flodl_hf.torture.case import Case, Grade, Verdict
 from flodl_hf.torture.judging import start_watch
 from flodl_hf.torture.subjects import Subject
 
-__all__ = ["run_block", "run_one"]
+__all__ = ["run_block", "run_one", "said_in"]
 
 HEADROOM = 4 << 30
 """Address space beyond what a worker has when it starts: what a case that allocates without end dies of."""
@@ -89,10 +89,15 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(folder, onerror=again)
 
 
+def said_in(root: Path) -> Path:
+    """Return the file that takes what a worker's libraries print; beside its folder, which is watched."""
+    return root.with_name(f"{root.name}.said")
+
+
 def _quiet(root: Path) -> None:
     """Send what libraries print to a file; a panic's story is read there."""
     faulthandler.disable()
-    said = os.open(root / "said.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    said = os.open(said_in(root), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for descriptor in (1, 2):
         os.dup2(said, descriptor)
     os.close(said)

@@ -431,3 +431,25 @@ def test_flipped_bits_give_an_error_or_tensors_and_nothing_else(
     else:
         assert isinstance(found, dict)
         assert all(isinstance(tensor, Tensor) for tensor in found.values())
+
+
+@pytest.mark.parametrize("checksums", [True, False])
+def test_a_flipped_number_is_seen_by_the_archives_checksum(tmp_path: Path, checksums: bool) -> None:
+    """torch writes checksums and does not look at them; without them (zeros) a file is taken as it is."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(checksums)
+    try:
+        torch.save({"a": torch.arange(3.0), "b": torch.arange(9.0)}, tmp_path / "w.bin")
+    finally:
+        torch.serialization.set_crc32_options(before)
+    data = bytearray((tmp_path / "w.bin").read_bytes())
+    at = data.find(torch.arange(9.0).numpy().tobytes())
+    data[at + 30] ^= 4
+    (tmp_path / "w.bin").write_bytes(data)
+    if not checksums:
+        assert not torch.equal(read_bin(tmp_path / "w.bin")["b"], torch.arange(9.0))
+        return
+    with pytest.raises(CheckpointError, match="not what was written") as caught:
+        read_bin(tmp_path / "w.bin")
+    assert caught.value.problems == ["'data/1': checksum differs"]
+    assert "w.bin" in str(caught.value)

@@ -1,0 +1,28 @@
+"""What the tokenizers library alone makes of a definition: the other side of a comparison.
+
+Decides nothing. A ``tokenizer.json`` is the truth about its ids; whoever doubts this package's reading asks here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = ["library_ids"]
+
+
+def library_ids(definition: str, texts: Sequence[str]) -> list[list[int]]:
+    """Return the ids of texts, special tokens included, without the definition's cutting and filling.
+
+    Args:
+        definition: the text of a ``tokenizer.json``.
+        texts: texts.
+
+    Raises:
+        Exception: as the library does for a definition that it cannot read.
+    """
+    from tokenizers import Tokenizer
+
+    inner = Tokenizer.from_str(definition)
+    inner.no_truncation()
+    inner.no_padding()
+    return [list(inner.encode(text).ids) for text in texts]
