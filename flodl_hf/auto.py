@@ -6,14 +6,14 @@ family always comes from ``model_type``. No registry, no entry points: two tuple
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar, Unpack
 
 import torch
 
 from flodl.errors import CheckpointError, ConfigError, printable
-from flodl_hf.config import ModelConfig
+from flodl_hf.config import ModelConfig, read_config
 from flodl_hf.head_names import names_of
 from flodl_hf.heads import HEADS
 from flodl_hf.heads.base import BaseModel
@@ -24,7 +24,6 @@ from flodl_hf.heads.sequence_classification import SequenceClassifier
 from flodl_hf.heads.token_classification import TokenClassifier
 from flodl_hf.loading import class_of, head_of
 from flodl_hf.model import EncoderModel, LoadKeywords
-from flodl_hf.source import CONFIG_NAME, held_to, read_config_file, resolve_folder
 from flodl_hf.words import LOAD, taking
 
 __all__ = [
@@ -36,7 +35,6 @@ __all__ = [
     "AutoModelForTokenClassification",
     "head_named",
     "load",
-    "read_config",
 ]
 
 AutoConfig = ModelConfig
@@ -147,28 +145,3 @@ _HUB_OPTIONS = (
     "strict_config",
     "verified",
 )
-
-
-def read_config(
-    name_or_path: str | Path,
-    *,
-    revision: str | None = None,
-    subfolder: str = "",
-    token: str | bool | None = None,
-    cache_dir: str | Path | None = None,
-    local_files_only: bool = False,
-    ignore_config_keys: Sequence[str] = (),
-    strict_config: bool = False,
-    verified: bool | str = False,
-) -> ModelConfig:
-    """Return the configuration of a folder or Hub repository; only ``config.json`` is fetched."""
-    hub = {
-        "revision": revision,
-        "subfolder": subfolder,
-        "token": token,
-        "cache_dir": cache_dir,
-        "local_files_only": local_files_only,
-    }
-    folder, _ = resolve_folder(name_or_path, hub, (CONFIG_NAME, *(("checksums.json",) if verified else ())))
-    held_to(folder, verified, (CONFIG_NAME,))
-    return read_config_file(folder, ignore_config_keys, strict_config=strict_config)

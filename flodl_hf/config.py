@@ -7,26 +7,24 @@ writes back what was read and patches only what was changed.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from flodl.errors import ConfigError, nearest, printable, shown
+from flodl_hf.config_file import config_text_of, read_json
 from flodl_hf.config_keys import COMMON_INERT, FOREIGN
 from flodl_hf.config_rows import Row as Row
 from flodl_hf.config_rows import Triage, boolean, one_of, read_rows, refuse
 from flodl_hf.families import families
 from flodl_hf.family import Family
+from flodl_hf.folders import CONFIG_NAME, resolve_folder
 from flodl_hf.words import CONFIG, taking
 
-__all__ = ["MAX_CONFIG_BYTES", "MAX_LABELS", "PROBLEM_TYPES", "ModelConfig", "family_of", "read_json"]
+__all__ = ["MAX_LABELS", "PROBLEM_TYPES", "ModelConfig", "family_of", "listed_texts", "read_config", "read_config_file"]
 
-MAX_CONFIG_BYTES = 1_000_000  # the largest on the Hub are label lists of some ten thousand entries
 MAX_LABELS = 100_000
-_MOST_DIGITS = 400  # more than the largest float has
 PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
 _SHARED_ROWS = (
     Row("problem_type", "problem_type", one_of(None, *PROBLEM_TYPES), None),
@@ -181,8 +179,6 @@ class ModelConfig:
         problem_type: str | None = None,
     ) -> ModelConfig:
         """Return the configuration of a folder or Hub repository; keywords as in ``AutoModel.from_pretrained``."""
-        from flodl_hf.auto import read_config
-
         found = read_config(
             name_or_path, revision=revision, subfolder=subfolder, token=token, cache_dir=cache_dir,
             local_files_only=local_files_only, ignore_config_keys=ignore_config_keys, strict_config=strict_config,
@@ -294,6 +290,58 @@ class ModelConfig:
         return f"ModelConfig({self.model_type}, {self.encoder}, labels={list(self.labels)[:6]})"
 
 
+def read_config(
+    name_or_path: str | Path,
+    *,
+    revision: str | None = None,
+    subfolder: str = "",
+    token: str | bool | None = None,
+    cache_dir: str | Path | None = None,
+    local_files_only: bool = False,
+    ignore_config_keys: Sequence[str] = (),
+    strict_config: bool = False,
+    verified: bool | str = False,
+) -> ModelConfig:
+    """Return the configuration of a folder or Hub repository; only ``config.json`` is fetched."""
+    hub = {
+        "revision": revision,
+        "subfolder": subfolder,
+        "token": token,
+        "cache_dir": cache_dir,
+        "local_files_only": local_files_only,
+    }
+    folder, _ = resolve_folder(name_or_path, hub, (CONFIG_NAME, *(("checksums.json",) if verified else ())))
+    if verified:
+        from flodl_hf.checksums import hold
+
+        hold(folder, verified, (CONFIG_NAME,))
+    return read_config_file(folder, ignore_config_keys, strict_config=strict_config)
+
+
+def read_config_file(
+    folder: Path, ignore_config_keys: Sequence[str] = (), *, strict_config: bool = False
+) -> ModelConfig:
+    """Return the configuration of a local folder; arguments as in `ModelConfig.from_text`.
+
+    Raises:
+        ConfigError: no ``config.json``, or one that cannot be used.
+    """
+    ignored = listed_texts(ignore_config_keys, "ignore_config_keys")
+    where = str(folder / CONFIG_NAME)
+    return ModelConfig.from_text(config_text_of(folder), where, ignored, strict_config=strict_config)
+
+
+def listed_texts(given: Any, what: str) -> list[str]:
+    """Return the texts that were given in whatever holds several.
+
+    Raises:
+        ConfigError: it is one text, or holds none.
+    """
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise ConfigError(f"{what}={shown(given, 60)}; expected a list of texts", problems=[what])
+    return list(given)
+
+
 def family_of(source: Mapping[str, Any], where: str) -> Family:
     """Return the family that ``model_type`` names.
 
@@ -320,70 +368,6 @@ def family_of(source: Mapping[str, Any], where: str) -> Family:
         problems=["model_type"],
         known=list(known),
     )
-
-
-@dataclass(frozen=True)
-class _NoNumber:
-    """What stands where a number should, until its key is known."""
-
-    why: str
-
-
-def _whole_number(digits: str) -> Any:
-    # Python refuses to read longer ones, without saying where they stand.
-    return int(digits) if len(digits) <= _MOST_DIGITS else _NoNumber(f"a number of {len(digits):,} digits")
-
-
-def read_json(text: str | bytes, where: str) -> dict[str, Any]:
-    """Return the object that ``text`` holds, read strictly.
-
-    Raises:
-        ConfigError: too large, not UTF-8, not JSON, not an object, a key twice, NaN, or nested too deeply.
-    """
-
-    def fault(found: str) -> ConfigError:
-        return ConfigError(
-            f"{where}: {found}; expected a JSON object. Fetch the file again or correct it.",
-            where=where,
-            problems=[found],
-        )
-
-    if len(text) > MAX_CONFIG_BYTES:
-        raise fault(f"{len(text)} bytes, above the limit of {MAX_CONFIG_BYTES}")
-    if isinstance(text, bytes):
-        try:
-            text = text.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise fault(f"not UTF-8 text at byte {error.start}") from None
-
-    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
-        result = dict(items)
-        if len(result) != len(items):
-            names = [name for name, _ in items]
-            twice = next(name for name in names if names.count(name) > 1)
-            raise fault(f"key {printable(twice)} stands twice")
-        for name, value in items:
-            for part in value if isinstance(value, list) else (value,):
-                if isinstance(part, _NoNumber):
-                    raise fault(f"{printable(name)} is {part.why}")
-        return result
-
-    try:
-        value = json.loads(
-            text,
-            object_pairs_hook=pairs,
-            parse_constant=lambda word: _NoNumber(f"{word}, which JSON does not have"),
-            parse_int=_whole_number,
-        )
-    except ConfigError:
-        raise
-    except RecursionError:
-        raise fault("nested too deeply") from None
-    except ValueError as error:
-        raise fault(f"not JSON ({error})") from None
-    if not isinstance(value, dict):
-        raise fault(f"a JSON {type(value).__name__}")
-    return value
 
 
 def _labels(source: Mapping[str, Any], problems: list[str], notes: list[str]) -> list[str]:

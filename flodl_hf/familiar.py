@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from flodl.errors import ConfigError
-
-if TYPE_CHECKING:
-    from flodl_hf.config import ModelConfig
+from flodl_hf.freezing import frozen_paths
+from flodl_hf.graph_model import GraphModel
 
 __all__ = ["Familiar", "size_text"]
 
@@ -33,11 +31,8 @@ def count_text(number: int) -> str:
     return f"{number / 1e6:.1f} million" if number >= 1_000_000 else f"{number:,}"
 
 
-class Familiar(nn.Module):
+class Familiar(GraphModel):
     """What a model offers besides its task, as transformers' ``PreTrainedModel`` does."""
-
-    config: ModelConfig
-    graph: Any
 
     # --- size -----------------------------------------------------------------------------------
 
@@ -60,7 +55,7 @@ class Familiar(nn.Module):
 
     def get_input_embeddings(self) -> nn.Embedding:
         """Return the table of words, a module that is called with ids."""
-        return self.graph.get_submodule("encoder.embeddings.word")
+        return self.graph.get_submodule("encoder.embeddings.word")  # type: ignore[return-value]
 
     def set_input_embeddings(self, table: nn.Embedding) -> None:
         """Put another table of words in place; one tied to it follows. See `resize_token_embeddings` for more rows.
@@ -134,9 +129,8 @@ class Familiar(nn.Module):
         owner = self.graph.get_submodule(module)
         before = getattr(owner, leaf)
         setattr(owner, leaf, nn.Parameter(values.detach().to(before), requires_grad=before.requires_grad))
-        untouched: dict[str, int] = self.__dict__.get("_untouched", {})
-        if untouched.get(name) == before._version:
-            untouched[name] = getattr(owner, leaf)._version
+        if self._untouched.get(name) == before._version:
+            self._untouched[name] = getattr(owner, leaf)._version
 
     # --- training -------------------------------------------------------------------------------
 
@@ -156,53 +150,11 @@ class Familiar(nn.Module):
         return self._learn(paths, True)
 
     def _learn(self, paths: Sequence[str], learn: bool) -> Self:
-        from flodl_hf.finetuning.factory import frozen_paths
-
-        places = frozen_paths(self, paths)  # type: ignore[arg-type]
+        places = frozen_paths(self, paths)
         for name, parameter in self.graph.named_parameters():
             if not places or any(name == place or name.startswith(place + ".") for place in places):
                 parameter.requires_grad_(learn)
         return self
-
-    # --- sharing --------------------------------------------------------------------------------
-
-    def push_to_hub(
-        self,
-        repo_id: str,
-        *,
-        commit_message: str = "Upload model",
-        private: bool | None = None,
-        token: str | bool | None = None,
-        revision: str | None = None,
-        create_pr: bool = False,
-        **options: Any,
-    ) -> str:
-        """Write the model into a repository of the Hub, which is made if need be; return the commit's address.
-
-        What is uploaded is what `save_pretrained` writes, complete and compared.
-
-        Args:
-            repo_id: "owner/name".
-            commit_message: of the commit.
-            private: whether a new repository is.
-            token: Hub token; None takes the environment's.
-            revision: branch; None is the main one.
-            create_pr: open a pull request instead.
-            **options: of `save_pretrained`.
-
-        Raises:
-            HubError: the Hub refuses.
-        """
-        from tempfile import TemporaryDirectory
-
-        from flodl_hf.upload import upload_folder
-
-        with TemporaryDirectory(prefix="flodl-hf-") as space:
-            folder: Path = self.save_pretrained(Path(space) / "model", **options)  # type: ignore[attr-defined]
-            return upload_folder(
-                folder, repo_id, message=commit_message, private=private, token=token, revision=revision,
-                create_pr=create_pr,
-            )  # fmt: skip
 
     # --- being looked at ------------------------------------------------------------------------
 
@@ -211,8 +163,8 @@ class Familiar(nn.Module):
         config, encoder = self.config, self.config.encoder
         size = f"{count_text(self.num_parameters())} ({size_text(self.get_memory_footprint())})"
         names = list(config.labels)
-        labelled = getattr(self, "head", "").endswith("classification")
-        source, untrained = getattr(self, "source", None), getattr(self, "untrained", [])
+        labelled = self.head.endswith("classification")
+        untrained = self.untrained
         dtypes = {str(p.dtype).removeprefix("torch.") for p in self.parameters()}
         found = {
             "family": config.model_type,
@@ -224,7 +176,7 @@ class Familiar(nn.Module):
             if labelled
             else "",
             "untrained": f"{len(untrained)} tensors hold random values" if untrained else "",
-            "from": getattr(source, "name", ""),
+            "from": self.source.name if self.source is not None else "",
         }
         return {name: value for name, value in found.items() if value}
 

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from flodl.errors import CheckpointError, ConfigError, capped, nearest, printable
 from flodl.graph import Graph
+from flodl_hf.building import assign
 from flodl_hf.checkpoint.manifest import DTYPES
 from flodl_hf.config import ModelConfig
 from flodl_hf.loading import LoadReport, Plan
-from flodl_hf.model import assign
 
 __all__ = ["FiniteCheck", "check_dtype", "check_duplicates", "fill", "settle_dtype", "settle_ties"]
 

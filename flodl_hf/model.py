@@ -1,43 +1,34 @@
 """A model: a graph with its configuration, tokenizer and source, called as transformers' models are.
 
-Decides how a graph is put together for a task, how it is filled from a folder, and how a call with
-Hugging Face's keyword arguments becomes a call of the graph. What a task returns and computes
-stands in its head's file; which classes exist for which folder is `flodl_hf.auto`'s.
+Here the class is completed that all tasks share: made from a configuration or a folder, run, explained, written and
+shared, each by the room that does it. What a task returns and computes stands in its head's file; which classes exist
+for which folder is `flodl_hf.auto`'s.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypedDict, Unpack
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from flodl.errors import CheckpointError, ConfigError
-from flodl.graph import FlowBuilder, Graph
-from flodl_hf.activations import Activation
-from flodl_hf.attention import check_implementation
+from flodl.errors import ConfigError
+from flodl_hf.building import build_graph, declared_ties, initialise, tie_tensors
 from flodl_hf.config import ModelConfig
 from flodl_hf.errors import ExportError, PredictError
 from flodl_hf.familiar import Familiar
-from flodl_hf.forked import entered
-from flodl_hf.layout import Padded
-from flodl_hf.loading import LoadReport
-from flodl_hf.ranges import beyond_tables, check_rows
-from flodl_hf.watching import given_embeddings, ids_for, watched
+from flodl_hf.pretrained import load_model, numbered_labels
 from flodl_hf.words import LOAD, SAVE, taking
 
 if TYPE_CHECKING:
     from flodl_hf.runtime.explain import Explanation
-    from flodl_hf.runtime.options import RunKeywords, RunOptions
+    from flodl_hf.runtime.options import RunKeywords
     from flodl_hf.runtime.precision import Precision
-    from flodl_hf.sentence import SentenceRecipe
-    from flodl_hf.source import Source
-    from flodl_hf.tokenizer import Tokenizer
 
-__all__ = ["EncoderModel", "LoadKeywords", "build_graph"]
+__all__ = ["EncoderModel", "LoadKeywords"]
 
 
 class LoadKeywords(TypedDict, total=False):
@@ -61,38 +52,6 @@ class LoadKeywords(TypedDict, total=False):
     verified: bool | str
 
 
-def build_graph(config: ModelConfig, head: str, *, pooler: bool) -> Graph:
-    """Return the graph of one task: ids to token states, then the pooler and the head that it takes.
-
-    Args:
-        config: the model's configuration.
-        head: a head's name, or "base".
-        pooler: for "base", also compute the pooler's output (named ``pooler_output``).
-
-    Raises:
-        ConfigError: the family has no such head.
-    """
-    family = config.family
-    flow = (
-        FlowBuilder(family.encoder(config.encoder), name="encoder")
-        .input("token_type_ids", "position_ids", default=None)
-        .input("layout")
-        .using("token_type_ids", "position_ids", "layout")
-        .tag("last_hidden_state")
-    )
-    if head == "base":
-        if pooler and family.pooler is not None:
-            flow = flow.fork(family.pooler(config.encoder), name="pooler").using("layout").tag("pooler_output")
-        return flow.build()
-    spec = family.heads.get(head)
-    if spec is None:
-        raise ConfigError(f"{family.model_type} has no {head} head; it has {', '.join(family.heads)}", problems=[head])
-    if spec.pooled:
-        assert family.pooler is not None
-        flow = flow.through(family.pooler(config.encoder), name="pooler").using("layout").tag("pooler_output")
-    return flow.through(spec.body(config.encoder, config.num_labels), name="head").using("layout").build()
-
-
 class EncoderModel(Familiar):
     """An encoder with one task's head.
 
@@ -104,25 +63,6 @@ class EncoderModel(Familiar):
         tokenizer: the folder's tokenizer, or None.
         load_report: what became of every tensor, or None for a model made from a configuration.
     """
-
-    head: ClassVar[str] = "base"
-    per_text: ClassVar[bool] = False
-    """Whether the head scores whole texts rather than tokens."""
-    config: ModelConfig
-    load_report: LoadReport | None
-
-    def __init__(self, config: ModelConfig, graph: Graph) -> None:
-        super().__init__()
-        self.config = config
-        # Not as "graph": modules that torch generates, as torch.export does, have an attribute of that name.
-        self.network = graph
-        self.register_load_state_dict_pre_hook(_as_network)
-        self.load_report = None
-        self.source: Source | None = None
-        self._tokenizer: Tokenizer | None = None
-        self.sentence_recipe: SentenceRecipe | None = None
-        self._untouched: dict[str, int] = {}
-        self._run_options: RunOptions | None = None
 
     # --- making ---------------------------------------------------------------------------------
 
@@ -192,8 +132,6 @@ class EncoderModel(Familiar):
             DeviceError: the device is not there.
             TokenizerError: the tokenizer is damaged or has more tokens than the model.
         """
-        from flodl_hf.source import load_model, numbered_labels
-
         return load_model(
             cls,
             name_or_path,
@@ -215,120 +153,6 @@ class EncoderModel(Familiar):
             mapped=mapped,
             verified=verified,
         )
-
-    # --- calling --------------------------------------------------------------------------------
-
-    def run_graph(
-        self,
-        input_ids: Tensor | None,
-        attention_mask: Tensor | None,
-        token_type_ids: Tensor | None,
-        position_ids: Tensor | None,
-        outputs: Sequence[str] = (),
-        *,
-        embeds: Tensor | None = None,
-        hidden_states: bool = False,
-        attentions: bool = False,
-    ) -> tuple[Tensor, dict[str, Tensor], dict[str, tuple[Tensor, ...]]]:
-        """Return the graph's result, the named outputs, and what was asked for of its inside, by outputs' names."""
-        if (input_ids is None) == (embeds is None):
-            raise PredictError("expected either input_ids or inputs_embeds, found both or neither")
-        if embeds is not None:
-            input_ids = ids_for(self.graph, embeds)
-        assert input_ids is not None
-        if not torch.compiler.is_compiling():
-            check_rows(input_ids)
-            entered()
-        given: dict[str, Any] = {
-            "token_type_ids": token_type_ids,
-            "position_ids": position_ids,
-            "layout": Padded.of(attention_mask),
-        }
-        seen: dict[str, list[Tensor]] = {}
-        with ExitStack() as stack:
-            if embeds is not None:
-                stack.enter_context(given_embeddings(self.graph, embeds))
-            if hidden_states or attentions:
-                inside = watched(self.graph, hidden_states=hidden_states, attentions=attentions)
-                seen = stack.enter_context(inside)
-            try:
-                if outputs:
-                    result, named = self.graph(input_ids, **given, outputs=list(outputs))
-                else:
-                    result, named = self.graph(input_ids, **given), {}
-            except IndexError as fault:
-                raise beyond_tables(self.config, input_ids, token_type_ids, position_ids) or fault from fault
-        return result, named, {name: tuple(values) for name, values in seen.items()}
-
-    def set_attention(self, implementation: str) -> Self:
-        """Choose "sdpa", "eager" or "fast" attention in every layer; returns the model.
-
-        Raises:
-            ConfigError: there is no such implementation.
-        """
-        check_implementation(implementation)
-        for module in self.modules():
-            if hasattr(module, "implementation"):
-                module.implementation = implementation  # type: ignore[assignment]
-        return self
-
-    def mark_untrained(self, names: Iterable[str]) -> None:
-        """Remember tensors that hold random values, until something writes to them."""
-        self._untouched = {name: self.graph.get_parameter(name)._version for name in names}
-
-    @property
-    def untrained(self) -> list[str]:
-        """Names of tensors that still hold the random values they were made with."""
-        return [name for name, version in self._untouched.items() if self.graph.get_parameter(name)._version == version]
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Versions count what was written to these very tensors; a copy's begin anew.
-        return {**self.__dict__, "_untouched": self.untrained}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.mark_untrained(state["_untouched"])
-
-    def ready(self, task: str, *, untrained: bool = False) -> Tokenizer:
-        """Return the tokenizer if the model can predict.
-
-        Args:
-            task: the method that asks, for the message.
-            untrained: go on although parts of the model hold random values.
-
-        Raises:
-            PredictError: there is no tokenizer, or parts of the model were never trained.
-        """
-        fresh = [] if untrained else self.untrained
-        if fresh:
-            raise PredictError(
-                f"{task}: {len(fresh)} tensors of this model are new and untrained ({', '.join(fresh[:4])}"
-                f"{', ...' if len(fresh) > 4 else ''}), so its answers would be random. Load a checkpoint that was "
-                "written for this task, train the model, or pass untrained=True.",
-                untrained=fresh,
-            )
-        if self.tokenizer is None:
-            raise PredictError(
-                f"{task}: the model has no tokenizer, because its folder holds none; expected tokenizer.json (or "
-                "vocab.txt, vocab.json and merges.txt, a sentencepiece model) beside the weights; put it there, or set "
-                "model.tokenizer."
-            )
-        return self.tokenizer
-
-    @property
-    def max_tokens(self) -> int | None:
-        """The longest row of tokens that the model and its tokenizer allow; None where nothing bounds it."""
-        bounds = [self.config.max_tokens, self.tokenizer.model_max_length if self.tokenizer else None]
-        return min((bound for bound in bounds if bound), default=None)
-
-    @property
-    def run_options(self) -> RunOptions:
-        """How predictions of this model run where a call does not say."""
-        if self._run_options is None:
-            from flodl_hf.runtime.options import RunOptions
-
-            self._run_options = RunOptions()
-        return self._run_options
 
     def runtime(self, **run: Unpack[RunKeywords]) -> Self:
         """Set how predictions run where a call does not say; returns the model.
@@ -383,41 +207,6 @@ class EncoderModel(Familiar):
             given = {"labels": torch.as_tensor(labels, device=self.device)}
         return self(**inputs, **given).loss
 
-    # --- what belongs to it ---------------------------------------------------------------------
-
-    @property
-    def graph(self) -> Graph:
-        """The network; its parameters are named without a prefix, those of the model begin with ``network.``."""
-        return self.network
-
-    @graph.setter
-    def graph(self, graph: Graph) -> None:
-        self.network = graph
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer of the folder the model came from, or the one that was set."""
-        return self._tokenizer
-
-    @tokenizer.setter
-    def tokenizer(self, tokenizer: Tokenizer | None) -> None:
-        self._tokenizer = tokenizer
-
-    @property
-    def device(self) -> torch.device:
-        """Where the weights are."""
-        return next(self.parameters()).device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the word table."""
-        return next(self.parameters()).dtype
-
-    @property
-    def num_labels(self) -> int:
-        """How many labels the configuration names."""
-        return self.config.num_labels
-
     @taking(SAVE, ExportError)
     def save_pretrained(
         self,
@@ -434,64 +223,38 @@ class EncoderModel(Familiar):
             self, folder, overwrite=overwrite, max_shard_size=max_shard_size, extra_files=extra_files
         )  # fmt: skip
 
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        commit_message: str = "Upload model",
+        private: bool | None = None,
+        token: str | bool | None = None,
+        revision: str | None = None,
+        create_pr: bool = False,
+        **options: Any,
+    ) -> str:
+        """Write the model into a repository of the Hub, which is made if need be; return the commit's address.
 
-def _as_network(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Take tensors under the names of former versions, which had "graph" for "network"."""
-    before = f"{prefix}graph."
-    for name in [name for name in state if name.startswith(before)]:
-        state[f"{prefix}network.{name.removeprefix(before)}"] = state.pop(name)
+        What is uploaded is what `save_pretrained` writes, complete and compared.
 
+        Args:
+            repo_id: "owner/name".
+            commit_message: of the commit.
+            private: whether a new repository is.
+            token: Hub token; None takes the environment's.
+            revision: branch; None is the main one.
+            create_pr: open a pull request instead.
+            **options: of `save_pretrained`.
 
-def declared_ties(config: ModelConfig, head: str) -> tuple[Any, ...]:
-    """Return the ties of one head that the configuration asks for."""
-    if head == "base" or not config.tie_words:
-        return ()
-    return config.family.heads[head].ties
+        Raises:
+            HubError: the Hub refuses.
+        """
+        from flodl_hf.upload import upload_folder
 
-
-def tie_tensors(graph: Graph, ties: Iterable[Any]) -> None:
-    """Make each tie's second name hold the first one's parameter."""
-    for tie in ties:
-        module, _, leaf = tie.also.rpartition(".")
-        setattr(graph.get_submodule(module), leaf, graph.get_parameter(tie.kept))
-
-
-def assign(graph: Graph, tensors: Mapping[str, Tensor], owners: Mapping[str, nn.Module] | None = None) -> None:
-    """Give each named parameter its tensor, without a copy.
-
-    Args:
-        graph: whose parameters.
-        tensors: by parameter name.
-        owners: the graph's modules by name, for callers with many tensors.
-    """
-    for name, tensor in tensors.items():
-        module, _, leaf = name.rpartition(".")
-        owner = graph.get_submodule(module) if owners is None else owners[module]
-        if leaf not in owner._parameters:
-            raise CheckpointError(f"{name} is not a parameter of the model", name=name)
-        setattr(owner, leaf, nn.Parameter(tensor, requires_grad=tensor.is_floating_point()))
-
-
-def initialise(graph: nn.Module, only: Iterable[str], scale: float) -> None:
-    """Give fresh values to parameters as transformers does: normal weights, zero biases, norms at one.
-
-    Args:
-        graph: the network.
-        only: names to initialise; empty means all.
-        scale: standard deviation of weights.
-    """
-    chosen = set(only)
-    for prefix, module in graph.named_modules():
-        for leaf, parameter in module.named_parameters(recurse=False):
-            name = f"{prefix}.{leaf}" if prefix else leaf
-            if chosen and name not in chosen:
-                continue
-            with torch.no_grad():
-                if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
-                    parameter.fill_(1.0 if leaf == "weight" else 0.0)
-                elif leaf == "bias":
-                    parameter.zero_()
-                elif not isinstance(module, Activation):
-                    parameter.normal_(0.0, scale)
-                    if isinstance(module, nn.Embedding) and module.padding_idx is not None:
-                        parameter[module.padding_idx].zero_()
+        with TemporaryDirectory(prefix="flodl-hf-") as space:
+            folder = self.save_pretrained(Path(space) / "model", **options)
+            return upload_folder(
+                folder, repo_id, message=commit_message, private=private, token=token, revision=revision,
+                create_pr=create_pr,
+            )  # fmt: skip

@@ -21,7 +21,7 @@ def watched(network: nn.Module, *, hidden_states: bool, attentions: bool) -> Ite
     """Collect what one call goes through, in its order, under the names of transformers' outputs.
 
     Args:
-        network: with an ``encoder``, as `flodl_hf.model.build_graph` makes it.
+        network: with an ``encoder``, as `flodl_hf.building.build_graph` makes it.
         hidden_states: what enters the first layer and what leaves each, ``(batch, seq, hidden)``.
         attentions: weights of each layer, ``(batch, heads, seq, seq)``, of eager attention.
 

@@ -72,7 +72,7 @@ def command(
 def examined(folder: Path, config: ModelConfig) -> list[str]:
     """Return where a tokenizer's settings contradict ``tokenizer.json`` and which holds, or why it does not load."""
     from flodl_hf.errors import TokenizerError
-    from flodl_hf.source import load_tokenizer
+    from flodl_hf.pretrained import load_tokenizer
 
     try:
         tokenizer = load_tokenizer(folder, config)
@@ -90,9 +90,10 @@ def runs(folder: Path, head: str, device: str, precision: Any) -> Explanation:
     """
     from flodl.devices import parse_device
     from flodl_hf.checkpoint import Checkpoint
+    from flodl_hf.config import read_config_file
+    from flodl_hf.pretrained import plan_folder, stored_dtype
     from flodl_hf.runtime.explain import explain_graph
     from flodl_hf.runtime.precision import check_name, dtype_of
-    from flodl_hf.source import plan_folder, read_config_file, stored_dtype
 
     check_name(precision)
     config = read_config_file(folder)
@@ -110,10 +111,12 @@ def describe(name: str, head: str, hub: dict[str, Any]) -> dict[str, Any]:
     """
     from flodl_hf.auto import head_named
     from flodl_hf.checkpoint import Checkpoint
+    from flodl_hf.config import read_config_file
     from flodl_hf.familiar import size_text
+    from flodl_hf.folders import MODEL_FILES, VOCABULARY_FILES, resolve_folder
     from flodl_hf.loading import head_of
+    from flodl_hf.pretrained import plan_folder
     from flodl_hf.sentence import transformer_folder
-    from flodl_hf.source import MODEL_FILES, VOCABULARY_FILES, plan_folder, read_config_file, resolve_folder
 
     root, commit = resolve_folder(name, hub, MODEL_FILES)
     folder = transformer_folder(root)

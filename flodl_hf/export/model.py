@@ -26,7 +26,7 @@ from flodl_hf.loading import canonical_names
 from flodl_hf.parts import joined
 
 if TYPE_CHECKING:
-    from flodl_hf.model import EncoderModel
+    from flodl_hf.graph_model import GraphModel
 
 __all__ = ["architecture", "config_text", "export_model", "stored_tensors"]
 
@@ -39,7 +39,7 @@ DTYPE_NAMES = {
 
 
 def export_model(
-    model: EncoderModel,
+    model: GraphModel,
     folder: str | Path,
     *,
     overwrite: bool = False,
@@ -95,12 +95,12 @@ def _writer(plan: WritePlan, others: Mapping[str, bytes], written: list[WrittenF
     return write
 
 
-def _keeps_names(model: EncoderModel) -> bool:
+def _keeps_names(model: GraphModel) -> bool:
     """Return whether the model is still the one its source was written for, so that its names stay."""
     return model.source is not None and model.source.same_head
 
 
-def stored_tensors(model: EncoderModel) -> dict[str, Tensor]:
+def stored_tensors(model: GraphModel) -> dict[str, Tensor]:
     """Return every tensor to write under the name it gets in the file: ties, carried tensors and joined parts too."""
     state = {name: value.detach() for name, value in model.graph.named_parameters(remove_duplicate=False)}
     tied = {tie.also for tie in _live_ties(model)}
@@ -131,7 +131,7 @@ def stored_tensors(model: EncoderModel) -> dict[str, Tensor]:
     return joined(result)
 
 
-def stored_ties(model: EncoderModel) -> dict[str, str]:
+def stored_ties(model: GraphModel) -> dict[str, str]:
     """Return, by stored name, which repeated names hold the tensor of another."""
     source = model.source
     if source is None or not source.same_head:
@@ -145,7 +145,7 @@ def stored_ties(model: EncoderModel) -> dict[str, str]:
     return ties
 
 
-def _live_ties(model: EncoderModel) -> list[Any]:
+def _live_ties(model: GraphModel) -> list[Any]:
     """Return the declared ties whose two names do hold one tensor."""
     if model.head == "base":
         return []
@@ -154,17 +154,17 @@ def _live_ties(model: EncoderModel) -> list[Any]:
     return [tie for tie in ties if parameters[tie.kept] is parameters[tie.also]]
 
 
-def _theirs(model: EncoderModel, ours: str) -> str:
+def _theirs(model: GraphModel, ours: str) -> str:
     return model.config.family.key_map(model.config.encoder, model.head).theirs(ours)
 
 
-def _canonical(model: EncoderModel, stored: str) -> str:
+def _canonical(model: GraphModel, stored: str) -> str:
     """Return a stored name in today's spelling, where the load report knows another."""
     report = model.load_report
     return stored if report is None else report.renamed.get(stored, stored)
 
 
-def config_text(model: EncoderModel) -> str:
+def config_text(model: GraphModel) -> str:
     """Return the text of ``config.json``: the source's, with what changed patched in."""
     config = model.config
     changes: dict[str, Any] = dict(config.label_changes())
@@ -186,16 +186,16 @@ def config_text(model: EncoderModel) -> str:
     return patch_json(config.text, changes)
 
 
-def architecture(model: EncoderModel) -> str:
+def architecture(model: GraphModel) -> str:
     """Return the class name that transformers loads this model with."""
     return model.config.family.class_prefix + names_of(model.head).hf_suffix
 
 
-def _tokenizer_files(model: EncoderModel) -> dict[str, bytes]:
+def _tokenizer_files(model: GraphModel) -> dict[str, bytes]:
     return {} if model.tokenizer is None else model.tokenizer.files()
 
 
-def _recipe(model: EncoderModel) -> dict[str, bytes]:
+def _recipe(model: GraphModel) -> dict[str, bytes]:
     from flodl_hf.sentence import recipe_files
 
     # A classifier that was trained on such an encoder keeps them too: its encoder still makes vectors.

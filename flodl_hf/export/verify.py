@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flodl.errors import FlodlError
 from flodl_hf.checkpoint import Checkpoint
-from flodl_hf.source import read_config_file
+from flodl_hf.config import read_config_file
 
 if TYPE_CHECKING:
     from flodl_hf.model import EncoderModel

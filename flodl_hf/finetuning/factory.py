@@ -1,12 +1,11 @@
 """The model of a run: opened with the right head and labels, some parts frozen, made ready to train.
 
 Decides what of a model is touched for training alone, and undoes it. Which tensors a checkpoint gives is decided
-in `flodl_hf.source`.
+in `flodl_hf.pretrained`.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,12 +16,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from flodl.errors import ConfigError, nearest
+from flodl_hf.freezing import freeze
 
 if TYPE_CHECKING:
     from flodl_hf.model import EncoderModel
 
-__all__ = ["ModelFactory", "checkpoint_layers", "freeze", "frozen_paths", "restore_layers", "set_dropout"]
+__all__ = ["ModelFactory", "checkpoint_layers", "restore_layers", "set_dropout"]
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class ModelFactory:
             **self.options,
         )
         if self.new_head:
-            from flodl_hf.model import initialise
+            from flodl_hf.building import initialise
 
             drawn = [name for name, _ in model.graph.named_parameters() if name.startswith("head.")]
             initialise(model.graph, drawn, float(model.config.source.get("initializer_range", 0.02)))
@@ -89,54 +88,6 @@ class Given:
     def __call__(self, device: torch.device) -> Any:
         """Return the model."""
         return self.model
-
-
-def frozen_paths(model: EncoderModel, paths: Sequence[str]) -> list[str]:
-    """Return the full paths that short ones stand for: ``layers.0-2`` is three layers of the encoder.
-
-    Raises:
-        ConfigError: nothing lies at a path; ``problems`` lists these.
-    """
-    names = [name for name, _ in model.graph.named_parameters()]
-    parents = {".".join(parts[:k]) for name in names for parts in [name.split(".")] for k in range(1, len(parts) + 1)}
-    found, problems = [], []
-    for path in paths:
-        match = re.fullmatch(r"(.*?)(\d+)-(\d+)(.*)", path)
-        wanted = [path]
-        if match:
-            head, first, last, tail = match.groups()
-            wanted = [f"{head}{i}{tail}" for i in range(int(first), int(last) + 1)]
-        for one in wanted:
-            full = next((p for p in (one, f"encoder.{one}") if p in parents), None)
-            if full is None:
-                known = {p.removeprefix("encoder.") for p in parents} | parents
-                problems.append(f"{one}{nearest(one, known)}")
-            else:
-                found.append(full)
-    if problems:
-        roots = sorted({name.split(".")[0] for name in names})
-        raise ConfigError(
-            f"freeze: nothing lies at {'; '.join(problems)}. Expected paths such as embeddings, layers.0-5, "
-            f"layers.3.attention or one of {', '.join(roots)}",
-            problems=problems,
-        )
-    return found
-
-
-def freeze(model: EncoderModel, paths: Sequence[str]) -> None:
-    """Exclude what lies at ``paths`` from training; see `frozen_paths`.
-
-    Raises:
-        ConfigError: nothing lies at a path, or nothing would be left to train.
-    """
-    if not paths:
-        return
-    places = frozen_paths(model, paths)
-    for name, parameter in model.graph.named_parameters():
-        if any(name == place or name.startswith(place + ".") for place in places):
-            parameter.requires_grad_(False)
-    if not any(p.requires_grad for p in model.parameters()):
-        raise ConfigError(f"freeze: {', '.join(paths)} leave nothing to train", problems=list(paths))
 
 
 def set_dropout(model: nn.Module, probability: float) -> list[tuple[Any, str, float]]:

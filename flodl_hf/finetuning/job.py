@@ -203,7 +203,7 @@ def _known(model: Any, options: Options) -> Known:
     """Return the head and labels that the starting model has."""
     if not isinstance(model, (str, os.PathLike)):
         return Known(model.head, tuple(model.config.labels))
-    from flodl_hf.auto import read_config
+    from flodl_hf.config import read_config
     from flodl_hf.loading import head_of
 
     config = read_config(os.fspath(model), **_hub(options))

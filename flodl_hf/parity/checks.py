@@ -63,7 +63,7 @@ def _verdict(check: str, gaps: Mapping[str, float], what: str, bound: float = 0.
 
 def config_triage(bench: Bench) -> Evidence:
     """Every key that transformers writes is used, inert, or refused by name; none is refused here."""
-    from flodl_hf.source import read_config_file
+    from flodl_hf.config import read_config_file
 
     config = read_config_file(bench.folder)
     return Evidence("config triage", "pass", f"{len(config.source)} keys understood")
@@ -71,7 +71,7 @@ def config_triage(bench: Bench) -> Evidence:
 
 def key_map(bench: Bench) -> Evidence:
     """The names cover transformers' own at this size, one to one, without any memory."""
-    from flodl_hf.model import build_graph
+    from flodl_hf.building import build_graph
     from flodl_hf.parity.reference import parameter_names
 
     config = bench.ours.config

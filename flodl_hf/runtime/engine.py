@@ -27,7 +27,7 @@ from flodl_hf.runtime.prepared import Prepared, holder
 from flodl_hf.runtime.record import SMALL, WAIT, Recorder
 
 if TYPE_CHECKING:
-    from flodl_hf.model import EncoderModel
+    from flodl_hf.graph_model import GraphModel
 
 __all__ = ["Engine", "Pending"]
 
@@ -65,7 +65,7 @@ class Engine:
     @classmethod
     def of(
         cls,
-        model: EncoderModel,
+        model: GraphModel,
         options: RunOptions | None = None,
         device: torch.device | None = None,
         *,
@@ -205,7 +205,7 @@ def current(device: torch.device) -> torch.cuda.device:
     return torch.cuda.device(device if device.type == "cuda" else -1)
 
 
-def facts(model: EncoderModel) -> dict[str, Any]:
+def facts(model: GraphModel) -> dict[str, Any]:
     """Return what an engine has to know of a model."""
     # As transformers: the tokenizer's class decides whether a model that knows token types is given any.
     given = model.tokenizer is None or model.tokenizer.settings.type_ids

@@ -22,7 +22,7 @@ from flodl_hf.tables.training import TrainingTable
 from flodl_hf.tables.trials import prediction
 
 if TYPE_CHECKING:
-    from flodl_hf.model import EncoderModel
+    from flodl_hf.graph_model import GraphModel
 
 __all__ = ["Explanation", "LayerGroup", "explain", "explain_graph"]
 
@@ -85,7 +85,7 @@ class Explanation:
 
 
 def explain(
-    model: EncoderModel,
+    model: GraphModel,
     device: str | torch.device | None = None,
     precision: Precision | None = None,
     *,

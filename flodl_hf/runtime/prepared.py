@@ -29,7 +29,7 @@ from flodl.graph import Graph
 from flodl_hf.runtime.precision import Precision, check_precision, dtype_of
 
 if TYPE_CHECKING:
-    from flodl_hf.model import EncoderModel
+    from flodl_hf.graph_model import GraphModel
 
 __all__ = ["Prepared", "Stamp", "forget", "prepared", "shadow"]
 
@@ -92,7 +92,7 @@ def _tensors(graph: nn.Module) -> Iterator[Tensor]:
             yield from (tensor for tensor in table.values() if tensor is not None)
 
 
-def prepared(model: EncoderModel, precision: Precision | None = None) -> Graph:
+def prepared(model: GraphModel, precision: Precision | None = None) -> Graph:
     """Return the graph that predicts for the model; made once and kept until the model changes.
 
     Args:
@@ -105,7 +105,7 @@ def prepared(model: EncoderModel, precision: Precision | None = None) -> Graph:
     return holder(model).get(model.graph, precision).graph
 
 
-def forget(model: EncoderModel) -> None:
+def forget(model: GraphModel) -> None:
     """Drop what was prepared, after weights were written in a way that torch does not count."""
     model.__dict__.pop(_PLACE, None)
 
@@ -226,7 +226,7 @@ class _Holder:
         return _Holder, ()
 
 
-def holder(model: EncoderModel) -> _Holder:
+def holder(model: GraphModel) -> _Holder:
     """Return the place where a model keeps its prepared graphs."""
     return model.__dict__.setdefault(_PLACE, _Holder())
 

@@ -23,7 +23,7 @@ from flodl_hf.runtime.seen import seen
 from flodl_hf.runtime.stream import WINDOW, Job, stream
 
 if TYPE_CHECKING:
-    from flodl_hf.model import EncoderModel
+    from flodl_hf.graph_model import GraphModel
     from flodl_hf.runtime.workers import Call
 
 __all__ = ["Session"]
@@ -48,7 +48,7 @@ class Session:
         given: the call's keywords, which come before the model's own options.
     """
 
-    def __init__(self, model: EncoderModel, given: RunKeywords) -> None:
+    def __init__(self, model: GraphModel, given: RunKeywords) -> None:
         entered()
         self.model = model
         options: RunOptions = model.run_options

@@ -14,7 +14,7 @@ from flodl_hf.runtime.options import RunKeywords
 from flodl_hf.runtime.passes import Scores, States
 
 if TYPE_CHECKING:
-    from flodl_hf.model import EncoderModel
+    from flodl_hf.graph_model import GraphModel
 
 __all__ = ["Spread", "spread"]
 
@@ -36,7 +36,7 @@ class Spread:
     worst: int
 
 
-def spread(model: EncoderModel, texts: Sequence[Any], **run: Any) -> Spread:
+def spread(model: GraphModel, texts: Sequence[Any], **run: Any) -> Spread:
     """Return how far the scores of texts in one batch are from those of each text alone.
 
     With ``batch_invariant=True`` among the keywords the answer is 0, on any device.

@@ -33,7 +33,7 @@ from flodl_hf.runtime.prepared import Stamp
 from flodl_hf.tokenization.spread import cores
 
 if TYPE_CHECKING:
-    from flodl_hf.model import EncoderModel
+    from flodl_hf.graph_model import GraphModel
 
 __all__ = ["Call", "Workers", "call_of"]
 
@@ -46,8 +46,8 @@ TEXTS = 2048
 
 _SERVE = "import sys; sys.path[:] = {path!r}; from flodl_hf.runtime.worker import serve; serve({descriptor})"
 _ALL: WeakSet[Workers] = WeakSet()
-_OF: WeakKeyDictionary[EncoderModel, Workers] = WeakKeyDictionary()
-_TEXTS: WeakKeyDictionary[EncoderModel, int] = WeakKeyDictionary()
+_OF: WeakKeyDictionary[GraphModel, Workers] = WeakKeyDictionary()
+_TEXTS: WeakKeyDictionary[GraphModel, int] = WeakKeyDictionary()
 _LOCK = Lock()
 
 
@@ -197,7 +197,7 @@ class Workers:
     """
 
     def __init__(
-        self, model: EncoderModel, devices: Sequence[torch.device], data: bytes = b"", texts: Sequence[Any] = ()
+        self, model: GraphModel, devices: Sequence[torch.device], data: bytes = b"", texts: Sequence[Any] = ()
     ) -> None:
         self.devices = tuple(devices)
         self.ready = False
@@ -215,7 +215,7 @@ class Workers:
         _ALL.add(self)
         self._starting.start()
 
-    def _start(self, model: EncoderModel, data: bytes, texts: list[Any]) -> None:
+    def _start(self, model: GraphModel, data: bytes, texts: list[Any]) -> None:
         share = max(2, cores() // len(self.devices))
         threads = max(1, torch.get_num_threads() // len(self.devices))
         try:
@@ -252,7 +252,7 @@ class Workers:
         """Return when they have started, or failed to."""
         self._starting.join()
 
-    def fits(self, model: EncoderModel, devices: Sequence[torch.device]) -> bool:
+    def fits(self, model: GraphModel, devices: Sequence[torch.device]) -> bool:
         """Return whether they run this model, as it is now, on these devices."""
         alive = not self.ready or all(one.sound and one.process.poll() is None for one in self._ones)
         same = all(a is b for a, b in zip(self._read, (model.tokenizer, model.sentence_recipe), strict=True))
@@ -330,7 +330,7 @@ class Call:
 
 
 def call_of(
-    model: EncoderModel, options: RunOptions, items: Any, encode: Callable[[list[Any]], Any], work: Work
+    model: GraphModel, options: RunOptions, items: Any, encode: Callable[[list[Any]], Any], work: Work
 ) -> Call | None:
     """Return what sends a call's windows to workers; None where there is one interpreter for all devices.
 

@@ -178,9 +178,9 @@ def test_papers_may_be_edited(saved: Saved) -> None:
 
 
 def test_a_folder_that_is_written_to_while_it_is_loaded(saved: Saved, monkeypatch: Any) -> None:
-    import flodl_hf.source as source
+    import flodl_hf.pretrained as pretrained
 
-    folder, real, times = saved("bert", HEAD), source.load_tokenizer, iter((1, 2))
+    folder, real, times = saved("bert", HEAD), pretrained.load_tokenizer, iter((1, 2))
 
     def meddling(*given: Any) -> Any:
         data = (folder / "model.safetensors").read_bytes()
@@ -188,7 +188,7 @@ def test_a_folder_that_is_written_to_while_it_is_loaded(saved: Saved, monkeypatc
         os.utime(folder / "model.safetensors", ns=(1, next(times)))
         return real(*given)
 
-    monkeypatch.setattr(source, "load_tokenizer", meddling)
+    monkeypatch.setattr(pretrained, "load_tokenizer", meddling)
     assert load(folder).head == HEAD
     with pytest.raises(CheckpointError, match=r"changed while it was loaded: model.safetensors"):
         load(folder, verified=True)

@@ -1,0 +1,56 @@
+"""From a name to a local folder, and which of its files are fetched for a model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flodl.errors import ConfigError
+
+__all__ = ["BIN_FILES", "CONFIG_NAME", "MODEL_FILES", "VOCABULARY_FILES", "resolve_folder"]
+
+CONFIG_NAME = "config.json"
+# A folder with one of these has a tokenizer; asked here so that folders without one import none.
+VOCABULARY_FILES = (
+    "tokenizer.json",
+    "vocab.txt",
+    "vocab.json",
+    "sentencepiece.bpe.model",
+    "spm.model",
+    "spiece.model",
+)
+BIN_FILES = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
+MODEL_FILES = (
+    *VOCABULARY_FILES,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "merges.txt",
+    CONFIG_NAME,
+    "model.safetensors",  # for the weights in whatever parts they come, pickled ones where there are no others
+    "modules.json",
+    "*/config.json",
+    "sentence_bert_config.json",
+    "config_sentence_transformers.json",
+    "checksums.json",
+)
+
+
+def resolve_folder(name_or_path: str | Path, hub: Mapping[str, Any], files: Sequence[str]) -> tuple[Path, str | None]:
+    """Return the local folder behind a name, and the Hub commit it was resolved to.
+
+    A folder that exists is taken as it is, without importing the Hub client.
+    """
+    path = Path(os.path.expanduser(name_or_path))
+    if os.path.isdir(path):  # no for a name that no folder can have, where Path.is_dir raises
+        subfolder = str(hub.get("subfolder") or "")
+        inside = path / subfolder if subfolder else path
+        if subfolder and not inside.resolve().is_relative_to(path.resolve()):
+            raise ConfigError(f"subfolder {subfolder!r} leads out of {path}", problems=[subfolder])
+        return inside, None
+    from flodl_hf.hub import resolve
+
+    resolved = resolve(str(name_or_path), files=list(files), **hub)
+    return Path(resolved.folder), resolved.commit
