@@ -13,27 +13,11 @@ from flodl.graph.parts import parts_at
 
 if TYPE_CHECKING:
     from flodl_hf.finetuning.job import Job
-    from flodl_hf.finetuning.options import Options
     from flodl_hf.model import EncoderModel
 
-__all__ = ["observed_of", "rule_faults", "whole_path"]
+__all__ = ["observed_of", "whole_path"]
 
 ENCODER = "encoder"
-
-
-def rule_faults(options: Options) -> list[str]:
-    """Return what is wrong with the texts of rules."""
-    if not options.rules:
-        return ["trend_every: there are no rules that ask about trends; expected rules"] if options.trend_every else []
-    from flodl.train.rules import parse_rule
-
-    problems = []
-    for text in options.rules:
-        try:
-            parse_rule(text)
-        except ConfigError as fault:
-            problems.append(f"rules: {fault.message}")
-    return problems
 
 
 def observed_of(job: Job) -> dict[str, Any]:

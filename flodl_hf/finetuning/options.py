@@ -13,7 +13,6 @@ from typing import Any, TypedDict, get_args, get_type_hints
 
 from flodl.devices import training_devices
 from flodl.errors import ConfigError, capped, nearest
-from flodl_hf.finetuning.observed import rule_faults
 from flodl_hf.finetuning.words import TrainerWords, translated
 
 __all__ = ["TASKS", "FinetuneOptions", "FinetuneWords", "Options", "make_options", "task_named"]
@@ -439,7 +438,7 @@ def _together(options: Options) -> list[str]:
         problems.append("schedule_options: the schedule is an object; expected none, or the schedule by its name")
     elif not hasattr(schedule, "lr"):
         problems.append(f"schedule: found {type(schedule).__name__}; expected a name, or an object with lr(step)")
-    problems += rule_faults(options)
+    problems += _rule_faults(options)
     if options.neftune and options.compile:
         problems.append("neftune: torch.compile would translate the model without it; expected compile=False")
     if options.ema in (0.0, 1.0):
@@ -470,3 +469,18 @@ def _schedule_options(schedule: str, given: Mapping[str, Any]) -> tuple[dict[str
     if schedule == "cosine" and {"floor", "end"} <= given.keys():
         problems.append("schedule_options: found floor and end; expected one, a share of lr or a rate")
     return values, problems
+
+
+def _rule_faults(options: Options) -> list[str]:
+    """Return what is wrong with the texts of rules."""
+    if not options.rules:
+        return ["trend_every: there are no rules that ask about trends; expected rules"] if options.trend_every else []
+    from flodl.train.rules import parse_rule
+
+    problems = []
+    for text in options.rules:
+        try:
+            parse_rule(text)
+        except ConfigError as fault:
+            problems.append(f"rules: {fault.message}")
+    return problems
