@@ -13,7 +13,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from flodl.monitor.journal import MARK, RECORD, Journal
 from flodl.monitor.record import RunRecord, as_text
@@ -22,7 +22,7 @@ from flodl.monitor.resources import Resources, hardware
 from flodl.monitor.series import MOST_POINTS
 from flodl.monitor.server import Ring
 
-__all__ = ["LiveRun", "Runs"]
+__all__ = ["Begin", "LiveRun", "Runs"]
 
 MOST_WAITING = 200_000
 """Events that may wait for the monitor's thread; of more, the oldest are lost and counted."""
@@ -67,6 +67,12 @@ class Runs:
             yield "," if place else ""
             yield from record.snapshot_parts(most)
         yield "]}"
+
+
+class Begin(NamedTuple):
+    """A run begins that tells no events; ``goes_on`` is whether it has a record already."""
+
+    goes_on: bool
 
 
 class LiveRun:
@@ -114,11 +120,19 @@ class LiveRun:
         self._waiting.append(event)
         self._taken += 1
 
+    def reckon(self, options: Mapping[str, Any]) -> None:
+        """Have speeds reckoned by these options of `Recorder`; before the run begins."""
+        self._options = dict(options)
+        self.put(lambda recorder: recorder.reckon(**options))
+
     # ---- from the monitor's thread -------------------------------------------------------------------
 
     def pump(self) -> None:
         """Make of what came since the last call what is told, written and sent."""
         for event in self._all_waiting():
+            if isinstance(event, Begin):
+                self._open(event.goes_on)
+                continue
             if callable(event):
                 event(self.recorder)
                 continue

@@ -21,7 +21,7 @@ from flodl.files import write_atomically
 from flodl.monitor.archive import archive_page, csv_of_epochs, csv_of_record, json_of
 from flodl.monitor.console import EpochRecord, console_line, eta_s, eta_text
 from flodl.monitor.doors import Doors
-from flodl.monitor.live import LiveRun, Runs
+from flodl.monitor.live import Begin, LiveRun, Runs
 from flodl.monitor.record import RunRecord
 from flodl.observe.words import metric_text
 
@@ -79,7 +79,7 @@ class Monitor:
         recorder: Mapping[str, Any] | None = None,
     ) -> None:
         self.total_epochs = total_epochs
-        self.name, self.folder = name, folder
+        self._name, self._folder = name, folder
         self.interval_s, self.resources_s = interval_s, resources_s
         self.runs = Runs()
         self._recorder = dict(recorder or {})
@@ -96,6 +96,30 @@ class Monitor:
         self._thread: threading.Thread | None = None
         self._wake = threading.Event()
         self._closed = False
+
+    # ---- what it is ----------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """The name of the run that is shown, or of the next one."""
+        return self._name
+
+    @name.setter
+    def name(self, name: str) -> None:
+        self._name = name
+        if self._live is not None and not self._live.is_over:
+            self._live.put(lambda recorder: recorder.say(name=name))
+
+    @property
+    def folder(self) -> str | PathLike[str] | None:
+        """Where the record is kept from the beginning of a run on."""
+        return self._folder
+
+    @folder.setter
+    def folder(self, folder: str | PathLike[str] | None) -> None:
+        self._folder = folder
+        if self._live is not None and self._live.journal is None:
+            self._live.folder = folder
 
     # ---- what is told --------------------------------------------------------------------------------
 
@@ -118,6 +142,16 @@ class Monitor:
             self._facts.setdefault(section, {}).update(values)
         told = {section: dict(values) for section, values in facts.items()}
         self._run().put(lambda recorder: recorder.say(facts=told))
+        return self
+
+    def reckon(self, **options: Any) -> Monitor:
+        """Say what speeds and the time left are reckoned by: ``tokens``, ``flops``, ``peak``, ``total_steps``.
+
+        They are those of `flodl.monitor.recorder.Recorder`, for the run that comes next.
+        """
+        self._recorder = options
+        if self._live is not None and not self._live.is_over:
+            self._live.reckon(options)
         return self
 
     def set_metadata(self, metadata: Mapping[str, Any]) -> Monitor:
@@ -162,6 +196,8 @@ class Monitor:
         record = EpochRecord(epoch, duration_s, _named(metrics), pace)
         self._epochs.append(record)
         left, total = self.eta(), self.total_epochs
+        if len(self._epochs) == 1:
+            self._run().put(Begin(goes_on=epoch > 0))
         self._say(console_line(record, total or epoch + 1, left))
         self._run().put(lambda recorder: recorder.epoch(epoch, duration_s, record.metrics, total, left))
         return record
@@ -206,6 +242,11 @@ class Monitor:
         if self._epochs and self.total_epochs is not None:
             return eta_s(self._epochs, self.total_epochs)
         return None if self._live is None else self.record.state.get("left_s")
+
+    @property
+    def has_pages(self) -> bool:
+        """Whether `save_html` was called."""
+        return bool(self._pages)
 
     # ---- files ---------------------------------------------------------------------------------------
 

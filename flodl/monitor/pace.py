@@ -98,13 +98,13 @@ class Pace:
         """Return the seconds until the last step at the speed of late, pauses included; None where that is unknown."""
         if self._over or self.total is None or len(self._marks) < 2:
             return None
-        since = now - max(LEAST_S, LOOK_BACK * (now - self._began_s))
+        end, last = self._marks[-1]
+        since = end - max(LEAST_S, LOOK_BACK * (end - self._began_s))
         begin, first = self._marks[0]
         for t, step in self._marks:
             if t > since:
                 break
             begin, first = t, step
-        end, last = self._marks[-1]
         # a step that takes long is not over: the time since the last one counts where it is longer than usual
         usual = (end - begin) / max(1, last - first)
         seconds = (end - begin) + max(0.0, now - end - 2 * usual)

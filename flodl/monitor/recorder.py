@@ -46,8 +46,8 @@ class Recorder:
         peak: float | None = None,
         total_steps: int | None = None,
     ) -> None:
-        self.began, self.total_steps = began, total_steps
-        self.pace = Pace(tokens, flops, peak)
+        self.began = began
+        self.reckon(tokens=tokens, flops=flops, peak=peak, total_steps=total_steps)
         self.is_new = True
         self._steps_per_epoch = 0
         self._epoch_begin = (0, 0)  # of the epoch that runs: its number, and the step before its first
@@ -57,6 +57,18 @@ class Recorder:
         self._unknown: dict[str, int] = {}
         self._told_by_ranks = False
         self._watched: set[str] = set()  # what comes at each step need not come at each epoch
+
+    def reckon(
+        self,
+        *,
+        tokens: Callable[[int], float | None] | None = None,
+        flops: Callable[[float], float] | None = None,
+        peak: float | None = None,
+        total_steps: int | None = None,
+    ) -> None:
+        """Reckon speeds by these from now on; arguments as of the class."""
+        self.total_steps = total_steps
+        self.pace = Pace(tokens, flops, peak)
 
     # ---- taking in -----------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from flodl_hf.cli import (
     inspect,
     new,
     predict,
+    runs,
     verify,
     verify_export,
     verify_matrix,
@@ -45,5 +46,6 @@ def options(
 
 
 for module in (demo, new, predict, finetune, inspect, export, verify, verify_export, verify_matrix, convert, doctor):
-    app.command(name=module.NAME)(module.command)
+    app.command(name=module.NAME, cls=getattr(module, "Command", None))(module.command)
 app.add_typer(config.app, name=config.NAME)
+app.add_typer(runs.app, name=runs.NAME)

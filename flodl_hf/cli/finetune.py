@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
+from typer.core import TyperCommand
 
 from flodl.errors import ConfigError
 from flodl_hf.cli.choices import choice
@@ -21,6 +22,7 @@ from flodl_hf.cli.shared import emit_json, reporting, say, tell, training_said
 from flodl_hf.finetuning.options import SCHEDULES, TASK_WORDS, TASKS, Options
 
 NAME = "finetune"
+ANY_PORT = "any"
 ARGUMENTS = ("model", "train", "eval")
 GROUPS = {
     "task": "Task and data",
@@ -52,6 +54,8 @@ def run(
     given: Mapping[str, Any],
     json_output: bool,
     trial: str | None = None,
+    dashboard: str | None = None,
+    control: bool = False,
 ) -> None:
     """Train as the recipe and the command line say; the latter wins."""
     from flodl_hf.finetuning.run import _is_first_rank, finetune
@@ -74,9 +78,10 @@ def run(
     name = values.pop("model")
     data = {"train": values.pop("train"), "eval": eval_data(values.pop("eval", None))}
     target = values.pop("out", None)
+    monitor = None if trial is not None else _monitor(dashboard, control)
     overwrite = bool(values.pop("overwrite", False)) or overwrite
     if not _is_first_rank():
-        finetune(name, **data, out=target, overwrite=overwrite, **values)
+        finetune(name, **data, out=target, overwrite=overwrite, monitor=monitor, **values)
         return
     training_said(values.get("devices"))
     if trial is not None:
@@ -91,6 +96,7 @@ def run(
         out=target,
         overwrite=overwrite,
         progress=True,
+        monitor=monitor,
         on_event=partial(_say_how_to_go_on, kept),
         **values,
     )
@@ -131,6 +137,41 @@ def _try(trial: str, model: str, data: Mapping[str, Any], values: Mapping[str, A
         emit_json(found.to_dict())
     else:
         tell(text)
+
+
+def _monitor(dashboard: str | None, control: bool) -> Any:
+    """Return the monitor that ``--dashboard`` asks for, its page shown; None on other ranks, and where none is wanted.
+
+    Raises:
+        ConfigError: control without a page.
+        TrainError: the port is taken.
+    """
+    if dashboard is None:
+        if control:
+            raise ConfigError("--dashboard-control: there is no --dashboard that it could be of", problems=["control"])
+        return None
+    from flodl.monitor import Monitor
+    from flodl_hf.finetuning.run import _is_first_rank
+
+    if not _is_first_rank():
+        return True  # each rank tells of its work, the first one shows it
+    monitor = Monitor(quiet=True)
+    url = monitor.serve(None if dashboard == ANY_PORT else int(dashboard), control=control)
+    say(f"watch this run at {url}")
+    return monitor
+
+
+class Command(TyperCommand):
+    """The command, whose ``--dashboard`` may be followed by a port or not."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse arguments, with the port filled in where there is none."""
+        filled: list[str] = []
+        for place, word in enumerate(args):
+            filled.append(word)
+            if word == "--dashboard" and not "".join(args[place + 1 : place + 2]).isdecimal():
+                filled.append(ANY_PORT)
+        return super().parse_args(ctx, filled)
 
 
 def _say_how_to_go_on(kept: bool, event: Any) -> None:
@@ -211,6 +252,7 @@ def _command() -> Callable[..., None]:
         run(
             said["model"], said["train"], said["eval"], said["out"], said["overwrite"], said["recipe"], said["env"],
             given, said["json_output"], "dry-run" if said["dry_run"] else "find-lr" if said["find_lr"] else None,
+            said["dashboard"], said["dashboard_control"],
         )  # fmt: skip
 
     command.__doc__ = HELP
@@ -229,6 +271,10 @@ def _command() -> Callable[..., None]:
                    "three steps on a copy, say what the run will need, and write nothing."), False),
         _parameter("find_lr", bool, typer.Option("--find-lr", help="Train a copy at rising rates, say where the loss "
                    "fell fastest, and write nothing."), False),
+        _parameter("dashboard", str | None, typer.Option("--dashboard", metavar="[PORT]", help="Show the run on a page "
+                   "of this machine, at this port or the first free one from 6060 on.")),
+        _parameter("dashboard_control", bool, typer.Option("--dashboard-control", help="Let that page ask the run to "
+                   "evaluate, save or stop, for whoever has the token in its address."), False),
     ]  # fmt: skip
     group = ""
     for name, row in table.items():

@@ -33,6 +33,7 @@ from flodl_hf.finetuning.options import FinetuneWords, Options, make_options
 from flodl_hf.finetuning.own import Own
 from flodl_hf.finetuning.result import FinetuneResult
 from flodl_hf.finetuning.training import CHECKPOINTS, make_builder, settings_of_torch, train_job
+from flodl_hf.finetuning.watched import monitor_of_job
 
 if TYPE_CHECKING:
     from flodl_hf.model import EncoderModel
@@ -49,6 +50,7 @@ def finetune(
     overwrite: bool = False,
     on_event: Callable[[Any], Any] | None = None,
     progress: bool | None = None,
+    monitor: Any = None,
     loss: Callable[..., Any] | None = None,
     metrics: Any = None,
     callbacks: Sequence[Callback] = (),
@@ -76,6 +78,8 @@ def finetune(
         overwrite: replace a folder that holds a model.
         on_event: called with the events of training (`flodl.train.events`) as they come.
         progress: True shows how far training is, None where it takes longer than a second, False nothing.
+        monitor: True or a port shows the run on a page of this machine; or a `flodl.monitor.Monitor`. Its record is
+            kept in ``<out>.logs`` (or ``log_dir``), with the page as one file when the run is over.
         loss: ``loss(scores, labels)`` in place of the task's loss; see `flodl_hf.finetuning.own_loss.own_loss`.
         metrics: ``metrics(predictions, truth)`` gives figures by name, beside the task's; or such functions by name.
             Predictions and truth are arrays ``(examples, ...)`` of scores and labels, lists of tags, or answers and
@@ -113,9 +117,10 @@ def finetune(
         if folder is None and job.metric is not None and chosen.keep_best:
             # Under torchrun: every rank holds the best itself, since there is no folder that all of them see.
             notes.keep_best(Best(job.metric), job.model)
+        watched = monitor_of_job(monitor, job, recipe, target, is_first=_is_first_rank())
         began = time.perf_counter()
         with _naming_the_option():
-            trained = train_job(job, notes, stack, folder, progress=progress, trackers=trackers)
+            trained = train_job(job, notes, stack, folder, progress=progress, trackers=trackers, monitor=watched)
         seconds = notes.past.seconds + time.perf_counter() - began
         best_step, metrics = _take_best(job, trained, folder, notes)
     trained.eval()

@@ -57,6 +57,7 @@ def train_job(
     *,
     progress: bool | None = False,
     trackers: Sequence[Callable[[Any], Any]] = (),
+    monitor: Any = None,
 ) -> EncoderModel:
     """Return the model of a planned job after its last step.
 
@@ -67,8 +68,9 @@ def train_job(
         folder: where checkpoints go.
         progress: as for `finetune`.
         trackers: called with events too; what they raise is told and training goes on.
+        monitor: looks on.
     """
-    builder = make_builder(job, on_event, stack, folder).progress(progress, total=job.steps)
+    builder = make_builder(job, on_event, stack, folder).progress(progress, total=job.steps).set(monitor=monitor)
     for tracker in trackers:
         builder.subscribe(tracker)
     handle = builder.run()

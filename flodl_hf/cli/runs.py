@@ -1,0 +1,88 @@
+"""``flodl-hf runs``: the records of runs, shown side by side or as files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flodl_hf.cli.shared import Json, emit_json, reporting, say, tell
+
+NAME = "runs"
+
+app = typer.Typer(help="Look at runs and their records.", no_args_is_help=True, pretty_exceptions_enable=False)
+
+Folder = Annotated[Path, typer.Argument(metavar="DIR", help="A folder of runs, each with its run.jsonl.")]
+
+
+@app.callback()
+def group() -> None:
+    """Look at runs and their records."""
+
+
+@app.command(name="serve")
+@reporting
+def serve(
+    folder: Folder,
+    port: Annotated[int | None, typer.Option("--port", "-p", min=0, max=65535, help="Port of this machine.")] = None,
+) -> None:
+    """Show the runs below DIR on a page of this machine, side by side, until Ctrl-C; runs that grow are followed."""
+    from flodl.monitor.folder import RunFolder
+
+    with RunFolder(folder) as runs:
+        url = runs.serve(port)
+        for path, problem in runs.problems.items():
+            say(f"passed over {path}: {problem}", fg="yellow")
+        count = len(runs.runs.records)
+        say(f"{count} run{'s' * (count != 1)} below {folder}")
+        tell(url)
+        runs.wait()
+
+
+@app.command(name="list")
+@reporting
+def listed(folder: Folder, json_output: Json = False) -> None:
+    """Print the runs below DIR: where they are, how they ended, and their last figures."""
+    from flodl.monitor.folder import RunFolder
+
+    with RunFolder(folder) as runs:
+        records = sorted(runs.runs.records.values(), key=lambda record: record.began)
+        rows = [
+            {
+                "name": record.name,
+                "status": record.state.get("status"),
+                "step": record.state.get("step"),
+                "total": record.state.get("total"),
+                "seconds": round(record.t, 1),
+                "figures": {
+                    name: series.latest
+                    for name, series in record.series.items()
+                    if name.startswith(("train/loss", "eval/"))
+                },
+            }
+            for record in records
+        ]
+    if json_output:
+        emit_json(rows)
+        return
+    for row in rows:
+        figures = ", ".join(f"{name} {value:.4f}" for name, value in row["figures"].items() if value is not None)
+        tell(f"{row['name']:<32} {row['status'] or 'waiting':<10} step {row['step'] or 0:,}  {figures}")
+    if not rows:
+        say(f"no run below {folder}")
+
+
+@app.command(name="save")
+@reporting
+def save(
+    folder: Folder,
+    out: Annotated[Path, typer.Option("--out", "-o", help="File to write: .html, which opens offline.")],
+) -> None:
+    """Write the page of all runs below DIR as one file that opens offline."""
+    from flodl.files import write_atomically
+    from flodl.monitor.folder import RunFolder
+
+    with RunFolder(folder) as runs:
+        write_atomically(out, [runs.page().encode()])
+    tell(f"written to {out}")
