@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["uncollected"]
+__all__ = ["gc_paused"]
 
 _LOCK = threading.Lock()
 _INSIDE = 0
@@ -18,7 +18,7 @@ _WAS_ON = False
 
 
 @contextmanager
-def uncollected(*, settled: bool = False) -> Iterator[None]:
+def gc_paused(*, settled: bool = False) -> Iterator[None]:
     """Put garbage collection off: while much is made that stays, or while freeing a tensor would do harm.
 
     Threads may overlap; it is on again when the last one leaves.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch.overrides import TorchFunctionMode
 
-from flodl.collecting import uncollected
+from flodl.collecting import gc_paused
 from flodl.devices import find_device
 from flodl.errors import ConfigError, printable
 from flodl.graph import Graph
@@ -78,7 +78,7 @@ def load_model(
     given, attention = check_dtype(dtype), check_implementation(attention)
     device = None if device is None else find_device(device)
     labels = None if labels is None else listed_texts(labels, "labels")
-    with uncollected(settled=True):
+    with gc_paused(settled=True):
         return _load(
             model_class, name_or_path, head, hub, given, device, attention, labels, problem_type, ignore_config_keys,
             strict_config, allow_nonfinite, mapped, verified,

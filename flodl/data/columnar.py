@@ -13,7 +13,16 @@ from typing import Any
 
 from flodl.errors import DataError
 
-__all__ = ["BatchRows", "arrow_type", "inferred_type", "misfits", "need_pyarrow", "parquet_bytes", "parquet_joined"]
+__all__ = [
+    "BATCH_ROWS",
+    "BatchRows",
+    "arrow_type",
+    "inferred_type",
+    "misfits",
+    "need_pyarrow",
+    "parquet_bytes",
+    "parquet_joined",
+]
 
 BATCH_ROWS = 1024
 GROUP_ROWS = 1 << 16  # rows of a row group of a joined file, unless its bytes are many
@@ -34,8 +43,8 @@ def need_pyarrow(what: str) -> Any:
         import pyarrow.parquet
     except ImportError:
         raise DataError(
-            f"{what}: Parquet and Arrow files need pyarrow, which is not installed; pip install 'flodl-hf[data]', or "
-            "take JSON lines or CSV",
+            f"{what}: reading or writing it needs pyarrow, which is not installed; pip install 'flodl-hf[data]', or "
+            "take CSV, TSV or JSON lines",
             missing="pyarrow",
         ) from None
     return pyarrow

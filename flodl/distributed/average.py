@@ -77,7 +77,7 @@ class BufferMean:
         if self.ranks.solo:
             return
         handles = self.begin(weight)
-        with self.ranks.naming_the_dead():
+        with self.ranks.peer_failures_named():
             for handle in handles:
                 handle.wait()
         self.finish()
@@ -144,7 +144,7 @@ class Flight:
 
     def wait(self) -> None:
         """Wait until every collective is done."""
-        with self.ranks.naming_the_dead():
+        with self.ranks.peer_failures_named():
             for handle in self.handles:
                 handle.wait()
             if self.ranks.device.type == "cuda":  # there a handle only orders streams

@@ -1,11 +1,11 @@
-"""Sums of gradients over ranks, in buckets that stay where they are.
+"""Sums of gradients over ranks, in buckets at fixed addresses.
 
-Gradients are copied into flat buckets, those of the last layers first, since a backward pass makes them first; buckets
-are summed, and then are the gradients. That they lie at fixed places lets a backward pass be recorded, and what comes
-after it too. A sum is `collect`, `depart` and `arrive`. Where nothing is recorded, buckets may leave while the backward
-pass still runs (`sending`), so that most of the travelling is over when the pass is; where both are recorded, buckets
-are marked by events as they fill (`filling`), and sums wait for these alone. Every rank sends the same buckets
-in the same order, whatever it has made of them.
+Gradients are copied into flat buckets, those of the last layers first, since a backward pass computes them first. The
+buckets are summed over ranks, and then are the gradients; as their addresses stay, CUDA graphs can capture the backward
+pass and what follows. A sum is `fill_buckets`, `launch` and `wait`. Without capture, buckets may be sent while the
+backward pass still runs (`reducing_in_backward`), so that communication overlaps with it; with capture, events mark
+buckets as they fill (`filling_in_backward`), and sums wait for these alone. Every rank sends the same buckets in the same
+order, whichever gradients it has.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class GradientSum:
         on_cpu: send gradients through host memory (gloo) whatever the device.
 
     Attributes:
-        early: whether `sending` sends at all; off, everything leaves after the backward pass.
+        early: whether `reducing_in_backward` sends at all; off, everything leaves after the backward pass.
     """
 
     def __init__(self, ranks: Ranks, model: nn.Module, *, on_cpu: bool = False) -> None:
@@ -61,7 +61,7 @@ class GradientSum:
         self._event: Callable[[], Any] | None = None
         self._marks: list[Any] = []
 
-    def be_recorded(self, event: Callable[[], Any] | None = None) -> None:
+    def prepare_capture(self, event: Callable[[], Any] | None = None) -> None:
         """Use fewer and larger buckets from now on.
 
         Args:
@@ -70,7 +70,7 @@ class GradientSum:
         """
         self._recorded, self._event, self.parameters = True, event, []
 
-    def renew(self) -> bool:
+    def refresh_buckets(self) -> bool:
         """Look which parameters are trained; return whether they changed, so that buckets lie elsewhere now."""
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         if len(parameters) == len(self.parameters) and all(
@@ -99,7 +99,7 @@ class GradientSum:
     # ---- leaving during the backward pass ------------------------------------------------------------
 
     @contextlib.contextmanager
-    def sending(self, wanted: bool = True) -> Iterator[None]:
+    def reducing_in_backward(self, wanted: bool = True) -> Iterator[None]:
         """Send buckets during the backward pass inside, which must be this rank's last before the sum."""
         if not wanted or self.ranks.solo or not self.early or self._event is not None:
             yield
@@ -108,7 +108,7 @@ class GradientSum:
             yield
 
     @contextlib.contextmanager
-    def filling(self, wanted: bool = True) -> Iterator[None]:
+    def filling_in_backward(self, wanted: bool = True) -> Iterator[None]:
         """Fill and mark buckets during the backward pass inside, where they are marked; nothing is sent."""
         if not wanted or self._event is None:
             yield
@@ -132,7 +132,7 @@ class GradientSum:
 
     def _begin(self) -> None:
         """Look which parameters there are, and be ready to send the first bucket."""
-        self.renew()
+        self.refresh_buckets()
         self._made = [False] * len(self.parameters)
         self._left = [len(places) for places in self._buckets]
         self._full = [False] * len(self._buckets)
@@ -159,7 +159,7 @@ class GradientSum:
     # ---- one sum -------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def collect(self) -> tuple[int, ...]:
+    def fill_buckets(self) -> tuple[int, ...]:
         """Bring gradients that have not left to the buckets; return the places of parameters that have none.
 
         Raises:
@@ -192,19 +192,19 @@ class GradientSum:
         if self._marks:
             self._marks[len(self._sent)].wait()
         flat = flat.cpu() if self.on_cpu else flat
-        with self.ranks.naming_the_dead():
+        with self.ranks.peer_failures_named():
             self._sent.append((flat, self.ranks.sum_async(flat)))
 
-    def depart(self) -> None:
+    def launch(self) -> None:
         """Send all buckets that have not left."""
         while len(self._sent) < len(self._buckets):
             self._send()
 
     @torch.no_grad()
-    def arrive(self, missing: Sequence[int] = ()) -> None:
+    def wait(self, missing: Sequence[int] = ()) -> None:
         """Wait for the sums, and make them the gradients of all parameters but those at ``missing`` places."""
         for flat, (sent, handle) in zip(self._flats, self._sent, strict=True):
-            with self.ranks.naming_the_dead():
+            with self.ranks.peer_failures_named():
                 handle.wait()
             if sent is not flat:
                 flat.copy_(sent)
@@ -214,7 +214,7 @@ class GradientSum:
         for place in missing:
             self.parameters[place].grad = None
 
-    def drop(self) -> None:
+    def abandon(self) -> None:
         """Forget what was sent: it was recorded, and the recording broke."""
         self._sent, self._begun = [], False
 
@@ -227,8 +227,8 @@ class GradientSum:
         """
         if self.ranks.solo:
             return totals
-        lacking = self.collect()
-        self.depart()
+        lacking = self.fill_buckets()
+        self.launch()
         used = torch.ones(len(self.parameters), dtype=torch.float64, device=totals.device)
         if lacking:
             used[list(lacking)] = 0.0
@@ -238,14 +238,14 @@ class GradientSum:
             # Reading the counts makes the host wait for the device, so only a rank that must know does.
             users = small[len(totals) :][list(lacking)].tolist()
             missing = [place for place, count in zip(lacking, users, strict=True) if count == 0]
-        self.arrive(missing)
+        self.wait(missing)
         return small[: len(totals)]
 
     def missing(self, lacking: Sequence[int], most: float) -> tuple[int, ...]:
         """Return the places of parameters that no rank has a gradient of, as the ranks tell each other.
 
         Args:
-            lacking: what `collect` gave.
+            lacking: what `fill_buckets` gave.
             most: the largest number of parameters that a rank lacks; the same on all.
         """
         if not most:

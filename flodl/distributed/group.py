@@ -66,7 +66,7 @@ class Ranks:
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
         """Replace ``tensor`` by its sum over ranks, in place, and return it."""
         if not self.solo:
-            with self.naming_the_dead():
+            with self.peer_failures_named():
                 dist.all_reduce(tensor)
         return tensor
 
@@ -77,7 +77,7 @@ class Ranks:
     def copy_from(self, source: int, tensors: Sequence[torch.Tensor]) -> None:
         """Overwrite ``tensors`` by those of rank ``source``."""
         if not self.solo:
-            with self.naming_the_dead():
+            with self.peer_failures_named():
                 for tensor in tensors:
                     dist.broadcast(tensor, source)
 
@@ -122,7 +122,7 @@ class Ranks:
             dist.destroy_process_group()
 
     @contextlib.contextmanager
-    def naming_the_dead(self) -> Iterator[None]:
+    def peer_failures_named(self) -> Iterator[None]:
         """Turn the transport's error (a port number) into one that names the rank that went silent."""
         try:
             yield

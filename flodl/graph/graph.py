@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from flodl.errors import GraphPathError
 from flodl.graph import saving, summary, traces, tree
-from flodl.graph.capture import run_captured
 from flodl.graph.core import GraphCore
 from flodl.graph.fingerprint import structural_hash
+from flodl.graph.tag_values import run_captured
 from flodl.graph.tree import PathKind
 
 if TYPE_CHECKING:

@@ -28,9 +28,9 @@ class GraphSteps:
         self.model = model
         self._graphs: list[Graph] = []
         self._keeping: list[Graph] = []
-        self.look_again()
+        self.refresh()
 
-    def look_again(self) -> None:
+    def refresh(self) -> None:
         """Be told that the model, or what is watched in it, may have changed."""
         self._graphs = list(_outermost(self.model))
         self._keeping = [graph for graph in self._graphs if any(map(_keeps, graph.modules()))]

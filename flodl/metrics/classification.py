@@ -8,13 +8,14 @@ they are made on, and no update waits for it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from flodl.errors import DataError
+from flodl.metrics.sums import Sums
 
 __all__ = ["Accuracy", "Average", "Classification", "MultiLabel"]
 
@@ -36,7 +37,7 @@ def _pairs(predictions: Tensor, labels: Tensor, where: str) -> tuple[Tensor, Ten
     return predictions.reshape(-1).to(labels.device), labels.reshape(-1)
 
 
-class Accuracy:
+class Accuracy(Sums):
     """The share of right predictions, for any number of classes: ``accuracy`` and ``count``.
 
     Args:
@@ -44,12 +45,8 @@ class Accuracy:
     """
 
     def __init__(self, ignore_index: int = -100) -> None:
+        super().__init__(2)
         self.ignore_index = ignore_index
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget everything counted."""
-        self._counts = torch.zeros(2, dtype=torch.int64)
 
     def update(self, predictions: Tensor, labels: Tensor) -> None:
         """Count a batch.
@@ -60,27 +57,15 @@ class Accuracy:
         """
         predicted, labels = _pairs(predictions, labels, "Accuracy")
         kept = labels != self.ignore_index
-        self._counts = self._counts.to(labels.device) + torch.stack([((predicted == labels) & kept).sum(), kept.sum()])
-
-    def merge(self, other: Accuracy) -> None:
-        """Add what another rank has counted."""
-        self._counts = self._counts + other._counts.to(self._counts.device)
+        self._add(torch.stack([((predicted == labels) & kept).sum(), kept.sum()]))
 
     def compute(self) -> dict[str, float]:
         """Return ``accuracy`` and ``count``."""
-        right, total = self._counts.tolist()
+        right, total = self._sums.tolist()
         return {"accuracy": right / total if total else 0.0, "count": float(total)}
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the counts; JSON-able."""
-        return {"counts": self._counts.tolist()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over counts."""
-        self._counts = torch.tensor(state["counts"], dtype=torch.int64)
-
-
-class Classification:
+class Classification(Sums):
     """Accuracy, precision, recall, F1 and Matthews correlation of one class per sample, from a confusion
     matrix.
 
@@ -108,12 +93,8 @@ class Classification:
         self.average: Average = average
         self.ignore_index = ignore_index
         self.names = names
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget everything counted."""
         # one cell more than the matrix: pairs with a class out of range, which compute() reports
-        self._counts = torch.zeros(self.num_classes**2 + 1, dtype=torch.int64)
+        super().__init__(num_classes**2 + 1)
 
     def update(self, predictions: Tensor, labels: Tensor) -> None:
         """Count a batch.
@@ -127,11 +108,7 @@ class Classification:
         n = self.num_classes
         valid = (labels >= 0) & (labels < n) & (predicted >= 0) & (predicted < n)
         cell = torch.where(valid, labels * n + predicted, n * n)
-        self._counts = self._counts.to(labels.device).index_add(0, cell, kept.to(torch.int64))
-
-    def merge(self, other: Classification) -> None:
-        """Add what another rank has counted."""
-        self._counts = self._counts + other._counts.to(self._counts.device)
+        self._sums = self._sums.to(labels.device).index_add(0, cell, kept.to(torch.int64))
 
     def matrix(self) -> Tensor:
         """Return the confusion matrix on the host, int64 ``(num_classes, num_classes)``: row label, column
@@ -140,7 +117,7 @@ class Classification:
         Raises:
             DataError: a label or prediction was outside ``0 .. num_classes-1``.
         """
-        counts = self._counts.cpu()
+        counts = self._sums.cpu()
         if counts[-1]:
             raise DataError(
                 f"Classification: {int(counts[-1])} pairs have a label or prediction outside 0 to "
@@ -174,16 +151,8 @@ class Classification:
         columns = zip(matrix.diagonal().tolist(), matrix.sum(0).tolist(), matrix.sum(1).tolist(), strict=True)
         return [{**_scores(r, p, t), "support": float(t)} for r, p, t in columns]
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the counts; JSON-able."""
-        return {"counts": self._counts.tolist()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over counts."""
-        self._counts = _counts_of(state, self._counts.numel(), "Classification")
-
-
-class MultiLabel:
+class MultiLabel(Sums):
     """Precision, recall, F1 and the share of samples with all labels right, where a sample may have any
     number of labels.
 
@@ -202,12 +171,8 @@ class MultiLabel:
         self.num_labels = num_labels
         self.average: Average = average
         self.threshold = threshold
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget everything counted."""
         # right, predicted, true for each label; then exact samples and samples
-        self._counts = torch.zeros(3 * self.num_labels + 2, dtype=torch.int64)
+        super().__init__(3 * num_labels + 2)
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
         """Count a batch.
@@ -239,30 +204,18 @@ class MultiLabel:
                 torch.tensor([labels.shape[0]], device=said.device),
             ]
         )
-        self._counts = self._counts.to(batch.device) + batch
-
-    def merge(self, other: MultiLabel) -> None:
-        """Add what another rank has counted."""
-        self._counts = self._counts + other._counts.to(self._counts.device)
+        self._add(batch)
 
     def compute(self) -> dict[str, float]:
         """Return ``accuracy`` (samples with all labels right), ``precision``, ``recall``, ``f1``, ..."""
         n = self.num_labels
-        counts = self._counts.tolist()
+        counts = self._sums.tolist()
         right, predicted, true = counts[:n], counts[n : 2 * n], counts[2 * n : 3 * n]
         return {
             "accuracy": _ratio(counts[-2], counts[-1]),
             **averaged(right, predicted, true, self.average, absent_count=True),
             "count": float(counts[-1]),
         }
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the counts; JSON-able."""
-        return {"counts": self._counts.tolist()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over counts."""
-        self._counts = _counts_of(state, self._counts.numel(), "MultiLabel")
 
 
 def averaged(
@@ -329,15 +282,3 @@ def _check_average(average: str, num_classes: int) -> None:
             f"metric: {num_classes} classes, average {average!r}; expected at least 1, and 2 for 'binary'",
             num_classes=num_classes,
         )
-
-
-def _counts_of(state: Mapping[str, Any], size: int, where: str) -> Tensor:
-    counts = torch.tensor(state["counts"], dtype=torch.int64)
-    if counts.numel() != size:
-        raise DataError(
-            f"{where}: the saved state has {counts.numel()} counts, this metric has {size}; "
-            "the number of classes differs",
-            found=counts.numel(),
-            expected=size,
-        )
-    return counts

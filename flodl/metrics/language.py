@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from flodl.metrics.sums import Sums
+
 __all__ = ["Perplexity"]
 
 
-class Perplexity:
+class Perplexity(Sums):
     """The exponential of the mean loss per token: ``perplexity``, ``loss`` and ``count``.
 
     For a masked language model the tokens are the masked ones, so figures depend on the masking.
@@ -23,12 +23,8 @@ class Perplexity:
     """
 
     def __init__(self, ignore_index: int = -100) -> None:
+        super().__init__(2, dtype=torch.float64, key="sums")
         self.ignore_index = ignore_index
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget everything summed."""
-        self._sums = torch.zeros(2, dtype=torch.float64)
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
         """Add a batch.
@@ -53,11 +49,7 @@ class Perplexity:
         more = torch.stack(
             [torch.as_tensor(v, dtype=torch.float64, device=device).detach() for v in (total_loss, num_tokens)]
         )
-        self._sums = self._sums.to(device) + more
-
-    def merge(self, other: Perplexity) -> None:
-        """Add what another rank has summed."""
-        self._sums = self._sums + other._sums.to(self._sums.device)
+        self._add(more)
 
     def compute(self) -> dict[str, float]:
         """Return ``perplexity``, ``loss`` (nats per token) and ``count``; NaN before anything was seen."""
@@ -65,11 +57,3 @@ class Perplexity:
         loss = total / count if count else math.nan
         # exp overflows near 709 nats, where a figure says no more than infinity does
         return {"perplexity": math.exp(loss) if not loss > 700 else math.inf, "loss": loss, "count": count}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the sums; JSON-able."""
-        return {"sums": self._sums.tolist()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over sums."""
-        self._sums = torch.tensor(state["sums"], dtype=torch.float64)

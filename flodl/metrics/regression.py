@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from flodl.errors import DataError
+from flodl.metrics.sums import Sums
 
 __all__ = ["Pearson", "Spearman", "SquaredError"]
 
@@ -30,26 +31,18 @@ def _columns(predictions: Tensor, labels: Tensor, where: str) -> tuple[Tensor, T
     return x.double(), y.to(x.device).double()
 
 
-class SquaredError:
+class SquaredError(Sums):
     """The mean squared and mean absolute error: ``mse``, ``rmse``, ``mae`` and ``count``."""
 
     def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget everything summed."""
-        self._sums = torch.zeros(3, dtype=torch.float64)
+        super().__init__(3, dtype=torch.float64, key="sums")
 
     def update(self, predictions: Tensor, labels: Tensor) -> None:
         """Add a batch of numbers, any shape, as many predictions as labels."""
         x, y = _columns(predictions, labels, "SquaredError")
         d = x - y
         count = torch.full((), float(d.numel()), dtype=torch.float64, device=d.device)
-        self._sums = self._sums.to(d.device) + torch.stack([(d * d).sum(), d.abs().sum(), count])
-
-    def merge(self, other: SquaredError) -> None:
-        """Add what another rank has summed."""
-        self._sums = self._sums + other._sums.to(self._sums.device)
+        self._add(torch.stack([(d * d).sum(), d.abs().sum(), count]))
 
     def compute(self) -> dict[str, float]:
         """Return ``mse``, ``rmse``, ``mae`` and ``count``; NaN before anything was seen."""
@@ -62,28 +55,16 @@ class SquaredError:
             "count": count,
         }
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the sums; JSON-able."""
-        return {"sums": self._sums.tolist()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over sums."""
-        self._sums = torch.tensor(state["sums"], dtype=torch.float64)
-
-
-class Pearson:
+class Pearson(Sums):
     """The linear correlation of predictions and labels: ``pearson`` and ``count``.
 
     It is NaN where it is not defined: fewer than two samples, or all predictions or all labels equal.
     """
 
     def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget everything summed."""
         # count, mean x, mean y, and the sums of squared and crossed distances to the means: xx, yy, xy
-        self._moments = torch.zeros(6, dtype=torch.float64)
+        super().__init__(6, dtype=torch.float64, key="moments")
 
     def update(self, predictions: Tensor, labels: Tensor) -> None:
         """Add a batch of numbers, any shape, as many predictions as labels."""
@@ -95,12 +76,8 @@ class Pearson:
         count = torch.full((), float(x.numel()), dtype=torch.float64, device=x.device)
         self._add(torch.stack([count, mean_x, mean_y, (dx * dx).sum(), (dy * dy).sum(), (dx * dy).sum()]))
 
-    def merge(self, other: Pearson) -> None:
-        """Add what another rank has summed."""
-        self._add(other._moments)
-
     def _add(self, more: Tensor) -> None:
-        mine = self._moments.to(more.device)
+        mine = self._sums.to(more.device)
         n, m = mine[0], more[0]
         total = n + m
         # both empty: keep the zeros without dividing by them, and without asking the device which case it is
@@ -108,23 +85,15 @@ class Pearson:
         gap = more[1:3] - mine[1:3]
         means = mine[1:3] + gap * (m / safe)
         cross = torch.stack([gap[0] * gap[0], gap[1] * gap[1], gap[0] * gap[1]]) * (n * m / safe)
-        self._moments = torch.cat([total[None], means, mine[3:] + more[3:] + cross])
+        self._sums = torch.cat([total[None], means, mine[3:] + more[3:] + cross])
 
     def compute(self) -> dict[str, float]:
         """Return ``pearson`` and ``count``."""
-        count, _, _, xx, yy, xy = self._moments.tolist()
+        count, _, _, xx, yy, xy = self._sums.tolist()
         # roots apart, because the product of two tiny sums may be 0
         below = math.sqrt(xx) * math.sqrt(yy)
         value = max(-1.0, min(1.0, xy / below)) if below > 0 else math.nan
         return {"pearson": value, "count": count}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the moments; JSON-able."""
-        return {"moments": self._moments.tolist()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over moments."""
-        self._moments = torch.tensor(state["moments"], dtype=torch.float64)
 
 
 class Spearman:

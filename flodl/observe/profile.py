@@ -7,7 +7,6 @@ hold no module; their time is in the total only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from flodl.graph.core import GraphCore
+from flodl.nested import leaves
 
 __all__ = ["LevelTime", "NodeTime", "Profile", "Profiler"]
 
@@ -176,7 +176,7 @@ class _Span:
     """A stretch of time on the device that its inputs live on."""
 
     def __init__(self, inputs: Any) -> None:
-        device = next((t.device for t in _tensors(inputs) if t.device.type == "cuda"), None)
+        device = next((t.device for t in leaves(inputs) if isinstance(t, Tensor) and t.is_cuda), None)
         self._stream = None if device is None else torch.cuda.current_stream(device)
         self._start = self._mark()
         self._stop: Any = None
@@ -196,13 +196,3 @@ class _Span:
         event = torch.cuda.Event(enable_timing=True)
         event.record(self._stream)
         return event
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))

@@ -1,4 +1,4 @@
-"""What the loop eats: an epoch as numbered turns, each turn one optimiser step's worth of batches.
+"""The input pipeline of the loop: an epoch as numbered turns, each turn one optimiser step's worth of batches.
 
 A turn is a set number of consecutive batches of a loader. Under Sync every rank takes its share of
 each batch of a turn; under Cadence and Async a rank takes whole turns. A turn is found again by its
@@ -9,7 +9,7 @@ Which batches exist is decided in `flodl.data`, who takes which turn in `flodl.d
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,6 +19,7 @@ from flodl.data import DataLoader
 from flodl.data.stream import Stream
 from flodl.distributed.shares import ranges, split
 from flodl.errors import DataError, TrainError
+from flodl.nested import map_leaves
 from flodl.train.loss import batch_len
 
 __all__ = ["Feed", "RowFeed", "Share", "StreamFeed", "as_feed", "to_device"]
@@ -192,39 +193,34 @@ def _pieces(first: int, last: int, size: int, share: Share | None) -> list[tuple
 
 
 def _slice(batch: Any, first: int, last: int, total: int) -> Any:
-    if isinstance(batch, torch.Tensor):
-        return batch[first:last] if batch.dim() and batch.shape[0] == total else batch
-    if isinstance(batch, Mapping):
-        return {name: _slice(part, first, last, total) for name, part in batch.items()}
-    if isinstance(batch, (list, tuple)):
-        cut = [_slice(part, first, last, total) for part in batch]
-        return type(batch)(*cut) if hasattr(batch, "_fields") else type(batch)(cut)
-    if is_dataclass(batch) and not isinstance(batch, type):
-        return replace(batch, **{name: _slice(part, first, last, total) for name, part in vars(batch).items()})
-    if isinstance(batch, (int, float, str, bool, type(None))):
-        return batch
-    raise TrainError(
-        f"trainer: a batch of type {type(batch).__name__} cannot be cut into shares or micro-batches. Expected "
-        "tensors in mappings, sequences or dataclasses. Use flodl.data.DataLoader, which cuts rows before it "
-        "makes batches.",
-        found=type(batch).__name__,
-    )
+    def cut(part: Any) -> Any:
+        if isinstance(part, torch.Tensor):
+            return part[first:last] if part.dim() and part.shape[0] == total else part
+        if isinstance(part, (int, float, str, bool, type(None))):
+            return part
+        raise TrainError(
+            f"trainer: a batch of type {type(part).__name__} cannot be cut into shares or micro-batches. Expected "
+            "tensors in mappings, sequences or dataclasses. Use flodl.data.DataLoader, which cuts rows before it "
+            "makes batches.",
+            found=type(part).__name__,
+        )
+
+    return map_leaves(batch, cut)
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Return ``batch`` with every tensor in it on ``device``."""
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
-    if hasattr(batch, "to") and callable(batch.to):
-        return batch.to(device)
-    if isinstance(batch, Mapping):
-        return {name: to_device(part, device) for name, part in batch.items()}
-    if isinstance(batch, (list, tuple)):
-        moved = [to_device(part, device) for part in batch]
-        return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
-    if is_dataclass(batch) and not isinstance(batch, type):
-        return replace(batch, **{name: to_device(part, device) for name, part in vars(batch).items()})
-    return batch
+    """Return ``batch`` with every tensor in it on ``device``; what has a method ``to`` moves itself."""
+
+    def moved(part: Any) -> Any:
+        if isinstance(part, torch.Tensor):
+            return part.to(device, non_blocking=True)
+        return part.to(device) if _moves_itself(part) else part
+
+    return map_leaves(batch, moved, _moves_itself)
+
+
+def _moves_itself(part: Any) -> bool:
+    return callable(getattr(part, "to", None))
 
 
 def as_feed(

@@ -107,7 +107,7 @@ class Loop(TrainerCore):
         elif (self.saves.due or self.saves.best_due or flags[4]) and not self._epoch_ends():
             self.save()
         self.stopping = self.stopping or self.out_of_steps
-        self.saves.tell_news()
+        self.saves.report_saves()
 
     def _decide(self) -> None:
         """Act on the rules of the run, where all ranks know the same."""
@@ -177,7 +177,7 @@ class Loop(TrainerCore):
         elif self.stopping or self.saves.best_due or any(left_over[4:]) or not any(row[1] for row in rows):
             self.save()
         self.wishes.heed(left_over[2:] or (0.0, 0.0, 0.0))  # the end of an epoch is judged and saved as was asked for
-        self.saves.tell_news()
+        self.saves.report_saves()
 
     def _evaluate(self) -> None:
         if self.policy.steps >= self.settings.eval_delay or self._over():

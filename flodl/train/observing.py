@@ -55,10 +55,10 @@ class Observing:
         self.deciding.prepare(optimizer)
         return optimizer
 
-    def look_again(self) -> None:
+    def refresh(self) -> None:
         """Be told that the model, or what is watched in it, may have changed."""
-        self.graphs.look_again()
-        self.watching.look_again()
+        self.graphs.refresh()
+        self.watching.refresh()
 
     # ---- what becomes known --------------------------------------------------------------------------
 

@@ -117,8 +117,8 @@ class Trainer(OwnLoop):
             choose_route(self)
             while self.epoch_number < self.settings.num_epochs and not self.stopping:
                 self._call("epoch_fn", self.epoch_number, self, may_stop=True)
-                self.observing.look_again()
-                self.step_.look_again()
+                self.observing.refresh()
+                self.step_.invalidate_if_changed()
                 self.watch.restart()
                 self.hooks.call("on_epoch_begin", self.epoch_number)
                 for turn, batches in self._work(self.feed):

@@ -45,7 +45,7 @@ class Watching:
         self._inside = False
         for text in wanted:
             self._watch(text)
-        self.look_again()
+        self.refresh()
 
     # ---- what is watched -----------------------------------------------------------------------------
 
@@ -77,7 +77,7 @@ class Watching:
         while self._undo:
             self._undo.pop()()
 
-    def look_again(self) -> None:
+    def refresh(self) -> None:
         """Be told that the model, or what is watched in it, may have changed."""
         self._owners = {id(graph): name for name, graph in named_graphs(self.model)}
         self._tags: list[tuple[str, GraphCore, list[tuple[str, str, Reduce]]]] = []

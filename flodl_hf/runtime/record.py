@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from flodl.collecting import uncollected
+from flodl.collecting import gc_paused
 
 __all__ = ["SMALL", "Recorder", "Recording"]
 
@@ -72,7 +72,7 @@ class _Captured:
         # `torch.cuda.graph` would also wait for the device, which has work, and hand all cached memory back, pinned
         # memory too, which the next batches want.
         # Garbage that holds another recording must not be found meanwhile: freeing it would break this one.
-        with _CAPTURING, uncollected(), torch.cuda.stream(stream):
+        with _CAPTURING, gc_paused(), torch.cuda.stream(stream):
             self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 self.output = step(self.input)

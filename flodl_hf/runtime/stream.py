@@ -15,7 +15,7 @@ from functools import partial
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
-from flodl.collecting import uncollected
+from flodl.collecting import gc_paused
 
 __all__ = ["WINDOW", "Job", "stream"]
 
@@ -89,7 +89,7 @@ def _unswept(parts: Iterator[Sequence[R]]) -> Iterator[Sequence[R]]:
     program holds, would take ten times as long as making them.
     """
     while True:
-        with uncollected(settled=True):
+        with gc_paused(settled=True):
             part = next(parts, None)
         if part is None:
             return

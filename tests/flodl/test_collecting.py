@@ -5,14 +5,14 @@ import threading
 
 import pytest
 
-from flodl.collecting import uncollected
+from flodl.collecting import gc_paused
 
 
 @pytest.mark.parametrize("settled", [False, True])
 def test_it_is_on_again_after_an_error(settled):
     seen = []
 
-    @uncollected(settled=settled)
+    @gc_paused(settled=settled)
     def breaks():
         seen.append(gc.isenabled())
         raise ValueError("broken")
@@ -28,13 +28,13 @@ def test_one_who_leaves_does_not_turn_it_on_under_another():
     inside, leave, seen = threading.Event(), threading.Event(), []
 
     def other():
-        with uncollected():
+        with gc_paused():
             inside.set()
             leave.wait(10)
             seen.append(gc.isenabled())
 
     thread = threading.Thread(target=other)
-    with uncollected():
+    with gc_paused():
         thread.start()
         assert inside.wait(10)
     assert not gc.isenabled()
@@ -47,7 +47,7 @@ def test_one_who_leaves_does_not_turn_it_on_under_another():
 def test_where_it_was_off_it_stays_off():
     gc.disable()
     try:
-        with uncollected():
+        with gc_paused():
             pass
         assert not gc.isenabled()
     finally:

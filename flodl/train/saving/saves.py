@@ -124,10 +124,10 @@ class Saves:
         """Finish writing, tell of it, and free the folder."""
         if self.keeper is not None:
             self.keeper.join()
-            self.tell_news()
+            self.report_saves()
             self.keeper.close()
 
-    def tell_news(self) -> None:
+    def report_saves(self) -> None:
         """Tell subscribers what happened in the background."""
         if self.keeper is not None:
             for event in self.keeper.news():

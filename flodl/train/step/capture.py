@@ -14,17 +14,18 @@ import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass
 from operator import is_, itemgetter
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from flodl.collecting import uncollected
+from flodl.collecting import gc_paused
 from flodl.data.batch import Batch
 from flodl.distributed.group import Ranks
 from flodl.errors import TrainError
+from flodl.nested import map_leaves
 from flodl.train.step.on_device import DeviceStep
 from flodl.train.step.outcome import OBSERVED, Outcome
 from flodl.train.step.overlap import Overlap, choose_overlap, fault_of
@@ -128,7 +129,7 @@ class Captures:
         watching = self.step.accumulator.watching
         return watching.signature() if watching is not None else None
 
-    def look_again(self) -> None:
+    def invalidate_if_changed(self) -> None:
         """Drop all recordings if modules or the memory of parameters were exchanged."""
         for table, seen in self._tables:
             if len(table) != len(seen) or not all(map(is_, table.values(), seen)):
@@ -293,20 +294,17 @@ def flatten(value: Any, tensors: list[torch.Tensor], rows: bool = True) -> Any:
 
 def _with(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
     """Return ``value`` with the given tensors in place of its own."""
-    if isinstance(value, torch.Tensor):
-        return next(tensors)
-    if isinstance(value, Batch):
-        if value.piece is not None:
-            return value.over(value.piece.at(next(tensors)))
-        return Batch({name: _with(part, tensors) for name, part in value.items()}, value.num_rows)
-    if isinstance(value, Mapping):
-        return {name: _with(part, tensors) for name, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        parts = [_with(part, tensors) for part in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{f.name: _with(getattr(value, f.name), tensors) for f in fields(value)})
-    return value
+
+    def put(part: Any) -> Any:
+        if isinstance(part, torch.Tensor):
+            return next(tensors)
+        if not isinstance(part, Batch):
+            return part
+        if part.piece is not None:
+            return part.over(part.piece.at(next(tensors)))
+        return Batch({name: _with(inner, tensors) for name, inner in part.items()}, part.num_rows)
+
+    return map_leaves(value, put)
 
 
 def _translated() -> tuple[int, int]:
@@ -383,7 +381,7 @@ class CudaRecorder:
             # Other threads copy batches and allocate meanwhile; only this one is held to the rules of recording.
             with (
                 self._tuned(),
-                uncollected(),  # freeing an older recording would break this one
+                gc_paused(),  # freeing an older recording would break this one
                 torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
             ):
                 outcome = run()

@@ -1,7 +1,7 @@
 """What stands between backward pass and update: the gradient's norm, whether all is finite, the factor to clip by.
 
 Everything is decided on the device. On CUDA two kernels of `flodl.train.step.norm_kernels` do it for dense gradients in
-float32 or half precision; elsewhere, and for other gradients, a few operations of torch. What is done with a verdict is
+float32 or half precision; elsewhere, and for other gradients, a few operations of torch. What is done with a decision is
 decided in `flodl.train.step.on_device`.
 """
 
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.nn.utils import get_total_norm
 
-__all__ = ["KEPT_ROWS", "Judge", "Verdict", "find_faults"]
+__all__ = ["KEPT_ROWS", "GradientCheck", "StepDecision", "find_faults"]
 
 KEPT_ROWS = 512
 
@@ -29,7 +29,7 @@ WARPS = 4
 
 
 @dataclass(frozen=True)
-class Verdict:
+class StepDecision:
     """What was decided, on the device.
 
     Attributes:
@@ -51,7 +51,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _BlockLayout:
     """Who reads what: the same for all gradients of these shapes.
 
     ``spare`` is room for the addresses of a recording. What is allocated while recording shares its memory with other
@@ -65,7 +65,7 @@ class _Plan:
     spare: list[torch.Tensor]
 
     @classmethod
-    def of(cls, sizes: Sequence[int], device: torch.device) -> _Plan:
+    def of(cls, sizes: Sequence[int], device: torch.device) -> _BlockLayout:
         span = BLOCK
         while sum(-(-size // span) for size in sizes) > max(MOST_PROGRAMS, len(sizes)):
             span *= 2
@@ -75,7 +75,7 @@ class _Plan:
         return cls(_sent(numbers, device), _sent(which.astype(np.int32), device), _sent(starts, device), span, [])
 
 
-class Judge:
+class GradientCheck:
     """Decides whether steps count.
 
     Args:
@@ -92,8 +92,8 @@ class Judge:
         self.state = torch.zeros((), dtype=torch.float32, device=device)
         self._one = torch.ones((), dtype=torch.float32, device=device)
         self._kernels = _kernels(device) if device.type == "cuda" else None
-        self._plans: dict[Any, _Plan] = {}
-        self._unknown: list[tuple[_Plan, torch.Tensor, list[int]]] = []
+        self._layouts: dict[Any, _BlockLayout] = {}
+        self._unknown: list[tuple[_BlockLayout, torch.Tensor, list[int]]] = []
         if self._kernels is not None:
             self._make_ring()
 
@@ -110,19 +110,19 @@ class Judge:
 
     def __call__(
         self, grads: Sequence[torch.Tensor], loss: torch.Tensor, count: Any, *, apart: bool, summed: bool = False
-    ) -> Verdict:
-        """Return the verdict on a step.
+    ) -> StepDecision:
+        """Return the decision on a step.
 
         Args:
             grads: the whole gradient, at least one tensor.
             loss: the mean loss.
             count: items counted; only where it is a tensor may it turn out to be 0.
             apart: norms of its parts may be figures, unless the gradient is clipped.
-            summed: the gradient is still to be divided by ``count``, a tensor, which the verdict's scale then does.
+            summed: the gradient is still to be divided by ``count``, a tensor, which the decision's scale then does.
         """
-        plan = self._plan(grads) if self._kernels is not None else None
-        if plan is not None:
-            return self._by_kernels(plan, grads, loss, count, summed)
+        blocks = self._layout_of(grads) if self._kernels is not None else None
+        if blocks is not None:
+            return self._by_kernels(blocks, grads, loss, count, summed)
         norm = None
         if apart and self.max_grad_norm is None and not summed:
             norms = torch._foreach_norm(list(grads))  # pyright: ignore[reportPrivateImportUsage]
@@ -135,8 +135,8 @@ class Judge:
         figures = torch.cat([loss.reshape(1).to(torch.float64), torch.stack(norms).to(torch.float64)])
         return self._of_figures(figures, norm, count, summed)
 
-    def _of_figures(self, figures: torch.Tensor, norm: torch.Tensor | None, count: Any, summed: bool) -> Verdict:
-        """Return the verdict on a step whose loss and norms are known; they are written to."""
+    def _of_figures(self, figures: torch.Tensor, norm: torch.Tensor | None, count: Any, summed: bool) -> StepDecision:
+        """Return the decision on a step whose loss and norms are known; they are written to."""
         if not self.sticky:
             self.state.zero_()
         found = torch.zeros_like(self.state) if isinstance(count, torch.Tensor) else self.state
@@ -154,17 +154,17 @@ class Judge:
         if summed:
             divisor = _divisor(count).to(torch.float32)
             scale = divisor if scale is None else scale * divisor
-        return Verdict(found, scale, figures, figures.numel() - 1)
+        return StepDecision(found, scale, figures, figures.numel() - 1)
 
     def recorded(self) -> object:
         """Complete what was recorded since the last call; the answer must be held as long as that is replayed."""
         done, self._unknown = self._unknown, []
-        for plan, table, addresses in done:
+        for blocks, table, addresses in done:
             table.copy_(torch.tensor(addresses))
-            plan.spare.append(torch.empty_like(table))
+            blocks.spare.append(torch.empty_like(table))
         return done
 
-    def _plan(self, grads: Sequence[torch.Tensor]) -> _Plan | None:
+    def _layout_of(self, grads: Sequence[torch.Tensor]) -> _BlockLayout | None:
         if grads[0].dtype not in _KINDS or any(
             g.dtype != grads[0].dtype or g.layout != torch.strided or g.device != self.device for g in grads
         ):
@@ -172,32 +172,32 @@ class Judge:
         sizes = tuple(g.numel() for g in grads)
         if not all(map(_is_dense, grads)):
             return None
-        plan = self._plans.get(sizes)
+        blocks = self._layouts.get(sizes)
         if _recording(self.device):
-            return plan if plan is not None and plan.spare else None
-        if plan is None:
+            return blocks if blocks is not None and blocks.spare else None
+        if blocks is None:
             if min(sizes) == 0:
                 return None
-            plan = self._plans[sizes] = _Plan.of(sizes, self.device)
-        if not plan.spare:
-            plan.spare.append(torch.empty(len(sizes), dtype=torch.int64, device=self.device))
-        return plan
+            blocks = self._layouts[sizes] = _BlockLayout.of(sizes, self.device)
+        if not blocks.spare:
+            blocks.spare.append(torch.empty(len(sizes), dtype=torch.int64, device=self.device))
+        return blocks
 
-    def _table(self, plan: _Plan, addresses: list[int]) -> torch.Tensor:
+    def _table(self, blocks: _BlockLayout, addresses: list[int]) -> torch.Tensor:
         if not _recording(self.device):
             return _sent(np.asarray(addresses), self.device)
         # Nothing is brought to the device while it records; addresses stay the same in all replays.
-        table = plan.spare.pop()
-        self._unknown.append((plan, table, addresses))
+        table = blocks.spare.pop()
+        self._unknown.append((blocks, table, addresses))
         return table
 
     def _by_kernels(
-        self, plan: _Plan, grads: Sequence[torch.Tensor], loss: torch.Tensor, count: Any, summed: bool
-    ) -> Verdict:
+        self, blocks: _BlockLayout, grads: Sequence[torch.Tensor], loss: torch.Tensor, count: Any, summed: bool
+    ) -> StepDecision:
         kernels: Any = self._kernels
         counts, clips = isinstance(count, torch.Tensor), self.max_grad_norm is not None
-        table = self._table(plan, [g.data_ptr() for g in grads])
-        programs = plan.which.numel()
+        table = self._table(blocks, [g.data_ptr() for g in grads])
+        programs = blocks.which.numel()
         sums = torch.empty(programs, dtype=torch.float32, device=self.device)
         figures = torch.empty(3 if counts else 2, dtype=torch.float64, device=self.device)
         found = torch.empty_like(self.state) if counts else self.state
@@ -206,7 +206,7 @@ class Judge:
         kind = getattr(kernels.tl, _KINDS[grads[0].dtype])
         with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
             kernels.square_sums[(programs,)](
-                table, plan.sizes, plan.which, plan.starts, sums, plan.span, kind, BLOCK, num_warps=WARPS
+                table, blocks.sizes, blocks.which, blocks.starts, sums, blocks.span, kind, BLOCK, num_warps=WARPS
             )
             kernels.decide[(1,)](
                 sums, programs, loss, count if counts else loss, self.state, found, scale if scales else self.state,
@@ -214,9 +214,9 @@ class Judge:
                 KEPT_ROWS, SUMS, num_warps=8,
             )  # fmt: skip
         if _recording(self.device):
-            return Verdict(found, scale, figures, 1, counts, partial(self._next_row, 3 if counts else 2))
+            return StepDecision(found, scale, figures, 1, counts, partial(self._next_row, 3 if counts else 2))
         self._turns += 1
-        return Verdict(found, scale, figures, 1, counts)
+        return StepDecision(found, scale, figures, 1, counts)
 
 
 def _divisor(count: torch.Tensor) -> torch.Tensor:
@@ -253,12 +253,12 @@ def _kernels(device: torch.device) -> Any:
     kernels = _load()
     if kernels is None:
         return None
-    judge = Judge(torch.device("cpu"), max_grad_norm=1.0)
-    judge.device, judge._kernels, judge.state = device, kernels, judge.state.to(device)
-    judge._make_ring()
+    check = GradientCheck(torch.device("cpu"), max_grad_norm=1.0)
+    check.device, check._kernels, check.state = device, kernels, check.state.to(device)
+    check._make_ring()
     grads = [torch.linspace(-1, 1, size, device=device) for size in (3, BLOCK + 1)]
     try:
-        found = judge(grads, torch.ones((), device=device), 1.0, apart=False).figures.tolist()
+        found = check(grads, torch.ones((), device=device), 1.0, apart=False).figures.tolist()
         wanted = [1.0, float(get_total_norm(grads))]
         fault = None if np.allclose(found, wanted, rtol=1e-5) else f"found {found}, expected {wanted}"
     except Exception as error:  # compilers and drivers fail in many ways

@@ -18,7 +18,7 @@ from torch import nn
 
 from flodl.train.precision import Precision
 from flodl.train.step.accumulate import Accumulator
-from flodl.train.step.decide import Judge, Verdict
+from flodl.train.step.decide import GradientCheck, StepDecision
 from flodl.train.step.outcome import Outcome, outcome_of
 
 __all__ = ["DeviceStep", "divide", "make_ready", "mean_of", "unfit"]
@@ -90,7 +90,7 @@ class DeviceStep:
         self.model, self.optimizer, self.device = model, optimizer, device
         self.sum_of_means = sum_of_means
         self.accumulator = Accumulator(model, precision, sum_of_means=sum_of_means)
-        self.judge = Judge(device, max_grad_norm=max_grad_norm, sticky=sticky)
+        self.check = GradientCheck(device, max_grad_norm=max_grad_norm, sticky=sticky)
         make_ready(optimizer, device)
         self._rates = [group["lr"] for group in optimizer.param_groups]
 
@@ -151,27 +151,27 @@ class DeviceStep:
         inside = inside and not divided
         if not divided and not inside:
             divide(grads, count)
-        verdict = self.judge(grads, loss, count, apart=apart, summed=inside)
-        self._move(verdict)
-        found = outcome_of(verdict.figures, count, True, metrics, norms=verdict.norms, has_count=verdict.has_count)
-        return found if verdict.next_row is None else replace(found, next_row=verdict.next_row)
+        decision = self.check(grads, loss, count, apart=apart, summed=inside)
+        self._move(decision)
+        found = outcome_of(decision.figures, count, True, metrics, norms=decision.norms, has_count=decision.has_count)
+        return found if decision.next_row is None else replace(found, next_row=decision.next_row)
 
     def recorded(self) -> object:
         """Complete what was recorded; the answer must be held as long as that is replayed."""
-        return self.judge.recorded()
+        return self.check.recorded()
 
-    def _move(self, verdict: Verdict) -> None:
-        """Move the parameters unless the verdict says not to; clip on the way."""
+    def _move(self, decision: StepDecision) -> None:
+        """Move the parameters unless the decision says not to; clip on the way."""
         flags: Any = self.optimizer
-        flags.found_inf = verdict.found
-        if verdict.scale is not None:
-            flags.grad_scale = verdict.scale
+        flags.found_inf = decision.found
+        if decision.scale is not None:
+            flags.grad_scale = decision.scale
         try:
             with largest_first(self.optimizer):
                 self.optimizer.step()
         finally:
             del flags.found_inf
-            if verdict.scale is not None:
+            if decision.scale is not None:
                 del flags.grad_scale
 
 

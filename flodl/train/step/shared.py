@@ -72,7 +72,7 @@ class SharedStep(DeviceStep):
     def begin_sums_early(self, overlap: Overlap) -> None:
         """Have sums wait for the buckets that they add up, and not for all of this rank's part."""
         self.overlap = overlap
-        self.sums.be_recorded(overlap.event)
+        self.sums.prepare_capture(overlap.event)
 
     def __call__(self, train_step: Callable[..., Any], batches: Sequence[Any]) -> Outcome:
         """Return sum and count of this rank's losses, its gradients brought to where they are summed.
@@ -80,9 +80,9 @@ class SharedStep(DeviceStep):
         Raises:
             TrainError: the loss depends on no parameter, or is none.
         """
-        part = self.accumulator.run(train_step, batches, around=self.sums.filling)
+        part = self.accumulator.run(train_step, batches, around=self.sums.filling_in_backward)
         try:
-            lacking = self.sums.collect()
+            lacking = self.sums.fill_buckets()
         finally:
             self.optimizer.zero_grad(set_to_none=True)
         return outcome_of(part.pair(self.device), 0.0, True, part.metrics, lacking)
@@ -108,11 +108,11 @@ class SharedStep(DeviceStep):
             missing: places of parameters that no rank has a gradient of.
         """
         with torch.no_grad():
-            self.sums.depart()
+            self.sums.launch()
             if self.overlap is not None:
                 self.overlap.wait_for_end()
             self.ranks.sum_(pair)
-            self.sums.arrive(missing)
+            self.sums.wait(missing)
             if self.buffers is not None:
                 self.buffers(weight)
             total, count = pair.unbind()
@@ -152,7 +152,7 @@ class Common:
         self._dirty = 0
         self._places = [p.data_ptr() for p in self.step.model.parameters()]
 
-    def look_again(self) -> None:
+    def invalidate_if_changed(self) -> None:
         """Drop all recordings if the memory of parameters was exchanged, which is to be so on all ranks alike."""
         if [p.data_ptr() for p in self.step.model.parameters()] != self._places:
             self.forget()
@@ -200,7 +200,7 @@ class Common:
             fault = f"{error}".strip().splitlines()[0] if str(error).strip() else type(error).__name__
         held = self.step.recorded()
         if not self._on_all(fault) or replay is None:
-            self.step.sums.drop()
+            self.step.sums.abandon()
             self._give_up(fault or "another rank cannot record the end of a step")
             return self._once(missing)
         self._replays[key] = replay, held

@@ -146,7 +146,7 @@ class Step:
             if overlap is not None:
                 shared.begin_sums_early(overlap)
             elif recorder is not None:
-                self._reduce.be_recorded()
+                self._reduce.prepare_capture()
             self.common = Common(shared, again, warn, strict=strict)
             self._device_step = shared
         else:
@@ -168,7 +168,7 @@ class Step:
         self._device_step.hold_rates()
         start, graphs = time.perf_counter(), self._graphs()
         samples = sum(batch_len(batch) for batch in batches)
-        if self.common is not None and self._reduce.renew():
+        if self.common is not None and self._reduce.refresh_buckets():
             self._forget()
         if self._lag is not None:
             self._lag.begin()
@@ -219,7 +219,9 @@ class Step:
         @contextlib.contextmanager
         def backward(last: bool) -> Iterator[None]:
             self.ranks.phase("backward")
-            with self._reduce.sending(last and self.share_gradients):  # nothing is added after the last pass
+            with self._reduce.reducing_in_backward(
+                last and self.share_gradients
+            ):  # nothing is added after the last pass
                 yield
             if not last:
                 self.ranks.phase("forward", step)
@@ -368,11 +370,11 @@ class Step:
         """Give back the device memory of what was recorded; garbage collection would do it some day."""
         self._forget()
 
-    def look_again(self) -> None:
+    def invalidate_if_changed(self) -> None:
         """Be told that somebody may have changed the model or the optimiser."""
         for recordings in (self.captures, self.common):
             if recordings is not None:
-                recordings.look_again()
+                recordings.invalidate_if_changed()
 
     def loaded(self) -> None:
         """Be told that parameters and buffers were replaced from outside, modules changed, or others learn now."""

@@ -39,7 +39,7 @@ def one_step(ranks, plan, early):
         branches = step[ranks.rank]
         for number, branch in enumerate(branches, start=1):
             x = torch.full((2, 4), 1.0 + ranks.rank + number)
-            with total.sending(number == len(branches)):
+            with total.reducing_in_backward(number == len(branches)):
                 model(x, branch).backward()
         gone = len(total._sent) if total._begun else 0
         counts = total(torch.tensor([float(len(branches)), 1.0], dtype=torch.float64)).tolist()
@@ -82,13 +82,13 @@ def used_in_order(ranks):
     total = GradientSum(ranks, model)
     left = []
     model[0].weight.register_post_accumulate_grad_hook(lambda _: left.append(len(total._sent)))
-    with total.sending():
+    with total.reducing_in_backward():
         model(torch.ones(2, 4)).sum().backward()
     gone = len(total._sent)
     total(torch.zeros(1, dtype=torch.float64))
     model[1].requires_grad_(False)  # hooks follow what is trained
     model.zero_grad()
-    with total.sending():
+    with total.reducing_in_backward():
         model(torch.ones(2, 4)).sum().backward()
     again = len(total._sent)
     total(torch.zeros(1, dtype=torch.float64))
@@ -106,7 +106,7 @@ def test_buckets_leave_before_the_pass_is_over():
 def backward_twice(ranks):
     model = nn.Linear(4, 1)
     total = GradientSum(ranks, model)
-    with total.sending():
+    with total.reducing_in_backward():
         model(torch.ones(2, 4)).sum().backward()
         model(torch.ones(2, 4)).sum().backward()
     try:
@@ -123,7 +123,7 @@ def broken_then_whole(ranks):
     model = nn.Linear(4, 1)
     total = GradientSum(ranks, model)
     try:
-        with total.sending():
+        with total.reducing_in_backward():
             raise ValueError("no memory")
     except ValueError:
         pass
@@ -142,7 +142,7 @@ def dies_in_backward(ranks):
     total = GradientSum(ranks, model)
     if ranks.rank == 1:
         raise ValueError("rank 1 is gone")
-    with total.sending():
+    with total.reducing_in_backward():
         model(torch.ones(2, 4)).sum().backward()
     total(torch.zeros(1, dtype=torch.float64))
 
@@ -166,8 +166,8 @@ def test_recorded_sums_are_few_and_what_is_full_last_is_small(monkeypatch):
     monkeypatch.setattr(gradients, "GRADIENT_BUCKET", 500)
     model = Tall()
     total = GradientSum(Ranks(), model)
-    total.be_recorded()
-    assert total.renew()
+    total.prepare_capture()
+    assert total.refresh_buckets()
     sizes = [sum(total.parameters[place].numel() for place in places) for places in total._buckets]
     assert sizes == [1900, 1800, 1800, 1700, 80, 1600]  # at last the places alone, and then the words
     assert sorted(place for places in total._buckets for place in places) == list(range(len(total.parameters)))

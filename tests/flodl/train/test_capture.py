@@ -190,7 +190,7 @@ def test_a_key_sees_modes_frozen_parts_options_and_plain_values():
     batch["longest"] = 4
     assert runs() == 1
     model[0].weight.data = model[0].weight.data.clone()
-    captures.look_again()
+    captures.invalidate_if_changed()
     assert captures.num_graphs == 0
 
 

@@ -1,4 +1,4 @@
-"""Two kernels and a few operations of torch give the same verdict on a step."""
+"""Two kernels and a few operations of torch give the same decision on a step."""
 
 import math
 import os
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flodl.train.step import decide
-from flodl.train.step.decide import Judge
+from flodl.train.step.decide import GradientCheck
 from flodl.train.step.outcome import Outcome
 
 CPU = torch.device("cpu")
@@ -18,13 +18,13 @@ interpreted = pytest.mark.skipif(
 SHAPES = [(3,), (7, 5), (), (2, 4096), (4097,), (1, 9)]
 
 
-def make_judge(*, kernels: bool, device: torch.device = CPU, **options) -> Judge:
-    judge = Judge(device, **options)
-    judge._kernels = None
+def make_judge(*, kernels: bool, device: torch.device = CPU, **options) -> GradientCheck:
+    check = GradientCheck(device, **options)
+    check._kernels = None
     if kernels:
-        judge._kernels = decide._load()
-        judge._make_ring()
-    return judge
+        check._kernels = decide._load()
+        check._make_ring()
+    return check
 
 
 def gradients(bad=None, dtype=torch.float32, device=CPU):
@@ -36,19 +36,19 @@ def gradients(bad=None, dtype=torch.float32, device=CPU):
     return [part.to(device) for part in found]
 
 
-def told(verdict):
+def told(decision):
     """Return whether the step is left out, what gradients are divided by, loss and norm."""
-    loss, *rest = verdict.figures.tolist()
-    scale = None if verdict.scale is None else float(verdict.scale)
-    return float(verdict.found), scale, loss, math.hypot(*rest[: verdict.norms]), rest[verdict.norms :]
+    loss, *rest = decision.figures.tolist()
+    scale = None if decision.scale is None else float(decision.scale)
+    return float(decision.found), scale, loss, math.hypot(*rest[: decision.norms]), rest[decision.norms :]
 
 
 @pytest.mark.parametrize("apart", [True, False])
 @pytest.mark.parametrize("bad", [None, math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("clip", [None, 0.5, 1e9])
 def test_what_is_not_finite_is_found_and_norms_are_norms(bad, clip, apart):
-    judge = make_judge(kernels=False, max_grad_norm=clip)
-    left_out, scale, loss, norm, _ = told(judge(gradients(bad), torch.tensor(2.5), 8.0, apart=apart))
+    check = make_judge(kernels=False, max_grad_norm=clip)
+    left_out, scale, loss, norm, _ = told(check(gradients(bad), torch.tensor(2.5), 8.0, apart=apart))
     whole = float(torch.cat([g.reshape(-1) for g in gradients(bad)]).norm())
     assert left_out == (bad is not None)
     assert loss == 2.5
@@ -59,10 +59,10 @@ def test_what_is_not_finite_is_found_and_norms_are_norms(bad, clip, apart):
 
 @pytest.mark.parametrize("clip", [None, 0.5, 1e9])
 def test_a_gradient_that_is_a_sum_is_judged_and_clipped_as_the_mean_that_it_will_be(clip):
-    judge, count = make_judge(kernels=False, max_grad_norm=clip), torch.tensor(4.0)
-    _, scale, _, norm, _ = told(judge(gradients(), torch.tensor(2.5), count, apart=True, summed=True))
+    check, count = make_judge(kernels=False, max_grad_norm=clip), torch.tensor(4.0)
+    _, scale, _, norm, _ = told(check(gradients(), torch.tensor(2.5), count, apart=True, summed=True))
     divided = [g / 4.0 for g in gradients()]
-    _, wanted, _, mean_norm, _ = told(judge(divided, torch.tensor(2.5), count, apart=False))
+    _, wanted, _, mean_norm, _ = told(check(divided, torch.tensor(2.5), count, apart=False))
     assert norm == pytest.approx(mean_norm, rel=1e-6)
     assert scale == pytest.approx(4.0 * (wanted or 1.0), rel=1e-6)
 
@@ -85,15 +85,15 @@ CASES = [
 ]
 
 
-def follow(judge, case, device):
+def follow(check, case, device):
     """Return what is told of a step as in the case, and of a sound one after it."""
     count = torch.tensor(case["count"], device=device) if isinstance(case["count"], int) else case["count"]
     found = []
     for bad, loss in ((case["bad"], case["loss"]), (None, 0.75)):
         grads = gradients(bad, case["dtype"], device)
-        verdict = judge(grads, torch.tensor(loss, device=device), count, apart=False, summed=case["summed"])
-        left_out, scale, *figures, rest = told(verdict)
-        assert rest == ([float(case["count"])] if verdict.has_count else [])
+        decision = check(grads, torch.tensor(loss, device=device), count, apart=False, summed=case["summed"])
+        left_out, scale, *figures, rest = told(decision)
+        assert rest == ([float(case["count"])] if decision.has_count else [])
         found.append([left_out, scale or 1.0 if left_out == 0 else 0.0, *figures])
     return found
 
@@ -101,9 +101,9 @@ def follow(judge, case, device):
 def compare(device):
     for case in CASES:
         options = {"sticky": case["sticky"], "max_grad_norm": case["max_grad_norm"], "device": device}
-        judge = make_judge(kernels=True, **options)
-        ours = follow(judge, case, device)
-        assert len(judge._plans) == 1  # the kernels were asked
+        check = make_judge(kernels=True, **options)
+        ours = follow(check, case, device)
+        assert len(check._layouts) == 1  # the kernels were asked
         plain = follow(make_judge(kernels=False, **options), case, device)
         for a, b in zip(ours, plain, strict=True):
             assert a == pytest.approx(b, rel=1e-5 if case["dtype"] == torch.float32 else 1e-2, nan_ok=True), case
@@ -117,38 +117,38 @@ def test_kernels_decide_as_torch_does():
 @interpreted
 def test_figures_of_replays_are_kept_for_a_while_each_in_a_place_of_its_own(monkeypatch):
     """On a processor recording runs once, so what is recorded stands for its first replay."""
-    judge = make_judge(kernels=True)
-    told(judge(gradients(), torch.tensor(0.0), 1.0, apart=True))  # an ordinary step goes before
+    check = make_judge(kernels=True)
+    told(check(gradients(), torch.tensor(0.0), 1.0, apart=True))  # an ordinary step goes before
     monkeypatch.setattr(decide, "_recording", lambda device: True)
-    monkeypatch.setattr(Judge, "_table", lambda self, plan, addresses: torch.tensor(addresses))
-    assert judge(gradients()[1:], torch.tensor(0.0), 1.0, apart=True).next_row is None  # no ordinary step of this shape
+    monkeypatch.setattr(GradientCheck, "_table", lambda self, plan, addresses: torch.tensor(addresses))
+    assert check(gradients()[1:], torch.tensor(0.0), 1.0, apart=True).next_row is None  # no ordinary step of this shape
     found = []
     for number in range(5):
-        verdict = judge(gradients(), torch.tensor(float(number)), torch.tensor(7), apart=True)
-        assert verdict.next_row is not None
-        replayed = Outcome(verdict.figures, None, norms=1, next_row=verdict.next_row).replayed()
+        decision = check(gradients(), torch.tensor(float(number)), torch.tensor(7), apart=True)
+        assert decision.next_row is not None
+        replayed = Outcome(decision.figures, None, norms=1, next_row=decision.next_row).replayed()
         found.append(replayed)
-        verdict.figures.zero_()  # which the next replay writes to
+        decision.figures.zero_()  # which the next replay writes to
     assert [outcome.read(outcome.row.tolist()).loss for outcome in found] == [0.0, 1.0, 2.0, 3.0, 4.0]
     assert {outcome.read(outcome.row.tolist()).count for outcome in found} == {7.0}
-    longer = Outcome(torch.arange(5.0), None, norms=1, next_row=verdict.next_row).replayed()
+    longer = Outcome(torch.arange(5.0), None, norms=1, next_row=decision.next_row).replayed()
     assert longer.row.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
 
 
 @interpreted
 def test_room_for_a_recordings_addresses_is_made_before_it(monkeypatch):
-    judge = make_judge(kernels=True)
-    told(judge(gradients(), torch.tensor(0.0), 1.0, apart=True))
-    (plan,) = judge._plans.values()
+    check = make_judge(kernels=True)
+    told(check(gradients(), torch.tensor(0.0), 1.0, apart=True))
+    (plan,) = check._layouts.values()
     (room,) = plan.spare
     monkeypatch.setattr(decide, "_recording", lambda device: True)
     grads = gradients()
-    assert judge._table(plan, [g.data_ptr() for g in grads]) is room
-    assert judge._plan(grads) is None  # a second one has no room yet
-    held = judge.recorded()
+    assert check._table(plan, [g.data_ptr() for g in grads]) is room
+    assert check._layout_of(grads) is None  # a second one has no room yet
+    held = check.recorded()
     assert room.tolist() == [g.data_ptr() for g in grads]
     assert held
-    assert judge._plan(grads) is plan
+    assert check._layout_of(grads) is plan
     assert plan.spare[0] is not room
 
 
@@ -162,30 +162,30 @@ def test_kernels_decide_as_torch_does_on_a_gpu():
 @pytest.mark.gpu
 def test_a_recording_of_the_kernels_reads_its_own_gradients():
     device = torch.device("cuda", 0)
-    judge = Judge(device)
+    check = GradientCheck(device)
     grads = gradients(device=device)
     loss = torch.zeros((), device=device)
-    want = told(judge(grads, loss, 1.0, apart=True))
+    want = told(check(grads, loss, 1.0, apart=True))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         # What is free again before the kernels run gives its memory to whatever comes next, at each replay.
         freed = [torch.full((64 << i,), 1.0, device=device) for i in range(8)]
         del freed
         doubled = [2 * g for g in grads]
-        verdict = judge(doubled, loss, 1.0, apart=True)
-    held = judge.recorded()
+        decision = check(doubled, loss, 1.0, apart=True)
+    held = check.recorded()
     graph.replay()
-    assert told(verdict)[3] == pytest.approx(2 * want[3], rel=1e-6)
+    assert told(decision)[3] == pytest.approx(2 * want[3], rel=1e-6)
     for g in grads:
         g.mul_(3)
     graph.replay()
-    assert told(verdict)[3] == pytest.approx(6 * want[3], rel=1e-6)
+    assert told(decision)[3] == pytest.approx(6 * want[3], rel=1e-6)
     assert held
 
 
 def test_a_gradient_with_gaps_is_none_for_the_kernels():
-    judge = make_judge(kernels=False)
-    assert judge._plan([torch.zeros(4, 4)[:, :2]]) is None
-    assert judge._plan([torch.zeros(2, dtype=torch.float64)]) is None
-    assert judge._plan([torch.zeros(2), torch.zeros(2, dtype=torch.bfloat16)]) is None
-    assert judge._plan([torch.zeros(4, 6).t(), torch.zeros(())]) is not None
+    check = make_judge(kernels=False)
+    assert check._layout_of([torch.zeros(4, 4)[:, :2]]) is None
+    assert check._layout_of([torch.zeros(2, dtype=torch.float64)]) is None
+    assert check._layout_of([torch.zeros(2), torch.zeros(2, dtype=torch.bfloat16)]) is None
+    assert check._layout_of([torch.zeros(4, 6).t(), torch.zeros(())]) is not None
