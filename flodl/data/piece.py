@@ -1,4 +1,4 @@
-"""All tensors of a batch in one piece of memory: one copy brings them to a device, another to where a recording reads.
+"""All tensors of a batch in one piece of memory: one copy brings them to a device, another to a graph's inputs.
 
 Decides which batches can lie in one piece and where each part begins. Who copies them is `flodl.data.stream` and
 `flodl.train.step.capture`.

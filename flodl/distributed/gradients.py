@@ -4,8 +4,8 @@ Gradients are copied into flat buckets, those of the last layers first, since a 
 buckets are summed over ranks, and then are the gradients; as their addresses stay, CUDA graphs can capture the backward
 pass and what follows. A sum is `fill_buckets`, `launch` and `wait`. Without capture, buckets may be sent while the
 backward pass still runs (`reducing_in_backward`), so that communication overlaps with it; with capture, events mark
-buckets as they fill (`filling_in_backward`), and sums wait for these alone. Every rank sends the same buckets in the same
-order, whichever gradients it has.
+buckets as they fill (`filling_in_backward`), and sums wait for these alone. Every rank sends the same buckets in the
+same order, whichever gradients it has.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ __all__ = ["GradientSum"]
 GRADIENT_BUCKET = 1 << 22
 """Elements of a bucket: few enough that the first leaves early, enough to fill a link."""
 
-RECORDED_BUCKET = 1 << 24
-"""The same where sums are recorded: they cost no call of the host, and a link of 450 GB/s is filled by more."""
+CAPTURED_BUCKET = 1 << 24
+"""The same where sums are captured: they cost no call of the host, and a link of 450 GB/s is filled by more."""
 
 
 class GradientSum:
@@ -57,7 +57,7 @@ class GradientSum:
         self._full: list[bool] = []
         self._late: list[int] = []
         self._watching = self._begun = False
-        self._recorded = False
+        self._captured = False
         self._event: Callable[[], Any] | None = None
         self._marks: list[Any] = []
 
@@ -68,7 +68,7 @@ class GradientSum:
             event: makes an event with ``record()`` and ``wait()``: each bucket is marked by one when it is full, which
                 its sum waits for. None has sums wait for whatever was launched before.
         """
-        self._recorded, self._event, self.parameters = True, event, []
+        self._captured, self._event, self.parameters = True, event, []
 
     def refresh_buckets(self) -> bool:
         """Look which parameters are trained; return whether they changed, so that buckets lie elsewhere now."""
@@ -82,7 +82,7 @@ class GradientSum:
         self._hooks, self.parameters = [], parameters
         backwards = list(reversed(range(len(parameters))))
         members = [parameters[place] for place in backwards]
-        buckets = _early_and_late(members) if self._recorded else buckets_of(members, GRADIENT_BUCKET)
+        buckets = _early_and_late(members) if self._captured else buckets_of(members, GRADIENT_BUCKET)
         self._buckets = [[backwards[i] for i in places] for places in buckets]
         self._views, self._flats = list(parameters), []
         for places in self._buckets:
@@ -215,7 +215,7 @@ class GradientSum:
             self.parameters[place].grad = None
 
     def abandon(self) -> None:
-        """Forget what was sent: it was recorded, and the recording broke."""
+        """Forget what was sent: it was captured, and the capture failed."""
         self._sent, self._begun = [], False
 
     @torch.no_grad()
@@ -277,7 +277,7 @@ def _early_and_late(members: Sequence[torch.Tensor]) -> Iterator[list[int]]:
     while first < len(members) and rest > late:
         rest -= members[first].numel()
         first += 1
-    yield from buckets_of(members[:first], RECORDED_BUCKET)
+    yield from buckets_of(members[:first], CAPTURED_BUCKET)
     for places in buckets_of(members[first:], GRADIENT_BUCKET):
         yield [first + place for place in places]
 

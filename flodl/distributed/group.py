@@ -260,7 +260,7 @@ def join_ranks(
     if chosen.type == "cuda":
         # Sums that run beside a backward pass go first, or they would wait until it is over.
         os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
-        # A recording that fails on one rank must not leave the others waiting for its buffers.
+        # A capture that fails on one rank must not leave the others waiting for its buffers.
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     if store is None:
         store = _store_of_launcher(rank, world, attempt, timedelta(seconds=timeout_s))

@@ -241,7 +241,7 @@ class LocalSteps:
 
     @property
     def _ms(self) -> float:
-        """The time of the steps done; one that took far longer than most (a recording, a stumble) counts for less."""
+        """The time of the steps done; one that took far longer than most (a capture, a stumble) counts for less."""
         most = STUMBLE * median(self._times) if self._times else 0.0
         return sum(min(ms, most) for ms in self._times)
 

@@ -2,7 +2,7 @@
 
 Events (`flodl.train.events`) tell what happened to whoever looks on; callbacks stand inside the loop, on every
 rank, and may change what it does. Those that look at a step from outside leave it as fast as it is. Those that act
-around the backward pass take part in its arithmetic, which a recorded step would not repeat, so such a run records
+around the backward pass take part in its arithmetic, which a captured step would not repeat, so such a run captures
 nothing and says so.
 """
 

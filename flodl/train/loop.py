@@ -209,7 +209,7 @@ class Loop(TrainerCore):
         """Listen to signals while inside, and free the checkpoint folder however the inside ends."""
         try:
             with contextlib.ExitStack() as arranged, self.signals:
-                arranged.callback(self.step_.drop_recordings)
+                arranged.callback(self.step_.drop_captures)
                 arranged.callback(self.hooks.call, "close")
                 arranged.callback(self.observing.close)
                 for way in (compiled if self.settings.compile else None, self.settings.arrange):

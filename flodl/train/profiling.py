@@ -20,12 +20,12 @@ __all__ = ["Profiler"]
 class Profiler(Callback):
     """Writes what host and device did in some steps to ``<folder>/rank-0-step-8.json``, for Perfetto or chrome://tracing.
 
-    Steps on CUDA are recorded as graphs as ever, after which a trace shows launches of whole steps; ``capture=False``
+    Steps on CUDA are captured as graphs as ever, after which a trace shows launches of whole steps; ``capture=False``
     shows their operations one by one.
 
     Args:
         folder: where traces go.
-        skip: steps before anything is looked at; recordings and choices of kernels are made in them.
+        skip: steps before anything is looked at; captured graphs and choices of kernels are made in them.
         warmup: steps in which the profiler runs and is not believed.
         steps: steps that are kept.
         ranks: which ranks are looked at.

@@ -1,6 +1,6 @@
-"""How the steps of a run are carried out: recorded and replayed, decided on the device, or step by step on the host.
+"""How the steps of a run are carried out: captured and replayed, decided on the device, or step by step on the host.
 
-What each of these computes is in `flodl.train.step`. Recorded are runs of `Trainer.builder` on a CUDA device in
+What each of these computes is in `flodl.train.step`. Captured are runs of `Trainer.builder` on a CUDA device in
 float32, TF32 or bfloat16 with Adam, AdamW or SGD, on one rank and on several. All others ask the device once a step.
 """
 
@@ -16,43 +16,43 @@ from flodl.distributed.policy import Sync
 from flodl.errors import TrainError
 from flodl.train.core import TrainerCore
 from flodl.train.settings import Settings
-from flodl.train.step.capture import CudaRecorder, Recorder
+from flodl.train.step.capture import Capturer, CudaCapturer
 
 __all__ = ["choose_route", "compiled", "refuse_capture_in_own_loop"]
 
 CHOICES = ("auto", True, False)
 
 
-def make_recorder(device: torch.device, settings: Settings) -> Recorder | None:
-    """Return what records steps on this device; None where nothing does."""
+def make_capturer(device: torch.device, settings: Settings) -> Capturer | None:
+    """Return what captures steps on this device; None where nothing does."""
     if device.type != "cuda":
         return None
-    return CudaRecorder(device, tune=not settings.deterministic)
+    return CudaCapturer(device, tune=not settings.deterministic)
 
 
 def choose_route(trainer: TrainerCore) -> None:
     """Have the steps of ``trainer`` carried out the fastest way that its settings and device allow.
 
     Raises:
-        TrainError: ``capture`` is none of its values, or True where nothing can be recorded.
+        TrainError: ``capture`` is none of its values, or True where nothing can be captured.
     """
     settings, device = trainer.settings, trainer.ranks.device
     if settings.capture not in CHOICES:
         raise TrainError(
             f"capture: found {settings.capture!r}, expected 'auto', True or False.", found=settings.capture
         )
-    recorder = make_recorder(device, settings)
-    reason = f"the device is a {device.type}, and CUDA devices record graphs" if recorder is None else None
+    capturer = make_capturer(device, settings)
+    reason = f"the device is a {device.type}, and CUDA devices capture graphs" if capturer is None else None
     if reason is None and settings.knobs.shares == "measured" and not trainer.ranks.solo:
         reason = "shares follow the time of each rank's own part, which is measured apart"
     if reason is None and trainer.graphs.remembers:
-        reason = "the model remembers values of its last call, which a recording would not pass on"
+        reason = "the model remembers values of its last call, which a captured graph would not pass on"
     if reason is None and trainer.hooks.around:
         names = ", ".join(dict.fromkeys(type(call).__name__ for call in trainer.hooks.around))
-        reason = f"{names} acts around the backward pass, which a recording would not repeat"
+        reason = f"{names} acts around the backward pass, which a captured graph would not repeat"
     if reason is None:
         reason = trainer.step_.decide_on_device(
-            recorder if settings.capture is not False else None,
+            capturer if settings.capture is not False else None,
             trainer.warn,
             deferred=isinstance(trainer.policy, Sync) and not trainer.settings.slowdown,
             strict=settings.capture is True,
@@ -63,20 +63,20 @@ def choose_route(trainer: TrainerCore) -> None:
     if reason is None or settings.capture is False:
         return
     if settings.capture is True:
-        raise TrainError(f"capture: steps cannot be recorded, because {reason}. Leave it at 'auto'.", reason=reason)
-    if recorder is not None:
+        raise TrainError(f"capture: steps cannot be captured, because {reason}. Leave it at 'auto'.", reason=reason)
+    if capturer is not None:
         trainer.warn(f"capture: steps run one operation at a time, because {reason}")
 
 
 def refuse_capture_in_own_loop(trainer: TrainerCore) -> None:
-    """Warn that the steps of a loop that the user writes are not recorded, or refuse where they have to be.
+    """Warn that the steps of a loop that the user writes are not captured, or refuse where they have to be.
 
     Raises:
         TrainError: ``capture`` is True.
     """
-    reason = "the loop is your own (Trainer.setup); those of Trainer.builder are recorded"
+    reason = "the loop is your own (Trainer.setup); those of Trainer.builder are captured"
     if trainer.settings.capture is True:
-        raise TrainError(f"capture: steps cannot be recorded, because {reason}. Leave it at 'auto'.", reason=reason)
+        raise TrainError(f"capture: steps cannot be captured, because {reason}. Leave it at 'auto'.", reason=reason)
     if trainer.ranks.device.type == "cuda" and trainer.settings.capture == "auto":
         trainer.warn(f"capture: steps run one operation at a time, because {reason}")
 

@@ -72,10 +72,10 @@ class Settings:
         timeline: file without suffix that gets the timeline as ``.json`` and ``.csv``.
         timeout_s: how long a collective waits for a live rank.
         frozen_after_s: silence after which a stopped rank is given up.
-        capture: ``"auto"`` records the steps of a run on CUDA as graphs, one for each shape of batch, where it
-            can, and says once why where it cannot; True refuses to run otherwise; False never records.
-        capture_num_rows: record apart what differs in `flodl.data.Batch.num_rows` alone; False where ``train_step``
-            does not read it, so that a recording serves batches of any number of rows.
+        capture: ``"auto"`` captures the steps of a run on CUDA as graphs, one for each shape of batch, where it
+            can, and says once why where it cannot; True refuses to run otherwise; False never captures.
+        capture_num_rows: capture apart what differs in `flodl.data.Batch.num_rows` alone; False where ``train_step``
+            does not read it, so that a captured graph serves batches of any number of rows.
         compile: pass the model through ``torch.compile`` first.
         progress: True shows how far the run is, None where it takes longer than a second, False nothing.
         log_every: steps whose figures are read from a CUDA device together.

@@ -92,7 +92,7 @@ class Watching:
                 self._tags.append((name, graph, named))
 
     def signature(self) -> tuple[Any, ...]:
-        """Return what a recorded step depends on: the names of what is collected."""
+        """Return what a captured step depends on: the names of what is collected."""
         return tuple((id(graph), tuple(graph.watched)) for _, graph in named_graphs(self.model))
 
     # ---- one forward pass ----------------------------------------------------------------------------

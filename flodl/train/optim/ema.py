@@ -2,7 +2,7 @@
 
 After each optimiser step the average moves towards the weights by ``1 - decay``. It depends on nothing but the
 weights after each step, so it is as exact as the step is, however that was cut; and it stands outside of the step,
-which may be recorded as ever.
+which may be captured as ever.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 In the order in which a step passes them: `accumulate` (gradients of micro-batches), `flodl.distributed.gradients`
 (their sum over ranks), `decide` (whether the step counts, with `norm_kernels`), `on_device` (the update); `shared` puts
-them together for several ranks, `step` for all ways of carrying out a step. `capture` records them, `overlap` lets
+them together for several ranks, `step` for all ways of carrying out a step. `capture` captures them, `overlap` lets
 sums begin early, `pace` takes the time; `outcome` holds what a step came to.
 """
 

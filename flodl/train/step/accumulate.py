@@ -3,7 +3,7 @@
 Gradients of *sums* of losses are added up, so that the same samples give the same step however they were cut; they are
 divided once, by the count of all (`flodl.train.update`). A step whose samples are one micro-batch of one rank divides
 before the backward pass instead, which is the same number and, to the bit, what a plain ``mean().backward()`` loop
-computes. Nothing here asks the device for anything, so all of it can be recorded.
+computes. Nothing here asks the device for anything, so all of it can be captured.
 """
 
 from __future__ import annotations

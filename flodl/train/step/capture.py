@@ -1,10 +1,10 @@
-"""Steps recorded once for each shape of batch and replayed: one launch instead of thousands.
+"""Steps captured once for each shape of batch and replayed: one launch instead of thousands.
 
-Decides which steps may be recorded, when, and what a recording is valid for. A recording holds everything a step
-does on the device; what Python does in it (prints, counters, choices) happens when it is recorded and never
-again. So a step is recorded only after an ordinary run of the same shape that never waited for the device, and
-is refused when it draws random numbers on the host. Nothing is trained by recording: the runs before it are
-ordinary steps, and recording itself computes nothing. What a step computes is in `flodl.train.step.on_device`.
+Decides which steps may be captured, when, and what a captured graph is valid for. It holds everything a step does on
+the device; what Python does in it (prints, counters, choices) happens when it is captured and never again. So a step
+is captured only after an ordinary run of the same shape that never synchronised with the device, and is refused when
+it draws random numbers on the host. Nothing is trained by capturing: the runs before it are ordinary steps, and
+capturing itself computes nothing. What a step computes is in `flodl.train.step.on_device`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from flodl.train.step.on_device import DeviceStep
 from flodl.train.step.outcome import OBSERVED, Outcome
 from flodl.train.step.overlap import Overlap, choose_overlap, fault_of
 
-__all__ = ["Captures", "CudaRecorder", "Recorder", "Refused", "flatten", "options_of"]
+__all__ = ["Capturer", "Captures", "CudaCapturer", "Refused", "flatten", "options_of"]
 
 MOST_GRAPHS = 64
 SMALL = 1 << 15  # numbers; the common kernel gives 65,536 of them to one block
@@ -41,26 +41,26 @@ _TRAINING = itemgetter("training")
 
 
 class Refused(Exception):
-    """A step cannot be recorded; the text says why."""
+    """A step cannot be captured; the text says why."""
 
 
-class Recorder(Protocol):
-    """How ordinary runs are watched and steps recorded."""
+class Capturer(Protocol):
+    """How ordinary runs are watched and steps captured."""
 
     def watch(self, run: Callable[[], Outcome]) -> tuple[Outcome, str | None]:
-        """Run an ordinary step; return its outcome, and what it did that a recording cannot."""
+        """Run an ordinary step; return its outcome, and what it did that a captured graph cannot."""
         ...
 
-    def record(self, run: Callable[[], Outcome]) -> Callable[[], Outcome]:
+    def capture(self, run: Callable[[], Outcome]) -> Callable[[], Outcome]:
         """Return a function that does on the device what ``run`` does.
 
         Raises:
-            Exception: it cannot be recorded; nothing has changed.
+            Exception: it cannot be captured; nothing has changed.
         """
         ...
 
-    def beside(self, ranks: Ranks) -> tuple[Recorder, Overlap | None]:
-        """Return what records the end of a step of several ranks, and what launches it beside the rest, if at all."""
+    def beside(self, ranks: Ranks) -> tuple[Capturer, Overlap | None]:
+        """Return what captures the end of a step of several ranks, and what launches it beside the rest, if at all."""
         ...
 
 
@@ -68,14 +68,14 @@ class Recorder(Protocol):
 class _Graph:
     inputs: list[torch.Tensor]
     replay: Callable[[], Outcome]
-    held: object = None  # memory that the recording reads
-    put_tags: Callable[[], object] | None = None  # has graphs show the values of tags that the recording writes
+    held: object = None  # memory that the captured graph reads
+    put_tags: Callable[[], object] | None = None  # has graphs show the values of tags that the captured graph writes
 
     def __post_init__(self) -> None:
         self.groups = _together(self.inputs)
 
     def take(self, tensors: list[torch.Tensor]) -> None:
-        """Copy a batch to where the recording reads it."""
+        """Copy a batch to where the captured graph reads it."""
         for places in self.groups:
             if len(places) == 1:
                 self.inputs[places[0]].copy_(tensors[places[0]])
@@ -85,35 +85,35 @@ class _Graph:
 
 
 class Captures:
-    """The recordings of one step function, by the structure of its batches.
+    """The captured graphs of one step function, by the structure of its batches.
 
     Args:
-        step: what is recorded.
-        recorder: how.
-        warn: told once why steps are not recorded.
-        most: recordings at most; further shapes run as ordinary steps.
-        strict: raise where steps cannot be recorded.
+        step: what is captured.
+        capturer: how.
+        warn: told once why steps are not captured.
+        most: captured graphs at most; further shapes run as ordinary steps.
+        strict: raise where steps cannot be captured.
         num_rows: whether `flodl.data.Batch.num_rows` is part of a batch's shape.
     """
 
     def __init__(
         self,
         step: DeviceStep,
-        recorder: Recorder,
+        capturer: Capturer,
         warn: Callable[[str], Any],
         *,
         most: int = MOST_GRAPHS,
         strict: bool = False,
         num_rows: bool = True,
     ) -> None:
-        self.step, self.recorder, self.warn, self.most, self.strict = step, recorder, warn, most, strict
+        self.step, self.capturer, self.warn, self.most, self.strict = step, capturer, warn, most, strict
         self.num_rows = num_rows
         self.given_up: str | None = None
         self._told_full = False
         self.forget()
 
     def forget(self) -> None:
-        """Drop all recordings: tensors that they use were replaced, or modules changed."""
+        """Drop all captured graphs: tensors that they use were replaced, or modules changed."""
         self._graphs: dict[Any, _Graph] = {}
         self._runs: dict[Any, int] = {}
         self._dirty = 0
@@ -130,7 +130,7 @@ class Captures:
         return watching.signature() if watching is not None else None
 
     def invalidate_if_changed(self) -> None:
-        """Drop all recordings if modules or the memory of parameters were exchanged."""
+        """Drop all captured graphs if modules or the memory of parameters were exchanged."""
         for table, seen in self._tables:
             if len(table) != len(seen) or not all(map(is_, table.values(), seen)):
                 self.forget()
@@ -140,11 +140,11 @@ class Captures:
 
     @property
     def num_graphs(self) -> int:
-        """The number of recordings."""
+        """The number of captured graphs."""
         return len(self._graphs)
 
     def run(self, train_step: Callable[..., Any], batches: Sequence[Any]) -> Outcome:
-        """Return the outcome of one step, replayed where its shape has been recorded."""
+        """Return the outcome of one step, replayed where its shape has been captured."""
         if self.given_up is not None:
             return self.step(train_step, batches)
         try:
@@ -169,18 +169,18 @@ class Captures:
     def _prepare(
         self, key: Any, train_step: Callable[..., Any], batches: Sequence[Any], tensors: list[torch.Tensor]
     ) -> _Graph | Outcome:
-        """Return a new recording, or the outcome of an ordinary step where it is too early for one."""
+        """Return a new captured graph, or the outcome of an ordinary step where it is too early for one."""
         if len(self._graphs) >= self.most:
             if not self._told_full:
                 self._told_full = True
                 self.warn(
-                    f"capture: {self.most} shapes of batches are recorded, steps of others run one operation at a "
+                    f"capture: {self.most} shapes of batches are captured, steps of others run one operation at a "
                     "time. Expected few shapes; use buckets, or batches of one size."
                 )
             return self.step(train_step, batches)
         if not self._runs.get(key):
             translated = _translated()
-            outcome, fault = self.recorder.watch(lambda: self.step(train_step, batches))
+            outcome, fault = self.capturer.watch(lambda: self.step(train_step, batches))
             if translated != _translated():
                 return outcome  # torch.compile waits for the device while it translates; another run will tell
             fault = fault or _fixed_numbers(outcome)
@@ -197,33 +197,33 @@ class Captures:
         before = _host_random()
         fault, replay = None, None
         try:
-            replay = self.recorder.record(lambda: self.step(train_step, own))
+            replay = self.capturer.capture(lambda: self.step(train_step, own))
             if not _same_random(before, _host_random()):
-                raise Refused("the step draws random numbers on the host, which a recording would repeat")
+                raise Refused("the step draws random numbers on the host, which a captured graph would repeat")
         except Exception as error:
             fault = f"{error}".strip().splitlines()[0] if str(error).strip() else type(error).__name__
         if fault is not None or replay is None:
-            # Outside of the handler, since the error's frames hold on to what was half recorded.
+            # Outside of the handler, since the error's frames hold on to what was half captured.
             _set_host_random(before)
-            self._give_up(fault or "nothing was recorded")
+            self._give_up(fault or "nothing was captured")
             return self.step(train_step, batches)
         watching = self.step.accumulator.watching
         put_tags = watching.holding() if watching is not None else None
-        graph = self._graphs[key] = _Graph(inputs, replay, self.step.recorded(), put_tags)
+        graph = self._graphs[key] = _Graph(inputs, replay, self.step.finish_capture(), put_tags)
         return graph
 
     def _give_up(self, reason: str) -> None:
         self.forget()
         self.given_up = reason
         if self.strict:
-            raise TrainError(f"capture: steps cannot be recorded, because {reason}. Leave it at 'auto'.", reason=reason)
+            raise TrainError(f"capture: steps cannot be captured, because {reason}. Leave it at 'auto'.", reason=reason)
         self.warn(
             f"capture: steps run one operation at a time, with the same numbers, because {reason}. "
             "capture=False says that this is expected."
         )
 
     def _state(self) -> tuple[Any, ...]:
-        """Return what a recording depends on besides the batch."""
+        """Return what a captured graph depends on besides the batch."""
         options = options_of(self.step.optimizer)
         learns = bytes([p.requires_grad for p in self._parameters])
         modes = bytes(map(_TRAINING, self._own))
@@ -231,7 +231,7 @@ class Captures:
 
 
 def _fixed_numbers(outcome: Outcome) -> str | None:
-    """Return what a step tells as numbers of Python, which a recording would tell again and again."""
+    """Return what a step tells as numbers of Python, which a captured graph would tell again and again."""
     told = [
         name[len(OBSERVED) :] for name, total, _ in outcome.metrics if name.startswith(OBSERVED) and total is not None
     ]
@@ -247,7 +247,7 @@ def _together(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
 
 
 def options_of(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
-    """Return what a recorded update depends on besides tensors, hashable."""
+    """Return what a captured update depends on besides tensors, hashable."""
     return tuple([(_plain(group), id(group["lr"]), len(group["params"])) for group in optimizer.param_groups])
 
 
@@ -336,8 +336,8 @@ def _set_host_random(state: tuple[Any, Any, Any]) -> None:
 # ---- CUDA ----------------------------------------------------------------------------------------------
 
 
-class CudaRecorder:
-    """Records CUDA graphs that share one pool of memory; they are replayed one after another.
+class CudaCapturer:
+    """Captures CUDA graphs that share one pool of memory; they are replayed one after another.
 
     Args:
         device: a CUDA device.
@@ -350,7 +350,7 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def watch(self, run: Callable[[], Outcome]) -> tuple[Outcome, str | None]:
-        """Run a step on the stream that records, and say where it waited for the device."""
+        """Run a step on the stream that captures, and say where it waited for the device."""
         current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
         mode = torch.cuda.get_sync_debug_mode()
@@ -371,24 +371,24 @@ class CudaRecorder:
             return outcome, None
         return outcome, f"it waits for the device at {waits[0].filename}:{waits[0].lineno}"
 
-    def record(self, run: Callable[[], Outcome]) -> Callable[[], Outcome]:
+    def capture(self, run: Callable[[], Outcome]) -> Callable[[], Outcome]:
         """Return the replay of a new CUDA graph."""
         graph = torch.cuda.CUDAGraph()
         current = torch.cuda.current_stream(self.device)
         generator = torch.cuda.default_generators[self.device.index or 0]
         kept = generator.clone_state()
         try:
-            # Other threads copy batches and allocate meanwhile; only this one is held to the rules of recording.
+            # Other threads copy batches and allocate meanwhile; only this one is held to the rules of capture.
             with (
                 self._tuned(),
-                gc_paused(),  # freeing an older recording would break this one
+                gc_paused(),  # freeing an older captured graph would break this one
                 torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
             ):
                 outcome = run()
         except BaseException:
             torch.cuda.set_stream(current)
             with contextlib.suppress(Exception):
-                # A recording that broke may leave its allocations open, and memory would never be freed.
+                # A failed capture may leave its allocations open, and memory would never be freed.
                 torch._C._cuda_endAllocateToPool(self.device.index or 0, self._pool)  # pyright: ignore
             generator.graphsafe_set_state(kept)
             raise
@@ -399,10 +399,10 @@ class CudaRecorder:
 
         return replay
 
-    def beside(self, ranks: Ranks) -> tuple[CudaRecorder, Overlap | None]:
-        """Return a recorder of recordings that share no memory with those of this one, so that both may run at once."""
+    def beside(self, ranks: Ranks) -> tuple[CudaCapturer, Overlap | None]:
+        """Return a capturer whose graphs share no memory with those of this one, so that both may run at once."""
         overlap = choose_overlap(ranks, fault_of(self.device))
-        return (CudaRecorder(self.device, tune=self.tune) if overlap is not None else self), overlap
+        return (CudaCapturer(self.device, tune=self.tune) if overlap is not None else self), overlap
 
     @contextlib.contextmanager
     def _tuned(self) -> Iterator[None]:

@@ -1,8 +1,8 @@
 """What stands between backward pass and update: the gradient's norm, whether all is finite, the factor to clip by.
 
 Everything is decided on the device. On CUDA two kernels of `flodl.train.step.norm_kernels` do it for dense gradients in
-float32 or half precision; elsewhere, and for other gradients, a few operations of torch. What is done with a decision is
-decided in `flodl.train.step.on_device`.
+float32 or half precision; elsewhere, and for other gradients, a few operations of torch. What follows from a decision
+is in `flodl.train.step.on_device`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class StepDecision:
         figures: the loss, norms that together are the gradient's, and the count where ``has_count``.
         norms: how many norms there are.
         has_count: whether the count of items is among the figures.
-        next_row: where this was recorded: gives the figures of the next replay, which those after it leave alone for
+        next_row: where this was captured: gives the figures of the next replay, which those after it leave alone for
             at least `KEPT_ROWS` steps.
     """
 
@@ -54,8 +54,8 @@ class StepDecision:
 class _BlockLayout:
     """Who reads what: the same for all gradients of these shapes.
 
-    ``spare`` is room for the addresses of a recording. What is allocated while recording shares its memory with other
-    tensors of the recording, which overwrite it at each replay; so this room is made before.
+    ``spare`` is room for the addresses that a captured graph reads. What is allocated during capture shares its memory
+    with other tensors of the graph, which overwrite it at each replay; so this room is made before.
     """
 
     sizes: torch.Tensor
@@ -156,8 +156,8 @@ class GradientCheck:
             scale = divisor if scale is None else scale * divisor
         return StepDecision(found, scale, figures, figures.numel() - 1)
 
-    def recorded(self) -> object:
-        """Complete what was recorded since the last call; the answer must be held as long as that is replayed."""
+    def finish_capture(self) -> object:
+        """Complete what was captured since the last call; the answer must be held as long as that is replayed."""
         done, self._unknown = self._unknown, []
         for blocks, table, addresses in done:
             table.copy_(torch.tensor(addresses))
@@ -173,7 +173,7 @@ class GradientCheck:
         if not all(map(_is_dense, grads)):
             return None
         blocks = self._layouts.get(sizes)
-        if _recording(self.device):
+        if _capturing(self.device):
             return blocks if blocks is not None and blocks.spare else None
         if blocks is None:
             if min(sizes) == 0:
@@ -184,9 +184,9 @@ class GradientCheck:
         return blocks
 
     def _table(self, blocks: _BlockLayout, addresses: list[int]) -> torch.Tensor:
-        if not _recording(self.device):
+        if not _capturing(self.device):
             return _sent(np.asarray(addresses), self.device)
-        # Nothing is brought to the device while it records; addresses stay the same in all replays.
+        # Nothing is brought to the device while it captures; addresses stay the same in all replays.
         table = blocks.spare.pop()
         self._unknown.append((blocks, table, addresses))
         return table
@@ -213,7 +213,7 @@ class GradientCheck:
                 figures, self._ring, self._turn, float(self.max_grad_norm or 1.0), counts, self.sticky, clips, summed,
                 KEPT_ROWS, SUMS, num_warps=8,
             )  # fmt: skip
-        if _recording(self.device):
+        if _capturing(self.device):
             return StepDecision(found, scale, figures, 1, counts, partial(self._next_row, 3 if counts else 2))
         self._turns += 1
         return StepDecision(found, scale, figures, 1, counts)
@@ -269,7 +269,7 @@ def _kernels(device: torch.device) -> Any:
     return kernels
 
 
-def _recording(device: torch.device) -> bool:
+def _capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 

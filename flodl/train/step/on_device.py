@@ -156,9 +156,9 @@ class DeviceStep:
         found = outcome_of(decision.figures, count, True, metrics, norms=decision.norms, has_count=decision.has_count)
         return found if decision.next_row is None else replace(found, next_row=decision.next_row)
 
-    def recorded(self) -> object:
-        """Complete what was recorded; the answer must be held as long as that is replayed."""
-        return self.check.recorded()
+    def finish_capture(self) -> object:
+        """Complete what was captured; the answer must be held as long as that is replayed."""
+        return self.check.finish_capture()
 
     def _move(self, decision: StepDecision) -> None:
         """Move the parameters unless the decision says not to; clip on the way."""

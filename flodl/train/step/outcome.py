@@ -56,7 +56,7 @@ class Outcome:
         moved: whether there was any gradient.
         lacking: places of parameters without one, where that matters to others.
         norms: how many norms there are; together they are the norm of the gradient.
-        next_row: where this was recorded: gives ``row``, less the metrics, of the replay that was launched last, in
+        next_row: where this was captured: gives ``row``, less the metrics, of the replay that was launched last, in
             memory that the next replays leave alone. None: the next replay writes to the same row.
     """
 

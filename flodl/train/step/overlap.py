@@ -1,8 +1,8 @@
-"""Sums over ranks that begin while the backward pass still runs, where both are recorded.
+"""Sums over ranks that begin while the backward pass still runs, where both are captured.
 
 Each bucket of gradients has an event that the backward pass records when the bucket is full, and that its sum waits
-for. These events are nodes of the recordings, so the end of a step can be launched beside the backward pass, on a
-stream of its own. Whether the driver orders recordings by events is tried before anything relies on it.
+for. These events are nodes of the captured graphs, so the end of a step can be launched beside the backward pass, on a
+stream of its own. Whether the driver orders captured graphs by events is tried before anything relies on it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Overlap:
         self._end = self.event()
 
     def event(self) -> Any:
-        """Return an event that recordings record and wait for."""
+        """Return an event that captured graphs record and wait for."""
         return torch.cuda.Event(external=True)
 
     def mark_end(self) -> None:
@@ -67,7 +67,7 @@ def choose_overlap(ranks: Ranks, fault: str | None) -> Overlap | None:
 
 @lru_cache(maxsize=8)
 def fault_of(device: torch.device) -> str | None:
-    """Return why recordings on the device cannot be ordered by events; None where they were seen to be."""
+    """Return why captured graphs on the device cannot be ordered by events; None where they were seen to be."""
     try:
         return _tried(device)
     except Exception as error:  # drivers and versions of torch fail in many ways
@@ -75,7 +75,7 @@ def fault_of(device: torch.device) -> str | None:
 
 
 def _tried(device: torch.device) -> str | None:
-    """Have one recording wait for an event in the middle of another, which is slow to come there."""
+    """Have one captured graph wait for an event in the middle of another, which is slow to come there."""
     with torch.cuda.device(device):
         mark = torch.cuda.Event(external=True)
         source, target = (torch.zeros(1, device=device) for _ in range(2))
@@ -106,9 +106,9 @@ def _tried(device: torch.device) -> str | None:
             until = time.monotonic() + PATIENCE_S
             while not done.query():
                 if time.monotonic() > until:
-                    return "a recording waits for an event that does not come"
+                    return "a captured graph waits for an event that does not come"
                 time.sleep(0.0005)
             if target.item() != turn:
-                return "a recording does not wait for an event of another"
+                return "a captured graph does not wait for an event of another"
             torch.cuda.synchronize(device)
     return None

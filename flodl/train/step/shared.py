@@ -1,8 +1,8 @@
 """One optimiser step of all ranks together, decided on the device.
 
 A rank's own part (forward, backward, gradients brought to where they are summed) holds no talk with other ranks and
-may be recorded (`flodl.train.step.capture`), on each rank as its batches allow. What follows is the same on all
-ranks, and is recorded on all of them or on none: one sum, one division by the count of all, and an update that leaves
+may be captured (`flodl.train.step.capture`), on each rank as its batches allow. What follows is the same on all
+ranks, and is captured on all of them or on none: one sum, one division by the count of all, and an update that leaves
 itself out where something is not finite. What ranks must know of each other before that travels between hosts
 (`SharedStep.agree`), so that no host waits for a device.
 """
@@ -21,14 +21,14 @@ from flodl.distributed.gradients import GradientSum
 from flodl.distributed.group import Ranks
 from flodl.errors import TrainError
 from flodl.train.precision import Precision
-from flodl.train.step.capture import DIRTY_RUNS, Recorder, options_of
+from flodl.train.step.capture import DIRTY_RUNS, Capturer, options_of
 from flodl.train.step.on_device import DeviceStep
 from flodl.train.step.outcome import Outcome, outcome_of
 from flodl.train.step.overlap import Overlap
 
 __all__ = ["Agreement", "Common", "SharedStep"]
 
-MOST_RECORDINGS = 8
+MOST_CAPTURES = 8
 
 
 @dataclass(frozen=True)
@@ -122,22 +122,22 @@ class SharedStep(DeviceStep):
 
 
 class Common:
-    """The end of a step that all ranks share, replayed where they have recorded it.
+    """The end of a step that all ranks share, replayed where they have captured it.
 
-    Sums over ranks may be recorded only if all ranks record them, together. So every decision here follows from what
-    all ranks know: options of the optimiser, which parameters are missing, and whether recording went well on each.
+    Sums over ranks may be captured only if all ranks capture them, together. So every decision here follows from what
+    all ranks know: options of the optimiser, which parameters are missing, and whether capturing went well on each.
 
     Args:
-        step: what is recorded.
-        recorder: how; None runs everything one operation at a time.
-        warn: told once why nothing is recorded.
-        strict: raise where it cannot be recorded.
+        step: what is captured.
+        capturer: how; None runs everything one operation at a time.
+        warn: told once why nothing is captured.
+        strict: raise where it cannot be captured.
     """
 
     def __init__(
-        self, step: SharedStep, recorder: Recorder | None, warn: Callable[[str], Any], *, strict: bool = False
+        self, step: SharedStep, capturer: Capturer | None, warn: Callable[[str], Any], *, strict: bool = False
     ) -> None:
-        self.step, self.recorder, self.warn, self.strict = step, recorder, warn, strict
+        self.step, self.capturer, self.warn, self.strict = step, capturer, warn, strict
         self.given_up: str | None = None
         # Replays read these, so they stay where they are.
         self._pair = torch.zeros(2, dtype=torch.float64, device=step.device)
@@ -146,20 +146,20 @@ class Common:
         self.forget()
 
     def forget(self) -> None:
-        """Drop all recordings: tensors that they use were replaced."""
+        """Drop all captured graphs: tensors that they use were replaced."""
         self._replays: dict[Any, tuple[Callable[[], Outcome], object]] = {}
         self._runs: dict[Any, int] = {}
         self._dirty = 0
         self._places = [p.data_ptr() for p in self.step.model.parameters()]
 
     def invalidate_if_changed(self) -> None:
-        """Drop all recordings if the memory of parameters was exchanged, which is to be so on all ranks alike."""
+        """Drop all captured graphs if the memory of parameters was exchanged, which is to be so on all ranks alike."""
         if [p.data_ptr() for p in self.step.model.parameters()] != self._places:
             self.forget()
 
     @property
     def num_graphs(self) -> int:
-        """The number of recordings."""
+        """The number of captured graphs."""
         return len(self._replays)
 
     def run(self, part: Outcome, samples: int, agreed: Agreement) -> Outcome:
@@ -177,15 +177,15 @@ class Common:
         return replace(found, row=row, metrics=part.metrics)
 
     def _found(self, missing: tuple[int, ...]) -> Outcome:
-        if self.recorder is None or self.given_up is not None:
+        if self.capturer is None or self.given_up is not None:
             return self._once(missing)
         key = options_of(self.step.optimizer), missing
         if key in self._replays:
             return self._replayed(self._replays[key][0])
-        if len(self._replays) >= MOST_RECORDINGS:
+        if len(self._replays) >= MOST_CAPTURES:
             return self._once(missing)
         if not self._runs.get(key):
-            outcome, fault = self.recorder.watch(lambda: self._once(missing))
+            outcome, fault = self.capturer.watch(lambda: self._once(missing))
             if self._on_all(fault):
                 self._runs[key] = 1
             else:
@@ -195,13 +195,13 @@ class Common:
             return outcome
         replay, fault = None, None
         try:
-            replay = self.recorder.record(lambda: self._once(missing))
+            replay = self.capturer.capture(lambda: self._once(missing))
         except Exception as error:
             fault = f"{error}".strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        held = self.step.recorded()
+        held = self.step.finish_capture()
         if not self._on_all(fault) or replay is None:
             self.step.sums.abandon()
-            self._give_up(fault or "another rank cannot record the end of a step")
+            self._give_up(fault or "another rank cannot capture the end of a step")
             return self._once(missing)
         self._replays[key] = replay, held
         return self._replayed(replay)
@@ -222,7 +222,7 @@ class Common:
         self.forget()
         self.given_up = reason
         if self.strict:
-            raise TrainError(f"capture: steps cannot be recorded, because {reason}. Leave it at 'auto'.", reason=reason)
+            raise TrainError(f"capture: steps cannot be captured, because {reason}. Leave it at 'auto'.", reason=reason)
         self.warn(
             f"capture: sums over ranks and updates run one operation at a time, with the same numbers, because "
             f"{reason}. capture=False says that this is expected."

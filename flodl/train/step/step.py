@@ -2,7 +2,7 @@
 
 The parts stand in one place each: gradients of micro-batches are added up in `flodl.train.step.accumulate`, summed over
 ranks in `flodl.distributed.gradients`; whether a step counts, and what it moves, is decided on the device in
-`flodl.train.step.on_device`, where a recorded graph can stand in for it (`Step.decide_on_device`). Optimisers that
+`flodl.train.step.on_device`, where a captured graph can stand in for it (`Step.decide_on_device`). Optimisers that
 cannot be told there to leave a step out, and loss scales, are decided here, from figures that are read now.
 """
 
@@ -27,7 +27,7 @@ from flodl.train.callback import Hooks
 from flodl.train.loss import Loss, batch_len
 from flodl.train.precision import Precision
 from flodl.train.step.accumulate import Accumulator, Part
-from flodl.train.step.capture import Captures, Recorder
+from flodl.train.step.capture import Capturer, Captures
 from flodl.train.step.on_device import DeviceStep, divide, make_ready, unfit
 from flodl.train.step.outcome import Outcome, StepResult, apart, not_finite
 from flodl.train.step.pace import StepTimes
@@ -107,7 +107,7 @@ class Step:
 
     def decide_on_device(
         self,
-        recorder: Recorder | None,
+        capturer: Capturer | None,
         warn: Callable[[str], Any],
         *,
         deferred: bool,
@@ -117,11 +117,11 @@ class Step:
         """Leave the decisions of a step to the device from now on; return why that cannot be, or None.
 
         Args:
-            recorder: records steps; None runs them one operation at a time.
-            warn: told once when steps turn out not to be recordable.
+            capturer: captures steps; None runs them one operation at a time.
+            warn: told once when steps turn out not to be capturable.
             deferred: results come without figures, which `StepResult.outcome` holds, and without times. Else a CUDA
                 device still runs one step ahead of what is known: a result then has the time of the step before.
-            strict: raise where steps turn out not to be recordable.
+            strict: raise where steps turn out not to be capturable.
             num_rows: whether the step may read `flodl.data.Batch.num_rows`.
         """
         if self.share_gradients and self._reduce.on_cpu:
@@ -142,10 +142,10 @@ class Step:
         self._deferred = deferred and may_wait
         if self.share_gradients:
             shared = SharedStep(model, optimizer, self.precision, ranks, self._reduce, self._buffers, **rules)
-            again, overlap = recorder.beside(ranks) if recorder is not None else (None, None)
+            again, overlap = capturer.beside(ranks) if capturer is not None else (None, None)
             if overlap is not None:
                 shared.begin_sums_early(overlap)
-            elif recorder is not None:
+            elif capturer is not None:
                 self._reduce.prepare_capture()
             self.common = Common(shared, again, warn, strict=strict)
             self._device_step = shared
@@ -155,8 +155,8 @@ class Step:
                 self._deferred, self._lag = True, StepTimes(ranks.device)
         self._on_device = self._device_step
         self._device_step.accumulator.watching = self.accumulator.watching
-        if recorder is not None:
-            self.captures = Captures(self._device_step, recorder, warn, strict=strict, num_rows=num_rows)
+        if capturer is not None:
+            self.captures = Captures(self._device_step, capturer, warn, strict=strict, num_rows=num_rows)
             self._on_device = self.captures.run
         return None
 
@@ -185,7 +185,7 @@ class Step:
         if not self._deferred:
             figures = outcome.read(outcome.row.tolist())
             spent = (time.perf_counter() - start) * 1e3
-            if self.slowdown > 1 and graphs == self._graphs():  # recording is not what a device is slow at
+            if self.slowdown > 1 and graphs == self._graphs():  # capturing is not what a device is slow at
                 time.sleep(spent / 1e3 * (self.slowdown - 1))
                 spent *= self.slowdown
             stop = self.on_nan == "stop"
@@ -193,9 +193,9 @@ class Step:
         return result
 
     def _forget(self) -> None:
-        for recordings in (self.captures, self.common):
-            if recordings is not None:
-                recordings.forget()
+        for captures in (self.captures, self.common):
+            if captures is not None:
+                captures.forget()
 
     def _graphs(self) -> int:
         return sum(made.num_graphs for made in (self.captures, self.common) if made is not None)
@@ -366,15 +366,15 @@ class Step:
         if self._graphs():
             torch.autograd.graph.increment_version(list(self.model.parameters()))
 
-    def drop_recordings(self) -> None:
-        """Give back the device memory of what was recorded; garbage collection would do it some day."""
+    def drop_captures(self) -> None:
+        """Give back the device memory of what was captured; garbage collection would do it some day."""
         self._forget()
 
     def invalidate_if_changed(self) -> None:
         """Be told that somebody may have changed the model or the optimiser."""
-        for recordings in (self.captures, self.common):
-            if recordings is not None:
-                recordings.invalidate_if_changed()
+        for captures in (self.captures, self.common):
+            if captures is not None:
+                captures.invalidate_if_changed()
 
     def loaded(self) -> None:
         """Be told that parameters and buffers were replaced from outside, modules changed, or others learn now."""

@@ -161,8 +161,8 @@ class Tall(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(8, 100) for _ in range(8))
 
 
-def test_recorded_sums_are_few_and_what_is_full_last_is_small(monkeypatch):
-    monkeypatch.setattr(gradients, "RECORDED_BUCKET", 2000)
+def test_captured_sums_are_few_and_what_is_full_last_is_small(monkeypatch):
+    monkeypatch.setattr(gradients, "CAPTURED_BUCKET", 2000)
     monkeypatch.setattr(gradients, "GRADIENT_BUCKET", 500)
     model = Tall()
     total = GradientSum(Ranks(), model)

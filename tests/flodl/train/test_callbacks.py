@@ -232,11 +232,11 @@ def test_a_16_bit_model_is_averaged_in_float32() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
-def test_recording_goes_on_with_an_average_and_lookers_on_and_not_around_the_backward_pass(
+def test_capturing_goes_on_with_an_average_and_lookers_on_and_not_around_the_backward_pass(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What would be recorded on CUDA is decided in `choose_route`; a recorder stands in for the device's."""
-    monkeypatch.setattr("flodl.train.route.make_recorder", lambda device, settings: object())
+    """What would be captured on CUDA is decided in `choose_route`; a capturer stands in for the device's."""
+    monkeypatch.setattr("flodl.train.route.make_capturer", lambda device, settings: object())
     for callbacks, ema, refused in (((), 0.9, False), ((Notes(),), None, True), ((Doubles(),), None, True)):
         settings = Settings(callbacks=callbacks, ema=ema, capture=True)
         trainer = Trainer(make_model("cpu"), adamw(1e-3), step, settings=settings, ranks=join_ranks(device="cpu"))

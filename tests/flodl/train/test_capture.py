@@ -1,4 +1,4 @@
-"""A recorded step is the ordinary step: the same numbers, and nothing trained, lost or repeated by recording."""
+"""A captured step is the ordinary step: the same numbers, and nothing trained, lost or repeated by capturing."""
 
 import random
 from contextlib import nullcontext
@@ -26,18 +26,18 @@ ROWS, WIDTH, CLASSES = 40, 6, 3
 
 
 class Repeats:
-    """Stands in for recording where there is no CUDA: a replay runs the step again, on the inputs kept for it."""
+    """Stands in for capturing where there is no CUDA: a replay runs the step again, on the inputs kept for it."""
 
     def __init__(self, fault=None, waits=0):
         self.fault, self.waits = fault, waits
-        self.watched = self.recorded = self.replayed = 0
+        self.watched = self.captured = self.replayed = 0
 
     def watch(self, run):
         self.watched += 1
         return run(), "it waits" if self.watched <= self.waits else None
 
-    def record(self, run):
-        self.recorded += 1
+    def capture(self, run):
+        self.captured += 1
         if self.fault is not None:
             self.fault()
 
@@ -84,13 +84,13 @@ def counted(model, batch):
 
 
 def run(
-    recorder, monkeypatch, *, model=make_model, train_step=step, data=None, optimizer=None, device="cpu", **settings
+    capturer, monkeypatch, *, model=make_model, train_step=step, data=None, optimizer=None, device="cpu", **settings
 ):
-    """Return the losses, the weights and the warnings of a run whose steps go through ``recorder``."""
-    if recorder == "cuda":
+    """Return the losses, the weights and the warnings of a run whose steps go through ``capturer``."""
+    if capturer == "cuda":
         monkeypatch.undo()
     elif not settings.pop("recorder_is_cuda", False):
-        monkeypatch.setattr(route, "make_recorder", lambda device, settings: recorder)
+        monkeypatch.setattr(route, "make_capturer", lambda device, settings: capturer)
     losses, said = [], []
     builder = (
         Trainer.builder(model, optimizer or adamw(1e-2), train_step)
@@ -129,12 +129,12 @@ RECIPES = {
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_replayed_decided_on_the_device_and_decided_on_the_host_are_one(monkeypatch, recipe):
     settings = RECIPES[recipe]
-    recorder = Repeats()
-    replayed = run(recorder, monkeypatch, **settings)
+    capturer = Repeats()
+    replayed = run(capturer, monkeypatch, **settings)
     eager = run(Repeats(), monkeypatch, capture=False, **settings)
     host = run(None, monkeypatch, **settings)
     same(replayed, eager)
-    assert recorder.replayed > 0
+    assert capturer.replayed > 0
     assert len(host[0]) == len(replayed[0]) == 20 // settings.get("accumulate", 1) + (recipe == "accumulated") * 2
     assert replayed[0] == pytest.approx(host[0], rel=1e-5)
     for name, tensor in host[1].items():
@@ -142,11 +142,11 @@ def test_replayed_decided_on_the_device_and_decided_on_the_host_are_one(monkeypa
     assert replayed[2] == host[2] == []
 
 
-def test_one_recording_a_shape_after_one_ordinary_run(monkeypatch):
-    recorder = Repeats()
-    run(recorder, monkeypatch, data=make_data(rows=44), num_epochs=3)  # 5 batches of 8 and one of 4
-    assert (recorder.watched, recorder.recorded) == (2, 2)
-    assert recorder.replayed == 3 * 6 - 2
+def test_one_capture_a_shape_after_one_ordinary_run(monkeypatch):
+    capturer = Repeats()
+    run(capturer, monkeypatch, data=make_data(rows=44), num_epochs=3)  # 5 batches of 8 and one of 4
+    assert (capturer.watched, capturer.captured) == (2, 2)
+    assert capturer.replayed == 3 * 6 - 2
 
 
 def test_more_shapes_than_there_is_room_for_run_ordinarily(monkeypatch):
@@ -155,8 +155,8 @@ def test_more_shapes_than_there_is_room_for_run_ordinarily(monkeypatch):
     on_device = DeviceStep(
         model, adamw(1e-3)(model.parameters()), torch.device("cpu"), Precision("fp32", torch.device("cpu"))
     )
-    recorder = Repeats()
-    captures = Captures(on_device, recorder, said.append, most=2)
+    capturer = Repeats()
+    captures = Captures(on_device, capturer, said.append, most=2)
     data = make_data()
     for size in (4, 5, 6, 7) * 3:
         captures.run(step, [{name: part[:size] for name, part in data.items()}])
@@ -169,14 +169,14 @@ def test_a_key_sees_modes_frozen_parts_options_and_plain_values():
     model = make_model()
     optimizer = adamw(1e-3)(model.parameters())
     on_device = DeviceStep(model, optimizer, torch.device("cpu"), Precision("fp32", torch.device("cpu")))
-    recorder = Repeats()
-    captures = Captures(on_device, recorder, lambda text: None)
+    capturer = Repeats()
+    captures = Captures(on_device, capturer, lambda text: None)
     batch = make_data(8)
 
     def runs():
-        before = recorder.watched
+        before = capturer.watched
         captures.run(step, [batch])
-        return recorder.watched - before
+        return capturer.watched - before
 
     assert (runs(), runs(), runs()) == (1, 0, 0)
     model[3].eval()
@@ -217,8 +217,8 @@ def test_a_batch_in_one_piece_is_one_input_and_told_apart_by_what_lies_where():
     on_device = DeviceStep(
         model, adamw(1e-3)(model.parameters()), torch.device("cpu"), Precision("fp32", torch.device("cpu"))
     )
-    recorder = Repeats()
-    captures = Captures(on_device, recorder, pytest.fail)
+    capturer = Repeats()
+    captures = Captures(on_device, capturer, pytest.fail)
     assert flatten(batch(8), tensors := []) == flatten(batch(8), [])
     assert len(tensors) == 1
     assert flatten(batch(8), []) != flatten(batch(9), [])
@@ -229,7 +229,7 @@ def test_a_batch_in_one_piece_is_one_input_and_told_apart_by_what_lies_where():
         found.append((float(captures.run(step, [made]).row[0]), want))
         assert captures.num_graphs == (number > 0)
     assert all(got == want for got, want in found)
-    assert recorder.replayed == 3
+    assert capturer.replayed == 3
 
 
 def fails():
@@ -242,23 +242,23 @@ def draws():
 
 
 @pytest.mark.parametrize(
-    ("recorder", "text"),
+    ("capturer", "text"),
     [(Repeats(fails), "not permitted"), (Repeats(draws), "random numbers"), (Repeats(waits=9), "it waits")],
     ids=["fails", "draws on the host", "waits"],
 )
-def test_what_cannot_be_recorded_runs_on_with_the_same_numbers_and_one_line(monkeypatch, recorder, text):
-    found = run(recorder, monkeypatch, num_epochs=5)
+def test_what_cannot_be_captured_runs_on_with_the_same_numbers_and_one_line(monkeypatch, capturer, text):
+    found = run(capturer, monkeypatch, num_epochs=5)
     same(found, run(Repeats(), monkeypatch, num_epochs=5))
     assert len(found[2]) == 1
     assert text in found[2][0]
-    assert recorder.recorded <= 1
+    assert capturer.captured <= 1
 
 
 def test_a_first_run_that_waits_is_forgiven(monkeypatch):
-    recorder = Repeats(waits=1)
-    assert run(recorder, monkeypatch)[2] == []
-    assert recorder.watched == 2
-    assert recorder.replayed == 18
+    capturer = Repeats(waits=1)
+    assert run(capturer, monkeypatch)[2] == []
+    assert capturer.watched == 2
+    assert capturer.replayed == 18
 
 
 def test_asked_for_and_impossible_is_refused(monkeypatch):
@@ -271,7 +271,7 @@ def test_asked_for_and_impossible_is_refused(monkeypatch):
         run(Repeats(), monkeypatch, capture="always")
 
 
-def test_a_loop_of_ones_own_cannot_ask_for_recording():
+def test_a_loop_of_ones_own_cannot_ask_for_capture():
     trainer = Trainer.setup(make_model(), optimizer=adamw(1e-2), capture=True)
     with pytest.raises(TrainError, match="your own"):
         next(trainer.epochs(1))
@@ -307,7 +307,7 @@ def test_a_bad_step_stops_the_run_at_the_next_telling_and_no_step_after_it_moved
     def keep(epoch, trainer):
         kept["model"] = trainer.model
 
-    monkeypatch.setattr(route, "make_recorder", lambda device, settings: Repeats())
+    monkeypatch.setattr(route, "make_capturer", lambda device, settings: Repeats())
     built = Trainer.builder(make_model, adamw(1e-2), step).dataset(make_data(bad=29)).set(shuffle=False)
     with pytest.raises(TrainError, match="step 4: the loss is nan"):
         built.set(batch_size=8, num_epochs=4).epoch_fn(keep).run()
@@ -344,7 +344,7 @@ def test_a_rate_set_by_hand_reaches_the_device(monkeypatch):
         for group in trainer.optimizer.param_groups:
             group["lr"] = 0.0 if epoch == 1 else 1e-2
 
-    monkeypatch.setattr(route, "make_recorder", lambda device, settings: Repeats())
+    monkeypatch.setattr(route, "make_capturer", lambda device, settings: Repeats())
     states = []
     built = Trainer.builder(lambda device: make_model(norm=False), adamw(1e-2, weight_decay=0.0), step)
     built.dataset(make_data()).set(batch_size=8, num_epochs=3).epoch_fn(slower)
@@ -354,7 +354,7 @@ def test_a_rate_set_by_hand_reaches_the_device(monkeypatch):
 
 
 @pytest.mark.parametrize("breaks", [False, True])
-def test_a_run_that_is_over_keeps_no_recordings(monkeypatch, breaks):
+def test_a_run_that_is_over_keeps_no_captures(monkeypatch, breaks):
     seen = []
 
     def look(epoch, trainer):
@@ -362,7 +362,7 @@ def test_a_run_that_is_over_keeps_no_recordings(monkeypatch, breaks):
         if breaks and epoch == 2:
             raise ValueError("enough")
 
-    monkeypatch.setattr(route, "make_recorder", lambda device, settings: Repeats())
+    monkeypatch.setattr(route, "make_capturer", lambda device, settings: Repeats())
     built = Trainer.builder(make_model, adamw(1e-2), step).dataset(make_data())
     built.set(batch_size=8, num_epochs=3).epoch_fn(look)
     with pytest.raises(ValueError, match="enough") if breaks else nullcontext():
@@ -419,14 +419,14 @@ def test_waits_while_a_model_is_translated_are_not_the_steps(monkeypatch, slow):
         "compile",
         lambda module: setattr(module, "_compiled_call_impl", torch.compile(module._call_impl, backend="eager")),
     )
-    recorder = Compiles(slow)
+    capturer = Compiles(slow)
     settings = {"model": Own, "compile": True, "data": make_data(rows=46), "batch_size": 16, "num_epochs": 6}
-    found = run(recorder, monkeypatch, **settings)  # batches of 16 and of 14: the second size is translated anew
-    assert recorder.translated >= 2
-    assert (recorder.recorded == 0) == slow
+    found = run(capturer, monkeypatch, **settings)  # batches of 16 and of 14: the second size is translated anew
+    assert capturer.translated >= 2
+    assert (capturer.captured == 0) == slow
     assert len(found[2]) == slow
     if not slow:
-        assert recorder.recorded == 2
+        assert capturer.captured == 2
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------
@@ -442,7 +442,7 @@ def test_a_run_resumed_in_the_middle_of_an_epoch_goes_on_to_the_bit(monkeypatch,
     same((first[0] + second[0], second[1]), whole)
 
 
-def test_a_run_saved_where_steps_are_recorded_goes_on_where_they_are_not(monkeypatch, tmp_path):
+def test_a_run_saved_where_steps_are_captured_goes_on_where_they_are_not(monkeypatch, tmp_path):
     folder = str(tmp_path / "run")
     run(Repeats(), monkeypatch, folder=folder, max_steps=8)
     found = run(None, monkeypatch, folder=folder, resume=True)
@@ -496,13 +496,13 @@ def test_masks_differ_between_replays(monkeypatch):
     built.set(batch_size=8, num_epochs=6, capture=True).subscribe(
         lambda event: sums.append(event.metrics["mask"]), StepDone
     ).run()
-    assert len(seen) == 2  # once ordinarily, once recorded
+    assert len(seen) == 2  # once ordinarily, once captured
     assert len(set(sums)) > 25
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("how", ["waits", "branches", "draws"])
-def test_a_model_that_cannot_be_recorded_trains_on_a_gpu_like_any_other(monkeypatch, how):
+def test_a_model_that_cannot_be_captured_trains_on_a_gpu_like_any_other(monkeypatch, how):
     def odd(model, batch):
         loss = step(model, batch)
         if how == "waits":
@@ -522,13 +522,13 @@ def test_a_model_that_cannot_be_recorded_trains_on_a_gpu_like_any_other(monkeypa
 
 
 @pytest.mark.gpu
-def test_a_recording_that_breaks_leaves_the_device_usable(monkeypatch):
+def test_a_capture_that_breaks_leaves_the_device_usable(monkeypatch):
     calls = []
 
     def breaks(model, batch):
         calls.append(1)
         loss = step(model, batch)
-        if len(calls) == 2:  # while it is recorded
+        if len(calls) == 2:  # while it is captured
             torch.cuda.synchronize()
         return loss
 
@@ -536,7 +536,7 @@ def test_a_recording_that_breaks_leaves_the_device_usable(monkeypatch):
     found = run("cuda", monkeypatch, train_step=breaks, **settings)
     same(found, run("cuda", monkeypatch, train_step=step, capture=False, **settings))
     assert len(found[2]) == 1
-    # and another run records again
+    # and another run captures again
     assert run("cuda", monkeypatch, capture=True, **settings)[2] == []
 
 
@@ -551,7 +551,7 @@ def test_on_a_gpu_a_run_resumed_in_the_middle_goes_on_to_the_bit(monkeypatch, tm
 
 
 @pytest.mark.gpu
-def test_batches_made_ahead_by_another_thread_do_not_disturb_recording(monkeypatch):
+def test_batches_made_ahead_by_another_thread_do_not_disturb_capture(monkeypatch):
     rows = make_data(400)
     loader = DataLoader(TensorRows(rows), batch_size=8, device="cuda", mode="streaming", seed=1)
     settings = {"device": "cuda", "data": loader, "batch_size": None}
@@ -579,7 +579,7 @@ def test_between_tellings_nobody_waits_for_the_device(capture):
 
 
 @pytest.mark.gpu
-def test_a_regression_in_float64_is_recorded_too(monkeypatch):
+def test_a_regression_in_float64_is_captured_too(monkeypatch):
     def squares(model, batch):
         return mse_loss(model(batch["x"].double()).sum(-1), batch["y"].double())
 
@@ -587,34 +587,34 @@ def test_a_regression_in_float64_is_recorded_too(monkeypatch):
     same(run("cuda", monkeypatch, capture=True, **settings), run("cuda", monkeypatch, capture=False, **settings))
 
 
-def test_an_average_of_the_weights_and_lookers_on_leave_recording_as_it_is(monkeypatch):
+def test_an_average_of_the_weights_and_lookers_on_leave_capturing_as_it_is(monkeypatch):
     class Looks(Callback):
         steps = 0
 
         def on_step_end(self, trainer, result):
             self.steps += 1
 
-    looks, recorder = Looks(), Repeats()
-    recorded = run(recorder, monkeypatch, ema=0.9, callbacks=[looks])
-    assert recorder.replayed > 0
-    assert recorded[2] == []
-    assert looks.steps == len(recorded[0])
+    looks, capturer = Looks(), Repeats()
+    captured = run(capturer, monkeypatch, ema=0.9, callbacks=[looks])
+    assert capturer.replayed > 0
+    assert captured[2] == []
+    assert looks.steps == len(captured[0])
     plain = run(Repeats(), monkeypatch, ema=0.9, capture=False)
-    assert recorded[0] == plain[0]
-    assert all(torch.equal(recorded[1][name], tensor) for name, tensor in plain[1].items())
+    assert captured[0] == plain[0]
+    assert all(torch.equal(captured[1][name], tensor) for name, tensor in plain[1].items())
     weights = run(Repeats(), monkeypatch)[1]
-    assert not all(torch.equal(recorded[1][name], tensor) for name, tensor in weights.items())
+    assert not all(torch.equal(captured[1][name], tensor) for name, tensor in weights.items())
 
 
-def test_what_acts_around_the_backward_pass_is_not_recorded_and_says_so(monkeypatch):
+def test_what_acts_around_the_backward_pass_is_not_captured_and_says_so(monkeypatch):
     class Acts(Callback):
         def before_optimizer_step(self, trainer):
             for parameter in trainer.model.parameters():
                 parameter.grad.mul_(0.5)
 
-    recorder = Repeats()
-    _, _, said = run(recorder, monkeypatch, callbacks=[Acts()])
-    assert recorder.recorded == 0
+    capturer = Repeats()
+    _, _, said = run(capturer, monkeypatch, callbacks=[Acts()])
+    assert capturer.captured == 0
     assert len(said) == 1
     assert "Acts acts around the backward pass" in said[0]
     with pytest.raises(TrainError, match="acts around the backward pass"):

@@ -116,10 +116,10 @@ def test_kernels_decide_as_torch_does():
 
 @interpreted
 def test_figures_of_replays_are_kept_for_a_while_each_in_a_place_of_its_own(monkeypatch):
-    """On a processor recording runs once, so what is recorded stands for its first replay."""
+    """On a processor capturing runs once, so what is captured stands for its first replay."""
     check = make_judge(kernels=True)
     told(check(gradients(), torch.tensor(0.0), 1.0, apart=True))  # an ordinary step goes before
-    monkeypatch.setattr(decide, "_recording", lambda device: True)
+    monkeypatch.setattr(decide, "_capturing", lambda device: True)
     monkeypatch.setattr(GradientCheck, "_table", lambda self, plan, addresses: torch.tensor(addresses))
     assert check(gradients()[1:], torch.tensor(0.0), 1.0, apart=True).next_row is None  # no ordinary step of this shape
     found = []
@@ -136,16 +136,16 @@ def test_figures_of_replays_are_kept_for_a_while_each_in_a_place_of_its_own(monk
 
 
 @interpreted
-def test_room_for_a_recordings_addresses_is_made_before_it(monkeypatch):
+def test_room_for_the_addresses_of_a_capture_is_made_before_it(monkeypatch):
     check = make_judge(kernels=True)
     told(check(gradients(), torch.tensor(0.0), 1.0, apart=True))
     (plan,) = check._layouts.values()
     (room,) = plan.spare
-    monkeypatch.setattr(decide, "_recording", lambda device: True)
+    monkeypatch.setattr(decide, "_capturing", lambda device: True)
     grads = gradients()
     assert check._table(plan, [g.data_ptr() for g in grads]) is room
     assert check._layout_of(grads) is None  # a second one has no room yet
-    held = check.recorded()
+    held = check.finish_capture()
     assert room.tolist() == [g.data_ptr() for g in grads]
     assert held
     assert check._layout_of(grads) is plan
@@ -160,7 +160,7 @@ def test_kernels_decide_as_torch_does_on_a_gpu():
 
 
 @pytest.mark.gpu
-def test_a_recording_of_the_kernels_reads_its_own_gradients():
+def test_a_capture_of_the_kernels_reads_its_own_gradients():
     device = torch.device("cuda", 0)
     check = GradientCheck(device)
     grads = gradients(device=device)
@@ -173,7 +173,7 @@ def test_a_recording_of_the_kernels_reads_its_own_gradients():
         del freed
         doubled = [2 * g for g in grads]
         decision = check(doubled, loss, 1.0, apart=True)
-    held = check.recorded()
+    held = check.finish_capture()
     graph.replay()
     assert told(decision)[3] == pytest.approx(2 * want[3], rel=1e-6)
     for g in grads:

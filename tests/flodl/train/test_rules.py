@@ -1,4 +1,4 @@
-"""Rules of a run: stopping, freezing, thawing and rates by trends; on ranks, in recorded steps, and resumed."""
+"""Rules of a run: stopping, freezing, thawing and rates by trends; on ranks, in captured steps, and resumed."""
 
 import pytest
 import torch
@@ -178,19 +178,19 @@ def test_metrics_of_training_and_of_evaluation_of_one_name_are_kept_apart():
 
 
 class Counts(Repeats):
-    """Tells at which recordings what learned."""
+    """Tells at which captured graphs what learned."""
 
     def __init__(self, model):
         super().__init__()
         self.model, self.learned = model, []
 
-    def record(self, run):
+    def capture(self, run):
         self.learned.append(sum(p.requires_grad for p in self.model.parameters()))
-        return super().record(run)
+        return super().capture(run)
 
 
 @pytest.mark.parametrize("optimizer", [adamw(1e-2), sgd(0.05, momentum=0.9)])
-def test_recorded_steps_are_recorded_anew_and_compute_the_same(monkeypatch, optimizer):
+def test_captured_steps_are_captured_anew_and_compute_the_same(monkeypatch, optimizer):
     rules = (
         freeze_when("encoder", after_epochs(1)),
         thaw_when("encoder", after_epochs(2)),
@@ -198,15 +198,15 @@ def test_recorded_steps_are_recorded_anew_and_compute_the_same(monkeypatch, opti
     )
     plain, reference = told(run(*rules, optimizer=optimizer, capture=False))
     model = make_model()
-    recorder = Counts(model)
-    monkeypatch.setattr(route, "make_recorder", lambda device, settings: recorder)
-    recorded, handle = told(run(*rules, model=model, optimizer=optimizer))
+    capturer = Counts(model)
+    monkeypatch.setattr(route, "make_capturer", lambda device, settings: capturer)
+    captured, handle = told(run(*rules, model=model, optimizer=optimizer))
     assert (
-        decisions(recorded)
+        decisions(captured)
         == decisions(plain)
         == [("freeze", "encoder", 6), ("thaw", "encoder", 12), ("rate", "head_0", 18)]
     )
-    assert recorder.learned == [6, 4, 6, 6]  # batches of 4 in each epoch; the one of 2 comes once and is not recorded
+    assert capturer.learned == [6, 4, 6, 6]  # batches of 4 in each epoch; the one of 2 comes once and is not captured
     for p, q in zip(handle.model.parameters(), reference.model.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
 

@@ -1,4 +1,4 @@
-"""Steps of all ranks decided on the device: those decided on the host, whoever records, lacks data or gradients."""
+"""Steps of all ranks decided on the device: those decided on the host, whoever captures, lacks data or gradients."""
 
 import math
 import os
@@ -21,12 +21,12 @@ ROWS, WIDTH, CLASSES = 43, 6, 3
 
 
 class Repeats:
-    """Stands in for recording where there is no CUDA: a replay runs the step again, on the inputs kept for it."""
+    """Stands in for capturing where there is no CUDA: a replay runs the step again, on the inputs kept for it."""
 
     def watch(self, run):
         return run(), None
 
-    def record(self, run):
+    def capture(self, run):
         return run
 
     def beside(self, ranks):
@@ -65,7 +65,7 @@ class Mark:
     def __init__(self, seen, number):
         self.seen, self.number = seen, number
 
-    def record(self):
+    def capture(self):
         self.seen.append(("full", self.number))
 
     def wait(self):
@@ -117,8 +117,8 @@ def make_data(bad=None):
     return TensorRows({"x": x, "y": torch.randint(0, CLASSES, (ROWS,), generator=g)})
 
 
-def run(recorder, monkeypatch, *, ranks=2, model=with_norm, train_step=plain, optimizer=None, bad=None, **settings):
-    monkeypatch.setattr(route, "make_recorder", lambda device, settings: recorder)
+def run(capturer, monkeypatch, *, ranks=2, model=with_norm, train_step=plain, optimizer=None, bad=None, **settings):
+    monkeypatch.setattr(route, "make_capturer", lambda device, settings: capturer)
     steps, ends = [], []
     trained = (
         Trainer.builder(model, optimizer or adamw(1e-2), train_step)
@@ -179,7 +179,7 @@ def layered(device):
 def looks(epoch, trainer):
     """Compare what happened in the epoch before with what is to happen in each of its steps."""
     if epoch == 0:
-        gradients.RECORDED_BUCKET = 80  # each layer travels alone
+        gradients.CAPTURED_BUCKET = 80  # each layer travels alone
         first = trainer.model[0].weight
         first.register_hook(lambda grad: trainer.step_.common.step.overlap.seen.append("the last gradient comes"))
         return
@@ -191,18 +191,18 @@ def looks(epoch, trainer):
 
 
 def test_buckets_are_full_before_the_pass_is_over_and_sent_in_order(monkeypatch):
-    monkeypatch.setattr(route, "make_recorder", lambda device, settings: Early())
+    monkeypatch.setattr(route, "make_capturer", lambda device, settings: Early())
     built = Trainer.builder(layered, adamw(1e-2), plain).dataset(make_data()).batch_size(8).num_epochs(2)
     built.policy("sync").epoch_fn(looks).devices(2, start="fork").run().join()
 
 
 class BreaksOnOne(Repeats):
-    """Cannot record the end of a step on rank 1."""
+    """Cannot capture the end of a step on rank 1."""
 
     def beside(self, ranks):
         made = Repeats()
         if ranks.rank == 1:
-            made.record = self._fail
+            made.capture = self._fail
         return made, None
 
     def _fail(self, run):
@@ -210,7 +210,7 @@ class BreaksOnOne(Repeats):
 
 
 def test_where_one_rank_cannot_record_the_end_of_a_step_none_does_and_the_numbers_are_the_same(monkeypatch):
-    expected, found = (run(recorder(), monkeypatch, check_every=1) for recorder in (Repeats, BreaksOnOne))
+    expected, found = (run(capturer(), monkeypatch, check_every=1) for capturer in (Repeats, BreaksOnOne))
     assert [s.loss for s in found[0]] == [s.loss for s in expected[0]]
     for name, tensor in expected[1].state_dict().items():
         assert torch.equal(found[1].state_dict()[name], tensor), name
@@ -221,12 +221,12 @@ TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA d
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_recordings_are_ordered_by_events():
+def test_captured_graphs_are_ordered_by_events():
     assert fault_of(torch.device("cuda", 0)) is None
 
 
 def tells(epoch, trainer):
-    """Leave word of what is recorded on this rank."""
+    """Leave word of what is captured on this rank."""
     common = trainer.step_.common
     if epoch == 1 and common is not None:
         overlap = common.step.overlap is not None
@@ -236,7 +236,7 @@ def tells(epoch, trainer):
 @TWO
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", ["plain", "accumulated", "clip"])
-def test_on_two_gpus_recorded_sums_are_those_of_ordinary_steps(monkeypatch, tmp_path, recipe):
+def test_on_two_gpus_captured_sums_are_those_of_ordinary_steps(monkeypatch, tmp_path, recipe):
     monkeypatch.setenv("FLODL_TEST_TOLD", str(tmp_path))
     found = []
     for capture in (False, True):
@@ -283,7 +283,7 @@ class StopsAt:
 
 
 def test_one_rank_that_wishes_to_stop_stops_all(monkeypatch):
-    monkeypatch.setattr(route, "make_recorder", lambda device, settings: Repeats())
+    monkeypatch.setattr(route, "make_capturer", lambda device, settings: Repeats())
     built = Trainer.builder(with_norm, adamw(1e-2), plain).dataset(make_data()).batch_size(8).num_epochs(9)
     seen = []
     built.set(log_every=1)  # figures are told when all ranks have them, one step late
@@ -297,8 +297,8 @@ def freezes(epoch, trainer):
 
 def test_what_is_trained_may_change_between_epochs(monkeypatch):
     found = []
-    for recorder in (None, Repeats()):
-        monkeypatch.setattr(route, "make_recorder", lambda device, settings, recorder=recorder: recorder)
+    for capturer in (None, Repeats()):
+        monkeypatch.setattr(route, "make_capturer", lambda device, settings, capturer=capturer: capturer)
         built = Trainer.builder(without_norm, adamw(1e-2), counted).dataset(make_data()).batch_size(8).num_epochs(3)
         found.append(built.set(check_every=1).epoch_fn(freezes).devices(2, start="fork").run().join())
     for name, tensor in found[0].parameters.items():

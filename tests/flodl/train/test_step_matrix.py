@@ -18,14 +18,14 @@ LR, SLOW = 1e-2, 0.25
 
 
 class Repeats:
-    """Stands in for recording where there is no CUDA: a replay runs the step again, on the inputs kept for it."""
+    """Stands in for capturing where there is no CUDA: a replay runs the step again, on the inputs kept for it."""
 
     replayed = 0
 
     def watch(self, run):
         return run(), None
 
-    def record(self, run):
+    def capture(self, run):
         def replay():
             Repeats.replayed += 1
             return run()
@@ -71,7 +71,7 @@ PARTS = {
     "clipped": {"max_grad_norm": 0.05},
 }
 RECIPES = {**PARTS, "all of them": {name: value for part in PARTS.values() for name, value in part.items()}}
-WAYS = ("host", "device", "recorded", "own loop")
+WAYS = ("host", "device", "captured", "own loop")
 
 
 def by_hand(recipe, train_step):
@@ -125,10 +125,10 @@ def trained(way, ranks, recipe, train_step, monkeypatch):
         found = launch(own_loop, (recipe, train_step), ranks=2, start="fork", timeout_s=30).wait()
         assert found[0] == found[1]
         return found[0]
-    recorder = None if way == "host" else Repeats()
-    monkeypatch.setattr(route, "make_recorder", lambda device, settings: recorder)
+    capturer = None if way == "host" else Repeats()
+    monkeypatch.setattr(route, "make_capturer", lambda device, settings: capturer)
     built = Trainer.builder(make_model, adamw(LR, weight_decay=0.1), train_step).dataset(make_data())
-    built.set(**settings_of(recipe, ranks), num_epochs=EPOCHS, policy="sync", capture=way == "recorded" or "auto")
+    built.set(**settings_of(recipe, ranks), num_epochs=EPOCHS, policy="sync", capture=way == "captured" or "auto")
     if way == "device":
         built.set(capture=False)
     if ranks == 2:
@@ -150,4 +150,4 @@ def test_every_way_is_the_plain_loop(way, ranks, name, train_step, monkeypatch):
         # a clip factor and a rate on the device are float32, and AdamW makes much of little
         torch.testing.assert_close(given, expected, rtol=0, atol=1e-12 if way in ("host", "own loop") else 2e-6)
     if ranks == 1:
-        assert (Repeats.replayed > before) == (way == "recorded")
+        assert (Repeats.replayed > before) == (way == "captured")

@@ -206,34 +206,34 @@ def test_a_scalar_recorded_in_a_step_belongs_to_the_step():
 
 
 @pytest.mark.parametrize("log_every", [1, 4, 100])
-def test_recorded_steps_tell_what_ordinary_ones_do(monkeypatch, log_every):
+def test_captured_steps_tell_what_ordinary_ones_do(monkeypatch, log_every):
     plain, _ = watched(run(make_model(), watch=WATCH, capture=False))
-    recorder = Repeats()
-    monkeypatch.setattr(route, "make_recorder", lambda device, settings: recorder)
-    recorded, handle = watched(run(make_model(), watch=WATCH, log_every=log_every))
-    assert (recorder.recorded, recorder.replayed) == (2, 10)  # two shapes of batch, each run once before it is recorded
-    close(values(recorded, "step"), values(plain, "step"))
-    close(values(recorded, "epoch"), values(plain, "epoch"))
-    assert [e.step for e in recorded if isinstance(e, Observed) and e.scope == "step"] == list(range(1, 13))
+    capturer = Repeats()
+    monkeypatch.setattr(route, "make_capturer", lambda device, settings: capturer)
+    captured, handle = watched(run(make_model(), watch=WATCH, log_every=log_every))
+    assert (capturer.captured, capturer.replayed) == (2, 10)  # two shapes of batch, each run once before it is captured
+    close(values(captured, "step"), values(plain, "step"))
+    close(values(captured, "epoch"), values(plain, "epoch"))
+    assert [e.step for e in captured if isinstance(e, Observed) and e.scope == "step"] == list(range(1, 13))
     assert handle.model.trend("head_0").values() == pytest.approx([v["head_0"] for v in values(plain, "epoch")])
 
 
 class Static(Repeats):
-    """A recording whose tensors stay where they are, as those of a CUDA graph do."""
+    """A captured graph whose tensors stay where they are, as those of a CUDA graph do."""
 
-    def record(self, run):
-        self.recorded += 1
+    def capture(self, run):
+        self.captured += 1
         made = run()
         return lambda: replace(made)
 
 
 def test_tags_can_be_asked_for_after_a_replay(monkeypatch):
-    """Each recording writes to tensors of its own, and a graph shows those of the one that was replayed last."""
+    """Each capturing writes to tensors of its own, and a graph shows those of the one that was replayed last."""
     shapes = []
 
     model = make_model()
     model.watch("out")
-    monkeypatch.setattr(route, "make_recorder", lambda device, settings: Static())
+    monkeypatch.setattr(route, "make_capturer", lambda device, settings: Static())
     trainer = run(model, num_epochs=3)
 
     class After(Callback):
@@ -245,9 +245,9 @@ def test_tags_can_be_asked_for_after_a_replay(monkeypatch):
     assert {rows for rows, _, _ in shapes} == {2, 4}
 
 
-def test_a_number_of_python_would_stay_what_it_was_so_such_a_step_is_not_recorded(monkeypatch):
-    recorder = Repeats()
-    monkeypatch.setattr(route, "make_recorder", lambda device, settings: recorder)
+def test_a_number_of_python_would_stay_what_it_was_so_such_a_step_is_not_captured(monkeypatch):
+    capturer = Repeats()
+    monkeypatch.setattr(route, "make_capturer", lambda device, settings: capturer)
     counted = iter(range(100))
 
     def counting(model, batch):
@@ -256,7 +256,7 @@ def test_a_number_of_python_would_stay_what_it_was_so_such_a_step_is_not_recorde
 
     seen, _ = watched(run(make_model(), counting))
     assert [v["turn"] for v in values(seen, "step")] == list(range(12))
-    assert recorder.recorded == 0
+    assert capturer.captured == 0
     warned = [event.message for event in seen if isinstance(event, Warned)]
     assert warned == [
         "capture: steps run one operation at a time, with the same numbers, because turn is told as a number of "

@@ -140,7 +140,7 @@ def test_what_cannot_be_together_is_refused(base: Path) -> None:
 
 
 class Replays:
-    """Stands for CUDA graphs: what is recorded is computed again from the recording's own tensors."""
+    """Stands for CUDA graphs: what is captured is computed again from the captured graph's own tensors."""
 
     def __init__(self) -> None:
         self.replayed = 0
@@ -148,7 +148,7 @@ class Replays:
     def watch(self, run: Any) -> tuple[Any, None]:
         return run(), None
 
-    def record(self, run: Any) -> Any:
+    def capture(self, run: Any) -> Any:
         def replay() -> Any:
             self.replayed += 1
             return run()
@@ -159,12 +159,12 @@ class Replays:
         return self, None
 
 
-def test_recorded_steps_have_the_noise_of_their_own_rows(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_steps_have_the_noise_of_their_own_rows(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job, "_layout", lambda options: "bucketed")
     given: dict[str, Any] = {"max_steps": 8, "epochs": 4, "optimizer": "adamw", "lr": 1e-3, "ema": 0.9}
     rows = TABLES["sequence_classification"](24)
-    recorder = Replays()
+    capturer = Replays()
     plain = weights(base, rows, capture=False, **given)
-    monkeypatch.setattr(route, "make_recorder", lambda device, settings: recorder)
+    monkeypatch.setattr(route, "make_capturer", lambda device, settings: capturer)
     assert close(weights(base, rows, **given), plain)
-    assert recorder.replayed >= 4
+    assert capturer.replayed >= 4
