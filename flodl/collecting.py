@@ -1,4 +1,4 @@
-"""Garbage collection put off, by any number of threads at once.
+"""Garbage collection paused, by any number of threads at once.
 
 Decides nothing but that. A program that has switched collection off finds it off.
 """
@@ -19,12 +19,12 @@ _WAS_ON = False
 
 @contextmanager
 def gc_paused(*, settled: bool = False) -> Iterator[None]:
-    """Put garbage collection off: while much is made that stays, or while freeing a tensor would do harm.
+    """Pause garbage collection: while much is made that stays, or while freeing a tensor would do harm.
 
     Threads may overlap; it is on again when the last one leaves.
 
     Args:
-        settled: what is here then counts as old, without a look at it, so that no sweep through it all is due next.
+        settled: what exists then counts as old without being scanned, so that no full collection is due next.
     """
     global _INSIDE, _WAS_ON
     with _LOCK:

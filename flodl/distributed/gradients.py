@@ -142,7 +142,7 @@ class GradientSum:
         return next(number for number, places in enumerate(self._buckets) if place in places)
 
     def _note(self, place: int, bucket: int) -> None:
-        """Be told by a hook that the gradient of a parameter is whole."""
+        """Note, told by a hook, that the gradient of a parameter is whole."""
         if not self._watching:
             return
         if self._full[bucket]:

@@ -134,7 +134,7 @@ class Sync:
             yield list(range(self.position, last)), None if self.ranks.solo else self.ratios
 
     def after_step(self, turn: int, samples: int, compute_ms: float, flags: Sequence[float]) -> Round | None:
-        """Be told that this rank did its part of ``turn``; Sync has no rounds."""
+        """Note that this rank did its part of ``turn``; Sync has no rounds."""
         self.position = turn + 1
         self.steps += 1
         self._ms += compute_ms
@@ -278,7 +278,7 @@ class LocalSteps:
     # ---- meeting -------------------------------------------------------------------------------------
 
     def after_step(self, turn: int, samples: int, compute_ms: float, flags: Sequence[float]) -> Round | None:
-        """Be told that this rank did ``turn``; average if it is time, and return the round then."""
+        """Note that this rank did ``turn``; average if it is time, and return the round then."""
         self.pending.remove(turn)
         self._times.append(compute_ms)
         self._samples += samples

@@ -31,7 +31,7 @@ class GraphSteps:
         self.refresh()
 
     def refresh(self) -> None:
-        """Be told that the model, or what is watched in it, may have changed."""
+        """Note that the model, or what is watched in it, may have changed."""
         self._graphs = list(_outermost(self.model))
         self._keeping = [graph for graph in self._graphs if any(map(_keeps, graph.modules()))]
 

@@ -3,6 +3,8 @@
 The pieces: `Trainer` (the loop), `Step` (one optimiser step), `Loss` (a sum and a count), `Settings`,
 events to subscribe to, optimiser factories and parameter groups. How ranks share work is in
 `flodl.distributed`; what batches are in `flodl.data`.
+
+To read it: `settings`, `core` (what a run consists of), `loop` (what surrounds steps), `trainer`; then `step`.
 """
 
 from flodl.train.builder import TrainerBuilder

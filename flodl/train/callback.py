@@ -31,41 +31,41 @@ class Callback:
     """
 
     def on_train_begin(self, trainer: Any) -> None:
-        """Be called when the run begins or goes on, after checkpoints were read."""
+        """Called when the run begins or goes on, after checkpoints were read."""
 
     def on_epoch_begin(self, trainer: Any, epoch: int) -> None:
-        """Be called before an epoch, the first being 0."""
+        """Called before an epoch, the first being 0."""
 
     def on_step_begin(self, trainer: Any, batches: Sequence[Any]) -> None:
-        """Be called before an optimiser step with this rank's micro-batches of it."""
+        """Called before an optimiser step with this rank's micro-batches of it."""
 
     def before_backward(self, trainer: Any, loss: Loss) -> Loss | None:
-        """Be called with the loss of a micro-batch; what is returned takes its place, None leaves it.
+        """Called with the loss of a micro-batch; what is returned takes its place, None leaves it.
 
         A loop of your own that calls ``loss.backward()`` instead of ``trainer.backward(loss)`` passes this by, and
         `after_backward` too.
         """
 
     def after_backward(self, trainer: Any) -> None:
-        """Be called when the gradient of a micro-batch was added to this rank's; a sum that nothing has divided yet."""
+        """Called when the gradient of a micro-batch was added to this rank's; a sum that nothing has divided yet."""
 
     def before_optimizer_step(self, trainer: Any) -> None:
-        """Be called when gradients are those of the whole step, the same on all ranks, before they are clipped."""
+        """Called when gradients are those of the whole step, the same on all ranks, before they are clipped."""
 
     def on_step_end(self, trainer: Any, result: StepResult) -> None:
-        """Be called when the step is done; on CUDA its figures may still be on the device (``result.outcome``)."""
+        """Called when the step is done; on CUDA its figures may still be on the device (``result.outcome``)."""
 
     def on_evaluate(self, trainer: Any, metrics: Mapping[str, float]) -> None:
-        """Be called with the figures of an evaluation, the same on all ranks."""
+        """Called with the figures of an evaluation, the same on all ranks."""
 
     def on_epoch_end(self, trainer: Any, epoch: int) -> None:
-        """Be called after an epoch and its evaluation, before its checkpoint."""
+        """Called after an epoch and its evaluation, before its checkpoint."""
 
     def on_train_end(self, trainer: Any) -> None:
-        """Be called when the run ended by itself."""
+        """Called when the run ended by itself."""
 
     def close(self, trainer: Any) -> None:
-        """Be called when the run is over, however it ended."""
+        """Called when the run is over, however it ended."""
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return JSON values that checkpoints hold, the same on all ranks."""

@@ -162,7 +162,7 @@ class TrainerCore:
         self.wishes.ask(wish)
 
     def model_was_replaced(self) -> None:
-        """Be told that parameters and buffers were overwritten on all ranks alike."""
+        """Note that parameters and buffers were overwritten on all ranks alike."""
         self.step_.loaded()
         if isinstance(self.policy, LocalSteps):
             self.policy.mean.buffers.refresh()

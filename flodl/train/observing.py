@@ -56,7 +56,7 @@ class Observing:
         return optimizer
 
     def refresh(self) -> None:
-        """Be told that the model, or what is watched in it, may have changed."""
+        """Note that the model, or what is watched in it, may have changed."""
         self.graphs.refresh()
         self.watching.refresh()
 

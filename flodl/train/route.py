@@ -1,7 +1,8 @@
 """How the steps of a run are carried out: captured and replayed, decided on the device, or step by step on the host.
 
 What each of these computes is in `flodl.train.step`. Captured are runs of `Trainer.builder` on a CUDA device in
-float32, TF32 or bfloat16 with Adam, AdamW or SGD, on one rank and on several. All others ask the device once a step.
+float32, TF32 or bfloat16 with Adam, AdamW or SGD, on one rank and on several. All others synchronise with it once
+per step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is told of steps: at once, or in windows while their figures travel from the device.
+"""Reports of steps: at once, or in windows while their figures are copied from the device.
 
 A step that was decided on the device leaves a row of numbers there. Rows are kept until a window is full, then
 brought over in one copy that nobody waits for; the window is told when it has arrived, its steps in order.
@@ -82,7 +82,7 @@ class StepLog:
         return bool(self._sent) and self._sent[0].arrived()
 
     def begin(self, device: torch.device) -> None:
-        """Be told that a step begins, to know how long the device takes."""
+        """Note that a step begins, to know how long the device takes."""
         if self._start is None and device.type == "cuda":
             self._start = torch.cuda.Event(enable_timing=True)
             self._start.record()

@@ -78,7 +78,7 @@ class Watching:
             self._undo.pop()()
 
     def refresh(self) -> None:
-        """Be told that the model, or what is watched in it, may have changed."""
+        """Note that the model, or what is watched in it, may have changed."""
         self._owners = {id(graph): name for name, graph in named_graphs(self.model)}
         self._tags: list[tuple[str, GraphCore, list[tuple[str, str, Reduce]]]] = []
         for name, graph in named_graphs(self.model):

@@ -117,7 +117,7 @@ class Saves:
         return True
 
     def begin(self) -> None:
-        """Be told that the run begins now."""
+        """Note that the run begins now."""
         self._since = time.monotonic()
 
     def close(self) -> None:

@@ -369,7 +369,7 @@ class CudaCapturer:
                 warnings.warn_explicit(other.message, other.category, other.filename, other.lineno)
         if not waits:
             return outcome, None
-        return outcome, f"it waits for the device at {waits[0].filename}:{waits[0].lineno}"
+        return outcome, f"it synchronises with the device at {waits[0].filename}:{waits[0].lineno}"
 
     def capture(self, run: Callable[[], Outcome]) -> Callable[[], Outcome]:
         """Return the replay of a new CUDA graph."""

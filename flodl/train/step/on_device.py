@@ -1,4 +1,4 @@
-"""The last parts of a step without a question to the device: what is to be decided is decided there.
+"""The last parts of a step without a synchronisation: what is to be decided is decided on the device.
 
 Whether the step counts (something was counted, loss and gradient are finite) is a number on the device that the fused
 optimiser heeds; the clip factor is one too, divided out inside the update. The figures come back as one row of

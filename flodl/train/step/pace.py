@@ -30,7 +30,7 @@ class StepTimes:
         self._before: tuple[Any, Any] | None = None
 
     def begin(self) -> None:
-        """Be told that a step is about to be sent."""
+        """Note that a step is about to be sent."""
         self._start = self._event()
         self._start.record()
 

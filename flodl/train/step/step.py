@@ -371,13 +371,13 @@ class Step:
         self._forget()
 
     def invalidate_if_changed(self) -> None:
-        """Be told that somebody may have changed the model or the optimiser."""
+        """Note that somebody may have changed the model or the optimiser."""
         for captures in (self.captures, self.common):
             if captures is not None:
                 captures.invalidate_if_changed()
 
     def loaded(self) -> None:
-        """Be told that parameters and buffers were replaced from outside, modules changed, or others learn now."""
+        """Note that parameters and buffers were replaced from outside, modules changed, or others learn now."""
         self._forget()
         if self._device_step is not None:
             make_ready(self.optimizer, self.ranks.device)
