@@ -1,9 +1,9 @@
 """The first part of a step: gradients of micro-batches added up where parameters are, sums and counts beside them.
 
 Gradients of *sums* of losses are added up, so that the same samples give the same step however they were cut; they are
-divided once, by the count of all (`flodl.train.step.on_device`). A step whose samples are one micro-batch of one rank divides
-before the backward pass instead, which is the same number and, to the bit, what a plain ``mean().backward()`` loop
-computes. Nothing here synchronises with the device, so all of it can be captured.
+divided once, by the count of all. A step whose samples are one micro-batch of one rank divides before the backward pass
+instead, which is the same number and, to the bit, what a plain ``mean().backward()`` loop computes. Nothing here
+synchronises with the device, so all of it can be captured.
 """
 
 from __future__ import annotations
