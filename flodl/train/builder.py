@@ -67,7 +67,7 @@ class TrainerBuilder:
         self._total: int | None = None
 
     def set(self, **settings: Any) -> TrainerBuilder:
-        """Set any fields of `flodl.train.Settings` or `flodl.distributed.policy.Knobs` by name.
+        """Set any fields of `flodl.train.Settings` or `flodl.distributed.rounds.Knobs` by name.
 
         Raises:
             TrainError: there is no such setting.

@@ -16,7 +16,9 @@ from torch import nn
 
 from flodl.distributed.average import model_tensors
 from flodl.distributed.group import Ranks
-from flodl.distributed.policy import LocalSteps, Sync, choose_policy, make_policy
+from flodl.distributed.local_steps import LocalSteps
+from flodl.distributed.policy import choose_policy, make_policy
+from flodl.distributed.sync import Sync
 from flodl.distributed.timeline import Timeline
 from flodl.errors import TrainError
 from flodl.train.callback import Hooks

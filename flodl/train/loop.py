@@ -14,7 +14,8 @@ from typing import Any
 from torch import nn
 
 from flodl.distributed.group import Ranks
-from flodl.distributed.policy import Round, Sync
+from flodl.distributed.rounds import Round
+from flodl.distributed.sync import Sync
 from flodl.distributed.timeline import Timeline
 from flodl.train.core import TrainerCore
 from flodl.train.evaluate import Callbacks

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from flodl.distributed.policy import Sync
+from flodl.distributed.sync import Sync
 from flodl.errors import TrainError
 from flodl.train.feed import as_feed
 from flodl.train.loop import Loop

@@ -9,7 +9,7 @@ from flodl.train.core import TrainerCore
 from flodl.train.events import EvalDone, Past, RunFailed, RunStarted, Synced, Warned
 
 if TYPE_CHECKING:
-    from flodl.distributed.policy import Round
+    from flodl.distributed.rounds import Round
 
 __all__ = ["evaluate_now", "report_failure", "report_round", "report_start"]
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flodl.distributed.policy import Sync
+from flodl.distributed.sync import Sync
 from flodl.errors import TrainError
 from flodl.train.core import TrainerCore
 from flodl.train.settings import Settings

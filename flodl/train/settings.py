@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from flodl.distributed.policy import Knobs
+from flodl.distributed.rounds import Knobs
 from flodl.errors import TrainError, nearest
 from flodl.train.callback import Callback
 from flodl.train.events import Subscriber

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flodl.distributed import Ranks
-from flodl.distributed.policy import Knobs, LocalSteps
+from flodl.distributed.local_steps import LocalSteps
+from flodl.distributed.rounds import Knobs
 from flodl.distributed.shares import chunk_size, ranges, ratios_from_ms, split, wants_chunk
 from flodl.errors import TrainError
 

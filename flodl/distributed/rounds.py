@@ -1,0 +1,68 @@
+"""The settings of policies, and what an averaging of ranks came to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flodl.distributed.cadence import ElChe
+
+__all__ = ["Knobs", "Round"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Knobs:
+    """The settings of policies; the meanings of the ElChe ones stand in `flodl.distributed.cadence`.
+
+    Attributes:
+        backend: ``"nccl"`` averages on the devices, ``"cpu"`` through host memory; None takes the device's.
+        shares: Sync only: fixed part of each batch per rank; ``"measured"`` follows speed; None is equal.
+        anchor: batches of the slowest rank in the first round.
+        max_anchor: upper bound of the anchor.
+        overhead_target: wanted sync time over compute time.
+        max_batch_diff: how many batches a rank may be ahead of the slowest in one round, and how much a
+            count may change at once; None for no bound, 0 for lockstep.
+        max_overshoot: Async: batches that a rank may do beyond its count before it waits; None adapts.
+        speed_hint: ``(slow rank, ratio)`` known before anything is measured.
+        divergence_threshold: see `DivergenceGuard`; None turns the guard off.
+        check_every: Sync: compare the parameters of all ranks bit by bit every so many steps; 0 never.
+    """
+
+    backend: str | None = None
+    shares: str | tuple[float, ...] | None = None
+    anchor: int = 10
+    max_anchor: int | None = None
+    overhead_target: float = 0.10
+    max_batch_diff: int | None = None
+    max_overshoot: int | None = None
+    speed_hint: tuple[int, float] | None = None
+    divergence_threshold: float | None = 0.05
+    check_every: int = 200
+
+
+@dataclass(frozen=True)
+class Round:
+    """One averaging, as every rank knows it afterwards.
+
+    Attributes:
+        number: counted from 1.
+        batches: turns of each rank since the last one.
+        work_ms: compute time of each rank in them.
+        sync_ms: this rank's time in the averaging, waiting included.
+        wait_ms: the part of it spent until the last rank had come.
+        divergence: the largest drift over ranks that is known.
+        held: whether all ranks are equal now and none has work under way.
+        all_dry: whether no rank has a turn of the epoch left.
+        flags: sums over ranks of the flags that were raised.
+        cadence: the controller after it.
+    """
+
+    number: int
+    batches: tuple[int, ...]
+    work_ms: tuple[float, ...]
+    sync_ms: float
+    wait_ms: float
+    divergence: float
+    held: bool
+    all_dry: bool
+    flags: tuple[float, ...]
+    cadence: ElChe

@@ -1,0 +1,103 @@
+"""The policy of equal ranks: each takes its share of every turn, and gradients are summed inside the step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from flodl.distributed.average import check_equal
+from flodl.distributed.group import Ranks
+from flodl.distributed.rounds import Knobs, Round
+from flodl.distributed.shares import ratios_from_ms
+from flodl.errors import TrainError
+
+__all__ = ["Sync"]
+
+CALIBRATION_STEPS = 10
+REBALANCE_STEPS = 50
+
+
+class Sync:
+    """Every rank takes a share of every turn; nothing to average afterwards.
+
+    Args:
+        ranks: who takes part.
+        knobs: ``shares`` and ``check_every`` matter here.
+    """
+
+    name = "sync"
+    shares_gradients = True
+
+    def __init__(self, ranks: Ranks, model: nn.Module, knobs: Knobs) -> None:
+        self.ranks, self.model, self.knobs = ranks, model, knobs
+        self.position = 0
+        self.steps = 0
+        given = knobs.shares
+        if isinstance(given, tuple) and len(given) != ranks.world:
+            raise TrainError(
+                f"shares: found {len(given)} for {ranks.world} ranks; give one for each.",
+                shares=given,
+                world=ranks.world,
+            )
+        self.ratios = given if isinstance(given, tuple) else (1.0,) * ranks.world
+        self._ms = 0.0
+        self._samples = 0
+
+    def turns(self, total: int) -> Iterator[tuple[list[int], tuple[float, ...] | None]]:
+        """Yield ``(turns to do next, shares)`` until the epoch's ``total`` turns are done."""
+        while self.position < total:
+            last = total
+            if self.knobs.shares == "measured" and not self.ranks.solo:
+                due = CALIBRATION_STEPS if self.steps < CALIBRATION_STEPS else REBALANCE_STEPS
+                last = min(total, self.position + due)
+            yield list(range(self.position, last)), None if self.ranks.solo else self.ratios
+
+    def after_step(self, turn: int, samples: int, compute_ms: float, flags: Sequence[float]) -> Round | None:
+        """Note that this rank did its part of ``turn``; Sync has no rounds."""
+        self.position = turn + 1
+        self.steps += 1
+        self._ms += compute_ms
+        self._samples += samples
+        if self.knobs.check_every and self.steps % self.knobs.check_every == 0:
+            check_equal(self.ranks, self.model, self.steps)
+        if self.knobs.shares == "measured" and not self.ranks.solo and self._due():
+            rows = self.ranks.table([self._ms / self._samples if self._samples else 0.0])
+            self.ratios = tuple(ratios_from_ms([row[0] for row in rows]))
+            self._ms, self._samples = 0.0, 0
+        return None
+
+    def _due(self) -> bool:
+        return self.steps == CALIBRATION_STEPS or self.steps % REBALANCE_STEPS == 0
+
+    def close_epoch(self, flags: Sequence[float]) -> list[Round]:
+        """Return to the first turn, for the next epoch."""
+        self.position = 0
+        return []
+
+    @property
+    def lr_step(self) -> int:
+        """The step number that schedules see."""
+        return self.steps
+
+    @property
+    def speeds(self) -> tuple[float, ...]:
+        """How fast ranks are in proportion, as far as is known; the same on all ranks."""
+        return self.ratios
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place in the epoch and the shares, as JSON values; equal on all ranks."""
+        return {"position": self.position, "steps": self.steps, "ratios": list(self.ratios)}
+
+    def own_state(self) -> dict[str, Any]:
+        """Return what only this rank knows."""
+        return {"ms": self._ms, "samples": self._samples}
+
+    def load_state_dict(self, state: dict[str, Any], own: Sequence[dict[str, Any]]) -> None:
+        """Take up a saved place; ``own`` has what each saved rank knew."""
+        self.position, self.steps = state["position"], state["steps"]
+        if len(state["ratios"]) == self.ranks.world:
+            self.ratios = tuple(state["ratios"])
+        if self.ranks.rank < len(own):
+            self._ms, self._samples = own[self.ranks.rank]["ms"], own[self.ranks.rank]["samples"]
