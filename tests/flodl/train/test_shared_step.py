@@ -65,7 +65,7 @@ class Mark:
     def __init__(self, seen, number):
         self.seen, self.number = seen, number
 
-    def capture(self):
+    def record(self):
         self.seen.append(("full", self.number))
 
     def wait(self):

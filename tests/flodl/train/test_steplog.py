@@ -41,7 +41,7 @@ class Clock:
     def __init__(self, **_):
         self.at = 0.0
 
-    def capture(self):
+    def record(self):
         Clock.now += 12.0
         self.at = Clock.now
 
