@@ -97,20 +97,20 @@ def test_the_gradient_of_a_look_is_that_of_the_step():
 @pytest.mark.parametrize("recorded", [False, True])
 def test_looking_on_changes_no_number(monkeypatch, recorded):
     class Repeats:
-        """Stands in for recording where there is no CUDA."""
+        """Stands in for capture where there is no CUDA."""
 
         def watch(self, run):
             return run(), None
 
-        def record(self, run):
+        def capture(self, run):
             return run
 
         def beside(self, ranks):
             return self, None
 
     if recorded:
-        monkeypatch.setattr("flodl.train.route.make_recorder", lambda device, settings: Repeats())
-        assert capture.Recorder is not None
+        monkeypatch.setattr("flodl.train.route.make_capturer", lambda device, settings: Repeats())
+        assert capture.Capturer is not None
     monkeypatch.setattr("flodl.monitor.probe.EVERY_S", 0.0)
     monkeypatch.setattr("flodl.monitor.probe.REST", 0.0)
     plain = builder(None).run().join()
