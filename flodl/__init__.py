@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from flodl.errors import FlodlError, GraphBuildError, GraphError, GraphPathError
-from flodl.graph import (
-    ArgmaxSelector,
-    FixedSelector,
-    FlowBuilder,
-    Graph,
-    LearnedHalt,
-    Reshape,
-    SigmoidRouter,
-    SoftmaxRouter,
-    StateAdd,
-    ThresholdHalt,
-    TraceEmit,
-    forward_via_step,
-)
 
 if TYPE_CHECKING:
+    from flodl.graph import (
+        ArgmaxSelector,
+        FixedSelector,
+        FlowBuilder,
+        Graph,
+        LearnedHalt,
+        Reshape,
+        SigmoidRouter,
+        SoftmaxRouter,
+        StateAdd,
+        ThresholdHalt,
+        TraceEmit,
+        forward_via_step,
+    )
     from flodl.train import Trainer
 
 __all__ = [
@@ -45,9 +46,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Training is imported by those who train: predicting must not pay for it.
-    if name == "Trainer":
-        from flodl.train import Trainer
-
-        return Trainer
+    # Graphs bring torch, which names and errors do without; training is imported by those who train.
+    if name in __all__:
+        found = getattr(import_module("flodl.train" if name == "Trainer" else "flodl.graph"), name)
+        globals()[name] = found
+        return found
     raise AttributeError(f"module 'flodl' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

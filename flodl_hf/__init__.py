@@ -11,21 +11,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from flodl_hf.collecting import without_collecting
-
-# Where torch comes in with this import, its million objects are not swept over and over.
-with without_collecting():
-    from flodl_hf.auto import (
-        AutoConfig,
-        AutoModel,
-        AutoModelForMaskedLM,
-        AutoModelForQuestionAnswering,
-        AutoModelForSequenceClassification,
-        AutoModelForTokenClassification,
-        load,
-    )
+from flodl_hf.auto import (
+    AutoModel,
+    AutoModelForMaskedLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    load,
+)
 
 if TYPE_CHECKING:
+    from flodl_hf.auto import AutoConfig
     from flodl_hf.bulk import predict_file
     from flodl_hf.finetuning import finetune
     from flodl_hf.pipelines import pipeline
@@ -47,7 +43,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # The tokenizer library, training and files of texts are only imported by those who ask for them.
+    # Torch comes with the first model; the tokenizer library, training and files of texts with those who ask for them.
+    if name == "AutoConfig":
+        from flodl_hf.auto import AutoConfig
+
+        return AutoConfig
     if name == "AutoTokenizer":
         from flodl_hf.tokenizer import Tokenizer
 

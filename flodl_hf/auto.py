@@ -8,23 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Generic, NoReturn, TypeVar, Unpack
-
-import torch
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, TypeVar, Unpack
 
 from flodl.errors import CheckpointError, ConfigError, printable
-from flodl_hf.config import ModelConfig, read_config
+from flodl_hf.checkpoint.ahead import reading_ahead
+from flodl_hf.collecting import without_collecting
 from flodl_hf.head_names import names_of
-from flodl_hf.heads import HEADS
-from flodl_hf.heads.base import BaseModel
-from flodl_hf.heads.head import Head
-from flodl_hf.heads.masked_lm import MaskedLM
-from flodl_hf.heads.question_answering import QuestionAnswerer
-from flodl_hf.heads.sequence_classification import SequenceClassifier
-from flodl_hf.heads.token_classification import TokenClassifier
-from flodl_hf.loading import class_of, head_of
-from flodl_hf.model import EncoderModel, LoadKeywords
+from flodl_hf.opening import LoadKeywords, Opened
 from flodl_hf.words import LOAD, taking
+
+if TYPE_CHECKING:
+    import torch
+
+    from flodl_hf.config import ModelConfig
+    from flodl_hf.config import ModelConfig as AutoConfig
+    from flodl_hf.heads.base import BaseModel  # noqa: F401
+    from flodl_hf.heads.head import Head
+    from flodl_hf.heads.masked_lm import MaskedLM  # noqa: F401
+    from flodl_hf.heads.question_answering import QuestionAnswerer  # noqa: F401
+    from flodl_hf.heads.sequence_classification import SequenceClassifier  # noqa: F401
+    from flodl_hf.heads.token_classification import TokenClassifier  # noqa: F401
+    from flodl_hf.model import EncoderModel
 
 __all__ = [
     "AutoConfig",
@@ -37,59 +41,68 @@ __all__ = [
     "load",
 ]
 
-AutoConfig = ModelConfig
-ModelT = TypeVar("ModelT", bound=EncoderModel)
+ModelT = TypeVar("ModelT", bound="EncoderModel")
+
+
+def __getattr__(name: str) -> Any:
+    if name == "AutoConfig":
+        with without_collecting():
+            from flodl_hf.config import ModelConfig
+
+        return ModelConfig
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class _Door(Generic[ModelT]):
-    """A name users know, in front of the class that does the work."""
+    """A name users know, in front of the class that does the work, which comes with torch when it is asked for."""
 
-    _model: type[ModelT]
+    head: ClassVar[str]
 
     def __init__(self) -> NoReturn:
         name = type(self).__name__
         raise TypeError(f"{name} is not made by calling it; use {name}.from_pretrained(...) or {name}.from_config(...)")
 
     @classmethod
-    @taking(LOAD, ConfigError, like=EncoderModel.from_pretrained)
+    @taking(LOAD, ConfigError, like=Opened.from_pretrained)
     def from_pretrained(cls, name_or_path: str | Path, **options: Unpack[LoadKeywords]) -> ModelT:
         """Return the model that a folder or Hub repository holds; see `EncoderModel.from_pretrained`."""
-        return cls._model.from_pretrained(name_or_path, **options)
+        with reading_ahead(name_or_path, options):
+            return _class_of(cls.head).from_pretrained(name_or_path, **options)
 
     @classmethod
     def from_config(cls, config: ModelConfig, *, pooler: bool = True, dtype: torch.dtype | None = None) -> ModelT:
         """Return a model with fresh random weights; see `EncoderModel.from_config`."""
-        return cls._model.from_config(config, pooler=pooler, dtype=dtype)
+        return _class_of(cls.head).from_config(config, pooler=pooler, dtype=dtype)
 
 
-class AutoModel(_Door[BaseModel]):
+class AutoModel(_Door["BaseModel"]):
     """The encoder alone: token states, and embeddings of whole texts."""
 
-    _model = BaseModel
+    head = "base"
 
 
-class AutoModelForSequenceClassification(_Door[SequenceClassifier]):
+class AutoModelForSequenceClassification(_Door["SequenceClassifier"]):
     """Labels for whole texts."""
 
-    _model = SequenceClassifier
+    head = "sequence_classification"
 
 
-class AutoModelForTokenClassification(_Door[TokenClassifier]):
+class AutoModelForTokenClassification(_Door["TokenClassifier"]):
     """Labels for tokens: named entities."""
 
-    _model = TokenClassifier
+    head = "token_classification"
 
 
-class AutoModelForQuestionAnswering(_Door[QuestionAnswerer]):
+class AutoModelForQuestionAnswering(_Door["QuestionAnswerer"]):
     """The span of a context that answers a question."""
 
-    _model = QuestionAnswerer
+    head = "question_answering"
 
 
-class AutoModelForMaskedLM(_Door[MaskedLM]):
+class AutoModelForMaskedLM(_Door["MaskedLM"]):
     """The word behind each mask."""
 
-    _model = MaskedLM
+    head = "masked_lm"
 
 
 def head_named(name: str) -> Head:
@@ -99,10 +112,17 @@ def head_named(name: str) -> Head:
         ConfigError: there is none; the nearest is suggested.
     """
     names = names_of(name)
+    with without_collecting():
+        from flodl_hf.heads import HEADS
+
     return next(head for head in HEADS if head.names == names)
 
 
-@taking(LOAD, ConfigError, like=EncoderModel.from_pretrained)
+def _class_of(name: str) -> Any:
+    return head_named(name).model
+
+
+@taking(LOAD, ConfigError, like=Opened.from_pretrained)
 def load(name_or_path: str | Path, *, head: str = "auto", **options: Unpack[LoadKeywords]) -> EncoderModel:
     """Return the model for the task that the folder was written for, or the encoder alone where it names none of ours.
 
@@ -113,8 +133,17 @@ def load(name_or_path: str | Path, *, head: str = "auto", **options: Unpack[Load
             names a task whose head is not in the file at all.
         **options: as in `EncoderModel.from_pretrained`.
     """
+    with reading_ahead(name_or_path, options):
+        return _loaded(name_or_path, head, options)
+
+
+def _loaded(name_or_path: str | Path, head: str, options: Any) -> EncoderModel:
     if head != "auto":
         return head_named(head).model.from_pretrained(name_or_path, **options)
+    with without_collecting():
+        from flodl_hf.config import read_config
+        from flodl_hf.heads.base import BaseModel
+        from flodl_hf.loading import class_of, head_of
     config = read_config(name_or_path, **_of_configurations(options))
     architectures = config.source.get("architectures")
     found = head_of(config.family, architectures) or "base"

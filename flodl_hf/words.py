@@ -10,12 +10,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from functools import wraps
-from typing import Any, NamedTuple, TypeVar
-
-import torch
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from flodl.errors import FlodlError, nearest
 from flodl_hf.errors import PredictError
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "ANSWER",
@@ -151,6 +152,8 @@ def _budget(size: Any, model: Any) -> int | None:
 
 def device_of(value: Any) -> torch.device | str | None:
     """Return a device as other libraries name it: a number is a CUDA device, -1 the CPU."""
+    import torch
+
     if isinstance(value, bool) or not isinstance(value, (int, str, torch.device, type(None))):
         raise ValueError("expected a device, such as 'cuda:0', 0 or 'cpu'")
     if isinstance(value, int):

@@ -12,34 +12,16 @@ from __future__ import annotations
 
 import mmap
 import os
-import threading
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from flodl.errors import CheckpointError
-from flodl.system import read_vectors_at
-
+from .ahead import taken
 from .manifest import DTYPES
+from .scatter import Extent, cut, fill
 
 __all__ = ["Extent", "map_extents", "read_extents", "read_extents_into"]
-
-_TASK_BYTES = 16 << 20
-_MAX_THREADS = 4
-_MAX_VECTORS = 512  # below every system's IOV_MAX (1024 on Linux)
-
-
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """Where the bytes of one tensor lie in a file: ``start`` from the beginning of the file."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    nbytes: int
 
 
 def read_extents(descriptor: int, where: str, extents: Sequence[Extent]) -> list[Tensor]:
@@ -53,8 +35,19 @@ def read_extents(descriptor: int, where: str, extents: Sequence[Extent]) -> list
     Raises:
         CheckpointError: the file has become shorter than its header says.
     """
-    tensors = [torch.empty(extent.shape, dtype=DTYPES[extent.dtype]) for extent in extents]
-    read_extents_into(descriptor, where, extents, tensors)
+    ready = taken(descriptor)
+    tensors: list[Tensor] = []
+    missing: list[int] = []
+    for at, extent in enumerate(extents):
+        dtype = DTYPES[extent.dtype]
+        memory = ready.pop(extent.start, None)
+        if memory is not None:
+            tensors.append(torch.frombuffer(memory, dtype=dtype).view(extent.shape))
+        else:
+            tensors.append(torch.empty(extent.shape, dtype=dtype))
+            missing.append(at)
+    if missing:
+        read_extents_into(descriptor, where, [extents[at] for at in missing], [tensors[at] for at in missing])
     return tensors
 
 
@@ -70,7 +63,7 @@ def map_extents(descriptor: int, where: str, extents: Sequence[Extent]) -> list[
     size = os.fstat(descriptor).st_size
     end = max((extent.start + extent.nbytes for extent in extents), default=0)
     if end > size:
-        raise _cut(where, size, end - size)
+        raise cut(where, size, end - size)
     if end == 0:
         return read_extents(descriptor, where, extents)
     mapping = mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY)
@@ -91,87 +84,4 @@ def map_extents(descriptor: int, where: str, extents: Sequence[Extent]) -> list[
 def read_extents_into(descriptor: int, where: str, extents: Sequence[Extent], tensors: Sequence[Tensor]) -> None:
     """Fill ``tensors``, which must be contiguous, on the CPU and of the stored dtype and shape."""
     views = [tensor.detach().reshape(-1).view(torch.uint8).numpy().data for tensor in tensors]
-    _fill(descriptor, where, extents, views)
-
-
-def _fill(descriptor: int, where: str, extents: Sequence[Extent], views: Sequence[memoryview]) -> None:
-    tasks = list(_tasks(extents, views))
-    threads = min(_MAX_THREADS, len(tasks), _usable_cpus())
-    if threads <= 1:
-        for start, targets in tasks:
-            _scatter(descriptor, where, start, targets)
-        return
-    lock = threading.Lock()
-    queue = iter(tasks)
-    failures: list[BaseException] = []
-
-    def work() -> None:
-        while not failures:
-            with lock:
-                task = next(queue, None)
-            if task is None:
-                return
-            try:
-                _scatter(descriptor, where, *task)
-            except BaseException as error:
-                failures.append(error)
-
-    helpers = [threading.Thread(target=work, name="flodl-read", daemon=True) for _ in range(threads - 1)]
-    for helper in helpers:
-        helper.start()
-    work()
-    for helper in helpers:
-        helper.join()
-    if failures:
-        raise failures[0]
-
-
-def _tasks(extents: Sequence[Extent], views: Sequence[memoryview]) -> Iterable[tuple[int, list[memoryview]]]:
-    """Yield runs of neighbouring bytes, none much larger than a task, each with the memory it goes to."""
-    start = end = size = 0
-    run: list[memoryview] = []
-    for extent, view in zip(extents, views, strict=True):
-        done = 0
-        while done < extent.nbytes:
-            at = extent.start + done
-            if run and (at != end or size >= _TASK_BYTES or len(run) >= _MAX_VECTORS):
-                yield start, run
-                run = []
-            if not run:
-                start, size = at, 0
-            part = view[done : done + _TASK_BYTES - size]
-            run.append(part)
-            done += len(part)
-            size += len(part)
-            end = at + len(part)
-    if run:
-        yield start, run
-
-
-def _scatter(descriptor: int, where: str, start: int, targets: list[memoryview]) -> None:
-    position = start
-    pending = list(targets)
-    while pending:
-        count = read_vectors_at(descriptor, pending, position)
-        if count <= 0:
-            raise _cut(where, position, sum(map(len, pending)))
-        position += count
-        while pending and count >= len(pending[0]):
-            count -= len(pending.pop(0))
-        if count:
-            pending[0] = pending[0][count:]
-
-
-def _usable_cpus() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def _cut(where: str, position: int, missing: int) -> CheckpointError:
-    return CheckpointError(
-        f"{where}: ends at byte {position:,}, expected {missing:,} bytes more; "
-        f"the file was cut after it was opened, fetch it again",
-        path=where,
-        problems=["truncated while reading"],
-    )
+    fill(descriptor, where, extents, views)

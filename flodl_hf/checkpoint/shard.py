@@ -16,7 +16,8 @@ from flodl.safetensors_header import read_header
 from flodl.system import read_at
 
 from .manifest import DTYPES, SourceFile
-from .read import Extent, map_extents, read_extents, read_extents_into
+from .read import map_extents, read_extents, read_extents_into
+from .scatter import Extent
 
 __all__ = ["SafetensorsShard", "Shard"]
 

@@ -17,7 +17,8 @@ from flodl.errors import CheckpointError, printable
 from flodl.files import POINTER_ADVICE, is_pointer, open_regular
 from flodl.system import read_at
 from flodl_hf.checkpoint.manifest import DTYPES, SourceFile
-from flodl_hf.checkpoint.read import Extent, map_extents, read_extents
+from flodl_hf.checkpoint.read import map_extents, read_extents
+from flodl_hf.checkpoint.scatter import Extent
 
 from .archive import Member, stored_members
 from .checksums import check_sums

@@ -49,5 +49,13 @@ def test_importing_costs_little(module: str) -> None:
     raise AssertionError(f"import {module} costs too much processor time: {tries}")
 
 
+@pytest.mark.parametrize("module", ["flodl", "flodl_hf", "flodl_hf.auto"])
+def test_torch_comes_with_the_first_model(module: str) -> None:
+    # Names, errors and --help do without; and weights are read while it is imported.
+    code = f"import sys, {module}; print(sorted({{'torch', 'numpy'}} & set(sys.modules)))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["[]"]
+
+
 def test_flodl_alone_never_loads_flodl_hf() -> None:
     assert not [name for name in imported("flodl")["new"] if str(name).startswith("flodl_hf")]  # type: ignore[attr-defined]

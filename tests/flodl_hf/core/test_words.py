@@ -16,7 +16,8 @@ from flodl.errors import ConfigError
 from flodl_hf import words
 from flodl_hf.auto import load
 from flodl_hf.errors import ExportError, PredictError, TokenizerError
-from flodl_hf.model import EncoderModel, LoadKeywords
+from flodl_hf.model import EncoderModel
+from flodl_hf.opening import LoadKeywords
 from flodl_hf.words import Word
 
 Maker = Callable[..., Any]
@@ -209,7 +210,7 @@ def test_the_doors_name_their_keywords(door: Callable[..., Any]) -> None:
     there = inspect.signature(EncoderModel.from_pretrained).parameters
     assert [p.kind for p in shown.values() if p.kind is inspect.Parameter.VAR_KEYWORD] == []
     assert set(there) <= set(shown)
-    assert set(get_type_hints(LoadKeywords)) == set(there) - {"name_or_path"}
+    assert set(LoadKeywords.__annotations__) == set(there) - {"name_or_path"}
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'revison', did you mean 'revision'"):
         door("nowhere", revison="main")
 

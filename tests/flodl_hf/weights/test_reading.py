@@ -15,7 +15,7 @@ from torch import Tensor
 from weight_tables import TABLES, same
 
 from flodl.errors import CheckpointError
-from flodl_hf.checkpoint import Checkpoint, place, read
+from flodl_hf.checkpoint import Checkpoint, place, scatter
 
 
 @settings(max_examples=60, deadline=None)
@@ -44,9 +44,9 @@ def test_reads_what_safetensors_wrote(
 def test_pieces_and_threads_give_the_same_bytes(
     single: Path, tensors: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch, task: int
 ) -> None:
-    monkeypatch.setattr(read, "_TASK_BYTES", task)
-    monkeypatch.setattr(read, "_MAX_VECTORS", 2)
-    monkeypatch.setattr(read, "_usable_cpus", lambda: 4)
+    monkeypatch.setattr(scatter, "TASK_BYTES", task)
+    monkeypatch.setattr(scatter, "_MAX_VECTORS", 2)
+    monkeypatch.setattr(scatter, "usable_cpus", lambda: 4)
     with Checkpoint.open(single) as source:
         found = source.read_all()
     assert all(same(found[name], tensors[name]) for name in tensors)
