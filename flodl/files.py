@@ -15,9 +15,17 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from flodl.errors import CheckpointError, printable
-from flodl.system import sync_folder
+from flodl.system import lock, sync_folder
 
-__all__ = ["POINTER_ADVICE", "is_pointer", "open_regular", "path_fault", "read_regular", "write_atomically"]
+__all__ = [
+    "POINTER_ADVICE",
+    "is_pointer",
+    "make_folders",
+    "open_regular",
+    "path_fault",
+    "read_regular",
+    "write_atomically",
+]
 
 NAME_BYTES = 255  # of one part of a path, on every usual file system
 _POINTER = b"version https://git-lfs.github.com/spec/"
@@ -101,15 +109,15 @@ def write_atomically(path: str | os.PathLike[str], chunks: Iterable[bytes | memo
     The bytes go to a temporary sibling, are synced to disk, and the sibling is renamed over the
     target; then the folder is synced. A file that was there keeps its permission bits, a new one
     gets those of the process's umask. When anything fails the sibling is removed and the target is
-    as it was.
+    as it was; where the very last step fails, the syncing of its name, it is the new one, which a power
+    loss may take back.
 
     Raises:
-        OSError: the folder is missing or not writable, or the disk is full.
+        OSError: the folder is missing or not writable, or the disk is full or at fault.
         Exception: whatever producing ``chunks`` raised.
     """
     target = Path(path)
-    sibling = target.with_name(f".{target.name[:200]}.{os.urandom(6).hex()}.tmp")
-    descriptor = os.open(sibling, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
+    descriptor, sibling = _new_sibling(target)
     try:
         with os.fdopen(descriptor, "wb") as file:
             for chunk in chunks:
@@ -118,10 +126,81 @@ def write_atomically(path: str | os.PathLike[str], chunks: Iterable[bytes | memo
             if target.is_file() and hasattr(os, "fchmod"):
                 os.fchmod(file.fileno(), stat.S_IMODE(target.stat().st_mode))
             os.fsync(file.fileno())
-        os.replace(sibling, target)
+            if os.name != "nt":  # while it is locked; Windows renames no open file
+                os.replace(sibling, target)
+        if os.name == "nt":
+            os.replace(sibling, target)
     except BaseException:
-        sibling.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # what went wrong first is what is told
+            sibling.unlink(missing_ok=True)
         raise
     # The rename itself lasts only once the folder is on disk; the file is whole either way.
+    sync_folder(target.parent)
+
+
+def _new_sibling(target: Path) -> tuple[int, Path]:
+    """Return a new file beside ``target``, locked while it is open.
+
+    Its name is the same each time, so that one which a kill left is found and used no more than once; a writer that
+    meets a living one takes another name.
+    """
+    name = f".{target.name[:200]}.tmp"
+    for turn in range(100):
+        sibling = target.with_name(name if turn < 3 else f".{target.name[:200]}.{os.urandom(6).hex()}.tmp")
+        try:
+            descriptor = os.open(sibling, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
+        except FileExistsError:
+            _remove_left(sibling)
+            continue
+        # Until it was locked, another writer may have taken it for one that was left.
+        if lock(descriptor) and _is_at(descriptor, sibling):
+            return descriptor, sibling
+        os.close(descriptor)
+    raise FileExistsError(errno.EEXIST, "no name is free for a file beside it", os.fspath(target))
+
+
+def _remove_left(sibling: Path) -> None:
+    """Remove a file beside a target that nobody writes to any more."""
     with contextlib.suppress(OSError):
-        sync_folder(target.parent)
+        descriptor = os.open(sibling, os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+        try:
+            if lock(descriptor) and _is_at(descriptor, sibling):
+                os.unlink(sibling)
+        finally:
+            os.close(descriptor)
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Return whether an open file still has a name."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
+    except OSError:
+        return False
+
+
+def make_folders(path: str | os.PathLike[str]) -> list[Path]:
+    """Make a folder and those above it that are missing, so that they last; return them, the deepest first.
+
+    Raises:
+        OSError: one cannot be made, or its name not be synced; none that was made is left then.
+    """
+    folder = Path(path)
+    made: list[Path] = []
+    try:
+        for place in reversed([folder, *folder.parents]):
+            if place.is_dir():
+                continue
+            try:
+                place.mkdir()
+            except FileExistsError:
+                if not place.is_dir():
+                    raise
+                continue
+            made.insert(0, place)
+            sync_folder(place.parent)
+    except BaseException:
+        for place in made:
+            with contextlib.suppress(OSError):
+                place.rmdir()
+        raise
+    return made

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 __all__ = [
     "die_with_parent",
+    "exchange",
     "hard_stop",
     "is_stopped",
     "lock",
@@ -27,6 +28,9 @@ __all__ = [
 ]
 
 _PR_SET_PDEATHSIG = 1
+_RENAME_EXCHANGE = 2  # linux/fs.h
+_AT_FDCWD = -100  # linux/fcntl.h
+_CANNOT_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM, errno.EXDEV)
 _MOVING = threading.Lock()
 _CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES, errno.EPERM, errno.EISDIR)
 
@@ -67,6 +71,24 @@ def sync_folder(folder: str | os.PathLike[str]) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def exchange(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> bool:
+    """Exchange two names in one step; False where the system or the file system cannot, and nothing happened.
+
+    Raises:
+        OSError: the file system can and refuses.
+    """
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError, TypeError):
+        return False
+    if renameat2(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), _RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in _CANNOT_EXCHANGE:
+        return False
+    raise OSError(code, os.strerror(code), str(target))
 
 
 def lock(descriptor: int, *, wait: bool = False) -> bool:

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from flodl.files import write_atomically
+
 __all__ = ["Timeline"]
 
 _SPANS = {"StepDone": "compute_ms", "Synced": "sync_ms", "EvalDone": "wall_ms", "Saved": "wall_ms"}
@@ -127,9 +129,7 @@ class _Lines(list[str]):
 
 
 def _replace(path: Path, parts: Iterable[str]) -> None:
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text("".join(parts))
-    os.replace(beside, path)
+    write_atomically(path, ["".join(parts).encode()])
 
 
 def _cause(before: Mapping[str, Any], after: Mapping[str, Any], own: Sequence[Mapping[str, Any]]) -> str:

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from flodl.errors import CheckpointError, capped
-from flodl.files import open_regular, read_regular, write_atomically
+from flodl.files import make_folders, open_regular, read_regular, write_atomically
 from flodl.sealed import seal, unseal
+from flodl.system import sync_folder
 from flodl_hf.bulk.identity import differences
 from flodl_hf.bulk.write import Writer
 from flodl_hf.errors import PredictError
@@ -125,7 +126,7 @@ class Parts:
             manifest = None  # nothing was finished, so there is nothing to go on from
         content = {**identity, "replace": replace if manifest is None else manifest["replace"]}
         with self.writing():
-            self.folder.mkdir(exist_ok=True)
+            make_folders(self.folder)
             if manifest != content:
                 write_atomically(self.folder / MANIFEST, [seal(content)])
             for leftover in (*self.folder.glob(".*.tmp"), *self.target.parent.glob(f".{self.target.name[:200]}.*.tmp")):
@@ -275,17 +276,29 @@ class Parts:
             PredictError: it cannot be written.
         """
         with self.writing():
-            (self.folder / JOINING).touch()
+            # Whoever finds an output beside these parts may replace it: it is theirs.
+            write_atomically(self.folder / JOINING, ())
             write_atomically(self.target, writer.joined(self.blocks(number) for number in range(count)))
         # Out of the way first: a pulse may write into the folder while it is being emptied.
         gone = self.folder.with_name(f".{self.folder.name[:200]}.{os.getpid()}.gone")
         with suppress(OSError):
             self.folder.rename(gone)
+            sync_folder(gone.parent)  # or a power loss could bring its name back, and not what was in it
             shutil.rmtree(gone, ignore_errors=True)
+
+    @property
+    def again(self) -> str:
+        """What to do to go on, in words."""
+        try:
+            begun_anew = bool((self.known() or {}).get("replace"))
+        except PredictError:
+            begun_anew = False
+        # What was begun anew over an output would be begun anew once more.
+        return f"run the same command again{' without --restart (restart=True)' if begun_anew else ''}"
 
     def writing(self) -> _Writing:
         """Return a context that turns failures of the disk into errors that say what is left."""
-        return _Writing(self.folder)
+        return _Writing(self)
 
     # ---- ranks -----------------------------------------------------------------------------------------
 
@@ -306,8 +319,8 @@ class Parts:
 
 
 class _Writing:
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
 
     def __enter__(self) -> None:
         pass
@@ -315,14 +328,15 @@ class _Writing:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if not isinstance(error, OSError):
             return
-        whole = sum(1 for _ in self._folder.glob("part-*.json")) if self._folder.is_dir() else 0
+        folder = self._parts.folder
+        whole = len(self._parts.numbers())
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        found = "no space is left" if full else f"writing failed ({error.strerror or error})"
-        advice = "Free some space" if full else "Make the folder writable"
+        found = f"no space is left ({error.strerror})" if full else f"writing failed ({error.strerror or error})"
+        advice = "Free some space" if full else "Check the disk, and that the folder may be written,"
         raise PredictError(
-            f"{self._folder.parent}: {found}; the {whole} finished parts are kept in {self._folder.name}. {advice} and "
-            "run the same command again, which goes on from there",
-            path=str(self._folder.parent),
+            f"{folder.parent}: {found}; the {whole} finished parts are kept in {folder.name}. {advice} and "
+            f"{self._parts.again}, which goes on from there",
+            path=str(folder.parent),
             errno=error.errno,
             finished=whole,
         ) from error

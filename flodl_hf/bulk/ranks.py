@@ -160,8 +160,8 @@ def wait_for_parts(
 
 def _lost(parts: Parts, rank: int, reason: str, left: Sequence[int]) -> None:
     raise PredictError(
-        f"rank {rank}: {reason}; {len(left)} parts are missing. All finished parts are kept in {parts.folder}: run the "
-        "same command again, which goes on from there",
+        f"rank {rank}: {reason}; {len(left)} parts are missing. All finished parts are kept in {parts.folder}: "
+        f"{parts.again}, which goes on from there",
         rank=rank,
         missing=list(left),
         reason=reason,
@@ -217,8 +217,11 @@ class Workers:
             # In a group of its own: a Ctrl-C at the terminal reaches it through rank 0, once.
             self._running[rank] = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, start_new_session=True)
 
-    def check(self) -> None:
+    def check(self, again: str = "run the same command again") -> None:
         """Notice ranks that were killed, which cannot say so themselves.
+
+        Args:
+            again: what to do to go on, in words.
 
         Raises:
             PredictError: one was.
@@ -228,8 +231,7 @@ class Workers:
             if code is not None and code < 0:
                 name = signal.Signals(-code).name
                 raise PredictError(
-                    f"rank {rank}: ended by {name}; all finished parts are kept. Run the same command again, which "
-                    "goes on from there",
+                    f"rank {rank}: ended by {name}; all finished parts are kept. To go on from there, {again}",
                     rank=rank,
                     reason=name,
                 )

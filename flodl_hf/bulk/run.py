@@ -117,7 +117,7 @@ class Run:
             self._parts.discard(number)
         if last or self._reopen is None:
             names = ", ".join(map(str, sorted(damaged)[:10]))
-            todo = "send the same input again" if self._reopen is None else "check the disk, then run the same command"
+            todo = "send the same input again" if self._reopen is None else f"check the disk, then {self._parts.again}"
             raise PredictError(
                 f"{self._parts.folder}: {len(damaged)} finished parts are not as they were written ({names}); expected "
                 f"the bytes that their records name. Nothing was joined, and the other parts are kept: {todo}, and "
@@ -172,7 +172,7 @@ class Run:
 
         def on_wait(left: int) -> bool:
             if self._workers is not None:
-                self._workers.check()
+                self._workers.check(self._parts.again)
             self._tell(waiting=left)
             return self._is_over()
 

@@ -300,6 +300,7 @@ def predict_to_file(model: str, source: str, out: Path, said: dict[str, Any], js
     """Answer a file into a file, with a bar, and leave as the signals say."""
     from flodl.train.signals import StopSignals
     from flodl_hf.bulk import predict_file
+    from flodl_hf.bulk.parts import Parts
     from flodl_hf.bulk.ranks import Rank
 
     is_first = "devices" in said or Rank.from_env().rank == 0
@@ -314,7 +315,7 @@ def predict_to_file(model: str, source: str, out: Path, said: dict[str, Any], js
         _tell(result)
     if signals.number and not result.is_whole:
         if is_first:
-            say(f"stopped: {result.parts} parts are kept in {out.name}.parts; run the same command again to go on")
+            say(f"stopped: {result.parts} parts are kept in {out.name}.parts; {Parts(out, '').again} to go on")
         raise typer.Exit(128 + signals.number)
 
 

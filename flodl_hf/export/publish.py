@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -24,7 +25,7 @@ from pathlib import Path
 
 from flodl import system
 from flodl.errors import capped, printable
-from flodl.files import path_fault
+from flodl.files import make_folders, path_fault
 from flodl_hf.errors import ExportError
 
 __all__ = ["is_model_file", "publish_folder"]
@@ -54,15 +55,17 @@ _MODEL_FILES = (
     "[0-9]*_*/*.safetensors",
     "[0-9]*_*/pytorch_model.bin",
 )
+_LEFT = re.compile(r"\.(.+?)(\.[0-9a-f]{12})?\.tmp")  # beside a file that was being written when a process was killed
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_RENAME_EXCHANGE = 2  # linux/fs.h
-_AT_FDCWD = -100  # linux/fcntl.h
-_NOT_SUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM)
 
 
 def is_model_file(path: str) -> bool:
     """Return whether ``path``, relative with ``/``, is a name that a model folder usually holds."""
     depth = path.count("/")
+    head, _, name = path.rpartition("/")
+    left = _LEFT.fullmatch(name)
+    if left is not None:
+        return is_model_file(f"{head}/{left[1]}" if head else left[1])
     return any(pattern.count("/") == depth and fnmatchcase(path, pattern) for pattern in _MODEL_FILES)
 
 
@@ -184,12 +187,10 @@ def _files(folder: Path) -> list[str]:
 
 def _make_parents(place: Path) -> list[Path]:
     """Make the missing parents; return those that were made, deepest first."""
-    missing = [parent for parent in place.parents if not parent.exists()]
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
+        return make_folders(place.parent)
     except OSError as error:
         raise _refused(place, error, 0) from error
-    return missing
 
 
 def _check_space(place: Path, needed: int) -> None:
@@ -309,7 +310,7 @@ def _swap(stage: Path, place: Path, overwrite: bool) -> None:
         except FileExistsError:
             os.rmdir(place)  # Windows renames over nothing at all
             os.rename(stage, place)
-    elif not _exchange(stage, place):
+    elif not system.exchange(stage, place):
         # No exchange here. Between these two renames the target is missing; the next publish puts it back.
         old = stage.with_name(stage.name.replace(".stage-", ".old-"))
         os.rename(place, old)
@@ -318,21 +319,6 @@ def _swap(stage: Path, place: Path, overwrite: bool) -> None:
         except BaseException:
             os.rename(old, place)
             raise
+        system.sync_folder(place.parent)  # before that, the new name may be lost and the old contents needed
         shutil.rmtree(old, ignore_errors=True)
     system.sync_folder(place.parent)
-
-
-def _exchange(source: Path, target: Path) -> bool:
-    """Exchange two names in one step; return False where the system or the file system cannot."""
-    import ctypes
-
-    try:
-        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
-    except (AttributeError, OSError, TypeError):
-        return False
-    if renameat2(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), _RENAME_EXCHANGE) == 0:
-        return True
-    code = ctypes.get_errno()
-    if code in _NOT_SUPPORTED:
-        return False
-    raise OSError(code, os.strerror(code), str(target))

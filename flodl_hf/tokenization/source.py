@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from flodl.errors import printable
-from flodl.files import POINTER_ADVICE, is_pointer
+from flodl.files import POINTER_ADVICE, is_pointer, make_folders, write_atomically
 from flodl_hf.checkpoint.members import read_member
-from flodl_hf.errors import TokenizerError
+from flodl_hf.errors import ExportError, TokenizerError
 
 __all__ = ["TOKENIZER_FILES", "parse_json", "read_bytes", "read_source", "vocabulary_file", "write_files"]
 
@@ -97,21 +96,23 @@ def parse_json(data: bytes, where: str) -> dict[str, Any]:
 
 
 def write_files(files: Mapping[str, bytes], folder: Path) -> tuple[str, ...]:
-    """Write ``files`` into ``folder``, each beside its target and then renamed; return their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    written = []
-    for name, data in files.items():
-        handle, temporary = tempfile.mkstemp(prefix=f".{name}.", dir=folder)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(data)
-            # mkstemp makes files that only the owner may read; a checkpoint is shared like any other file.
-            umask = os.umask(0)
-            os.umask(umask)
-            os.chmod(temporary, 0o666 & ~umask)
-            os.replace(temporary, folder / name)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
-        written.append(str(folder / name))
-    return tuple(written)
+    """Write ``files`` into ``folder``, each beside its target and then renamed; return their paths.
+
+    Raises:
+        ExportError: the folder cannot be made, or a file not be written; the others are as they were, or whole.
+    """
+    try:
+        make_folders(folder)
+        for name, data in files.items():
+            write_atomically(folder / name, [data])
+    except OSError as error:
+        at = f" at {error.filename}" if error.filename else ""
+        raise ExportError(
+            f"{folder}: cannot be written: {error.strerror or error}{at}; expected to write the tokenizer's "
+            "files; each is whole, the old one or the new. Free some space, or check that the folder may be written, "
+            "and save again",
+            path=str(folder),
+            problems=[str(error)],
+            errno=error.errno,
+        ) from error
+    return tuple(str(folder / name) for name in files)

@@ -11,6 +11,8 @@ DEFAULT_CASES: Mapping[str, int] = {
     "config": 20_000,
     "tokenizer": 12_000,
     "pickles": 6_000,
+    "powerloss": 15_000,
+    "disks": 3_600,
 }
 
 SUITES = tuple(DEFAULT_CASES)

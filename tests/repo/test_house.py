@@ -31,7 +31,7 @@ ONLY_IN = {
     # Not every system has them.
     "fcntl": ("flodl/system.py",),
     "msvcrt": ("flodl/system.py",),
-    "ctypes": ("flodl/system.py", "flodl/distributed/board.py", "flodl_hf/export/publish.py"),
+    "ctypes": ("flodl/system.py", "flodl/distributed/board.py"),
     "triton": (
         "flodl/train/step/norm_kernels.py",
         "flodl_hf/kernels/",

@@ -28,7 +28,7 @@ from safetensors.torch import load as parse_tensors
 
 from flodl.distributed.group import Ranks
 from flodl.errors import CheckpointError, TrainError
-from flodl.files import read_regular
+from flodl.files import make_folders, read_regular
 from flodl.sealed import seal, unseal
 from flodl.system import lock, sync_folder
 from flodl.train.events import Event, Saved, SaveFailed, Warned
@@ -161,8 +161,17 @@ class Keeper:
         self._best: dict[str, float] | None = None  # signed value and step of the best that was saved
         self._damaged: set[Path] = set()
         if ranks.rank == 0:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._hold_folder()
+            try:
+                make_folders(self.folder)
+                self._hold_folder()
+            except OSError as error:
+                raise TrainError(
+                    f"checkpoints: {self.folder} cannot be written ({error.strerror or error}"
+                    f"{_space(self.folder.parent, error)}). Expected a folder for the run's state. Free some space, "
+                    "check that it may be written, or give another folder.",
+                    folder=str(self.folder),
+                    errno=error.errno,
+                ) from error
             for left in [*self.folder.glob(".stage-*"), *self.folder.glob(".gone-*")]:
                 shutil.rmtree(left, ignore_errors=True)
         ranks.barrier()
@@ -373,7 +382,8 @@ class Keeper:
                 continue
             gone = self.folder / f".gone-{path.name}"
             with contextlib.suppress(OSError):
-                os.rename(path, gone)  # so that no reader finds half of it
+                os.rename(path, gone)  # so that no reader finds half of it, nor one after a power loss
+                sync_folder(self.folder)
                 shutil.rmtree(gone)
 
     # ---- reading -------------------------------------------------------------------------------------

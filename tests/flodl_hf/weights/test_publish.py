@@ -38,7 +38,7 @@ def good(folder: Path, version: str = "old") -> Path:
 @pytest.fixture(params=["exchange", "two renames"])
 def swap(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "two renames":
-        monkeypatch.setattr(publish_module, "_exchange", lambda source, target: False)
+        monkeypatch.setattr(publish_module.system, "exchange", lambda source, target: False)
     return request.param
 
 
@@ -239,7 +239,7 @@ def test_who_comes_second_without_permission_does_not_replace(tmp_path: Path) ->
 
 
 def test_the_second_rename_failing_puts_the_old_folder_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publish_module, "_exchange", lambda source, target: False)
+    monkeypatch.setattr(publish_module.system, "exchange", lambda source, target: False)
     good(tmp_path / "out")
     real, calls = os.rename, []
 
@@ -355,7 +355,7 @@ class Deadly:
     def run(self, target: Path) -> None:
         for name in ("mkdir", "open", "write", "fsync", "chmod", "rename", "unlink", "rmdir"):
             setattr(os, name, self.wrap(getattr(os, name)))
-        publish_module._exchange = self.wrap(publish_module._exchange)  # type: ignore[assignment]
+        publish_module.system.exchange = self.wrap(publish_module.system.exchange)  # type: ignore[assignment]
         replace(target, "new")
 
 
@@ -410,8 +410,8 @@ def test_several_writers_and_a_reader_never_mix(tmp_path: Path) -> None:
     writers = [in_child(write_for_ever) for _ in range(2)]
     seen: set[str] = set()
     try:
-        end = time.monotonic() + 20
-        while time.monotonic() < end and len(seen) < 100:
+        end = time.monotonic() + 60  # on a busy machine one of them may have its turn late
+        while time.monotonic() < end and (len(seen) < 100 or len({text.split()[0] for text in seen - {"old"}}) < 2):
             texts = read_pinned(target)
             assert len(texts) <= 1
             seen |= texts
