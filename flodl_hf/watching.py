@@ -32,12 +32,16 @@ def watched(network: nn.Module, *, hidden_states: bool, attentions: bool) -> Ite
     found: dict[str, list[Tensor]] = {}
     with ExitStack() as stack:
         if hidden_states:
-            states = found["hidden_states"] = Mine()
+            states = Mine()
+            found["hidden_states"] = states
             # A block that several layers share is hooked once and fires at each of its calls.
             layers = list(dict.fromkeys(encoder.get_submodule("layers").children()))
             hooks = [layers[0].register_forward_pre_hook(partial(_enters, states))]
             for hook in [*hooks, *(layer.register_forward_hook(partial(_leaves, states)) for layer in layers)]:
                 stack.callback(hook.remove)
+            last = dict(encoder.named_children()).get("norm")
+            if last is not None:  # transformers' last state is the one that the encoder gives
+                stack.callback(last.register_forward_hook(partial(_normed, states)).remove)
         if attentions:
             weights = found["attentions"] = Mine()
             for module in _attentions(encoder):
@@ -66,6 +70,11 @@ def _enters(states: list[Tensor], _module: nn.Module, given: tuple[Any, ...]) ->
 
 def _leaves(states: list[Tensor], _module: nn.Module, _given: Any, out: Tensor) -> None:
     states.append(out)
+
+
+def _normed(states: Mine, _module: nn.Module, _given: Any, out: Tensor) -> None:
+    if states and states.thread in (None, get_ident()):
+        states[-1] = out
 
 
 def _attentions(encoder: nn.Module) -> list[Any]:

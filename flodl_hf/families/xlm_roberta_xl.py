@@ -4,10 +4,13 @@ RoBERTa's encoder with 3.5 and 10.7 billion parameters. It departs from RoBERTa 
 
 * embeddings are not normalised;
 * a layer normalises what goes into its parts rather than their sums, and a last norm follows the last layer;
-* nothing is dropped after the feed-forward part.
+* nothing is dropped after the feed-forward part;
+* norms have an epsilon of 1e-5 where the file names none.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from torch import nn
 
@@ -27,6 +30,9 @@ MOVED = {
 KEYS = (*rows_under("roberta", roberta.KEYS, MOVED), KeyRow("encoder.norm", "roberta.encoder.LayerNorm"))
 
 
+ROWS = tuple(replace(row, default=1e-5) if row.field == "norm_eps" else row for row in roberta.FAMILY.rows)
+
+
 def encoder(c: RobertaConfig) -> Graph:
     """Return the graph from ids to token states."""
     layers = stack(pre_norm_block(c, feed_forward_dropout=0.0) for _ in range(c.num_layers))
@@ -42,6 +48,7 @@ REAL = roberta.REAL | {
 FAMILY = roberta.FAMILY.renamed(
     "xlm-roberta-xl",
     "XLMRobertaXL",
+    rows=ROWS,
     keys=KEYS,
     encoder=encoder,
     tokenizer=xlm_roberta.TOKENIZER,

@@ -48,6 +48,22 @@ def reference(folder: Path, family: str, head: str, attention: str = "eager") ->
 
 @pytest.mark.transformers
 @families
+def test_states_of_all_layers_are_those_of_transformers(family: str, saved: Saved) -> None:
+    folder = saved(family, "base")
+    ours: Any = load(folder, attention="eager")
+    theirs = reference(folder, family, "base")
+    inputs = batch(ours)
+    with torch.no_grad():
+        found = ours(**inputs, output_hidden_states=True).hidden_states
+        expected = theirs(**inputs, output_hidden_states=True).hidden_states
+    real = inputs["attention_mask"].bool()
+    assert len(found) == len(expected) == ours.config.encoder.num_layers + 1
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a[real], b[real], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.transformers
+@families
 @heads
 def test_attentions_hidden_states_and_sizes_are_those_of_transformers(family: str, head: str, saved: Saved) -> None:
     folder = saved(family, head)

@@ -1,0 +1,34 @@
+"""What a configuration leaves out is what transformers takes it to be, for every family and key."""
+
+from __future__ import annotations
+
+import pytest
+
+from flodl_hf.config_rows import REQUIRED
+from flodl_hf.families import families
+from flodl_hf.family import Family
+
+# Keys that transformers computes from others where they are absent; ours stand for "from others" too.
+FROM_OTHERS = {("deberta-v2", "pooler_hidden_size"), ("modernbert", "layer_types"), ("modernbert", "rope_parameters")}
+# None and nothing are the same here.
+NOTHING = (None, (), [])
+
+
+@pytest.mark.transformers
+@pytest.mark.parametrize("family", families(), ids=lambda family: family.model_type)
+def test_defaults_are_those_of_transformers(family: Family) -> None:
+    transformers = pytest.importorskip("transformers")
+    if family.model_type not in transformers.CONFIG_MAPPING:
+        pytest.skip("transformers has no such family")
+    theirs = transformers.AutoConfig.for_model(family.model_type).to_dict()
+    different = {
+        row.key: (row.default, theirs[row.key])
+        for row in family.rows
+        if row.default is not REQUIRED
+        and not callable(row.default)
+        and (family.model_type, row.key) not in FROM_OTHERS
+        and row.key in theirs
+        and row.default != theirs[row.key]
+        and not (row.default in NOTHING and theirs[row.key] in NOTHING)
+    }
+    assert different == {}
