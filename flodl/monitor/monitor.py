@@ -309,7 +309,8 @@ class Monitor:
         self._doors = Doors(
             self.runs, host=host, port=port, control=control, token=token, names=names, on_order=self._ask
         )
-        self._run()
+        if not self._run().record.t:
+            self._run().put(lambda recorder: recorder.say(state={"status": "waiting"}))
         self._flush()
         _open_monitors.add(self)
         return self._doors.url

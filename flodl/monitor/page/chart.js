@@ -1,7 +1,7 @@
 // One chart: curves on axes, with a crosshair, zoom, a logarithmic scale, and its numbers as a table.
 
 const AXES = { step: 0, epoch: 1, time: 2 };
-const HIGH = 210, LEFT = 52, RIGHT = 12, TOP = 10, LOW = 24;
+const HIGH = 210, RIGHT = 14, TOP = 10, LOW = 24;
 const charts = new Set();
 
 // What charts of one group share: the axis, the part that is shown, where the pointer is.
@@ -23,18 +23,19 @@ class View {
 class Chart {
   // lines(): [{label, series, color, dash, dots, faint}]; format: a value as text; limit: a value no curve should pass.
   constructor(title, view, options) {
-    Object.assign(this, { title, view, log: false, wide: 0, lines: [], shown: false, dirty: true, format: number, floor: null, ceiling: null, limit: null, note: "" }, options);
+    Object.assign(this, { title, view, log: false, wide: 0, lines: [], shown: false, dirty: true, format: number, floor: null, ceiling: null, limit: null, unit: 1, left: 52 }, options);
     this.latest = h("span", { class: "latest" });
     this.tip = h("div", { class: "tip", hidden: true, "aria-hidden": "true" });
-    this.picture = svg("svg", { height: HIGH, role: "img" });
+    this.picture = svg("svg", { height: HIGH, role: "img", "aria-label": title });
     this.live = h("p", { class: "unseen", "aria-live": "polite" });
     this.logButton = h("button", { type: "button", class: "quiet", text: "log", "aria-pressed": "false", title: "Logarithmic scale (l)", onclick: () => this.toggleLog() });
     this.tableButton = h("button", { type: "button", class: "quiet", text: "table", "aria-expanded": "false", title: "The numbers (t)", onclick: () => this.toggleTable() });
     this.tableBox = h("div", { class: "scroll numbers", hidden: true, tabindex: "0", role: "region", "aria-label": "Numbers of " + title });
     this.plot = h("div", { class: "plot", tabindex: "0", role: "group", "aria-roledescription": "chart", "aria-label": title, onkeydown: (event) => this.key(event) }, this.picture, this.tip);
+    this.legend = h("ul", { class: "legend small", hidden: true });
     this.card = h("section", { class: "card chart" },
       h("div", { class: "card-head" }, h("h3", { text: title }), this.latest, h("span", { class: "card-tools" }, this.logButton, this.tableButton)),
-      this.plot, this.tableBox, this.live);
+      this.legend, this.plot, this.tableBox, this.live);
     this.point();
     view.listeners.add(() => { this.dirty = true; paintSoon(); });
     charts.add(this);
@@ -65,30 +66,33 @@ class Chart {
       return;
     }
     const [x0, x1] = this.rangeX(drawn), [y0, y1] = this.rangeY(drawn, x0, x1);
-    const inner = wide - LEFT - RIGHT, tall = HIGH - TOP - LOW;
+    const scale = this.log ? powers(y0, y1) : ticks(y0, y1, 4, this.unit);
+    const words = scale.map((value) => this.tick(value, y1 - y0));
+    const left = this.left = Math.max(34, ...words.map((word) => 6.4 * word.length + 16));
+    const inner = wide - left - RIGHT, tall = HIGH - TOP - LOW;
     const place = this.log ? (v) => Math.log10(v) : (v) => v;
     const low = place(y0), high = place(y1);
-    this.x = (v) => LEFT + inner * (v - x0) / (x1 - x0 || 1);
+    this.x = (v) => left + inner * (v - x0) / (x1 - x0 || 1);
     this.y = (v) => TOP + tall * (1 - (place(v) - low) / (high - low || 1));
-    this.unX = (px) => x0 + (px - LEFT) / inner * (x1 - x0);
+    this.unX = (px) => x0 + (px - left) / inner * (x1 - x0);
     this.ends = [x0, x1];
     const parts = [];
-    for (const value of this.log ? powers(y0, y1) : ticks(y0, y1, 4)) {
+    scale.forEach((value, i) => {
       const y = this.y(value).toFixed(1);
-      parts.push(svg("line", { x1: LEFT, x2: wide - RIGHT, y1: y, y2: y, class: "grid" }),
-        svg("text", { x: LEFT - 8, y: Number(y) + 4, class: "tick", "text-anchor": "end" }, this.tick(value, y1 - y0)));
-    }
-    for (const value of ticks(x0, x1, Math.max(2, Math.floor(inner / 110)))) {
+      parts.push(svg("line", { x1: left, x2: wide - RIGHT, y1: y, y2: y, class: "grid" }),
+        svg("text", { x: left - 8, y: Number(y) + 4, class: "tick", "text-anchor": "end" }, words[i]));
+    });
+    for (const value of ticks(x0, x1, Math.max(2, Math.floor(inner / 80)))) {
       const x = this.x(value);
       if (x > wide - RIGHT + 1) continue;
       parts.push(svg("text", { x: x.toFixed(1), y: HIGH - 6, class: "tick", "text-anchor": x > wide - 30 ? "end" : "middle" }, this.wordX(value, x1 - x0)));
     }
     if (this.limit !== null && this.limit >= y0 && this.limit <= y1) {
       const y = this.y(this.limit).toFixed(1);
-      parts.push(svg("line", { x1: LEFT, x2: wide - RIGHT, y1: y, y2: y, class: "limit" }));
+      parts.push(svg("line", { x1: left, x2: wide - RIGHT, y1: y, y2: y, class: "limit" }));
     }
     const clip = "clip" + (this.id ||= ++Chart.made);
-    parts.push(svg("clipPath", { id: clip }, svg("rect", { x: LEFT, y: 0, width: inner + RIGHT, height: HIGH - LOW + 2 })));
+    parts.push(svg("clipPath", { id: clip }, svg("rect", { x: left, y: 0, width: inner + RIGHT, height: HIGH - LOW + 2 })));
     const curves = svg("g", { "clip-path": `url(#${clip})` });
     for (const line of drawn) this.curve(curves, line, inner);
     parts.push(curves);
@@ -96,6 +100,7 @@ class Chart {
     parts.push(this.cross);
     if (this.pull) parts.push(svg("rect", { x: Math.min(...this.pull), y: TOP, width: Math.abs(this.pull[1] - this.pull[0]), height: tall, class: "pull" }));
     fill(this.picture, parts);
+    this.drawLegend(drawn);
     this.tell(drawn);
     this.drawCross();
     if (!this.tableBox.hidden) this.drawTable();
@@ -152,7 +157,7 @@ class Chart {
   curve(into, line, inner) {
     const color = line.color, faint = line.weight > 0;
     const every = line.points.length / (inner * 1.5) > 1;
-    const shown = every ? thinned(line.points, this.unX(LEFT), this.unX(LEFT + inner), inner) : line.points;
+    const shown = every ? thinned(line.points, this.unX(this.left), this.unX(this.left + inner), inner) : line.points;
     if (line.points.some((p) => p.many) && !line.flat) {
       const band = shown.filter((p) => p.low !== null && (!this.log || p.low > 0));
       if (band.length > 1) {
@@ -217,6 +222,19 @@ class Chart {
     say(this.latest, last ? this.format(last.raw) : "–");
   }
 
+  drawLegend(drawn) {
+    const shown = drawn.length > 1 && !this.plain;
+    const key = shown ? drawn.map((line) => line.label + line.color).join() : "";
+    if (key === this.legendKey) return;
+    this.legendKey = key;
+    this.legend.hidden = !shown;
+    fill(this.legend, drawn.slice(0, 8).map((line) => {
+      const swatch = h("span", { class: "swatch" });
+      swatch.style.background = line.color;
+      return h("li", {}, swatch, line.label);
+    }));
+  }
+
   toggleLog() {
     this.log = !this.log;
     this.logButton.setAttribute("aria-pressed", String(this.log));
@@ -247,14 +265,14 @@ class Chart {
     const at = (event) => event.clientX - this.plot.getBoundingClientRect().left;
     this.plot.addEventListener("pointermove", (event) => {
       if (!this.x) return;
-      const px = Math.min(Math.max(at(event), LEFT), this.plot.clientWidth - RIGHT);
+      const px = Math.min(Math.max(at(event), this.left), this.plot.clientWidth - RIGHT);
       if (this.start !== undefined && Math.abs(px - this.start) > 4) this.pull = [this.start, px];
       this.own = true;
       this.view.hover = this.unX(px);
       this.spread();
     });
     this.plot.addEventListener("pointerleave", () => { this.own = false; this.pull = this.start = undefined; this.view.hover = null; this.spread(); });
-    this.plot.addEventListener("pointerdown", (event) => { if (event.button === 0 && event.pointerType !== "touch") this.start = Math.max(LEFT, at(event)); });
+    this.plot.addEventListener("pointerdown", (event) => { if (event.button === 0 && event.pointerType !== "touch") this.start = Math.max(this.left, at(event)); });
     this.plot.addEventListener("pointerup", () => {
       const pull = this.pull;
       this.pull = this.start = undefined;
@@ -358,7 +376,12 @@ function thinned(points, x0, x1, pixels) {
   return out;
 }
 
-function ticks(low, high, most) {
+// Round values between two; unit: what is round in it, such as a power of 2 for bytes.
+function ticks(low, high, most, unit) {
+  if (unit === 1024) {
+    const whole = 1024 ** Math.floor(Math.log(Math.max(high, 1)) / Math.log(1024));
+    return ticks(low / whole, high / whole, most).map((value) => value * whole);
+  }
   const spread = high - low;
   if (!(spread > 0)) return [low];
   const rough = spread / most, power = 10 ** Math.floor(Math.log10(rough));

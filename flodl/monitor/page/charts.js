@@ -101,7 +101,7 @@ class Curves {
       return h("li", {}, swatch, run.title);
     }) : []);
     for (const key of ["main", "watched", "more"]) {
-      this.grids[key].show(groups[key].map(([title, curves]) => [title, worded(title), linesOf(runs, curves, several), optionsOf(title)]));
+      this.grids[key].show(groups[key].map(([title, curves]) => [title, worded(title), linesOf(runs, curves, several), { ...optionsOf(title), plain: several }]));
     }
     this.watchedBox.hidden = !groups.watched.length;
     this.moreBox.hidden = !groups.more.length;
@@ -113,7 +113,7 @@ class Speeds {
 
   show(runs) {
     const several = runs.length > 1;
-    const kinds = [["tokens_s", { format: short, floor: 0 }], ["rows_s", { format: short, floor: 0 }], ["step_ms", { format: (v) => v === null ? "–" : trimmed(v) + " ms", floor: 0 }],
+    const kinds = [["tokens_s", { format: short, floor: 0 }], ["rows_s", { format: short, floor: 0 }], ["step_ms", { format: millis, floor: 0 }],
       ["peak_share", { format: percent, floor: 0 }]];
     this.grid.show(kinds.filter(([name]) => runs.some((run) => run.series.has("speed/" + name)))
       .map(([name, options]) => [name, worded(name), linesOf(runs, [{ name: "speed/" + name, scope: "train", label: worded(name) }], several), options]));
@@ -137,8 +137,8 @@ class Machine {
     const ram = (run.facts.hardware || {}).ram, vram = Math.max(0, ...gpus.map((gpu) => gpu.memory || 0));
     const wanted = [
       ["load", "load", [...line("system/cpu", "processors", 0), ...each("util", "", 1)], { format: (v) => v === null ? "–" : trimmed(v) + " %", floor: 0, ceiling: 100 }],
-      ["memory", "memory", [...line("system/process", "this process", 0), ...line("system/ram", "in use", 1)], { format: bytes, floor: 0, limit: ram || null }],
-      ["vram", "GPU memory", [...each("memory", "", 1), ...each("reserved", " reserved", 1 + cards.length)], { format: bytes, floor: 0, limit: vram || null }],
+      ["memory", "memory", [...line("system/process", "this process", 0), ...line("system/ram", "in use", 1)], { format: bytes, floor: 0, unit: 1024, limit: ram || null }],
+      ["vram", "GPU memory", [...each("memory", "", 1), ...each("reserved", " reserved", 1 + cards.length)], { format: bytes, floor: 0, unit: 1024, limit: vram || null }],
       ["power", "power", [...line("system/power", "processors", 0), ...each("power", "", 1)], { format: (v) => v === null ? "–" : trimmed(v) + " W", floor: 0 }],
       ["temperature", "temperature", [...line("system/temperature", "processors", 0), ...each("temperature", "", 1)], { format: (v) => v === null ? "–" : trimmed(v) + " °C" }],
     ];

@@ -77,8 +77,11 @@ class LanesPanel {
   draw(run, now) {
     const lanes = run.lanes;
     if (!lanes || !Object.keys(lanes.ranks).length) return fill(this.box, h("p", { class: "empty", text: "No rank has told of its work yet." }));
-    const until = Math.max(lanes.bin, run.isGoing ? run.t : run.t);
+    const until = Math.max(lanes.bin, run.t);
     const ranks = Object.entries(lanes.ranks).sort(([a], [b]) => Number(a) - Number(b));
+    const firsts = ranks.map(([, lane]) => lane.bins.findIndex((bin) => bin.some((v) => v > 0))).filter((i) => i >= 0);
+    this.from = Math.min(until - lanes.bin, lanes.bin * Math.min(...firsts, Infinity));
+    if (!Number.isFinite(this.from)) this.from = 0;
     const legend = h("ul", { class: "legend", "aria-label": "Colours of the lanes" },
       [...KINDS, "idle"].map((kind) => h("li", {}, h("span", { class: "swatch fill-" + kind }), KIND_WORDS[kind])));
     const rows = ranks.map(([rank, lane]) => this.lane(rank, lane, lanes, until));
@@ -94,23 +97,23 @@ class LanesPanel {
   lane(rank, lane, lanes, until) {
     const picture = svg("svg", { viewBox: "0 0 1000 24", preserveAspectRatio: "none", class: "lane", "aria-hidden": "true" });
     const paths = KINDS.map(() => "");
-    const wide = 1000 * lanes.bin / until;
+    const length = until - this.from, wide = 1000 * lanes.bin / length, shift = this.from / lanes.bin;
     lane.bins.forEach((bin, i) => {
       let low = 24;
       bin.forEach((value, k) => {
         const high = 24 * Math.min(1, value / lanes.bin);
         if (high < 0.2) return;
-        paths[k] += `M${(i * wide).toFixed(2)} ${low.toFixed(2)}h${(wide * 1.02).toFixed(2)}v${(-high).toFixed(2)}h${(-wide * 1.02).toFixed(2)}z`;
+        paths[k] += `M${((i - shift) * wide).toFixed(2)} ${low.toFixed(2)}h${(wide * 1.02).toFixed(2)}v${(-high).toFixed(2)}h${(-wide * 1.02).toFixed(2)}z`;
         low -= high;
       });
     });
     paths.forEach((d, k) => d && picture.append(svg("path", { d, class: "fill-" + KINDS[k] })));
     for (const t of lanes.meetings) {
-      const x = (1000 * t / until).toFixed(2);
+      const x = (1000 * (t - this.from) / length).toFixed(2);
       picture.append(svg("line", { x1: x, x2: x, y1: 0, y2: 24, class: "meeting", "vector-effect": "non-scaling-stroke" }));
     }
     if (lane.end !== null) {
-      const x = (1000 * Math.min(1, lane.end / until)).toFixed(2);
+      const x = (1000 * Math.min(1, (lane.end - this.from) / length)).toFixed(2);
       picture.append(svg("rect", { x, y: 0, width: Math.max(4, 1000 - x), height: 24, class: "lost" }));
     }
     const share = lane.share === null ? "" : (100 * lane.share).toFixed(0) + " % of the work";
@@ -122,7 +125,7 @@ class LanesPanel {
 
   axis(until) {
     return h("div", { class: "lane-row axis", "aria-hidden": "true" }, h("div"),
-      h("div", { class: "ends" }, h("span", { text: "0" }), h("span", { text: span(until / 2) }), h("span", { text: span(until) })), h("div"));
+      h("div", { class: "ends" }, h("span", { text: span(this.from) }), h("span", { text: span((this.from + until) / 2) }), h("span", { text: span(until) })), h("div"));
   }
 
   table(ranks, lanes, until) {

@@ -51,7 +51,7 @@ class ModelPanel {
     const found = paths.map((path) => heat.values.get(path)).filter((v) => v !== undefined && v !== null);
     const sum = kind === "gradient" ? Math.sqrt(found.reduce((s, v) => s + v * v, 0)) : found.reduce((s, v) => s + v, 0);
     const word = !found.length ? "" : kind === "time" ? (sum < 1e-3 ? (sum * 1e6).toFixed(0) + " µs" : (sum * 1e3).toFixed(2) + " ms") : kind === "gradient" ? number(sum) : short(sum);
-    const isOpen = !inside.length || depth < 1 || this.opened.has(part.path) || (!this.opened.has("-" + part.path) && depth < 3 && inside.length <= 12 && !part.folded);
+    const isOpen = !inside.length || depth < 1 || this.opened.has(part.path) || (!this.opened.has("-" + part.path) && depth < 4 && inside.length <= 12 && !part.folded);
     const name = part.label || part.name;
     const title = h("span", { class: "part-name" }, h("b", { text: part.folded ? rangeOf(paths) : name }), h("span", { class: "part-kind", text: part.kind === name ? "" : part.kind }));
     const row = h(inside.length && depth ? "button" : "div", { class: "part-row", type: inside.length && depth ? "button" : undefined, "aria-expanded": inside.length && depth ? String(isOpen) : undefined,

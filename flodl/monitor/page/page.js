@@ -168,15 +168,16 @@ const page = {
     const name = run ? run.title : "waiting for a run";
     say(document.getElementById("name"), name);
     const island = document.getElementById("data") !== null;
-    say(link, island ? "saved " + clock(this.savedAt) : this.live ? "" : run ? "no connection" : "connecting…");
+    const usual = island ? "saved " + clock(this.savedAt) : this.live ? "" : run ? "no connection" : "connecting…";
+    say(link, Date.now() < (this.answerUntil || 0) ? this.answer : usual);
     link.hidden = !link.textContent;
     const share = run && run.state.total ? Math.min(1, (run.state.step || 0) / run.state.total) : run && status === "finished" ? 1 : 0;
     const bar = document.getElementById("progress");
-    bar.setAttribute("aria-valuenow", String(Math.floor(100 * share)));
+    bar.setAttribute("aria-valuenow", String(Math.floor(100 * share + 1e-9)));
     bar.firstElementChild.style.width = (100 * share).toFixed(2) + "%";
     bar.className = "progress " + status;
     const left = run && run.isGoing ? leftOf(run) : null;
-    document.title = (run && run.isGoing && share ? Math.floor(100 * share) + " % " : "") + name + (left === null ? "" : " · " + span(left));
+    document.title = (run && run.isGoing && share ? Math.floor(100 * share + 1e-9) + " % " : "") + name + (left === null ? "" : " · " + span(left));
     this.notice.hidden = !(run && run.state.reason);
     if (run && run.state.reason) say(this.notice, run.state.reason);
     this.sections();
@@ -223,15 +224,15 @@ const page = {
   },
 
   async order(word) {
-    const link = document.getElementById("link");
     try {
       const answer = await fetch("/control", { method: "POST", headers: { "Content-Type": "application/json", "X-Monitor-Token": this.token }, body: JSON.stringify({ do: word }) });
       const said = answer.headers.get("Content-Type") === "application/json" ? (await answer.json()).said : await answer.text();
-      say(link, said);
+      this.answer = said;
     } catch {
-      say(link, "the run could not be reached");
+      this.answer = "the run could not be reached";
     }
-    link.hidden = false;
+    this.answerUntil = Date.now() + 8000;
+    this.tell();
   },
 
   csv() {

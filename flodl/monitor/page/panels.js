@@ -54,7 +54,7 @@ function untilOf(left) {
 }
 
 function lowest(run, name) {
-  const points = run.series.get(name).points.filter((p) => p[4] !== null);
+  const points = run.series.has(name) ? run.series.get(name).points.filter((p) => p[4] !== null) : [];
   if (points.length < 2) return "";
   return "lowest " + number(Math.min(...points.map((p) => p[4])));
 }
@@ -84,7 +84,7 @@ class Facts {
     const sections = Object.keys(SECTION_WORDS).filter((name) => Object.keys(focus.facts[name] || {}).length);
     const others = Object.keys(focus.facts).filter((name) => !(name in SECTION_WORDS));
     const cards = [...sections, ...others].map((section) => {
-      const rows = Object.entries(focus.facts[section]).filter(([, value]) => value !== null && value !== undefined && value !== "");
+      const rows = Object.entries(focus.facts[section]).filter(([, value]) => value !== null && value !== undefined && value !== "" && !(Array.isArray(value) && !value.length));
       return h("section", { class: "card facts" }, h("h3", { text: SECTION_WORDS[section] || worded(section) }),
         h("dl", {}, rows.map(([name, value]) => h("div", {}, h("dt", { text: worded(name) }), h("dd", { text: fact(name, value) })))));
     });

@@ -72,6 +72,11 @@ function bytes(value) {
   return trimmed(value) + " B";
 }
 
+function millis(value) {
+  if (value === null || value === undefined) return "–";
+  return Math.abs(value) >= 1000 ? trimmed(value / 1000) + " s" : trimmed(value) + " ms";
+}
+
 function percent(value) {
   return value === null || value === undefined ? "–" : (100 * value).toFixed(1) + " %";
 }
@@ -96,7 +101,7 @@ function clock(unix) {
 
 const NAMES = {
   lr: "learning rate", grad_norm: "gradient norm", steps_s: "steps per second", rows_s: "rows per second",
-  tokens_s: "tokens per second", step_ms: "time of a step", peak_share: "share of the devices’ peak",
+  mcc: "MCC", f1: "F1", tokens_s: "tokens per second", step_ms: "time of a step", peak_share: "share of the devices’ peak",
 };
 
 function worded(name) {
@@ -113,7 +118,7 @@ function fact(key, value) {
   }
   if (Array.isArray(value)) return value.map((one) => fact(key, one)).join(", ");
   if (typeof value === "object") {
-    return Object.entries(value).map(([name, one]) => worded(name) + " " + fact(name, one)).join(", ");
+    return Object.entries(value).map(([name, one]) => name + ": " + fact(name, one)).join(", ");
   }
   return String(value);
 }
