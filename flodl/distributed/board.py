@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import time
+from collections.abc import Sequence
 from multiprocessing.context import BaseContext
 from typing import Any
 
@@ -32,7 +33,7 @@ PHASES = (
 )
 WISHES = ("stop", "evaluate", "save")
 """What a rank may be asked for by another process of its host."""
-_CELLS = 3 + len(WISHES)  # pulse, phase, step, and how often each wish was made
+_CELLS = 4 + len(WISHES)  # pulse, phase, step, how often each wish was made, and how often a snapshot was asked for
 
 
 class Board:
@@ -46,6 +47,9 @@ class Board:
     def __init__(self, world: int, cells: Any = None) -> None:
         self.world = world
         self._cells = cells if cells is not None else (ctypes.c_double * (_CELLS * world))()
+        # How often what was asked for was done, as this process knows: what is asked before a run is built counts.
+        self._done = [[0.0] * len(WISHES) for _ in range(world)]
+        self._given = [0.0] * world
 
     @classmethod
     def shared(cls, world: int, context: BaseContext) -> Board:
@@ -78,6 +82,25 @@ class Board:
         """Return how often ``rank`` was asked for each of `WISHES`."""
         first = _CELLS * rank + 3
         return list(self._cells[first : first + len(WISHES)])
+
+    def open_wishes(self, rank: int) -> list[bool]:
+        """Return of each of `WISHES` whether ``rank`` was asked for it since it last did it."""
+        return [now > done for now, done in zip(self.asked(rank), self._done[rank], strict=True)]
+
+    def did(self, rank: int, wishes: Sequence[float]) -> None:
+        """Record that ``rank`` does these of `WISHES`, by a number for each that is not 0."""
+        asked = self.asked(rank)
+        self._done[rank] = [a if flag else d for a, d, flag in zip(asked, self._done[rank], wishes, strict=True)]
+
+    def ask_snapshot(self, rank: int) -> None:
+        """Ask ``rank`` for its weights; it alone heeds that, where all ranks have the same."""
+        self._cells[_CELLS * rank + 3 + len(WISHES)] += 1
+
+    def new_snapshots(self, rank: int) -> int:
+        """Return how often ``rank`` was asked for its weights since this was called last."""
+        asked = self._cells[_CELLS * rank + 3 + len(WISHES)]
+        new, self._given[rank] = asked - self._given[rank], asked
+        return round(new)
 
     def silence_s(self, rank: int) -> float:
         """Return the seconds since the last pulse of ``rank``; 0 before its first."""

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.util import Finalize
 from typing import Any
 
 import torch
@@ -94,6 +95,9 @@ class Crew:
         self._store = None  # a store left from before the failure, with its threads
         self.results = {}
         self._members: list[_Member] = []
+        # Whoever lets go of its ranks, or leaves without waiting, ends them: the interpreter would wait for ever for
+        # ranks that wait for an answer.
+        Finalize(self, _end, args=(self._members,), exitpriority=10)
         try:
             for rank in range(self.world):
                 ours, theirs = context.Pipe()
@@ -280,6 +284,13 @@ class Crew:
             member.ended = True
             member.pipe.close()
         self._store = None
+
+
+def _end(members: list[_Member]) -> None:
+    """End what still runs of the ranks that nobody looks after any more."""
+    for member in members:
+        if not member.ended and member.process.is_alive():
+            member.process.kill()
 
 
 @dataclass(frozen=True)

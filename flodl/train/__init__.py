@@ -26,7 +26,7 @@ from flodl.train.events import (
     Synced,
     Warned,
 )
-from flodl.train.handle import Handle, Trained
+from flodl.train.handle import Handle, RankStatus, Trained
 from flodl.train.loss import Loss
 from flodl.train.optim.ema import WeightAverage
 from flodl.train.optim.optimizers import OptimizerFactory, adamw, layerwise_decay, parameter_groups, sgd
@@ -39,6 +39,7 @@ from flodl.train.replicas import Replicas
 from flodl.train.rules import Rule, freeze_when, set_rate, stop_when, thaw_when
 from flodl.train.settings import Settings
 from flodl.train.shown import ShowProgress
+from flodl.train.snapshots import ModelSnapshot
 from flodl.train.step import Step, StepResult
 from flodl.train.trackers import (
     CsvTracker,
@@ -62,11 +63,13 @@ __all__ = [
     "JsonLinesTracker",
     "Loss",
     "MlflowTracker",
+    "ModelSnapshot",
     "Observed",
     "OptimizerFactory",
     "OwnLoop",
     "Precision",
     "Profiler",
+    "RankStatus",
     "RankedEval",
     "RateSearch",
     "Rehearsal",

@@ -175,7 +175,9 @@ class EvalDone(Event):
 class EpochMetrics(Event):
     """One epoch over all ranks: means weighted by count, times in milliseconds of wall clock.
 
-    ``share`` is each rank's part of the samples, ``throughput`` its samples per millisecond of compute.
+    ``share`` is each rank's part of the samples, ``throughput`` its samples per millisecond of compute. ``by_rank`` has
+    the figures of each rank: ``samples``, ``compute_ms``, ``wall_ms``, its metrics, and ``loss`` where ranks step on
+    their own.
     """
 
     epoch: int
@@ -187,6 +189,7 @@ class EpochMetrics(Event):
     share: tuple[float, ...]
     throughput: tuple[float, ...]
     eval: Mapping[str, float] = field(default_factory=dict)
+    by_rank: tuple[Mapping[str, float], ...] = ()
 
 
 EpochDone = EpochMetrics

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,10 +15,12 @@ from safetensors.torch import save as format_tensors
 from torch import nn
 
 from flodl.distributed.launch import Crew
+from flodl.errors import TrainError
 from flodl.train.events import EpochMetrics, Event, Events, Observed, RunFailed, StepDone
 from flodl.train.saving.state import load_model, model_state
+from flodl.train.snapshots import ModelSnapshot, taken_from
 
-__all__ = ["Handle", "SendEvents", "Trained"]
+__all__ = ["Handle", "RankStatus", "SendEvents", "Trained"]
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,27 @@ class Trained:
         return cls(kinds["p:"], kinds["b:"], list(metrics))
 
 
+@dataclass(frozen=True)
+class RankStatus:
+    """What one rank is doing.
+
+    Attributes:
+        rank: its number.
+        pid: its process.
+        alive: whether the process runs.
+        phase: what it does, one of `flodl.distributed.board.PHASES`.
+        step: the last step that it began.
+        silent_s: seconds since its last pulse.
+    """
+
+    rank: int
+    pid: int
+    alive: bool
+    phase: str
+    step: int
+    silent_s: float
+
+
 class Handle:
     """A run that was begun; made by ``TrainerBuilder.run``.
 
@@ -102,6 +126,7 @@ class Handle:
         self._queue: deque[EpochMetrics] = deque()
         self._seen: list[EpochMetrics] = []
         self._trained: Trained | None = None
+        self._snapshots: deque[ModelSnapshot] = deque()
 
     def __repr__(self) -> str:
         state = "running" if self._trained is None else "over"
@@ -117,6 +142,9 @@ class Handle:
         kind, body = message
         if kind == "event":
             self._events.emit(body)
+            return None
+        if kind == "snapshot":
+            self._snapshots.append(taken_from(body))
             return None
         if kind == "failed":
             error, restarts = body
@@ -144,6 +172,66 @@ class Handle:
         """Be told how the run ended."""
         self._trained = Trained(trained.parameters, trained.buffers, list(self._seen))
         self.model = model
+
+    # ---- while it runs -------------------------------------------------------------------------------
+
+    @property
+    def is_running(self) -> bool:
+        """Whether ranks still train, as far as this process has heard; `poll` listens."""
+        return self._trained is None and self.crew is not None and bool(self.crew.alive)
+
+    def poll(self, timeout_s: float = 0.0) -> bool:
+        """Listen to the ranks, for at most so long, and return whether the run goes on.
+
+        Raises:
+            RankError: a rank failed; it says which, where and why.
+        """
+        if self._trained is not None or self.crew is None:
+            return False
+        with self.crew.passing_signals():
+            return not self.crew.poll(timeout_s)
+
+    def ranks(self) -> list[RankStatus]:
+        """Return what each rank is doing right now, without asking it; nothing where this process trained."""
+        if self.crew is None:
+            return []
+        board, alive = self.crew.board, set(self.crew.alive)
+        return [
+            RankStatus(rank, pid, rank in alive, board.phase(rank), board.step(rank), board.silence_s(rank))
+            for rank, pid in enumerate(self.crew.pids)
+        ]
+
+    def rank_metrics(self) -> list[dict[str, float]]:
+        """Return the figures of each rank in the newest epoch; see `EpochMetrics.by_rank`."""
+        return [dict(figures) for figures in self._seen[-1].by_rank] if self._seen else []
+
+    def stop(self) -> None:
+        """Ask the run to end at the next meeting of its ranks, its state saved; `join` gives what it came to."""
+        self.ask("stop")
+
+    def snapshot(self, timeout_s: float = 60.0) -> ModelSnapshot:
+        """Return the run's weights as they are now, without stopping it.
+
+        Raises:
+            TrainError: the run is over, or there was none within the time.
+            RankError: a rank failed.
+        """
+        if self._trained is not None or self.crew is None:
+            raise TrainError("snapshot: the run is over; expected one that trains. join() gives its weights.")
+        self.crew.board.ask_snapshot(0)
+        until = time.monotonic() + timeout_s
+        while not self._snapshots:
+            if not self.poll(timeout_s=0.05):
+                break
+            if time.monotonic() > until:
+                raise TrainError(
+                    f"snapshot: rank 0 gave none within {timeout_s:g} s; it is in phase "
+                    f"{self.crew.board.phase(0)!r}. Expected a step to end in that time; give it more.",
+                    timeout_s=timeout_s,
+                )
+        if not self._snapshots:
+            raise TrainError("snapshot: the run ended before it took one. join() gives its weights.")
+        return self._snapshots.popleft()
 
     def poll_metrics(self) -> list[EpochMetrics]:
         """Return the figures of the epochs that ended since the last call, without waiting."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from concurrent.futures import Future
 from typing import Any
 
 from torch import nn
@@ -26,6 +27,7 @@ from flodl.train.reports import evaluate_now, report_failure, report_round, repo
 from flodl.train.route import compiled
 from flodl.train.saving.saves import Saves
 from flodl.train.settings import Settings
+from flodl.train.snapshots import ModelSnapshot, Snapshots
 from flodl.train.step import StepResult, TrainStep
 from flodl.train.tally import Tally, epoch_metrics
 
@@ -37,6 +39,7 @@ class Loop(TrainerCore):
 
     Attributes:
         saves: the run's checkpoints.
+        snapshots: weights that somebody asked for.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class Loop(TrainerCore):
         super().__init__(model, optimizer, train_step, settings=settings, ranks=ranks, feed=feed, callbacks=callbacks)
         self.saves = Saves(self)
         self.keeper = self.saves.keeper
+        self.snapshots = Snapshots(ranks)
 
     def _due(self) -> bool:
         return self.saves.due or super()._due()
@@ -109,6 +113,24 @@ class Loop(TrainerCore):
             self.save()
         self.stopping = self.stopping or self.out_of_steps
         self.saves.report_saves()
+        self._serve_snapshots()
+
+    def _serve_snapshots(self) -> None:
+        """Take a snapshot if somebody asked for one."""
+        average = self.average.tensors() if self.average is not None else {}
+        losses = self.log.losses
+        metrics = {**({"loss": losses[-1]} if losses else {}), **self.evaluator.found}
+        self.snapshots.serve(self.model, average, step=self.policy.steps, epoch=self.epoch_number, metrics=metrics)
+
+    def snapshot(self) -> Future[ModelSnapshot]:
+        """Return the run's weights as they are where ranks have the same next, without stopping it; from any thread.
+
+        ``trainer.snapshot().result()`` waits for it; the training thread, and so a callback, must not.
+
+        Raises:
+            TrainError: the run is over.
+        """
+        return self.snapshots.ask()
 
     def _decide(self) -> None:
         """Act on the rules of the run, where all ranks know the same."""
@@ -218,6 +240,7 @@ class Loop(TrainerCore):
                         arranged.callback(way(self.model))
                 yield
         except BaseException as fault:
+            self.snapshots.fail(f"the run ended by {type(fault).__name__}")
             report_failure(self, fault)
             if self.keeper is not None:
                 self.keeper.close(give_up=True)
@@ -242,6 +265,8 @@ class Loop(TrainerCore):
         if self.average is not None:
             self.average.put()
         self.hooks.call("on_train_end")
+        self._serve_snapshots()
+        self.snapshots.close()
         reason = "finished" if self.epoch_number >= self.settings.num_epochs else "stopped"
         self._close()
         self.events.emit(RunDone(rank=self.ranks.rank, step=self.policy.steps, epoch=self.epoch_number, reason=reason))

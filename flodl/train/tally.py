@@ -99,4 +99,12 @@ def epoch_metrics(
         share=tuple(part["samples"] / samples if samples else 0.0 for part in parts),
         throughput=tuple(part["samples"] / part["compute_ms"] if part["compute_ms"] else 0.0 for part in parts),
         eval=evaluated,
+        by_rank=tuple(_of_rank(part, shared_loss) for part in parts),
     )
+
+
+def _of_rank(part: Mapping[str, Any], shared_loss: bool) -> dict[str, float]:
+    """Return the figures of one rank."""
+    loss = {} if shared_loss or not part["count"] else {"loss": part["loss_sum"] / part["count"]}
+    times = {name: float(part[name]) for name in ("samples", "compute_ms", "wall_ms")}
+    return {**means([part], "sums"), **times, **loss}

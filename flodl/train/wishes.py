@@ -23,7 +23,6 @@ class Wishes:
 
     def __init__(self, ranks: Ranks) -> None:
         self._board, self._row = ranks.board, ranks.rank % ranks.board.world
-        self._heeded = self._board.asked(self._row)
 
     def ask(self, wish: str) -> None:
         """Make a wish, from any thread.
@@ -37,10 +36,8 @@ class Wishes:
 
     def flags(self) -> list[float]:
         """Return 1 for each wish that is to be heeded, in the order of ``WISHES``."""
-        asked = self._board.asked(self._row)
-        return [float(now > before) for now, before in zip(asked, self._heeded, strict=True)]
+        return [float(wish) for wish in self._board.open_wishes(self._row)]
 
     def heed(self, flags: Sequence[float]) -> None:
         """Be told which wishes all ranks heed now."""
-        asked = self._board.asked(self._row)
-        self._heeded = [now if flag else before for now, before, flag in zip(asked, self._heeded, flags, strict=True)]
+        self._board.did(self._row, flags)
