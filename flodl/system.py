@@ -22,6 +22,7 @@ __all__ = [
     "is_stopped",
     "lock",
     "loopback",
+    "process_state",
     "read_at",
     "read_vectors_at",
     "sync_folder",
@@ -138,11 +139,23 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+def process_state(pid: int) -> str | None:
+    """Return the kernel's letter for what a process does ("R", "S", "T", "Z", ...); None if there is none.
+
+    Only Linux tells; elsewhere every process runs ("R").
+    """
+    if not os.path.isdir("/proc/self"):
+        return "R"
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0]
+    except (OSError, IndexError):
+        return None
+
+
 def is_stopped(pid: int) -> bool:
     """Return whether a process was stopped, as by SIGSTOP; only Linux tells, elsewhere the answer is no."""
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as stat:
-        return stat.read().rsplit(")", 1)[1].split()[0] in "Tt"
-    return False
+    return process_state(pid) in ("T", "t")
 
 
 def loopback() -> str | None:

@@ -56,6 +56,11 @@ class Board:
         """Return a board that survives being passed to a child process."""
         return cls(world, context.Array(ctypes.c_double, _CELLS * world, lock=False))
 
+    @staticmethod
+    def bytes_of(world: int) -> int:
+        """Return how much memory the cells of so many ranks take."""
+        return _CELLS * world * ctypes.sizeof(ctypes.c_double)
+
     def beat(self, rank: int) -> None:
         """Record that ``rank`` is alive now, by the monotonic clock that all processes of a host share."""
         self._cells[_CELLS * rank] = time.monotonic()

@@ -10,7 +10,9 @@ import contextlib
 import json
 import os
 import socket
+import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -22,11 +24,16 @@ from torch.distributed import PrefixStore, rendezvous  # pyright: ignore[reportP
 
 from flodl.devices import pick_device
 from flodl.distributed.board import Board
-from flodl.errors import TrainError
+from flodl.distributed.neighbours import Neighbours, shared_board
+from flodl.errors import TrainError, visible
+from flodl.system import hard_stop
 
 __all__ = ["Ranks", "is_first_rank", "join_ranks", "under_torchrun"]
 
 PULSE_S = 0.5
+LOOK_S = 0.25
+FROZEN_S = 1.2
+"""How long a rank may be stopped before the others give it up; with what comes before it they know within 2 s."""
 
 
 @dataclass
@@ -41,6 +48,7 @@ class Ranks:
         store: key-value store that all ranks share; None with one rank.
         board: what each rank of this host is doing.
         attempt: how many times the run has been restarted.
+        frozen_after_s: how long another rank of this host may be stopped before it is given up.
     """
 
     rank: int = 0
@@ -51,6 +59,8 @@ class Ranks:
     board: Board = field(default_factory=lambda: Board(1))
     attempt: int = 0
     pipe: Any = None
+    frozen_after_s: float = FROZEN_S
+    _neighbours: Neighbours | None = None
     _pulse: _Pulse | None = None
     _own_group: bool = False
 
@@ -131,7 +141,7 @@ class Ranks:
                 raise
             lost = self._pulse.silent_peers() if self._pulse is not None else {}
             who = "; ".join(f"rank {r}: {what}" for r, what in lost.items()) or "a peer that cannot be named"
-            raise TrainError(
+            fault = TrainError(
                 f"rank {self.rank}, step {self.board.step(self.rank % self.board.world)}: "
                 f"lost contact in a collective with {who}. Expected all {self.world} ranks to take part. "
                 "See the log of that rank for the cause; start again with resume to go on from "
@@ -139,7 +149,10 @@ class Ranks:
                 rank=self.rank,
                 lost=sorted(lost),
                 cause=str(error),
-            ) from error
+            )
+            if self._neighbours is not None:
+                _say(fault.message)  # at once: the launcher may end this process before the error is shown
+            raise fault from error
 
 
 def _is_lost_peer(error: BaseException) -> bool:
@@ -159,15 +172,24 @@ class _Pulse:
         self._thread.start()
 
     def _run(self) -> None:
-        ranks = self.ranks
+        ranks, near = self.ranks, self.ranks._neighbours
+        beats = 0.0
         while True:
-            ranks.board.beat(ranks.rank % ranks.board.world)
-            if self.parent is not None and os.getppid() != self.parent:
-                os._exit(1)  # an orphan must not go on computing for nobody
-            if ranks.store is not None:
-                with contextlib.suppress(Exception):  # a store that is gone is the collective's error to report
-                    ranks.store.set(f"pulse/{ranks.attempt}/{ranks.rank}", self._state())
-            if self._ended.wait(PULSE_S):
+            now = time.monotonic()
+            if now >= beats:
+                beats = now + PULSE_S
+                ranks.board.beat(ranks.rank % ranks.board.world)
+                if self.parent is not None and os.getppid() != self.parent:
+                    os._exit(1)  # an orphan must not go on computing for nobody
+                if ranks.store is not None:
+                    with contextlib.suppress(Exception):  # a store that is gone is the collective's error to report
+                        ranks.store.set(f"pulse/{ranks.attempt}/{ranks.rank}", self._state())
+                        if near is not None and not near.complete:
+                            near.look_for(ranks.store, f"place/{ranks.attempt}")
+            frozen = near.frozen(ranks.frozen_after_s) if near is not None else {}
+            if frozen and not self._ended.is_set():
+                _leave_the_frozen(ranks, frozen)
+            if self._ended.wait(LOOK_S if near is not None else PULSE_S):
                 return
 
     def _state(self) -> str:
@@ -177,7 +199,14 @@ class _Pulse:
 
     def silent_peers(self, watch_s: float = 1.6) -> dict[int, str]:
         """Return what is known of the ranks whose pulse does not move while we watch."""
-        store, attempt = self.ranks.store, self.ranks.attempt
+        store, attempt, near = self.ranks.store, self.ranks.attempt, self.ranks._neighbours
+        if near is not None:
+            # What broke the line may be a moment ahead of the end of its process.
+            until = time.monotonic() + 0.3
+            while not (dead := near.dead()) and time.monotonic() < until:
+                time.sleep(0.01)
+            if dead:
+                return dead
         keys = {r: f"pulse/{attempt}/{r}" for r in range(self.ranks.world) if r != self.ranks.rank}
         try:
             before = {r: store.get(k).decode() for r, k in keys.items() if store.check([k])}
@@ -195,6 +224,27 @@ class _Pulse:
     def stop(self) -> None:
         self._ended.set()
         self._thread.join(timeout=2)
+
+
+def _leave_the_frozen(ranks: Ranks, frozen: dict[int, str]) -> None:
+    """End this process, and those that stand still: whoever waits for them in a collective cannot be called back."""
+    who = "; ".join(f"rank {rank}: {what}" for rank, what in frozen.items())
+    row = ranks.rank % ranks.board.world
+    _say(
+        f"rank {ranks.rank} of {ranks.world}, phase '{ranks.board.phase(row)}', step {ranks.board.step(row)}: {who}. "
+        "Expected all ranks to go on; this rank and the frozen ones end now. Start again with resume to go on from the "
+        "last checkpoint."
+    )
+    for rank in frozen:
+        with contextlib.suppress(OSError):
+            os.kill(ranks._neighbours.pid(rank), hard_stop())  # type: ignore[union-attr]
+    os._exit(1)
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(visible(text).replace("\n", " ") + "\n")
+        sys.stderr.flush()
 
 
 def under_torchrun() -> bool:
@@ -236,6 +286,7 @@ def join_ranks(
     attempt: int = 0,
     parent: int | None = None,
     timeout_s: float = 600.0,
+    frozen_after_s: float = FROZEN_S,
 ) -> Ranks:
     """Return this process's `Ranks` with the process group up; the group is left by ``Ranks.leave``.
 
@@ -244,17 +295,24 @@ def join_ranks(
 
     Args:
         timeout_s: how long a collective waits for a peer that is alive before it gives up.
+        frozen_after_s: how long another rank of this host may be stopped before this one ends.
     """
     if store is None and under_torchrun():
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
         attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
     chosen = pick_device(device, local_rank)
+    descriptor = None
+    launched = store is None and board is None and world > 1
+    if launched:
+        board, descriptor = shared_board(world)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     if world == 1:
         return Ranks(0, 1, 0, chosen, board=board or Board(1), attempt=attempt)
-    ranks = Ranks(rank, world, local_rank, chosen, board=board or Board(world), attempt=attempt)
+    ranks = Ranks(
+        rank, world, local_rank, chosen, board=board or Board(world), attempt=attempt, frozen_after_s=frozen_after_s
+    )
     ranks.phase("rendezvous")
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
     if chosen.type == "cuda":
@@ -268,5 +326,8 @@ def join_ranks(
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s))
         ranks._own_group = True
     ranks.store = PrefixStore("flodl", store)
+    if launched:
+        ranks._neighbours = Neighbours(rank, world, descriptor)
+        ranks.store.set(f"place/{attempt}/{rank}", ranks._neighbours.address())
     ranks._pulse = _Pulse(ranks, parent)
     return ranks

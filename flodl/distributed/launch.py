@@ -27,7 +27,7 @@ import torch
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from flodl.distributed.board import Board
-from flodl.distributed.group import join_ranks
+from flodl.distributed.group import FROZEN_S, join_ranks
 from flodl.errors import TrainError
 from flodl.system import die_with_parent, hard_stop, is_stopped, loopback
 
@@ -35,6 +35,10 @@ __all__ = ["Crew", "RankError", "launch"]
 
 STARTING = ("spawn", "rendezvous", "model build", "first broadcast")
 """Phases of a rank in which nothing was trained yet."""
+SILENT_S = 120.0
+"""How long a rank that the system has not stopped may give no sign: some libraries hold the interpreter for minutes."""
+PAUSED_S = 5.0
+LOOK_S = 0.25
 
 
 class RankError(TrainError):
@@ -94,6 +98,7 @@ class Crew:
         self.board = Board.shared(self.world, context)
         self._store = None  # a store left from before the failure, with its threads
         self.results = {}
+        self._looked = self._since = time.monotonic()
         self._members: list[_Member] = []
         # Whoever lets go of its ranks, or leaves without waiting, ends them: the interpreter would wait for ever for
         # ranks that wait for an answer.
@@ -195,13 +200,18 @@ class Crew:
             self._failed(rank, reason=f"left with exit code {code} before its work was done")
 
     def _look_for_frozen(self) -> None:
+        now = time.monotonic()
+        if now - self._looked > PAUSED_S:
+            self._since = now  # this process itself stood still; the ranks get their time again
+        self._looked = now
         for rank, member in enumerate(self._members):
             if member.ended:
                 continue
-            silent = self.board.silence_s(rank)
+            silent = min(self.board.silence_s(rank), now - self._since)
             stopped = is_stopped(member.process.pid)
-            if silent > self.frozen_after_s and (stopped or silent > 15 * self.frozen_after_s):
-                self._failed(rank, reason=f"frozen: no pulse for {silent:.0f} s")
+            if silent > (self.frozen_after_s if stopped else max(SILENT_S, 15 * self.frozen_after_s)):
+                self._failed(rank, reason=f"frozen: no pulse for {silent:.1f} s")
+                return
 
     def _failed(self, rank: int, *, reason: str, trace: str = "") -> None:
         board, member = self.board, self._members[rank]
@@ -241,7 +251,7 @@ class Crew:
         """
         try:
             with self.passing_signals():
-                while not self.poll(timeout_s=0.5):
+                while not self.poll(timeout_s=LOOK_S):
                     pass
         except BaseException:
             self.stop()  # nobody would listen to ranks that still run, and they hold their folder
@@ -357,7 +367,7 @@ def launch(
     device: str | Sequence[str] | None = None,
     start: str = "spawn",
     timeout_s: float = 600.0,
-    frozen_after_s: float = 8.0,
+    frozen_after_s: float = FROZEN_S,
     max_restarts: int = 0,
     on_message: Callable[[int, Any], Any] | None = None,
 ) -> Crew:
@@ -370,7 +380,7 @@ def launch(
         start: ``"spawn"``, or ``"fork"`` for CPU ranks of a process in which torch uses one thread.
         timeout_s: how long a collective waits for a live peer.
         frozen_after_s: a rank that the system has stopped is given up after this long without a pulse
-            (one that is merely silent after 15 times as long).
+            (one that is merely silent after 15 times as long, and two minutes at least).
         max_restarts: how often the whole crew is started again after a rank failed.
 
     Raises:

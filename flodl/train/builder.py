@@ -367,7 +367,9 @@ class TrainerBuilder:
         device = self._devices if isinstance(self._devices, str) else None
         if isinstance(self._devices, (list, tuple)):
             device = self._devices[0]
-        ranks = join_ranks(device=device, timeout_s=plan.settings.timeout_s)
+        ranks = join_ranks(
+            device=device, timeout_s=plan.settings.timeout_s, frozen_after_s=plan.settings.frozen_after_s
+        )
         handle = Handle(world=ranks.world)
         plan = replace(plan, callbacks=replace(plan.callbacks, metrics_fn=self._metrics_fn))
         try:

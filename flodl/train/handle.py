@@ -14,7 +14,7 @@ from safetensors.torch import load as parse_tensors
 from safetensors.torch import save as format_tensors
 from torch import nn
 
-from flodl.distributed.launch import Crew
+from flodl.distributed.launch import LOOK_S, Crew
 from flodl.errors import TrainError
 from flodl.train.events import EpochMetrics, Event, Events, Observed, RunFailed, StepDone
 from flodl.train.saving.state import load_model, model_state
@@ -245,7 +245,7 @@ class Handle:
         """Wait for the next epoch's figures and return them; None when the run is over."""
         while not self._queue and self._trained is None and self.crew is not None:
             with self.crew.passing_signals():
-                over = self.crew.poll(timeout_s=0.5)
+                over = self.crew.poll(timeout_s=LOOK_S)
             if over:
                 break
         return self._queue.popleft() if self._queue else None

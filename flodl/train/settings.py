@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from flodl.distributed.group import FROZEN_S
 from flodl.distributed.rounds import Knobs
 from flodl.errors import TrainError, nearest
 from flodl.train.callback import Callback
@@ -137,7 +138,7 @@ class Settings:
     slowdown: Mapping[int, float] = field(default_factory=dict)
     timeline: str | None = None
     timeout_s: float = 600.0
-    frozen_after_s: float = 8.0
+    frozen_after_s: float = FROZEN_S
     capture: str | bool = "auto"
     capture_num_rows: bool = True
     compile: bool = False

@@ -66,7 +66,8 @@ class Trainer(OwnLoop):
             TrainError: a setting that does not exist, or ranks that built different models.
         """
         chosen = make_settings(settings)
-        return cls(model, optimizer, settings=chosen, ranks=ranks or join_ranks(timeout_s=chosen.timeout_s))
+        joined = ranks or join_ranks(timeout_s=chosen.timeout_s, frozen_after_s=chosen.frozen_after_s)
+        return cls(model, optimizer, settings=chosen, ranks=joined)
 
     @classmethod
     def setup_head(cls, head: Any, *, optimizer: OptimizerMaker, **settings: Any) -> Self:

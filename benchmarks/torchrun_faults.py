@@ -1,0 +1,168 @@
+"""Ranks of a torchrun job that are killed, frozen, slowed and started again: who is told, when, and what is lost?
+
+A small model is trained by ``torchrun`` with gloo. One rank gets a signal when it enters a phase; the other ranks have
+to say which rank it was, its phase and its step. Then the job is started again, and its weights, optimiser and random
+states are compared with those of a job that was left alone. "told" counts the tries in which a survivor named rank,
+phase and step; the times are from the signal to that line.
+
+    python benchmarks/torchrun_faults.py --ranks 2 4 --times 1
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from flodl.distributed.group import Ranks
+from flodl.train import Loss, Trainer, adamw
+from flodl.train.saving.keeper import list_checkpoints, read_checkpoint
+from flodl.train.schedule import Cosine
+
+STEPS, SAVE_EVERY = 12, 3
+PHASES = ("data", "forward", "backward", "reduce", "optimiser", "callback", "evaluation", "checkpoint")
+MOST = {"evaluation": 3, "checkpoint": 3, "callback": 3}
+KINDS = ("SIGKILL", "SIGSTOP", "slow")
+SLOW_S = 3.0
+
+
+class Rows:
+    """Rows whose augmentation draws at random."""
+
+    def __init__(self) -> None:
+        g = torch.Generator().manual_seed(1)
+        self.x, self.y = torch.randn(32, 6, generator=g), torch.randint(0, 3, (32,), generator=g)
+
+    def __len__(self) -> int:
+        return 32
+
+    def get(self, i: int) -> dict[str, Any]:
+        return {"x": self.x[i] + torch.randn(6) * 0.1 + random.random() * 0.1, "y": self.y[i]}
+
+
+def train_step(model: nn.Module, batch: Any) -> Loss:
+    return Loss(cross_entropy(model(batch["x"]), batch["y"], reduction="sum"), len(batch["y"]))
+
+
+def rank_main(folder: Path) -> None:
+    """Train as one rank of the job; the victim falls where the environment says."""
+    torch.set_num_threads(1)
+    victim, phase, number, kind = os.environ.get("FAULT", "-1 none 0 none").split()
+    enter, count = Ranks.phase, [0]
+
+    def watched(self: Ranks, name: str, step: int | None = None) -> None:
+        enter(self, name, step)
+        if name == phase and self.rank == int(victim):
+            count[0] += 1
+            if count[0] == int(number):
+                row = self.rank % self.board.world
+                (folder / "fell").write_text(f"{time.time()} {self.board.step(row)}")
+                if kind == "slow":
+                    time.sleep(SLOW_S)
+                else:
+                    os.kill(os.getpid(), getattr(signal, kind))
+
+    Ranks.phase = watched  # type: ignore[method-assign]
+    made = Trainer.builder(
+        lambda device: nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.3), nn.Linear(16, 3)), adamw(1e-2), train_step
+    )
+    made.dataset(Rows()).batch_size(8).num_epochs(3).checkpoints(str(folder / "run"), every=SAVE_EVERY, resume=True)
+    made.set(seed=11, max_grad_norm=1.0, schedule=Cosine(1e-2, 1e-4, STEPS), policy="sync")
+    made.eval_fn(lambda model: {"size": float(sum(p.abs().sum() for p in model.parameters()))})
+    made.run().join()
+
+
+def job(folder: Path, ranks: int, fault: str = "") -> tuple[int, list[tuple[float, str]]]:
+    """Run torchrun; return its status and the lines that it printed, each with its time."""
+    folder.mkdir(exist_ok=True)
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "FAULT": fault or "-1 none 0 none", "GLOO_SOCKET_IFNAME": "lo"}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), env.get("PYTHONPATH"))))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
+               str(Path(__file__)), "--rank-folder", str(folder)]  # fmt: skip
+    running = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert running.stdout is not None
+    lines = [(time.time(), line.rstrip("\n")) for line in running.stdout]
+    return running.wait(), lines
+
+
+def finished(folder: Path) -> dict[str, torch.Tensor]:
+    saved = read_checkpoint(list_checkpoints(folder / "run")[-1])
+    return {f"{file}/{name}": t for file, part in saved.tensors.items() for name, t in part.items()}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def named(line: str, victim: int, phase: str, step: str) -> bool:
+    """Return whether a survivor's line says which rank it was, in which phase and at which step."""
+    return bool(re.search(rf"rank {victim}: .*phase '{phase}', step {step}\b", line))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--times", type=int, default=1, help="tries of each phase and kind")
+    parser.add_argument("--phases", nargs="+", default=list(PHASES), choices=PHASES)
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
+    parser.add_argument("--rank-folder", type=Path, help=argparse.SUPPRESS)
+    said = parser.parse_args()
+    if said.rank_folder is not None:
+        rank_main(said.rank_folder)
+        return
+    chance, bad = random.Random(0), 0
+    print("| ranks | fault | phase | tried | struck | told | equal to the bit | told after |")
+    print("|---|---|---|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as base:
+        for ranks in said.ranks:
+            status, lines = job(Path(base) / f"whole{ranks}", ranks)
+            if status:
+                raise SystemExit("\n".join(text for _, text in lines))
+            whole = finished(Path(base) / f"whole{ranks}")
+            for kind in said.kinds:
+                for phase in said.phases:
+                    struck = told = equal = 0
+                    after: list[float] = []
+                    for _ in range(said.times):
+                        folder = Path(base) / "run"
+                        victim = chance.randrange(ranks)
+                        status, lines = job(
+                            folder, ranks, f"{victim} {phase} {chance.randint(1, MOST.get(phase, 9))} {kind}"
+                        )
+                        if (folder / "fell").exists():
+                            struck += 1
+                            when, step = (folder / "fell").read_text().split()
+                            hits = [at - float(when) for at, text in lines if named(text, victim, phase, step)]
+                            told += status == 0 if kind == "slow" else bool(hits)
+                            after += hits[:1]
+                        again, _ = job(folder, ranks)
+                        equal += again == 0 and same(finished(folder), whole)
+                        shutil.rmtree(folder)
+                    bad += 2 * said.times - equal - told - (said.times - struck)
+                    times = f"{statistics.median(after):.2f} s (most {max(after):.2f})" if after else "-"
+                    print(
+                        f"| {ranks} | {kind} | {phase} | {said.times} | {struck} | {told} | {equal} | {times} |",
+                        flush=True,
+                    )
+    print(
+        f"\ntorch {torch.__version__}, gloo, seed 0; {bad} losses. A slow rank is told of by nobody: its job ends well."
+    )
+    sys.exit(1 if bad else 0)
+
+
+if __name__ == "__main__":
+    main()

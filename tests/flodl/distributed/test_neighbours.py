@@ -1,0 +1,92 @@
+"""Ranks that a launcher started see each other: who ended, who stands still, and what each was doing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flodl.distributed.neighbours import Neighbours, shared_board
+
+pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="reads /proc")
+ROOT = Path(__file__).parents[3]
+
+
+class Store(dict[str, bytes]):
+    """A store as far as neighbours ask one."""
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self for key in keys)
+
+
+def rank_one(pipe: Any) -> None:
+    board, descriptor = shared_board(2)
+    board.enter(1, "backward", 41)
+    pipe.send(Neighbours(1, 2, descriptor).address())
+    pipe.recv()
+    board.enter(1, "optimiser", 42)
+    pipe.send("done")
+    time.sleep(60)
+
+
+@pytest.fixture
+def other() -> Any:
+    context = get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=rank_one, args=(theirs,), daemon=True)
+    process.start()
+    near = Neighbours(0, 2)
+    near.look_for(Store(), "place")
+    assert not near.complete
+    near.look_for(Store({"place/1": ours.recv().encode()}), "place")
+    assert near.complete
+    yield near, process, ours
+    process.kill()
+    process.join()
+
+
+def test_a_rank_that_was_killed_leaves_phase_and_step(other: Any) -> None:
+    near, process, pipe = other
+    assert near.dead() == {}
+    pipe.send("go on")
+    pipe.recv()
+    os.kill(process.pid, signal.SIGKILL)
+    until = time.monotonic() + 20
+    while not (dead := near.dead()):
+        assert time.monotonic() < until
+    assert dead == {1: f"its process ended in phase 'optimiser', step 42, pid {process.pid}"}
+
+
+def test_a_rank_that_stands_still_is_told_from_one_that_is_slow(other: Any) -> None:
+    near, process, _ = other
+    assert near.frozen(0.0) == {}
+    os.kill(process.pid, signal.SIGSTOP)
+    until = time.monotonic() + 20
+    while not (frozen := near.frozen(0.2)):
+        assert time.monotonic() < until
+    assert "for 0.2 s in phase 'backward', step 41" in frozen[1]
+    os.kill(process.pid, signal.SIGCONT)
+    while near.frozen(0.0):
+        assert time.monotonic() < until
+    os.kill(process.pid, signal.SIGSTOP)
+    time.sleep(0.05)
+    assert near.frozen(5.0) == {}  # it counts from when it stopped again
+
+
+@pytest.mark.parametrize("kind", ["SIGKILL", "SIGSTOP"])
+def test_ranks_of_a_torchrun_job_name_rank_phase_and_step_and_lose_nothing(kind: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(ROOT / "benchmarks" / "torchrun_faults.py"), "--ranks", "2", "--phases",
+         "backward", "--kinds", kind],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    row = next(line for line in done.stdout.splitlines() if line.startswith(f"| 2 | {kind}"))
+    assert [cell.strip() for cell in row.split("|")[4:8]] == ["1", "1", "1", "1"]
