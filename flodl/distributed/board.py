@@ -7,6 +7,8 @@ one of `PHASES`, kept as a number so that a rank killed by SIGKILL still leaves 
 from __future__ import annotations
 
 import ctypes
+import mmap
+import os
 import time
 from collections.abc import Sequence
 from multiprocessing.context import BaseContext
@@ -55,6 +57,15 @@ class Board:
     def shared(cls, world: int, context: BaseContext) -> Board:
         """Return a board that survives being passed to a child process."""
         return cls(world, context.Array(ctypes.c_double, _CELLS * world, lock=False))
+
+    @classmethod
+    def to_be_mapped(cls, world: int) -> tuple[Board, int | None]:
+        """Return a board that any process of the host can map, and its descriptor; None where there is no such memory."""
+        if not hasattr(os, "memfd_create") or not os.path.isdir("/proc/self/fd"):
+            return cls(world), None
+        descriptor, size = os.memfd_create("flodl-board"), cls.bytes_of(world)
+        os.ftruncate(descriptor, size)
+        return cls(world, (ctypes.c_double * (_CELLS * world)).from_buffer(mmap.mmap(descriptor, size))), descriptor
 
     @staticmethod
     def bytes_of(world: int) -> int:

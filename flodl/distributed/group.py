@@ -24,7 +24,7 @@ from torch.distributed import PrefixStore, rendezvous  # pyright: ignore[reportP
 
 from flodl.devices import pick_device
 from flodl.distributed.board import Board
-from flodl.distributed.neighbours import Neighbours, shared_board
+from flodl.distributed.neighbours import Neighbours
 from flodl.errors import TrainError, visible
 from flodl.system import hard_stop
 
@@ -305,7 +305,7 @@ def join_ranks(
     descriptor = None
     launched = store is None and board is None and world > 1
     if launched:
-        board, descriptor = shared_board(world)
+        board, descriptor = Board.to_be_mapped(world)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     if world == 1:

@@ -9,7 +9,6 @@ no neighbours, and what a rank last wrote into the store has to do.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import mmap
 import os
 import socket
@@ -20,18 +19,7 @@ from typing import Any
 from flodl.distributed.board import Board
 from flodl.system import process_state
 
-__all__ = ["Neighbours", "shared_board"]
-
-
-def shared_board(world: int) -> tuple[Board, int | None]:
-    """Return a board in memory that other processes can map, and its descriptor; None where there is no such memory."""
-    if not hasattr(os, "memfd_create") or not os.path.isdir("/proc/self/fd"):
-        return Board(world), None
-    descriptor = os.memfd_create("flodl-board")
-    size = Board.bytes_of(world)
-    os.ftruncate(descriptor, size)
-    memory = mmap.mmap(descriptor, size)
-    return Board(world, (ctypes.c_double * (size // ctypes.sizeof(ctypes.c_double))).from_buffer(memory)), descriptor
+__all__ = ["Neighbours"]
 
 
 @dataclass

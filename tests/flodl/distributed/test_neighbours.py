@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from flodl.distributed.neighbours import Neighbours, shared_board
+from flodl.distributed.board import Board
+from flodl.distributed.neighbours import Neighbours
 
 pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="reads /proc")
 ROOT = Path(__file__).parents[3]
@@ -27,7 +28,7 @@ class Store(dict[str, bytes]):
 
 
 def rank_one(pipe: Any) -> None:
-    board, descriptor = shared_board(2)
+    board, descriptor = Board.to_be_mapped(2)
     board.enter(1, "backward", 41)
     pipe.send(Neighbours(1, 2, descriptor).address())
     pipe.recv()
