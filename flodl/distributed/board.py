@@ -60,7 +60,7 @@ class Board:
 
     @classmethod
     def to_be_mapped(cls, world: int) -> tuple[Board, int | None]:
-        """Return a board that any process of the host can map, and its descriptor; None where there is no such memory."""
+        """Return a board that any process of the host can map, and its descriptor; None where that cannot be."""
         if not hasattr(os, "memfd_create") or not os.path.isdir("/proc/self/fd"):
             return cls(world), None
         descriptor, size = os.memfd_create("flodl-board"), cls.bytes_of(world)
