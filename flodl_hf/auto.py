@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, TypeVar, Unpack
 
 from flodl.errors import CheckpointError, ConfigError, printable
-from flodl_hf.checkpoint.ahead import reading_ahead
 from flodl_hf.collecting import without_collecting
+from flodl_hf.early import beginning
 from flodl_hf.head_names import names_of
 from flodl_hf.opening import LoadKeywords, Opened
 from flodl_hf.words import LOAD, taking
@@ -66,7 +66,7 @@ class _Door(Generic[ModelT]):
     @taking(LOAD, ConfigError, like=Opened.from_pretrained)
     def from_pretrained(cls, name_or_path: str | Path, **options: Unpack[LoadKeywords]) -> ModelT:
         """Return the model that a folder or Hub repository holds; see `EncoderModel.from_pretrained`."""
-        with reading_ahead(name_or_path, options):
+        with beginning(name_or_path, options):
             return _class_of(cls.head).from_pretrained(name_or_path, **options)
 
     @classmethod
@@ -133,7 +133,7 @@ def load(name_or_path: str | Path, *, head: str = "auto", **options: Unpack[Load
             names a task whose head is not in the file at all.
         **options: as in `EncoderModel.from_pretrained`.
     """
-    with reading_ahead(name_or_path, options):
+    with beginning(name_or_path, options):
         return _loaded(name_or_path, head, options)
 
 

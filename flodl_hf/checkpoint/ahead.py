@@ -11,8 +11,7 @@ from __future__ import annotations
 import mmap
 import os
 import stat
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
@@ -37,15 +36,14 @@ _NOW: ContextVar[_Ahead | None] = ContextVar("_NOW", default=None)
 
 
 @contextmanager
-def reading_ahead(folder: Any, options: Mapping[str, Any]) -> Iterator[None]:
-    """Read the weights of a local folder beside what is done inside, where that imports torch.
+def reading_ahead(folder: Any) -> Iterator[None]:
+    """Read the weights of a local folder beside what is done inside.
 
     Args:
         folder: what the caller gave; anything but the path of a folder is passed over.
-        options: of loading; where they say that nothing is to be read, nothing is.
     """
     begun = None
-    if _worth_it(options):
+    if os.name == "posix":
         with suppress(OSError, ValueError, TypeError):
             path = Path(os.path.expanduser(folder))
             if stat.S_ISREG(os.lstat(path / FILE).st_mode):
@@ -59,11 +57,6 @@ def reading_ahead(folder: Any, options: Mapping[str, Any]) -> Iterator[None]:
     finally:
         _NOW.reset(before)
         begun.drop()
-
-
-def _worth_it(options: Mapping[str, Any]) -> bool:
-    here = "torch" not in sys.modules and os.name == "posix" and usable_cpus() > 1
-    return here and not options.get("mapped") and not options.get("subfolder") and not options.get("verified")
 
 
 def taken(descriptor: int) -> dict[int, Any]:
@@ -124,7 +117,7 @@ class _Ahead:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         memory = {extent.start: mmap.mmap(-1, extent.nbytes, flags=flags) for extent in extents}
         views = [memoryview(memory[extent.start]) for extent in extents]
-        threads = min(2, usable_cpus() - 1)
+        threads = max(1, min(2, usable_cpus() - 1))
         fill(descriptor, where, extents, views, threads=threads, task_bytes=TASK_BYTES)
         if _which(descriptor) == file:
             self._file, self._memory = file, memory

@@ -31,6 +31,7 @@ from flodl_hf.cli.shared import (
     say,
     tell,
 )
+from flodl_hf.early import beginning
 from flodl_hf.errors import PredictError
 
 if TYPE_CHECKING:
@@ -161,13 +162,14 @@ def command(
     if source is not None and out is not None and not text:
         said = {name: value for name, value in files.items() if value is not None}
         said |= {"question": question, "query": query, "on_error": on_error, "restart": restart, "head": head}
-        if devices is None:
-            said["device"] = device_said(device)
-        said |= {"revision": revision, "local_files_only": local_files_only}
-        if str(out) == "-":
-            predict_to_output(model, source, {**said, **options})
-        else:
-            predict_to_file(model, source, out, {**said, **options}, json_output)
+        with beginning(model, {"device": device if devices is None else None}):
+            if devices is None:
+                said["device"] = device_said(device)
+            said |= {"revision": revision, "local_files_only": local_files_only}
+            if str(out) == "-":
+                predict_to_output(model, source, {**said, **options})
+            else:
+                predict_to_file(model, source, out, {**said, **options}, json_output)
         return
     stray = [name for name, value in files.items() if value is not None]
     if source is not None or out is not None:
@@ -181,7 +183,9 @@ def command(
     if text is None and sys.stdin.isatty():
         say("reading texts from standard input, one a line (Ctrl-D ends)")
     texts = iter(text) if text is not None else (line.rstrip("\n") for line in sys.stdin)
-    loaded = load(model, head=head, revision=revision, local_files_only=local_files_only, device=device_said(device))
+    with beginning(model, {"device": device}):
+        on = device_said(device)
+        loaded = load(model, head=head, revision=revision, local_files_only=local_files_only, device=on)
     answers = (
         ranked(loaded, list(texts), query, {k: v for k, v in options.items() if v is not None})
         if query is not None

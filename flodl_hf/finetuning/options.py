@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypedDict, get_args, get_type_hints
 
-from flodl.devices import training_devices
 from flodl.errors import ConfigError, capped, nearest
 from flodl_hf.finetuning.words import TrainerWords, translated
 
@@ -210,6 +209,9 @@ class Options:
         Raises:
             DeviceError: a device is not there.
         """
+        # With torch, which naming options does without.
+        from flodl.devices import training_devices
+
         return training_devices(self.devices, shared=self.backend == "cpu")
 
     @property

@@ -19,12 +19,6 @@ from flodl_hf.checkpoint import Checkpoint, ahead, read
 from flodl_hf.checkpoint.ahead import reading_ahead
 
 
-@pytest.fixture(autouse=True)
-def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the folder read as if torch had yet to be imported."""
-    monkeypatch.setattr(ahead, "_worth_it", lambda options: True)
-
-
 @pytest.fixture
 def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return how many tensors were read when they were asked for."""
@@ -42,7 +36,7 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_what_was_read_ahead_is_what_the_file_holds(
     single: Path, tensors: dict[str, Tensor], copied: list[int]
 ) -> None:
-    with reading_ahead(str(single), {}):
+    with reading_ahead(str(single)):
         with Checkpoint.open(single) as source:
             found = source.read_all()
         empty = sum(not tensor.numel() for tensor in tensors.values())
@@ -64,7 +58,7 @@ def test_a_file_that_changed_since_is_read_again(
     path = single / "model.safetensors"
     for change in ("written", "exchanged"):
         copied.clear()
-        with reading_ahead(single, {}):
+        with reading_ahead(single):
             now = ahead._NOW.get()
             assert now is not None
             now._thread.join()
@@ -102,7 +96,7 @@ def test_faults_are_told_by_who_opens_the_folder(single: Path, fault: str, monke
         path.symlink_to(single.parent / "elsewhere")
     if fault == "pipe":
         os.mkfifo(path)
-    with reading_ahead(single, {}):
+    with reading_ahead(single):
         if fault == "huge":
             with Checkpoint.open(single) as source:
                 assert source.read_all()
@@ -113,12 +107,12 @@ def test_faults_are_told_by_who_opens_the_folder(single: Path, fault: str, monke
 
 @pytest.mark.parametrize("given", ["owner/name", "", 7, None, b"\xff", "a\0b"])
 def test_what_is_no_folder_is_passed_over(given: Any) -> None:
-    with reading_ahead(given, {}):
+    with reading_ahead(given):
         assert ahead._NOW.get() is None
 
 
 def test_memory_that_nobody_took_is_let_go(single: Path) -> None:
-    with reading_ahead(single, {}):
+    with reading_ahead(single):
         now = ahead._NOW.get()
         assert now is not None
         now._thread.join()
@@ -133,7 +127,8 @@ import flodl_hf
 from flodl_hf import AutoModelForSequenceClassification, load
 from flodl_hf.checkpoint import ahead
 before = sorted({{"torch", "numpy"}} & set(sys.modules))
-ahead.usable_cpus = lambda: 2
+from flodl_hf import early
+early.usable_cpus = lambda: 2
 plain, taken = ahead._Ahead.of, []
 ahead._Ahead.of = lambda self, descriptor: taken.append(len(plain(self, descriptor))) or plain(self, descriptor)
 model = AutoModelForSequenceClassification.from_pretrained({folder!r})
