@@ -22,6 +22,7 @@ __all__ = [
     "is_stopped",
     "lock",
     "loopback",
+    "make_cuda_context",
     "process_state",
     "read_at",
     "read_vectors_at",
@@ -161,3 +162,18 @@ def is_stopped(pid: int) -> bool:
 def loopback() -> str | None:
     """Return what this system calls the network interface that leads to itself; None where it has no such name."""
     return {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
+
+
+def make_cuda_context(place: int) -> None:
+    """Have NVIDIA's driver make a device's primary context, which all libraries of a process share; if it can.
+
+    Args:
+        place: which of the devices that this process sees.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        # As torch sets it before its first call of the driver: kernels are loaded when they are used.
+        os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")
+        driver = ctypes.CDLL("libcuda.so.1")
+        device, context = ctypes.c_int(), ctypes.c_void_p()
+        if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), place) == 0:
+            driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)

@@ -7,7 +7,6 @@ finds made. Decides whether there is anything to begin; what goes wrong here is 
 
 from __future__ import annotations
 
-import ctypes
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -17,12 +16,11 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+from flodl.system import make_cuda_context
 from flodl_hf.checkpoint.ahead import reading_ahead
 from flodl_hf.checkpoint.scatter import usable_cpus
 
 __all__ = ["beginning"]
-
-LIBRARY = "libcuda.so.1"
 
 
 @contextmanager
@@ -38,7 +36,7 @@ def beginning(name_or_path: Any, options: Mapping[str, Any]) -> Iterator[None]:
         return
     place = _ordinal(options.get("device"))
     if place is not None and _uses_cuda():
-        Thread(target=_make_context, args=(place,), name="flodl-hf-driver", daemon=True).start()
+        Thread(target=make_cuda_context, args=(place,), name="flodl-hf-driver", daemon=True).start()
     read = not any(options.get(name) for name in ("mapped", "subfolder", "verified"))
     with reading_ahead(name_or_path if read else None):
         yield
@@ -61,15 +59,3 @@ def _uses_cuda() -> bool:
         if found is not None and found.origin is not None:
             return (Path(found.origin).parent / "lib" / "libtorch_cuda.so").exists()
     return False
-
-
-def _make_context(place: int) -> None:
-    """Have the driver make a device's primary context, which all libraries of a process share."""
-    with suppress(OSError, AttributeError):
-        # As torch sets it before its first call of the driver: kernels are loaded when they are used.
-        os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")
-        driver = ctypes.CDLL(LIBRARY)
-        device, context = ctypes.c_int(), ctypes.c_void_p()
-        # Calls of ctypes let go of the interpreter, which imports meanwhile.
-        if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), place) == 0:
-            driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from flodl import system
 from flodl_hf import early
 
 
@@ -40,7 +41,7 @@ class Driver:
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     """Return a driver, in a process that has yet to import torch."""
     found = Driver()
-    monkeypatch.setattr(early.ctypes, "CDLL", lambda name: found)
+    monkeypatch.setattr(system.ctypes, "CDLL", lambda name: found)
     monkeypatch.setattr(early, "_uses_cuda", lambda: True)
     monkeypatch.setattr(early, "usable_cpus", lambda: 2)
     monkeypatch.delitem(sys.modules, "torch")
@@ -98,7 +99,7 @@ def test_no_context_is_made_that_torch_would_not_make(driver: Driver, monkeypatc
         raise OSError(f"{name}: cannot open shared object file")
 
     monkeypatch.delitem(sys.modules, "torch")
-    monkeypatch.setattr(early.ctypes, "CDLL", absent)
+    monkeypatch.setattr(system.ctypes, "CDLL", absent)
     with early.beginning("nowhere", {"device": "cuda"}):
         pass
 
@@ -159,8 +160,8 @@ FIRST = """
 import json, sys
 from flodl_hf import AutoModelForSequenceClassification, early
 seen = []
-plain = early._make_context
-early._make_context = lambda place: (seen.append("torch" in sys.modules), plain(place))[1]
+plain = early.make_cuda_context
+early.make_cuda_context = lambda place: (seen.append("torch" in sys.modules), plain(place))[1]
 model = AutoModelForSequenceClassification.from_pretrained({folder!r}, device="cuda")
 found = model.predict(["a film"], untrained=True)
 import torch
