@@ -21,9 +21,12 @@ __all__ = [
     "cuda_count",
     "described",
     "find_device",
+    "hardware_summary",
     "parse_device",
     "pick_device",
+    "probe_device",
     "training_devices",
+    "usable_devices",
 ]
 
 Devices = int | str | Sequence[str | torch.device]
@@ -188,6 +191,47 @@ def described(device: torch.device) -> str:
         threads = torch.get_num_threads()
         return f"cpu ({threads} thread{'s' * (threads > 1)})"
     return str(device)
+
+
+def probe_device(device: str | torch.device) -> str | None:
+    """Return why a device cannot compute, as half a sentence; None where it can.
+
+    It runs a small product and a softmax and compares them with the processor's, so that a GPU too old for this torch,
+    one that is full, and one that is broken are found before a model is on it.
+    """
+    x = torch.arange(256, dtype=torch.float32).reshape(16, 16).sin()
+    try:
+        found = find_device(device)
+        there = x.to(found)
+        got = (there @ there).softmax(-1).cpu()
+    except (RuntimeError, NotImplementedError) as fault:
+        return (str(fault).splitlines() or [type(fault).__name__])[0][:200]
+    expected = (x @ x).softmax(-1)
+    if not torch.allclose(got, expected, atol=1e-2):
+        apart = float((got - expected).abs().max())
+        return f"a product of 16 x 16 numbers differs by {apart:.1e} from the processor's"
+    return None
+
+
+def usable_devices() -> list[torch.device]:
+    """Return the devices of the best kind there is that compute; the processor where none of them does."""
+    return [device for device in all_devices() if probe_device(device) is None] or [torch.device("cpu")]
+
+
+def hardware_summary() -> str:
+    """Return one line on what this process computes with: ``2 x NVIDIA H200 (139.8 GiB), torch 2.11.0``."""
+    parts = []
+    if cuda_count():
+        cards = [torch.cuda.get_device_properties(index) for index in range(cuda_count())]
+        names = [f"{card.name} ({card.total_memory / (1 << 30):.1f} GiB)" for card in cards]
+        parts = [f"{names.count(name)} x {name}" if names.count(name) > 1 else name for name in dict.fromkeys(names)]
+    elif has_mps():
+        parts = ["MPS"]
+    cores = os.cpu_count() or 1
+    threads = torch.get_num_threads()
+    parts.append(f"{cores} core{'s' * (cores > 1)}, {threads} thread{'s' * (threads > 1)}")
+    cuda = f", CUDA {torch.version.cuda}" if cuda_count() and torch.version.cuda else ""
+    return f"{', '.join(parts)}, torch {torch.__version__.partition('+')[0]}{cuda}"
 
 
 def why_no_cuda() -> str:

@@ -20,6 +20,8 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Protocol, Self, TextIO
 
+from flodl.verbosity import Verbosity, verbosity
+
 __all__ = ["Progress", "clock", "count"]
 
 AFTER_S = 1.0
@@ -69,7 +71,8 @@ class Progress:
         unit: what is counted, in the plural.
         done: how much was done before, as by a run that goes on.
         show: True also shows a call that is over soon, False nothing, None what takes longer than ``after_s``.
-            With ``FLODL_PROGRESS=0`` in the environment None shows nothing either.
+            With ``FLODL_PROGRESS=0`` in the environment, or where the level is quiet (`flodl.verbosity`), None shows
+            nothing either.
         after_s: seconds.
         stream: where to; None is standard error as it is at that time.
         now: the clock, in seconds.
@@ -92,7 +95,8 @@ class Progress:
         self._before, self._now, self._stream = done, now, stream
         self._started = now()
         silent = show is False or os.environ.get("RANK", "0") != "0"
-        silent = silent or (show is None and os.environ.get("FLODL_PROGRESS") in ("0", "off", "no", "false"))
+        unwanted = os.environ.get("FLODL_PROGRESS") in ("0", "off", "no", "false") or verbosity() == Verbosity.QUIET
+        silent = silent or (show is None and unwanted)
         self._silent = silent
         self._next = self._started + (0.0 if show else after_s)
         self._screen: _Screen | None = None

@@ -19,8 +19,9 @@ from typing import Any, Literal
 
 import torch
 
-from flodl.devices import all_devices, best_device, described, why_no_cuda
-from flodl.errors import DeviceError, FlodlError
+from flodl.devices import all_devices, best_device, described, probe_device, why_no_cuda
+from flodl.errors import ConfigError, DeviceError, FlodlError
+from flodl.verbosity import parsed
 from flodl_hf.errors import PredictError
 
 __all__ = ["Examination", "Finding", "examine"]
@@ -166,7 +167,9 @@ def _devices() -> Iterator[Finding]:
                 left, whole = torch.cuda.mem_get_info(device)
                 capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
                 free = f", capability {capability}, {left / GIB:.1f} GiB free of {whole / GIB:.1f}"
-            _compute(device)
+            fault = probe_device(device)
+            if fault is not None:
+                raise DeviceError(f"{device}: {fault}; do not use this device", device=str(device))
             yield Finding("devices", str(device), described(device) + free + ", computes")
         except (RuntimeError, FlodlError) as fault:
             told = (str(fault).splitlines() or [type(fault).__name__])[0][:200]
@@ -174,28 +177,12 @@ def _devices() -> Iterator[Finding]:
     if torch.version.cuda:
         yield Finding("devices", "CUDA of torch", torch.version.cuda)
     if best.type == "cpu":
-        _compute(best)
+        fault = probe_device(best)
         why = why_no_cuda()
-        yield Finding("devices", "cpu", "computes; it is the best device here")
+        told = "computes; it is the best device here" if fault is None else fault
+        yield Finding("devices", "cpu", told, "ok" if fault is None else "problem")
         yield Finding("devices", "cuda", why, "note" if _nvidia_driver() else "ok", _cuda_advice())
     yield Finding("devices", "taken by commands", described(best))
-
-
-def _compute(device: torch.device) -> None:
-    """Run a small product and a softmax, and compare them with the processor's.
-
-    Raises:
-        DeviceError: the device's numbers are others.
-    """
-    x = torch.arange(256, dtype=torch.float32).reshape(16, 16).sin()
-    there = x.to(device)
-    got, expected = (there @ there).softmax(-1).cpu(), (x @ x).softmax(-1)
-    if not torch.allclose(got, expected, atol=1e-2):
-        raise DeviceError(
-            f"{device}: a product of 16 x 16 numbers differs by {float((got - expected).abs().max()):.1e} from the "
-            "processor's; do not use this device",
-            device=str(device),
-        )
 
 
 def _nvidia_driver() -> bool:
@@ -327,7 +314,16 @@ def _shown(value: str, cores: int) -> tuple[State, str]:
     return "ok", ""
 
 
+def _verbosity(value: str, cores: int) -> tuple[State, str]:
+    try:
+        parsed(value)
+    except ConfigError as fault:
+        return "note", f"{fault.message}; it is taken as normal"
+    return "ok", ""
+
+
 _VARIABLES = {
+    "FLODL_VERBOSITY": _verbosity,
     "OMP_NUM_THREADS": _threads,
     "RAYON_NUM_THREADS": _threads,
     "TOKENIZERS_PARALLELISM": _parallelism,

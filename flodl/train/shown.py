@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,12 +12,16 @@ from flodl.train.events import (
     Decided,
     EpochMetrics,
     EvalDone,
+    Observed,
     RunDone,
     RunStarted,
+    Saved,
     SaveFailed,
     StepDone,
+    Synced,
     Warned,
 )
+from flodl.verbosity import Verbosity, verbosity
 
 __all__ = ["ShowProgress"]
 
@@ -36,6 +42,12 @@ class ShowProgress:
 
     def __call__(self, event: Any) -> None:
         """Take in an event."""
+        level = verbosity()
+        if level == Verbosity.QUIET and isinstance(event, (Warned, SaveFailed)):
+            told = event.message if isinstance(event, Warned) else f"step {event.step:,} was not saved: {event.reason}"
+            print(f"warning: {told}", file=sys.stderr, flush=True)
+        if level >= Verbosity.TRACE:
+            print(json.dumps(event.to_dict(), default=str), file=sys.stderr, flush=True)
         if isinstance(event, RunStarted):
             self.close()
             total = event.total_steps if self.total is None else self.total
@@ -54,6 +66,8 @@ class ShowProgress:
         elif isinstance(event, EpochMetrics):
             rows = event.samples / event.epoch_ms * 1e3 if event.epoch_ms else 0.0
             self._say(f"epoch {event.epoch + 1}: loss {event.loss:.4f}, {rows:,.0f} rows/s")
+            for rank, figures in enumerate(event.by_rank if level >= Verbosity.DEBUG else ()):
+                self._say(f"epoch {event.epoch + 1}, rank {rank}: {', '.join(figures_of(figures))}")
         elif isinstance(event, Decided):
             self._say(f"step {event.step:,}: {event.rule} ({event.reason})")
         elif isinstance(event, Warned):
@@ -63,6 +77,19 @@ class ShowProgress:
         elif isinstance(event, RunDone):
             self._progress.update(event.step)
             self.close()
+        elif level >= Verbosity.VERBOSE:
+            self._say_more(event, level)
+
+    def _say_more(self, event: Any, level: Verbosity) -> None:
+        """Say what only those want to know who asked."""
+        if isinstance(event, Saved):
+            size = f"{event.bytes / (1 << 20):.1f} MiB in {event.wall_ms / 1e3:.1f} s"
+            self._say(f"step {event.step:,}: checkpoint {event.path}, {size}")
+        elif isinstance(event, Synced):
+            batches = " + ".join(map(str, event.batches))
+            self._say(f"step {event.step:,}: ranks met after {batches} batches, {event.sync_ms:.0f} ms")
+        elif isinstance(event, Observed) and event.scope == "epoch" and level >= Verbosity.DEBUG:
+            self._say(f"epoch {event.epoch + 1}: {', '.join(figures_of(event.values))}")
 
     def _say(self, text: str) -> None:
         progress = self._progress

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from flodl.verbosity import Verbosity, set_verbosity
 from flodl_hf.cli import (
     config,
     convert,
@@ -36,8 +37,14 @@ app = typer.Typer(
 @app.callback(invoke_without_command=True)
 def options(
     version: bool = typer.Option(False, "--version", "-V", help="Show the version and leave."),
+    more: int = typer.Option(
+        0, "-v", "--verbose", count=True, help="Say more: -v checkpoints and meetings, -vv figures, -vvv every event."
+    ),
+    quiet: bool = typer.Option(False, "-q", "--quiet", help="Say nothing but results, warnings and errors."),
 ) -> None:
     """Hugging Face encoders both ways: load, predict, export, and prove it."""
+    if more or quiet:
+        set_verbosity(Verbosity.QUIET if quiet else min(Verbosity.NORMAL + more, Verbosity.TRACE))
     if version:
         from flodl_hf.export.verify import own_version
 

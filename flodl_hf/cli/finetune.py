@@ -17,6 +17,7 @@ import typer
 from typer.core import TyperCommand
 
 from flodl.errors import ConfigError
+from flodl.verbosity import Verbosity, verbosity
 from flodl_hf.cli.choices import choice
 from flodl_hf.cli.shared import emit_json, reporting, say, tell, training_said
 from flodl_hf.finetuning.options import SCHEDULES, TASK_WORDS, TASKS, Options
@@ -95,7 +96,7 @@ def run(
         **data,
         out=target,
         overwrite=overwrite,
-        progress=True,
+        progress=None if verbosity() == Verbosity.QUIET else True,
         monitor=monitor,
         on_event=partial(_say_how_to_go_on, kept),
         **values,

@@ -14,6 +14,7 @@ from typing import Annotated, Any, ParamSpec, TypeVar
 import typer
 
 from flodl.errors import FlodlError, visible
+from flodl.verbosity import Verbosity, verbosity
 from flodl_hf.cli.choices import words_of
 
 __all__ = [
@@ -57,10 +58,10 @@ def reporting(command: Callable[P, R]) -> Callable[P, R]:
             except FlodlError as fault:
                 if kwargs.get("json_output"):
                     emit_json({"error": type(fault).__name__, "message": str(fault)})
-                say(f"{type(fault).__name__}: {fault}", fg="red")
+                say(f"{type(fault).__name__}: {fault}", always=True, fg="red")
                 raise typer.Exit(1) from None
             except KeyboardInterrupt:
-                say("interrupted")
+                say("interrupted", always=True)
                 raise typer.Exit(130) from None
             except BrokenPipeError:
                 # The reader of our output has seen enough.
@@ -71,7 +72,7 @@ def reporting(command: Callable[P, R]) -> Callable[P, R]:
 
 
 def _warn(message: Warning | str, category: type[Warning], *_: Any) -> None:
-    say(f"warning: {message}", fg="yellow")
+    say(f"warning: {message}", always=True, fg="yellow")
 
 
 def plain(value: Any) -> Any:
@@ -104,8 +105,16 @@ def tell(text: str, **style: Any) -> None:
     typer.echo(painted(visible(text), sys.stdout, **style))
 
 
-def say(text: str, **style: Any) -> None:
-    """Print a line of progress on stderr; arguments as of `tell`."""
+def say(text: str, *, always: bool = False, **style: Any) -> None:
+    """Print a line of progress on stderr, unless that is to be quiet; arguments as of `tell`.
+
+    Args:
+        text: one line or several.
+        always: say it however quiet it is to be: faults and warnings.
+        **style: colours.
+    """
+    if not always and verbosity() == Verbosity.QUIET:
+        return
     typer.echo(painted(visible(text), sys.stderr, **style), err=True)
 
 

@@ -54,13 +54,31 @@ def test_what_is_missing_is_a_problem(around: dict[str, str], monkeypatch: pytes
     assert "pip install tokenizers" in by_name["tokenizers"].advice
 
 
-def test_a_device_with_wrong_numbers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from flodl.errors import DeviceError
-
-    doctor._compute(torch.device("cpu"))
+def test_a_device_with_wrong_numbers_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("the processor is looked at where it is the best device")
     monkeypatch.setattr(torch.Tensor, "cpu", lambda self: self + 1)
-    with pytest.raises(DeviceError, match="differs by"):
-        doctor._compute(torch.device("cpu"))
+    found = next(one for one in doctor._devices() if one.name == "cpu")
+    assert found.state == "problem"
+    assert "differs by" in found.found
+
+
+def test_a_level_of_verbosity_that_does_not_exist_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {one.name: one for one in doctor.examine({"FLODL_VERBOSITY": "loud"}).findings}["FLODL_VERBOSITY"]
+    assert found.state == "note"
+    assert "expected quiet, normal" in found.advice
+
+
+def test_flags_set_how_much_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flodl.verbosity import verbosity
+
+    monkeypatch.setenv("FLODL_VERBOSITY", "normal")
+    levels = []
+    monkeypatch.setattr("flodl_hf.doctor.examine", lambda *a: levels.append(verbosity().name) or doctor.Examination())
+    for flags in ([], ["-q"], ["-v"], ["-vv"], ["-v", "-v", "-v"], ["-vvvvv"], ["--quiet", "--verbose"]):
+        monkeypatch.setenv("FLODL_VERBOSITY", "normal")
+        assert CliRunner().invoke(app, [*flags, "doctor"]).exit_code == 0
+    assert levels == ["NORMAL", "QUIET", "VERBOSE", "DEBUG", "TRACE", "TRACE", "QUIET"]
 
 
 def test_the_command(around: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,123 @@
+"""What memory is taken: of devices, by torch and by whomever, and of this process."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from flodl.devices import find_device
+
+__all__ = ["MemoryUse", "device_memory", "free_memory", "live_tensors", "process_memory", "reset_peak"]
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Memory of one device, in bytes.
+
+    Attributes:
+        total: what the device has.
+        free: what nobody has taken.
+        allocated: what tensors of this process hold.
+        reserved: what torch keeps for them, and for those to come.
+        peak: the most that tensors held since `reset_peak`.
+    """
+
+    total: int
+    free: int
+    allocated: int
+    reserved: int
+    peak: int
+
+    @property
+    def spill(self) -> int:
+        """What torch keeps beyond what the device has, which unified memory allows and slows down."""
+        return max(0, self.reserved - self.total)
+
+
+def device_memory(device: str | torch.device = "auto") -> MemoryUse | None:
+    """Return the memory of a device; None of one without memory of its own, such as the processor.
+
+    Raises:
+        DeviceError: it is not there.
+    """
+    found = find_device(device)
+    if found.type == "mps":
+        held = torch.mps.current_allocated_memory()
+        total = torch.mps.recommended_max_memory()
+        return MemoryUse(total, max(0, total - held), held, torch.mps.driver_allocated_memory(), held)
+    if found.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(found)
+    return MemoryUse(
+        total,
+        free,
+        torch.cuda.memory_allocated(found),
+        torch.cuda.memory_reserved(found),
+        torch.cuda.max_memory_allocated(found),
+    )
+
+
+def reset_peak(device: str | torch.device = "auto") -> None:
+    """Count the peak of a device's memory from now on; nothing happens where none is counted.
+
+    Raises:
+        DeviceError: it is not there.
+    """
+    found = find_device(device)
+    if found.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(found)
+
+
+def free_memory() -> None:
+    """Collect garbage and give memory that torch keeps and nothing uses back to the devices."""
+    gc.collect()
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    if torch.backends.mps.is_available():
+        torch.mps.empty_cache()
+
+
+def process_memory() -> tuple[int, int] | None:
+    """Return the bytes of memory that this process holds, and the most it ever held; None where nobody says."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        found = {}
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith(("VmRSS:", "VmHWM:")):
+                found[line[:5]] = int(line.split()[1]) * 1024
+        return found["VmRSS"], found["VmHWM"]
+    with contextlib.suppress(ImportError, OSError, ValueError):
+        import resource
+        import sys
+
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        return most, most
+    return None
+
+
+def live_tensors(device: str | torch.device | None = None) -> tuple[int, int]:
+    """Return how many tensors Python knows, and the bytes of their storages, each counted once.
+
+    Tensors that only torch holds, such as those saved for a backward pass, are not among them.
+
+    Args:
+        device: count those there only; "cuda" stands for all CUDA devices.
+    """
+    wanted = None if device is None else torch.device(device)
+    count, storages = 0, {}
+    for one in gc.get_objects():
+        # Asking other objects for their class may run code of theirs.
+        if not issubclass(type(one), torch.Tensor):
+            continue
+        if wanted is not None and (
+            one.device.type != wanted.type or (wanted.index is not None and one.device.index != wanted.index)
+        ):
+            continue
+        count += 1
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # meta and sparse tensors have none
+            storage = one.untyped_storage()
+            storages[one.device, storage.data_ptr()] = storage.nbytes()
+    return count, sum(storages.values())

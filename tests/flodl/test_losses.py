@@ -1,0 +1,88 @@
+"""Focal losses: what they are with gamma 0, what the formula says, and their gradients."""
+
+import pytest
+import torch
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
+
+from flodl.errors import TrainError
+from flodl.losses import binary_focal_loss, focal_loss
+
+
+def made(shape=(7, 4), labels=4):
+    g = torch.Generator().manual_seed(3)
+    logits = torch.randn(*shape, generator=g, dtype=torch.float64) * 3
+    return logits, torch.randint(0, labels, (shape[0], *shape[2:]), generator=g)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_without_focus_it_is_the_cross_entropy(reduction, weighted):
+    logits, labels = made()
+    labels[2] = -100
+    weight = torch.tensor([0.5, 1.0, 2.0, 0.0], dtype=torch.float64) if weighted else None
+    expected = cross_entropy(logits, labels, weight, reduction=reduction)
+    assert torch.equal(focal_loss(logits, labels, gamma=0.0, weight=weight, reduction=reduction), expected)
+    near = focal_loss(logits, labels, gamma=1e-12, weight=weight, reduction=reduction)
+    torch.testing.assert_close(near, expected)
+
+
+@pytest.mark.parametrize("gamma", [0.5, 2.0, 5.0])
+@pytest.mark.parametrize("shape", [(7, 4), (3, 4, 5)])
+def test_it_is_what_the_paper_says(gamma, shape):
+    logits, labels = made(shape)
+    weight = torch.tensor([0.25, 1.0, 2.0, 0.5], dtype=torch.float64)
+    p = logits.softmax(1).gather(1, labels.unsqueeze(1)).squeeze(1)
+    by_hand = -((1 - p) ** gamma) * p.log() * weight[labels]
+    torch.testing.assert_close(focal_loss(logits, labels, gamma=gamma, weight=weight, reduction="none"), by_hand)
+    mean = focal_loss(logits, labels, gamma=gamma, weight=weight)
+    torch.testing.assert_close(mean, by_hand.sum() / weight[labels].sum())
+
+
+def test_labels_that_count_nothing_count_nothing():
+    logits, labels = made()
+    some = labels.clone()
+    some[[1, 4]] = -100
+    keep = some != -100
+    torch.testing.assert_close(focal_loss(logits, some), focal_loss(logits[keep], labels[keep]))
+    assert focal_loss(logits, some, reduction="none")[1] == 0
+
+
+def test_gradients_are_those_of_the_formula_and_finite_where_it_is_certain():
+    logits, labels = made()
+    logits.requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: focal_loss(x, labels), (logits,))
+    sure = torch.tensor([[1000.0, -1000.0], [-1000.0, 1000.0]], requires_grad=True)
+    loss = focal_loss(sure, torch.tensor([0, 0]))
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert torch.isfinite(sure.grad).all()
+
+
+@pytest.mark.parametrize("gamma", [0.0, 1.0, 2.0])
+@pytest.mark.parametrize("alpha", [None, 0.25])
+def test_labels_by_themselves(gamma, alpha):
+    g = torch.Generator().manual_seed(5)
+    logits = torch.randn(6, 3, generator=g, dtype=torch.float64) * 3
+    targets = torch.randint(0, 2, (6, 3), generator=g)
+    p = torch.sigmoid(logits)
+    right = torch.where(targets == 1, p, 1 - p)
+    share = torch.ones_like(p) if alpha is None else torch.where(targets == 1, alpha, 1 - alpha)
+    by_hand = -share * (1 - right) ** gamma * right.log()
+    torch.testing.assert_close(binary_focal_loss(logits, targets, gamma=gamma, alpha=alpha), by_hand.mean())
+    if gamma == 0 and alpha is None:
+        assert torch.equal(
+            binary_focal_loss(logits, targets, gamma=0.0), binary_cross_entropy_with_logits(logits, targets.double())
+        )
+    logits.requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: binary_focal_loss(x, targets, gamma=gamma, alpha=alpha), (logits,))
+
+
+@pytest.mark.parametrize("options", [{"reduction": "average"}, {"gamma": -1.0}, {"gamma": float("nan")}])
+def test_what_cannot_be_is_refused(options):
+    logits, labels = made()
+    with pytest.raises(TrainError, match="focal loss: found"):
+        focal_loss(logits, labels, **options)
+    with pytest.raises(TrainError, match="focal loss: found"):
+        binary_focal_loss(logits, logits, **options)
+    with pytest.raises(TrainError, match="alpha=2"):
+        binary_focal_loss(logits, logits, alpha=2.0)
