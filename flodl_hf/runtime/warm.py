@@ -19,6 +19,8 @@ from flodl.graph import Graph
 
 __all__ = ["Warming"]
 
+_IMPORTED = ("flodl_hf.tables.arrange", "flodl_hf.runtime.session", "flodl_hf.decode.classes")
+
 
 class Warming:
     """Threads that make a device ready; those of its libraries start at once.
@@ -48,7 +50,10 @@ class Warming:
             self._threads.append(self._start(_load_kernels, graph, self.device, dtype, tuple(self._threads)))
 
     def wait(self) -> None:
-        """Return when the device is ready."""
+        """Return when the device is ready; what a first prediction imports is imported meanwhile."""
+        for name in _IMPORTED:
+            if any(thread.is_alive() for thread in self._threads):
+                import_module(name)
         for thread in self._threads:
             thread.join()
 

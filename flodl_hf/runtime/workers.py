@@ -44,7 +44,17 @@ DEEP = 3
 # Texts of a window: a batch or two, so that no device has the last one for long by itself.
 TEXTS = 2048
 
-_SERVE = "import sys; sys.path[:] = {path!r}; from flodl_hf.runtime.worker import serve; serve({descriptor})"
+# The driver makes the device's context while torch is imported.
+_SERVE = """
+import sys
+sys.path[:] = {path!r}
+from threading import Thread
+from flodl.system import make_cuda_context
+if {place!r} is not None:
+    Thread(target=make_cuda_context, args=({place!r},), daemon=True).start()
+from flodl_hf.runtime.worker import serve
+serve({descriptor})
+"""
 _ALL: WeakSet[Workers] = WeakSet()
 _OF: WeakKeyDictionary[GraphModel, Workers] = WeakKeyDictionary()
 _TEXTS: WeakKeyDictionary[GraphModel, int] = WeakKeyDictionary()
@@ -56,11 +66,12 @@ def worth_it(devices: Sequence[torch.device]) -> bool:
     return len(set(devices)) == len(devices) > 1 and all(device.type == "cuda" for device in devices)
 
 
-def _started(descriptor: int, cores: int) -> subprocess.Popen[bytes]:
+def _started(descriptor: int, cores: int, device: torch.device) -> subprocess.Popen[bytes]:
     # Each tokenises what it answers; all cores for each would have them wait for each other.
     share = {"RAYON_NUM_THREADS": str(cores)} | os.environ
     # Not by multiprocessing, which would run the caller's program again up to where it starts processes.
-    code = _SERVE.format(path=sys.path, descriptor=descriptor)
+    place = device.index or 0 if device.type == "cuda" else None
+    code = _SERVE.format(path=sys.path, descriptor=descriptor, place=place)
     # In a group of its own, which Ctrl-C does not reach while it still imports.
     return subprocess.Popen(
         [sys.executable, "-c", code], pass_fds=[descriptor], stdin=subprocess.DEVNULL, process_group=0, env=share
@@ -86,7 +97,7 @@ class _One:
         self._closing = Lock()
         mine, its = socket.socketpair()
         with its:
-            self.process = _started(its.fileno(), cores)
+            self.process = _started(its.fileno(), cores, device)
         self.connection = Connection(mine.detach())
         self._listener = Thread(target=self._listen, name=f"flodl-hf-{device}", daemon=True)
         self._listener.start()

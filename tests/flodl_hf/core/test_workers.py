@@ -37,7 +37,7 @@ class Threaded:
 
     returncode: int | None = None
 
-    def __init__(self, descriptor: int, cores: int) -> None:
+    def __init__(self, descriptor: int, cores: int, device: torch.device) -> None:
         self.connection = Connection(os.dup(descriptor))
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from flodl_hf import demo, source
+from flodl_hf import demo, pretrained
 from flodl_hf.auto import load
 from flodl_hf.kernels import trust
 from flodl_hf.runtime import warm
@@ -56,7 +56,25 @@ def test_loading_waits_for_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) ->
         def wait(self) -> None:
             told.append("waited")
 
-    assert source._warming("cpu") is None
-    monkeypatch.setattr(source, "_warming", lambda device: Watched())
+    assert pretrained._warming("cpu") is None
+    monkeypatch.setattr(pretrained, "_warming", lambda device: Watched())
     load(folder, device="cpu")
     assert told == [torch.float16, "waited"]
+
+
+def test_a_first_prediction_is_imported_while_something_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+    monkeypatch.setattr(warm, "_identify_triton", lambda: gate.wait(20))
+    monkeypatch.setattr(warm, "_make_handles", lambda device: None)
+    seen: list[str] = []
+
+    def imported(name: str) -> None:
+        seen.append(name)
+        if len(seen) == 2:
+            gate.set()
+            warming._threads[0].join()
+
+    warming = Warming(CUDA)
+    monkeypatch.setattr(warm, "import_module", imported)
+    warming.wait()
+    assert seen == list(warm._IMPORTED[:2])
