@@ -17,6 +17,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -24,7 +25,6 @@ from torch import Tensor
 
 from flodl_hf.auto import AutoModel, AutoModelForSequenceClassification
 from flodl_hf.config import ModelConfig
-from flodl_hf.disentangled import launch
 from flodl_hf.layout import Padded
 from flodl_hf.runtime.prepared import prepared
 from flodl_hf.tables.arrange import arrange_training
@@ -261,7 +261,7 @@ def main() -> None:
     shapes = [(int(a), int(b)) for a, b in (name.split("x") for name in named)]
     warnings.simplefilter("ignore")
     where = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine()
-    kernel = "our kernel" if device.type == "cuda" and launch._triton() else "no kernel"
+    kernel = "our kernel" if device.type == "cuda" and find_spec("triton") is not None else "no kernel"
     print(f"{where}, torch {torch.__version__}, {torch.get_num_threads()} threads, {kernel}, medians ± scaled MAD")
     torch.manual_seed(0)
     forwards(device, shapes, options.rounds, profiled=options.profile)

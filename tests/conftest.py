@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import socket
+from zlib import crc32
 
 import pytest
 import torch
@@ -12,10 +13,22 @@ import torch
 HAS_TRANSFORMERS = importlib.util.find_spec("transformers") is not None
 
 
+# Families that are others under another name or with their norms moved: of their cells one in three is quick.
+ALIASES = ("camembert", "xlm-roberta", "xlm-roberta-xl", "roberta-prelayernorm", "data2vec-text")
+
+
+def _is_slow(item: pytest.Item) -> bool:
+    """Return whether an item is one of the cells of an alias that are left to the slow run; always the same ones."""
+    values = getattr(getattr(item, "callspec", None), "params", {}).values()
+    return any(value in ALIASES for value in values if isinstance(value, str)) and crc32(item.nodeid.encode()) % 3 != 0
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     missing = pytest.mark.skip(reason="transformers is not installed")
     no_gpu = pytest.mark.skip(reason="no CUDA device")
     for item in items:
+        if _is_slow(item):
+            item.add_marker("slow")
         if item.get_closest_marker("transformers") and not HAS_TRANSFORMERS:
             item.add_marker(missing)
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
