@@ -180,13 +180,13 @@ def attend(
     """
     kv_heads = kv_heads or num_heads
     width = query.shape[-1] // num_heads
-    scale = width**-0.5 if scale is None else scale
+    factor = width**-0.5 if scale is None else scale
     if isinstance(layout, Packed) and implementation == "sdpa" and bias is None and query.is_cuda:
         q, k, v = (x.view(x.shape[0], n, -1) for x, n in ((query, num_heads), (key, kv_heads), (value, kv_heads)))
         if _has_flash(q):
-            return _flash(q, k, v, layout, dropout, window, scale).reshape(query.shape)
+            return _flash(q, k, v, layout, dropout, window, factor).reshape(query.shape)
         if _has_efficient(q) and window is None and kv_heads == num_heads:
-            return _efficient(q, k, v, layout, dropout, scale).reshape(query.shape)
+            return _efficient(q, k, v, layout, dropout, factor).reshape(query.shape)
     eager = partial(_eager, divisor=math.sqrt(width) if divides else None, seen=seen)
     kernel = eager if implementation == "eager" else _fused
 
@@ -197,7 +197,7 @@ def attend(
         )
         mask = _mask(keep, window, q)
         added = None if bias is None else bias(q.shape[0], q.shape[2], q.dtype, q.device)
-        return kernel(q, k, v, mask, added, dropout, scale).transpose(1, 2).reshape(query.shape)
+        return kernel(q, k, v, mask, added, dropout, factor).transpose(1, 2).reshape(query.shape)
 
     return layout.by_rows(rows, query, key, value)
 

@@ -33,10 +33,10 @@ _SHARED_ROWS = (
 # Names that people bring and that are no misspellings of ours.
 _OTHERS = {
     "deberta": "DeBERTa v1", "xlnet": "XLNet",
-    "longformer": "Longformer", "big-bird": "BigBird", "nomic-bert": "nomic-bert", "xlm": "XLM", "roformer": "RoFormer",
+    "longformer": "Longformer", "big-bird": "BigBird", "xlm": "XLM", "roformer": "RoFormer",
     "ernie": "ERNIE",
     "mobilebert": "MobileBERT", "squeezebert": "SqueezeBERT", "flaubert": "FlauBERT", "funnel": "Funnel", "esm": "ESM",
-    "eurobert": "EuroBERT", "neobert": "NeoBERT", "megatron-bert": "Megatron-BERT",
+    "neobert": "NeoBERT", "megatron-bert": "Megatron-BERT",
     "convbert": "ConvBERT", "rembert": "RemBERT", "ibert": "I-BERT", "luke": "LUKE", "layoutlm": "LayoutLM",
     "gpt2": "GPT-2, which generates text", "t5": "T5, which generates text", "bart": "BART, which generates text",
     "llama": "Llama, which generates text", "qwen2": "Qwen2, which generates text",
@@ -126,6 +126,8 @@ class ModelConfig:
         problems: list[str] = []
         fields = read_rows(source, family.rows, problems)
         shared = read_rows(source, _SHARED_ROWS, problems)
+        if "tie_word_embeddings" not in source:
+            shared["tie_words"] = family.ties_words
         notes: list[str] = []
         labels = _labels(source, problems, notes)
         decide = Triage(
@@ -349,6 +351,9 @@ def family_of(source: Mapping[str, Any], where: str) -> Family:
         ConfigError: no such key, or a type that is not among the families; the nearest is suggested.
     """
     known = {family.model_type: family for family in families()}
+    for family in known.values():
+        if family.claims is not None and family.claims(source):
+            return family
     model_type = source.get("model_type")
     if isinstance(model_type, str) and model_type in known:
         return known[model_type]

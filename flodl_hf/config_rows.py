@@ -34,6 +34,7 @@ __all__ = [
     "optional",
     "read_rows",
     "token_id",
+    "within_vocabulary",
 ]
 
 
@@ -121,6 +122,16 @@ def token_id() -> Check:
     return count(0, 100_000_000)
 
 
+def within_vocabulary(token: int) -> Callable[[Mapping[str, Any]], int | None]:
+    """Return a row's default for a token's id: this one, or None where the vocabulary is too small to hold it."""
+
+    def default(fields: Mapping[str, Any]) -> int | None:
+        return token if token < fields.get("vocab_size", token + 1) else None
+
+    default.__doc__ = f"{token}, where the vocabulary holds it"
+    return default
+
+
 def fraction() -> Check:
     """A probability of dropping, from 0 up to but not including 1."""
 
@@ -191,19 +202,21 @@ def read_rows(
             else:
                 fields[row.field] = row.default(fields) if callable(row.default) else row.default
             continue
-        value = source[named[0]]
-        differing = [key for key in named[1:] if source[key] != value]
-        if differing:
+        accepted: dict[str, Any] = {}
+        for key in named:
+            try:
+                accepted[key] = row.check.accepts(source[key])
+            except (ValueError, TypeError):
+                hint = nearest(source[key], row.check.names) if isinstance(source[key], str) else ""
+                problems.append(f"{key}: found {shown(source[key], 60)}{hint}; expected {row.check.expected}")
+        differing = [key for key in accepted if accepted[key] != accepted.get(named[0])]
+        if differing and named[0] in accepted:
             problems.append(
-                f"{named[0]}: found {shown(value, 60)} beside {differing[0]} {shown(source[differing[0]], 60)}, "
-                "another name of the same setting; expected one value"
+                f"{named[0]}: found {shown(source[named[0]], 60)} beside {differing[0]} "
+                f"{shown(source[differing[0]], 60)}, another name of the same setting; expected one value"
             )
-            continue
-        try:
-            fields[row.field] = row.check.accepts(value)
-        except (ValueError, TypeError):
-            hint = nearest(value, row.check.names) if isinstance(value, str) else ""
-            problems.append(f"{named[0]}: found {shown(value, 60)}{hint}; expected {row.check.expected}")
+        elif len(accepted) == len(named):
+            fields[row.field] = accepted[named[0]]
     return fields
 
 

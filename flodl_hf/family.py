@@ -103,6 +103,9 @@ class Family:
         keys: rows of embeddings, layers and pooler; their names carry ``base_prefix``.
         also: rows of other names that files may have in place of ``keys``' and the heads': older ones, or those that
             transformers gives its modules and not its files.
+        prefixes: what names of the encoder may begin with in place of ``base_prefix``.
+        claims: whether a ``config.json`` of another ``model_type`` is this family's, by what else it says; None where
+            only ``model_type`` decides.
         ignored: tensors that may be in a file and are not used.
         encoder: ``encoder(config)`` returns the graph from ids to token states.
         pooler: ``pooler(config)`` returns the graph from token states to one state a text, or None.
@@ -111,6 +114,7 @@ class Family:
         pretraining: further class names found in ``architectures``, with the task each is read as.
         unused_positions: ``unused_positions(config)`` is how many rows of the position table no token uses.
         uses_token_types: whether a second text is marked by token types.
+        ties_words: whether the masked-word decoder is the word table where a file does not say.
         tokenizer: what its tokenizers do where files do not say; None where only ``tokenizer.json`` is read.
         tiny: variant -> settings beyond the common small sizes, in ``config.json``'s keys: what tests and
             ``verify-matrix`` prove. More than one where the family's files differ in kind.
@@ -129,6 +133,8 @@ class Family:
     pooler: Callable[[Any], Graph] | None = None
     inert: tuple[Inert, ...] = ()
     also: tuple[KeyRow, ...] = ()
+    prefixes: tuple[str, ...] = ()
+    claims: Callable[[Mapping[str, Any]], bool] | None = None
     ignored: tuple[Ignored, ...] = ()
     indices: Callable[[Any], Sequence[Mapping[str, int]]] = field(
         default=lambda config: [{"i": i} for i in range(config.num_layers)]
@@ -136,6 +142,7 @@ class Family:
     pretraining: Mapping[str, str] = field(default_factory=dict)
     unused_positions: Callable[[Any], int] = field(default=lambda config: 0)
     uses_token_types: bool = True
+    ties_words: bool = True
     tokenizer: FamilyTokenizer | None = None
     tiny: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {"base": {}})
     real: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {"base": {}})

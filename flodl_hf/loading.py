@@ -171,11 +171,8 @@ class _Names:
         """Return whether a stored name, known or not, lies inside the encoder: below one of its parts."""
         prefix = self.family.base_prefix + "."
         parts = {row.theirs.removeprefix(prefix).partition(".")[0] for row in self.family.keys}
-        for wrapper in ("", *_WRAPPERS):
-            bare = name.removeprefix(wrapper)
-            if bare.startswith(prefix) or bare.partition(".")[0] in parts:
-                return True
-        return False
+        parts |= {self.family.base_prefix, *self.family.prefixes}
+        return any(name.removeprefix(wrapper).partition(".")[0] in parts for wrapper in ("", *_WRAPPERS))
 
     def reason(self, name: str) -> str | None:
         """Return why a tensor of this canonical name is not used, or None if it is not known at all."""
@@ -191,6 +188,8 @@ class _Names:
         """Return today's full name of a stored one, or None if it is nobody's."""
         prefix = self.family.base_prefix + "."
         shapes = [stored, *(stored[len(w) :] for w in _WRAPPERS if stored.startswith(w))]
+        others = [other + "." for other in self.family.prefixes]
+        shapes += [s.removeprefix(other) for s in shapes for other in others if s.startswith(other)]
         for name in [*shapes, *(prefix + s for s in shapes)]:
             if self.known(name):
                 return name

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flodl_hf.config_rows import Check
+from flodl_hf.config_rows import Check, Row
 from flodl_hf.layout import Layout
 
-__all__ = ["Rotary", "RotarySettings", "rotary_settings", "wavelength"]
+__all__ = ["Rotary", "RotarySettings", "rotary_rows", "rotary_settings", "wavelength"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ def _settings(value: Any) -> RotarySettings:
     """Return the settings of one table of ``config.json``."""
     if not isinstance(value, Mapping):
         raise ValueError
+    value = {key: entry for key, entry in value.items() if entry is not None}
     kind = value.get("rope_type", value.get("type", "default"))
     known = {"rope_type", "type", "rope_theta", *(("factor",) if kind != "default" else ())}
     theta, factor = value.get("rope_theta"), value.get("factor", 1.0)
@@ -72,6 +73,19 @@ def wavelength() -> Check:
         return float(value)
 
     return Check("a number above 1", accepts)
+
+
+def rotary_rows(theta: float) -> tuple[Row, ...]:
+    """Return the rows of families that turn all layers alike: fields ``theta``, ``rotary`` and ``scaling``.
+
+    Args:
+        theta: the family's own base of wavelengths.
+    """
+    return (
+        Row("theta", "rope_theta", wavelength(), theta),
+        Row("rotary", "rope_parameters", rotary_settings(), None),
+        Row("scaling", "rope_scaling", rotary_settings(), None),
+    )
 
 
 class Rotary(nn.Module):

@@ -32,6 +32,7 @@ from flodl_hf.config_rows import (
     one_of,
     optional,
     token_id,
+    within_vocabulary,
 )
 from flodl_hf.encoder import Embeddings, chain, stack
 from flodl_hf.encoder_layer import EncoderLayer, FeedForward
@@ -147,7 +148,7 @@ CONFIG = (
     Row("classifier_bias",       "classifier_bias",            boolean(), False),
     Row("classifier_activation", "classifier_activation",      activation(), "gelu"),
     Row("pooling",               "classifier_pooling",         one_of("cls", "mean"), "cls"),
-    Row("pad_token_id",          "pad_token_id",               optional(token_id()), 50283),
+    Row("pad_token_id",          "pad_token_id",               optional(token_id()), within_vocabulary(50283)),
 )
 
 INERT = (

@@ -104,6 +104,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {key: value for key, value in _SIZES.items() if key != "type_vocab_size"}
         | {"num_hidden_layers": 2, "local_attention": 6, "classifier_pooling": "mean"},
     ),
+    "nomic_bert": ("NomicBert", _SIZES),
+    "gte": ("Gte", _SIZES),
     "xlm-roberta-xl": ("XLMRobertaXL", _ROBERTA),
     "roberta-prelayernorm": ("RobertaPreLayerNorm", _ROBERTA),
     "data2vec-text": ("Data2VecText", _ROBERTA),

@@ -58,8 +58,6 @@ for family in FAMILIES:
         "vocab_size": len(VOCABULARY), "hidden_size": 16, "num_layers": 2, "num_heads": 2, "intermediate_size": 24,
         "max_positions": 40, "type_vocab_size": 2, "embedding_size": 8,
     }  # fmt: skip
-    if any(row.field == "pad_token_id" and (row.default or 0) >= sizes["vocab_size"] for row in family.rows):
-        sizes["pad_token_id"] = 0
     TINY[family.model_type] = {row.key: sizes[row.field] for row in family.rows if row.field in sizes}
 
 

@@ -23,12 +23,7 @@ SIZES = {
     "vocab_size": 90, "hidden_size": 16, "num_layers": 2, "num_heads": 2, "intermediate_size": 24,
     "max_positions": 40, "type_vocab_size": 2, "embedding_size": 8,
 }  # fmt: skip
-TINY = {
-    f.model_type: {row.key: SIZES[row.field] for row in f.rows if row.field in SIZES}
-    # Some pad with an id far behind this vocabulary.
-    | {row.key: 0 for row in f.rows if row.field == "pad_token_id" and (row.default or 0) >= SIZES["vocab_size"]}
-    for f in FAMILIES
-}
+TINY = {f.model_type: {row.key: SIZES[row.field] for row in f.rows if row.field in SIZES} for f in FAMILIES}
 TYPES = [family.model_type for family in FAMILIES]
 
 # Found in published files; they change no number in transformers.
@@ -65,7 +60,7 @@ def made(model_type: str, **changes: Any) -> ModelConfig:
 @pytest.mark.parametrize("key", HARMLESS)
 def test_a_key_that_changes_no_number_stops_no_load(model_type: str, key: str) -> None:
     changed = vars(made(model_type, **{key: HARMLESS[key]}).encoder).items() - vars(made(model_type).encoder).items()
-    assert {field for field, _ in changed} <= {"hidden_dropout"}
+    assert all(field.endswith("dropout") for field, _ in changed)
 
 
 @pytest.mark.parametrize("model_type", TYPES)
@@ -168,7 +163,7 @@ def test_labels_and_their_number_may_disagree_as_in_transformers() -> None:
 
 
 @pytest.mark.transformers
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f.tiny], ids=lambda family: family.model_type)
 def test_transformers_takes_the_same_and_counts_the_same_labels(family: Any) -> None:
     from transformers import CONFIG_MAPPING
 

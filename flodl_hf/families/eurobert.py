@@ -1,0 +1,227 @@
+"""EuroBERT (Boizard et al. 2025, https://arxiv.org/abs/2503.05500).
+
+An encoder of a decoder's parts. It departs from BERT in:
+
+* words alone are embedded, and nothing normalises them; norms come first, without mean and shift, and once at the end;
+* queries and keys are turned by their places; several heads of queries may share one of keys and values;
+* the feed-forward part is gated by SiLU, and nothing has a bias;
+* classification reads the first token, the mean of all, or the mean of all tokens' scores ("late");
+* word scores are a table of their own where the configuration does not say otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from flodl.graph import FlowBuilder, Graph
+from flodl_hf import bodies
+from flodl_hf.activations import Activation
+from flodl_hf.attention import SelfAttention
+from flodl_hf.config_rows import (
+    Inert,
+    Row,
+    activation,
+    boolean,
+    count,
+    epsilon,
+    fraction,
+    one_of,
+    optional,
+    token_id,
+    within_vocabulary,
+)
+from flodl_hf.encoder import Embeddings, MeanToken, chain, stack
+from flodl_hf.encoder_layer import EncoderLayer, FeedForward
+from flodl_hf.family import Family, FamilyHead, FamilyTokenizer
+from flodl_hf.keys import KeyRow, Tie
+from flodl_hf.rotary import Rotary, RotarySettings, rotary_rows
+
+__all__ = ["FAMILY", "EuroBertConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EuroBertConfig:
+    """The settings of a EuroBERT encoder."""
+
+    vocab_size: int
+    """Rows of the word table."""
+    hidden_size: int
+    """Width of a token's state."""
+    num_layers: int
+    """Blocks in the stack."""
+    num_heads: int
+    """Attention heads of a block; divides ``hidden_size``."""
+    kv_heads: int | None = None
+    """Heads of keys and values; None for as many as of queries."""
+    head_size: int | None = None
+    """Width of a head as some files state it; has to be ``hidden_size / num_heads``."""
+    intermediate_size: int
+    """Width inside the feed-forward part."""
+    max_positions: int = 8192
+    """The longest row of tokens that the model was made for; no table bounds it."""
+    activation: str = "silu"
+    """Name of the feed-forward activation."""
+    attention_dropout: float = 0.0
+    """Probability of dropping an attention weight, in [0, 1)."""
+    attention_bias: bool = False
+    """Whether projections of attention add a bias."""
+    mlp_bias: bool = False
+    """Whether projections of the feed-forward part and word scores add a bias."""
+    norm_eps: float = 1e-5
+    """Epsilon of every norm."""
+    pooling: str = "late"
+    """What classification of texts reads: "bos", "mean", or "late" for the mean of all tokens' scores."""
+    pad_token_id: int | None = 128001
+    """The word row that gets no gradient."""
+    theta: float = 10_000.0
+    """Base of the wavelengths, where ``rotary`` does not state it."""
+    rotary: RotarySettings | None = None
+    """How queries and keys are turned; None for ``theta`` and ``scaling``."""
+    scaling: RotarySettings | None = None
+    """How wavelengths are stretched, as older files state it."""
+
+    def __post_init__(self) -> None:
+        faults = []
+        if self.head_size not in (None, self.hidden_size // self.num_heads):
+            faults.append(f"head_dim: found {self.head_size}; expected {self.hidden_size // self.num_heads}")
+        if self.kv_heads is not None and self.num_heads % self.kv_heads:
+            faults.append(f"num_key_value_heads: found {self.kv_heads}; expected a divisor of {self.num_heads}")
+        if faults:
+            raise ValueError("; ".join(faults))
+
+
+# fmt: off
+CONFIG = (
+    Row("vocab_size",        "vocab_size",              count(most=10_000_000)),
+    Row("hidden_size",       "hidden_size",             count()),
+    Row("num_layers",        "num_hidden_layers",       count(most=1024)),
+    Row("num_heads",         "num_attention_heads",     count(most=4096)),
+    Row("kv_heads",          "num_key_value_heads",     optional(count(most=4096)), None),
+    Row("head_size",         "head_dim",                optional(count()), None),
+    Row("intermediate_size", "intermediate_size",       count(most=1_000_000)),
+    Row("max_positions",     "max_position_embeddings", count(most=10_000_000), 8192),
+    Row("activation",        "hidden_act",              activation(), "silu"),
+    Row("attention_dropout", "attention_dropout",       fraction(), 0.0),
+    Row("attention_bias",    "attention_bias",          boolean(), False),
+    Row("mlp_bias",          "mlp_bias",                boolean(), False),
+    Row("norm_eps",          "rms_norm_eps",            epsilon(), 1e-5),
+    Row("pooling",           "classifier_pooling",      one_of("bos", "mean", "late"), "late", ("clf_pooling",)),
+    Row("pad_token_id",      "pad_token_id",            optional(token_id()), within_vocabulary(128001)),
+    *rotary_rows(10_000.0),
+)
+
+INERT = (
+    Inert("pretraining_tp", "how the reference may cut its products"),
+)
+
+LAYER = "model.layers.{i}"
+KEYS = (
+    KeyRow("encoder.embeddings.word",              "model.embed_tokens"),
+    KeyRow("encoder.layers.{i}.attention_norm",    LAYER + ".input_layernorm"),
+    KeyRow("encoder.layers.{i}.attention.query",   LAYER + ".self_attn.q_proj"),
+    KeyRow("encoder.layers.{i}.attention.key",     LAYER + ".self_attn.k_proj"),
+    KeyRow("encoder.layers.{i}.attention.value",   LAYER + ".self_attn.v_proj"),
+    KeyRow("encoder.layers.{i}.attention.output",  LAYER + ".self_attn.o_proj"),
+    KeyRow("encoder.layers.{i}.feed_forward_norm", LAYER + ".post_attention_layernorm"),
+    KeyRow("encoder.layers.{i}.feed_forward.gate", LAYER + ".mlp.gate_proj"),
+    KeyRow("encoder.layers.{i}.feed_forward.up",   LAYER + ".mlp.up_proj"),
+    KeyRow("encoder.layers.{i}.feed_forward.down", LAYER + ".mlp.down_proj"),
+    KeyRow("encoder.norm",                         "model.norm"),
+)
+# fmt: on
+
+
+def block(c: EuroBertConfig) -> EncoderLayer:
+    """Return one layer: norms first, rotations, grouped heads, a gate."""
+    rotary = Rotary(c.hidden_size // c.num_heads, c.theta, c.rotary or c.scaling)
+    attention = SelfAttention(
+        c.hidden_size, c.num_heads, c.attention_dropout, 0.0,
+        bias=c.attention_bias, kv_heads=c.kv_heads, rotary=rotary,
+    )  # fmt: skip
+    feed_forward = FeedForward(c.hidden_size, c.intermediate_size, c.activation, 0.0, gated=True, bias=c.mlp_bias)
+    norms = (nn.RMSNorm(c.hidden_size, eps=c.norm_eps) for _ in range(2))
+    return EncoderLayer(attention, feed_forward, *norms, order="pre")
+
+
+def encoder(c: EuroBertConfig) -> Graph:
+    """Return the graph from ids to token states."""
+    embeddings = Embeddings(c.vocab_size, c.hidden_size, None, 0.0, pad_token_id=c.pad_token_id)
+    layers = stack(block(c) for _ in range(c.num_layers))
+    return chain(embeddings, layers, norm=nn.RMSNorm(c.hidden_size, eps=c.norm_eps))
+
+
+def classifier(c: EuroBertConfig, num_labels: int) -> Graph:
+    """Return the head of whole texts: a projection, GELU and the labels' scores, pooled before or after."""
+    dense, scores = nn.Linear(c.hidden_size, c.hidden_size), nn.Linear(c.hidden_size, num_labels)
+    if c.pooling == "late":
+        flow = FlowBuilder(dense, name="dense").input("layout")
+    else:
+        flow = bodies.pooled("mean" if c.pooling == "mean" else "cls").through(dense, name="dense")
+    flow = flow.through(Activation("gelu"), name="activation").through(scores, name="classifier")
+    return (flow.through(MeanToken(), name="mean").using("layout") if c.pooling == "late" else flow).build()
+
+
+def words(c: EuroBertConfig, _: int) -> Graph:
+    """Return the masked-word head: a score for every word."""
+    return FlowBuilder(nn.Linear(c.hidden_size, c.vocab_size, bias=c.mlp_bias), name="decoder").input("layout").build()
+
+
+HEADS = {
+    "sequence_classification": FamilyHead(
+        body=classifier,
+        keys=(
+            KeyRow("head.dense", "dense"),
+            KeyRow("head.activation", "activation"),
+            KeyRow("head.classifier", "classifier"),
+        ),
+        classifier="head.classifier",
+    ),
+    "token_classification": FamilyHead(
+        body=lambda c, labels: bodies.linear(c.hidden_size, labels, None),
+        keys=(KeyRow("head.classifier", "classifier"),),
+        classifier="head.classifier",
+    ),
+    "masked_lm": FamilyHead(
+        body=words,
+        keys=(KeyRow("head.decoder", "lm_head"),),
+        ties=(Tie("encoder.embeddings.word.weight", "head.decoder.weight"),),
+    ),
+}
+
+TOKENIZER = FamilyTokenizer(
+    special={
+        "bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>", "pad_token": "<|end_of_text|>",
+        "mask_token": "<|mask|>",
+    },
+    type_ids=False,
+)  # fmt: skip
+
+CHECKPOINTS = {"base": "EuroBERT/EuroBERT-210m", "masked_lm": "EuroBERT/EuroBERT-210m"}
+
+TINY = {"num_key_value_heads": 2, "pad_token_id": 0}
+
+FAMILY = Family(
+    model_type="eurobert",
+    class_prefix="EuroBert",
+    base_prefix="model",
+    config=EuroBertConfig,
+    rows=CONFIG,
+    inert=INERT,
+    keys=KEYS,
+    encoder=encoder,
+    heads=HEADS,
+    ties_words=False,
+    uses_token_types=False,
+    tokenizer=TOKENIZER,
+    tiny={
+        "base": TINY,
+        "means and ties": TINY | {
+            "classifier_pooling": "mean", "tie_word_embeddings": True, "attention_dropout": 0.1, "mlp_bias": True,
+        },
+        "first token": TINY | {"classifier_pooling": "bos", "attention_bias": True, "num_key_value_heads": 4},
+    },
+    real={"base": {"vocab_size": 128256, "num_key_value_heads": 12, "max_position_embeddings": 8192}},
+    checkpoints=CHECKPOINTS,
+)  # fmt: skip

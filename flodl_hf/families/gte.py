@@ -1,0 +1,156 @@
+"""GTE (Zhang et al. 2024, https://arxiv.org/abs/2407.19669), also in Snowflake's multilingual models.
+
+BERT's encoder with rotary positions. It departs from BERT in:
+
+* queries and keys are turned by their places instead of positions being added; token types may be absent;
+* the feed-forward part is gated by GELU; only its last projection has a bias, and it drops values inside as well;
+* files hold query, key and value in one matrix, and up and gate in another; computed are they one by one.
+
+Files written for the code of another repository say ``model_type: new``; that is the family below of this name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from flodl.graph import Graph
+from flodl_hf import bodies
+from flodl_hf.attention import SelfAttention
+from flodl_hf.config_rows import Inert, count
+from flodl_hf.encoder import Embeddings, chain, pooler, post_norm_block, stack
+from flodl_hf.encoder_layer import EncoderLayer, FeedForward
+from flodl_hf.families import bert, xlm_roberta
+from flodl_hf.family import Family, FamilyHead
+from flodl_hf.keys import KeyRow, Tie
+from flodl_hf.rotary import Rotary, RotarySettings, rotary_rows
+
+__all__ = ["FAMILY", "NEW", "GteConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GteConfig(bert.BertConfig):
+    """The settings of a GTE encoder: BERT's, and how queries and keys are turned."""
+
+    theta: float = 160_000.0
+    """Base of the wavelengths, where ``rotary`` does not state it."""
+    rotary: RotarySettings | None = None
+    """How queries and keys are turned; None for ``theta`` and ``scaling``."""
+    scaling: RotarySettings | None = None
+    """How wavelengths are stretched, as older files state it."""
+
+
+DEFAULTS = {"max_positions": 8192, "type_vocab_size": 1, "attention_dropout": 0.0, "pad_token_id": 1}
+CONFIG = (
+    *(
+        replace(
+            row, default=DEFAULTS.get(row.field, row.default),
+            check=count(0, 65_536) if row.field == "type_vocab_size" else row.check,
+        )
+        for row in bert.CONFIG
+    ),
+    *rotary_rows(160_000.0),
+)  # fmt: skip
+
+# fmt: off
+INERT = (
+    Inert("position_embedding_type",        "positions are rotations", ("rope", "absolute", None)),
+    Inert("layer_norm_type",                "the one that there is", ("layer_norm", None)),
+    Inert("logn_attention_scale",           "scores are not scaled by their text's length", (False, None)),
+    Inert("logn_attention_clip1",           "scores are not scaled by their text's length", (False, None)),
+    Inert("pack_qkv",                       "how files hold query, key and value", (True, None)),
+    Inert("unpad_inputs",                   "how the repository's own code lays tokens"),
+    Inert("use_memory_efficient_attention", "chooses kernels, not numbers"),
+)
+
+LAYER = "gte.encoder.layer.{i}"
+KEYS = (
+    KeyRow("encoder.embeddings.word",              "gte.embeddings.word_embeddings"),
+    KeyRow("encoder.embeddings.token_type",        "gte.embeddings.token_type_embeddings"),
+    KeyRow("encoder.embeddings.norm",              "gte.embeddings.LayerNorm"),
+    KeyRow("encoder.layers.{i}.attention.query",   LAYER + ".attention.qkv_proj[0/3]"),
+    KeyRow("encoder.layers.{i}.attention.key",     LAYER + ".attention.qkv_proj[1/3]"),
+    KeyRow("encoder.layers.{i}.attention.value",   LAYER + ".attention.qkv_proj[2/3]"),
+    KeyRow("encoder.layers.{i}.attention.output",  LAYER + ".attention.o_proj"),
+    KeyRow("encoder.layers.{i}.attention_norm",    LAYER + ".attn_ln"),
+    KeyRow("encoder.layers.{i}.feed_forward.up",   LAYER + ".mlp.up_gate_proj[0/2]"),
+    KeyRow("encoder.layers.{i}.feed_forward.gate", LAYER + ".mlp.up_gate_proj[1/2]"),
+    KeyRow("encoder.layers.{i}.feed_forward.down", LAYER + ".mlp.down_proj"),
+    KeyRow("encoder.layers.{i}.feed_forward_norm", LAYER + ".mlp_ln"),
+    KeyRow("pooler.dense",                         "gte.pooler.dense"),
+)
+# What transformers calls its modules; its files have the names above.
+ALSO = (
+    KeyRow("encoder.layers.{i}.attention.query",   "gte.layers.{i}.self_attn.q_proj"),
+    KeyRow("encoder.layers.{i}.attention.key",     "gte.layers.{i}.self_attn.k_proj"),
+    KeyRow("encoder.layers.{i}.attention.value",   "gte.layers.{i}.self_attn.v_proj"),
+    KeyRow("encoder.layers.{i}.attention.output",  "gte.layers.{i}.self_attn.o_proj"),
+    KeyRow("encoder.layers.{i}.attention_norm",    "gte.layers.{i}.post_attention_layernorm"),
+    KeyRow("encoder.layers.{i}.feed_forward.up",   "gte.layers.{i}.mlp.up_proj"),
+    KeyRow("encoder.layers.{i}.feed_forward.gate", "gte.layers.{i}.mlp.gate_proj"),
+    KeyRow("encoder.layers.{i}.feed_forward.down", "gte.layers.{i}.mlp.down_proj"),
+    KeyRow("encoder.layers.{i}.feed_forward_norm", "gte.layers.{i}.post_mlp_layernorm"),
+    KeyRow("head.norm",                            "lm_head.layer_norm"),
+)
+# fmt: on
+
+
+def block(c: GteConfig) -> EncoderLayer:
+    """Return one layer: BERT's, with rotations and a gate."""
+    rotary = Rotary(c.hidden_size // c.num_heads, c.theta, c.rotary or c.scaling)
+    attention = SelfAttention(c.hidden_size, c.num_heads, c.attention_dropout, c.hidden_dropout, rotary=rotary)
+    feed_forward = FeedForward(
+        c.hidden_size, c.intermediate_size, c.activation, c.hidden_dropout,
+        gated=True, bias=False, down_bias=True, inner_dropout=c.hidden_dropout,
+    )  # fmt: skip
+    return post_norm_block(attention, feed_forward, c.hidden_size, c.norm_eps)
+
+
+def encoder(c: GteConfig) -> Graph:
+    """Return the graph from ids to token states."""
+    embeddings = Embeddings(
+        c.vocab_size, c.hidden_size, c.norm_eps, c.hidden_dropout,
+        type_vocab_size=c.type_vocab_size, pad_token_id=c.pad_token_id,
+    )  # fmt: skip
+    return chain(embeddings, stack(block(c) for _ in range(c.num_layers)))
+
+
+HEADS = {
+    "sequence_classification": bert.HEADS["sequence_classification"],
+    "token_classification": bert.HEADS["token_classification"],
+    "masked_lm": FamilyHead(
+        body=lambda c, _: bodies.lm(c.hidden_size, c.hidden_size, c.vocab_size, "gelu", c.norm_eps),
+        keys=(
+            KeyRow("head.dense", "lm_head.dense"),
+            KeyRow("head.norm", "lm_head.norm"),
+            KeyRow("head.decoder", "lm_head.decoder"),
+        ),
+        ties=(Tie("encoder.embeddings.word.weight", "head.decoder.weight"),),
+    ),
+}
+
+CHECKPOINTS = {"base": "alibaba-nlp-community/gte-multilingual-base"}
+
+FAMILY = Family(
+    model_type="gte",
+    class_prefix="Gte",
+    base_prefix="gte",
+    config=GteConfig,
+    rows=CONFIG,
+    inert=INERT,
+    keys=KEYS,
+    also=ALSO,
+    encoder=encoder,
+    pooler=lambda c: pooler(c.hidden_size),
+    heads=HEADS,
+    uses_token_types=False,
+    tokenizer=xlm_roberta.TOKENIZER,
+    tiny={"base": {}, "no token types": {"type_vocab_size": 0, "attention_probs_dropout_prob": 0.1}},
+    real={"base": {"vocab_size": 250048, "max_position_embeddings": 8192, "type_vocab_size": 1}},
+    checkpoints=CHECKPOINTS,
+)
+
+# Files of Alibaba's repositories, for code that is never run. transformers has no class of this name.
+NEW = FAMILY.renamed(
+    "new", "New", base_prefix="new", prefixes=("gte",), tiny={}, real={},
+    checkpoints={"base": "Alibaba-NLP/gte-multilingual-base"},
+)  # fmt: skip
