@@ -265,10 +265,18 @@ def _added(mask: Tensor | None, bias: Tensor) -> Tensor:
 def _fused(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, dropout: float, scale: float
 ) -> Tensor:
-    grouped = q.shape[1] != k.shape[1]
     if bias is not None:
         mask = _added(mask, bias)
+    grouped = q.shape[1] != k.shape[1]
+    if grouped and mask is not None:  # kernels that take a mask have no groups
+        k, v, grouped = *_repeated(q, k, v), False
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale, enable_gqa=grouped)
+
+
+def _repeated(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return keys and values once for every head of queries that shares them."""
+    groups = q.shape[1] // k.shape[1]
+    return tuple(x[:, :, None].expand(-1, -1, groups, -1, -1).reshape(q.shape[0], -1, *x.shape[2:]) for x in (k, v))  # type: ignore[return-value]
 
 
 def _eager(
@@ -284,7 +292,7 @@ def _eager(
     seen: list[Tensor] | None = None,
 ) -> Tensor:
     if q.shape[1] != k.shape[1]:
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        k, v = _repeated(q, k, v)
     scores = torch.matmul(q, k.transpose(2, 3))
     scores = scores * scale if divisor is None else scores / divisor
     if bias is not None:

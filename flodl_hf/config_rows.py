@@ -331,7 +331,8 @@ class Triage:
             return
         if own and row.field not in fields:  # wrong itself, and told already
             return
-        expected = fields[row.field] if own else None if row.default is REQUIRED else row.default
+        usual = row.default(fields) if callable(row.default) else row.default
+        expected = fields[row.field] if own else None if usual is REQUIRED else usual
         try:
             read = row.check.accepts(value)
         except (ValueError, TypeError):

@@ -34,7 +34,7 @@ class FeedForward(nn.Module):
             ``down(activation(up(x)))``.
         bias: whether projections add a bias.
         down_bias: the same for the last one alone; None as ``bias``.
-        inner_dropout: probability of dropping a value between the projections, in [0, 1).
+        inner_dropout: probability of dropping a value between the projections, in [0, 1); None where there is none.
         joined: whether the reference has one matrix for gate and up.
     """
 
@@ -48,7 +48,7 @@ class FeedForward(nn.Module):
         gated: bool = False,
         bias: bool = True,
         down_bias: bool | None = None,
-        inner_dropout: float = 0.0,
+        inner_dropout: float | None = None,
         joined: bool = False,
     ) -> None:
         super().__init__()

@@ -91,28 +91,36 @@ def rotary_rows(theta: float) -> tuple[Row, ...]:
 class Rotary(nn.Module):
     """Rotary position embeddings: each pair of features turned by an angle that grows with the place (Su et al. 2021).
 
-    The angles of a call are computed once, in float32, for all layers that share a base.
+    The angles of a call are computed once for all layers that share a base, in float32; cosines and sines are rounded
+    to the states' dtype, as the reference has them.
 
     Args:
         width: H, of a head; even.
         theta: base of the wavelengths.
         settings: how wavelengths are stretched, and their base where a file states it there; None for neither.
+        widened: whether states of half precision are turned in float32.
     """
 
-    def __init__(self, width: int, theta: float = 10_000.0, settings: RotarySettings | None = None) -> None:
+    def __init__(
+        self, width: int, theta: float = 10_000.0, settings: RotarySettings | None = None, *, widened: bool = False
+    ) -> None:
         super().__init__()
+        self.widened = widened
         settings = settings or RotarySettings()
         self.width, self.theta = width, settings.theta or theta
         self.kind, self.factor = settings.kind, settings.factor
 
     def angles(self, hidden: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines for the places of ``hidden``, ``(..., 1, H)``, in float32."""
-        key = ("rotary", self.width, self.theta, self.kind, self.factor)
+        """Return cosines and sines for the places of ``hidden``, ``(..., 1, H)``, in its dtype."""
+        # Mixed precision computes angles beside states of float32.
+        mixed = torch.is_autocast_enabled(hidden.device.type)
+        dtype = torch.float32 if mixed and hidden.dtype != torch.float64 else hidden.dtype
+        key = ("rotary", self.width, self.theta, self.kind, self.factor, dtype)
         if key not in layout.memo:
             places = layout.positions(hidden).float()
             angles = places[..., None] * self.frequencies(hidden.device)
             angles = torch.cat([angles, angles], -1)[..., None, :]
-            layout.memo[key] = (angles.cos(), angles.sin())
+            layout.memo[key] = (angles.cos().to(dtype), angles.sin().to(dtype))
         return layout.memo[key]
 
     def frequencies(self, device: torch.device) -> Tensor:
@@ -129,6 +137,8 @@ class Rotary(nn.Module):
         """Return queries or keys ``(..., N*H)`` turned, in their dtype."""
         cos, sin = self.angles(states, layout)
         x = states.view(*states.shape[:-1], num_heads, self.width)
-        one, two = x.float().chunk(2, -1)
-        turned = x.float() * cos + torch.cat([-two, one], -1) * sin
+        if self.widened:
+            x = x.float()
+        one, two = x.chunk(2, -1)
+        turned = x * cos + torch.cat([-two, one], -1) * sin
         return turned.to(states.dtype).view(states.shape)

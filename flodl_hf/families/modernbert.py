@@ -193,7 +193,7 @@ def block(c: ModernBertConfig, index: int) -> EncoderLayer:
     """Return one layer: of all tokens or of a window, the first without a norm before attention."""
     whole = c.sees_all(index)
     settings = (c.rotary or {}).get(GLOBAL if whole else LOCAL)
-    rotary = Rotary(c.hidden_size // c.num_heads, c.global_theta if whole else c.local_theta, settings)
+    rotary = Rotary(c.hidden_size // c.num_heads, c.global_theta if whole else c.local_theta, settings, widened=True)
     attention = SelfAttention(
         c.hidden_size, c.num_heads, c.attention_dropout, c.attention_dropout, bias=c.attention_bias,
         window=None if whole else c.window // 2, rotary=rotary, joined=True,

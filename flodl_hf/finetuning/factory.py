@@ -94,7 +94,7 @@ def set_dropout(model: nn.Module, probability: float) -> list[tuple[Any, str, fl
     """Set every dropout of a model; return what they were, to be put back."""
     before: list[tuple[Any, str, float]] = []
     for module in model.modules():
-        for name in ("p", "attention_dropout"):
+        for name in ("p", "attention_dropout", "inner_dropout"):
             # Where the attribute is a module, that one's own probability is set.
             number = isinstance(getattr(module, name, None), (int, float))
             if (name == "p" and isinstance(module, nn.Dropout)) or (name != "p" and number):

@@ -106,6 +106,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "nomic_bert": ("NomicBert", _SIZES),
     "gte": ("Gte", _SIZES),
+    "eurobert": (
+        "EuroBert",
+        {key: value for key, value in _SIZES.items() if key != "type_vocab_size"}
+        | {"num_hidden_layers": 2, "num_key_value_heads": 1, "tie_word_embeddings": False},
+    ),
     "xlm-roberta-xl": ("XLMRobertaXL", _ROBERTA),
     "roberta-prelayernorm": ("RobertaPreLayerNorm", _ROBERTA),
     "data2vec-text": ("Data2VecText", _ROBERTA),

@@ -112,6 +112,16 @@ MODERNBERT: Config = {
     "pad_token_id": 50283, "position_embedding_type": "absolute", "sep_token_id": 50282, "tie_word_embeddings": True,
     "torch_dtype": "float32", "vocab_size": 50368,
 }  # fmt: skip
+EUROBERT: Config = {
+    "model_type": "eurobert", **sizes(768, 12, 12, 3072), "attention_bias": False, "attention_dropout": 0.0,
+    "auto_map": {"AutoModel": "modeling_eurobert.EuroBertModel"}, "bos_token": "<|begin_of_text|>",
+    "bos_token_id": 128000, "clf_pooling": "late", "eos_token": "<|end_of_text|>", "eos_token_id": 128001,
+    "head_dim": 64, "hidden_act": "silu", "hidden_dropout": 0.0, "initializer_range": 0.02, "mask_token": "<|mask|>",
+    "mask_token_id": 128002, "max_position_embeddings": 8192, "mlp_bias": False, "num_key_value_heads": 12,
+    "pad_token": "<|end_of_text|>", "pad_token_id": 128001, "pretraining_tp": 1, "rms_norm_eps": 1e-5,
+    "rope_scaling": None, "rope_theta": 250000, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "use_cache": False, "vocab_size": 128256,
+}  # fmt: skip
 MINILM: Config = BERT | sizes(384, 6, 12, 1536) | {"gradient_checkpointing": False} | RECENT
 IDENTITY = "torch.nn.modules.linear.Identity"
 CROSS = {"sbert_ce_default_activation_function": IDENTITY}
@@ -246,6 +256,9 @@ PUBLISHED: dict[str, tuple[Config, str]] = {
     "Alibaba-NLP/gte-reranker-modernbert-base": (MODERNBERT | arch("ModernBertForSequenceClassification") | labels("LABEL_0") | {"sparse_pred_ignore_index": -100, "sparse_prediction": False, "torch_dtype": "float16"}, "seqcls"),
     "ibm-granite/granite-embedding-english-r2": (MODERNBERT | arch("ModernBertModel") | {"global_rope_theta": 80000.0, "repad_logits_with_grad": False}, "base"),
     "jhu-clsp/mmBERT-base": (MODERNBERT | arch("ModernBertForMaskedLM") | {"bos_token_id": 2, "cls_token_id": 1, "eos_token_id": 1, "local_rope_theta": 160000.0, "mask_token_id": 4, "pad_token_id": 0, "sep_token_id": 1, "vocab_size": 256000}, "mlm"),
+    # --- EuroBERT ------------------------------------------------------------------------------------
+    "EuroBERT/EuroBERT-210m": (EUROBERT | arch("EuroBertForMaskedLM"), "mlm"),
+    "EuroBERT/EuroBERT-610m": (EUROBERT | sizes(1152, 26, 18, 4096) | {"num_key_value_heads": 6} | arch("EuroBertForMaskedLM"), "mlm"),
     # --- RoBERTa's relatives -------------------------------------------------------------------------
     "facebook/xlm-roberta-xl": (XLMR | sizes(2560, 36, 32, 10240) | arch("XLMRobertaXLForMaskedLM") | {"model_type": "xlm-roberta-xl", "vocab_size": 250880, "position_embedding_type": "absolute", "use_cache": True}, "mlm"),
     "facebook/xlm-roberta-xxl": (XLMR | sizes(4096, 48, 32, 16384) | arch("XLMRobertaXLForMaskedLM") | {"model_type": "xlm-roberta-xl", "vocab_size": 250880, "position_embedding_type": "absolute", "use_cache": True}, "mlm"),

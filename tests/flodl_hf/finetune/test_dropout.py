@@ -21,8 +21,9 @@ SIZES: dict[str, Any] = {
 def dropouts(model: nn.Module) -> list[float]:
     """Return the probability of everything that drops."""
     found = [m.p for m in model.modules() if isinstance(m, nn.Dropout)]
-    numbers = [m.__dict__["attention_dropout"] for m in model.modules() if "attention_dropout" in m.__dict__]
-    return found + numbers
+    names = ("attention_dropout", "inner_dropout")
+    numbers = [m.__dict__[name] for m in model.modules() for name in names if name in m.__dict__]
+    return found + [number for number in numbers if number is not None]
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
