@@ -159,7 +159,7 @@ class Monitor:
         return self.describe(recipe=metadata)
 
     def watch(self, model: Any) -> Monitor:
-        """Show the architecture of a model, and how many parameters of it learn."""
+        """Show the architecture of a model, and how many parameters of it learn; returns itself."""
         from flodl.monitor.architecture import facts_of, tree_of
 
         tree, facts = tree_of(model), facts_of(model)
@@ -309,7 +309,7 @@ class Monitor:
         self._doors = Doors(
             self.runs, host=host, port=port, control=control, token=token, names=names, on_order=self._ask
         )
-        if not self._run().record.t:
+        if "status" not in self.record.state:
             self._run().put(lambda recorder: recorder.say(state={"status": "waiting"}))
         self._flush()
         _open_monitors.add(self)

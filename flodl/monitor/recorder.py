@@ -215,7 +215,8 @@ class Recorder:
         self.pace.paused()
         for name, value in event.metrics.items():
             self.point(_eval_name(name), event.step, value, at=t, epoch=self._fraction(event.step))
-        self._span(event.rank, "evaluation", t - event.wall_ms / 1e3, t)
+        if not self._told_by_ranks:
+            self._span(event.rank, "evaluation", t - event.wall_ms / 1e3, t)
 
     def _on_EpochMetrics(self, event: Any) -> None:
         row = {

@@ -19,7 +19,7 @@ Point = list[Any]
 
 
 class Series:
-    """Values of a run in order, each at a step, an epoch (as a fraction) and a time.
+    """Values of a run in order, each at a step, an epoch (as a fraction) and a time. Steps never fall.
 
     A value that is not finite leaves a gap: its mean is None.
 
@@ -49,6 +49,8 @@ class Series:
         step, epoch, t, mean, *rest = point
         low, high, count = rest or (mean, mean, 1)
         self.changes += 1
+        if self.points and step < self.points[-1][0]:
+            step = self.points[-1][0]  # ranks that step on their own know of each other's steps in between
         if self.points and self.points[-1][6] + count <= self.stride:
             self.points[-1] = _merged(self.points[-1], [step, epoch, t, mean, low, high, count])
             return

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import time
 from typing import Any
 
@@ -30,6 +31,7 @@ class TellWork(Callback):
     def on_train_begin(self, trainer: Any) -> None:
         """Begin to listen."""
         self._spans: list[Span] = []
+        self._end = -math.inf
         self._told = time.monotonic()
         self._begun: float | None = None
         self._number = 0
@@ -84,10 +86,10 @@ class TellWork(Callback):
 
     def _add(self, kind: str, begin: float, end: float) -> None:
         """Add a span by the monotonic clock; what overlaps the one before is cut."""
-        if self._spans:
-            begin = max(begin, self._spans[-1][2])
+        begin = max(begin, self._end)
         if end > begin:
             self._spans.append((kind, begin, end))
+            self._end = end
 
     def _tell(self, *, at_once: bool = False) -> None:
         now = time.monotonic()

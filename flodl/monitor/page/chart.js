@@ -65,7 +65,7 @@ class Chart {
       say(this.latest, "");
       return;
     }
-    const [x0, x1] = this.rangeX(drawn), [y0, y1] = this.rangeY(drawn, x0, x1);
+    const [x0, x1] = this.rangeX(), [y0, y1] = this.rangeY(drawn, x0, x1);
     const scale = this.log ? powers(y0, y1) : ticks(y0, y1, 4, this.unit);
     const words = scale.map((value) => this.tick(value, y1 - y0));
     const left = this.left = Math.max(34, ...words.map((word) => 6.4 * word.length + 16));
@@ -82,7 +82,7 @@ class Chart {
       parts.push(svg("line", { x1: left, x2: wide - RIGHT, y1: y, y2: y, class: "grid" }),
         svg("text", { x: left - 8, y: Number(y) + 4, class: "tick", "text-anchor": "end" }, words[i]));
     });
-    for (const value of ticks(x0, x1, Math.max(2, Math.floor(inner / 80)))) {
+    for (const value of ticks(x0, x1, Math.max(2, Math.floor((wide - 60) / 80)))) {
       const x = this.x(value);
       if (x > wide - RIGHT + 1) continue;
       parts.push(svg("text", { x: x.toFixed(1), y: HIGH - 6, class: "tick", "text-anchor": x > wide - 30 ? "end" : "middle" }, this.wordX(value, x1 - x0)));
@@ -92,7 +92,7 @@ class Chart {
       parts.push(svg("line", { x1: left, x2: wide - RIGHT, y1: y, y2: y, class: "limit" }));
     }
     const clip = "clip" + (this.id ||= ++Chart.made);
-    parts.push(svg("clipPath", { id: clip }, svg("rect", { x: left, y: 0, width: inner + RIGHT, height: HIGH - LOW + 2 })));
+    parts.push(svg("clipPath", { id: clip }, svg("rect", { x: left - 4, y: 0, width: inner + RIGHT + 4, height: HIGH - LOW + 4 })));
     const curves = svg("g", { "clip-path": `url(#${clip})` });
     for (const line of drawn) this.curve(curves, line, inner);
     parts.push(curves);
@@ -122,10 +122,17 @@ class Chart {
     return { ...line, points: out, weight };
   }
 
-  rangeX(drawn) {
+  rangeX() {
     if (this.view.range) return this.view.range;
+    // Charts of a group have one axis, so that what stands below each other belongs together.
     let low = Infinity, high = -Infinity;
-    for (const { points } of drawn) { low = Math.min(low, points[0].x); high = Math.max(high, points.at(-1).x); }
+    const axis = AXES[this.view.axis];
+    for (const chart of charts) {
+      if (chart.view !== this.view) continue;
+      for (const { series: { points } } of chart.lines) {
+        if (points.length) { low = Math.min(low, points[0][axis]); high = Math.max(high, points.at(-1)[axis]); }
+      }
+    }
     if (this.view.axis === "time" || low < high * 0.1) low = Math.min(low, 0);
     return low === high ? [low - 1, high + 1] : [low, high];
   }

@@ -32,7 +32,7 @@ function linesOf(runs, curves, several) {
       const isEval = scope === "eval";
       const color = several ? palette[run.color % PALETTE] : many ? palette[place % PALETTE] : palette[isEval && curves.length > 1 ? 1 : 0];
       const words = several ? (curves.length > 1 ? `${run.title} · ${label}` : run.title) : label;
-      out.push({ label: words, series, color, dots: isEval && series.points.length < 200, smooth: isEval ? false : undefined,
+      out.push({ label: words, series, color, dots: isEval && series.points.length < 200, smooth: isEval || name === "train/lr" ? false : undefined,
         dash: several && isEval && curves.length > 1, main: isEval === false || curves.length === 1 });
     });
   }

@@ -28,7 +28,7 @@ class Hero {
     this.set("epoch", state.epoch === undefined ? null : run.isGoing ? trimmed(Math.floor(state.epoch * 100) / 100) : trimmed(state.epoch), epochs ? "of " + count(epochs) : "");
     const left = leftOf(run);
     this.set("left", run.isGoing && state.step !== undefined ? (left === null ? "–" : span(left)) : null, left === null ? "" : "until " + untilOf(left));
-    this.set("elapsed", span(run.elapsed(now)), run.began ? "since " + clock(run.began) : "");
+    this.set("elapsed", span(run.elapsed(now)), run.began ? "since " + since(run.began) : "");
     const loss = run.latest("train/loss");
     this.set("loss", loss === null ? null : number(loss), lowest(run, "train/loss"));
     const [name, value, note] = bestOf(run);
@@ -83,12 +83,13 @@ class Facts {
     this.key = key;
     const sections = Object.keys(SECTION_WORDS).filter((name) => Object.keys(focus.facts[name] || {}).length);
     const others = Object.keys(focus.facts).filter((name) => !(name in SECTION_WORDS));
-    const cards = [...sections, ...others].map((section) => {
+    const card = (section) => {
       const rows = Object.entries(focus.facts[section]).filter(([, value]) => value !== null && value !== undefined && value !== "" && !(Array.isArray(value) && !value.length));
-      return h("section", { class: "card facts" }, h("h3", { text: SECTION_WORDS[section] || worded(section) }),
+      return h("section", { class: "card facts" + (rows.length > 14 ? " long" : "") }, h("h3", { text: SECTION_WORDS[section] || worded(section) }),
         h("dl", {}, rows.map(([name, value]) => h("div", {}, h("dt", { text: worded(name) }), h("dd", { text: fact(name, value) })))));
-    });
-    fill(this.box, runs.length > 1 ? this.differences(runs) : null, h("div", { class: "columns" }, cards));
+    };
+    const cards = [...sections, ...others].map(card), isLong = (one) => one.classList.contains("long");
+    fill(this.box, runs.length > 1 ? this.differences(runs) : null, h("div", { class: "columns" }, cards.filter((one) => !isLong(one))), cards.filter(isLong));
     if (!cards.length) fill(this.box, h("p", { class: "empty", text: "Nothing was said of this run." }));
   }
 

@@ -11,6 +11,7 @@ class Series {
   add(point) {
     const whole = point.length === 7 ? point.slice() : [...point.slice(0, 4), point[3], point[3], 1];
     const last = this.points.at(-1);
+    if (last && whole[0] < last[0]) whole[0] = last[0];
     if (last && last[6] + whole[6] <= this.stride) this.points[this.points.length - 1] = merged(last, whole);
     else this.points.push(whole);
     while (this.points.length > MOST_POINTS) {

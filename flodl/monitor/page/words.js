@@ -99,6 +99,14 @@ function clock(unix) {
     : "–";
 }
 
+// Today's times without their date.
+function since(unix) {
+  const date = new Date(unix * 1000);
+  return date.toDateString() === new Date().toDateString()
+    ? date.toLocaleTimeString(undefined, { hour: "2-digit", minute: "2-digit" })
+    : date.toLocaleDateString(undefined, { month: "short", day: "numeric" }) + ", " + date.toLocaleTimeString(undefined, { hour: "2-digit", minute: "2-digit" });
+}
+
 const NAMES = {
   lr: "learning rate", grad_norm: "gradient norm", steps_s: "steps per second", rows_s: "rows per second",
   mcc: "MCC", f1: "F1", tokens_s: "tokens per second", step_ms: "time of a step", peak_share: "share of the devices’ peak",

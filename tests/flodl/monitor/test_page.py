@@ -60,7 +60,7 @@ def opened(browser: Any, **options: Any) -> Iterator[Any]:
         ),
     )
     page.on("dialog", lambda dialog: complaints.append("a dialog: " + dialog.message))
-    page.set_default_timeout(15_000)
+    page.set_default_timeout(45_000)
     yield page
     context.close()
     assert complaints == []
@@ -90,7 +90,7 @@ def judge(monitor: Monitor, number: int, **metrics: float) -> None:
     monitor(EvalDone(step=number, epoch=0, metrics=metrics, wall_ms=10))
 
 
-def until(page: Any, condition: str, seconds: float = 15.0) -> None:
+def until(page: Any, condition: str, seconds: float = 45.0) -> None:
     """Wait until an expression holds; the page's policy forbids what playwright does for that."""
     end = time.monotonic() + seconds
     while not page.evaluate(condition):
@@ -226,7 +226,14 @@ def test_the_archive_opens_from_a_file_and_asks_for_nothing(monitor: Monitor, pa
 
 
 @pytest.mark.parametrize("archived", [False, True])
-def test_any_text_stays_text(page: Any, tmp_path: Path, archived: bool) -> None:
+@pytest.mark.parametrize("guarded", [True, False])
+def test_any_text_stays_text(browser: Any, tmp_path: Path, archived: bool, guarded: bool) -> None:
+    """Nothing of what a run says is run, neither with the page's policy nor without it."""
+    for page in opened(browser, bypass_csp=not guarded):
+        any_text_stays_text(page, tmp_path, archived)
+
+
+def any_text_stays_text(page: Any, tmp_path: Path, archived: bool) -> None:
     evil = "".join(EVIL[:3])
     with Monitor(name=evil, quiet=True, interval_s=0.02, resources_s=0) as monitor:
         monitor.describe(recipe={name: name for name in EVIL}, **{evil: {"a": evil}})
@@ -403,3 +410,41 @@ def test_the_script_folds_as_the_record_does(monitor: Monitor, page: Any) -> Non
     pairs = [(a[3], b[3]) for a, b in zip(theirs[1], ours.points, strict=True)]
     assert [a is None for a, _ in pairs] == [b is None for _, b in pairs]
     assert [a for a, _ in pairs if a is not None] == pytest.approx([b for _, b in pairs if b is not None], rel=1e-4)
+
+
+def test_a_run_is_driven_from_the_page(page: Any, tmp_path: Path) -> None:
+    """A real run, looked at and stopped in a browser."""
+    import threading
+
+    import torch
+    from torch import nn
+    from torch.nn.functional import mse_loss
+
+    from flodl.data import TensorRows
+    from flodl.train import Trainer, adamw
+
+    x = torch.randn(4000, 8, generator=torch.Generator().manual_seed(0))
+    data = TensorRows({"x": x, "y": x.sum(1, keepdim=True)})
+
+    def train_step(model: nn.Module, batch: Any) -> Any:
+        time.sleep(0.01)
+        return mse_loss(model(batch["x"]), batch["y"])
+
+    with Monitor(name="steered", quiet=True, interval_s=0.02, resources_s=0) as monitor:
+        url = monitor.serve(0, control=True)
+        ends: list[RunDone] = []
+        made = Trainer.builder(nn.Linear(8, 1), adamw(1e-2), train_step).dataset(data).batch_size(4).num_epochs(50)
+        made.checkpoints(str(tmp_path)).set(monitor=monitor, progress=False).subscribe(ends.append, RunDone)
+        thread = threading.Thread(target=lambda: made.run().join())
+        thread.start()
+        page.goto(url)
+        until(page, "document.getElementById('status').textContent === 'running'")
+        until(page, "document.querySelectorAll('.chart').length > 2")
+        page.get_by_role("button", name="Save").click()
+        until(page, "[...document.querySelectorAll('.log .line')].some(l => l.textContent.includes('saved'))")
+        page.get_by_role("button", name="Stop").click()
+        page.locator("#sure-yes").click()
+        until(page, "document.getElementById('status').textContent === 'stopped'")
+        thread.join(timeout=20)
+        assert ends[0].reason == "stopped"
+        assert ends[0].step < 50_000

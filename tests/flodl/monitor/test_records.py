@@ -54,6 +54,13 @@ def test_a_curve_goes_on_from_what_was_sent_as_if_it_had_all():
     assert [p[3] for p in again.points] == pytest.approx([p[3] for p in whole.points])
 
 
+def test_steps_never_fall():
+    series = Series()
+    for step in (1, 5, 4, 6):
+        series.add([step, 0.0, 0.0, float(step)])
+    assert [point[0] for point in series.points] == [1, 5, 5, 6]
+
+
 def filled() -> RunRecord:
     record = RunRecord()
     record.fold({"id": "a", "name": "first", "began": 100.0, "t": 0.0, "facts": {"recipe": {"lr": 0.1}}})
