@@ -26,7 +26,9 @@ def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object], *
     change(held)
     save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text()) | settings
-    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None or k not in settings}))
+    (folder / "config.json").write_text(
+        json.dumps({k: v for k, v in config.items() if v is not None or k not in settings})
+    )
     return folder
 
 

@@ -25,8 +25,10 @@ def test_defaults_are_those_of_transformers(family: Family) -> None:
         pytest.skip("transformers has no such family")
     theirs = transformers.AutoConfig.for_model(family.model_type).to_dict()
     # Where nothing is said of rotations, ours are of one base; transformers writes that as a table.
-    bases = {"rope_theta": row.default for row in family.rows if row.field == "theta"}
-    turned = {"rope_parameters": {**bases, "rope_type": "default"}}
+    turned = {"rope_parameters": {"rope_type": "default"}}
+    for row in family.rows:
+        if row.field == "theta":
+            turned["rope_parameters"]["rope_theta"] = row.default
     different = {
         row.key: (row.default, theirs[row.key])
         for row in family.rows
