@@ -317,7 +317,9 @@ def read_config(
         from flodl_hf.checksums import hold
 
         hold(folder, verified, (CONFIG_NAME,))
-    return read_config_file(folder, ignore_config_keys, strict_config=strict_config)
+    from flodl_hf.sentence import transformer_folder
+
+    return read_config_file(transformer_folder(folder), ignore_config_keys, strict_config=strict_config)
 
 
 def read_config_file(

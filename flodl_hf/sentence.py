@@ -35,6 +35,11 @@ _NEW_MODES = {
     "mean_sqrt_len_tokens": "mean_sqrt_len",
 }
 _LIMIT = 1_000_000
+_ORDER = ("Transformer", "Pooling", "Normalize")
+_LEAST_TOKENS = 3  # two special ones and one of the text
+_WEIGHTS = (
+    "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
+)  # fmt: skip
 _ACTIVATIONS: dict[str, Activation] = {"sigmoid": "sigmoid", "identity": "none", "none": "none"}
 
 
@@ -60,10 +65,35 @@ class SentenceRecipe:
 def _modules(root: Path) -> list[dict[str, Any]]:
     value = _read(root, "modules.json")
     if not isinstance(value, list) or not all(isinstance(m, dict) and isinstance(m.get("type"), str) for m in value):
+        raise _wrong(root / "modules.json", f"found {shown(value, 60)}", "a list of modules with their types")
+    kinds = [_kind(module) for module in value]
+    unknown = [kind for kind in kinds if kind not in _ORDER]
+    if unknown:
         raise ConfigError(
-            f"{root / 'modules.json'}: expected a list of modules with their types", problems=["modules.json"]
+            f"{root / 'modules.json'}: module {printable(unknown[0], 80)} is not supported; expected Transformer, "
+            "Pooling and Normalize. Load the transformer's own folder to use it without.",
+            where=str(root / "modules.json"),
+            problems=unknown,
+        )
+    places = [_ORDER.index(kind) for kind in kinds]
+    if places[:1] != [0] or places != sorted(places) or kinds.count("Transformer") > 1 or kinds.count("Pooling") > 1:
+        found = ", ".join(kinds[:6]) or "none"
+        raise _wrong(
+            root / "modules.json", f"found the modules {found}", "one Transformer, one Pooling, then Normalize"
         )
     return value
+
+
+def _kind(module: Mapping[str, Any]) -> str:
+    return module["type"].rsplit(".", 1)[-1]
+
+
+def _wrong(path: Path, found: str, expected: str) -> ConfigError:
+    return ConfigError(
+        f"{path}: {found}; expected {expected}. Fetch the file again or correct it.",
+        where=str(path),
+        problems=[path.name],
+    )
 
 
 def _read(root: Path, name: str) -> Any:
@@ -71,17 +101,14 @@ def _read(root: Path, name: str) -> Any:
     try:
         return json.loads(_bytes(root, name).decode("utf-8"))
     except (ValueError, RecursionError) as fault:
-        raise ConfigError(f"{path}: cannot be read as JSON ({fault})", where=str(path), problems=[path.name]) from None
+        reason = "nested too deeply" if isinstance(fault, RecursionError) else str(fault)
+        raise _wrong(path, f"cannot be read as JSON ({reason})", "JSON in UTF-8") from None
 
 
 def _settings(root: Path, name: str) -> dict[str, Any]:
     value = _read(root, name)
     if not isinstance(value, dict):
-        raise ConfigError(
-            f"{root / name}: holds a JSON {type(value).__name__}; expected an object with settings",
-            where=str(root / name),
-            problems=[name],
-        )
+        raise _wrong(root / name, f"holds a JSON {type(value).__name__}", "an object with settings")
     return value
 
 
@@ -91,20 +118,34 @@ def _bytes(root: Path, name: str) -> bytes:
 
 def _inside(root: Path, part: object) -> Path:
     place = root / str(part or "")
-    if not place.resolve().is_relative_to(root.resolve()):
-        raise ConfigError(
-            f"{root / 'modules.json'}: the path {printable(str(part))} leads out of the folder",
-            problems=[str(part)],
-        )
+    try:
+        inside = place.resolve().is_relative_to(root.resolve())
+    except (OSError, RuntimeError, ValueError):  # a name that cannot be, or a link that leads to itself
+        inside = False
+    if not inside:
+        found = f"the path {printable(str(part), 80)} leads out of the folder, or nowhere"
+        raise _wrong(root / "modules.json", found, "the name of a folder inside")
     return place
 
 
 def transformer_folder(root: Path) -> Path:
-    """Return the folder that holds the weights: ``root``, or what its ``modules.json`` names."""
-    if is_entry(root, "config.json") or not is_entry(root, "modules.json"):
+    """Return the folder that holds the weights: ``root``, or what its ``modules.json`` names.
+
+    Raises:
+        ConfigError: ``modules.json`` is damaged, or names a folder beside weights at the root.
+    """
+    if not is_entry(root, "modules.json"):
         return root
-    modules = _modules(root)
-    return _inside(root, modules[0].get("path")) if modules else root
+    place = _inside(root, _modules(root)[0].get("path"))
+    if place == root or place.resolve() == root.resolve():
+        return root
+    if any(is_entry(root, name) for name in _WEIGHTS):
+        found = f"names {printable(place.name, 80)} for the transformer, and the folder above holds weights too"
+        raise _wrong(root / "modules.json", found, "one of them")
+    if not is_entry(place, "config.json"):
+        found = f"names {printable(place.name, 80)} for the transformer, which holds no config.json"
+        raise _wrong(root / "modules.json", found, "the folder of a transformer")
+    return place
 
 
 def read_recipe(root: Path) -> SentenceRecipe | None:
@@ -119,28 +160,31 @@ def read_recipe(root: Path) -> SentenceRecipe | None:
     normalize = False
     read = ["modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"]
     for module in _modules(root):
-        kind = module["type"].rsplit(".", 1)[-1]
+        kind = _kind(module)
         if kind == "Pooling":
-            place = (_inside(root, module.get("path")) / "config.json").relative_to(root).as_posix()
+            inside = _inside(root, module.get("path"))
+            if not inside.is_dir():
+                found = f"names {printable(str(module.get('path')), 80)} for the pooling, which is no folder here"
+                raise _wrong(root / "modules.json", found, "the folder with its config.json")
+            place = (inside / "config.json").relative_to(root).as_posix()
             pooling = _pooling(root, place)
             read.append(place)
         elif kind == "Normalize":
             normalize = True
-        elif kind != "Transformer":
-            raise ConfigError(
-                f"{root / 'modules.json'}: module {printable(module['type'])} is not supported; expected Transformer, "
-                "Pooling and Normalize. Load the transformer's own folder to use it without.",
-                problems=[module["type"]],
-            )
     bounds = "sentence_bert_config.json"
     settings = _settings(root, bounds) if is_entry(root, bounds) else {}
-    length = settings.get("max_seq_length")
+    length, lower = settings.get("max_seq_length"), settings.get("do_lower_case")
+    if length is not None and (type(length) is not int or length < _LEAST_TOKENS):
+        found = f"max_seq_length is {shown(length, 60)}"
+        raise _wrong(root / bounds, found, f"a whole number from {_LEAST_TOKENS}, or null")
+    if lower is not None and not isinstance(lower, bool):
+        raise _wrong(root / bounds, f"do_lower_case is {shown(lower, 60)}", "true or false")
     at_root = transformer_folder(root) == root
     return SentenceRecipe(
         pooling,
         normalize,
-        length if isinstance(length, int) and length > 0 else None,
-        settings.get("do_lower_case") is True,
+        length,
+        lower is True,
         {name: _bytes(root, name) for name in read if is_entry(root, name)} if at_root else {},
     )
 
@@ -151,13 +195,18 @@ def _pooling(root: Path, name: str) -> tuple[Any, ...]:
     if isinstance(stated, str):
         stated = [stated]
     if stated is not None and not (isinstance(stated, list) and all(isinstance(part, str) for part in stated)):
-        raise ConfigError(
-            f"{root / name}: pooling_mode is {shown(stated, 60)}; expected the name of a pooling, or a list of names",
-            where=str(root / name),
-            problems=["pooling_mode"],
-        )
+        found = f"pooling_mode is {shown(stated, 60)}"
+        raise _wrong(root / name, found, "the name of a pooling, or a list of names")
+    for key in _MODES:
+        if not isinstance(settings.get(key, False), bool):
+            raise _wrong(root / name, f"{key} is {shown(settings[key], 60)}", "true or false")
     if stated:
-        return tuple(_NEW_MODES.get(name, name) for name in stated)
+        named = tuple(_NEW_MODES.get(name, name) for name in stated)
+        unknown = [name for name in named if name not in _MODES.values()]
+        if unknown:
+            known = ", ".join(_MODES.values())
+            raise _wrong(root / name, f"pooling_mode names {printable(unknown[0], 60)}", f"one or more of {known}")
+        return named
     chosen = tuple(name for key, name in _MODES.items() if settings.get(key) is True)
     return chosen or ("mean",)
 

@@ -55,7 +55,7 @@ FDL_DTYPES: Mapping[torch.dtype, int] = MappingProxyType(
 """The dtypes of the format and their tags."""
 
 _BY_TAG = {tag: dtype for dtype, tag in FDL_DTYPES.items()}
-_REMEDY = "The file is damaged or not a flodl checkpoint; fetch or write it again."
+_REMEDY = "Expected a whole flodl checkpoint, and the file is damaged or none; fetch or write it again."
 
 
 def write(path: str, tensors: Mapping[str, Tensor], structural_hash: str, metadata: Mapping[str, str]) -> None:

@@ -62,7 +62,7 @@ def load_into(
         refuse(
             checkpoint.path,
             problems,
-            "Nothing was loaded. Load into the model that this file was saved from.",
+            "Nothing was loaded; expected what the model can hold. Load into the model that this file was saved from.",
         )
     with torch.no_grad():
         for name, value in staged.items():

@@ -186,7 +186,7 @@ class Folder:
             return data.decode("utf-8")
         except UnicodeDecodeError as error:
             raise CheckpointError(
-                f"{where}: byte {error.start} is not UTF-8 text; fetch the file again",
+                f"{where}: byte {error.start} is not UTF-8; expected a text; fetch the file again",
                 path=str(where),
                 problems=["not UTF-8"],
             ) from error

@@ -148,7 +148,7 @@ def put_entry(folder: Path, name: str, kind: str) -> None:
     """
     place = folder / name
     outside = folder.parent / "outside"
-    data = place.read_bytes() if place.exists() else b"{}"
+    data = place.read_bytes() if place.is_file() else b"{}"
     if place.is_dir() and not place.is_symlink():
         shutil.rmtree(place)
     elif os.path.lexists(place):

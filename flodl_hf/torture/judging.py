@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from flodl.errors import FlodlError, printable, visible
 from flodl_hf.torture.case import Case, Grade, Verdict
+from flodl_hf.torture.meter import Meter
 from flodl_hf.torture.subjects import Subject
 from flodl_hf.torture.watch import SECRET, Watch
 
@@ -66,11 +67,13 @@ def judge(
     assert _watch is not None, "the worker has not begun to watch"
     error: BaseException | None = None
     result: R | None = None
+    meter = Meter()
     with _watch(writes, network=network) as effects:
         try:
             result = act()
         except BaseException as fault:
             error = fault
+        seconds, memory = meter.read()
     if isinstance(error, (KeyboardInterrupt, GeneratorExit)):
         raise error
     try:
@@ -79,10 +82,14 @@ def judge(
         verdict = Verdict(Grade.MEMORY, "no memory left to compare")
     ran = [effect for effect in effects if effect.startswith(("ran", "started", "reached"))]
     if ran:
-        return Verdict(Grade.ESCAPED, "; ".join(ran[:4]), verdict.error)
-    if effects:
-        return Verdict(Grade.PARTIAL, "; ".join(effects[:4]), verdict.error)
-    return verdict
+        verdict = Verdict(Grade.ESCAPED, "; ".join(ran[:4]), verdict.error)
+    elif effects:
+        verdict = Verdict(Grade.PARTIAL, "; ".join(effects[:4]), verdict.error)
+    elif verdict.good and memory > case.memory_mb:
+        verdict = Verdict(Grade.MEMORY, f"took {memory:.0f} MB, {verdict.grade.value}: {verdict.text}")
+    elif verdict.good and seconds > case.cpu_s:
+        verdict = Verdict(Grade.HANG, f"took {seconds:.1f} s of the processor, {verdict.grade.value}")
+    return verdict.measured(seconds, memory)
 
 
 def graded_error(case: Case, subject: Subject, error: BaseException) -> Verdict:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flodl.errors import FlodlError, nearest
 
-__all__ = ["SUBJECTS", "Ours", "SentenceTransformers", "Subject", "Transformers", "subject_named"]
+__all__ = ["SUBJECTS", "Ours", "Safetensors", "SentenceTransformers", "Subject", "Transformers", "subject_named"]
 
 # Errors by which Python itself says that something went wrong where nobody thought of it.
 _BARE = (
@@ -218,7 +218,29 @@ class SentenceTransformers(Transformers):
         model.save(str(folder))
 
 
-SUBJECTS: Mapping[str, type[Any]] = {kind.name: kind for kind in (Ours, Transformers, SentenceTransformers)}
+class Safetensors(Transformers):
+    """The safetensors library alone; it reads files and knows no models."""
+
+    name = "safetensors"
+
+    def lacking(self) -> str | None:
+        """Return None: this library needs it."""
+        return None
+
+    def prepare(self) -> None:
+        """Import it."""
+        import_module("safetensors.torch")
+
+    def read(self, path: Path) -> dict[str, Tensor]:
+        """Return a file's tensors."""
+        from safetensors.torch import load_file
+
+        return load_file(path)
+
+
+SUBJECTS: Mapping[str, type[Any]] = {
+    kind.name: kind for kind in (Ours, Transformers, SentenceTransformers, Safetensors)
+}
 """The subjects by name."""
 
 

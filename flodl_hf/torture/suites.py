@@ -7,9 +7,13 @@ from collections.abc import Mapping
 __all__ = ["DEFAULT_CASES", "SUITES"]
 
 DEFAULT_CASES: Mapping[str, int] = {
-    "weights": 20_000,
+    "headers": 20_000,
+    "weights": 10_000,
     "config": 20_000,
+    "shards": 5_000,
+    "states": 12_000,
     "tokenizer": 12_000,
+    "sentence": 5_000,
     "pickles": 6_000,
     "powerloss": 15_000,
     "disks": 3_600,

@@ -19,7 +19,7 @@ from flodl_hf.torture.case import Case, Fault, Kind, Verdict, dealt, silent, sta
 from flodl_hf.torture.checkpoints import checkpoint, parts_of, tensors_in, torch_dtype, whole, write_files
 from flodl_hf.torture.comparing import IDS, Seen, same_as, seen, undamaged, unlike_file
 from flodl_hf.torture.damage import BYTE_DAMAGE, damaged_bytes, spelled
-from flodl_hf.torture.headers import EDITS
+from flodl_hf.torture.header_edits import EDITS
 from flodl_hf.torture.judging import judge
 from flodl_hf.torture.subjects import Subject
 

@@ -14,7 +14,6 @@ import resource
 import shutil
 import signal
 import sys
-import time
 import traceback
 import warnings
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
-from flodl_hf.torture.case import Case, Grade, Verdict
+from flodl_hf.torture.case import Case, Verdict
 from flodl_hf.torture.judging import start_watch
 from flodl_hf.torture.subjects import Subject
 
@@ -62,20 +61,13 @@ def run_block(suite: ModuleType, cases: Sequence[Case], subject: Subject, root: 
 
 
 def run_one(suite: ModuleType, case: Case, subject: Subject, root: Path) -> Verdict:
-    """Return the verdict on one case, with the processor time and memory that it took."""
+    """Return the verdict on one case."""
     folder = root / "case"
     folder.mkdir()
-    before, started = _peak_memory(reset=True), time.process_time()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            verdict = suite.run(case, folder, subject)
-        seconds, memory = time.process_time() - started, max(0.0, _peak_memory() - before)
-        if verdict.good and memory > case.memory_mb:
-            verdict = Verdict(Grade.MEMORY, f"took {memory:.0f} MB, {verdict.grade.value}: {verdict.text}")
-        elif verdict.good and seconds > case.cpu_s:
-            verdict = Verdict(Grade.HANG, f"took {seconds:.1f} s of the processor, {verdict.grade.value}")
-        return verdict.measured(seconds, memory)
+            return suite.run(case, folder, subject)
     finally:
         _remove(folder)
 
@@ -114,14 +106,3 @@ def _bound_memory() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (bound if hard == resource.RLIM_INFINITY else min(bound, hard), hard))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-
-def _peak_memory(*, reset: bool = False) -> float:
-    """Return the most memory that this process has had in use since it was last reset, in MB."""
-    try:
-        if reset:
-            Path("/proc/self/clear_refs").write_text("5")
-        status = Path("/proc/self/status").read_text("ascii")
-        return int(status.partition("VmHWM:")[2].split(maxsplit=1)[0]) / 1024
-    except (OSError, IndexError, ValueError):
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

@@ -75,7 +75,8 @@ def endless(folder: Path, name: str) -> None:
         file.truncate(3_000_000_000)  # holds no block of the disk
 
 
-WAYS = {"outside": outside, "dangling": dangling, "loop": loop, "pipe": pipe, "device": device, "directory": directory,
+WAYS = {"outside": outside, "dangling": dangling, "loop": loop, "pipe": pipe, "device": device,
+"directory": directory,
         "endless": endless}  # fmt: skip
 linux = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes and links")
 
@@ -207,3 +208,59 @@ def test_no_message_moves_the_terminal(folder: Path, escape: str) -> None:
             load(folder)
         text = str(caught.value) + caught.value.message
         assert not [char for char in text if char in "\x1b\x9b\x07\u202e\r"], repr(text)
+
+
+def modules(*kinds: str, path: str = "") -> str:
+    places = {"Transformer": path, "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
+    return json.dumps([{"idx": i, "path": places.get(kind, ""), "type": f"a.{kind}"} for i, kind in enumerate(kinds)])
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "words"),
+    [
+        ("modules.json", modules(), "found the modules none"),
+        ("modules.json", modules("Pooling", "Transformer"), "found the modules Pooling, Transformer"),
+        ("modules.json", modules("Transformer", "Normalize", "Pooling"), "expected one Transformer"),
+        ("modules.json", modules("Transformer", "Pooling", "Pooling"), "expected one Transformer"),
+        ("modules.json", modules("Transformer", "Dense"), "module 'Dense' is not supported"),
+        (
+            "modules.json",
+            modules("Transformer", "Pooling").replace("1_Pooling", "nowhere"),
+            "'nowhere' for the pooling",
+        ),
+        ("modules.json", modules("Transformer", "Pooling").replace("1_Pooling", "a\\u0000b"), "leads out"),
+        ("modules.json", modules("Transformer", "Pooling", path="1_Pooling"), "holds weights too"),
+        ("sentence_bert_config.json", '{"max_seq_length": true}', "max_seq_length is True"),
+        ("sentence_bert_config.json", '{"max_seq_length": 1}', "whole number from 3"),
+        ("sentence_bert_config.json", '{"max_seq_length": "x"}', "max_seq_length is 'x'"),
+        ("sentence_bert_config.json", '{"do_lower_case": 1}', "do_lower_case is 1"),
+        ("1_Pooling/config.json", '{"pooling_mode_max_tokens": 1}', "pooling_mode_max_tokens is 1"),
+        ("1_Pooling/config.json", '{"pooling_mode": "evil"}', "pooling_mode names 'evil'"),
+    ],
+)
+def test_small_files_that_would_make_other_vectors_are_refused_by_name(
+    folder: Path, file: str, text: str, words: str
+) -> None:
+    """What was passed over, or read in another order than sentence-transformers runs it, gave other vectors."""
+    (folder / file).write_text(text)
+    with pytest.raises(FlodlError, match=words) as caught:
+        load(folder)
+    assert Path(file).name in str(caught.value)
+    assert "xpected" in str(caught.value)
+
+
+@linux
+def test_a_pooling_folder_that_is_a_link_to_itself_is_refused(folder: Path) -> None:
+    shutil.rmtree(folder / "1_Pooling")
+    (folder / "1_Pooling").symlink_to("1_Pooling")
+    with pytest.raises(FlodlError, match=r"modules\.json"):
+        load(folder)
+
+
+def test_weights_in_the_transformers_folder_are_found(folder: Path) -> None:
+    below = folder / "0_Transformer"
+    below.mkdir()
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
+        (folder / name).rename(below / name)
+    (folder / "modules.json").write_text(modules("Transformer", "Pooling", "Normalize", path="0_Transformer"))
+    assert embedded(folder).shape == (16,)

@@ -1,0 +1,32 @@
+"""What a call takes: time on the processor, and memory beyond what its process had."""
+
+from __future__ import annotations
+
+import resource
+import time
+from pathlib import Path
+
+__all__ = ["Meter"]
+
+
+class Meter:
+    """Begun before a call; ``read`` says what it has taken since."""
+
+    def __init__(self) -> None:
+        self._before = _peak_memory(reset=True)
+        self._started = time.process_time()
+
+    def read(self) -> tuple[float, float]:
+        """Return seconds on the processor, of all threads, and the most MB beyond those at the beginning."""
+        return time.process_time() - self._started, max(0.0, _peak_memory() - self._before)
+
+
+def _peak_memory(*, reset: bool = False) -> float:
+    """Return the most memory that this process has had in use since it was last reset, in MB."""
+    try:
+        if reset:
+            Path("/proc/self/clear_refs").write_text("5")
+        status = Path("/proc/self/status").read_text("ascii")
+        return int(status.partition("VmHWM:")[2].split(maxsplit=1)[0]) / 1024
+    except (OSError, IndexError, ValueError):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
