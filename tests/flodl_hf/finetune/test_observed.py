@@ -154,3 +154,12 @@ def test_a_run_that_goes_on_decides_and_writes_as_one_left_alone(base: Path, tmp
 
 def test_the_table_names_the_trackers_that_there_are() -> None:
     assert set(TRACKERS) == set(trackers.TRACKERS)
+
+
+def test_the_focal_loss_is_a_loss_of_ones_own(base: Path) -> None:
+    from flodl.losses import focal_loss
+
+    _, plain = told(base, labelled(32), epochs=1)
+    _, focal = told(base, labelled(32), epochs=1, loss=focal_loss)
+    assert len(focal.losses) == len(plain.losses) == 4
+    assert all(0 < one < other for one, other in zip(focal.losses[:1], plain.losses[:1], strict=True))
