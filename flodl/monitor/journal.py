@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -48,9 +49,11 @@ class Journal:
         self.record = read_record(self.path) if self.path.is_file() and not anew else None
         mode = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (os.O_TRUNC if anew else 0)
         mode |= getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
-        self._file: Any = os.fdopen(os.open(self.path, mode, 0o666), "ab", buffering=0)
-        if self._file.tell():
-            self._file.write(b"\n")  # ends a line that was cut off
+        self._descriptor = os.open(self.path, mode, 0o666)
+        # A monitor that is dropped without being closed leaves nothing open and nothing unwritten.
+        self._closing = weakref.finalize(self, os.close, self._descriptor)
+        if os.fstat(self._descriptor).st_size:
+            self._write(b"\n")  # ends a line that was cut off
 
     def add(self, delta: Mapping[str, Any], text: str | None = None) -> None:
         """Add a delta.
@@ -61,14 +64,17 @@ class Journal:
         Raises:
             OSError: the disk is full or gone.
         """
-        if self._file is not None:
-            self._file.write((as_text(delta) if text is None else text).encode() + b"\n")
+        if self._closing.alive:
+            self._write((as_text(delta) if text is None else text).encode() + b"\n")
 
     def close(self) -> None:
         """Close the file; further deltas are passed over."""
-        if self._file is not None:
-            self._file.close()
-        self._file = None
+        self._closing()
+
+    def _write(self, line: bytes) -> None:
+        rest = memoryview(line)
+        while rest:
+            rest = rest[os.write(self._descriptor, rest) :]
 
 
 class JournalReader:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import random
@@ -170,6 +171,15 @@ def test_a_record_on_disk_survives_a_line_cut_off(tmp_path):
     record = read_record(tmp_path)
     assert [point[3] for point in record.series["train/loss"].points] == [0.5, 0.25]
     assert record.name == "first"
+
+
+def test_a_record_that_is_dropped_is_closed(tmp_path):
+    journal = Journal(tmp_path)
+    journal.add({"flodl_run": 1, "id": "a"})
+    journal.itself = journal  # freed by the garbage collector only
+    del journal
+    gc.collect()
+    assert read_record(tmp_path).id == "a"
 
 
 def test_a_record_is_read_as_it_grows(tmp_path):
