@@ -71,7 +71,8 @@ def timeline_page(
     """Return the page of a timeline; arguments are what `flodl.distributed.timeline.Timeline` has and gives."""
     whole = max([*(span["end_ms"] for span in spans), *(sample["at_ms"] for sample in samples), 1.0])
     ranks = sorted({span["rank"] for span in spans})
-    headline = f"{_time(whole)}, {len(ranks)} rank{'s' * (len(ranks) != 1)}, {summary['syncs']} meeting{'s' * (summary['syncs'] != 1)}"
+    counts = ((len(ranks), "rank"), (summary["syncs"], "meeting"))
+    headline = ", ".join([_time(whole), *(f"{count} {what}{'s' * (count != 1)}" for count, what in counts)])
     about = [
         [str(rank), f"{100 * busy.get(rank, 0.0):.1f} %", _count(spans, rank, "step"), _count(spans, rank, "sync")]
         for rank in ranks
