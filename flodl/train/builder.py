@@ -266,7 +266,7 @@ class TrainerBuilder:
         return self.set(max_restarts=times)
 
     def timeline(self, path: str) -> TrainerBuilder:
-        """Write when each rank computed and waited, to ``<path>.json`` and ``<path>.csv``."""
+        """Write when each rank computed and waited, and the machine's state, as ``.json``, ``.csv`` and ``.html``."""
         return self.set(timeline=str(path))
 
     def epoch_fn(self, call: Callable[[int, Any], Any]) -> TrainerBuilder:

@@ -102,7 +102,7 @@ class TrainerCore:
         self.graphs = self.observing.graphs
         self.use_policy(choose_policy(ranks, settings.policy, settings.slowdown.get(ranks.rank, 1.0)))
         self.train_step = train_step
-        self.timeline = Timeline(ranks.rank) if settings.timeline else None
+        self.timeline = _timeline(ranks) if settings.timeline else None
         if self.timeline is not None:
             self.events.subscribe(self.timeline.note)
         self.watch = Stopwatch()
@@ -172,6 +172,15 @@ class TrainerCore:
     def warn(self, message: str) -> None:
         """Tell subscribers what they should know."""
         self.events.emit(Warned(rank=self.ranks.rank, step=self.policy.lr_step, message=message))
+
+
+def _timeline(ranks: Ranks) -> Timeline:
+    """Return a timeline; on the first rank of each host it has samples of the machine's state."""
+    if ranks.local_rank:
+        return Timeline(ranks.rank)
+    from flodl.monitor.resources import Resources
+
+    return Timeline(ranks.rank, read=Resources().read)
 
 
 class Stopwatch:

@@ -235,6 +235,8 @@ class Loop(TrainerCore):
                 arranged.callback(self.step_.drop_captures)
                 arranged.callback(self.hooks.call, "close")
                 arranged.callback(self.observing.close)
+                if self.timeline is not None:
+                    arranged.callback(self.timeline.stop)
                 for way in (compiled if self.settings.compile else None, self.settings.arrange):
                     if way is not None:
                         arranged.callback(way(self.model))
@@ -252,6 +254,8 @@ class Loop(TrainerCore):
         self.saves.begin()
         report_start(self, self.saves.past(), self.resumed_from)
         self.hooks.call("on_train_begin")
+        if self.timeline is not None:
+            self.timeline.start()
         if self.settings.eval_start and not self.policy.steps:
             evaluate_now(self, counts=False)
         self.watch.restart()
@@ -275,6 +279,7 @@ class Loop(TrainerCore):
         self.ranks.phase("shutdown")
         self.saves.close()
         if self.timeline is not None:
+            self.timeline.stop()
             parts = self.ranks.gather(self.timeline.to_dict())
             if self.ranks.rank == 0:
                 Timeline.merge(parts).write(self.settings.timeline or "timeline")

@@ -70,7 +70,8 @@ class Settings:
         early_stopping: ``(metric, patience)``: stop after so many evaluations without improvement.
         checkpoint_every: epochs between calls of ``checkpoint_fn``.
         slowdown: ``{rank: factor}``, simulated slow ranks for experiments.
-        timeline: file without suffix that gets the timeline as ``.json`` and ``.csv``.
+        timeline: file without suffix that gets the timeline as ``.json``, ``.csv`` and ``.html``: when each rank
+            computed, met and waited, and what the machine did meanwhile.
         timeout_s: how long a collective waits for a live rank.
         frozen_after_s: silence after which a stopped rank is given up.
         capture: ``"auto"`` captures the steps of a run on CUDA as graphs, one for each shape of batch, where it
