@@ -4,6 +4,7 @@ from flodl.graph.flow import FlowBuilder
 from flodl.graph.gate import Gate
 from flodl.graph.graph import Graph
 from flodl.graph.halts import LearnedHalt, ThresholdHalt
+from flodl.graph.heat import Heat
 from flodl.graph.loop import ForLoop, TraceEmit, UntilLoop, WhileLoop, forward_via_step
 from flodl.graph.map import MapRows, MapSlices, MapWhole
 from flodl.graph.nodes import Fault, Input, Node, Plan, Reference
@@ -19,6 +20,7 @@ __all__ = [
     "ForLoop",
     "Gate",
     "Graph",
+    "Heat",
     "Input",
     "LearnedHalt",
     "MapRows",

@@ -17,6 +17,7 @@ from flodl.errors import GraphPathError
 from flodl.graph import saving, summary, traces, tree
 from flodl.graph.core import GraphCore
 from flodl.graph.fingerprint import structural_hash
+from flodl.graph.heat import Heat
 from flodl.graph.tag_values import run_captured
 from flodl.graph.tree import PathKind
 
@@ -263,16 +264,50 @@ class Graph(GraphCore):
 
     # pictures
 
-    def dot(self, *, profiled: bool = False) -> str:
-        """Return the graph as DOT text; ``profiled`` shows the times of the last call, when it was profiled."""
+    def dot(
+        self,
+        *,
+        profiled: bool = False,
+        heat: Heat | None = None,
+        open: Sequence[str] | bool = (),
+        fold: bool = True,
+    ) -> str:
+        """Return the graph as DOT text.
+
+        Args:
+            profiled: show the times of the last call, when it was profiled.
+            heat: other figures to colour by: ``look.memory`` of `flodl.observe.look_at`.
+            open: paths of parts whose inside is shown; True for every sub-graph.
+            fold: whether equal neighbours are one box with their number.
+        """
         from flodl.graph import draw
 
-        return draw.dot(self, self.observe.profile() if profiled else None)
+        return draw.dot(self, self.observe.profile() if profiled else None, heat=heat, open=open, fold=fold)
 
-    def svg(self, path: str | os.PathLike[str] | None = None, *, profiled: bool = False) -> str:
-        """Return the graph as an SVG picture, and write it when a path is given."""
+    def svg(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        profiled: bool = False,
+        heat: Heat | None = None,
+        open: Sequence[str] | bool = (),
+        fold: bool = True,
+        layout: str = "auto",
+    ) -> str:
+        """Return the graph as an SVG picture, and write it when a path is given.
+
+        Args:
+            path: a file to write to.
+            profiled: show the times of the last call, when it was profiled.
+            heat: other figures to colour by: ``look.memory`` of `flodl.observe.look_at`.
+            open: paths of parts whose inside is shown; True for every sub-graph.
+            fold: whether equal neighbours are one box with their number.
+            layout: ``graphviz``, ``own`` (which needs no program), or ``auto`` for Graphviz where it is installed.
+        """
         from flodl.graph import draw
 
-        return draw.svg(self, self.observe.profile() if profiled else None, path)
+        profile = self.observe.profile() if profiled else None
+        return draw.svg(self, profile, path, heat=heat, open=open, fold=fold, layout=layout)
 
-    _repr_html_ = svg
+    def _repr_html_(self) -> str:
+        return self.svg()

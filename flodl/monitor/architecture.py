@@ -12,11 +12,10 @@ from typing import Any
 
 from torch import nn
 
-from flodl.graph.core import GraphCore
+from flodl.graph.inside import DEEPEST, children_of, joined
 
-__all__ = ["facts_of", "parts_of", "tree_of"]
+__all__ = ["facts_of", "tree_of"]
 
-DEEPEST = 6
 MOST_PARTS = 64
 """Parts of one module that are shown; of more, the rest is counted."""
 
@@ -43,24 +42,13 @@ def _part(module: nn.Module, path: str, name: str, depth: int) -> dict[str, Any]
     if isinstance(label, str) and label:
         part["label"] = label
     if depth < DEEPEST:
-        inside = [_part(child, _joined(path, own), own, depth + 1) for own, child in _children(module)]
+        inside = [_part(child, joined(path, own), own, depth + 1) for own, child in children_of(module)]
         if inside:
             folded = list(_folded(inside))
             part["parts"] = folded[:MOST_PARTS]
             if len(folded) > MOST_PARTS:
                 part["left_out"] = len(folded) - MOST_PARTS
     return part
-
-
-def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    if isinstance(module, GraphCore):
-        seen: set[str] = set()
-        for node in module.plan.nodes:
-            if node.name and node.name not in seen:
-                seen.add(node.name)
-                yield node.name, getattr(module, node.name)
-        return
-    yield from module.named_children()
 
 
 def _folded(parts: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -89,20 +77,6 @@ def _shape(part: dict[str, Any]) -> Any:
     )
 
 
-def parts_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the modules of `tree_of` by path, those that are folded into others too, the deepest left out."""
-    found: list[tuple[str, nn.Module]] = []
-
-    def walk(module: nn.Module, path: str, depth: int) -> None:
-        for own, child in _children(module) if depth < DEEPEST else ():
-            below = _joined(path, own)
-            found.append((below, child))
-            walk(child, below, depth + 1)
-
-    walk(model, "", 0)
-    return found
-
-
 def facts_of(model: nn.Module) -> dict[str, Any]:
     """Return how many parameters a model has, how many of them learn, and the bytes they take."""
     parameters = list(model.parameters())
@@ -113,7 +87,3 @@ def facts_of(model: nn.Module) -> dict[str, Any]:
         "frozen": sum(p.numel() for p in parameters if not p.requires_grad),
         "bytes": sum(p.numel() * p.element_size() for p in parameters),
     }
-
-
-def _joined(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name

@@ -281,8 +281,8 @@ class Recorder:
         self.say(model=event.tree, facts={"model": dict(event.facts)})
 
     def _on_LayersTimed(self, event: Any) -> None:
-        step = {"step": event.step}
-        self.say(heat={"time": {**step, "of": event.seconds}, "gradient": {**step, "of": event.gradients}})
+        kinds = {"time": event.seconds, "gradient": event.gradients, "memory": event.memory}
+        self.say(heat={kind: {"step": event.step, "of": found} for kind, found in kinds.items() if found})
 
     def _on_Observed(self, event: Any) -> None:
         step, rows = int(event.step), self._delta.get("epochs", [])

@@ -14,6 +14,7 @@ from flodl.observe.conditions import (
     worsening,
 )
 from flodl.observe.live import Reduce, log
+from flodl.observe.look import Look, look_at
 from flodl.observe.profile import LevelTime, NodeTime, Profile
 from flodl.observe.record import Observer
 from flodl.observe.trend import Trend, TrendGroup
@@ -21,6 +22,7 @@ from flodl.observe.trend import Trend, TrendGroup
 __all__ = [
     "Condition",
     "LevelTime",
+    "Look",
     "NodeTime",
     "Observer",
     "Outlook",
@@ -35,6 +37,7 @@ __all__ = [
     "converged",
     "improving",
     "log",
+    "look_at",
     "no_better",
     "stalled",
     "worsening",

@@ -283,14 +283,16 @@ class ModelDescribed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class LayersTimed(Event):
-    """Seconds of the forward pass and norms of the gradient by path of a part, of one step, now and then.
+    """Seconds of the forward pass, norms of the gradient and bytes by path of a part, of one step, now and then.
 
-    Told where a monitor looks on.
+    Told where a monitor looks on. ``memory`` is what stays taken when a part is done, until backward. What was not
+    looked at in this step is empty.
     """
 
     step: int
     seconds: Mapping[str, float]
     gradients: Mapping[str, float]
+    memory: Mapping[str, float] = field(default_factory=dict)
 
 
 class Events:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from flodl.graph import FlowBuilder, SoftmaxRouter, StateAdd, draw
+from flodl.graph import FlowBuilder, SoftmaxRouter, StateAdd, draw, drawing
 from flodl.graph.layers import Box, lay_out
 from flodl.observe import LevelTime, NodeTime, Profile
 
@@ -73,7 +73,7 @@ def test_every_kind_has_its_shape_and_colour(graph):
 
 
 def test_a_node_that_is_both_ends_is_a_double_octagon(graph):
-    look = draw._look(graph.plan.nodes[0], None, True, True)
+    look = drawing._look(graph.plan.nodes[0], None, True, True)
     assert draw._LOOKS[look] == ("doubleoctagon", "#a9dfbf")
 
 
@@ -99,9 +99,13 @@ def test_the_heat_map_goes_from_green_to_red(graph):
     calls = graph.plan.calls
     nodes = tuple(NodeTime(n.id, n.name, n.tags, n.level, s) for n, s in zip(calls, [1e-3, 0, 5e-4], strict=False))
     profile = Profile(2e-3, nodes, (LevelTime(nodes[0].level, 1.5e-3, 1e-3, 2),))
-    for text in (draw.dot(graph, profile), draw.svg(graph, profile)):
+    for text, box, legend in (
+        (draw.dot(graph, profile), ' fillcolor="{}"];', ' color="{}"'),
+        (draw.svg(graph, profile, layout="own"), ' fill="{}"', ' stop-color="{}"'),
+    ):
         for colour in ("#e74c3c", "#27ae60", "#f39c12"):
-            assert text.count(colour) == 1
+            assert text.count(legend.format(colour)) == 1
+            assert text.count(box.format(colour)) == 1 + text.count("legend_0")
         assert "Forward: 2.00 ms" in text
         assert "500 µs" in text
         assert "x1.5" in text
@@ -109,7 +113,11 @@ def test_the_heat_map_goes_from_green_to_red(graph):
 
 def test_a_graph_draws_itself(graph, tmp_path):
     assert graph.dot() == draw.dot(graph)
-    assert graph.svg(tmp_path / "g.svg") == draw.svg(graph) == (tmp_path / "g.svg").read_text(encoding="utf-8")
+    assert (
+        graph.svg(tmp_path / "g.svg", layout="own")
+        == draw.svg(graph, layout="own")
+        == (tmp_path / "g.svg").read_text(encoding="utf-8")
+    )
     assert graph.dot(profiled=True) == graph.dot(), "nothing was profiled"
     graph.observe.enable_profiling()
     graph(torch.randn(3, 2), ctx=torch.randn(3, 4))
@@ -120,11 +128,11 @@ def test_a_graph_draws_itself(graph, tmp_path):
 def test_a_measured_profile_is_drawn(graph):
     graph.observe.enable_profiling()
     graph(torch.randn(3, 2), ctx=torch.randn(3, 4))
-    assert "Forward: " in draw.svg(graph, graph.observe.profile())
+    assert "Forward: " in draw.svg(graph, graph.observe.profile(), layout="own")
 
 
 def test_the_svg_shows_every_node_and_line(graph):
-    root = ElementTree.fromstring(draw.svg(graph))
+    root = ElementTree.fromstring(draw.svg(graph, layout="own"))
     texts = [element.text for element in root.iter(f"{SVG}text")]
     for word in ("input", "ctx", "#memory", "#h_0", "#h_1", "graph child", "[1.5K params]", "level 0"):
         assert word in texts
@@ -157,7 +165,7 @@ def test_hostile_texts_are_escaped(name):
         label = name
 
     graph = FlowBuilder(Odd()).build()
-    text = draw.svg(graph)
+    text = draw.svg(graph, layout="own")
     root = ElementTree.fromstring(text.encode())
     assert "<script" not in text
     assert all(element.tag != f"{SVG}script" for element in root.iter())

@@ -121,7 +121,13 @@ def test_looking_on_changes_no_number(monkeypatch, recorded):
     with quiet() as monitor:
         watched = builder(monitor).subscribe(looks.append, LayersTimed).run().join()
         assert "layers cannot" not in json.dumps(monitor.record.log)
+        heat = monitor.record.heat
     assert len(looks) > 10
+    # Bytes are counted once, beside a recorded step; a step of a processor as it runs is left alone.
+    assert [bool(look.memory) for look in looks] == [recorded] + [False] * (len(looks) - 1)
+    assert set(heat) == {"time", "gradient", "memory"} if recorded else {"time", "gradient"}
+    if recorded:
+        assert heat["memory"]["of"]["3"] >= sum(heat["memory"]["of"][f"3.{i}"] for i in range(3)) / 2 > 0
     for name, value in plain.state_dict().items():
         assert torch.equal(value, watched.state_dict()[name]), name
 
