@@ -34,7 +34,7 @@ check: $(VENV)/.ready ## lint, formatting, types, and every code block of the do
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
-	$(BIN)/python -m pytest tests/docs -q
+	$(BIN)/python -m pytest -n $(JOBS) tests/docs -q
 
 format: $(VENV)/.ready ## format and fix what can be fixed by itself
 	$(BIN)/ruff check --fix .
