@@ -38,7 +38,7 @@ from flodl_hf.auto import head_named
 from flodl_hf.config import ModelConfig
 from flodl_hf.model import EncoderModel
 from flodl_hf.runtime import cpu
-from flodl_hf.runtime.cpu_products import Plain, Reordered, Scratch, Whole, has_reordered, has_whole
+from flodl_hf.runtime.cpu_products import Int8Linear, OneDnnLinear, Scratch, TorchLinear, has_int8, has_onednn
 
 TASKS = ("embeddings", "classification", "entities", "answers")
 HEADS = {"embeddings": "base", "classification": "seqcls", "entities": "tokcls", "answers": "qa"}
@@ -180,14 +180,14 @@ def peaks(width: int, clock: Callable[[], float]) -> dict[str, float]:
     """Return the fastest product of 1,024 rows at each precision, in operations a second."""
     rows, out = 1024, 4 * width
     x, weight, bias = torch.randn(rows, width), torch.randn(out, width), torch.randn(out)
-    kinds: dict[str, list[Callable[[], Any]]] = {"fp32": [partial(Plain(weight, bias, Scratch()), x, "peak")]}
-    if has_reordered(torch.float32):
-        kinds["fp32"].append(partial(Reordered(weight, bias, at_once=True), x))
+    kinds: dict[str, list[Callable[[], Any]]] = {"fp32": [partial(TorchLinear(weight, bias, Scratch()), x, "peak")]}
+    if has_onednn(torch.float32):
+        kinds["fp32"].append(partial(OneDnnLinear(weight, bias, at_once=True), x))
     if cpu.missing("bf16") is None:
-        half = Reordered(weight.bfloat16(), bias.bfloat16(), at_once=True)
+        half = OneDnnLinear(weight.bfloat16(), bias.bfloat16(), at_once=True)
         kinds["bf16"] = [partial(half, x.bfloat16())]
-    if has_whole():
-        product = Whole(weight, bias, Scratch(), 8 if cpu._multiplies_whole() else 7)
+    if has_int8():
+        product = Int8Linear(weight, bias, Scratch(), 8 if cpu._multiplies_whole() else 7)
         kinds["int8"] = [partial(product.multiplied, product.quantised(x)[0].clone())]
     found = {}
     with torch.inference_mode():

@@ -28,8 +28,8 @@ class Bucket:
     """The shapes of a packed batch.
 
     Attributes:
-        tokens: tokens, filling included.
-        texts: slots for texts, filling included.
+        tokens: tokens, padding included.
+        texts: slots for texts, padding included.
         longest: most tokens of a text.
     """
 
@@ -60,7 +60,7 @@ def bucket_of(
 ) -> Bucket:
     """Return the smallest bucket that holds texts of these lengths.
 
-    Tokens grow by a quarter to an eighth of themselves (with the default ``steps``), so that little is filling
+    Tokens grow by a quarter to an eighth of themselves (with the default ``steps``), so that little is padding
     and few buckets exist.
 
     Args:
@@ -143,7 +143,7 @@ class Buffer:
         return tuple(all_lengths.tolist())
 
     def _write_one(self, ids: np.ndarray, types: np.ndarray | None) -> tuple[int, ...]:
-        """Do what `write` does for one text and at most one filling; somebody waits for it."""
+        """Do what `write` does for one text and at most one padding text; somebody waits for it."""
         tokens, texts, real = self.bucket.tokens, self.bucket.texts, len(ids)
         parts = self._array[: -2 * texts - 1].reshape(-1, tokens)
         parts[0, :real] = ids
@@ -169,7 +169,7 @@ class Buffer:
         Args:
             packed: like ``self.packed``.
             lengths: what `write` returned; empty for a recorded pass, which must not depend on them.
-            real: how many of the texts are no filling.
+            real: how many of the texts are no padding.
         """
         tokens, texts = self.bucket.tokens, self.bucket.texts
         sizes = [tokens] * (4 if self.types else 3) + [texts + 1, texts]
@@ -180,7 +180,7 @@ class Buffer:
 
 
 def fill(lengths: np.ndarray | Iterable[int], bucket: Bucket) -> np.ndarray:
-    """Return the lengths with those of the filling texts after them, which sum to the bucket's tokens."""
+    """Return the lengths with those of the padding texts after them, which sum to the bucket's tokens."""
     sizes = np.asarray(lengths if isinstance(lengths, np.ndarray) else list(lengths), np.int64)
     missing = bucket.tokens - int(sizes.sum())
     assert missing >= 0, "the bucket is too small for these texts"

@@ -168,12 +168,12 @@ class Packed:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in all texts together, filling included."""
+        """Tokens in all texts together, padding included."""
         return self.places.shape[0] if self.places is not None else sum(self.lengths)
 
     @property
     def num_texts(self) -> int:
-        """Slots for texts, filling included."""
+        """Slots for texts, padding included."""
         return self.offsets.shape[0] - 1
 
     @property
@@ -213,7 +213,7 @@ class Packed:
         owners = torch.searchsorted(
             self.offsets[1:], torch.arange(hidden.shape[0], device=hidden.device, dtype=torch.int32), right=True
         )
-        # Tokens that stand in no slot, where filling ends behind the last one, add to a row that is left out.
+        # Tokens that stand in no slot, where padding ends behind the last one, add to a row that is left out.
         total = values.new_zeros(self.num_texts + 1, *hidden.shape[1:]).index_add(0, owners, values)[:-1]
         count = (self.offsets[1:] - self.offsets[:-1]).clamp(min=1)[:, None]
         return (total / count).to(hidden.dtype)
@@ -227,7 +227,7 @@ class Packed:
         return torch.cat([row[:length] for row, length in zip(rows, self.lengths, strict=True)])
 
     def unpack(self, tokens: Tensor) -> tuple[Tensor, ...]:
-        """Return one ``(length, ...)`` view for each text that is not filling."""
+        """Return one ``(length, ...)`` view for each text that is not padding."""
         lengths = list(self.lengths if self.real is None else self.lengths[: self.real])
         return tokens[: sum(lengths)].split(lengths)
 

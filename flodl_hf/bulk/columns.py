@@ -14,11 +14,11 @@ from flodl.errors import DataError, nearest
 from flodl_hf.bulk.rows import RowFault
 from flodl_hf.columns import NAMES
 
-__all__ = ["Choice", "Said", "choose_columns", "item_of"]
+__all__ = ["Choice", "ColumnArgs", "choose_columns", "item_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Said:
+class ColumnArgs:
     """What the caller said about columns; None where nothing."""
 
     text_column: str | None = None
@@ -60,7 +60,7 @@ class Choice:
         return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
 
 
-def choose_columns(head: str, names: Sequence[str], said: Said, own: bool) -> Choice:
+def choose_columns(head: str, names: Sequence[str], said: ColumnArgs, own: bool) -> Choice:
     """Return which columns are for what.
 
     Args:
@@ -107,7 +107,7 @@ def choose_columns(head: str, names: Sequence[str], said: Said, own: bool) -> Ch
     return Choice(task=task, first=first, second=second, fixed=fixed, keep=keep)
 
 
-def _absent(names: Sequence[str], said: Said) -> list[str]:
+def _absent(names: Sequence[str], said: ColumnArgs) -> list[str]:
     roles = ("text_column", "pair_column", "question_column", "context_column", "query_column", "id_column")
     return [
         f"{role}: no column {name!r}{nearest(name, names)}"
@@ -116,7 +116,7 @@ def _absent(names: Sequence[str], said: Said) -> list[str]:
     ]
 
 
-def _senseless(task: str, said: Said) -> list[str]:
+def _senseless(task: str, said: ColumnArgs) -> list[str]:
     """Return what was said that the task has no use for, or that contradicts itself."""
     takes = {
         "classes": {"text_column", "pair_column"},
@@ -143,7 +143,7 @@ def _look(role: str, names: Sequence[str], taken: Sequence[str | None]) -> str |
     return None
 
 
-def _kept(names: Sequence[str], said: Said, own: bool) -> tuple[tuple[str, ...] | None, list[str]]:
+def _kept(names: Sequence[str], said: ColumnArgs, own: bool) -> tuple[tuple[str, ...] | None, list[str]]:
     """Return the columns to keep, the id first, and what is wrong with them."""
     keep = said.keep if said.keep is not None else "none" if said.id_column is not None else "all"
     lead = () if said.id_column is None else (said.id_column,)

@@ -13,11 +13,11 @@ from typing import Any, Literal
 
 from flodl.errors import printable
 from flodl.files import path_fault
-from flodl_hf.bulk.columns import Said
+from flodl_hf.bulk.columns import ColumnArgs
 from flodl_hf.bulk.counting import counting_tokens
 from flodl_hf.bulk.parts import Parts
 from flodl_hf.bulk.plan import make_plan
-from flodl_hf.bulk.ranks import Pulse, Rank, Workers, device_names
+from flodl_hf.bulk.ranks import Heartbeat, Rank, Workers, device_names
 from flodl_hf.bulk.results import FileResult, Progress
 from flodl_hf.bulk.rows import STDIN, open_rows
 from flodl_hf.bulk.run import Run
@@ -122,7 +122,7 @@ def predict_file(
         hub = {"revision": revision, "local_files_only": local_files_only}
         model = load(str(model), head=head, device=device or rank.device, **hub)
     model.ready("predict_file", untrained=bool(options.get("untrained")))
-    said = Said(**{name: job[name] for name in Said.__dataclass_fields__})
+    said = ColumnArgs(**{name: job[name] for name in ColumnArgs.__dataclass_fields__})
     rows = open_rows(source, format, header)
     with ExitStack() as stack:
         stack.callback(rows.close)
@@ -144,7 +144,7 @@ def predict_file(
             reopen=again, on_progress=on_progress, should_stop=should_stop, workers=started[0] if started else None,
         )  # fmt: skip
         stack.enter_context(counting_tokens(run.count))
-        stack.enter_context(Pulse(parts, rank, run.figures, parent))
+        stack.enter_context(Heartbeat(parts, rank, run.figures, parent))
         stack.enter_context(passing_over_what_is_here())
         return run.go(before)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flodl.errors import DataError
-from flodl_hf.bulk.columns import Said, choose_columns, item_of
+from flodl_hf.bulk.columns import ColumnArgs, choose_columns, item_of
 from flodl_hf.bulk.identity import input_identity, model_identity
 from flodl_hf.bulk.parts import Parts
 from flodl_hf.bulk.rows import STDIN, Row, Rows
@@ -50,7 +50,7 @@ def make_plan(
     source: Path,
     kind: str,
     parts: Parts,
-    said: Said,
+    said: ColumnArgs,
     on_error: str,
     part_rows: int | None,
     options: Mapping[str, Any],
@@ -77,7 +77,7 @@ def make_plan(
         choice = choose_columns(model.head, names, said, own)
     else:
         # An empty file has nothing to tell columns by; the answer's alone make the empty output.
-        choice = choose_columns(model.head, ["text", "question"], Said(query=said.query, keep="none"), own)
+        choice = choose_columns(model.head, ["text", "question"], ColumnArgs(query=said.query, keep="none"), own)
     answerer = answerer_for(model, choice, options)
     writer = writer_for(
         kind, choice.keep, answerer.columns,

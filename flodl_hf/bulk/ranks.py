@@ -26,7 +26,7 @@ from flodl.errors import DeviceError
 from flodl_hf.bulk.parts import Parts
 from flodl_hf.errors import PredictError
 
-__all__ = ["Pulse", "Rank", "Workers", "device_names", "wait_for_parts"]
+__all__ = ["Heartbeat", "Rank", "Workers", "device_names", "wait_for_parts"]
 
 PULSE_S = 1.0
 FROZEN_S = 60.0  # a rank that gave no sign for so long is taken for dead
@@ -74,7 +74,7 @@ class Rank:
         return f"cuda:{self.local % torch.cuda.device_count()}"
 
 
-class Pulse:
+class Heartbeat:
     """Tells in the folder, as long as it is entered, that this rank is alive and how far it is.
 
     Args:
@@ -91,9 +91,9 @@ class Pulse:
         self._life = f"{os.getpid()}-{time.time_ns()}"
         self._beats = 0
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="pulse", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
-    def __enter__(self) -> Pulse:
+    def __enter__(self) -> Heartbeat:
         self._tell()
         self._thread.start()
         return self

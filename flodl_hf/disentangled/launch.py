@@ -27,7 +27,7 @@ def attend_by_kernel(
     scale: float,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Return the mixed values, ``(B, S, N*H)`` or ``(T, N*H)``; rows of filling hold numbers that mean nothing.
+    """Return the mixed values, ``(B, S, N*H)`` or ``(T, N*H)``; rows of padding hold numbers that mean nothing.
 
     Args:
         states: queries, keys and values, ``(B, S, N*H)`` or ``(T, N*H)``, whose rows may lie apart; or all three

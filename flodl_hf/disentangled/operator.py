@@ -42,7 +42,7 @@ def _kernels() -> Any:
     return import_module("flodl_hf.kernels.disentangled")
 
 
-def _apart(q: Tensor, k: Tensor | None, v: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _unpack_qkv(q: Tensor, k: Tensor | None, v: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries, keys and values, ``(T, N, H)`` each, of three tensors or of one ``(T, 3, N, H)``."""
     if k is None or v is None:
         q, k, v = q.unbind(1)
@@ -107,7 +107,7 @@ def disentangled(
         dropout: probability of dropping a weight.
     """
     kernels = _kernels()
-    q, k, v = _apart(q, k, v)
+    q, k, v = _unpack_qkv(q, k, v)
     tokens, heads, width = q.shape
     out = torch.empty(tokens, heads, width, dtype=q.dtype, device=q.device)
     lse = torch.empty(heads, tokens, dtype=torch.float32, device=q.device)
@@ -138,7 +138,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     kernels = _kernels()
     joint = None if k is not None else q.new_empty(q.shape)
-    q, k, v = _apart(q, k, v)
+    q, k, v = _unpack_qkv(q, k, v)
     tokens, heads, width = q.shape
     d_out = d_out.contiguous()
     # Made anew rather than kept since the forward: two products are cheaper than the memory of all layers.

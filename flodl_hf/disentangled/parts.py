@@ -18,7 +18,7 @@ __all__ = ["Convolution", "ConvolvedLayer", "MaskedEmbeddings", "Shift"]
 
 
 class MaskedEmbeddings(nn.Module):
-    """Words, positions and token types summed, widened, normalised, zeroed where filling is, and dropped.
+    """Words, positions and token types summed, widened, normalised, zeroed where padding is, and dropped.
 
     Args:
         vocab_size: rows of the word table.
@@ -104,7 +104,7 @@ class Convolution(nn.Module):
         self.norm = nn.LayerNorm(hidden_size, eps=norm_eps)
 
     def forward(self, hidden: Tensor, below: Tensor, layout: Layout) -> Tensor:
-        """Return a layer's output ``hidden`` joined with the mixed ``below``, same shape; filling is zero."""
+        """Return a layer's output ``hidden`` joined with the mixed ``below``, same shape; padding is zero."""
         states = self.norm(hidden + self.activation(self.dropout(self._mixed(below, layout))))
         keep = layout.keep(states)
         return states if keep is None else states * keep.to(states.dtype)

@@ -62,10 +62,10 @@ def furthest(device: torch.device, dtype: torch.dtype, width: int) -> tuple[floa
         width: of a head.
     """
     with torch.enable_grad(), torch.autocast(device.type, enabled=False):
-        return max(_apart(device, dtype, width, lengths) for lengths in CASES), "attention or a gradient of it"
+        return max(_max_error(device, dtype, width, lengths) for lengths in CASES), "attention or a gradient of it"
 
 
-def _apart(device: torch.device, dtype: torch.dtype, width: int, lengths: tuple[int, ...]) -> float:
+def _max_error(device: torch.device, dtype: torch.dtype, width: int, lengths: tuple[int, ...]) -> float:
     """Return the largest relative distance of the result and of all gradients."""
     draw = torch.Generator().manual_seed(0)
     tokens, heads, scale = sum(lengths), 2, (3 * width) ** 0.5

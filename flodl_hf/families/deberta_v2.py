@@ -4,7 +4,7 @@ Both go by the ``model_type`` "deberta-v2". Departures from the shared encoder:
 
 * attention scores content and relative position apart, from one table of distances that is
   normalised once a call and projected by every layer (`flodl_hf.disentangled`);
-* absolute positions are an option; embeddings may be narrower than the states; filling is zeroed;
+* absolute positions are an option; embeddings may be narrower than the states; padding is zeroed;
 * a convolution over the embeddings may join the output of the first layer (v2-xlarge);
 * classification has a pooler of its own, which belongs to the head and not to the encoder;
 * the masked-word head exists in two forms that files name differently (``legacy``).

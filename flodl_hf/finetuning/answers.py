@@ -19,7 +19,7 @@ from flodl_hf.alignment import answer_positions
 from flodl_hf.columns import Columns
 from flodl_hf.finetuning.rows import EncodedRows, RowBuilder
 from flodl_hf.finetuning.step import Kind
-from flodl_hf.finetuning.task import CHUNK, Examples, Prepared, Room, check_texts
+from flodl_hf.finetuning.task import CHUNK, Examples, LengthLimits, Prepared, check_texts
 
 if TYPE_CHECKING:
     from flodl_hf.tokenizer import Tokenizer
@@ -55,7 +55,7 @@ class AnswerTask:
     main_metric: str = "f1"
     per_row: bool = False
 
-    def prepare(self, examples: Examples, tokenizer: Tokenizer, room: Room, *, training: bool) -> Prepared:
+    def prepare(self, examples: Examples, tokenizer: Tokenizer, limits: LengthLimits, *, training: bool) -> Prepared:
         """Return the windows of each question with its context."""
         question, context, column = self.columns.question, self.columns.context, self.columns.answers
         assert question is not None
@@ -64,14 +64,14 @@ class AnswerTask:
             raise DataError("finetune: found questions and no column with answers; say columns={'answers': ...}")
         for name in (question, context):
             check_texts(examples, name, "finetune")
-        builder, truth, faults = RowBuilder(room.types), _Truth(), []
+        builder, truth, faults = RowBuilder(limits.types), _Truth(), []
         for start in range(0, len(examples), CHUNK):
             part = examples[start : start + CHUNK]
             groups = tokenizer.encode_rows(
                 [row[question].strip() for row in part],
                 [row[context] for row in part],
-                max_tokens=room.max_tokens,
-                stride=room.shared(STRIDE, 3),
+                max_tokens=limits.max_tokens,
+                stride=limits.shared(STRIDE, 3),
                 cut="second",
             )
             for i, (row, windows) in enumerate(zip(part, groups, strict=True), start):

@@ -80,7 +80,7 @@ class ModelFactory:
 
 
 @dataclass(frozen=True)
-class Given:
+class FixedModel:
     """Hands out a model that exists already."""
 
     model: Any

@@ -21,14 +21,14 @@ from flodl.data.batches import FixedBatches
 from flodl.errors import ConfigError
 from flodl_hf.finetuning.data import Known, Tables, choose_task, read_tables
 from flodl_hf.finetuning.evaluation import Evaluation, Evaluations
-from flodl_hf.finetuning.factory import Given, ModelFactory
+from flodl_hf.finetuning.factory import FixedModel, ModelFactory
 from flodl_hf.finetuning.options import Options
 from flodl_hf.finetuning.own import Own
 from flodl_hf.finetuning.rates import make_schedule
 from flodl_hf.finetuning.rows import CollateRows, EncodedRows, Masking
 from flodl_hf.finetuning.shapes import choose_shapes
 from flodl_hf.finetuning.step import Objective
-from flodl_hf.finetuning.task import Prepared, Room, Task
+from flodl_hf.finetuning.task import LengthLimits, Prepared, Task
 
 if TYPE_CHECKING:
     from flodl_hf.model import EncoderModel
@@ -66,7 +66,7 @@ class Job:
     task: Task
     tables: Tables
     model: EncoderModel
-    factory: ModelFactory | Given
+    factory: ModelFactory | FixedModel
     rows: EncodedRows
     batches: Any
     collate: CollateRows
@@ -130,8 +130,8 @@ def plan_job(
     bounds = [n for n in (opened.max_tokens, options.max_length or usual) if n]
     config = opened.config
     types = config.uses_token_types and tokenizer.settings.type_ids
-    room = Room(min(bounds, default=None), options.stride, types, options.long_texts == "windows")
-    prepared = {"train": task.prepare(tables.train, tokenizer, room, training=True)}
+    limits = LengthLimits(min(bounds, default=None), options.stride, types, options.long_texts == "windows")
+    prepared = {"train": task.prepare(tables.train, tokenizer, limits, training=True)}
     rows = prepared["train"].rows
     masking = None
     if task.kind == "words":
@@ -164,7 +164,7 @@ def plan_job(
     evaluations = {
         name: Evaluation(
             task,
-            prepared.setdefault(f"eval {name}".strip(), task.prepare(examples, tokenizer, room, training=False)),
+            prepared.setdefault(f"eval {name}".strip(), task.prepare(examples, tokenizer, limits, training=False)),
             replace(collate, layout="packed" if layout == "bucketed" else layout, noise=False),
             # how wide a batch is padded says nothing of a model
             Objective(task.kind, mask_padding=True, own=own.loss),
@@ -177,7 +177,7 @@ def plan_job(
     }
     evaluation = evaluations.get("") or (Evaluations(evaluations) if evaluations else None)
     _need_evaluation(options, evaluation)
-    notes = [*notes, *_cut_texts(prepared, room)]
+    notes = [*notes, *_cut_texts(prepared, limits)]
     filled = replace(options, task=task.head, labels=task.labels, problem_type=task.problem_type)
     job = Job(
         filled, task, tables, opened, factory, rows, batches, collate, objective, evaluation,
@@ -188,13 +188,13 @@ def plan_job(
     return job
 
 
-def _cut_texts(prepared: Mapping[str, Prepared], room: Room) -> list[str]:
+def _cut_texts(prepared: Mapping[str, Prepared], limits: LengthLimits) -> list[str]:
     """Return what is to be said of texts that are longer than a row."""
     counts = [f"{part.cut:,} of {len(part.rows):,} texts of {name}" for name, part in prepared.items() if part.cut]
     if not counts:
         return []
     return [
-        f"{' and '.join(counts)} are longer than {room.max_tokens} tokens and are cut at their end; "
+        f"{' and '.join(counts)} are longer than {limits.max_tokens} tokens and are cut at their end; "
         "long_texts='windows' reads them whole"
     ]
 
@@ -231,7 +231,7 @@ def _settle_head(known: Known, task: Task, options: Options) -> tuple[Options, l
     return replace(options, new_head=not kept), [f"the start was trained with other labels ({pairs}); its head {what}"]
 
 
-def _open(model: Any, task: Task, options: Options) -> tuple[EncoderModel, ModelFactory | Given]:
+def _open(model: Any, task: Task, options: Options) -> tuple[EncoderModel, ModelFactory | FixedModel]:
     if isinstance(model, (str, os.PathLike)):
         factory = ModelFactory(
             os.fspath(model), task.head, task.labels, task.problem_type, options.freeze, options.dropout,
@@ -252,7 +252,7 @@ def _open(model: Any, task: Task, options: Options) -> tuple[EncoderModel, Model
     if task.problem_type is not None:
         model.config = model.config.changed(problem_type=task.problem_type)
     model.set_attention(options.attention)
-    return model, Given(model)
+    return model, FixedModel(model)
 
 
 def _weights(options: Options, task: Task, rows: EncodedRows) -> tuple[float, ...] | None:

@@ -16,7 +16,7 @@ from flodl.metrics import Metric
 from flodl_hf.columns import Columns
 from flodl_hf.finetuning.rows import SPECIAL, EncodedRows, RowBuilder
 from flodl_hf.finetuning.step import Kind
-from flodl_hf.finetuning.task import CHUNK, Examples, Prepared, Room, check_texts
+from flodl_hf.finetuning.task import CHUNK, Examples, LengthLimits, Prepared, check_texts
 
 if TYPE_CHECKING:
     from flodl_hf.tokenizer import Tokenizer
@@ -42,21 +42,21 @@ class MaskedTask:
     main_metric: str = "-eval_loss"
     per_row: bool = False
 
-    def prepare(self, examples: Examples, tokenizer: Tokenizer, room: Room, *, training: bool) -> Prepared:
+    def prepare(self, examples: Examples, tokenizer: Tokenizer, limits: LengthLimits, *, training: bool) -> Prepared:
         """Return the windows of each text with the word of each token; lines without a token are left out."""
         text = self.columns.text
         assert text is not None
         check_texts(examples, text, "finetune")
-        builder, owner = RowBuilder(room.types), 0
+        builder, owner = RowBuilder(limits.types), 0
         if self.concatenate:
-            for owner, row in enumerate(_full_rows([row[text] for row in examples], tokenizer, room)):
+            for owner, row in enumerate(_full_rows([row[text] for row in examples], tokenizer, limits)):
                 builder.add(row, owner, {"words": row.words})
             return Prepared(builder.build(), None if training else ())
         for start in range(0, len(examples), CHUNK):
             windows = tokenizer.encode_rows(
                 [row[text] for row in examples[start : start + CHUNK]],
-                max_tokens=room.max_tokens,
-                stride=room.stride or 0,
+                max_tokens=limits.max_tokens,
+                stride=limits.stride or 0,
             )
             for group in windows:
                 for row in group:
@@ -83,8 +83,8 @@ class _Filled:
     words: list[int]
 
 
-def _full_rows(texts: Sequence[str], tokenizer: Tokenizer, room: Room) -> Iterator[_Filled]:
-    """Yield rows of exactly ``room.max_tokens``, the last one as long as it comes; every token is in one of them.
+def _full_rows(texts: Sequence[str], tokenizer: Tokenizer, limits: LengthLimits) -> Iterator[_Filled]:
+    """Yield rows of exactly ``limits.max_tokens``, the last one as long as it comes; every token is in one of them.
 
     Raises:
         ConfigError: nothing says how long a row is, or a row has no room for a token of a line.
@@ -92,13 +92,13 @@ def _full_rows(texts: Sequence[str], tokenizer: Tokenizer, room: Room) -> Iterat
     frame = tokenizer.encode_rows(["a"], max_tokens=None)[0][0]
     inside = [place for place, special in enumerate(frame.special) if not special]
     lead, trail = list(frame.ids[: inside[0]]), list(frame.ids[inside[-1] + 1 :])
-    if room.max_tokens is None or room.max_tokens <= len(lead) + len(trail):
+    if limits.max_tokens is None or limits.max_tokens <= len(lead) + len(trail):
         raise ConfigError(
-            f"concatenate: rows have {room.max_tokens or 'any number of'} tokens; expected more than the "
+            f"concatenate: rows have {limits.max_tokens or 'any number of'} tokens; expected more than the "
             f"{len(lead) + len(trail)} around a text, and a bound: say max_length",
             problems=["concatenate"],
         )
-    size = room.max_tokens - len(lead) - len(trail)
+    size = limits.max_tokens - len(lead) - len(trail)
 
     def filled(part: list[tuple[int, int]]) -> _Filled:
         ids = [*lead, *(token for token, _ in part), *trail]

@@ -21,7 +21,7 @@ from flodl_hf.columns import Columns
 from flodl_hf.decode.classes import activation_for, class_scores, mean_over_windows
 from flodl_hf.finetuning.rows import EncodedRows, RowBuilder
 from flodl_hf.finetuning.step import Kind
-from flodl_hf.finetuning.task import CHUNK, Examples, Prepared, Room, check_texts
+from flodl_hf.finetuning.task import CHUNK, Examples, LengthLimits, Prepared, check_texts
 
 if TYPE_CHECKING:
     from flodl_hf.tokenizer import Tokenizer
@@ -72,7 +72,7 @@ class SequenceTask:
         """Accuracy, F1 of several labels, or the mean squared error."""
         return {"single_label": "accuracy", "multi_label": "f1", "regression": "-mse"}[self.kind]
 
-    def prepare(self, examples: Examples, tokenizer: Tokenizer, room: Room, *, training: bool) -> Prepared:
+    def prepare(self, examples: Examples, tokenizer: Tokenizer, limits: LengthLimits, *, training: bool) -> Prepared:
         """Return one row for each text, or one for each window of it."""
         text, pair, label = self.columns.text, self.columns.text_pair, self.columns.label
         assert text is not None
@@ -81,16 +81,16 @@ class SequenceTask:
             if column is not None:
                 check_texts(examples, column, "finetune")
         values = self._values([row.get(label) for row in examples])
-        builder, weights, cut = RowBuilder(room.types), [], 0
+        builder, weights, cut = RowBuilder(limits.types), [], 0
         how: Any = {"cut": None if pair is None else "longest", "overflow": "truncate"}
-        if room.windows:
-            how = {"stride": room.shared(0, 3), "overflow": "windows"}
+        if limits.windows:
+            how = {"stride": limits.shared(0, 3), "overflow": "windows"}
         for start in range(0, len(examples), CHUNK):
             part = examples[start : start + CHUNK]
             windows = tokenizer.encode_rows(
                 [row[text] for row in part],
                 None if pair is None else [row[pair] for row in part],
-                max_tokens=room.max_tokens,
+                max_tokens=limits.max_tokens,
                 offsets=False,
                 **how,
             )

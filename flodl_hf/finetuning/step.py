@@ -113,7 +113,7 @@ class Objective:
         return classification_loss(scores, labels, _PROBLEM[self.kind])
 
     def _texts_of(self, scores: Tensor, labels: Tensor, real: Tensor) -> Loss:
-        """Return the loss of the texts that are no filling."""
+        """Return the loss of the texts that are no padding."""
         scores, labels = scores.view(len(real), -1), labels.view(len(real), -1)
         if self.kind == "regression":
             each = (scores - labels).square()

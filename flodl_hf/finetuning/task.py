@@ -20,7 +20,7 @@ from flodl_hf.finetuning.step import Kind
 if TYPE_CHECKING:
     from flodl_hf.tokenizer import Tokenizer
 
-__all__ = ["CHUNK", "Prepared", "Room", "Scorer", "Task", "check_texts"]
+__all__ = ["CHUNK", "LengthLimits", "Prepared", "Scorer", "Task", "check_texts"]
 
 CHUNK = 512
 """Examples tokenized at once: enough for the tokenizer's threads, few enough to hold with their offsets."""
@@ -29,7 +29,7 @@ Examples = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class Room:
+class LengthLimits:
     """How long rows may be.
 
     Attributes:
@@ -114,7 +114,7 @@ class Task(Protocol):
         """Whether scores are of whole rows rather than of tokens."""
         ...
 
-    def prepare(self, examples: Examples, tokenizer: Tokenizer, room: Room, *, training: bool) -> Prepared:
+    def prepare(self, examples: Examples, tokenizer: Tokenizer, limits: LengthLimits, *, training: bool) -> Prepared:
         """Return the examples as rows of tokens."""
         ...
 

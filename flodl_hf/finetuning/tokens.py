@@ -19,7 +19,7 @@ from flodl_hf.alignment import IGNORE, Units, align_tags, read_tags, tags_of_spa
 from flodl_hf.columns import Columns
 from flodl_hf.finetuning.rows import EncodedRows, RowBuilder
 from flodl_hf.finetuning.step import Kind
-from flodl_hf.finetuning.task import CHUNK, Examples, Prepared, Room, check_texts
+from flodl_hf.finetuning.task import CHUNK, Examples, LengthLimits, Prepared, check_texts
 
 if TYPE_CHECKING:
     from flodl_hf.tokenizer import Tokenizer
@@ -112,11 +112,11 @@ class TokenTask:
         """F1 of spans, or accuracy."""
         return "f1" if self.has_spans else "accuracy"
 
-    def prepare(self, examples: Examples, tokenizer: Tokenizer, room: Room, *, training: bool) -> Prepared:
+    def prepare(self, examples: Examples, tokenizer: Tokenizer, limits: LengthLimits, *, training: bool) -> Prepared:
         """Return the windows of each sentence or text."""
         ids = {name: k for k, name in enumerate(self.names)}
         rename = dict(zip(self.stored, self.names, strict=True)) if self.stored else {}
-        builder, truth, faults = RowBuilder(room.types), _Truth(), []
+        builder, truth, faults = RowBuilder(limits.types), _Truth(), []
         words = self.columns.words
         if words is None:
             assert self.columns.text is not None
@@ -127,8 +127,8 @@ class TokenTask:
             part = examples[start : start + CHUNK]
             groups = tokenizer.encode_rows(
                 [row[source] for row in part],
-                max_tokens=room.max_tokens,
-                stride=room.shared(STRIDE, 3),
+                max_tokens=limits.max_tokens,
+                stride=limits.shared(STRIDE, 3),
                 words=words is not None,
             )
             for i, (row, windows) in enumerate(zip(part, groups, strict=True), start):

@@ -17,7 +17,7 @@ import torch
 
 from flodl.train import Profiler, Trainer, adamw, parameter_groups, sgd
 from flodl.train.optim.optimizers import layerwise_decay
-from flodl_hf.finetuning.factory import Given, ModelFactory, checkpoint_layers, restore_layers, set_dropout
+from flodl_hf.finetuning.factory import FixedModel, ModelFactory, checkpoint_layers, restore_layers, set_dropout
 from flodl_hf.finetuning.identity import identity_of
 from flodl_hf.finetuning.job import Job
 from flodl_hf.finetuning.observed import observed_of
@@ -176,7 +176,7 @@ def _factory(job: Job, stack: ExitStack) -> Any:
     if job.options.places is None or job.options.ranks == 1:
         job_model = job.model
         _ready(job, job_model, stack)
-        return Given(job_model)
+        return FixedModel(job_model)
     if isinstance(job.factory, ModelFactory):
         return job.factory
     # A model cannot be sent to other processes, its folder can.

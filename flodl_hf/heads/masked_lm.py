@@ -79,7 +79,7 @@ class MaskedLM(ScoringModel):
         from flodl_hf.results import Fills, results_of
         from flodl_hf.runtime import Session
         from flodl_hf.runtime.items import found_by, several
-        from flodl_hf.runtime.passes import At
+        from flodl_hf.runtime.passes import ScoresAt
         from flodl_hf.runtime.stream import Job
         from flodl_hf.runtime.tables import table_of
 
@@ -98,7 +98,9 @@ class MaskedLM(ScoringModel):
         def start(found: list[tuple[list[Row], list[list[int]]]]) -> Pending:
             rows = [row for own, _ in found for row in own]
             owners = [text for text, (own, _) in enumerate(found) for _ in own]
-            return session.start(table_of(rows, owners, offsets=False), At(), [p for _, own in found for p in own])
+            return session.start(
+                table_of(rows, owners, offsets=False), ScoresAt(), [p for _, own in found for p in own]
+            )
 
         def finish(chunk: list[str], found: list[tuple[list[Row], list[list[int]]]], scores: Pending) -> list[Any]:
             sizes = [len(places) for _, own in found for places in own]
@@ -213,7 +215,7 @@ class MaskedLM(ScoringModel):
         places: list[list[int]],
     ) -> list[Any]:
         from flodl_hf.decode import decode_targets
-        from flodl_hf.runtime.passes import At
+        from flodl_hf.runtime.passes import ScoresAt
         from flodl_hf.runtime.tables import table_of
 
         ids = [_target_ids(tokenizer, word) for word in targets]
@@ -227,7 +229,7 @@ class MaskedLM(ScoringModel):
                 widened = _put(tokenizer, text, mask, (tokenizer.mask_token or "") * size)
                 wide_rows, wide_places = (rows, places) if size == 1 else self._masked_rows(tokenizer, widened)
                 table = table_of(wide_rows, [0] * len(wide_rows), offsets=False)
-                found = session.start(table, At(), wide_places).placed()
+                found = session.start(table, ScoresAt(), wide_places).placed()
                 joined = torch.cat(found.pieces([len(own) for own in wide_places]))
                 at[mask, size] = list(range(total + mask, total + mask + size))
                 scores.append(joined)

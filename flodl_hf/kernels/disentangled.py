@@ -326,7 +326,7 @@ def backward_keys(
                 d_queries = d_queries.to(d_q.dtype.element_ty)
                 tl.store(d_q + d_at, d_queries, mask=row_real[:, None] & inside[None, :])
     if WHOLE and not PACKED:
-        # Rows of filling are nobody's queries.
+        # Rows of padding are nobody's queries.
         for i0 in range(length // BM * BM, longest, BM):
             i = i0 + tl.arange(0, BM)
             d_at = (start + i).to(tl.int64)[:, None] * d_stride + head * H + h[None, :]

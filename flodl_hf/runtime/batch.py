@@ -9,7 +9,7 @@ import numpy as np
 
 from flodl_hf.decode.rows import TokenTable
 from flodl_hf.errors import PredictError
-from flodl_hf.runtime.passes import At, Work
+from flodl_hf.runtime.passes import ScoresAt, Work
 
 __all__ = ["Batch", "batch_of", "check_rows"]
 
@@ -24,7 +24,7 @@ class Batch:
         types: token types, ``(tokens,)``; None where all are 0 or the graph reads none.
         lengths: tokens of each row, ``(rows,)``.
         sizes: results of each row, ``(rows,)``.
-        at: which tokens are wanted, ``(results,)``, for `At`; None for all.
+        at: which tokens are wanted, ``(results,)``, for `ScoresAt`; None for all.
         count: results of all rows together.
     """
 
@@ -50,7 +50,7 @@ def batch_of(
         table: all rows.
         rows: which of them, ``(rows,)``.
         work: what to compute.
-        places: for `At`: which tokens of each row of the table.
+        places: for `ScoresAt`: which tokens of each row of the table.
         types: whether the graph reads token types.
     """
     if len(table) == 1:
@@ -72,7 +72,7 @@ def batch_of(
         sizes = np.fromiter((len(places[i]) for i in rows), np.int64, len(rows))
     else:
         sizes = lengths
-    if isinstance(work, At):
+    if isinstance(work, ScoresAt):
         assert places is not None
         at = np.concatenate([start + np.asarray(places[i], np.int64) for start, i in zip(starts, rows, strict=True)])
     return Batch(work, ids, kinds, lengths, sizes, at, int(sizes.sum()))

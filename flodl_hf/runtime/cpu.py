@@ -19,13 +19,13 @@ from flodl.graph import Graph
 from flodl_hf.runtime import cpu_features
 from flodl_hf.runtime.cpu_products import (
     CpuLinear,
-    Plain,
+    Int8Linear,
+    OneDnnLinear,
     Product,
-    Reordered,
     Scratch,
-    Whole,
+    TorchLinear,
     first_is_later,
-    has_reordered,
+    has_onednn,
     sums_in_32_bits,
 )
 from flodl_hf.tables.arrange import arrange_processor, layers_of
@@ -62,17 +62,17 @@ def prepare_cpu(graph: Graph, precision: Precision | None) -> dict[str, str]:
 
 def _products(precision: str | None, scratch: Scratch) -> MakeProduct:
     if precision == "int8":
-        return partial(Whole, scratch=scratch, bits=8 if sums_in_32_bits() else 7)
+        return partial(Int8Linear, scratch=scratch, bits=8 if sums_in_32_bits() else 7)
     return partial(_product, scratch)
 
 
 def _product(scratch: Scratch, weight: Tensor, bias: Tensor | None) -> Product:
     """Return the fastest product of a floating weight."""
     if weight.dtype == torch.float32 and _reorders():
-        return Reordered(weight, bias, at_once=not first_is_later(torch.float32))
-    if weight.dtype == torch.bfloat16 and has_reordered(torch.bfloat16):
-        return Reordered(weight, bias, at_once=not first_is_later(torch.bfloat16))
-    return Plain(weight, bias, scratch)
+        return OneDnnLinear(weight, bias, at_once=not first_is_later(torch.float32))
+    if weight.dtype == torch.bfloat16 and has_onednn(torch.bfloat16):
+        return OneDnnLinear(weight, bias, at_once=not first_is_later(torch.bfloat16))
+    return TorchLinear(weight, bias, scratch)
 
 
 def _widen(graph: nn.Module) -> None:
@@ -120,4 +120,4 @@ def products_of(precision: str | None) -> str:
 def _reorders() -> bool:
     # Measured: with AVX-512 reordered weights are a fifth faster than torch's product; with AVX2 MKL is a
     # fifth faster than oneDNN.
-    return torch.backends.cpu.get_cpu_capability().startswith("AVX512") and has_reordered(torch.float32)
+    return torch.backends.cpu.get_cpu_capability().startswith("AVX512") and has_onednn(torch.float32)

@@ -6,7 +6,7 @@ from functools import cache
 
 import torch
 
-from flodl_hf.runtime.cpu_products import has_reordered, has_whole
+from flodl_hf.runtime.cpu_products import has_int8, has_onednn
 
 __all__ = ["missing", "multiplies_bf16"]
 
@@ -15,7 +15,7 @@ def missing(precision: str) -> str | None:
     """Return why this processor does not run a precision, or None if it does."""
     if precision == "bf16" and not multiplies_bf16():
         return "the processor has no bf16 instructions (AVX512-BF16 or AMX), so bf16 would be slower than fp32"
-    if precision == "int8" and not has_whole():
+    if precision == "int8" and not has_int8():
         return "this build of torch has no int8 products for it (onednn.qlinear_pointwise)"
     return None
 
@@ -25,7 +25,7 @@ def multiplies_bf16() -> bool:
     """Return whether the processor has instructions for bf16, and torch's products for it are right."""
     has = _capabilities()
     named = has("avx512_bf16") or has("amx_tile") or has("amx_bf16")
-    return named and has_reordered(torch.bfloat16)
+    return named and has_onednn(torch.bfloat16)
 
 
 class _Capabilities:

@@ -1,7 +1,7 @@
 """Matrix products on a processor: which kernel multiplies a weight, and what it adds in the same pass.
 
-Three kernels with one interface. `Plain` is torch's own product, into memory that is kept; `Reordered` has its
-weight laid out once for oneDNN, with bias, activation and sum in the epilogue; `Whole` multiplies int8. Which of
+Three kernels with one interface. `TorchLinear` is torch's own product, into memory that is kept; `OneDnnLinear` has its
+weight laid out once for oneDNN, with bias, activation and sum in the epilogue; `Int8Linear` multiplies int8. Which of
 them a processor gets is decided in `flodl_hf.runtime.cpu`; that private operators of torch exist is tried out here.
 
 Shapes: T tokens, I features in, O features out. Inference only: nothing here has a gradient.
@@ -23,15 +23,15 @@ from flodl_hf.activations import ACTIVATIONS
 
 __all__ = [
     "CpuLinear",
-    "Plain",
+    "Int8Linear",
+    "OneDnnLinear",
     "Product",
-    "Reordered",
     "Scratch",
-    "Whole",
+    "TorchLinear",
     "activate_",
     "first_is_later",
-    "has_reordered",
-    "has_whole",
+    "has_int8",
+    "has_onednn",
     "sums_in_32_bits",
 ]
 
@@ -108,7 +108,7 @@ def activate_(x: Tensor, activation: str) -> Tensor:
     return ACTIVATIONS[activation](x)
 
 
-class Plain:
+class TorchLinear:
     """torch's product, which is MKL's or the platform's own.
 
     Args:
@@ -141,7 +141,7 @@ class Plain:
         return activate_(self(x, buffer), activation)
 
 
-class Reordered:
+class OneDnnLinear:
     """oneDNN's product with a weight that lies as its kernels want it, from the second use on.
 
     Reordering into memory of its own takes as long as many products, so an answer that nothing follows does not
@@ -192,7 +192,7 @@ class Reordered:
         return torch.ops.mkldnn._linear_pointwise(x, self._ready(x), self.bias, epilogue[0], [], epilogue[1])
 
 
-class Whole:
+class Int8Linear:
     """The product of int8 numbers: a scale for each row of the weight, and a range for each token.
 
     A token is ``low + step * u`` with ``u`` from 0 to 255, each with a range of its own, so an answer does not depend
@@ -254,16 +254,16 @@ class Whole:
 
 
 @cache
-def has_reordered(dtype: torch.dtype) -> bool:
-    """Return whether torch has the operators `Reordered` calls and they multiply correctly."""
+def has_onednn(dtype: torch.dtype) -> bool:
+    """Return whether torch has the operators `OneDnnLinear` calls and they multiply correctly."""
     return _tried(
-        lambda weight, bias: Reordered(weight, bias, at_once=True), dtype, 1e-5 if dtype == torch.float32 else 2e-2
+        lambda weight, bias: OneDnnLinear(weight, bias, at_once=True), dtype, 1e-5 if dtype == torch.float32 else 2e-2
     )
 
 
 @cache
 def first_is_later(dtype: torch.dtype) -> bool:
-    """Return whether `Reordered` gives the same bits before and after its weight is reordered."""
+    """Return whether `OneDnnLinear` gives the same bits before and after its weight is reordered."""
     numbers = torch.arange(96 * 64, dtype=torch.float32).mul_(0.37).sin_().to(dtype)
     weight, bias = numbers.view(96, 64), numbers[:96]
     with torch.inference_mode():
@@ -276,15 +276,15 @@ def first_is_later(dtype: torch.dtype) -> bool:
                 lambda product, x=x: product.activated(x, "gelu", ""),
             )
             for way in ways:
-                if not torch.equal(way(Reordered(weight, bias)), way(Reordered(weight, bias, at_once=True))):
+                if not torch.equal(way(OneDnnLinear(weight, bias)), way(OneDnnLinear(weight, bias, at_once=True))):
                     return False
     return True
 
 
 @cache
-def has_whole() -> bool:
-    """Return whether torch has the operators `Whole` calls and they multiply correctly."""
-    return _tried(lambda weight, bias: Whole(weight, bias, Scratch(), 7), torch.float32, 3e-2)
+def has_int8() -> bool:
+    """Return whether torch has the operators `Int8Linear` calls and they multiply correctly."""
+    return _tried(lambda weight, bias: Int8Linear(weight, bias, Scratch(), 7), torch.float32, 3e-2)
 
 
 @cache
@@ -294,11 +294,11 @@ def sums_in_32_bits() -> bool:
     Tried rather than asked of the processor: what it has is not what oneDNN was told to use
     (``ONEDNN_MAX_CPU_ISA``).
     """
-    if not has_whole():
+    if not has_int8():
         return False
     with torch.inference_mode():
         # Ones quantise to 255 and 127, and 255 * 127 twice is more than 16 bits hold.
-        product = Whole(torch.ones(32, 64), None, Scratch(), bits=8)
+        product = Int8Linear(torch.ones(32, 64), None, Scratch(), bits=8)
         return all(float((product(torch.ones(rows, 64)) - 64.0).abs().max()) < 0.5 for rows in (1, 5, 64))
 
 

@@ -1,4 +1,4 @@
-"""Rows of tokens through a prepared graph, without filling or with it in buckets, and the results back.
+"""Rows of tokens through a prepared graph, without padding or with it in buckets, and the results back.
 
 Decides how a batch is laid out, which of an accelerator's passes are recorded and replayed, what happens when
 memory runs out, and that nothing waits for a device before results are asked for. Knows no text, and no task
@@ -88,7 +88,7 @@ class Engine:
         Args:
             table: the rows.
             work: what to compute.
-            places: for `At`: which tokens of each row.
+            places: for `ScoresAt`: which tokens of each row.
         """
         check_rows(table)
         pending = Pending(len(table), work.per_text)

@@ -17,7 +17,7 @@ from flodl_hf.layout import Layout, Padded
 if TYPE_CHECKING:
     from flodl.graph import Graph
 
-__all__ = ["At", "BestAt", "Pooled", "Scores", "States", "Work", "encoded", "scored"]
+__all__ = ["BestAt", "Pooled", "Scores", "ScoresAt", "States", "Work", "encoded", "scored"]
 
 
 def encoded(graph: Graph, ids: Tensor, types: Tensor | None, layout: Layout) -> Tensor:
@@ -89,7 +89,7 @@ class Pooled:
 
 
 @dataclass(frozen=True)
-class At:
+class ScoresAt:
     """The head's scores at chosen tokens; for the others they are never computed."""
 
     per_text: bool = False
@@ -102,7 +102,7 @@ class At:
 
 
 @dataclass(frozen=True)
-class BestAt(At):
+class BestAt(ScoresAt):
     """The best classes at chosen tokens, of which there may be a whole vocabulary: scores of all stay on the device.
 
     Args:
@@ -121,7 +121,7 @@ class BestAt(At):
         return torch.cat([scores, index.float(), torch.isfinite(found).all(1, keepdim=True).float()], 1)
 
 
-Work = Scores | States | Pooled | At
+Work = Scores | States | Pooled | ScoresAt
 
 
 def _flat(values: Tensor, layout: Layout) -> Tensor:

@@ -11,7 +11,7 @@ __all__ = ["library_ids"]
 
 
 def library_ids(definition: str, texts: Sequence[str]) -> list[list[int]]:
-    """Return the ids of texts, special tokens included, without the definition's cutting and filling.
+    """Return the ids of texts, special tokens included, without the definition's truncation and padding.
 
     Args:
         definition: the text of a ``tokenizer.json``.

@@ -160,13 +160,13 @@ def test_lines_end_to_end_fill_every_row_and_lose_nothing(length: int, count: in
 def test_lines_end_to_end_need_a_length_that_leaves_room(base: Path) -> None:
     from flodl_hf.columns import Columns
     from flodl_hf.finetuning.masked import MaskedTask
-    from flodl_hf.finetuning.task import Room
+    from flodl_hf.finetuning.task import LengthLimits
 
     task = MaskedTask(Columns(task="masked-lm", text="text"), concatenate=True)
     tokenizer = job(base, lines()).model.tokenizer
     for bound in (None, 2):
         with pytest.raises(ConfigError, match="say max_length"):
-            task.prepare(lines(), tokenizer, Room(bound, None, True), training=True)
+            task.prepare(lines(), tokenizer, LengthLimits(bound, None, True), training=True)
 
 
 # ---- what is read off the data ----------------------------------------------------------------------------

@@ -19,13 +19,13 @@ from flodl_hf.layout import Layout, Packed, Padded
 from flodl_hf.model import EncoderModel
 from flodl_hf.runtime import cpu, cpu_features
 from flodl_hf.runtime.cpu_products import (
-    Plain,
-    Reordered,
+    Int8Linear,
+    OneDnnLinear,
     Scratch,
-    Whole,
+    TorchLinear,
     activate_,
-    has_reordered,
-    has_whole,
+    has_int8,
+    has_onednn,
     sums_in_32_bits,
 )
 from flodl_hf.runtime.prepared import shadow
@@ -69,7 +69,7 @@ def run(graph: Any, ids: Tensor, layout: Layout) -> Tensor:
 @pytest.fixture(params=["plain", "reordered"])
 def product(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Prepare as a processor without, and one with, fast reordered products would."""
-    if request.param == "reordered" and not has_reordered(torch.float32):
+    if request.param == "reordered" and not has_onednn(torch.float32):
         pytest.skip("this build of torch has no reordered products")
     monkeypatch.setattr(cpu, "_reorders", lambda: request.param == "reordered")
     return request.param
@@ -160,10 +160,10 @@ def test_half_weights_are_computed_in_float32_where_the_processor_lacks_them(
 
 # --- int8 ---------------------------------------------------------------------------------------------
 
-needs_whole = pytest.mark.skipif(not has_whole(), reason="this build of torch has no int8 products")
+needs_int8 = pytest.mark.skipif(not has_int8(), reason="this build of torch has no int8 products")
 
 
-@needs_whole
+@needs_int8
 @pytest.mark.parametrize(("model_type", "head"), CELLS)
 def test_int8_answers_stay_within_a_twentieth_of_their_range(model_type: str, head: str) -> None:
     model = made(model_type, head)
@@ -175,7 +175,7 @@ def test_int8_answers_stay_within_a_twentieth_of_their_range(model_type: str, he
     assert not torch.equal(found, wanted)
 
 
-@needs_whole
+@needs_int8
 def test_int8_answers_do_not_depend_on_the_batch() -> None:
     graph = shadow(made("bert", "base").graph)
     cpu.prepare_cpu(graph, "int8")
@@ -185,22 +185,22 @@ def test_int8_answers_do_not_depend_on_the_batch() -> None:
         assert run(graph, part, Packed.of([len(part)])) == pytest.approx(text, abs=CLOSE)
 
 
-@needs_whole
+@needs_int8
 def test_int8_sums_do_not_saturate() -> None:
     # Two products of the largest numbers pass 16 bits; kernels without VNNI add them there.
     bits = 8 if sums_in_32_bits() else 7
     weight, x = torch.full((16, 64), 0.5), torch.full((3, 64), 2.0)
-    assert Whole(weight, None, Scratch(), bits)(x) == pytest.approx(torch.full((3, 16), 64.0), rel=1e-4)
+    assert Int8Linear(weight, None, Scratch(), bits)(x) == pytest.approx(torch.full((3, 16), 64.0), rel=1e-4)
 
 
-@needs_whole
+@needs_int8
 def test_int8_takes_tokens_of_any_range() -> None:
     x = torch.stack([torch.zeros(24), torch.full((24,), 3.0), torch.full((24,), -3.0), torch.randn(24) + 1e4])
     weight = torch.randn(16, 24)
     for row in x:
         wanted = nn.functional.linear(row[None], weight)
         bound = 0.02 * float(row.abs().max()) * float(weight.abs().sum(1).max()) + 1e-6
-        assert Whole(weight, None, Scratch(), 7)(row[None]) == pytest.approx(wanted, abs=bound)
+        assert Int8Linear(weight, None, Scratch(), 7)(row[None]) == pytest.approx(wanted, abs=bound)
 
 
 # --- what the processor and torch have ----------------------------------------------------------------
@@ -208,11 +208,11 @@ def test_int8_takes_tokens_of_any_range() -> None:
 
 def test_precisions_are_refused_by_what_the_processor_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_features, "multiplies_bf16", lambda: False)
-    monkeypatch.setattr(cpu_features, "has_whole", lambda: False)
+    monkeypatch.setattr(cpu_features, "has_int8", lambda: False)
     assert "bf16" in str(cpu_features.missing("bf16"))
     assert "onednn.qlinear_pointwise" in str(cpu_features.missing("int8"))
     monkeypatch.setattr(cpu_features, "multiplies_bf16", lambda: True)
-    monkeypatch.setattr(cpu_features, "has_whole", lambda: True)
+    monkeypatch.setattr(cpu_features, "has_int8", lambda: True)
     assert [cpu_features.missing(name) for name in ("fp32", "bf16", "int8")] == [None, None, None]
 
 
@@ -221,19 +221,19 @@ def without_operators(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Take torch's private operators away, as another build of it would."""
     monkeypatch.setattr(torch.ops, "mkldnn", object())
     monkeypatch.setattr(torch.ops, "onednn", object())
-    for cached in (has_reordered, has_whole, cpu._reorders, cpu_features.multiplies_bf16):
+    for cached in (has_onednn, has_int8, cpu._reorders, cpu_features.multiplies_bf16):
         cached.cache_clear()
     yield
     monkeypatch.undo()
-    for cached in (has_reordered, has_whole, cpu._reorders, cpu_features.multiplies_bf16):
+    for cached in (has_onednn, has_int8, cpu._reorders, cpu_features.multiplies_bf16):
         cached.cache_clear()
 
 
 @pytest.mark.usefixtures("without_operators")
 def test_without_private_operators_torchs_own_product_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-    assert not has_reordered(torch.float32)
-    assert not has_whole()
+    assert not has_onednn(torch.float32)
+    assert not has_int8()
     assert cpu_features.missing("bf16")
     assert cpu_features.missing("int8")
     model = made("bert", "token_classification")
@@ -244,15 +244,15 @@ def test_without_private_operators_torchs_own_product_answers(monkeypatch: pytes
     tables: Any = [m.table for m in graph.modules() if isinstance(m, EncoderLayer)]
     products = list(tables[0].products.values())
     assert products
-    assert all(type(p) is Plain for p in products)
+    assert all(type(p) is TorchLinear for p in products)
 
 
 def test_an_operator_that_multiplies_wrongly_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    has_reordered.cache_clear()
-    monkeypatch.setattr(Reordered, "__call__", lambda self, x, buffer="": x.new_zeros(len(x), 24))
-    assert not has_reordered(torch.float32)
+    has_onednn.cache_clear()
+    monkeypatch.setattr(OneDnnLinear, "__call__", lambda self, x, buffer="": x.new_zeros(len(x), 24))
+    assert not has_onednn(torch.float32)
     monkeypatch.undo()
-    has_reordered.cache_clear()
+    has_onednn.cache_clear()
 
 
 # --- buffers and threads ------------------------------------------------------------------------------
@@ -297,7 +297,7 @@ def test_threads_share_a_prepared_graph(product: str) -> None:
 def test_plain_products_without_a_bias() -> None:
     weight, x, other = torch.randn(5, 3), torch.randn(2, 3), torch.randn(2, 5)
     make: Callable[..., Any]
-    for make in (Plain, Whole) if has_whole() else (Plain,):
-        plain, close = make(weight, None, Scratch()), 1e-5 if make is Plain else 0.1
+    for make in (TorchLinear, Int8Linear) if has_int8() else (TorchLinear,):
+        plain, close = make(weight, None, Scratch()), 1e-5 if make is TorchLinear else 0.1
         assert plain(x, "b") == pytest.approx(nn.functional.linear(x, weight), abs=close)
         assert plain.plus(x, other) == pytest.approx(nn.functional.linear(x, weight) + other, abs=close)

@@ -12,13 +12,13 @@ from flodl_hf.errors import PredictError
 from flodl_hf.layout import Packed
 from flodl_hf.model import EncoderModel
 from flodl_hf.runtime import cpu
-from flodl_hf.runtime.cpu_products import has_reordered, has_whole
+from flodl_hf.runtime.cpu_products import has_int8, has_onednn
 from flodl_hf.runtime.precision import Precision
 from flodl_hf.runtime.prepared import prepared
 
 IDS = torch.arange(5, 19)
 LAYOUT = Packed.of([8, 6])
-PRECISIONS: list[Precision] = ["fp32", *(["int8"] if has_whole() else [])]  # type: ignore[list-item]
+PRECISIONS: list[Precision] = ["fp32", *(["int8"] if has_int8() else [])]  # type: ignore[list-item]
 
 
 def made() -> EncoderModel:
@@ -48,7 +48,7 @@ def reference(model: EncoderModel) -> torch.Tensor:
 def test_answers_follow_weights_that_training_changes(
     precision: Precision, reordered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if reordered and not has_reordered(torch.float32):
+    if reordered and not has_onednn(torch.float32):
         pytest.skip("this build of torch has no reordered products")
     monkeypatch.setattr(cpu, "_reorders", lambda: reordered)
     model = made()
