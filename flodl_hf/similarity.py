@@ -13,7 +13,7 @@ from torch import Tensor
 from flodl.errors import nearest
 from flodl_hf.errors import PredictError
 
-__all__ = ["MEASURES", "Similarity", "measure_of", "similarity_of"]
+__all__ = ["MEASURES", "PAIRWISE", "Similarity", "measure_of", "similarity_of"]
 
 
 class Similarity(Tensor):
@@ -47,6 +47,16 @@ MEASURES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "manhattan": lambda a, b: -torch.cdist(a, b, p=1.0),
 }
 """By name; what is alike is large, so distances count below zero."""
+
+PAIRWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "cosine": lambda a, b: (torch.nn.functional.normalize(a, dim=-1) * torch.nn.functional.normalize(b, dim=-1)).sum(
+        -1
+    ),
+    "dot": lambda a, b: (a * b).sum(-1),
+    "euclidean": lambda a, b: -torch.linalg.vector_norm(a - b, dim=-1),
+    "manhattan": lambda a, b: -(a - b).abs().sum(-1),
+}
+"""The same of each row of ``a`` with the row of ``b`` in its place, ``(rows,)``."""
 
 
 def measure_of(files: Mapping[str, bytes]) -> str:
