@@ -20,6 +20,7 @@ from flodl_hf.config_rows import Triage, boolean, one_of, read_rows, refuse
 from flodl_hf.families import families
 from flodl_hf.family import Family
 from flodl_hf.folders import CONFIG_NAME, resolve_folder
+from flodl_hf.label_thresholds import LABEL_THRESHOLDS, thresholds_of
 from flodl_hf.words import CONFIG, taking
 
 __all__ = ["MAX_LABELS", "PROBLEM_TYPES", "ModelConfig", "family_of", "listed_texts", "read_config", "read_config_file"]
@@ -55,6 +56,7 @@ class ModelConfig:
         encoder: its settings in our words.
         labels: label names by id.
         problem_type: "regression", "single_label_classification", "multi_label_classification" or None.
+        label_thresholds: the score from which each label holds, tuned on held-out data; None without.
         tie_words: whether the masked-word decoder is the word table.
         source: the JSON as read, unknown keys included.
         text: the file's text, or None when the config was made in memory.
@@ -69,6 +71,7 @@ class ModelConfig:
         labels: Sequence[str],
         *,
         problem_type: str | None = None,
+        label_thresholds: Mapping[str, float] | None = None,
         tie_words: bool = True,
         source: Mapping[str, Any] | None = None,
         text: str | None = None,
@@ -79,6 +82,7 @@ class ModelConfig:
         self.encoder = encoder
         self.labels = tuple(labels)
         self.problem_type = problem_type
+        self.label_thresholds = None if label_thresholds is None else dict(label_thresholds)
         self.tie_words = tie_words
         self.source: dict[str, Any] = dict(source or {})
         self.text = text
@@ -130,6 +134,7 @@ class ModelConfig:
             shared["tie_words"] = family.ties_words
         notes: list[str] = []
         labels = _labels(source, problems, notes)
+        thresholds = thresholds_of(source.get(LABEL_THRESHOLDS), labels, notes)
         decide = Triage(
             (*family.rows, *_SHARED_ROWS),
             (*family.inert, *COMMON_INERT),
@@ -146,7 +151,10 @@ class ModelConfig:
             encoder = family.config(**fields)
         except ValueError as fault:  # a family's own rules between fields
             raise refuse([str(fault)], where, family.model_type) from None
-        return cls(family, encoder, labels, source=source, text=text, where=where, notes=notes, **shared)
+        return cls(
+            family, encoder, labels, label_thresholds=thresholds, source=source, text=text, where=where, notes=notes,
+            **shared,
+        )  # fmt: skip
 
     @classmethod
     def for_model(cls, model_type: str, **values: Any) -> ModelConfig:
@@ -233,19 +241,31 @@ class ModelConfig:
         return None if not positions else positions - self.family.unused_positions(self.encoder)
 
     def changed(
-        self, *, labels: Sequence[str] | None = None, problem_type: str | None = None, encoder: Any = None
+        self,
+        *,
+        labels: Sequence[str] | None = None,
+        problem_type: str | None = None,
+        encoder: Any = None,
+        label_thresholds: Mapping[str, float] | None = None,
     ) -> ModelConfig:
-        """Return a copy with other labels, problem type or encoder settings; the source text stays to be patched."""
+        """Return a copy with other labels, problem type or encoder settings; the source text stays to be patched.
+
+        Thresholds are those of the labels they were tuned for: with other labels or another problem type there are none
+        but those given; ``{}`` takes them away.
+        """
         if problem_type is not None and problem_type not in PROBLEM_TYPES:
             raise ConfigError(
                 f"problem_type={problem_type!r}; expected one of {', '.join(PROBLEM_TYPES)}",
                 problems=["problem_type"],
             )
+        same = (labels is None or tuple(labels) == self.labels) and problem_type in (None, self.problem_type)
+        kept = self.label_thresholds if same else None
         return ModelConfig(
             self.family,
             self.encoder if encoder is None else encoder,
             self.labels if labels is None else labels,
             problem_type=problem_type or self.problem_type,
+            label_thresholds=kept if label_thresholds is None else label_thresholds or None,
             tie_words=self.tie_words,
             source=self.source,
             text=self.text,
@@ -266,13 +286,25 @@ class ModelConfig:
         result.update(self.label_changes())
         if self.problem_type is not None:
             result["problem_type"] = self.problem_type
-        return result
+        changed, gone = self.threshold_changes()
+        return {key: value for key, value in result.items() if key not in gone} | changed
 
     def label_changes(self) -> dict[str, Any]:
         """Return ``id2label`` and ``label2id`` where the labels differ from what the source says, else nothing."""
         if self.source and tuple(_labels(self.source, [], [])) == self.labels:
             return {}
         return {"id2label": {str(k): v for k, v in self.id2label.items()}, "label2id": self.label2id}
+
+    def threshold_changes(self) -> tuple[dict[str, Any], list[str]]:
+        """Return the key of thresholds where they differ from what the source says, and the key where they are gone."""
+        read = thresholds_of(self.source.get(LABEL_THRESHOLDS), _labels(self.source, [], []), [])
+        if read == self.label_thresholds:
+            return {}, []
+        return (
+            ({}, [LABEL_THRESHOLDS])
+            if self.label_thresholds is None
+            else ({LABEL_THRESHOLDS: dict(self.label_thresholds)}, [])
+        )
 
     def __getattr__(self, name: str) -> Any:
         # Reached only for names without an attribute: HF's keys, first as rows, then as the file has them.

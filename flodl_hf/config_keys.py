@@ -26,6 +26,7 @@ COMMON_INERT: tuple[Inert, ...] = (
     Inert("_attn_implementation_autoset", _ATTENTION),
     Inert("sentence_transformers", "a cross-encoder's notes; `rerank` obeys its activation"),
     Inert("sbert_ce_default_activation_function", "a cross-encoder's activation, which `rerank` obeys"),
+    Inert("label_thresholds", "thresholds tuned on held-out data, which predict uses where asked for them"),
     Inert("tie_weights_", "an old note of whether words are tied; tie_word_embeddings says it"),
     Inert("eos_token_ids", "an old list of eos_token_id; the tokenizer places special tokens"),
     Inert("pad_token_ids", "an old list of pad_token_id"),

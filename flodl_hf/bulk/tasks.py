@@ -116,6 +116,8 @@ def _classes(model: Any, method: Any, given: dict[str, Any], strict: bool) -> An
     """Return one label and its score where a text has one; else a list."""
     several = model.config.problem_type == "multi_label_classification" or "threshold" in given
     alone = given.get("top_k", None if several else 1) == 1 and "threshold" not in given
+    # The model's own threshold between two labels gives one of them.
+    alone |= given.get("threshold") == "tuned" and model.config.problem_type != "multi_label_classification"
     if alone:
         given = {**given, "top_k": 1}
 

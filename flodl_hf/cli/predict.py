@@ -69,7 +69,12 @@ def command(
     head: Head = HeadWord.auto,
     top_k: Annotated[int | None, _answer_option("--top-k", says="Most answers for each text.", min=1)] = None,
     threshold: Annotated[
-        float | None, _answer_option("--threshold", says="Least score of a label, for classes.")
+        str | None,
+        _answer_option(
+            "--threshold",
+            metavar="NUMBER|tuned",
+            says="Least score of a label, for classes; tuned for those that the model keeps.",
+        ),
     ] = None,
     aggregation: Annotated[
         AggregationWord | None, _answer_option("--aggregation", says="What carries an entity's label.")
@@ -149,7 +154,7 @@ def command(
     Labels for texts, entities, an answer (--question), the words behind [MASK], an embedding, or an order (--query), as
     the checkpoint says. A file may have any number of rows; the same command goes on where it was ended.
     """
-    options = {"top_k": top_k, "threshold": threshold, "aggregation": aggregation}
+    options = {"top_k": top_k, "threshold": _threshold(threshold), "aggregation": aggregation}
     options |= {"strict": strict or None, "no_answer": no_answer or None}
     options |= {"precision": precision, "batch_invariant": batch_invariant or None}
     files = {
@@ -245,6 +250,16 @@ def answer(
             chunk = []
     if chunk:
         yield from zip(chunk, results(chunk), strict=True)
+
+
+def _threshold(given: str | None) -> float | str | None:
+    """Return a number where a number was given, else the word, which `predict` knows or refuses."""
+    if given is None:
+        return None
+    try:
+        return float(given)
+    except ValueError:
+        return given
 
 
 def _known(model: Any, options: dict[str, Any]) -> None:

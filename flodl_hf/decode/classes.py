@@ -27,6 +27,7 @@ __all__ = [
     "activation_for",
     "class_scores",
     "contradiction_id",
+    "decide",
     "decode_classes",
     "decode_ranking",
     "decode_zero_shot",
@@ -206,6 +207,20 @@ def decode_classes(
         [Classification(labels[i], score, window) for i, score in zip(ids, found, strict=True) if score >= least[i]]
         for ids, found, window in rows
     ]
+
+
+def decide(found: Sequence[Classification], thresholds: Mapping[str, float]) -> list[Classification]:
+    """Return the one of two labels that holds: the second where its score reaches its threshold, else the first.
+
+    Args:
+        found: both labels of a text with their scores; nothing of a text with nothing to read.
+        thresholds: by label, in the order of their ids.
+    """
+    first, second = thresholds
+    scores = {one.label: one for one in found}
+    if second not in scores:
+        return list(found)
+    return [scores[second if scores[second].score >= thresholds[second] else first]]
 
 
 def _classifications(

@@ -176,6 +176,8 @@ def config_text(model: GraphModel) -> str:
         changes["vocab_size"] = config.encoder.vocab_size
     if not _keeps_names(model):
         changes["architectures"] = [architecture(model)]
+    thresholds, gone = config.threshold_changes()
+    changes |= thresholds
     dtype = DTYPE_NAMES.get(model.dtype)
     for key in ("dtype", "torch_dtype"):
         if dtype is not None and config.source.get(key) not in (None, dtype):
@@ -183,7 +185,7 @@ def config_text(model: GraphModel) -> str:
     if config.text is None:
         base = config.to_dict() | {"dtype": dtype} if dtype else config.to_dict()
         return json.dumps(base | changes, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
-    return patch_json(config.text, changes)
+    return patch_json(config.text, changes, remove=gone)
 
 
 def architecture(model: GraphModel) -> str:

@@ -17,6 +17,8 @@ from flodl_hf.finetuning.metadata import PIPELINES, head_of_card, hub_name
 if TYPE_CHECKING:
     from flodl_hf.finetuning.job import Job
     from flodl_hf.finetuning.result import FinetuneResult
+    from flodl_hf.finetuning.thresholds import Tuned
+    from flodl_hf.report.held_out import Judged
 
 __all__ = ["papers"]
 
@@ -29,8 +31,14 @@ SHOWN = (
 MASKING = ("concatenate", "whole_words", "mask_probability", "mask_padding")
 
 
-def papers(job: Job, result: FinetuneResult) -> dict[str, bytes]:
-    """Return the files that go beside the weights, by name."""
+def papers(job: Job, result: FinetuneResult, judged: Judged | None = None) -> dict[str, bytes]:
+    """Return the files that go beside the weights, by name.
+
+    Args:
+        job: what was asked for.
+        result: what came of it.
+        judged: what the model says of held-out data, for the report.
+    """
     facts = {
         "task": result.task,
         "model": job.name,
@@ -44,6 +52,7 @@ def papers(job: Job, result: FinetuneResult) -> dict[str, bytes]:
         "losses": result.losses,
         "changes": result.changes,
         "notes": job.notes,
+        "tuned": None if result.tuned is None else result.tuned.to_dict(),
         "versions": versions(),
     }
     files = {
@@ -51,15 +60,13 @@ def papers(job: Job, result: FinetuneResult) -> dict[str, bytes]:
         "recipe.yaml": recipe_text(result.recipe, result.changes, job.own.names).encode(),
         "training.json": (json.dumps(facts, indent=1, ensure_ascii=False) + "\n").encode(),
     }
-    return files | ({"report.html": report(job, result).encode()} if job.options.report else {})
+    return files | ({"report.html": report(job, result, judged).encode()} if job.options.report else {})
 
 
-def report(job: Job, result: FinetuneResult) -> str:
+def report(job: Job, result: FinetuneResult, judged: Judged | None) -> str:
     """Return the page with curves, and what the model says of the held-out data."""
     from flodl_hf.report import Run, report_page
-    from flodl_hf.report.held_out import judge
 
-    judged = None if job.evaluation is None else judge(result.model, job.evaluation)
     return report_page(
         Run(
             title=f"{hub_name(job.name) or Path(job.name).name}, fine-tuned",
@@ -77,6 +84,7 @@ def report(job: Job, result: FinetuneResult) -> str:
             predictions=None if judged is None else judged.predictions,
             truth=None if judged is None else judged.truth,
             held_out="" if judged is None else judged.name,
+            thresholds=None if result.tuned is None else result.tuned.thresholds,
         )
     )
 
@@ -131,6 +139,8 @@ def card(job: Job, result: FinetuneResult) -> str:
         lines += [f"| {_cell(name)} | {value:.4f} |" for name, value in result.metrics.items()]
     else:
         lines.append("There was no held-out data, so nothing is claimed.")
+    if result.tuned is not None:
+        lines += _thresholds(result.tuned)
     if job.options.report:
         lines += ["", "Curves, confusions, calibration and lengths: [report](report.html)."]
     if job.own.names:
@@ -145,6 +155,21 @@ def card(job: Job, result: FinetuneResult) -> str:
     lines += ["```", "", "## Versions", ""]
     lines += [", ".join(f"{name} {number}" for name, number in versions().items()) + ".", ""]
     return "\n".join(lines)
+
+
+def _thresholds(tuned: Tuned) -> list[str]:
+    """Return which score each label holds from, and what that is worth on the examples it was chosen on."""
+    where = f" of {tuned.where}" if tuned.where else ""
+    lines = [
+        "",
+        f"Thresholds, chosen for the best F1 on the {tuned.examples:,} held-out examples{where}; on others they",
+    ]
+    lines[-1] += ' may do less well. `predict(threshold="tuned")` uses them.'
+    lines += ["", "| label | threshold | F1 at 0.5 | F1 there |", "|---|---:|---:|---:|"]
+    for name, value in tuned.thresholds.items():
+        f1 = [f"{table[name]:.4f}" if name in table else "" for table in (tuned.usual, tuned.tuned)]
+        lines.append(f"| {_cell(name)} | {value:.4f} | {f1[0]} | {f1[1]} |")
+    return lines
 
 
 def _cell(value: Any) -> str:

@@ -29,6 +29,7 @@ from flodl_hf.finetuning.rows import CollateRows, EncodedRows, Masking
 from flodl_hf.finetuning.shapes import choose_shapes
 from flodl_hf.finetuning.step import Objective
 from flodl_hf.finetuning.task import LengthLimits, Prepared, Task
+from flodl_hf.finetuning.thresholds import check_tunable
 
 if TYPE_CHECKING:
     from flodl_hf.model import EncoderModel
@@ -177,6 +178,8 @@ def plan_job(
     }
     evaluation = evaluations.get("") or (Evaluations(evaluations) if evaluations else None)
     _need_evaluation(options, evaluation)
+    if options.tune_thresholds:
+        check_tunable(task)
     notes = [*notes, *_cut_texts(prepared, limits)]
     filled = replace(options, task=task.head, labels=task.labels, problem_type=task.problem_type)
     job = Job(
@@ -289,7 +292,7 @@ def _need_evaluation(options: Options, evaluation: Evaluation | Evaluations | No
         if options.metric:
             evaluation.check_metric(options.metric)
         return
-    for name in ("early_stopping", "eval_every", "eval_start", "eval_delay", "metric"):
+    for name in ("early_stopping", "eval_every", "eval_start", "eval_delay", "metric", "tune_thresholds"):
         if getattr(options, name):
             raise ConfigError(f"{name}: there is no held-out data to judge by; give eval=", problems=[name])
 

@@ -158,6 +158,11 @@ class Options:
     eval_delay: int = _opt(0, "No evaluation before so many steps, but for the one at the end.", least=0)
     metric: str | None = _opt(None, "Figure that says which model is best; '-name' where less is better.")
     keep_best: bool = _opt(True, "End with the best model instead of the last.")
+    tune_thresholds: bool = _opt(
+        False,
+        "Choose on the held-out data the score from which each of several labels holds, or the second of two; it is "
+        "kept with the model, for predict(threshold='tuned').",
+    )
     early_stopping: int | None = _opt(None, "Stop after so many evaluations without a better figure.", least=1)
 
     concatenate: bool = _opt(False, "mlm: put lines end to end, with a separator between, and cut them into full rows.")
@@ -281,6 +286,7 @@ class FinetuneOptions(TypedDict, total=False):
     eval_delay: int
     metric: str | None
     keep_best: bool
+    tune_thresholds: bool
     early_stopping: int | None
     concatenate: bool
     whole_words: bool

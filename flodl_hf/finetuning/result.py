@@ -12,6 +12,7 @@ from flodl.observe.curve import curve_svg
 from flodl.progress import clock, count
 
 if TYPE_CHECKING:
+    from flodl_hf.finetuning.thresholds import Tuned
     from flodl_hf.model import EncoderModel
 
 __all__ = ["FinetuneResult"]
@@ -34,6 +35,7 @@ class FinetuneResult:
         recipe: the options that reproduce the run, as written to ``recipe.yaml``.
         changes: what was changed with ``allow_change`` when the run was taken up again: ``step``, ``name``, ``was``,
             ``is``. Losses, history, steps and seconds are those of the whole run, however often it was ended.
+        tuned: the thresholds that ``tune_thresholds`` chose, on the first rank; None without.
     """
 
     model: EncoderModel
@@ -47,6 +49,7 @@ class FinetuneResult:
     seconds: float
     recipe: dict[str, Any] = field(repr=False)
     changes: list[Mapping[str, Any]] = field(default_factory=list, repr=False)
+    tuned: Tuned | None = field(default=None, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything but the model as JSON types."""
@@ -85,6 +88,7 @@ def _run_dict(run: FinetuneResult) -> dict[str, Any]:
             "seconds": run.seconds,
             "recipe": {name: value if _is_json(value) else str(value) for name, value in run.recipe.items()},
             "changes": run.changes,
+            "tuned": None if run.tuned is None else run.tuned.to_dict(),
         }
     )
 

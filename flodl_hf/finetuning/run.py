@@ -32,8 +32,10 @@ from flodl_hf.finetuning.job import Job, plan_job
 from flodl_hf.finetuning.options import FinetuneWords, Options, make_options
 from flodl_hf.finetuning.own import Own
 from flodl_hf.finetuning.result import FinetuneResult
+from flodl_hf.finetuning.thresholds import tune_thresholds
 from flodl_hf.finetuning.training import CHECKPOINTS, make_builder, settings_of_torch, train_job
 from flodl_hf.finetuning.watched import monitor_of_job
+from flodl_hf.report.held_out import Judged, judge
 
 if TYPE_CHECKING:
     from flodl_hf.model import EncoderModel
@@ -124,12 +126,19 @@ def finetune(
         seconds = notes.past.seconds + time.perf_counter() - began
         best_step, metrics = _take_best(job, trained, folder, notes)
     trained.eval()
+    judged = _judged(job, trained, target)
+    tuned = None
+    if chosen.tune_thresholds and judged is not None:
+        tuned = tune_thresholds(judged, tuple(trained.config.labels))
+    if tuned is not None or trained.config.label_thresholds is not None:
+        # Those of the start were chosen for other weights.
+        trained.config = trained.config.changed(label_thresholds={} if tuned is None else tuned.thresholds)
     result = FinetuneResult(
         trained, None, job.task.head, metrics, notes.history, notes.losses, notes.steps, best_step, seconds, recipe,
-        list(notes.past.changes),
+        list(notes.past.changes), tuned,
     )  # fmt: skip
     if target is not None and _is_first_rank():
-        written = _write(job, result, target, overwrite)
+        written = _write(job, result, target, overwrite, judged)
         result = replace(result, folder=written)
         if folder is not None and not chosen.keep_checkpoints and chosen.checkpoints is None:
             shutil.rmtree(folder, ignore_errors=True)
@@ -276,8 +285,14 @@ def _check_free(target: Path, overwrite: bool) -> None:
         raise ExportError(f"{target} is a file; expected a folder to write", path=str(target))
 
 
-def _write(job: Job, result: FinetuneResult, target: Path, overwrite: bool) -> Path:
-    return result.model.save_pretrained(target, overwrite=overwrite, extra_files=papers(job, result))
+def _judged(job: Job, model: EncoderModel, target: Path | None) -> Judged | None:
+    """Return what the model says of held-out data, on the first rank, where somebody wants to know."""
+    wanted = job.options.tune_thresholds or (job.options.report and target is not None)
+    return judge(model, job.evaluation) if wanted and job.evaluation is not None and _is_first_rank() else None
+
+
+def _write(job: Job, result: FinetuneResult, target: Path, overwrite: bool, judged: Judged | None) -> Path:
+    return result.model.save_pretrained(target, overwrite=overwrite, extra_files=papers(job, result, judged))
 
 
 def _trackers(options: Options, target: Path | None) -> list[Tracker]:

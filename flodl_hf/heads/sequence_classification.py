@@ -56,7 +56,7 @@ class SequenceClassifier(ScoringModel):
         texts: Text | Iterable[Text],
         *,
         top_k: int | None = None,
-        threshold: float | Sequence[float] | Mapping[str, float] | None = None,
+        threshold: float | Sequence[float] | Mapping[str, float] | Literal["tuned"] | None = None,
         function_to_apply: str | None = None,
         strict: bool = False,
         untrained: bool = False,
@@ -71,7 +71,8 @@ class SequenceClassifier(ScoringModel):
         Args:
             texts: texts, or pairs ``(a, b)``; an iterator gives an iterator. One text alone gives its labels.
             top_k: most labels of a text; None for all.
-            threshold: least score of a label, for all or by label.
+            threshold: least score of a label, for all or by label; "tuned" for those that the model keeps: of several
+                labels those that hold, of two the one that does. None gives all labels, whatever the model keeps.
             function_to_apply: "softmax", "sigmoid" or "none" instead of what the configuration says.
             strict: raise on a text that does not fit into one window.
             untrained: predict although parts of the model hold random values.
@@ -84,6 +85,8 @@ class SequenceClassifier(ScoringModel):
             TokenizerError: a text is not a valid string, or too long with ``strict``.
         """
         from flodl_hf.decode import decode_classes
+        from flodl_hf.decode.classes import decide
+        from flodl_hf.label_thresholds import tuned_thresholds
         from flodl_hf.results import Labels
         from flodl_hf.runtime import Session
         from flodl_hf.runtime.items import refuse_two_texts, several
@@ -92,6 +95,12 @@ class SequenceClassifier(ScoringModel):
         self.ready("predict", untrained=untrained)
         refuse_two_texts(texts, "predict")
         texts = several(texts, "predict", mapping=True)
+
+        between: Mapping[str, float] | None = None
+        if isinstance(threshold, str):
+            threshold = tuned_thresholds(self.config, threshold, function_to_apply)
+            if self.config.problem_type != "multi_label_classification":
+                threshold, between = None, threshold
 
         # Not a function of this call alone: the process of another device does it too.
         encode = partial(self._encode, strict=strict or compat is not None)
@@ -104,11 +113,12 @@ class SequenceClassifier(ScoringModel):
                     scores.stacked(), self.config.labels, problem_type=self.config.problem_type,
                     function_to_apply=function_to_apply, top_k=top_k,
                 )  # fmt: skip
-            return decode_classes(
+            found = decode_classes(
                 scores.stacked(), self.config.labels, problem_type=self.config.problem_type,
-                function_to_apply=function_to_apply, top_k=top_k, threshold=threshold,
+                function_to_apply=function_to_apply, top_k=None if between else top_k, threshold=threshold,
                 owners=encoded.owners, weights=encoded.counts, texts=len(chunk),
             )  # fmt: skip
+            return found if between is None else [decide(labels, between) for labels in found]
 
         return Session(self, run).answer(
             texts, encode, Scores(True), finish, single=isinstance(texts, (str, Mapping)),

@@ -50,6 +50,7 @@ class Run:
         predictions: of held-out examples, as scorers give them; None where nothing was judged.
         truth: of the same.
         held_out: name of the set they are of.
+        thresholds: by label, where some were chosen on these examples and are kept with the model.
     """
 
     title: str
@@ -67,6 +68,7 @@ class Run:
     predictions: Any = None
     truth: Any = None
     held_out: str = ""
+    thresholds: Mapping[str, float] | None = None
 
 
 def report_page(run: Run) -> str:
@@ -211,7 +213,7 @@ def _single(run: Run) -> list[str]:
     shown_curves = [1] if len(names) == 2 else list(np.argsort(-counted.sum(1), kind="stable")[:6])
     return [
         _figure("Which label is read as which", matrix, caption, _table(["", *shown], cells)),
-        f'<figure><h3>By label</h3><div class="scroll">{by_label}</div></figure>',
+        f'<figure><h3>By label</h3><div class="scroll">{by_label}</div>{_chosen(run)}</figure>',
         _reliability(scores.max(1), guess == truth),
         _curves({names[i]: precision_recall(scores[:, i], truth == i) for i in shown_curves}),
     ]  # fmt: skip
@@ -232,12 +234,24 @@ def _multi(run: Run) -> list[str]:
         rows.append([*cells[:3], f"{best[i]:.3f}", cells[3]])
     by_label = _table(["label", "examples", "F1 at 0.5", "best threshold", "F1 there"], rows)
     frequent = np.argsort(-truth.sum(0), kind="stable")[:6]
+    kept = " They are kept with the model." if run.thresholds else ""
     return [
         f'<figure><h3>By label</h3><div class="scroll">{by_label}</div><figcaption>Thresholds are chosen on these '
-        "examples, so their F1 is what could be had at best.</figcaption></figure>",
+        f"examples, so their F1 is what could be had at best.{kept}</figcaption></figure>",
         _reliability(np.where(scores >= 0.5, scores, 1 - scores).ravel(), ((scores >= 0.5) == truth).ravel()),
         _curves({names[i]: precision_recall(scores[:, i], truth[:, i]) for i in frequent}),
     ]
+
+
+def _chosen(run: Run) -> str:
+    """Return what is to be said of the threshold between two labels."""
+    if not run.thresholds:
+        return ""
+    name, value = list(run.thresholds.items())[-1]
+    return (
+        f"<figcaption>The model keeps a threshold: {escape(name)} from {value:.3f}, chosen for the best F1 on these "
+        "examples.</figcaption>"
+    )
 
 
 def _regression(run: Run) -> list[str]:
