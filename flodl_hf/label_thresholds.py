@@ -7,13 +7,10 @@ They are chosen on held-out data when a classifier is trained (`flodl_hf.finetun
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flodl.errors import printable, shown
 from flodl_hf.errors import PredictError
-
-if TYPE_CHECKING:
-    from flodl_hf.config import ModelConfig
 
 __all__ = ["LABEL_THRESHOLDS", "thresholds_of", "tuned_thresholds"]
 
@@ -40,8 +37,15 @@ def thresholds_of(found: Any, labels: Sequence[str], notes: list[str]) -> dict[s
     return None
 
 
-def tuned_thresholds(config: ModelConfig, threshold: str, function_to_apply: str | None) -> dict[str, float]:
-    """Return the thresholds that a model keeps, by label.
+def tuned_thresholds(
+    kept: Mapping[str, float] | None, threshold: str, function_to_apply: str | None
+) -> Mapping[str, float]:
+    """Return the thresholds that a model keeps, by label, where a call asks for them.
+
+    Args:
+        kept: those of the configuration.
+        threshold: the word that the call gave.
+        function_to_apply: the function that the call asks for; None for the configuration's.
 
     Raises:
         PredictError: the word is another than "tuned", the model keeps none, or scores are to be other numbers than
@@ -52,7 +56,7 @@ def tuned_thresholds(config: ModelConfig, threshold: str, function_to_apply: str
             f"predict: threshold={printable(threshold, 40)!r}; expected a number, numbers by label, or 'tuned'",
             threshold=threshold,
         )
-    if config.label_thresholds is None:
+    if kept is None:
         raise PredictError(
             "predict: threshold='tuned', and this model keeps no thresholds; expected label_thresholds in config.json. "
             "finetune(tune_thresholds=True) chooses them on held-out data; or give a number",
@@ -64,7 +68,7 @@ def tuned_thresholds(config: ModelConfig, threshold: str, function_to_apply: str
             "the scores that the configuration asks for; leave it out, or give numbers of your own",
             function_to_apply=function_to_apply,
         )
-    return config.label_thresholds
+    return kept
 
 
 def _is_share(value: Any) -> bool:

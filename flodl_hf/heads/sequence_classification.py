@@ -98,7 +98,7 @@ class SequenceClassifier(ScoringModel):
 
         between: Mapping[str, float] | None = None
         if isinstance(threshold, str):
-            threshold = tuned_thresholds(self.config, threshold, function_to_apply)
+            threshold = tuned_thresholds(self.config.label_thresholds, threshold, function_to_apply)
             if self.config.problem_type != "multi_label_classification":
                 threshold, between = None, threshold
 
