@@ -144,9 +144,10 @@ def _loaded(name_or_path: str | Path, head: str, options: Any) -> EncoderModel:
         from flodl_hf.config import read_config
         from flodl_hf.heads.base import BaseModel
         from flodl_hf.loading import class_of, head_of
-    config = read_config(name_or_path, **_of_configurations(options))
+    base, task = _with_adapter(name_or_path, options)
+    config = read_config(base, **_of_configurations(options))
     architectures = config.source.get("architectures")
-    found = head_of(config.family, architectures) or "base"
+    found = task(config.family) or head_of(config.family, architectures) or "base"
     try:
         return head_named(found).model.from_pretrained(name_or_path, **options)
     except CheckpointError as fault:
@@ -158,6 +159,19 @@ def _loaded(name_or_path: str | Path, head: str, options: Any) -> EncoderModel:
         named = printable(class_of(architectures) or "", 60)
         model.load_report.notes.append(f"architectures: {named}, whose head is not there; this is the encoder alone")
     return model
+
+
+def _with_adapter(name_or_path: str | Path, options: Mapping[str, Any]) -> tuple[str | Path, Any]:
+    """Return the base's name, and what says which task an adapter is for, where there is one."""
+    from flodl_hf.folders import holds_adapter
+
+    adapter = options.get("adapter")
+    if adapter is None and not holds_adapter(name_or_path):
+        return name_or_path, lambda family: None
+    from flodl_hf.adapters.folder import open_adapter
+
+    opened = open_adapter(name_or_path if adapter is None else adapter, _of_configurations(options))
+    return (opened.base if adapter is None else name_or_path), opened.task
 
 
 def _of_configurations(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,9 +9,18 @@ from typing import Any
 
 from flodl.errors import ConfigError
 
-__all__ = ["BIN_FILES", "CONFIG_NAME", "MODEL_FILES", "VOCABULARY_FILES", "resolve_folder"]
+__all__ = [
+    "ADAPTER_CONFIG",
+    "BIN_FILES",
+    "CONFIG_NAME",
+    "MODEL_FILES",
+    "VOCABULARY_FILES",
+    "holds_adapter",
+    "resolve_folder",
+]
 
 CONFIG_NAME = "config.json"
+ADAPTER_CONFIG = "adapter_config.json"
 # A folder with one of these has a tokenizer; asked here so that folders without one import none.
 VOCABULARY_FILES = (
     "tokenizer.json",
@@ -36,6 +45,12 @@ MODEL_FILES = (
     "config_sentence_transformers.json",
     "checksums.json",
 )
+
+
+def holds_adapter(name_or_path: str | Path) -> bool:
+    """Return whether a name is that of a local folder with an adapter and no model."""
+    path = os.path.expanduser(name_or_path)
+    return os.path.lexists(os.path.join(path, ADAPTER_CONFIG)) and not os.path.lexists(os.path.join(path, CONFIG_NAME))
 
 
 def resolve_folder(name_or_path: str | Path, hub: Mapping[str, Any], files: Sequence[str]) -> tuple[Path, str | None]:

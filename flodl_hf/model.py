@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 import torch
 from torch import Tensor
 
+from flodl_hf.adapted import Adapted
 from flodl_hf.building import build_graph, declared_ties, initialise, tie_tensors
 from flodl_hf.config import ModelConfig
 from flodl_hf.errors import ExportError, PredictError
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["EncoderModel"]
 
 
-class EncoderModel(Opened, Familiar):
+class EncoderModel(Opened, Adapted, Familiar):
     """An encoder with one task's head.
 
     Made by ``from_pretrained`` or ``from_config``; called with Hugging Face's keyword arguments.
@@ -118,7 +119,12 @@ class EncoderModel(Opened, Familiar):
         max_shard_size: int | str | None = None,
         extra_files: Mapping[str, bytes] | None = None,
     ) -> Path:
-        """Write the model as a Hugging Face folder; see `flodl_hf.export.export_model`."""
+        """Write the model as a Hugging Face folder; see `flodl_hf.export.export_model`.
+
+        With an adapter in it the adapter and its head are written, see `save_adapter`; merged, the whole model is.
+        """
+        if self.active_adapter is not None and not self._held_adapters.merged:
+            return self.save_adapter(folder, overwrite=overwrite, extra_files=extra_files)
         from flodl_hf.export import export_model
 
         return export_model(

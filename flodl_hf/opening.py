@@ -37,6 +37,7 @@ class LoadKeywords(TypedDict, total=False):
     allow_nonfinite: bool
     mapped: bool | None
     verified: bool | str
+    adapter: str | Path | None
 
 
 class Opened:
@@ -64,6 +65,7 @@ class Opened:
         allow_nonfinite: bool = False,
         mapped: bool | None = None,
         verified: bool | str = False,
+        adapter: str | Path | None = None,
     ) -> Self:
         """Return the model that a folder or Hub repository holds; all of it, or an error that lists what is wrong.
 
@@ -88,6 +90,8 @@ class Opened:
                 changed while the model lives. None does so for the Hub's cache, whose files never change.
             verified: compare every file first with what ``checksums.json`` or the Hub's cache says of it; a text is
                 the fingerprint that the folder must have, as ``flodl-hf verify`` tells it.
+            adapter: a folder or Hub repository with an adapter for this base, as peft writes it. A local folder that
+                holds an adapter alone may also be given in place of the base, which it names.
 
         Raises:
             HubError: the name leads nowhere.
@@ -118,4 +122,5 @@ class Opened:
             allow_nonfinite=allow_nonfinite,
             mapped=mapped,
             verified=verified,
+            adapter=adapter,
         )

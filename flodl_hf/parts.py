@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from flodl_hf.adapters.lora import AdaptedLinear, joined_products
+
 __all__ = ["Part", "as_whole", "join", "joined", "named_part", "part_of", "parts_from", "products", "split"]
 
 _MARK = re.compile(r"\[(\d+)/(\d+)(?: of (\d+))?\]")
@@ -133,15 +135,22 @@ def products(hidden: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:
     The sums of one product and of several round differently, in the states' gradient at least. A projection that is
     more than a linear layer, or that somebody watches, is called by itself.
     """
-    if not all(map(_plain, linears)):
+    adapted = all(type(linear) is AdaptedLinear and not _watched(linear) for linear in linears)
+    if not adapted and not all(map(_plain, linears)):
         return tuple(linear(hidden) for linear in linears)
     weights: list[Any] = [linear.weight for linear in linears]
     biases: list[Any] = [linear.bias for linear in linears if linear.bias is not None]
     out = F.linear(hidden, join(weights), join(biases) if biases else None)
+    if adapted:
+        out = joined_products(hidden, out, linears)
     return out.split([len(weight) for weight in weights], -1)
 
 
 def _plain(linear: nn.Module) -> bool:
-    return type(linear) is nn.Linear and not (
+    return type(linear) is nn.Linear and not _watched(linear)
+
+
+def _watched(linear: nn.Module) -> bool:
+    return bool(
         linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks or linear._backward_pre_hooks
     )

@@ -19,13 +19,14 @@ from flodl.collecting import gc_paused
 from flodl.devices import find_device
 from flodl.errors import ConfigError, printable
 from flodl.graph import Graph
+from flodl_hf.adapters.attach import adapters_of
 from flodl_hf.attention import check_implementation
 from flodl_hf.building import assign, build_graph, initialise, tie_tensors
 from flodl_hf.checkpoint import Checkpoint, StoredTensor
 from flodl_hf.checkpoint.members import is_entry
 from flodl_hf.config import MAX_LABELS, ModelConfig, listed_texts, read_config_file
 from flodl_hf.filling import FiniteCheck, check_dtype, check_duplicates, fill, settle_dtype, settle_ties
-from flodl_hf.folders import MODEL_FILES, VOCABULARY_FILES, resolve_folder
+from flodl_hf.folders import MODEL_FILES, VOCABULARY_FILES, holds_adapter, resolve_folder
 from flodl_hf.graph_model import GraphModel
 from flodl_hf.loading import Plan, class_of, head_of, plan_load
 from flodl_hf.parts import as_whole, parts_from
@@ -33,6 +34,7 @@ from flodl_hf.sentence import read_recipe, transformer_folder
 from flodl_hf.source import Source
 
 if TYPE_CHECKING:
+    from flodl_hf.adapters.folder import AdapterFolder
     from flodl_hf.checksums import Held
     from flodl_hf.runtime.warm import Warming
     from flodl_hf.tokenizer import Tokenizer
@@ -72,17 +74,36 @@ def load_model(
     allow_nonfinite: bool = False,
     mapped: bool | None = None,
     verified: bool | str = False,
+    adapter: str | Path | None = None,
 ) -> ModelT:
     """Return the filled model; see `EncoderModel.from_pretrained` for arguments and errors."""
     head = model_class.head
     given, attention = check_dtype(dtype), check_implementation(attention)
     device = None if device is None else find_device(device)
     labels = None if labels is None else listed_texts(labels, "labels")
+    name_or_path, opened = _adapter(name_or_path, adapter, hub)
     with gc_paused(settled=True):
-        return _load(
+        model = _load(
             model_class, name_or_path, head, hub, given, device, attention, labels, problem_type, ignore_config_keys,
-            strict_config, allow_nonfinite, mapped, verified,
+            strict_config, allow_nonfinite, mapped, verified, opened,
         )  # fmt: skip
+        if opened is not None:
+            held = adapters_of(model)
+            held.add("default", opened.adapter(model))
+            held.put(model, "default")
+    return model.eval()
+
+
+def _adapter(
+    name_or_path: str | Path, adapter: str | Path | None, hub: Mapping[str, Any]
+) -> tuple[str | Path, AdapterFolder | None]:
+    """Return the base's name, and the adapter that goes into it; None where there is none."""
+    if adapter is None and not holds_adapter(name_or_path):
+        return name_or_path, None
+    from flodl_hf.adapters.folder import open_adapter
+
+    opened = open_adapter(name_or_path if adapter is None else adapter, hub)
+    return opened.base if adapter is None else name_or_path, opened
 
 
 def _load(
@@ -100,12 +121,15 @@ def _load(
     allow_nonfinite: bool,
     mapped: bool | None,
     verified: bool | str,
+    adapter: AdapterFolder | None,
 ) -> ModelT:
     warming = _warming(device)
     root, commit = resolve_folder(name_or_path, hub, MODEL_FILES)
     held = _held_to(root, verified)
     folder = transformer_folder(root)
     config = read_config_file(folder, ignore_config_keys, strict_config=strict_config)
+    if adapter is not None and labels is None:
+        labels = adapter.labels(config, head)
     if labels is not None or problem_type is not None:
         config = config.changed(labels=labels, problem_type=problem_type)
 

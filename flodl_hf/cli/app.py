@@ -13,6 +13,7 @@ from flodl_hf.cli import (
     export,
     finetune,
     inspect,
+    merge,
     new,
     predict,
     runs,
@@ -52,7 +53,20 @@ def options(
         raise typer.Exit()
 
 
-for module in (demo, new, predict, finetune, inspect, export, verify, verify_export, verify_matrix, convert, doctor):
+for module in (
+    demo,
+    new,
+    predict,
+    finetune,
+    inspect,
+    export,
+    verify,
+    verify_export,
+    verify_matrix,
+    convert,
+    merge,
+    doctor,
+):
     app.command(name=module.NAME, cls=getattr(module, "Command", None))(module.command)
 app.add_typer(config.app, name=config.NAME)
 app.add_typer(runs.app, name=runs.NAME)

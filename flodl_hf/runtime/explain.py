@@ -6,15 +6,17 @@ processor's capabilities. No weight is read, so a graph on the ``meta`` device c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from flodl.devices import parse_device
 from flodl.graph import Graph
+from flodl_hf.adapters.lora import folded
 from flodl_hf.kernels.trust import trusted
 from flodl_hf.runtime.precision import Precision, check_precision, dtype_of
+from flodl_hf.runtime.prepared import shadow
 from flodl_hf.tables.arrange import layers_of, sizes_of
 from flodl_hf.tables.cuda import HEAD_WIDTHS, SHORT, CudaTable
 from flodl_hf.tables.processor import plain_parts
@@ -94,7 +96,15 @@ def explain(
     """Return what runs a model where, see `EncoderModel.explain`."""
     where = model.device if device is None else parse_device(device)
     dtype = dtype_of(precision) or model.dtype
-    return explain_graph(model.graph, where, dtype, precision, training=training)
+    if training or precision == "exact":
+        return explain_graph(model.graph, where, dtype, precision, training=training)
+    graph = shadow(model.graph)
+    merged = folded(graph, merge=False)
+    found = explain_graph(graph, where, dtype, precision)
+    if not merged:
+        return found
+    said = f"adapter: merged into copies of {merged} weights, so that it costs nothing"
+    return replace(found, kernels=(*found.kernels, said))
 
 
 def explain_graph(

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from flodl.graph import Graph
+from flodl_hf.adapters.lora import folded
 from flodl_hf.runtime.precision import Precision, check_precision, dtype_of
 
 if TYPE_CHECKING:
@@ -239,6 +240,8 @@ def _make(source: Graph, precision: Precision | None, device: torch.device) -> t
     lacking: dict[str, str] = {}
     if precision == "exact":
         return graph, lacking
+    # From here on products are of one weight each, whatever it was made of.
+    folded(graph)
     dtype = dtype_of(precision)
     if dtype is not None:
         _convert(graph, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)

@@ -1,0 +1,186 @@
+"""What a model offers to those who use adapters; what an adapter is and does is `flodl_hf.adapters`'s."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from flodl_hf.graph_model import GraphModel
+
+if TYPE_CHECKING:
+    from flodl_hf.adapters.attach import Adapters
+    from flodl_hf.adapters.settings import Lora
+
+__all__ = ["Adapted"]
+
+
+class Adapted(GraphModel):
+    """A model that adapters can be added to; its own weights stay as they are."""
+
+    @property
+    def _held_adapters(self) -> Adapters:
+        from flodl_hf.adapters.attach import adapters_of
+
+        return adapters_of(self)
+
+    @property
+    def adapters(self) -> dict[str, Lora]:
+        """What each adapter is, by name."""
+        return {name: adapter.settings for name, adapter in self._held_adapters.known.items()}
+
+    @property
+    def active_adapter(self) -> str | None:
+        """The name of the adapter that the model computes with; None for none."""
+        held = self.__dict__.get("_adapters")
+        return None if held is None else held.active
+
+    def add_adapter(self, adapter: Lora | None = None, name: str = "default") -> Self:
+        """Add a fresh adapter with a copy of the head, and have the model compute with it; returns the model.
+
+        It changes nothing before it is trained. Only the adapter and its head learn from then on.
+
+        Args:
+            adapter: rank, scale and where it goes; None for the usual `flodl_hf.adapters.Lora`.
+            name: what it is called.
+
+        Raises:
+            ConfigError: the name is taken, or a target names no projection.
+        """
+        from flodl_hf.adapters.attach import new_adapter
+        from flodl_hf.adapters.settings import Lora
+
+        held = self._held_adapters
+        before = held.active
+        held.take_out(self)
+        try:
+            held.add(name, new_adapter(self, adapter or Lora()))
+        except BaseException:
+            if before is not None:
+                held.put(self, before)
+            raise
+        held.put(self, name)
+        return self
+
+    def load_adapter(self, folder: str | Path, name: str = "default") -> Self:
+        """Add an adapter from a folder or Hub repository, and have the model compute with it; returns the model.
+
+        Raises:
+            ConfigError: the name is taken, or the folder's settings are not understood.
+            CheckpointError: its tensors do not fit the model, or its head is not there.
+        """
+        from flodl_hf.adapters.folder import open_adapter
+
+        held = self._held_adapters
+        opened = open_adapter(folder)
+        before = held.active
+        held.take_out(self)
+        own = self.config
+        labels = opened.labels(own, self.head)
+        try:
+            self.config = own.changed(labels=labels) if labels is not None else own
+            found = opened.adapter(self)
+            self.config = own
+            held.add(name, found)
+        except BaseException:
+            self.config = own
+            if before is not None:
+                held.put(self, before)
+            raise
+        held.put(self, name)
+        return self
+
+    def set_adapter(self, name: str | None) -> Self:
+        """Have the model compute with another adapter, its head and its labels; None for without; returns the model.
+
+        Raises:
+            ConfigError: there is none of this name.
+        """
+        held = self._held_adapters
+        if name is None:
+            held.take_out(self)
+        else:
+            held.put(self, name)
+        return self
+
+    @contextmanager
+    def without_adapter(self) -> Iterator[Self]:
+        """Have the model compute as it did before adapters, while inside."""
+        held = self._held_adapters
+        before, merged = held.active, held.merged
+        held.take_out(self)
+        try:
+            yield self
+        finally:
+            if before is not None and before in held.known:
+                held.put(self, before)
+                if merged:
+                    held.merge(self)
+
+    def remove_adapter(self, name: str = "default") -> Self:
+        """Forget an adapter; returns the model.
+
+        Raises:
+            ConfigError: there is none of this name.
+        """
+        self._held_adapters.remove(self, name)
+        return self
+
+    def merge_adapter(self) -> Self:
+        """Put the adapter's sum into the weights, in float64 and rounded once; returns the model.
+
+        `unmerge_adapter` gives the weights back to the bit; `merge_and_unload` keeps no way back.
+
+        Raises:
+            ConfigError: the model computes with no adapter.
+        """
+        self._held_adapters.merge(self)
+        return self
+
+    def unmerge_adapter(self) -> Self:
+        """Give the weights back as they were before `merge_adapter`; returns the model."""
+        self._held_adapters.unmerge(self)
+        return self
+
+    def merge_and_unload(self) -> Self:
+        """Make the merged weights and the adapter's head the model's own, and forget all adapters; returns the model.
+
+        Raises:
+            ConfigError: the model computes with no adapter.
+        """
+        self._held_adapters.settle(self)
+        return self
+
+    def save_adapter(
+        self,
+        folder: str | Path,
+        name: str | None = None,
+        *,
+        overwrite: bool = False,
+        extra_files: Mapping[str, bytes] | None = None,
+    ) -> Path:
+        """Write an adapter with its head as peft reads it; return the folder.
+
+        Args:
+            folder: where to.
+            name: which adapter; None for the one that the model computes with.
+            overwrite: replace a folder that holds an adapter or a model.
+            extra_files: further files to put beside, by name.
+
+        Raises:
+            ConfigError: there is no such adapter.
+            ExportError: the folder is in use or not empty, or cannot be written.
+        """
+        from flodl_hf.adapters.write import save_adapter
+
+        held = self._held_adapters
+        adapter = held.named(name if name is not None else held.active or "default")
+        return save_adapter(self, adapter, folder, overwrite=overwrite, extra_files=extra_files)
+
+    def fixed_names(self) -> frozenset[str]:
+        """Return the names of tensors that training leaves as they are, so that checkpoints need not hold them."""
+        if self.active_adapter is None:
+            return frozenset()
+        found: Any = self._held_adapters.base_names(self)
+        return frozenset(f"network.{name}" for name in found)

@@ -1,0 +1,288 @@
+"""Adapters in a model: made, put in, taken out, merged; the base's weights stay the same tensors with the same bits.
+
+Putting one in exchanges the projections it goes to for ones with a part beside them, and the tensors it holds whole
+(the head) for its own; taking it out puts the model's own back. One adapter is in at a time; the others wait outside.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flodl.errors import ConfigError, nearest
+from flodl_hf.adapters.lora import AdaptedLinear, LoraPart
+from flodl_hf.adapters.settings import Lora
+from flodl_hf.adapters.targets import Site, chosen
+from flodl_hf.graph_model import GraphModel
+
+__all__ = ["Adapter", "Adapters", "adapters_of", "kept_names", "new_adapter"]
+
+
+@dataclass
+class Adapter:
+    """One adapter, in a model or not.
+
+    Attributes:
+        settings: what it was asked to be.
+        sites: where it goes, by transformers' path.
+        parts: its parts by our path of the projection.
+        kept: tensors that it holds whole, by our name.
+        untrained: those of them that hold random values, with how often they had been written to then.
+        labels: names of the head's labels; None for the model's.
+        problem_type: what the labels are; None for the model's.
+        stored: settings of the file it came from.
+    """
+
+    settings: Lora
+    sites: dict[str, Site]
+    parts: dict[str, LoraPart]
+    kept: dict[str, nn.Parameter]
+    untrained: dict[str, int] = field(default_factory=dict)
+    labels: tuple[str, ...] | None = None
+    problem_type: str | None = None
+    stored: Mapping[str, Any] = field(default_factory=dict)
+
+    def parameters(self) -> Iterable[nn.Parameter]:
+        """Yield everything that it holds."""
+        for part in self.parts.values():
+            yield from part.parameters()
+        yield from self.kept.values()
+
+
+@dataclass
+class _Before:
+    """What a model was without the adapter that is in."""
+
+    linears: dict[str, nn.Module]
+    tensors: dict[str, nn.Parameter]
+    learned: list[nn.Parameter]
+    untouched: dict[str, int]
+    config: Any
+
+
+@dataclass
+class Adapters:
+    """The adapters of one model.
+
+    Attributes:
+        known: by name.
+        active: the name of the one that is in, or None.
+        merged: whether its sum is in the base's weights now.
+    """
+
+    known: dict[str, Adapter] = field(default_factory=dict)
+    active: str | None = None
+    merged: bool = False
+    _before: _Before | None = None
+    _weights: dict[str, Tensor] = field(default_factory=dict)
+
+    def named(self, name: str) -> Adapter:
+        """Return an adapter.
+
+        Raises:
+            ConfigError: there is none of this name.
+        """
+        if name not in self.known:
+            held = ", ".join(self.known) or "none"
+            raise ConfigError(
+                f"adapter {name!r}: found {held}{nearest(name, self.known)}; add it first, or load it", problems=[name]
+            )
+        return self.known[name]
+
+    def add(self, name: str, adapter: Adapter) -> None:
+        """Take in an adapter without putting it into the model.
+
+        Raises:
+            ConfigError: the name is taken, or is none.
+        """
+        if not name or name in self.known:
+            found = f"there is one called {name!r}" if name else "found no name"
+            raise ConfigError(f"adapter: {found}; give name= another, or remove_adapter it first", problems=[name])
+        self.known[name] = adapter
+
+    def put(self, model: GraphModel, name: str) -> None:
+        """Put an adapter into the model, in the place of the one that is in.
+
+        Raises:
+            ConfigError: there is none of this name.
+        """
+        adapter = self.named(name)
+        if self.active == name:
+            return
+        self.take_out(model)
+        graph = model.graph
+        named = dict(graph.named_parameters(remove_duplicate=False))
+        learned = [p for p in graph.parameters() if p.requires_grad]
+        before = _Before({}, {}, learned, dict(model._untouched), model.config)
+        home = next(graph.parameters()).device
+        for parameter in graph.parameters():
+            parameter.requires_grad_(False)
+        with torch.no_grad():
+            for parameter in adapter.parameters():
+                parameter.data = parameter.data.to(home)
+        for path, part in adapter.parts.items():
+            owner, leaf = _owner(graph, path)
+            linear: Any = graph.get_submodule(path)
+            before.linears[path] = linear
+            setattr(owner, leaf, AdaptedLinear(linear, part.train(linear.training)))
+        for tensor, parameter in adapter.kept.items():
+            before.tensors[tensor] = named[tensor]
+            _set(graph, tensor, parameter)
+        for parameter in adapter.parameters():
+            parameter.requires_grad_(True)
+        model._untouched = {n: v for n, v in model._untouched.items() if n not in adapter.kept} | adapter.untrained
+        if adapter.labels is not None or adapter.problem_type is not None:
+            model.config = model.config.changed(labels=adapter.labels, problem_type=adapter.problem_type)
+        self.active, self._before = name, before
+
+    def take_out(self, model: GraphModel) -> None:
+        """Leave the model as it was without an adapter."""
+        self.unmerge(model)
+        before, self._before = self._before, None
+        if before is None or self.active is None:
+            return
+        graph, adapter = model.graph, self.known[self.active]
+        adapter.untrained = {n: v for n, v in model._untouched.items() if n in adapter.kept}
+        for path, linear in before.linears.items():
+            owner, leaf = _owner(graph, path)
+            # The weights may have been exchanged meanwhile, as moving a model to a device can.
+            now: Any = graph.get_submodule(path)
+            linear._parameters.update(weight=now.weight, bias=now.bias)
+            setattr(owner, leaf, linear.train(now.training))
+        for tensor, parameter in before.tensors.items():
+            parameter.data = parameter.data.to(next(graph.parameters()).device)
+            _set(graph, tensor, parameter)
+        for parameter in before.learned:
+            parameter.requires_grad_(True)
+        model._untouched = {n: before.untouched.get(n, v) for n, v in before.untouched.items()}
+        model.config, self.active = before.config, None
+
+    def merge(self, model: GraphModel) -> None:
+        """Put the sum of the adapter that is in into the base's weights: in float64, rounded once.
+
+        Raises:
+            ConfigError: no adapter is in.
+        """
+        if self.active is None:
+            raise ConfigError("merge_adapter: no adapter is in the model; set_adapter one first", problems=["adapter"])
+        if self.merged:
+            return
+        assert self._before is not None
+        graph = model.graph
+        for path, part in self.known[self.active].parts.items():
+            owner, leaf = _owner(graph, path)
+            adapted: Any = graph.get_submodule(path)
+            linear: Any = self._before.linears[path]
+            self._weights[path] = adapted.weight.data
+            adapted.weight.data = part.merged(adapted.weight)
+            linear._parameters.update(weight=adapted.weight, bias=adapted.bias)
+            setattr(owner, leaf, linear.train(adapted.training))
+        self.merged = True
+
+    def unmerge(self, model: GraphModel) -> None:
+        """Have the base's weights as they were, to the bit, with the adapter beside them."""
+        if not self.merged or self.active is None:
+            return
+        graph = model.graph
+        for path, part in self.known[self.active].parts.items():
+            owner, leaf = _owner(graph, path)
+            linear: Any = graph.get_submodule(path)
+            linear.weight.data = self._weights.pop(path).to(linear.weight.device)
+            setattr(owner, leaf, AdaptedLinear(linear, part.to(linear.weight.device).train(linear.training)))
+        self.merged = False
+
+    def settle(self, model: GraphModel) -> None:
+        """Make what is in, merged, the model's own, and forget all adapters.
+
+        Raises:
+            ConfigError: no adapter is in.
+        """
+        self.merge(model)
+        assert self._before is not None
+        for parameter in (*self._before.learned, *model.graph.parameters()):
+            parameter.requires_grad_(parameter.is_floating_point())
+        self.known.clear()
+        self._weights.clear()
+        self.active, self.merged, self._before = None, False, None
+
+    def remove(self, model: GraphModel, name: str) -> None:
+        """Forget an adapter; the model is without one if it was in.
+
+        Raises:
+            ConfigError: there is none of this name.
+        """
+        self.named(name)
+        if self.active == name:
+            self.take_out(model)
+        del self.known[name]
+
+    def base_names(self, model: GraphModel) -> frozenset[str]:
+        """Return the names of tensors of the base that do not learn while an adapter is in."""
+        if self.active is None:
+            return frozenset()
+        own = {id(p) for p in self.known[self.active].parameters()}
+        named = model.graph.named_parameters(remove_duplicate=False)
+        return frozenset(name for name, p in named if id(p) not in own and not p.requires_grad)
+
+
+def adapters_of(model: GraphModel) -> Adapters:
+    """Return the adapters of a model."""
+    return model.__dict__.setdefault("_adapters", Adapters())
+
+
+def kept_names(model: GraphModel) -> list[str]:
+    """Return our names of the tensors that an adapter of this model holds whole.
+
+    That is the head of a task, and what else is new and untrained behind the encoder: without them answers would be
+    random. A masked-word head comes with its encoder, and stays with it.
+    """
+    graph = model.graph
+    fresh = {name for name in model.untrained if not name.startswith("encoder.")}
+    heads = model.head not in ("base", "masked_lm")
+    return [name for name, _ in graph.named_parameters() if (heads and name.startswith("head.")) or name in fresh]
+
+
+def new_adapter(model: GraphModel, settings: Lora) -> Adapter:
+    """Return a fresh adapter: ``down`` drawn as peft draws it, ``up`` zero, the head a copy of the model's.
+
+    Raises:
+        ConfigError: targets that the model does not have.
+    """
+    kept = kept_names(model)
+    sites = chosen(model, settings, kept)
+    graph = model.graph
+    parts: dict[str, LoraPart] = {}
+    for site in sites:
+        rank, scale = settings.rank_of(*site.names), settings.scale_of(*site.names)
+        linears: list[Any] = [graph.get_submodule(path) for path in site.paths]
+        home = linears[0].weight.device
+        down = nn.Parameter(torch.empty(rank, linears[0].in_features))
+        nn.init.kaiming_uniform_(down, a=math.sqrt(5))
+        down.data = down.data.to(home)
+        for path, linear in zip(site.paths, linears, strict=True):
+            up = nn.Parameter(torch.zeros(linear.out_features, rank, device=home))
+            magnitude = None
+            if settings.dora:
+                magnitude = nn.Parameter(torch.linalg.norm(linear.weight.detach().float(), dim=1))
+            parts[path] = LoraPart(down, up, scale, settings.dropout, magnitude)
+    fresh = set(model.untrained)
+    held = {name: nn.Parameter(graph.get_parameter(name).detach().clone()) for name in kept}
+    untrained = {name: held[name]._version for name in kept if name in fresh}
+    return Adapter(settings, {site.theirs: site for site in sites}, parts, held, untrained)
+
+
+def _owner(graph: nn.Module, path: str) -> tuple[nn.Module, str]:
+    module, _, leaf = path.rpartition(".")
+    return graph.get_submodule(module), leaf
+
+
+def _set(graph: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    owner, leaf = _owner(graph, name)
+    owner._parameters[leaf] = parameter
+    if isinstance(owner, nn.Linear) and leaf == "weight":
+        owner.out_features = parameter.shape[0]  # heads of several adapters may have other numbers of labels

@@ -1,0 +1,315 @@
+"""Folders of adapters as peft has them: ``adapter_config.json``, ``adapter_model.safetensors``, read and written.
+
+A folder of ours has ``head_config.json`` besides, with the task and the names of the labels, which peft's files do not
+keep. Every fault is found before the model is touched, and all of them are told at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flodl.errors import CheckpointError, ConfigError, capped, printable
+from flodl_hf.adapters.attach import Adapter
+from flodl_hf.adapters.lora import LoraPart
+from flodl_hf.adapters.peft_file import of_pattern, read_settings, targeted, task_of
+from flodl_hf.adapters.settings import Lora
+from flodl_hf.adapters.targets import Names, Site, sites_of
+from flodl_hf.checkpoint.members import Folder, is_entry, read_member
+from flodl_hf.checkpoint.shard import SafetensorsShard, Shard
+from flodl_hf.config import ModelConfig
+from flodl_hf.config_file import MAX_CONFIG_BYTES, read_json
+from flodl_hf.family import Family
+from flodl_hf.folders import ADAPTER_CONFIG as CONFIG
+from flodl_hf.folders import resolve_folder
+from flodl_hf.graph_model import GraphModel
+from flodl_hf.loading import head_of
+from flodl_hf.parts import as_whole, part_of, split
+
+__all__ = ["CONFIG", "HEAD", "PREFIX", "WEIGHTS", "AdapterFolder", "open_adapter"]
+
+WEIGHTS, BIN, HEAD = "adapter_model.safetensors", "adapter_model.bin", "head_config.json"
+FILES = (CONFIG, WEIGHTS, BIN, HEAD, "checksums.json")
+PREFIX = "base_model.model."
+ENDS = {
+    ".lora_A.weight": "down",
+    ".lora_B.weight": "up",
+    ".lora_magnitude_vector": "magnitude",
+    ".lora_magnitude_vector.weight": "magnitude",
+}
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class AdapterFolder:
+    """An adapter's files, read and understood as far as that goes without a model.
+
+    Attributes:
+        path: the folder.
+        values: of ``adapter_config.json``.
+        settings: what they say.
+        head: of ``head_config.json``; empty where there is none.
+        tensors: by their names in the file.
+    """
+
+    path: Path
+    values: Mapping[str, Any]
+    settings: Lora
+    head: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+
+    @property
+    def base(self) -> str:
+        """The folder or name of the base.
+
+        Raises:
+            ConfigError: the file names none.
+        """
+        found = self.values.get("base_model_name_or_path")
+        if not found:
+            raise ConfigError(
+                f"{self.path / CONFIG}: base_model_name_or_path names no base; open it, with adapter= this folder",
+                where=str(self.path / CONFIG),
+                problems=["base_model_name_or_path"],
+            )
+        return str(found)
+
+    def task(self, family: Family | None = None) -> str | None:
+        """Return our word for the task that the adapter was trained for; None where it does not say."""
+        named = head_of(family, self.head.get("architectures")) if family is not None else None
+        return named or task_of(self.values)
+
+    def labels(self, config: ModelConfig, head: str) -> list[str] | None:
+        """Return the labels that the base is to be opened with; None for its own."""
+        named = self.head.get("id2label")
+        if isinstance(named, dict) and named:
+            found = [str(named[key]) for key in sorted(named, key=int)]
+            return None if tuple(found) == tuple(config.labels) else found
+        spec = None if head == "base" else config.family.heads.get(head)
+        if spec is None or spec.classifier is None:
+            return None
+        name = PREFIX + config.family.key_map(config.encoder, head).theirs(f"{spec.classifier}.weight")
+        held = self.tensors.get(name)
+        if held is None or held.ndim != 2 or held.shape[0] == config.num_labels:
+            return None
+        return [f"LABEL_{i}" for i in range(held.shape[0])]
+
+    @property
+    def problem_type(self) -> str | None:
+        """What the labels are, where the folder says so."""
+        found = self.head.get("problem_type")
+        return found if isinstance(found, str) else None
+
+    def adapter(self, model: GraphModel) -> Adapter:
+        """Return the adapter for a model, which is not changed.
+
+        Raises:
+            CheckpointError: tensors are missing, unexpected, mis-shaped or not finite, or the head is not there;
+                ``problems`` lists all of it.
+        """
+        where = str(self.path / WEIGHTS)
+        task = self.task(model.config.family)
+        if task is not None and task != model.head:
+            raise CheckpointError(
+                f"{self.path}: an adapter for {task}, and the model is opened for {model.head}; open it with head="
+                f"{task!r}, or let flodl_hf.load choose",
+                path=str(self.path),
+                problems=["task_type"],
+            )
+        sites, problems = sites_of(model), []
+        found: dict[str, dict[str, Tensor]] = {}
+        kept: dict[str, Tensor] = {}
+        for name, tensor in self.tensors.items():
+            inner = name.removeprefix(PREFIX)
+            end = next((end for end in ENDS if inner.endswith(end)), None)
+            if not name.startswith(PREFIX) or tensor.dtype not in FLOATS:
+                problems.append(f"{printable(name)}: {tensor.dtype}, no tensor of an adapter")
+            elif not bool(torch.isfinite(tensor).all()):
+                problems.append(f"{printable(name)}: holds values that are not finite")
+            elif end is not None:
+                path = _known(inner.removesuffix(end), sites, model)
+                if path is None:
+                    problems.append(f"{printable(name)}: the model has no such projection")
+                else:
+                    found.setdefault(path, {})[ENDS[end]] = tensor.float()
+            else:
+                kept[inner.replace(".modules_to_save.", ".")] = tensor
+        wanted = targeted(self.values, sites, str(self.path / CONFIG))
+        for path in sorted((wanted or set()) - set(found)):
+            problems.append(f"{PREFIX}{path}.lora_A.weight: missing, although target_modules means it")
+        for path in sorted(set(found) - wanted if wanted is not None else ()):
+            problems.append(f"{PREFIX}{path}.lora_A.weight: there, although target_modules does not mean it")
+        parts: dict[str, LoraPart] = {}
+        for path, tensors in found.items():
+            parts |= self._parts(model, sites[path], tensors, problems)
+        held, strange = _kept(model, kept)
+        problems += strange
+        if not found:
+            problems.append("no tensors of LoRA")
+        headless = [name for name in model.untrained if name not in held]
+        if headless:
+            problems.append(
+                f"no head: {', '.join(headless[:6])} would hold random values, because neither the base nor this file "
+                "has them (modules_to_save was not set when the adapter was trained)"
+            )
+        if problems:
+            raise CheckpointError(
+                f"{where}: does not fit the model:\n{capped(problems)}\nexpected the tensors that {CONFIG} speaks of, "
+                "and the head that they were trained with; fetch the file again, or train the adapter with its head",
+                path=where,
+                problems=problems,
+                headless=headless,
+            )
+        dtype = model.dtype
+        own = {name: nn.Parameter(tensor.to(dtype).contiguous()) for name, tensor in held.items()}
+        labels = model.config.labels if model.head in ("sequence_classification", "token_classification") else None
+        return Adapter(
+            self.settings, {path: sites[path] for path in sites if path in found}, parts, own, {},
+            None if labels is None else tuple(labels), self.problem_type, dict(self.values),
+        )  # fmt: skip
+
+    def _parts(
+        self, model: GraphModel, site: Site, tensors: Mapping[str, Tensor], problems: list[str]
+    ) -> dict[str, LoraPart]:
+        """Return the parts of one projection by our paths; what is wrong is added to ``problems``."""
+        linears: list[Any] = [model.graph.get_submodule(path) for path in site.paths]
+        out, into = sum(linear.out_features for linear in linears), linears[0].in_features
+        rank = of_pattern(self.values.get("rank_pattern"), site.theirs, self.settings.rank)
+        alpha = of_pattern(self.values.get("alpha_pattern"), site.theirs, self.settings.alpha_of())
+        shapes = {"down": (rank, into), "up": (out, rank)} | ({"magnitude": (out,)} if self.settings.dora else {})
+        wrong = [
+            f"{PREFIX}{site.theirs} ({name}): "
+            + ("missing" if name not in tensors else f"shape {tuple(tensors[name].shape)}, expected {shape}")
+            for name, shape in shapes.items()
+            if name not in tensors or tuple(tensors[name].shape) != shape
+        ]
+        wrong += [f"{PREFIX}{site.theirs} ({name}): not expected" for name in tensors if name not in shapes]
+        problems += wrong
+        if wrong:
+            return {}
+        scale = alpha / (rank**0.5 if self.settings.rslora else rank)
+        down = nn.Parameter(tensors["down"].contiguous())
+        marks = [part_of(mark) for mark in site.marks] or [None]
+        found = {}
+        for path, mark in zip(site.paths, marks, strict=True):
+            cut = {n: t if mark is None else split(t, mark) for n, t in tensors.items() if n != "down"}
+            magnitude = nn.Parameter(cut["magnitude"].clone()) if self.settings.dora else None
+            found[path] = LoraPart(down, nn.Parameter(cut["up"].clone()), scale, self.settings.dropout, magnitude)
+        return found
+
+
+def _known(path: str, sites: Mapping[str, Site], model: GraphModel) -> str | None:
+    """Return the path of a projection that a file's is, with or without the prefix of a task model."""
+    prefix = model.config.family.base_prefix + "."
+    return next((p for p in (path, path.removeprefix(prefix), prefix + path) if p in sites), None)
+
+
+def _kept(model: GraphModel, kept: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+    """Return whole tensors by our name, and what is wrong with them."""
+    names, held, problems = Names(model), {}, []
+    taken: set[str] = set()
+    spec = None if model.head == "base" else model.config.family.heads[model.head]
+    classifier = None if spec is None else spec.classifier
+    prefix = model.config.family.base_prefix + "."
+    for ours, parameter in model.graph.named_parameters(remove_duplicate=False):
+        marked = names.theirs(ours)
+        whole = as_whole(marked)
+        place = next((p for p in (whole, whole.removeprefix(prefix), prefix + whole) if p in kept), None)
+        if place is None:
+            continue
+        taken.add(place)
+        part = part_of(marked)
+        try:
+            tensor = kept[place] if part is None else split(kept[place], part)
+        except (RuntimeError, ValueError):
+            tensor = kept[place]
+        shape = tuple(parameter.shape)
+        if classifier is not None and ours.startswith(classifier + "."):
+            shape = (model.config.num_labels, *shape[1:])
+        if tuple(tensor.shape) != shape:
+            problems.append(f"{printable(PREFIX + place)}: shape {tuple(tensor.shape)}, expected {shape}")
+        held[ours] = tensor
+    problems += [f"{printable(PREFIX + name)}: the model has no such tensor" for name in kept if name not in taken]
+    return held, problems
+
+
+def open_adapter(name_or_path: str | Path, hub: Mapping[str, Any] = {}) -> AdapterFolder:
+    """Return the files of an adapter, read and checked.
+
+    Args:
+        name_or_path: a local folder or a Hub repository.
+        hub: how the Hub is asked.
+
+    Raises:
+        HubError: the name leads nowhere.
+        ConfigError: no settings, or such that are not understood.
+        CheckpointError: no weights, or damaged ones.
+    """
+    asked = {name: value for name, value in hub.items() if name not in ("revision", "subfolder")}
+    path, _ = resolve_folder(name_or_path, asked, FILES)
+    if not is_entry(path, CONFIG):
+        present = sorted(p.name for p in path.iterdir())[:12]
+        raise ConfigError(
+            f"{path / CONFIG} does not exist; expected an adapter as peft writes it. The folder holds: "
+            f"{', '.join(present) or 'nothing'}. Give the folder that holds {CONFIG} and {WEIGHTS}.",
+            where=str(path / CONFIG),
+            problems=[CONFIG],
+        )
+    values = read_json(read_member(path, CONFIG, MAX_CONFIG_BYTES, ConfigError), str(path / CONFIG))
+    settings = read_settings(values, str(path / CONFIG))
+    head: dict[str, Any] = {}
+    if is_entry(path, HEAD):
+        head = _head(read_json(read_member(path, HEAD, MAX_CONFIG_BYTES, ConfigError), str(path / HEAD)), path)
+    return AdapterFolder(path, values, settings, head, _tensors(path))
+
+
+def _head(values: dict[str, Any], path: Path) -> dict[str, Any]:
+    named, kind = values.get("id2label"), values.get("problem_type")
+    fine = named is None or (
+        isinstance(named, dict)
+        and sorted(named, key=str) == sorted(map(str, range(len(named))))
+        and all(isinstance(label, str) for label in named.values())
+    )
+    problems = [] if fine else ["id2label"]
+    problems += [] if kind is None or isinstance(kind, str) else ["problem_type"]
+    if problems:
+        raise ConfigError(
+            f"{path / HEAD}: {' and '.join(problems)} cannot be read; expected labels by their numbers from 0, and a "
+            "word; fetch the file again, or remove it and give labels=",
+            where=str(path / HEAD),
+            problems=problems,
+        )
+    return values
+
+
+def _tensors(path: Path) -> dict[str, Tensor]:
+    with ExitStack() as stack:
+        folder = Folder(path)
+        stack.callback(folder.close)
+        name = next((name for name in (WEIGHTS, BIN) if folder.has(name)), None)
+        if name is None:
+            raise CheckpointError(
+                f"{path}: there is no {WEIGHTS}; expected it beside {CONFIG}. Fetch the folder again.",
+                path=str(path),
+                problems=[WEIGHTS],
+            )
+        shard = _shard(folder, name, path)
+        stack.callback(shard.close)
+        shard.parse()
+        names = list(shard.entries)
+        return dict(zip(names, shard.read(names), strict=True))
+
+
+def _shard(folder: Folder, name: str, path: Path) -> Shard:
+    descriptor, where = folder.open(name), str(path / name)
+    if name == WEIGHTS:
+        return SafetensorsShard(descriptor, name, where)
+    from flodl_hf.pickle_free import BinShard
+
+    return BinShard(descriptor, name, where)

@@ -1,0 +1,163 @@
+"""What a low-rank adapter computes, and what it comes to as one weight.
+
+The order of operations is peft's, so that logits are the same to the bit where both multiply the same matrices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+__all__ = ["AdaptedLinear", "LoraPart", "folded", "joined_products", "plain_linear"]
+
+
+class LoraPart(nn.Module):
+    """The sum beside one projection.
+
+    Args:
+        down: ``(rank, in)``; projections of one matrix in the files share it.
+        up: ``(out, rank)``.
+        scale: what the sum is multiplied by.
+        dropout: probability of dropping a value that goes in, in [0, 1).
+        magnitude: lengths of rows, ``(out,)`` (DoRA); None without.
+    """
+
+    def __init__(
+        self, down: nn.Parameter, up: nn.Parameter, scale: float, dropout: float, magnitude: nn.Parameter | None = None
+    ) -> None:
+        super().__init__()
+        self.down = down
+        self.up = up
+        self.magnitude = magnitude
+        self.scale = scale
+        self.dropout = dropout
+
+    @property
+    def dropped(self) -> float:
+        """The probability of dropping a value now: none in evaluation."""
+        return self.dropout if self.training else 0.0
+
+    def delta(self, x: Tensor) -> Tensor:
+        """Return the scaled sum, ``(..., out)``, computed in the dtype of ``x``; DoRA's lengths are not in it."""
+        x = F.dropout(x, self.dropped) if self.dropped else x
+        return F.linear(F.linear(x, self.down.to(x.dtype)), self.up.to(x.dtype)) * self.scale
+
+    def merged(self, weight: Tensor) -> Tensor:
+        """Return the one weight that projection and part come to: in float64, rounded once to the weight's dtype."""
+        with torch.no_grad():
+            total = weight.double() + self.scale * (self.up.double() @ self.down.double())
+            if self.magnitude is not None:
+                total *= (self.magnitude.double() / torch.linalg.norm(total, dim=1)).view(-1, 1)
+            return total.to(weight.dtype)
+
+    def extra_repr(self) -> str:
+        """Show rank and scale in ``print(model)``."""
+        kind = "" if self.magnitude is None else ", dora"
+        return f"rank={self.down.shape[0]}, scale={self.scale:g}{kind}"
+
+
+class AdaptedLinear(nn.Linear):
+    """A projection with a part beside it; weight and bias are those of the projection, under their names.
+
+    Args:
+        linear: the projection, which stays as it is.
+        lora: the part.
+    """
+
+    def __init__(self, linear: nn.Linear, lora: LoraPart) -> None:
+        nn.Module.__init__(self)
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self.weight = linear.weight
+        self.bias = linear.bias
+        self.lora = lora
+        self.train(linear.training)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the projection with its part."""
+        x, part = input, self.lora
+        return _added(
+            x, F.linear(x, self.weight, self.bias), part, part.up, part.magnitude, self.weight, self.bias
+        )  # fmt: skip
+
+
+def joined_products(hidden: Tensor, out: Tensor, linears: Sequence[Any]) -> Tensor:
+    """Return one product for several adapted projections of one matrix, with their part, which is one in the files.
+
+    Args:
+        hidden: what went in, ``(..., in)``.
+        out: what the joined weights gave, ``(..., all out)``.
+        linears: the projections, all adapted, with one ``down``.
+    """
+    parts = [linear.lora for linear in linears]
+    biases = [linear.bias for linear in linears if linear.bias is not None]
+    magnitude = weight = None
+    if parts[0].magnitude is not None:
+        magnitude = torch.cat([part.magnitude for part in parts])
+        weight = torch.cat([linear.weight for linear in linears])
+    up = torch.cat([part.up for part in parts])
+    return _added(hidden, out, parts[0], up, magnitude, weight, torch.cat(biases) if biases else None)
+
+
+def _added(
+    x: Tensor,
+    result: Tensor,
+    part: LoraPart,
+    up: Tensor,
+    magnitude: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+) -> Tensor:
+    """Return what a projection gave, with its part; ``up`` and ``magnitude`` may be those of several."""
+    dtype = result.dtype
+    x = x.to(part.down.dtype)
+    x = F.dropout(x, part.dropped) if part.dropped else x
+    low = F.linear(F.linear(x, part.down), up)
+    if magnitude is None:
+        return (result + low * part.scale).to(dtype)
+    assert weight is not None
+    weight = weight.to(x.dtype)
+    length = (magnitude / _row_lengths(part, up, weight)).view(1, -1)
+    plain = result if bias is None else result - bias
+    base = F.linear(x, weight) if part.dropped else plain
+    return (result + ((length - 1) * base + length * low * part.scale)).to(dtype)
+
+
+def _row_lengths(part: LoraPart, up: Tensor, weight: Tensor) -> Tensor:
+    """Return the 2-norms of the rows of weight and sum together, ``(out,)``, without a gradient (DoRA, 4.3)."""
+    with torch.no_grad():
+        # By a product with the identity, as peft has it, whose bits a product of the two does not always give.
+        eye = torch.eye(part.down.shape[1], device=part.down.device, dtype=part.down.dtype)
+        total = weight + part.scale * F.linear(F.linear(eye, part.down), up).T.to(weight.dtype)
+        return torch.linalg.norm(total, dim=1).to(weight.dtype)
+
+
+def plain_linear(adapted: AdaptedLinear, weight: Tensor) -> nn.Linear:
+    """Return an ordinary projection with this weight and the same bias."""
+    found = nn.Linear.__new__(nn.Linear)
+    nn.Module.__init__(found)
+    found.in_features, found.out_features = adapted.in_features, adapted.out_features
+    found.weight = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, requires_grad=False)
+    found.bias = adapted.bias
+    return found.train(adapted.training)
+
+
+def folded(graph: nn.Module, *, merge: bool = True) -> int:
+    """Put one weight in the place of each adapted projection of a graph that predicts, in place; return how many.
+
+    Args:
+        graph: a copy whose modules may be replaced.
+        merge: compute the weights; else projections keep their own, for a graph that is only looked at.
+    """
+    made: dict[int, nn.Linear] = {}
+    for module in list(graph.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, AdaptedLinear):
+                if id(child) not in made:
+                    made[id(child)] = plain_linear(child, child.lora.merged(child.weight) if merge else child.weight)
+                setattr(module, name, made[id(child)])
+    return len(made)

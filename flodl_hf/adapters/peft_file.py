@@ -1,0 +1,254 @@
+"""peft's ``adapter_config.json``: what it says of an adapter, and how one of ours is written.
+
+A setting that would change numbers and is not understood is refused by name; one that is not set, or changes none, is
+passed over.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from flodl.errors import ConfigError, capped, printable
+from flodl_hf.adapters.settings import ALL_LINEAR, Lora
+
+__all__ = ["TASKS", "config_values", "of_pattern", "read_settings", "targeted", "task_of"]
+
+TASKS = {
+    "SEQ_CLS": "sequence_classification",
+    "TOKEN_CLS": "token_classification",
+    "QUESTION_ANS": "question_answering",
+    "FEATURE_EXTRACTION": "base",
+}
+"""peft's words for tasks, with ours; a model of masked words has none."""
+UNDERSTOOD = (
+    *("peft_type", "task_type", "base_model_name_or_path", "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora"),
+    *("rank_pattern", "alpha_pattern", "target_modules", "exclude_modules", "modules_to_save", "layers_to_transform"),
+    *("layers_pattern", "init_lora_weights", "bias"),
+)
+CHANGES_NOTHING = (
+    *("auto_mapping", "revision", "inference_mode", "peft_version", "runtime_config", "fan_in_fan_out"),
+    *("megatron_core", "ensure_weight_tying", "qalora_group_size", "eva_config", "velora_config"),
+)
+"""How an adapter was begun or is trained, and what belongs to settings that are off."""
+BIASES = ("none", "all", "lora_only")
+CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "pissa_niter")
+"""Ways to begin that also changed the base's weights, which are then none of the base's files."""
+
+
+def read_settings(values: Mapping[str, Any], where: str) -> Lora:
+    """Return what a file says an adapter is.
+
+    Args:
+        values: of ``adapter_config.json``.
+        where: the file, for messages.
+
+    Raises:
+        ConfigError: another kind of adapter, or settings that change numbers and are not understood; all are listed.
+    """
+    kind = values.get("peft_type")
+    if kind != "LORA":
+        raise ConfigError(
+            f"{where}: peft_type is {printable(str(kind), 60)}; expected LORA, the kind of adapter that is read here. "
+            "Merge it with peft (merge_and_unload), save the model and load that",
+            where=where,
+            problems=["peft_type"],
+        )
+    problems = [
+        f"{printable(name, 60)}: {printable(repr(value), 80)}, which changes numbers and is not understood"
+        for name, value in values.items()
+        if name not in UNDERSTOOD and name not in CHANGES_NOTHING and value not in (None, False, "", [], {}, ())
+    ]
+    begun = values.get("init_lora_weights", True)
+    if isinstance(begun, str) and begun.lower().startswith(CHANGED_BASE):
+        problems.append(f"init_lora_weights: {printable(begun, 60)}, which changed the base's weights too")
+    wrong = [
+        _wrong("r", values.get("r", 8), "a whole number", _whole),
+        _wrong("lora_alpha", values.get("lora_alpha", 8), "a number", _number),
+        _wrong("lora_dropout", values.get("lora_dropout", 0.0), "a number", _number),
+        *(_wrong(name, values.get(name, False), "true or false", _flag) for name in ("use_rslora", "use_dora")),
+        _wrong("rank_pattern", values.get("rank_pattern"), "ranks by name", lambda v: _table(v, _whole)),
+        _wrong("alpha_pattern", values.get("alpha_pattern"), "alphas by name", lambda v: _table(v, _number)),
+        _wrong("target_modules", values.get("target_modules"), "names", lambda v: bool(v) and _names(v)),
+        *(_wrong(name, values.get(name), "names", lambda v: v is None or _names(v)) for name in
+          ("exclude_modules", "modules_to_save", "layers_pattern")),
+        _wrong("layers_to_transform", values.get("layers_to_transform"), "numbers of layers", _layers),
+        _wrong("bias", values.get("bias", "none"), "none, all or lora_only", BIASES.__contains__),
+        _wrong("task_type", values.get("task_type"), "a task", lambda v: v is None or isinstance(v, str)),
+        _wrong("base_model_name_or_path", values.get("base_model_name_or_path"), "a name", _named),
+    ]  # fmt: skip
+    problems += [problem for problem in wrong if problem]
+    if problems:
+        raise ConfigError(
+            f"{where}: {len(problems)} settings cannot be followed:\n{capped(problems)}\nexpected an ordinary LoRA; "
+            "merge the adapter with peft (merge_and_unload), save the model and load that, or fetch the file again",
+            where=where,
+            problems=problems,
+        )
+    try:
+        return Lora(
+            rank=values.get("r", 8),
+            alpha=values.get("lora_alpha", 8),
+            dropout=values.get("lora_dropout", 0.0),
+            targets=_listed(values["target_modules"]),
+            rslora=bool(values.get("use_rslora")),
+            dora=bool(values.get("use_dora")),
+            ranks=values.get("rank_pattern") or {},
+            alphas=values.get("alpha_pattern") or {},
+        )
+    except ConfigError as fault:
+        raise ConfigError(
+            f"{where}: {fault.message}; fetch the file again", where=where, problems=fault.problems
+        ) from None
+
+
+def _wrong(name: str, value: Any, expected: str, fine: Any) -> str | None:
+    return None if fine(value) else f"{name}: found {printable(repr(value), 80)}, expected {expected}"
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _flag(value: Any) -> bool:
+    return value is None or isinstance(value, bool)
+
+
+def _named(value: Any) -> bool:
+    return value is None or isinstance(value, str)
+
+
+def _names(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(name, str) for name in value))
+
+
+def _table(value: Any, of: Any) -> bool:
+    return value is None or (isinstance(value, dict) and all(of(entry) for entry in value.values()))
+
+
+def _layers(value: Any) -> bool:
+    return value is None or _whole(value) or (isinstance(value, list) and all(map(_whole, value)))
+
+
+def _listed(value: Any) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+def task_of(values: Mapping[str, Any]) -> str | None:
+    """Return our word for the task that a file names; None where it names none of ours."""
+    found = values.get("task_type")
+    return TASKS.get(found) if isinstance(found, str) else None
+
+
+def targeted(values: Mapping[str, Any], modules: Iterable[str], where: str) -> set[str] | None:
+    """Return the projections that the settings of a file mean, by peft's rules; None where all linear ones are meant.
+
+    Args:
+        values: of ``adapter_config.json``.
+        modules: paths of all projections in transformers' model.
+        where: the file, for messages.
+
+    Raises:
+        ConfigError: a pattern that is none.
+    """
+    wanted = values["target_modules"]
+    if wanted == ALL_LINEAR:
+        return None
+    excluded = values.get("exclude_modules") or ()
+    whole = values.get("modules_to_save") or ()
+    layers, below = values.get("layers_to_transform"), values.get("layers_pattern") or ()
+    numbers = None if layers is None or layers == [] else {layers} if isinstance(layers, int) else set(layers)
+    try:
+        return {
+            path
+            for path in modules
+            if not _matches(excluded, path)
+            and not any(re.match(rf"(^|.*\.){re.escape(name)}($|\..*)", path) for name in whole)
+            and _matches(wanted, path)
+            and (isinstance(wanted, str) or numbers is None or _layer(path, _listed(below)) in numbers)
+        }
+    except re.error as fault:
+        raise ConfigError(
+            f"{where}: target_modules or exclude_modules: {fault}; expected a pattern or a list of names",
+            where=where,
+            problems=["target_modules"],
+        ) from None
+
+
+def _matches(wanted: str | Sequence[str], path: str) -> bool:
+    if isinstance(wanted, str):
+        # A pattern of a file may be made to take forever; those of adapters are short, and so are paths.
+        if len(wanted) > 1000:
+            raise re.error(f"a pattern of {len(wanted)} characters")
+        return re.fullmatch(wanted, path) is not None
+    return any(path == name or path.endswith("." + name) for name in wanted)
+
+
+def of_pattern(patterns: Mapping[str, Any] | None, path: str, usual: Any) -> Any:
+    """Return what the first pattern that a path ends with says, by peft's rule; ``usual`` where none does."""
+    for pattern, value in (patterns or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", path):
+            return value
+    return usual
+
+
+def _layer(path: str, below: Sequence[str]) -> int | None:
+    """Return the number of the layer that a projection lies in."""
+    patterns = [rf"(?:^|.*?\.){re.escape(name)}\.(\d+)\." for name in below] or [r".*?\.[^.]*\.(\d+)\."]
+    found = next((match for pattern in patterns if (match := re.match(pattern, path))), None)
+    return None if found is None else int(found[1])
+
+
+def config_values(
+    settings: Lora,
+    targets: Sequence[str],
+    kept: Sequence[str],
+    *,
+    base: str | None,
+    head: str,
+    stored: Mapping[str, Any],
+    ranks: Mapping[str, int],
+    alphas: Mapping[str, float],
+) -> dict[str, Any]:
+    """Return what ``adapter_config.json`` says of an adapter.
+
+    Args:
+        settings: what it is.
+        targets: transformers' paths of its projections, or ends of them.
+        kept: transformers' paths of modules that it holds whole.
+        base: folder or name of the base.
+        head: our word for the task.
+        stored: settings of the file it came from, which are written again.
+        ranks: other ranks by transformers' path.
+        alphas: other alphas likewise.
+    """
+    task = next((theirs for theirs, ours in TASKS.items() if ours == head), None)
+    alpha = settings.rank if settings.alpha is None else settings.alpha
+    made = {
+        "alpha_pattern": dict(alphas),
+        "auto_mapping": None,
+        "base_model_name_or_path": base,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "layers_pattern": None,
+        "layers_to_transform": None,
+        "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha,
+        "lora_dropout": settings.dropout,
+        "modules_to_save": list(kept) or None,
+        "peft_type": "LORA",
+        "r": settings.rank,
+        "rank_pattern": dict(ranks),
+        "revision": None,
+        "target_modules": list(targets),
+        "task_type": task,
+        "use_dora": settings.dora,
+        "use_rslora": settings.rslora,
+    }
+    return dict(stored) or made

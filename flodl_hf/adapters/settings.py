@@ -1,0 +1,91 @@
+"""What an adapter is asked to be: rank, scale, dropout and where it goes. Needs no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from flodl.errors import ConfigError
+
+__all__ = ["ALL_LINEAR", "DEFAULT_TARGETS", "Lora", "fits"]
+
+ALL_LINEAR = "all-linear"
+DEFAULT_TARGETS = ("query", "value")
+MOST_RANK = 65_536
+
+
+@dataclass(frozen=True)
+class Lora:
+    """A low-rank sum beside projections (Hu et al. 2021): ``W x + scale * up(down(x))``.
+
+    Args:
+        rank: width between ``down`` and ``up``.
+        alpha: the scale is ``alpha / rank``; None for a scale of 1.
+        dropout: probability of dropping a value that goes into ``down`` in training, in [0, 1).
+        targets: which projections: names or ends of names, ours (``query``, ``layers.3.attention.value``) or
+            transformers' (``q_proj``), patterns with ``*``, or ``"all-linear"`` for all outside of the head. By
+            default query and value, and the whole matrix where a family has one for query, key and value.
+        rslora: the scale is ``alpha / sqrt(rank)`` (Kalajdzievski 2023).
+        dora: a length for each row of the sum, learned too (Liu et al. 2024).
+        ranks: other ranks by name of a projection, as ``targets`` has them.
+        alphas: other alphas, likewise.
+
+    Raises:
+        ConfigError: a value that cannot be; all are listed.
+    """
+
+    rank: int = 8
+    alpha: float | None = None
+    dropout: float = 0.0
+    targets: str | Sequence[str] = ()
+    rslora: bool = False
+    dora: bool = False
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    alphas: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        problems = [f"rank {rank!r}" for rank in (self.rank, *self.ranks.values()) if not _is_rank(rank)]
+        for alpha in (self.alpha, *self.alphas.values()):
+            number = alpha is None or (isinstance(alpha, (int, float)) and not isinstance(alpha, bool))
+            if not number or (alpha is not None and not math.isfinite(alpha)):
+                problems.append(f"alpha {alpha!r}")
+        if not isinstance(self.dropout, (int, float)) or not 0 <= self.dropout < 1:
+            problems.append(f"dropout {self.dropout!r}")
+        if not isinstance(self.targets, str) and not all(isinstance(name, str) and name for name in self.targets):
+            problems.append(f"targets {self.targets!r}")
+        if problems:
+            raise ConfigError(
+                f"Lora: found {', '.join(problems)}; expected a rank from 1 to {MOST_RANK:,}, a finite alpha, a "
+                "dropout from 0 to below 1, and names of projections",
+                problems=problems,
+            )
+
+    @property
+    def wanted(self) -> tuple[str, ...]:
+        """The targets as a tuple; empty for the usual ones."""
+        return (self.targets,) if isinstance(self.targets, str) else tuple(self.targets)
+
+    def rank_of(self, *names: str) -> int:
+        """Return the rank of a projection that has these names."""
+        return next((rank for key, rank in self.ranks.items() if any(fits(key, name) for name in names)), self.rank)
+
+    def alpha_of(self, *names: str) -> float:
+        """Return the alpha of a projection that has these names."""
+        own = next((a for key, a in self.alphas.items() if any(fits(key, name) for name in names)), self.alpha)
+        return float(self.rank_of(*names) if own is None else own)
+
+    def scale_of(self, *names: str) -> float:
+        """Return what a projection's sum is multiplied by."""
+        rank = self.rank_of(*names)
+        return self.alpha_of(*names) / (math.sqrt(rank) if self.rslora else rank)
+
+
+def _is_rank(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST_RANK
+
+
+def fits(wanted: str, name: str) -> bool:
+    """Return whether a path is what was named: itself, its end, or by a pattern."""
+    return name == wanted or name.endswith("." + wanted) or ("*" in wanted and fnmatchcase(name, wanted))

@@ -1,0 +1,150 @@
+"""An adapter written as peft reads it, with its head, and with the names of its labels beside it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from flodl_hf.adapters.attach import Adapter
+from flodl_hf.adapters.folder import CONFIG, HEAD, PREFIX, WEIGHTS
+from flodl_hf.adapters.peft_file import config_values
+from flodl_hf.adapters.targets import Names, Site
+from flodl_hf.checksums import write_checksums
+from flodl_hf.export.publish import publish_folder
+from flodl_hf.export.write import WrittenFile, verify_files, write_bytes, write_safetensors
+from flodl_hf.graph_model import GraphModel
+from flodl_hf.head_names import names_of
+from flodl_hf.parts import join, joined, part_of
+
+__all__ = ["save_adapter", "stored_adapter"]
+
+
+def stored_adapter(model: GraphModel, adapter: Adapter) -> dict[str, Tensor]:
+    """Return every tensor of an adapter under the name it gets in the file, in the order of the names."""
+    names = Names(model)
+    found: dict[str, Tensor] = {}
+    for site in adapter.sites.values():
+        place = PREFIX + site.theirs
+        parts = [adapter.parts[path] for path in site.paths]
+        marks = [part_of(mark) for mark in site.marks]
+        groups = marks[0].groups if marks and marks[0] is not None else 1
+        found[f"{place}.lora_A.weight"] = parts[0].down.detach()
+        found[f"{place}.lora_B.weight"] = join([part.up.detach() for part in parts], groups)
+        lengths = [part.magnitude.detach() for part in parts if part.magnitude is not None]
+        if lengths:
+            found[f"{place}.lora_magnitude_vector"] = join(lengths, groups)
+    kept = joined({names.theirs(ours): value.detach() for ours, value in adapter.kept.items()})
+    found |= {PREFIX + theirs: value for theirs, value in kept.items()}
+    return dict(sorted(found.items()))
+
+
+def save_adapter(
+    model: GraphModel,
+    adapter: Adapter,
+    folder: str | Path,
+    *,
+    overwrite: bool = False,
+    extra_files: Mapping[str, bytes] | None = None,
+) -> Path:
+    """Write an adapter with its head, all or nothing; return the folder.
+
+    Args:
+        model: that it belongs to.
+        adapter: what is written.
+        folder: where to; parents are made.
+        overwrite: replace a folder that holds an adapter or a model.
+        extra_files: further files to put beside, by name.
+
+    Raises:
+        ExportError: the folder is in use or not empty, the disk is full or refuses, or what was written does not read
+            back as the same bytes.
+    """
+    tensors = stored_adapter(model, adapter)
+    others = {CONFIG: _json(_settings(model, adapter)), HEAD: _json(_head(model, adapter))} | dict(extra_files or {})
+    written: list[WrittenFile] = []
+
+    def write(stage: Path) -> None:
+        written.append(write_safetensors(stage / WEIGHTS, tensors.items(), {"format": "pt"}))
+        for name, data in others.items():
+            written.append(write_bytes(stage / name, data))
+        write_checksums(stage, ((file.name, file.size, file.sha256) for file in written))
+
+    needed = sum(t.numel() * t.element_size() for t in tensors.values()) + sum(map(len, others.values()))
+    target = publish_folder(folder, write, overwrite=overwrite, needed_bytes=needed)
+    verify_files(target, written)
+    return target
+
+
+def _json(values: Mapping[str, Any]) -> bytes:
+    return (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _settings(model: GraphModel, adapter: Adapter) -> dict[str, Any]:
+    settings = adapter.settings
+    names = Names(model)
+    ranks, alphas = {}, {}
+    for site in adapter.sites.values():
+        if (rank := settings.rank_of(*site.names)) != settings.rank:
+            ranks[site.theirs] = rank
+        if (alpha := settings.alpha_of(*site.names)) != settings.alpha_of():
+            alphas[site.theirs] = int(alpha) if alpha.is_integer() else alpha
+    source = model.source
+    return config_values(
+        settings, _ends(model, adapter.sites), _modules(model, [names.theirs(ours) for ours in adapter.kept]),
+        base=None if source is None else source.name, head=model.head, stored=adapter.stored, ranks=ranks,
+        alphas=alphas,
+    )  # fmt: skip
+
+
+def _head(model: GraphModel, adapter: Adapter) -> dict[str, Any]:
+    config = model.config
+    found: dict[str, Any] = {"architectures": [config.family.class_prefix + names_of(model.head).hf_suffix]}
+    if model.head in ("sequence_classification", "token_classification"):
+        labels = adapter.labels or config.labels
+        found["id2label"] = {str(i): label for i, label in enumerate(labels)}
+        found["problem_type"] = adapter.problem_type or config.problem_type
+    return found
+
+
+def _ends(model: GraphModel, sites: Mapping[str, Site]) -> list[str]:
+    """Return the shortest ends of paths that mean these projections and no other module."""
+    others = {_module(theirs) for theirs in _all_modules(model)} - set(sites)
+    found: dict[str, None] = {}
+    for path in sites:
+        pieces = path.split(".")
+        ends = [".".join(pieces[-count:]) for count in range(1, len(pieces) + 1)]
+        found[next((end for end in ends if not any(_means(end, other) for other in others)), path)] = None
+    return sorted(found)
+
+
+def _modules(model: GraphModel, kept: Sequence[str]) -> list[str]:
+    """Return the modules of these tensors: whole ones where all that lies in them is kept."""
+    kept_whole = {_module(name) for name in kept}
+    rest = {_module(theirs) for theirs in _all_modules(model)} - kept_whole
+    found: dict[str, None] = {}
+    for module in sorted(kept_whole):
+        pieces = module.split(".")
+        # From the root down: the first that holds nothing else.
+        options = [".".join(pieces[:count]) for count in range(1, len(pieces) + 1)]
+        found[next((o for o in options if not any(r == o or r.startswith(o + ".") for r in rest)), module)] = None
+    return sorted(found)
+
+
+def _all_modules(model: GraphModel) -> list[str]:
+    names = Names(model)
+    return [
+        names.theirs(name) for name, _ in model.graph.named_parameters(remove_duplicate=False) if ".lora." not in name
+    ]
+
+
+def _module(tensor: str) -> str:
+    part = part_of(tensor)
+    return (tensor if part is None else part.whole).rpartition(".")[0]
+
+
+def _means(end: str, path: str) -> bool:
+    return path == end or path.endswith("." + end)

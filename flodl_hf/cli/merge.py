@@ -1,0 +1,38 @@
+"""``flodl-hf merge``: a base and an adapter to one folder, which anything loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flodl_hf.cli.shared import Json, Local, Revision, emit_json, reporting, say, tell
+
+NAME = "merge"
+
+
+@reporting
+def command(
+    base: Annotated[str, typer.Argument(metavar="BASE", help="The model below, a local folder or a Hub name.")],
+    adapter: Annotated[str, typer.Argument(metavar="ADAPTER", help="The adapter, a local folder or a Hub name.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The folder to write.")],
+    head: Annotated[str, typer.Option("--head", help="The task, where the adapter does not say.")] = "auto",
+    force: Annotated[bool, typer.Option("--force", help="Replace a folder that holds a model.")] = False,
+    revision: Revision = None,
+    local_files_only: Local = False,
+    json_output: Json = False,
+) -> None:
+    """Write a model with an adapter's sum in its weights, and the adapter's head.
+
+    Each weight is summed in float64 and rounded once.
+    """
+    from flodl_hf.auto import load
+
+    model = load(base, head=head, adapter=adapter, revision=revision, local_files_only=local_files_only)
+    model.merge_and_unload().save_pretrained(out, overwrite=force)
+    if json_output:
+        emit_json({"folder": str(out), "task": model.head})
+        return
+    tell(str(out))
+    say(f"check it: flodl-hf verify-export {out} --no-source")

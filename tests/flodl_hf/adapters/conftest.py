@@ -1,0 +1,44 @@
+"""A small classifier to adapt, and adapters that change what it says."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flodl_hf import demo
+from flodl_hf.adapters import Lora
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A two-layer BERT with a head for two labels and a tokenizer."""
+    return demo.demo_model(demo.learn_vocabulary()).save_pretrained(tmp_path_factory.mktemp("adapted") / "base")
+
+
+def moved(model: Any, name: str = "default", seed: int = 1) -> Any:
+    """Return the model with an adapter that is as if trained."""
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model._held_adapters.known[name].parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=draw).to(parameter) * 0.1)
+    return model
+
+
+@pytest.fixture
+def adapted(base: Path) -> Callable[..., Any]:
+    """Make a classifier with an adapter that is as if trained."""
+    from flodl_hf import AutoModelForSequenceClassification
+
+    def make(seed: int = 1, **settings: Any) -> Any:
+        torch.manual_seed(seed)
+        model: Any = AutoModelForSequenceClassification.from_pretrained(base)
+        return moved(model.add_adapter(Lora(**{"rank": 4, "alpha": 8, **settings})), seed=seed)
+
+    return make
