@@ -173,7 +173,8 @@ def heads_page() -> str:
         door = "AutoModel" + head.hf_suffix.removeprefix("Model")
         found = [name for name in METHODS if hasattr(head.model, name)]
         rows.append((code(head.name), code(head.short), code(door), ", ".join(map(code, found))))
-        sections.append(f"## {door}")
+        shared = sum(other.hf_suffix == head.hf_suffix for other in HEADS) > 1
+        sections.append(f"## {door}" + (f", {head.short}" if shared else ""))
         sections.append((inspect.getdoc(inspect.getmodule(head.model)) or "").split("\n\n")[0])
         for name in found:
             method = getattr(head.model, name)

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from flodl_hf.heads.base import BaseModel  # noqa: F401
     from flodl_hf.heads.head import Head
     from flodl_hf.heads.masked_lm import MaskedLM  # noqa: F401
+    from flodl_hf.heads.multiple_choice import MultipleChoice  # noqa: F401
+    from flodl_hf.heads.next_sentence import NextSentence  # noqa: F401
     from flodl_hf.heads.question_answering import QuestionAnswerer  # noqa: F401
     from flodl_hf.heads.sequence_classification import SequenceClassifier  # noqa: F401
     from flodl_hf.heads.token_classification import TokenClassifier  # noqa: F401
@@ -34,6 +36,9 @@ __all__ = [
     "AutoConfig",
     "AutoModel",
     "AutoModelForMaskedLM",
+    "AutoModelForMultipleChoice",
+    "AutoModelForNextSentencePrediction",
+    "AutoModelForPreTraining",
     "AutoModelForQuestionAnswering",
     "AutoModelForSequenceClassification",
     "AutoModelForTokenClassification",
@@ -103,6 +108,43 @@ class AutoModelForMaskedLM(_Door["MaskedLM"]):
     """The word behind each mask."""
 
     head = "masked_lm"
+
+
+class AutoModelForMultipleChoice(_Door["MultipleChoice"]):
+    """The choice that fits a prompt best."""
+
+    head = "multiple_choice"
+
+
+class AutoModelForNextSentencePrediction(_Door["NextSentence"]):
+    """Whether one text follows another."""
+
+    head = "next_sentence"
+
+
+class AutoModelForPreTraining(_Door["EncoderModel"]):
+    """What the family was first trained for: masked words and pairs of texts, or replaced tokens."""
+
+    head = "pretraining"
+
+    @classmethod
+    @taking(LOAD, ConfigError, like=Opened.from_pretrained)
+    def from_pretrained(cls, name_or_path: str | Path, **options: Unpack[LoadKeywords]) -> EncoderModel:
+        """Return the model that a folder or Hub repository holds; see `EncoderModel.from_pretrained`."""
+        with beginning(name_or_path, options):
+            with without_collecting():
+                from flodl_hf.config import read_config
+            config = read_config(name_or_path, **_of_configurations(options))
+            return _class_of(_first_task(config)).from_pretrained(name_or_path, **options)
+
+    @classmethod
+    def from_config(cls, config: ModelConfig, *, pooler: bool = True, dtype: torch.dtype | None = None) -> EncoderModel:
+        """Return a model with fresh random weights; see `EncoderModel.from_config`."""
+        return _class_of(_first_task(config)).from_config(config, pooler=pooler, dtype=dtype)
+
+
+def _first_task(config: ModelConfig) -> str:
+    return next((head for head in ("pretraining", "replaced_tokens") if head in config.family.heads), "masked_lm")
 
 
 def head_named(name: str) -> Head:

@@ -6,13 +6,40 @@ Every body is a graph from states to logits with the input ``layout``. States ar
 
 from __future__ import annotations
 
-from torch import nn
+from torch import Tensor, nn
 
 from flodl.graph import FlowBuilder, Graph
 from flodl_hf.activations import Activation
 from flodl_hf.encoder import FirstToken, MeanToken
 
-__all__ = ["first_token_mlp", "linear", "lm", "normed", "pooled"]
+__all__ = ["Relation", "Squeezed", "first_token_mlp", "linear", "lm", "normed", "pooled"]
+
+
+class Relation(nn.Module):
+    """Scores of how two texts belong together, from the pooler's output, beside a head that scores tokens.
+
+    Args:
+        hidden_size: width of the states.
+        num_labels: scores out.
+        dropout: before the projection; None for none at all.
+    """
+
+    def __init__(self, hidden_size: int, num_labels: int, dropout: float | None = None) -> None:
+        super().__init__()
+        self.dropout = None if dropout is None else nn.Dropout(dropout)
+        self.classifier = nn.Linear(hidden_size, num_labels)
+
+    def forward(self, hidden: Tensor, pooled: Tensor) -> Tensor:
+        """Return ``(texts, labels)`` of ``pooled``; token states are not read."""
+        return self.classifier(pooled if self.dropout is None else self.dropout(pooled))
+
+
+class Squeezed(nn.Module):
+    """The one score of each state, without a dimension of its own."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return ``(...)`` of ``(..., 1)``."""
+        return hidden.squeeze(-1)
 
 
 def linear(hidden_size: int, num_labels: int, dropout: float | None, name: str = "classifier") -> Graph:

@@ -42,6 +42,11 @@ def build_graph(config: ModelConfig, head: str, *, pooler: bool) -> Graph:
     spec = family.heads.get(head)
     if spec is None:
         raise ConfigError(f"{family.model_type} has no {head} head; it has {', '.join(family.heads)}", problems=[head])
+    if spec.relation is not None:
+        assert family.pooler is not None
+        flow = flow.fork(family.pooler(config.encoder), name="pooler").using("layout").tag("pooler_output")
+        related = spec.relation(config.encoder, config.num_labels)
+        flow = flow.fork(related, name="relation").using(pooled="pooler_output").tag("relation")
     if spec.pooled:
         assert family.pooler is not None
         flow = flow.through(family.pooler(config.encoder), name="pooler").using("layout").tag("pooler_output")

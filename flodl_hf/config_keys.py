@@ -83,7 +83,11 @@ COMMON_INERT: tuple[Inert, ...] = (
     Inert("cross_attention_hidden_size", "these are encoders", (None,)),
     Inert("tie_encoder_decoder", "these are encoders", (False, None)),
     Inert("quantization_config", "quantised weights are not supported", (None, {})),
-    Inert("num_choices", "multiple choice is not one of the heads"),
+    *(
+        Inert(f"summary_{word}", "ELECTRA's multiple choice alone reads it")
+        for word in ("type", "use_proj", "activation", "last_dropout")
+    ),
+    Inert("num_choices", "multiple choice counts the choices that it is given"),
     Inert("directionality", "a note of the first BERT release", ("bidi", None)),
     Inert("pooler_fc_size", "a note of the first BERT release; the pooler is hidden_size wide"),
     Inert("pooler_num_attention_heads", "a note of the first BERT release"),

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from flodl.graph import Graph
 from flodl_hf.config_rows import Inert, Row
@@ -41,6 +41,9 @@ class FamilyHead:
         aliases: Hugging Face names under which a file may repeat a tensor: ``(alias, canonical)``.
         untyped_loss: ``loss(logits, labels)`` where the reference has a rule of its own for configurations
             that state no problem type; None for the common rule.
+        relation: ``relation(config, num_labels)`` returns a second head beside the body (`bodies.Relation`), which
+            scores from the pooler's output how two texts belong together; None where there is none.
+        relation_output: what transformers calls those scores.
     """
 
     body: Callable[[Any, int], Graph]
@@ -50,6 +53,12 @@ class FamilyHead:
     ties: tuple[Tie, ...] = ()
     aliases: tuple[tuple[str, str], ...] = ()
     untyped_loss: Callable[[Tensor, Tensor], Tensor] | None = None
+    relation: Callable[[Any, int], nn.Module] | None = None
+    relation_output: str = "seq_relationship_logits"
+
+    def scoring_choices(self) -> FamilyHead:
+        """Return multiple choice with this classifier's body: one score a choice."""
+        return replace(self, body=lambda config, _: self.body(config, 1), classifier=None, untyped_loss=None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,6 +33,11 @@ SEQUENCE_CLASSIFICATION = HeadNames("sequence_classification", "ForSequenceClass
 TOKEN_CLASSIFICATION = HeadNames("token_classification", "ForTokenClassification", "tokcls")
 QUESTION_ANSWERING = HeadNames("question_answering", "ForQuestionAnswering", "qa")
 MASKED_LM = HeadNames("masked_lm", "ForMaskedLM", "mlm")
+MULTIPLE_CHOICE = HeadNames("multiple_choice", "ForMultipleChoice", "choice")
+NEXT_SENTENCE = HeadNames("next_sentence", "ForNextSentencePrediction", "nsp")
+PRETRAINING = HeadNames("pretraining", "ForPreTraining", "pretrain")
+# ELECTRA's class has BERT's suffix; which of the two a family means, its heads say.
+REPLACED_TOKENS = HeadNames("replaced_tokens", "ForPreTraining", "replaced")
 
 HEAD_NAMES: tuple[HeadNames, ...] = (
     BASE,
@@ -40,6 +45,10 @@ HEAD_NAMES: tuple[HeadNames, ...] = (
     TOKEN_CLASSIFICATION,
     QUESTION_ANSWERING,
     MASKED_LM,
+    MULTIPLE_CHOICE,
+    NEXT_SENTENCE,
+    PRETRAINING,
+    REPLACED_TOKENS,
 )
 
 

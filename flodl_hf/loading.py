@@ -19,6 +19,8 @@ from flodl_hf.parts import named_part, part_of
 __all__ = ["LoadReport", "Plan", "Stored", "canonical_names", "class_of", "head_of", "plan_load"]
 
 FLOATS = ("F16", "BF16", "F32", "F64")
+# What our names of a task's own tensors begin with.
+_HEAD = ("head.", "relation.")
 _LEGACY = ((".gamma", ".weight"), (".beta", ".bias"))
 # What wrappers put before every name: data parallel training, compiled modules.
 _WRAPPERS = ("module.", "_orig_mod.", "model.")
@@ -119,17 +121,26 @@ class _StoredPart:
     dtype: str
 
 
-def head_of(family: Family, architectures: object) -> str | None:
-    """Return the task that ``architectures`` of a config names: a head's name, "base", or None."""
+def head_of(family: Family, architectures: object, wanted: str | None = None) -> str | None:
+    """Return the task that ``architectures`` of a config names: a head's name, "base", or None.
+
+    Args:
+        family: whose classes.
+        architectures: of ``config.json``.
+        wanted: the task to take where a class can be read as several.
+    """
     name = class_of(architectures)
     if name is None:
         return None
+    suffix = name.removeprefix(family.class_prefix) if name.startswith(family.class_prefix) else None
+    named = [names.name for names in HEAD_NAMES if names.hf_suffix == suffix]
+    held = [head for head in named if head == "base" or head in family.heads]
+    if wanted in held:
+        return wanted
     if name in family.pretraining:
         return family.pretraining[name]
-    if not name.startswith(family.class_prefix):
-        return None
-    suffix = name[len(family.class_prefix) :]
-    return next((names.name for names in HEAD_NAMES if names.hf_suffix == suffix), None)
+    # A suffix that several tasks share says nothing of a family that has none of them.
+    return held[0] if held else named[0] if len(named) == 1 else None
 
 
 def class_of(architectures: object) -> str | None:
@@ -280,7 +291,7 @@ def plan_load(
         if ours is None:
             report.ignored[name] = names.reason(canonical) or "not used"
             continue
-        if ours.startswith("head.") and not own_head:
+        if ours.startswith(_HEAD) and not own_head:
             report.ignored[name] = f"written for the {source_head} head, and this is {head}"
             continue
         if tensor.dtype not in FLOATS:
@@ -321,15 +332,15 @@ def plan_load(
     covered = {tie.also for tie in ties}
     found = placed.keys() | covered | fresh | misfits
     missing = [ours for ours in targets if ours not in found]
-    head_names = [ours for ours in targets if ours.startswith("head.") and ours not in covered]
+    head_names = [ours for ours in targets if ours.startswith(_HEAD) and ours not in covered]
     no_head = own_head is False or (source_head is None and not any(ours in placed for ours in head_names))
     for ours in missing:
-        group = "head." if ours.startswith("head.") else "pooler." if ours.startswith("pooler.") else None
+        group = _HEAD if ours.startswith(_HEAD) else "pooler." if ours.startswith("pooler.") else None
         whole = group is not None and not any(
             name in placed for name in targets if name.startswith(group) and name not in covered
         )
         # A part that the file was never written with may start fresh; half of one may not.
-        if (group == "head." and whole and no_head) or (group == "pooler." and whole and source_head != head):
+        if (group == _HEAD and whole and no_head) or (group == "pooler." and whole and source_head != head):
             fresh.add(ours)
         else:
             problems["missing"].append(f"{key_map.theirs(ours)} {list(targets[ours])}")

@@ -12,8 +12,12 @@ from torch import Tensor
 __all__ = [
     "BaseOutput",
     "MaskedLMOutput",
+    "MultipleChoiceOutput",
+    "NextSentenceOutput",
     "Output",
+    "PretrainingOutput",
     "QuestionAnsweringOutput",
+    "ReplacedTokensOutput",
     "SequenceClassificationOutput",
     "TokenClassificationOutput",
 ]
@@ -97,6 +101,48 @@ class QuestionAnsweringOutput(Output):
 @dataclass
 class MaskedLMOutput(Output):
     """Scores of every word at every token ``(batch, seq, vocab)``; ``loss`` is a scalar when labels were given."""
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
+
+
+@dataclass
+class MultipleChoiceOutput(Output):
+    """A score of every choice ``(batch, choices)``; ``loss`` is a scalar when labels were given."""
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
+
+
+@dataclass
+class NextSentenceOutput(Output):
+    """Scores that the second text follows and that it does not, ``(batch, 2)``; ``loss`` when labels were given."""
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
+
+
+@dataclass
+class PretrainingOutput(Output):
+    """Scores of every word at every token, and of how two texts belong together under the name their family gives."""
+
+    loss: Tensor | None = None
+    prediction_logits: Tensor | None = None
+    seq_relationship_logits: Tensor | None = None
+    sop_logits: Tensor | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
+
+
+@dataclass
+class ReplacedTokensOutput(Output):
+    """The score of every token to have been replaced ``(batch, seq)``; ``loss`` is a scalar when labels were given."""
 
     loss: Tensor | None = None
     logits: Tensor | None = None

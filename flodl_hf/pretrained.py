@@ -246,7 +246,7 @@ def plan_folder(
         graph = build_graph(config, head, pooler=pooler)
     spec = None if head == "base" else config.family.heads[head]
     architectures = config.source.get("architectures")
-    written = head_of(config.family, architectures)
+    written = head_of(config.family, architectures, head)
     custom = None if written else class_of(architectures)
     plan = plan_load(
         config.family,

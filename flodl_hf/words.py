@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ANSWER",
+    "CHOICES",
     "CLASSES",
     "CONFIG",
     "EMBED",
@@ -27,6 +28,7 @@ __all__ = [
     "ENTITIES",
     "LOAD",
     "MASKS",
+    "PAIRS",
     "RERANK",
     "SAVE",
     "TOKENIZER",
@@ -271,6 +273,8 @@ ANSWER = {
     "max_question_len": Word(reason="questions are never cut", harmless=(None, 64)),
 }
 MASKS = {**_RUN, **_TEXTS}
+CHOICES = {**_RUN, "inputs": Word("items")}
+PAIRS = {**_RUN, "inputs": Word("pairs"), "sentences": Word("pairs")}
 EMBED = {
     **_RUN,
     **_TEXTS,

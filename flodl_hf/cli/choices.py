@@ -30,10 +30,18 @@ class HeadWord(StrEnum):
     tokcls = "tokcls"
     qa = "qa"
     mlm = "mlm"
+    choice = "choice"
+    nsp = "nsp"
+    pretrain = "pretrain"
+    replaced = "replaced"
     sequence_classification = "sequence_classification"
     token_classification = "token_classification"
     question_answering = "question_answering"
     masked_lm = "masked_lm"
+    multiple_choice = "multiple_choice"
+    next_sentence = "next_sentence"
+    pretraining = "pretraining"
+    replaced_tokens = "replaced_tokens"
 
 
 class PrecisionWord(StrEnum):

@@ -12,7 +12,7 @@ Here a block is stored once, as ``layers.{k}``, however often the stack applies 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -124,8 +124,6 @@ MASKED_LM_KEYS = (
 IGNORED = (
     Ignored("albert.embeddings.position_ids",   "positions are counted, not stored"),
     Ignored("albert.embeddings.token_type_ids", "zeros are made when needed"),
-    Ignored("sop_classifier.classifier.weight", "sentence-order prediction is not one of the heads"),
-    Ignored("sop_classifier.classifier.bias",   "sentence-order prediction is not one of the heads"),
 )
 # fmt: on
 
@@ -157,6 +155,13 @@ def encoder(c: AlbertConfig) -> Graph:
     return chain(embeddings, layers, projection=nn.Linear(c.embedding_size, c.hidden_size))
 
 
+MASKED_LM = FamilyHead(
+    body=lambda c, _: bodies.lm(c.hidden_size, c.embedding_size, c.vocab_size, c.activation, c.norm_eps),
+    keys=MASKED_LM_KEYS,
+    ties=(Tie("encoder.embeddings.word.weight", "head.decoder.weight"),),
+    aliases=(("predictions.decoder.bias", "predictions.bias"),),
+)
+
 HEADS = {
     "sequence_classification": FamilyHead(
         body=lambda c, labels: bodies.linear(c.hidden_size, labels, c.classifier_dropout or 0.0),
@@ -175,11 +180,17 @@ HEADS = {
         body=lambda c, labels: bodies.linear(c.hidden_size, labels, None, name="spans"),
         keys=(KeyRow("head.spans", "qa_outputs"),),
     ),
-    "masked_lm": FamilyHead(
-        body=lambda c, _: bodies.lm(c.hidden_size, c.embedding_size, c.vocab_size, c.activation, c.norm_eps),
-        keys=MASKED_LM_KEYS,
-        ties=(Tie("encoder.embeddings.word.weight", "head.decoder.weight"),),
-        aliases=(("predictions.decoder.bias", "predictions.bias"),),
+    "masked_lm": MASKED_LM,
+    "multiple_choice": FamilyHead(
+        body=lambda c, _: bodies.linear(c.hidden_size, 1, c.classifier_dropout or 0.0),
+        keys=(KeyRow("head.classifier", "classifier"),),
+        pooled=True,
+    ),
+    "pretraining": replace(
+        MASKED_LM,
+        keys=(*MASKED_LM_KEYS, KeyRow("relation.classifier", "sop_classifier.classifier")),
+        relation=lambda c, labels: bodies.Relation(c.hidden_size, labels, c.classifier_dropout or 0.0),
+        relation_output="sop_logits",
     ),
 }
 

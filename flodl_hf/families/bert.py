@@ -9,7 +9,7 @@ The encoder that the shared parts are modelled on; it departs from them in nothi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flodl.graph import Graph
 from flodl_hf import bodies
@@ -98,8 +98,6 @@ MASKED_LM_KEYS = (
 IGNORED = (
     Ignored("bert.embeddings.position_ids",   "positions are counted, not stored"),
     Ignored("bert.embeddings.token_type_ids", "zeros are made when needed"),
-    Ignored("cls.seq_relationship.weight",    "next-sentence prediction is not one of the heads"),
-    Ignored("cls.seq_relationship.bias",      "next-sentence prediction is not one of the heads"),
 )
 # fmt: on
 
@@ -122,6 +120,13 @@ def classifier_dropout(c: BertConfig) -> float:
     return c.hidden_dropout if c.classifier_dropout is None else c.classifier_dropout
 
 
+MASKED_LM = FamilyHead(
+    body=lambda c, _: bodies.lm(c.hidden_size, c.hidden_size, c.vocab_size, c.activation, c.norm_eps),
+    keys=MASKED_LM_KEYS,
+    ties=(Tie("encoder.embeddings.word.weight", "head.decoder.weight"),),
+    aliases=(("cls.predictions.decoder.bias", "cls.predictions.bias"),),
+)
+
 HEADS = {
     "sequence_classification": FamilyHead(
         body=lambda c, labels: bodies.linear(c.hidden_size, labels, classifier_dropout(c)),
@@ -138,11 +143,21 @@ HEADS = {
         body=lambda c, labels: bodies.linear(c.hidden_size, labels, None, name="spans"),
         keys=(KeyRow("head.spans", "qa_outputs"),),
     ),
-    "masked_lm": FamilyHead(
-        body=lambda c, _: bodies.lm(c.hidden_size, c.hidden_size, c.vocab_size, c.activation, c.norm_eps),
-        keys=MASKED_LM_KEYS,
-        ties=(Tie("encoder.embeddings.word.weight", "head.decoder.weight"),),
-        aliases=(("cls.predictions.decoder.bias", "cls.predictions.bias"),),
+    "masked_lm": MASKED_LM,
+    "multiple_choice": FamilyHead(
+        body=lambda c, _: bodies.linear(c.hidden_size, 1, classifier_dropout(c)),
+        keys=(KeyRow("head.classifier", "classifier"),),
+        pooled=True,
+    ),
+    "next_sentence": FamilyHead(
+        body=lambda c, _: bodies.linear(c.hidden_size, 2, None),
+        keys=(KeyRow("head.classifier", "cls.seq_relationship"),),
+        pooled=True,
+    ),
+    "pretraining": replace(
+        MASKED_LM,
+        keys=(*MASKED_LM_KEYS, KeyRow("relation.classifier", "cls.seq_relationship")),
+        relation=lambda c, _: bodies.Relation(c.hidden_size, 2),
     ),
 }
 

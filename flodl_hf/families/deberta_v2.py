@@ -414,6 +414,7 @@ HEADS = {
         aliases=(("cls.predictions.decoder.bias", "cls.predictions.bias"),),
     ),
 }
+HEADS["multiple_choice"] = HEADS["sequence_classification"].scoring_choices()
 
 TOKENIZER = FamilyTokenizer(
     special={

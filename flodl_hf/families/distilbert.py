@@ -149,6 +149,7 @@ HEADS = {
         ties=(Tie("encoder.embeddings.word.weight", "head.decoder.weight"),),
     ),
 }
+HEADS["multiple_choice"] = HEADS["sequence_classification"].scoring_choices()
 
 CHECKPOINTS = {
     "base": "distilbert/distilbert-base-uncased",

@@ -4,6 +4,7 @@ BERT's encoder, trained to tell replaced words from the text's own. It departs f
 
 * words, positions and token types may be narrower than states; a projection then widens them;
 * there is no pooler: classification reads the first token through a projection and GELU of its own;
+* replaced tokens are the discriminator's, whose head is a projection, an activation and one score a token;
 * masked words are the generator's, whose head narrows back to the width of its words.
 """
 
@@ -13,9 +14,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from flodl.graph import Graph
+from flodl.errors import ConfigError
+from flodl.graph import FlowBuilder, Graph
 from flodl_hf import bodies
-from flodl_hf.config_rows import Inert, Row, count
+from flodl_hf.activations import Activation
+from flodl_hf.config_rows import Row, activation, boolean, count, fraction, one_of, optional
 from flodl_hf.encoder import Embeddings, bert_block, chain, stack
 from flodl_hf.families import bert
 from flodl_hf.family import FamilyHead, Ignored
@@ -30,14 +33,24 @@ class ElectraConfig(bert.BertConfig):
 
     embedding_size: int = 128
     """Width of the word, position and token type tables."""
+    summary: str = "first"
+    """Which state multiple choice reads of a text."""
+    summary_projection: bool = True
+    """Whether multiple choice projects it before it scores."""
+    summary_activation: str | None = "gelu"
+    """Name of the activation after that projection; None for none."""
+    summary_dropout: float = 0.1
+    """Probability of dropping a value before multiple choice scores, in [0, 1)."""
 
 
 # fmt: off
-CONFIG = (*bert.CONFIG, Row("embedding_size", "embedding_size", count(), 128))
-
-INERT = tuple(
-    Inert(key, "multiple choice is not one of the heads")
-    for key in ("summary_type", "summary_use_proj", "summary_activation", "summary_last_dropout")
+CONFIG = (
+    *bert.CONFIG,
+    Row("embedding_size",     "embedding_size",       count(), 128),
+    Row("summary",            "summary_type",         one_of("first", "last", "mean", "cls_index", "attn"), "first"),
+    Row("summary_projection", "summary_use_proj",     boolean(), True),
+    Row("summary_activation", "summary_activation",   optional(activation()), "gelu"),
+    Row("summary_dropout",    "summary_last_dropout", fraction(), 0.1),
 )
 
 KEYS = (
@@ -53,14 +66,9 @@ MASKED_LM_KEYS = (
     KeyRow("head.decoder",    "generator_lm_head"),
 )
 
-_REPLACED = "telling replaced words is not one of the heads"
 IGNORED = (
     Ignored("electra.embeddings.position_ids",   "positions are counted, not stored"),
     Ignored("electra.embeddings.token_type_ids", "zeros are made when needed"),
-    *(
-        Ignored(f"discriminator_predictions.{part}.{leaf}", _REPLACED)
-        for part in ("dense", "dense_prediction") for leaf in ("weight", "bias")
-    ),
 )
 # fmt: on
 
@@ -81,6 +89,33 @@ def _classification(c: ElectraConfig, num_labels: int) -> Graph:
     return bodies.first_token_mlp(c.hidden_size, num_labels, dropout_in=dropout, activation="gelu", dropout_out=dropout)
 
 
+def _choices(c: ElectraConfig, _: int) -> Graph:
+    if c.summary != "first":
+        raise ConfigError(
+            f"summary_type: found {c.summary!r}; expected 'first': other states of a filled row depend on the rows "
+            "beside it. Correct config.json if the model was trained with the first token's state.",
+            problems=["summary_type"],
+        )
+    flow = bodies.pooled("cls")
+    if c.summary_projection:
+        flow = flow.through(nn.Linear(c.hidden_size, c.hidden_size), name="dense")
+    if c.summary_activation is not None:
+        flow = flow.through(Activation(c.summary_activation), name="activation")
+    flow = flow.through(nn.Dropout(c.summary_dropout), name="dropout")
+    return flow.through(nn.Linear(c.hidden_size, 1), name="classifier").build()
+
+
+def _replaced(c: ElectraConfig, _: int) -> Graph:
+    return (
+        FlowBuilder(nn.Linear(c.hidden_size, c.hidden_size), name="dense")
+        .input("layout")
+        .through(Activation(c.activation), name="activation")
+        .through(nn.Linear(c.hidden_size, 1), name="classifier")
+        .through(bodies.Squeezed(), name="squeezed")
+        .build()
+    )
+
+
 HEADS = {
     "sequence_classification": FamilyHead(
         body=_classification,
@@ -98,6 +133,22 @@ HEADS = {
         keys=MASKED_LM_KEYS,
         ties=(Tie("encoder.embeddings.word.weight", "head.decoder.weight"),),
     ),
+    "multiple_choice": FamilyHead(
+        body=_choices,
+        keys=(
+            KeyRow("head.dense", "sequence_summary.summary"),
+            KeyRow("head.activation", "sequence_summary.activation"),
+            KeyRow("head.classifier", "classifier"),
+        ),
+    ),
+    "replaced_tokens": FamilyHead(
+        body=_replaced,
+        keys=(
+            KeyRow("head.dense", "discriminator_predictions.dense"),
+            KeyRow("head.activation", "discriminator_predictions.activation"),
+            KeyRow("head.classifier", "discriminator_predictions.dense_prediction"),
+        ),
+    ),
 }
 
 CHECKPOINTS = {
@@ -108,8 +159,8 @@ CHECKPOINTS = {
 }
 
 FAMILY = bert.FAMILY.renamed(
-    "electra", "Electra", base_prefix="electra", config=ElectraConfig, rows=CONFIG, inert=INERT, keys=KEYS,
-    ignored=IGNORED, encoder=encoder, pooler=None, heads=HEADS, pretraining={"ElectraForPreTraining": "base"},
+    "electra", "Electra", base_prefix="electra", config=ElectraConfig, rows=CONFIG, keys=KEYS,
+    ignored=IGNORED, encoder=encoder, pooler=None, heads=HEADS, pretraining={},
     tiny={"base": {"embedding_size": 16}, "one width": {"embedding_size": 32}}, real={"base": {"embedding_size": 768}},
     checkpoints=CHECKPOINTS,
 )  # fmt: skip

@@ -113,6 +113,8 @@ CONFIG = (
 )
 
 INERT = (
+    *(Inert(f"{role}_token", "the tokenizer's files say it") for role in ("bos", "eos", "pad", "mask")),
+    Inert("hidden_dropout", "its layers drop no states"),
     Inert("pretraining_tp", "how the reference may cut its products"),
 )
 

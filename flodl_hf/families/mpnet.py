@@ -130,6 +130,7 @@ HEADS = {
     ),
     "question_answering": bert.HEADS["question_answering"],
     "masked_lm": roberta.HEADS["masked_lm"],
+    "multiple_choice": roberta.HEADS["multiple_choice"],
 }
 
 TOKENIZER = replace(

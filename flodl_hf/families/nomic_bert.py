@@ -45,7 +45,8 @@ GATES = {"swiglu": "silu", "geglu": "gelu", "glu": "sigmoid"}
 
 
 def _longest(fields: dict[str, int]) -> int:
-    return fields["trained_positions"]
+    # Absent where the key is judged beside another family's settings.
+    return fields.get("trained_positions", 2048)
 
 
 # fmt: off

@@ -90,6 +90,11 @@ HEADS = {
         ties=(Tie("encoder.embeddings.word.weight", "head.decoder.weight"),),
         aliases=(("lm_head.decoder.bias", "lm_head.bias"),),
     ),
+    "multiple_choice": FamilyHead(
+        body=lambda c, _: bodies.linear(c.hidden_size, 1, c.hidden_dropout),
+        keys=(KeyRow("head.classifier", "classifier"),),
+        pooled=True,
+    ),
 }
 
 TOKENIZER = FamilyTokenizer(

@@ -3,7 +3,11 @@
 from flodl_hf.heads import (
     base,
     masked_lm,
+    multiple_choice,
+    next_sentence,
+    pretraining,
     question_answering,
+    replaced_tokens,
     sequence_classification,
     token_classification,
 )
@@ -17,4 +21,8 @@ HEADS: tuple[Head, ...] = (
     token_classification.HEAD,
     question_answering.HEAD,
     masked_lm.HEAD,
+    multiple_choice.HEAD,
+    next_sentence.HEAD,
+    pretraining.HEAD,
+    replaced_tokens.HEAD,
 )

@@ -76,6 +76,13 @@ def _vocabulary() -> Tokenizer:
     return learn_vocabulary()
 
 
+def _as_choices(batch: AwkwardBatch) -> AwkwardBatch:
+    """Return a batch with its rows as choices: two of each prompt where they come out even, else of one prompt."""
+    rows = len(batch.inputs["input_ids"])
+    choices = 2 if rows > 2 and rows % 2 == 0 else rows
+    return AwkwardBatch(batch.name, {key: value.unflatten(0, (-1, choices)) for key, value in batch.inputs.items()})
+
+
 @dataclass
 class Bench:
     """The two sides of a cell. Use as a context manager: what it writes is removed at the end.
@@ -115,7 +122,7 @@ class Bench:
         from flodl_hf.parity.reference import make_checkpoint
 
         settings = settings_of(self.cell.record, self.size, self.cell.variant)
-        settings["num_labels"] = 2 if self.cell.head == "question_answering" else NUM_LABELS
+        settings["num_labels"] = 2 if self.cell.head in ("question_answering", "pretraining") else NUM_LABELS
         # Real sizes keep the published initialisation, tiny ones are spread out so that nothing is near zero.
         folder = make_checkpoint(
             self.room / "source", self.cell.architecture, settings, seed=self.seed,
@@ -149,14 +156,15 @@ class Bench:
         return self.load_theirs()
 
     def batches(self) -> Iterator[AwkwardBatch]:
-        """Yield the awkward batches of this model."""
-        return awkward_batches(self.ours.config, seed=self.seed, longest=48 if self.size == "tiny" else 24)
+        """Yield the awkward batches of this model; rows stand for choices where it scores those."""
+        batches = awkward_batches(self.ours.config, seed=self.seed, longest=48 if self.size == "tiny" else 24)
+        return map(_as_choices, batches) if self.cell.head == "multiple_choice" else batches
 
     def labels(self, inputs: dict[str, Tensor], step: int = 0) -> dict[str, Tensor]:
         """Return labels that fit a batch, as keyword arguments of both sides; nothing for the encoder alone."""
         generator = torch.Generator().manual_seed(self.seed * 1000 + step)
         ids, mask = inputs["input_ids"], inputs["attention_mask"].bool()
-        rows, width = ids.shape
+        rows, width = ids.shape[:2]
         if self.cell.head == "sequence_classification":
             return {"labels": torch.randint(0, NUM_LABELS, (rows,), generator=generator)}
         if self.cell.head == "question_answering":
@@ -166,9 +174,20 @@ class Bench:
             return {"start_positions": start, "end_positions": (start + 1).clamp(max=width + 3)}
         if self.cell.head == "base":
             return {}
+        if self.cell.head == "multiple_choice":
+            return {"labels": torch.randint(0, width, (rows,), generator=generator)}
+        if self.cell.head == "next_sentence":
+            return {"labels": torch.randint(0, 2, (rows,), generator=generator)}
+        if self.cell.head == "replaced_tokens":
+            return {"labels": torch.randint(0, 2, ids.shape, generator=generator)}
+        pairs: dict[str, Tensor] = {}
+        if self.cell.head == "pretraining":
+            ordered = self.cell.record.heads["pretraining"].relation_output == "sop_logits"
+            word = "sentence_order_label" if ordered else "next_sentence_label"
+            pairs = {word: torch.randint(0, 2, (rows,), generator=generator)}
         classes = NUM_LABELS if self.cell.head == "token_classification" else self.ours.config.encoder.vocab_size
         chosen = torch.randint(0, classes, ids.shape, generator=generator)
-        return {"labels": torch.where(mask, chosen, -100)}
+        return {"labels": torch.where(mask, chosen, -100)} | pairs
 
     def loss(self, output: Any, labels: dict[str, Tensor]) -> Tensor:
         """Return the loss of either side's output; for the encoder alone a sum of squares."""

@@ -132,6 +132,7 @@ def layouts(bench: Bench) -> Evidence:
     """A row in a filled batch, alone, and packed among others."""
     model = bench.ours
     batch = next(b for b in bench.batches() if b.name == "mixed lengths").inputs
+    batch = {key: value.flatten(0, -2) for key, value in batch.items()}  # a choice is a row
     lengths = batch["attention_mask"].sum(1).tolist()
     rows = [batch["input_ids"][i, :n] for i, n in enumerate(lengths)]
     layout = Packed.of(lengths)
@@ -151,7 +152,7 @@ def layouts(bench: Bench) -> Evidence:
 def _scores(output: Any) -> Tensor:
     if "start_logits" in output:
         return torch.stack([output["start_logits"], output["end_logits"]], -1)
-    return output["logits"] if "logits" in output else output["last_hidden_state"]
+    return next(output[name] for name in ("logits", "prediction_logits", "last_hidden_state") if name in output)
 
 
 def train_mode(bench: Bench) -> Evidence:
@@ -166,10 +167,11 @@ def train_mode(bench: Bench) -> Evidence:
     torch.manual_seed(7)
     found = bench.loss(ours(**batch, **labels), labels)
     found.backward()
-    # The bias of question answering moves all scores of a row alike: its true gradient is zero.
+    # The bias of spans, or of choices, moves all scores that are compared alike: its true gradient is zero.
+    alike = {"question_answering": "head.spans.bias", "multiple_choice": "head.classifier.bias"}.get(bench.cell.head)
     without = [
         name for name, p in ours.graph.named_parameters()
-        if p.grad is None or not (bool(p.grad.any()) or name == "head.spans.bias")
+        if p.grad is None or not (bool(p.grad.any()) or name == alike)
     ]  # fmt: skip
     if without:
         return Evidence("train mode", "fail", f"{len(without)} tensors get no gradient", None, without[0])
@@ -295,6 +297,8 @@ def _row_scores(theirs: Any, ours: Any, row: Any) -> Tensor:
     }
     if ours.config.uses_token_types and ours.tokenizer.settings.type_ids:
         inputs["token_type_ids"] = torch.tensor([list(row.type_ids)])
+    if ours.head == "multiple_choice":
+        inputs = {key: value[None] for key, value in inputs.items()}
     with torch.no_grad():
         return _scores(dict(theirs(**inputs).items()))[0]
 
@@ -320,7 +324,16 @@ def _decode(model: Any, head: str, scores: Callable[[list[Any]], list[Tensor]] |
                 ([(a.start, a.end) for a in found], [a.score for a in found])
                 for found in model.answer_batch(pairs, top_k=2)
             ]
-        if head == "masked_lm":
+        if head == "multiple_choice":
+            items = [(text, ["Who was late?", *TEXTS[:2]]) for text in TEXTS]
+            return [([c.index for c in found], [c.score for c in found]) for found in model.predict(items)]
+        if head == "next_sentence":
+            pairs = [("Who was late?", text) for text in TEXTS]
+            return [([c.label for c in found], [c.score for c in found]) for found in model.predict(pairs)]
+        if head == "replaced_tokens":
+            found = model.predict(TEXTS, replaced_only=False)
+            return [([(e.label, e.start, e.end) for e in es], [e.score for e in es]) for es in found]
+        if head in ("masked_lm", "pretraining"):
             masked = [f"[MASK] {text} [MASK]" for text in TEXTS]
             results = [[fill for mask in found for fill in mask] for found in model.fill_mask(masked, top_k=3)]
             return [([f.token_ids for f in found], [f.score for f in found]) for found in results]

@@ -151,6 +151,10 @@ _USER_CLASSES = {
     "token_classification": "AutoModelForTokenClassification",
     "question_answering": "AutoModelForQuestionAnswering",
     "masked_lm": "AutoModelForMaskedLM",
+    "multiple_choice": "AutoModelForMultipleChoice",
+    "next_sentence": "AutoModelForNextSentencePrediction",
+    "pretraining": "AutoModelForPreTraining",
+    "replaced_tokens": "AutoModelForPreTraining",
 }
 
 

@@ -17,7 +17,7 @@ from flodl_hf.layout import Layout, Padded
 if TYPE_CHECKING:
     from flodl.graph import Graph
 
-__all__ = ["BestAt", "Pooled", "Scores", "ScoresAt", "States", "Work", "encoded", "scored"]
+__all__ = ["BestAt", "Pooled", "Related", "Scores", "ScoresAt", "States", "Work", "encoded", "scored"]
 
 
 def encoded(graph: Graph, ids: Tensor, types: Tensor | None, layout: Layout) -> Tensor:
@@ -89,6 +89,19 @@ class Pooled:
 
 
 @dataclass(frozen=True)
+class Related:
+    """How two texts belong together, by the head that stands beside a masked-word head."""
+
+    per_text: bool = True
+
+    def __call__(self, graph: Graph, ids: Tensor, types: Tensor | None, layout: Layout, at: Tensor | None) -> Tensor:
+        """Return ``(texts, labels)``."""
+        states = encoded(graph, ids, types, layout)
+        pooled = graph.get_submodule("pooler")(states, layout=layout)
+        return graph.get_submodule("relation")(states, pooled)
+
+
+@dataclass(frozen=True)
 class ScoresAt:
     """The head's scores at chosen tokens; for the others they are never computed."""
 
@@ -121,7 +134,7 @@ class BestAt(ScoresAt):
         return torch.cat([scores, index.float(), torch.isfinite(found).all(1, keepdim=True).float()], 1)
 
 
-Work = Scores | States | Pooled | ScoresAt
+Work = Scores | States | Pooled | Related | ScoresAt
 
 
 def _flat(values: Tensor, layout: Layout) -> Tensor:

@@ -113,7 +113,7 @@ class _Taken(nn.Module):
 def _finish_first_tokens(graph: Graph) -> None:
     """Let the last layer finish first tokens alone, where a classifier reads no others and a table runs it."""
     parts = dict(graph.named_children())
-    if "head" not in parts:
+    if "head" not in parts or "relation" in parts:  # beside which a head reads every token
         return
     reader = parts.get("pooler", parts["head"])
     layers = dict(graph.get_submodule("encoder").named_children()).get("layers")

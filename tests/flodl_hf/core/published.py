@@ -239,8 +239,8 @@ PUBLISHED: dict[str, tuple[Config, str]] = {
     "protectai/deberta-v3-base-prompt-injection-v2": (DEBERTA_TUNED | arch("DebertaV2ForSequenceClassification") | labels("SAFE", "INJECTION") | {"problem_type": "single_label_classification"}, "seqcls"),
     "deepset/deberta-v3-base-squad2": (DEBERTA_TUNED | arch("DebertaV2ForQuestionAnswering") | {"summary_type": "first"}, "qa"),
     # --- ELECTRA -------------------------------------------------------------------------------------
-    "google/electra-base-discriminator": (ELECTRA | arch("ElectraForPreTraining"), "base"),
-    "google/electra-small-discriminator": (ELECTRA | sizes(256, 12, 4, 1024) | arch("ElectraForPreTraining") | {"embedding_size": 128}, "base"),
+    "google/electra-base-discriminator": (ELECTRA | arch("ElectraForPreTraining"), "replaced"),
+    "google/electra-small-discriminator": (ELECTRA | sizes(256, 12, 4, 1024) | arch("ElectraForPreTraining") | {"embedding_size": 128}, "replaced"),
     "google/electra-small-generator": (ELECTRA | sizes(256, 12, 4, 1024) | arch("ElectraForMaskedLM") | {"embedding_size": 128}, "mlm"),
     "deepset/electra-base-squad2": (ELECTRA_TUNED | arch("ElectraForQuestionAnswering"), "qa"),
     "cross-encoder/ms-marco-electra-base": (ELECTRA_TUNED | arch("ElectraForSequenceClassification") | labels("LABEL_0") | CROSS, "seqcls"),

@@ -102,7 +102,9 @@ def test_half_precision_is_finite_and_near(make: Make, model_type: str, head: st
 
 @cells
 def test_a_loaded_model_is_the_saved_one(make: Make, saved: Callable[..., Path], model_type: str, head: str) -> None:
-    model, again = make(model_type, head), load(saved(model_type, head))
+    # A class that stands for two tasks is read as the one that more people want.
+    named = head if head == "pretraining" else "auto"
+    model, again = make(model_type, head), load(saved(model_type, head), head=named)
     assert type(again) is head_named(head).model
     ours, theirs = model.graph.state_dict(), again.graph.state_dict()
     assert ours.keys() == theirs.keys()

@@ -249,6 +249,10 @@ def ask(model: EncoderModel, **run: Any) -> list[Any]:
         return anyone.fill_mask([f"{text} [MASK]" for text in TEXTS], **run)
     if model.head == "base":
         return anyone.embed(TEXTS, **run).tolist()
+    if model.head == "multiple_choice":
+        return anyone.predict([(text, ["a cat sat", "a dog"]) for text in TEXTS if text], **run)
+    if model.head in ("next_sentence", "pretraining"):
+        return anyone.predict([("a cat sat", text) for text in TEXTS if text], **run)
     return anyone.predict(TEXTS, **run)
 
 
@@ -258,7 +262,7 @@ def scores_in(found: Any) -> list[float]:
     return [found] if isinstance(found, float) else [found.score]
 
 
-@pytest.mark.parametrize("head", [h.name for h in HEADS])
+@pytest.mark.parametrize("head", [h.name for h in HEADS if h.name != "replaced_tokens"])
 def test_every_task_takes_the_keywords_and_the_models_own(make: Make, head: str) -> None:
     model = make("bert", head)
     expected = scores_in(ask(model))

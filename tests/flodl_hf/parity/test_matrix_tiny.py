@@ -22,6 +22,9 @@ BITWISE = ("forward", "train_mode", "gradients", "training_steps", "reload")
 
 # Families whose cells are run whole by `make test-slow`; quick runs take these heads of their first variant.
 QUICK_HEADS = ("sequence_classification", "masked_lm")
+RARE_HEADS = {
+    "multiple_choice": "distilbert", "next_sentence": "bert", "pretraining": "bert", "replaced_tokens": "electra",
+}  # fmt: skip
 FIRST = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "albert", "deberta-v2")
 
 
@@ -32,6 +35,8 @@ def cells() -> list[Any]:
         if (cell.head != "base" and cell.head not in cell.record.heads) or not cell.record.tiny:
             continue
         quick = cell.family in FIRST or (cell.variant == "base" and cell.head in QUICK_HEADS)
+        if cell.head in RARE_HEADS:
+            quick = (cell.head, cell.family, cell.variant) in [(*quick, "base") for quick in RARE_HEADS.items()]
         found.append(pytest.param(cell, id=cell.name, marks=() if quick else pytest.mark.slow))
     return found
 

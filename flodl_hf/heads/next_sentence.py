@@ -1,0 +1,124 @@
+"""Whether one text follows another.
+
+Transformers' class: ``BertForNextSentencePrediction``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Unpack
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from flodl_hf import head_names
+from flodl_hf.errors import PredictError
+from flodl_hf.heads.head import Head
+from flodl_hf.heads.scoring import ScoringModel
+from flodl_hf.losses import check_labels
+from flodl_hf.outputs import NextSentenceOutput
+from flodl_hf.words import PAIRS, taking
+
+if TYPE_CHECKING:
+    from flodl_hf.model import EncoderModel
+    from flodl_hf.runtime import RunKeywords
+    from flodl_hf.runtime.engine import Pending
+    from flodl_hf.runtime.inputs import Encoded
+    from flodl_hf.runtime.passes import Work
+
+__all__ = ["FOLLOWS", "HEAD", "NextSentence", "judged"]
+
+FOLLOWS = ("follows", "other")
+"""What the two scores stand for: the second text comes after the first, or it comes from elsewhere."""
+
+
+class NextSentence(ScoringModel):
+    """An encoder that tells whether a second text follows the first; logits are ``(batch, 2)``."""
+
+    head: ClassVar[str] = "next_sentence"
+    per_text: ClassVar[bool] = True
+    output = NextSentenceOutput
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the mean loss, a scalar.
+
+        Args:
+            logits: ``(batch, 2)``.
+            labels: 0 where the second text follows, 1 where it does not, ``(batch,)``.
+        """
+        check_labels(labels, 2)
+        return F.cross_entropy(logits.view(-1, 2), labels.to(logits.device).view(-1))
+
+    @taking(PAIRS)
+    def predict(
+        self,
+        pairs: tuple[str, str] | Iterable[tuple[str, str]],
+        *,
+        strict: bool = False,
+        untrained: bool = False,
+        **run: Unpack[RunKeywords],
+    ) -> Any:
+        """Return for each pair the probabilities that its second text "follows" and that it does not ("other").
+
+        A pair too long for the model is read in windows of its second text, and scores are the mean of theirs,
+        weighted by their tokens.
+
+        Args:
+            pairs: ``(first, second)``, or several in a list; an iterator gives an iterator.
+            strict: raise on a pair that does not fit into one window.
+            untrained: predict although parts of the model hold random values.
+            **run: how to run (``precision``, ``devices``, ``batch_invariant``, ``token_budget``, ...), see
+                `flodl_hf.runtime.RunOptions`; what is not given is as `runtime` set it.
+
+        Raises:
+            PredictError: what is given are no pairs, or the model has no tokenizer or an untrained head.
+        """
+        from flodl_hf.runtime.passes import Scores
+
+        return judged(self, pairs, Scores(True), FOLLOWS, strict=strict, untrained=untrained, run=run)
+
+
+def judged(
+    model: EncoderModel, pairs: Any, work: Work, labels: Sequence[str], *, strict: bool, untrained: bool,
+    run: RunKeywords,
+) -> Any:  # fmt: skip
+    """Return labels with probabilities of pairs; see `NextSentence.predict`.
+
+    Args:
+        model: whose.
+        pairs: one pair, or several.
+        work: what scores them.
+        labels: what the scores stand for.
+        strict: raise on a pair that does not fit into one window.
+        untrained: answer although parts of the model hold random values.
+        run: how to run.
+
+    Raises:
+        PredictError: what is given are no pairs.
+    """
+    from flodl_hf.decode import decode_classes
+    from flodl_hf.results import Labels
+    from flodl_hf.runtime import Session
+    from flodl_hf.runtime.inputs import encode, split_pairs
+
+    tokenizer = model.ready("predict", untrained=untrained)
+    single = isinstance(pairs, tuple) and len(pairs) == 2 and all(isinstance(text, str) for text in pairs)
+
+    def encoded(chunk: list[Any]) -> Encoded:
+        first, second = split_pairs(chunk, "predict")
+        if second is None:
+            raise PredictError("predict: found single texts; expected pairs (first, second)")
+        return encode(tokenizer, first, second, max_tokens=model.max_tokens, strict=strict)
+
+    def finish(chunk: list[Any], found: Encoded, scores: Pending) -> list[Any]:
+        return decode_classes(
+            scores.stacked(), labels, owners=found.owners, weights=found.counts, texts=len(chunk),
+            problem_type="single_label_classification",
+        )  # fmt: skip
+
+    if isinstance(pairs, str):
+        raise PredictError("predict: found a string; expected a pair (first, second), or several in a list")
+    return Session(model, run).answer(pairs, encoded, work, finish, single=single, kind=Labels)
+
+
+HEAD = Head(head_names.NEXT_SENTENCE, NextSentence)

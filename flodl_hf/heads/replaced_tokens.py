@@ -1,0 +1,134 @@
+"""Which tokens of a text were replaced by others.
+
+Transformers' class: ``ElectraForPreTraining``, the discriminator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Unpack
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from flodl_hf import head_names
+from flodl_hf.heads.head import Head
+from flodl_hf.heads.scoring import ScoringModel
+from flodl_hf.outputs import ReplacedTokensOutput
+from flodl_hf.words import MASKS, taking
+
+if TYPE_CHECKING:
+    from flodl_hf.runtime import RunKeywords
+    from flodl_hf.runtime.engine import Pending
+    from flodl_hf.runtime.inputs import Encoded
+
+__all__ = ["HEAD", "ReplacedTokens"]
+
+LABELS = ("original", "replaced")
+
+
+class ReplacedTokens(ScoringModel):
+    """An encoder that tells replaced tokens from a text's own; logits are ``(batch, seq)``."""
+
+    head: ClassVar[str] = "replaced_tokens"
+    output = ReplacedTokensOutput
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        **given: Any,
+    ) -> ReplacedTokensOutput | tuple[Any, ...]:
+        """Return a score for each token, and the loss if labels were given.
+
+        Args:
+            input_ids: token ids, ``(batch, seq)``.
+            attention_mask: 1 for tokens to keep, ``(batch, seq)``; None keeps all. Others do not count in the loss.
+            token_type_ids: 0 for the first text, 1 for the second, ``(batch, seq)``.
+            position_ids: places in the position table, ``(batch, seq)``; None counts them.
+            labels: 1 for replaced tokens, 0 for the text's own, ``(batch, seq)``.
+            **given: ``inputs_embeds``, ``output_hidden_states``, ``output_attentions`` and ``return_dict``, as in
+                other tasks.
+        """
+        whole = given.pop("return_dict", True)
+        output: Any = super().forward(input_ids, attention_mask, token_type_ids, position_ids, **given)
+        if labels is not None:
+            output.loss = self.loss(output.logits, labels, attention_mask)
+        return output if whole else output.to_tuple()
+
+    def loss(self, logits: Tensor, labels: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Return the mean loss, a scalar.
+
+        Args:
+            logits: ``(batch, seq)``.
+            labels: 1 for replaced tokens, 0 for the text's own, ``(batch, seq)``.
+            attention_mask: 1 for tokens that count, ``(batch, seq)``; None counts all.
+        """
+        labels = labels.to(logits.device)
+        if attention_mask is not None:
+            counted = attention_mask.to(logits.device) == 1
+            logits, labels = logits[counted], labels[counted]
+        return F.binary_cross_entropy_with_logits(logits, labels.float())
+
+    @taking(MASKS)
+    def predict(
+        self,
+        texts: str | Iterable[str],
+        *,
+        replaced_only: bool = True,
+        strict: bool = False,
+        untrained: bool = False,
+        **run: Unpack[RunKeywords],
+    ) -> Any:
+        """Return for each text the tokens that were probably replaced: label, score, word, start, end.
+
+        A text longer than the model takes is read in overlapping windows; each token is judged where it has most
+        context.
+
+        Args:
+            texts: texts; an iterator gives an iterator. One text alone gives its tokens.
+            replaced_only: leave out tokens that are more probably the text's own; False gives every token, with the
+                probability of its label.
+            strict: raise on a text that does not fit into one window.
+            untrained: predict although parts of the model hold random values.
+            **run: how to run (``precision``, ``devices``, ``batch_invariant``, ``token_budget``, ...), see
+                `flodl_hf.runtime.RunOptions`; what is not given is as `runtime` set it.
+
+        Raises:
+            PredictError: the model has no tokenizer or an untrained head.
+        """
+        from flodl_hf.decode import TagScheme, decode_entities_batch
+        from flodl_hf.decode.rows import Placed
+        from flodl_hf.results import Entities
+        from flodl_hf.runtime import Session
+        from flodl_hf.runtime.inputs import encode
+        from flodl_hf.runtime.items import several
+        from flodl_hf.runtime.passes import Scores
+
+        tokenizer = self.ready("predict", untrained=untrained)
+        texts = several(texts, "predict")
+        scheme = TagScheme.detect(LABELS)
+        limit = self.max_tokens
+        stride = 64 if limit is None else min(64, max(0, (limit - 2) // 2))
+        tokens = partial(encode, tokenizer, max_tokens=limit, stride=stride, strict=strict, offsets=True)
+
+        def finish(chunk: list[str], encoded: Encoded, scores: Pending) -> list[Any]:
+            placed = scores.placed()
+            # The sigmoid of a score is the second of the softmax of zero and it.
+            both = torch.stack([torch.zeros_like(placed.values), placed.values], -1)
+            return decode_entities_batch(
+                Placed(both, placed.starts), encoded.table, chunk, scheme, owners=encoded.owners, aggregation="none",
+                ignore_labels=LABELS[:1] if replaced_only else (),
+            )  # fmt: skip
+
+        return Session(self, run).answer(
+            texts, tokens, Scores(False), finish, single=isinstance(texts, str), kind=Entities
+        )
+
+
+HEAD = Head(head_names.REPLACED_TOKENS, ReplacedTokens)
