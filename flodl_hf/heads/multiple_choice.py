@@ -5,7 +5,7 @@ Transformers' class: ``BertForMultipleChoice`` and its siblings.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 from torch import Tensor
@@ -67,12 +67,12 @@ class MultipleChoice(ScoringModel):
         given = inputs_embeds[..., 0] if input_ids is None and inputs_embeds is not None else input_ids
         choices = given.shape[1] if given is not None and given.dim() == 3 else 1
         scores, _, seen = self.run_graph(
-            *(_rows(values) for values in (input_ids, attention_mask, token_type_ids, position_ids)),
+            _rows(input_ids), _rows(attention_mask), _rows(token_type_ids), _rows(position_ids),
             embeds=_rows(inputs_embeds, 4), hidden_states=output_hidden_states, attentions=output_attentions,
         )  # fmt: skip
         logits = scores.view(-1, choices)
         loss = None if labels is None else self.loss(logits, labels)
-        output = self.output(loss, logits, **seen)
+        output = MultipleChoiceOutput(loss, logits, **seen)
         return output if return_dict else output.to_tuple()
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -145,7 +145,7 @@ def _rows(values: Tensor | None, dimensions: int = 3) -> Tensor | None:
     return values.flatten(0, 1) if values is not None and values.dim() == dimensions else values
 
 
-def _ranked(scores: Tensor, choices: Sequence[str]) -> list[Ranked]:
+def _ranked(scores: Tensor, choices: list[str]) -> list[Ranked]:
     from flodl_hf.decode.classes import Ranked
 
     chances = scores.softmax(0)

@@ -75,8 +75,8 @@ class Pretrainer(MaskedLM):
             check_labels(related, 2)
             pairs = F.cross_entropy(named["relation"].view(-1, 2), related.to(words.device).view(-1))
             loss = token_loss(words, labels) + pairs
-        scores: dict[str, Any] = {self.config.family.heads[self.head].relation_output: named["relation"]}
-        output = PretrainingOutput(loss, words, **scores, **seen)
+        scores: dict[str, Any] = {self.config.family.heads[self.head].relation_output: named["relation"], **seen}
+        output = PretrainingOutput(loss, words, **scores)
         return output if return_dict else output.to_tuple()
 
     @taking(PAIRS)

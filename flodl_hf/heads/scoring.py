@@ -7,11 +7,21 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from flodl_hf.model import EncoderModel
-from flodl_hf.outputs import MaskedLMOutput, SequenceClassificationOutput, TokenClassificationOutput
+from flodl_hf.outputs import (
+    MaskedLMOutput,
+    MultipleChoiceOutput,
+    NextSentenceOutput,
+    ReplacedTokensOutput,
+    SequenceClassificationOutput,
+    TokenClassificationOutput,
+)
 
 __all__ = ["ScoringModel"]
 
-Scores = SequenceClassificationOutput | TokenClassificationOutput | MaskedLMOutput
+Scores = (
+    SequenceClassificationOutput | TokenClassificationOutput | MaskedLMOutput | MultipleChoiceOutput
+    | NextSentenceOutput | ReplacedTokensOutput
+)  # fmt: skip
 
 
 class ScoringModel(EncoderModel):
