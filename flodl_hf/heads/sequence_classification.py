@@ -59,6 +59,7 @@ class SequenceClassifier(ScoringModel):
         threshold: float | Sequence[float] | Mapping[str, float] | Literal["tuned"] | None = None,
         function_to_apply: str | None = None,
         strict: bool = False,
+        truncate: bool = False,
         untrained: bool = False,
         compat: Literal["transformers"] | None = None,
         **run: Unpack[RunKeywords],
@@ -75,6 +76,7 @@ class SequenceClassifier(ScoringModel):
                 labels those that hold, of two the one that does. None gives all labels, whatever the model keeps.
             function_to_apply: "softmax", "sigmoid" or "none" instead of what the configuration says.
             strict: raise on a text that does not fit into one window.
+            truncate: keep only the first window of a long text.
             untrained: predict although parts of the model hold random values.
             compat: "transformers" gives the dictionaries of its pipeline.
             **run: how to run (``precision``, ``devices``, ``batch_invariant``, ``token_budget``, ...), see
@@ -103,7 +105,7 @@ class SequenceClassifier(ScoringModel):
                 threshold, between = None, threshold
 
         # Not a function of this call alone: the process of another device does it too.
-        encode = partial(self._encode, strict=strict or compat is not None)
+        encode = partial(self._encode, strict=strict or compat is not None, truncate=truncate)
 
         def finish(chunk: list[Text], encoded: Encoded, scores: Pending) -> list[Any]:
             if compat is not None:
@@ -200,6 +202,8 @@ class SequenceClassifier(ScoringModel):
         *,
         top_k: int | None = None,
         function_to_apply: str | None = None,
+        strict: bool = False,
+        truncate: bool = False,
         untrained: bool = False,
         **run: Unpack[RunKeywords],
     ) -> Ranking:
@@ -214,6 +218,8 @@ class SequenceClassifier(ScoringModel):
             documents: what may fit; a long one is as good as its best window.
             top_k: most documents; None for all.
             function_to_apply: "sigmoid" or "none" instead of what the configuration says.
+            strict: raise on a document that does not fit into one window with the query.
+            truncate: keep only the first window of a long document.
             untrained: rank although parts of the model hold random values.
             **run: how to run (``precision``, ``devices``, ``batch_invariant``, ``token_budget``, ...), see
                 `flodl_hf.runtime.RunOptions`; what is not given is as `runtime` set it.
@@ -235,7 +241,7 @@ class SequenceClassifier(ScoringModel):
         read = [place for place, text in enumerate(texts) if query.strip() and text.strip()]
 
         def encode(chunk: list[str]) -> Encoded:
-            return self._encode([(query, text) for text in chunk])
+            return self._encode([(query, text) for text in chunk], strict=strict, truncate=truncate)
 
         def finish(chunk: list[str], encoded: Encoded, scores: Pending) -> list[Ranked]:
             found = decode_ranking(
@@ -255,13 +261,16 @@ class SequenceClassifier(ScoringModel):
         ranked += [Ranked(place, least, 0, text) for place, text in enumerate(texts) if place not in set(read)]
         return Ranking(ranked if top_k is None else ranked[:top_k], query)
 
-    def _encode(self, items: Sequence[Text], *, strict: bool = False, cut: str | None = None) -> Encoded:
+    def _encode(
+        self, items: Sequence[Text], *, strict: bool = False, truncate: bool = False, cut: str | None = None
+    ) -> Encoded:
         from flodl_hf.runtime.inputs import encode, split_pairs
 
         tokenizer = self.tokenizer
         assert tokenizer is not None
         firsts, seconds = split_pairs(items, "predict")
-        return encode(tokenizer, firsts, seconds, max_tokens=self.max_tokens, strict=strict, cut=cut)
+        encoded = encode(tokenizer, firsts, seconds, max_tokens=self.max_tokens, strict=strict, cut=cut)
+        return encoded.first_windows() if truncate else encoded
 
 
 def _documents(query: Any, documents: Any) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -26,9 +27,13 @@ if TYPE_CHECKING:
     from flodl_hf.graph_model import GraphModel
     from flodl_hf.runtime.workers import Call
 
-__all__ = ["Session"]
+__all__ = ["SENDING", "Session"]
 
 R = TypeVar("R")
+
+SENDING: ContextVar[Callable[[Any, RunOptions, TokenTable, Work, Sequence[Sequence[int]] | None], Pending] | None]
+SENDING = ContextVar("SENDING", default=None)
+"""Who sends rows on their way in place of a session: a server, which runs the rows of many calls together."""
 
 # An accelerator answers a small window while the next is tokenised, so windows begin small and grow.
 FIRST = 512
@@ -65,6 +70,8 @@ class Session:
     def start(self, table: TokenTable, work: Work, places: Sequence[Sequence[int]] | None = None) -> Pending:
         """Send rows on their way."""
         _count(table)
+        if (send := SENDING.get()) is not None:
+            return send(self.model, self.options, table, work, places)
         if len(table) == 1 and self.options.devices is None and works_by_itself(self.model.device):
             started = self._while_checked(table, work, places)
             if started is not None:

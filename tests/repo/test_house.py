@@ -28,6 +28,9 @@ ONLY_IN = {
     "typer": ("flodl_hf/cli/",),
     "rich": ("flodl_hf/cli/", "flodl/progress.py"),
     "pyarrow": ("flodl/data/",),
+    "starlette": ("flodl_hf/serving/",),
+    "uvicorn": ("flodl_hf/serving/",),
+    "httpx": ("flodl_hf/client.py",),
     # Not every system has them.
     "fcntl": ("flodl/system.py",),
     "msvcrt": ("flodl/system.py",),

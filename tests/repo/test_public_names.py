@@ -39,6 +39,9 @@ def modules() -> list[str]:
 NEEDS = {
     "flodl.train.step.norm_kernels": "triton",
     "flodl_hf.cli": "typer",
+    "flodl_hf.client": "httpx",
+    "flodl_hf.serving.app": "starlette",
+    "flodl_hf.serving.running": "uvicorn",
     **{f"flodl_hf.kernels.{n}": "triton" for n in ("disentangled", "operations", "random", "rows", "short_texts")},
 }
 

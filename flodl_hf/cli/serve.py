@@ -1,0 +1,105 @@
+"""``flodl-hf serve``: models over HTTP."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from flodl_hf.cli.choices import Head, HeadWord, PrecisionWord
+from flodl_hf.cli.shared import Local, reporting, say
+from flodl_hf.errors import PredictError
+
+NAME = "serve"
+
+
+def _limit(*names: str, says: str, **more: Any) -> Any:
+    return typer.Option(*names, help=says, rich_help_panel="Limits", **more)
+
+
+@reporting
+def command(
+    models: Annotated[
+        list[str],
+        typer.Argument(metavar="MODEL...", help="Local folders or Hub names; NAME=MODEL says what clients call one."),
+    ],
+    host: Annotated[
+        str, typer.Option(help="Address to listen at; 0.0.0.0 is every one of this machine.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", "-p", help="Port; 0 takes one that is free.", min=0, max=65535)] = 8080,
+    device: Annotated[
+        list[str] | None, typer.Option("--device", help="Device, one worker each; again for more. By default the best.")
+    ] = None,
+    precision: Annotated[PrecisionWord | None, typer.Option(help="By default that of the weights.")] = None,
+    batch_invariant: Annotated[
+        bool, typer.Option("--batch-invariant", help="Let an answer depend on its text alone, bit for bit; slower.")
+    ] = False,
+    head: Head = HeadWord.auto,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option("--api-key", help="A key that clients need; again for more. Or FLODL_HF_API_KEYS, with commas."),
+    ] = None,
+    api_key_file: Annotated[Path | None, typer.Option("--api-key-file", help="A file with a key a line.")] = None,
+    max_batch_tokens: Annotated[
+        int | None, _limit("--max-batch-tokens", says="Most tokens that run together; by default by the device.", min=1)
+    ] = None,
+    max_concurrent: Annotated[
+        int, _limit("--max-concurrent", says="Most requests at a time; more are refused (429).", min=1)
+    ] = 512,
+    max_key_concurrent: Annotated[
+        int | None, _limit("--max-key-concurrent", says="Most requests of one key at a time.", min=1)
+    ] = None,
+    max_key_tokens: Annotated[
+        int | None, _limit("--max-key-tokens", says="Most tokens of one key in a minute.", min=1)
+    ] = None,
+    max_inputs: Annotated[int, _limit("--max-inputs", says="Most texts of a request.", min=1)] = 2048,
+    max_tokens: Annotated[int, _limit("--max-tokens", says="Most tokens of a request, about.", min=1)] = 300_000,
+    max_body: Annotated[int, _limit("--max-body", says="Most bytes of a request.", min=1)] = 16 << 20,
+    max_queue: Annotated[float, _limit("--max-queue-s", says="Refuse requests when more than this waits.")] = 10.0,
+    timeout: Annotated[float, _limit("--timeout-s", says="Give a request up after so long.")] = 60.0,
+    drain: Annotated[float, _limit("--drain-s", says="How long requests may go on when told to stop.")] = 30.0,
+    log_texts: Annotated[
+        bool, typer.Option("--log-texts", help="Let the log say what was asked; by default it holds no texts.")
+    ] = False,
+    local: Local = False,
+) -> None:
+    """Serve models over HTTP: every head, the doors of TEI, OpenAI, Cohere, Jina and vLLM, and a page to try them.
+
+    Requests are answered when all models are warm. SIGTERM lets requests finish, SIGHUP loads all models anew without
+    losing one. The log is a line of JSON for each request, on stderr.
+    """
+    from flodl_hf.serving import serve
+
+    keys = list(api_key or [])
+    keys += [key.strip() for key in os.environ.get("FLODL_HF_API_KEYS", "").split(",") if key.strip()]
+    if api_key_file is not None:
+        try:
+            keys += [line.strip() for line in api_key_file.read_text("utf-8").splitlines() if line.strip()]
+        except (OSError, UnicodeDecodeError) as fault:
+            raise PredictError(f"serve: {api_key_file} cannot be read ({fault}); expected a key a line") from None
+    say(f"loading {', '.join(models)}")
+    serve(
+        models,
+        host=host,
+        port=port,
+        head=head,
+        here=lambda url: say(f"ready: {url}", always=True),
+        devices=tuple(device or ["auto"]),
+        precision=precision,
+        batch_invariant=batch_invariant,
+        local_files_only=local,
+        api_keys=tuple(keys),
+        max_batch_tokens=max_batch_tokens,
+        max_concurrent=max_concurrent,
+        max_key_concurrent=max_key_concurrent,
+        max_key_tokens=max_key_tokens,
+        max_inputs=max_inputs,
+        max_tokens=max_tokens,
+        max_body=max_body,
+        max_queue_s=max_queue,
+        timeout_s=timeout,
+        drain_s=drain,
+        log_texts=log_texts,
+    )

@@ -1,0 +1,98 @@
+"""Every head over HTTP, exact, at the device's rate: ``flodl-hf serve``.
+
+settings   models, devices, limits
+app        the ASGI application
+running    a server run: socket, loop, signals, log
+endpoint   a request from its first byte to its answer
+protocol   limits of connections
+doors/     which paths there are, a file for each convention
+faults     what a client is told that cannot be answered
+answering  answers as JSON, npy, MessagePack
+admission  which requests are let in
+workers    the processes that hold the models, seen from the doors
+frames     messages between doors and workers
+worker     such a process
+batching   rows of many requests through one device
+tasks      what is done for a request
+metrics    what Prometheus is told
+openapi    the OpenAPI document
+page       the page to try each head
+
+Needs the extra ``serve``: ``pip install 'flodl-hf[serve]'``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from flodl.errors import ConfigError
+from flodl_hf.serving.settings import Served, Settings, served
+
+__all__ = ["Served", "Settings", "serve", "served", "serving"]
+
+
+def serve(
+    models: str | Served | Iterable[str | Served],
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8080,
+    head: str = "auto",
+    here: Callable[[str], None] | None = None,
+    **settings: Any,
+) -> None:
+    """Serve models over HTTP until a signal says to stop; ready when all of them are warm.
+
+    Args:
+        models: folders or names of the Hub; ``"NAME=FOLDER"`` says what clients call one.
+        host: the address to listen at; "0.0.0.0" is every one of this machine.
+        port: where; 0 takes a port that is free.
+        head: the task that models are loaded for; "auto" is what each folder was written for.
+        here: called with the server's address when requests are answered.
+        **settings: of `Settings`.
+
+    Raises:
+        ConfigError: settings that make no sense, or the extra ``serve`` is not installed.
+        WorkersError: a model cannot be served.
+        DeviceError: the address cannot be had.
+    """
+    running = _needed()
+    running.run(_settings(models, head, settings), host, port, here or (lambda url: None))
+
+
+@contextmanager
+def serving(
+    models: str | Served | Iterable[str | Served], *, host: str = "127.0.0.1", port: int = 0, **settings: Any
+) -> Iterator[str]:
+    """Serve models in a thread for as long as this holds; gives the server's address.
+
+    Args:
+        models: as `serve` takes them.
+        host: the address to listen at.
+        port: 0 takes a port that is free.
+        **settings: of `Settings`.
+
+    Raises:
+        ConfigError: settings that make no sense, or the extra ``serve`` is not installed.
+        WorkersError: a model cannot be served.
+        DeviceError: the address cannot be had.
+    """
+    running = _needed()
+    with running.running(_settings(models, "auto", settings), host, port) as (url, _):
+        yield url
+
+
+def _settings(models: str | Served | Iterable[str | Served], head: str, given: dict[str, Any]) -> Settings:
+    listed = [models] if isinstance(models, (str, Served)) else models
+    return Settings(models=served(listed, head), **given)
+
+
+def _needed() -> Any:
+    try:
+        from flodl_hf.serving import running
+    except ImportError as fault:
+        raise ConfigError(
+            f"serve: {fault.name} is not installed; install the extra: pip install 'flodl-hf[serve]'"
+        ) from None
+    return running

@@ -1,0 +1,144 @@
+"""Which requests are let in: what is refused is refused at once, with a time after which to come again.
+
+Tokens are counted before they are known, by the characters a token has had so far; how long the queue takes is
+reckoned from how fast batches have run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import math
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from flodl.errors import FlodlError
+from flodl_hf.serving.settings import Settings
+
+__all__ = ["Admission", "OverloadedError", "known_key", "weigh"]
+
+# English in word pieces has four to five characters a token; what is measured soon takes its place.
+CHARACTERS = 4.0
+
+
+class OverloadedError(FlodlError):
+    """A request that is not let in now; ``after_s`` says when to come again."""
+
+    after_s: float
+
+
+def known_key(keys: Sequence[str], given: str | None) -> str | None:
+    """Return a word for the key that a client gave, or None where it is none of them.
+
+    All keys are compared, each in a time that does not depend on what is given.
+    """
+    if not keys:
+        return ""
+    told = hashlib.sha256((given or "").encode()).digest()
+    found = None
+    for key in keys:
+        held = hashlib.sha256(key.encode()).digest()
+        if hmac.compare_digest(held, told):
+            found = held.hex()[:12]
+    return found
+
+
+def weigh(items: Any) -> int:
+    """Return how many characters, or ids, some items have."""
+    if isinstance(items, str):
+        return len(items)
+    if isinstance(items, list):
+        if items and isinstance(items[0], int):
+            return int(len(items) * CHARACTERS)
+        return sum(map(weigh, items))
+    return 0
+
+
+class Admission:
+    """What is let in.
+
+    Args:
+        settings: the limits.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.inside = 0
+        self.tokens = 0
+        """Tokens of all requests inside, about."""
+        self.rate = 0.0
+        """Tokens a second while batches run."""
+        self._characters = CHARACTERS
+        self._of_key: Counter[str] = Counter()
+        self._spent: dict[str, tuple[float, float]] = {}
+
+    def tokens_of(self, items: Any) -> int:
+        """Return about how many tokens some items have."""
+        return int(weigh(items) / self._characters) + 1
+
+    def learn(self, characters: int, tokens: int) -> None:
+        """Note how many tokens some characters were."""
+        if tokens > 16:
+            self._characters += 0.05 * (min(20.0, max(0.5, characters / tokens)) - self._characters)
+
+    def ran(self, tokens: int, seconds: float) -> None:
+        """Note a batch."""
+        if seconds > 0:
+            found = tokens / seconds
+            self.rate = found if not self.rate else self.rate + 0.1 * (found - self.rate)
+
+    @property
+    def wait_s(self) -> float:
+        """How long what is inside takes, about."""
+        return self.tokens / self.rate if self.rate else 0.0
+
+    @contextmanager
+    def entering(self, key: str, tokens: int) -> Iterator[None]:
+        """Let a request in for as long as this holds.
+
+        Args:
+            key: whose it is.
+            tokens: about how many it has.
+
+        Raises:
+            OverloadedError: a limit is reached.
+        """
+        settings = self.settings
+        if self.inside >= settings.max_concurrent:
+            raise self._refused(f"{self.inside} requests are being answered, and no more are at a time")
+        if settings.max_key_concurrent is not None and self._of_key[key] >= settings.max_key_concurrent:
+            raise self._refused(f"{self._of_key[key]} requests of this key are being answered, and no more are")
+        if self.inside and self.wait_s > settings.max_queue_s:
+            raise self._refused(f"what waits takes {self.wait_s:.1f} s")
+        self._spend(key, tokens)
+        self.inside += 1
+        self.tokens += tokens
+        self._of_key[key] += 1
+        try:
+            yield
+        finally:
+            self.inside -= 1
+            self.tokens -= tokens
+            self._of_key[key] -= 1
+
+    def _spend(self, key: str, tokens: int) -> None:
+        """Take tokens from what a key may have in a minute, which comes back all the time."""
+        most = self.settings.max_key_tokens
+        if most is None:
+            return
+        left, since = self._spent.get(key, (float(most), time.monotonic()))
+        now = time.monotonic()
+        left = min(float(most), left + (now - since) * most / 60)
+        # One request may be larger than a minute's part: it is let in when nothing else was.
+        if left < min(tokens, most):
+            raise self._refused(
+                f"this key has had its {most} tokens of this minute", (min(tokens, most) - left) * 60 / most
+            )
+        self._spent[key] = (left - tokens, now)
+
+    def _refused(self, why: str, after_s: float | None = None) -> OverloadedError:
+        after = math.ceil(max(1.0, min(60.0, self.wait_s / 2 if after_s is None else after_s)))
+        return OverloadedError(f"too many requests: {why}; ask again in {after} s", after_s=float(after))

@@ -1,0 +1,82 @@
+"""Answers as bytes: JSON, or what the client says it takes: an array as ``.npy``, anything as MessagePack."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from flodl_hf.serving.doors.door import Reply
+from flodl_hf.serving.faults import RefusedError
+from flodl_hf.serving.frames import as_json
+
+__all__ = ["accepted", "written"]
+
+JSON = "application/json"
+
+
+def _json(reply: Reply) -> bytes:
+    return as_json(reply.data)
+
+
+def _npy(reply: Reply) -> bytes:
+    if reply.vectors is None:
+        raise RefusedError("this answer is no array; ask for application/json or application/msgpack", "accept")
+    file = io.BytesIO()
+    np.save(file, reply.vectors)
+    return file.getvalue()
+
+
+def _msgpack(reply: Reply) -> bytes:
+    import msgpack
+
+    return msgpack.packb(reply.data, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return {"dtype": value.dtype.str, "shape": list(value.shape), "data": np.ascontiguousarray(value).tobytes()}
+    raise TypeError(f"{type(value).__name__} has no form in MessagePack")
+
+
+_FORMS: dict[str, Callable[[Reply], bytes]] = {
+    JSON: _json,
+    "application/x-npy": _npy,
+    "application/npy": _npy,
+    "application/msgpack": _msgpack,
+    "application/x-msgpack": _msgpack,
+}
+_ANY = ("*/*", "application/*", "")
+
+
+def accepted(header: str) -> str:
+    """Return the form that a client takes, by its ``Accept``.
+
+    Raises:
+        RefusedError: it takes none that there is.
+    """
+    asked = [part.partition(";")[0].strip().lower() for part in header.split(",")[:32]]
+    # What is named comes before what is meant by a star; JSON where nothing is.
+    for form in asked:
+        if form in _FORMS and (form.endswith("msgpack") is False or _has_msgpack()):
+            return form
+    if not asked or any(form in _ANY for form in asked) or any(form.startswith("text/") for form in asked):
+        return JSON
+    raise RefusedError(f"accept is {header[:80]!r}; expected one of {', '.join(_FORMS)}", "accept")
+
+
+def _has_msgpack() -> bool:
+    from importlib.util import find_spec
+
+    return find_spec("msgpack") is not None
+
+
+def written(reply: Reply, form: str) -> bytes:
+    """Return an answer in a form that `accepted` gave.
+
+    Raises:
+        RefusedError: it has no such form.
+    """
+    return _FORMS[form](reply)

@@ -1,0 +1,210 @@
+"""The ASGI application: doors, what is said of the server, and the workers' life around it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.routing import Route
+
+from flodl_hf.serving.admission import Admission
+from flodl_hf.serving.doors import DOORS
+from flodl_hf.serving.doors.door import House
+from flodl_hf.serving.endpoint import (
+    Endpoint,
+    Receive,
+    Scope,
+    Send,
+    checked_key,
+    fault_answer,
+    headers_of,
+    send_whole,
+)
+from flodl_hf.serving.faults import RefusedError
+from flodl_hf.serving.frames import as_json
+from flodl_hf.serving.metrics import Metrics
+from flodl_hf.serving.openapi import openapi
+from flodl_hf.serving.page import page
+from flodl_hf.serving.settings import Settings
+from flodl_hf.serving.workers import Workers
+
+__all__ = ["create_app", "reload_on"]
+
+LOG = logging.getLogger("flodl_hf.serving")
+_CSP = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
+    "frame-ancestors 'none'"
+)
+
+
+def create_app(settings: Settings) -> Starlette:
+    """Return the application; its workers live from its startup to its shutdown.
+
+    ``app.state.house`` is what its doors share; ``house.workers.reload()`` loads all models anew.
+
+    Args:
+        settings: what is served, and how.
+    """
+    metrics = Metrics()
+    admission = Admission(settings)
+
+    def heard(ran: list[Any], queued: int) -> None:
+        metrics.set("flodl_queue_tokens", queued)
+        for rows, tokens, seconds in ran:
+            admission.ran(tokens, seconds)
+            metrics.observe("te_batch_next_size", rows)
+            metrics.observe("te_batch_next_tokens", tokens)
+            metrics.observe("flodl_batch_seconds", seconds)
+            metrics.set("flodl_batch_fill", tokens / house.workers.max_batch_tokens)
+
+    house = House(settings, Workers(settings, heard), admission, metrics)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        if not house.workers.ready:
+            await house.workers.start()
+        try:
+            yield
+        finally:
+            await house.workers.close()
+
+    app = Starlette(routes=[*_told(house), *_answered(house)], lifespan=lifespan)
+    app.router.redirect_slashes = False
+    app.add_exception_handler(404, _nowhere)
+    app.add_exception_handler(405, _nowhere)
+    app.state.house = house
+    return app
+
+
+def _answered(house: House) -> list[Route]:
+    """Return the doors, and each again below a model's name."""
+    routes = []
+    for door in DOORS:
+        endpoint = Endpoint(house, door)
+        below = "" if door.path == "/" else door.path
+        routes.append(Route(door.path, endpoint, methods=["POST"]))
+        routes.append(Route(f"/models/{{name:path}}/-{below}", endpoint, methods=["POST"]))
+    return routes
+
+
+async def _nowhere(request: Any, fault: Any) -> Any:
+    from starlette.responses import Response
+
+    body = {
+        "error": f"{request.method} {request.url.path[:200]} leads nowhere; see /openapi.json",
+        "error_type": "Validation",
+    }
+    return Response(as_json(body), status_code=fault.status_code, media_type="application/json")
+
+
+class _Told:
+    """A path that says something of the server."""
+
+    def __init__(self, house: House, what: Any, kind: str = "application/json", *, open_to_all: bool = True) -> None:
+        self.house = house
+        self.what = what
+        self.kind = kind
+        self.open_to_all = open_to_all
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            if not self.open_to_all:
+                checked_key(self.house, headers_of(scope))
+            status, body = self.what()
+        except RefusedError as fault:
+            await fault_answer(send, fault, "tei")
+            return
+        data = body if isinstance(body, bytes) else as_json(body)
+        headers = {"content-security-policy": _CSP, "referrer-policy": "no-referrer"} if "html" in self.kind else None
+        await send_whole(send, status, self.kind, data, headers)
+
+
+def _told(house: House) -> list[Route]:
+    """Return the paths that say something of the server."""
+
+    def ready() -> tuple[int, Any]:
+        there = house.workers.ready
+        return (200, {"ready": True}) if there else (503, {"error": "no worker is there", "error_type": "Unhealthy"})
+
+    def counted() -> tuple[int, Any]:
+        metrics, workers = house.metrics, house.workers
+        metrics.set("te_queue_size", house.admission.inside)
+        metrics.set("flodl_queue_seconds", house.admission.wait_s)
+        metrics.set("flodl_tokens_per_second", house.admission.rate)
+        metrics.set("flodl_worker_restarts_total", workers.restarts)
+        metrics.set("flodl_workers", len(workers.pids))
+        metrics.set("flodl_ready", float(workers.ready))
+        return 200, metrics.text().encode()
+
+    text = "text/plain; version=0.0.4; charset=utf-8"
+    listed = [
+        ("/health", _Told(house, ready)),
+        ("/ready", _Told(house, ready)),
+        ("/live", _Told(house, lambda: (200, {"live": True}))),
+        ("/metrics", _Told(house, counted, text)),
+        ("/info", _Told(house, lambda: (200, _info(house)), open_to_all=False)),
+        ("/v1/models", _Told(house, lambda: (200, _models(house)), open_to_all=False)),
+        ("/openapi.json", _Told(house, lambda: (200, openapi(DOORS, keys=bool(house.settings.api_keys))))),
+        ("/", _Told(house, lambda: (200, page(house.workers.models).encode()), "text/html; charset=utf-8")),
+    ]
+    return [Route(path, told, methods=["GET"]) for path, told in listed]
+
+
+def _models(house: House) -> dict[str, Any]:
+    data = [
+        {"id": name, "object": "model", "created": 0, "owned_by": "flodl-hf", **info}
+        for name, info in house.workers.models.items()
+    ]
+    return {"object": "list", "data": data}
+
+
+def _info(house: House) -> dict[str, Any]:
+    """Return text-embeddings-inference's fields for the first model, and what is known of all."""
+    from flodl_hf.export.verify import own_version
+
+    settings = house.settings
+    (name, info), *_ = house.workers.models.items()
+    labels = {"id2label": dict(enumerate(info["labels"])), "label2id": {n: i for i, n in enumerate(info["labels"])}}
+    if info["head"] == "base":
+        kind: dict[str, Any] = {"embedding": {"pooling": info["pooling"][0]}}
+    else:
+        kind = {"reranker" if "rerank" in info["tasks"] else "classifier": labels}
+    return {
+        "model_id": name,
+        "model_sha": None,
+        "model_dtype": settings.precision or info["dtype"],
+        "model_type": kind,
+        "max_concurrent_requests": settings.max_concurrent,
+        "max_input_length": info["max_tokens"],
+        "max_batch_tokens": house.workers.max_batch_tokens,
+        "max_batch_requests": None,
+        "max_client_batch_size": settings.max_inputs,
+        "auto_truncate": False,
+        "tokenization_workers": settings.max_concurrent,
+        "version": own_version(),
+        "sha": None,
+        "docker_label": None,
+        "models": house.workers.models,
+        "devices": list(settings.devices),
+    }
+
+
+async def reload_on(app: Starlette, asked: asyncio.Event) -> None:
+    """Load all models anew whenever it is asked for.
+
+    Args:
+        app: of `create_app`.
+        asked: set to ask.
+    """
+    while True:
+        await asked.wait()
+        asked.clear()
+        try:
+            await app.state.house.workers.reload()
+            LOG.info("reloaded")
+        except Exception:
+            LOG.exception("not reloaded; the models that were loaded before go on")

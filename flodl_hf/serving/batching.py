@@ -1,0 +1,362 @@
+"""Rows of many requests through one device together.
+
+Decides which rows run next. Each request is a flow that advances at a rate; of several requests of one key each has
+its part of the key's rate, so that neither a long request nor a key with many of them keeps others waiting: the next
+row is the one whose flow is least far (start-time fair queueing: Goyal, Vin and Cheng, 1996). Rows of the same model,
+options and work join a batch up to a number of tokens; requests that were given up leave it.
+
+How a batch runs is `flodl_hf.runtime.engine`'s, sorted by length and packed; what a request is stands in
+`flodl_hf.serving.tasks`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import count
+from queue import Queue
+from threading import Condition, Event, Thread
+from typing import Any
+
+import numpy as np
+import torch
+
+from flodl_hf.decode.rows import TokenTable
+from flodl_hf.errors import PredictError
+from flodl_hf.runtime.batch import check_rows
+from flodl_hf.runtime.engine import Engine, Pending
+from flodl_hf.runtime.options import RunOptions
+from flodl_hf.runtime.passes import Work
+
+__all__ = ["Batcher", "DeadlineError", "GivenUpError", "Ticket"]
+
+# So many batches an accelerator may have before the first is finished: it never waits, and nothing is decided early.
+AHEAD = 2
+
+
+class DeadlineError(PredictError):
+    """A request whose time was over before its answer was there."""
+
+
+class GivenUpError(PredictError):
+    """A request that its client gave up."""
+
+
+@dataclass(eq=False)
+class Ticket:
+    """One request.
+
+    Attributes:
+        key: whose it is.
+        until: when its time is over, by ``time.monotonic``.
+        gone: whether its client gave it up.
+        tokens: tokens of all rows it has sent.
+        rows: rows likewise.
+        longest: most tokens of a row.
+        dropped: tokens that were cut off.
+        waited_s: how long its rows waited before the first of them ran.
+    """
+
+    key: str = ""
+    until: float = float("inf")
+    gone: bool = False
+    tokens: int = 0
+    rows: int = 0
+    longest: int = 0
+    dropped: int = 0
+    waited_s: float = 0.0
+    waits: list[Event] = field(default_factory=list)
+
+    def give_up(self) -> None:
+        """Let its rows leave the queue, and whoever waits for them go on."""
+        self.gone = True
+        for event in self.waits:
+            event.set()
+
+    @property
+    def over(self) -> bool:
+        """Whether nobody waits for the answer any more."""
+        return self.gone or time.monotonic() > self.until
+
+
+class _Awaited(Pending):
+    """Results that other threads bring."""
+
+    def __init__(self, rows: int, per_text: bool, ticket: Ticket) -> None:
+        super().__init__(rows, per_text)
+        self.left = rows
+        self.here = Event()
+        self._ticket = ticket
+        ticket.waits.append(self.here)
+        if not rows:
+            self.here.set()
+
+    def parts(self) -> Any:
+        ticket = self._ticket
+        if not self.here.wait(max(0.0, min(ticket.until - time.monotonic(), 1e6))):
+            raise DeadlineError("the answer was not there in time; ask for less at once, or allow more time")
+        if ticket.gone and self.left:
+            raise GivenUpError("the request was given up")
+        return super().parts()
+
+
+@dataclass(eq=False)
+class _Sent:
+    """Rows of one call that wait."""
+
+    ticket: Ticket
+    table: TokenTable
+    places: Sequence[Sequence[int]] | None
+    pending: _Awaited
+    ends: np.ndarray
+    """Tokens up to and with each row, ``(rows,)``."""
+    start: float
+    rate: float
+    at: int = 0
+    since: float = field(default_factory=time.perf_counter)
+
+    @property
+    def tag(self) -> float:
+        """How far its flow is: what the next row is compared by."""
+        return self.start + self._ran * self.rate
+
+    @property
+    def waiting(self) -> int:
+        """Tokens that have not run."""
+        return int(self.ends[-1]) - self._ran
+
+    @property
+    def _ran(self) -> int:
+        return int(self.ends[self.at - 1]) if self.at else 0
+
+    def take(self, room: int, tag: float) -> _Taken:
+        """Return the rows that fit into ``room`` tokens before the turn of a flow at ``tag``; one at least."""
+        before = self._ran
+        fit = int(np.searchsorted(self.ends, before + room, side="right"))
+        turn = int(np.searchsorted(self.ends, (tag - self.start) / self.rate, side="right")) + 1
+        first, self.at = self.at, max(self.at + 1, min(fit, turn, len(self.ends)))
+        return _Taken(self, first, self.at, self._ran - before)
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """Rows of one call that run next: from the first to before the last."""
+
+    sent: _Sent
+    first: int
+    last: int
+    tokens: int
+
+
+class Batcher:
+    """The queue of one device, and the threads that run it.
+
+    Args:
+        device: where the models are.
+        max_tokens: most tokens of a batch.
+    """
+
+    def __init__(self, device: torch.device, max_tokens: int) -> None:
+        self.device = device
+        self.max_tokens = max_tokens
+        self._ran: deque[tuple[int, int, float]] = deque(maxlen=10_000)
+        self.queued_tokens = 0
+        self._models: dict[Any, tuple[Any, RunOptions]] = {}
+        self._engines: dict[Any, Engine] = {}
+        self._waiting: dict[Any, list[tuple[float, int, _Sent]]] = {}
+        self._active: Counter[str] = Counter()
+        self._numbers = count()
+        self._now = 0.0
+        self._changed = Condition()
+        self._running: Queue[Any] = Queue(AHEAD)
+        Thread(target=self._run, name="flodl-hf-batches", daemon=True).start()
+        if device.type == "cuda":
+            Thread(target=self._bring, name="flodl-hf-results", daemon=True).start()
+
+    def send(
+        self,
+        ticket: Ticket,
+        model: Any,
+        options: RunOptions,
+        table: TokenTable,
+        work: Work,
+        places: Sequence[Sequence[int]] | None,
+    ) -> Pending:
+        """Queue rows of a request; the results can be waited for.
+
+        Args:
+            ticket: the request.
+            model: whose rows.
+            options: how to run.
+            table: the rows.
+            work: what to compute.
+            places: see `Engine.start`.
+        """
+        check_rows(table)
+        pending = _Awaited(len(table), work.per_text, ticket)
+        if not len(table):
+            return pending
+        ends = np.cumsum(table.lengths)
+        ticket.rows += len(table)
+        ticket.longest = max(ticket.longest, int(table.lengths.max()))
+        ticket.tokens += int(ends[-1])
+        with self._changed:
+            self._active[ticket.key] += 1
+            self.queued_tokens += int(ends[-1])
+            sent = _Sent(ticket, table, places, pending, ends, self._now, float(self._active[ticket.key]))
+            self._models[id(model), options] = (model, options)
+            heappush(self._waiting.setdefault((id(model), options, work), []), (sent.tag, next(self._numbers), sent))
+            self._changed.notify()
+        return pending
+
+    def drained(self) -> list[tuple[int, int, float]]:
+        """Return rows, tokens and seconds of the batches that have run since this was last asked."""
+        found = []
+        with suppress(IndexError):
+            while True:
+                found.append(self._ran.popleft())
+        return found
+
+    def _engine(self, key: Any) -> Engine:
+        # Models that are served do not change: their graphs are prepared once and never compared again.
+        if key not in self._engines:
+            self._engines[key] = Engine.of(*self._models[key])
+        return self._engines[key]
+
+    def _next(self) -> tuple[Any, list[_Taken]]:
+        """Return what the next batch computes, and its rows."""
+        with self._changed:
+            while True:
+                for key, heap in list(self._waiting.items()):
+                    while heap and self._left(heap[0][2]):
+                        heappop(heap)
+                    if not heap:
+                        del self._waiting[key]
+                if self._waiting:
+                    break
+                self._changed.wait()
+            key, heap = min(self._waiting.items(), key=lambda waiting: waiting[1][0][:2])
+            room, taken = self.max_tokens, []
+            while heap and room > 0:
+                sent = heap[0][2]
+                if self._left(sent):
+                    heappop(heap)
+                    continue
+                if taken and int(sent.table.lengths[sent.at]) > room:
+                    break
+                tag, number, _ = heappop(heap)
+                self._now = max(self._now, tag)
+                rows = sent.take(room, heap[0][0] if heap else float("inf"))
+                room -= rows.tokens
+                self.queued_tokens -= rows.tokens
+                taken.append(rows)
+                if not rows.first:
+                    sent.ticket.waited_s += time.perf_counter() - sent.since
+                if sent.at < len(sent.ends):
+                    heappush(heap, (sent.tag, number, sent))
+                else:
+                    self._active[sent.ticket.key] -= 1
+            return key, taken
+
+    def _left(self, sent: _Sent) -> bool:
+        """Return whether nobody waits for these rows, and forget them then."""
+        if not sent.ticket.over and not sent.pending.faults:
+            return False
+        self._active[sent.ticket.key] -= 1
+        self.queued_tokens -= sent.waiting
+        return True
+
+    def _run(self) -> None:
+        while True:
+            key, taken = self._next()
+            self._start(key, taken)
+
+    def _start(self, key: Any, taken: list[_Taken]) -> None:
+        started = time.perf_counter()
+        try:
+            table, places = _joined(taken)
+            found = self._engine(key[:2]).start(table, key[2], places)
+            if self.device.type == "cuda":
+                self._running.put((taken, table, found, started))
+                return
+            _share_out(taken, found)
+        except Exception as fault:
+            if len(taken) > 1:
+                # One of them may be at fault, and the others are not.
+                for rows in taken:
+                    self._start(key, [rows])
+                return
+            self._failed(taken, fault)
+        else:
+            self._count(table, started)
+
+    def _bring(self) -> None:
+        while True:
+            taken, table, found, started = self._running.get()
+            try:
+                _share_out(taken, found)
+            except Exception as fault:
+                self._failed(taken, fault)
+            else:
+                self._count(table, started)
+
+    def _count(self, table: TokenTable, started: float) -> None:
+        self._ran.append((len(table), int(table.lengths.sum()), time.perf_counter() - started))
+
+    def _failed(self, taken: list[_Taken], fault: Exception) -> None:
+        for rows in taken:
+            rows.sent.pending.faults.append(fault)
+            rows.sent.pending.here.set()
+
+
+def _joined(taken: list[_Taken]) -> tuple[TokenTable, list[Sequence[int]] | None]:
+    """Return the rows of all calls as one table; of what only decoders read there is nothing."""
+    ids, types, lengths = [], [], []
+    typed = any(rows.sent.table.types is not None for rows in taken)
+    places: list[Sequence[int]] | None = None if taken[0].sent.places is None else []
+    for rows in taken:
+        sent, first, last = rows.sent, rows.first, rows.last
+        table = sent.table
+        a, b = int(sent.ends[first - 1]) if first else 0, int(sent.ends[last - 1])
+        ids.append(table.ids[a:b])
+        if typed:
+            types.append(np.zeros(b - a, np.int64) if table.types is None else table.types[a:b])
+        lengths.append(table.lengths[first:last])
+        if places is not None and sent.places is not None:
+            places += sent.places[first:last]
+    sizes = np.concatenate(lengths)
+    none = np.zeros(len(sizes), np.int64)
+    tokens = np.concatenate(ids)
+    found = TokenTable(
+        tokens, np.concatenate(types) if typed else None, sizes, np.arange(len(sizes)), sizes, none, none,
+        np.zeros(len(tokens), np.int8), None, None, none,
+    )  # fmt: skip
+    return found, places
+
+
+def _share_out(taken: list[_Taken], found: Pending) -> None:
+    """Hand each call its rows' results."""
+    counts = [part.last - part.first for part in taken]
+    owner = np.repeat(np.arange(len(taken)), counts)
+    offset = np.concatenate([np.arange(part.first, part.last) for part in taken])
+    for rows, sizes, values in found.arrays():
+        ends = np.cumsum(sizes)
+        for place, sent in enumerate(part.sent for part in taken):
+            mine = np.flatnonzero(owner[rows] == place)
+            if not len(mine):
+                continue
+            own = sizes[mine]
+            if len(mine) == len(rows):
+                part = values
+            else:
+                starts = ends[mine] - own
+                part = values[np.repeat(starts - (np.cumsum(own) - own), own) + np.arange(int(own.sum()))]
+            sent.pending.add(offset[rows[mine]], own, torch.from_numpy(part), None)
+    for sent, done in zip((part.sent for part in taken), counts, strict=True):
+        sent.pending.left -= done
+        if not sent.pending.left:
+            sent.pending.here.set()

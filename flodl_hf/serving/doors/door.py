@@ -1,0 +1,188 @@
+"""A door: a path, its fields, and what is answered there; and a call that came through it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from flodl.errors import nearest
+from flodl_hf.serving.admission import Admission, OverloadedError, weigh
+from flodl_hf.serving.doors.fields import Field
+from flodl_hf.serving.faults import RefusedError, Style
+from flodl_hf.serving.metrics import Metrics
+from flodl_hf.serving.settings import Settings
+from flodl_hf.serving.workers import Answer, TaskError, Workers
+
+__all__ = ["MODEL", "Call", "Door", "House", "Reply"]
+
+MODEL = Field("model", "text", "which of the models that are served; needed where several could answer")
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What is answered.
+
+    Attributes:
+        data: JSON types; arrays in it are written as lists.
+        vectors: the array that binary answers hold; None where there is none.
+    """
+
+    data: Any
+    vectors: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class Door:
+    """A path that is answered.
+
+    Attributes:
+        path: of the address.
+        says: what it is for.
+        fields: of the request.
+        answer: what is done with a call.
+        style: in whose words faults are told.
+        strict: whether fields that are not known are refused.
+        group: whose convention it is.
+    """
+
+    path: str
+    says: str
+    fields: tuple[Field, ...]
+    answer: Callable[[Call], Awaitable[Reply]]
+    style: Style = "tei"
+    strict: bool = False
+    group: str = "flodl-hf"
+
+
+@dataclass
+class House:
+    """What all doors share."""
+
+    settings: Settings
+    workers: Workers
+    admission: Admission
+    metrics: Metrics
+
+
+@dataclass
+class Call:
+    """One request behind its door.
+
+    Attributes:
+        house: what doors share.
+        door: where it came in.
+        fields: what it says.
+        key: whose it is.
+        until: when its time is over, by ``time.monotonic``.
+        path_model: the model of its path, or None.
+    """
+
+    house: House
+    door: Door
+    fields: Mapping[str, Any]
+    key: str = ""
+    until: float = float("inf")
+    path_model: str | None = None
+    model: str = ""
+    tokens: int = 0
+    windows: int = 0
+    texts: int = 0
+    characters: int = 0
+    dropped: int = 0
+    waited_s: float = 0.0
+    inferred_s: float = 0.0
+    started: float = field(default_factory=time.perf_counter)
+
+    def info(self, *tasks: str) -> dict[str, Any]:
+        """Return what is known of the model that is asked: the named one, or the one that has one of the tasks.
+
+        Raises:
+            RefusedError: there is none, or several, or the named one has no such head.
+        """
+        models = self.house.workers.models
+        named = self.path_model or self.fields.get("model")
+        if named is not None:
+            if named not in models:
+                raise RefusedError(
+                    f"no model {named!r} is served{nearest(named, list(models))}; expected one of {', '.join(models)}",
+                    "model",
+                    param="model",
+                )
+            if tasks and not set(tasks) & set(models[named]["tasks"]):
+                raise RefusedError(
+                    f"the model {named!r} ({models[named]['head']}) has no head for {tasks[0]}; it answers "
+                    f"{', '.join(models[named]['tasks'])}",
+                    "head",
+                    param="model",
+                )
+            self.model = named
+            return models[named]
+        able = [name for name, info in models.items() if not tasks or set(tasks) & set(info["tasks"])]
+        if len(able) != 1:
+            have = ", ".join(f"{name} ({info['head']})" for name, info in models.items())
+            raise RefusedError(
+                f"no model that is served has a head for {tasks[0] if tasks else 'this'}; there are {have}"
+                if not able
+                else f"several models could answer; name one in 'model': {', '.join(able)}",
+                "model" if able else "head",
+                param="model",
+            )
+        self.model = able[0]
+        return models[able[0]]
+
+    async def ask(
+        self, task: str, items: list[Any], options: dict[str, Any] | None = None, *, texts: int = 0
+    ) -> Answer:
+        """Return a worker's answer.
+
+        Args:
+            task: of `flodl_hf.serving.tasks`.
+            items: what is asked of.
+            options: of the task.
+            texts: how many texts these are where that is not the number of items.
+
+        Raises:
+            RefusedError: a limit is broken, or the worker did not answer.
+        """
+        house = self.house
+        self.info(task)
+        settings, admission = house.settings, house.admission
+        count, characters = texts or len(items), weigh(items)
+        self.texts += count
+        self.characters += characters
+        if not items:
+            raise RefusedError("there are no inputs; expected at least one", "empty")
+        if count > settings.max_inputs:
+            raise RefusedError(
+                f"there are {count} inputs; expected at most {settings.max_inputs} in a request", "limit"
+            )
+        weight = admission.tokens_of(items)
+        if weight > settings.max_tokens:
+            raise RefusedError(
+                f"the inputs have about {weight} tokens; expected at most {settings.max_tokens} in a request", "limit"
+            )
+        try:
+            with admission.entering(self.key, weight):
+                found = await house.workers.ask(
+                    task, self.model, items, options or {}, key=self.key, until=self.until, weight=weight
+                )
+        except OverloadedError as fault:
+            raise RefusedError(fault.message, "overloaded", after_s=fault.after_s) from None
+        except TaskError as fault:
+            raise RefusedError(fault.message, fault.kind, after_s=1.0 if fault.kind == "ended" else None) from None
+        if task not in ("tokenize", "decode"):
+            admission.learn(characters, found.tokens)
+        self.tokens += found.tokens
+        self.windows += found.rows
+        self.dropped += found.dropped
+        self.waited_s += found.waited_s
+        self.inferred_s += max(0.0, found.took_s - found.waited_s)
+        return found
+
+    def usage(self) -> dict[str, int]:
+        """Return what the call came to."""
+        return {"tokens": self.tokens, "windows": self.windows, "dropped_tokens": self.dropped}

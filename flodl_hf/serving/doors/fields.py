@@ -1,0 +1,185 @@
+"""Fields of requests: what each holds, checked and brought to one form, and its JSON schema."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flodl.errors import nearest, shown
+from flodl_hf.serving.faults import RefusedError
+
+__all__ = ["KINDS", "Field", "read"]
+
+
+@dataclass(frozen=True)
+class Field:
+    """A field of a request.
+
+    Attributes:
+        name: as clients write it.
+        kind: a name of `KINDS`.
+        says: what it means.
+        needed: whether it has to be there.
+    """
+
+    name: str
+    kind: str
+    says: str
+    needed: bool = False
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _texts(value: Any) -> list[str] | None:
+    found = [value] if isinstance(value, str) else value
+    return found if isinstance(found, list) and all(isinstance(part, str) for part in found) else None
+
+
+def _ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(part) is int for part in value)
+
+
+def _inputs(value: Any) -> list[Any] | None:
+    if isinstance(value, list) and value and _ids(value):
+        return [value]
+    if isinstance(value, list) and value and all(map(_ids, value)):
+        return value
+    return _texts(value)
+
+
+def _rows(value: Any) -> list[list[int]] | None:
+    if isinstance(value, list) and value and all(map(_ids, value)):
+        return value
+    return [value] if _ids(value) else None
+
+
+def _pairs(value: Any) -> list[Any] | None:
+    if not isinstance(value, list):
+        return [value] if isinstance(value, str) else None
+    for item in value:
+        alone = isinstance(item, str)
+        pair = isinstance(item, list) and len(item) == 2 and all(isinstance(part, str) for part in item)
+        if not (alone or pair):
+            return None
+    return value
+
+
+def _documents(value: Any) -> list[str] | None:
+    if not isinstance(value, list):
+        return None
+    found = [item.get("text") if isinstance(item, dict) else item for item in value]
+    return found if all(isinstance(item, str) for item in found) else None
+
+
+def _questions(value: Any) -> list[list[str]] | None:
+    given = value if isinstance(value, list) else [value]
+    found = [[item.get("question"), item.get("context")] if isinstance(item, dict) else item for item in given]
+    right = all(isinstance(item, list) and len(item) == 2 and all(isinstance(p, str) for p in item) for item in found)
+    return found if right else None
+
+
+def _whole(value: Any) -> int | None:
+    return value if type(value) is int and value >= 1 else None
+
+
+def _flag(value: Any) -> bool | None:
+    return value if isinstance(value, bool) else None
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def _thresholds(value: Any) -> Any:
+    if isinstance(value, dict):
+        return value if all(_number(part) is not None for part in value.values()) else None
+    return _number(value)
+
+
+def _word(*words: str) -> tuple[dict[str, Any], str, Callable[[Any], Any]]:
+    return {"type": "string", "enum": list(words)}, f"one of {', '.join(words)}", lambda v: v if v in words else None
+
+
+_STRING = {"type": "string"}
+_LIST = {"type": "array", "items": _STRING}
+_NUMBERS = {"type": "array", "items": {"type": "integer"}}
+_PAIR = {"type": "array", "items": _STRING, "minItems": 2, "maxItems": 2}
+
+KINDS: dict[str, tuple[dict[str, Any], str, Callable[[Any], Any]]] = {
+    "text": (_STRING, "a string", _text),
+    "texts": ({"oneOf": [_STRING, _LIST]}, "a string or a list of strings", _texts),
+    "inputs": (
+        {"oneOf": [_STRING, _LIST, _NUMBERS, {"type": "array", "items": _NUMBERS}]},
+        "a string, a list of strings, a list of ids, or a list of lists of ids",
+        _inputs,
+    ),
+    "rows": ({"oneOf": [_NUMBERS, {"type": "array", "items": _NUMBERS}]}, "a list of ids or several", _rows),
+    "pairs": (
+        {"oneOf": [_STRING, {"type": "array", "items": {"oneOf": [_STRING, _PAIR]}}]},
+        "a string, or a list of strings and pairs of them",
+        _pairs,
+    ),
+    "documents": (
+        {"type": "array", "items": {"oneOf": [_STRING, {"type": "object", "properties": {"text": _STRING}}]}},
+        'a list of strings or of {"text": ...}',
+        _documents,
+    ),
+    "questions": (
+        {"oneOf": [{"type": "object"}, {"type": "array", "items": {"oneOf": [{"type": "object"}, _PAIR]}}]},
+        '{"question": ..., "context": ...}, or a list of such, or of pairs',
+        _questions,
+    ),
+    "whole": ({"type": "integer", "minimum": 1}, "a whole number from 1", _whole),
+    "number": ({"type": "number"}, "a number", _number),
+    "thresholds": ({"oneOf": [{"type": "number"}, {"type": "object"}]}, "a number, or one for each label", _thresholds),
+    "flag": ({"type": "boolean"}, "true or false", _flag),
+    "object": ({"type": "object"}, "an object", lambda value: value if isinstance(value, dict) else None),
+    "any": ({}, "anything", lambda value: value),
+    "direction": _word("left", "right", "Left", "Right"),
+    "encoding": _word("float", "base64"),
+    "aggregation": _word("first", "average", "max", "simple", "none"),
+    "activation": _word("softmax", "sigmoid", "none"),
+    "measure": _word("cosine", "dot", "euclidean", "manhattan"),
+}
+"""By name: JSON schema, in words, and what a value becomes; None where it is none."""
+
+
+def read(fields: Sequence[Field], body: Any, *, strict: bool) -> dict[str, Any]:
+    """Return the fields of a request in one form; those that are not there, or null, are None.
+
+    Args:
+        fields: what the door takes.
+        body: the JSON.
+        strict: refuse fields that the door does not know; conventions of others pass over them.
+
+    Raises:
+        RefusedError: a field is missing, wrong or not known.
+    """
+    if not isinstance(body, Mapping):
+        raise RefusedError(f"found {shown(body, 60)}; expected a JSON object with fields", "body")
+    found: dict[str, Any] = {}
+    for field in fields:
+        value = body.get(field.name)
+        if value is None:
+            if field.needed:
+                raise RefusedError(
+                    f"{field.name} is missing; expected {KINDS[field.kind][1]}", "field", param=field.name
+                )
+            found[field.name] = None
+            continue
+        _, words, check = KINDS[field.kind]
+        found[field.name] = checked = check(value)
+        if checked is None:
+            raise RefusedError(
+                f"{field.name} is {shown(value, 60)}; expected {words}", "field", param=field.name
+            )  # fmt: skip
+    known = [field.name for field in fields]
+    if strict and (unknown := [name for name in body if name not in known]):
+        raise RefusedError(
+            f"unknown field {unknown[0]!r}{nearest(unknown[0], known)}; expected {', '.join(known)}", "field",
+            param=unknown[0],
+        )  # fmt: skip
+    return found

@@ -1,0 +1,111 @@
+"""What Prometheus is told: counters, gauges and histograms, under the names of text-embeddings-inference and ours.
+
+Decides names and buckets. Everything is counted in the event loop's thread.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+
+__all__ = ["Metrics"]
+
+SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+SIZES = tuple(float(1 << power) for power in range(18))
+
+Labels = tuple[tuple[str, str], ...]
+
+_KNOWN: dict[str, tuple[str, str, Sequence[float]]] = {
+    "te_request_count": ("counter", "requests that arrived", ()),
+    "te_request_success": ("counter", "requests that were answered", ()),
+    "te_request_failure": ("counter", "requests that were not, by error", ()),
+    "te_request_duration": ("histogram", "seconds from the head of a request to its answer", SECONDS),
+    "te_request_queue_duration": ("histogram", "seconds that a request waited for its batch", SECONDS),
+    "te_request_inference_duration": ("histogram", "seconds of a request in the worker behind the queue", SECONDS),
+    "te_request_input_length": ("histogram", "tokens of a request", SIZES),
+    "te_batch_next_size": ("histogram", "rows of a batch", SIZES),
+    "te_batch_next_tokens": ("histogram", "tokens of a batch", SIZES),
+    "te_queue_size": ("gauge", "requests that are being answered", ()),
+    "te_embed_count": ("counter", "texts that were embedded", ()),
+    "te_predict_count": ("counter", "texts that were classified", ()),
+    "te_rerank_count": ("counter", "texts that were ranked", ()),
+    "flodl_tokens_total": ("counter", "tokens that ran, by model", ()),
+    "flodl_rows_total": ("counter", "windows that ran, by model", ()),
+    "flodl_dropped_tokens_total": ("counter", "tokens cut off as asked, by model", ()),
+    "flodl_batch_seconds": ("histogram", "seconds of a batch", SECONDS),
+    "flodl_batch_fill": ("gauge", "tokens of the last batch as a share of the most", ()),
+    "flodl_queue_tokens": ("gauge", "tokens that wait in the last worker that spoke", ()),
+    "flodl_queue_seconds": ("gauge", "seconds that what is inside takes, about", ()),
+    "flodl_tokens_per_second": ("gauge", "tokens a second while batches run", ()),
+    "flodl_worker_restarts_total": ("counter", "workers that ended and were replaced", ()),
+    "flodl_workers": ("gauge", "workers that answer", ()),
+    "flodl_ready": ("gauge", "1 where requests are answered", ()),
+}
+
+
+class _Histogram:
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def add(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+
+class Metrics:
+    """All that is counted."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, dict[Labels, float]] = {}
+        self._histograms: dict[str, dict[Labels, _Histogram]] = {}
+
+    def add(self, name: str, value: float = 1, **labels: str) -> None:
+        """Add to a counter."""
+        held = self._numbers.setdefault(name, {})
+        key = tuple(sorted(labels.items()))
+        held[key] = held.get(key, 0.0) + value
+
+    def set(self, name: str, value: float) -> None:
+        """Set a gauge."""
+        self._numbers[name] = {(): value}
+
+    def observe(self, name: str, value: float, **labels: str) -> None:
+        """Add a value to a histogram."""
+        held = self._histograms.setdefault(name, {})
+        key = tuple(sorted(labels.items()))
+        if key not in held:
+            held[key] = _Histogram(_KNOWN[name][2])
+        held[key].add(value)
+
+    def text(self) -> str:
+        """Return all of it in Prometheus' text format (version 0.0.4)."""
+        lines: list[str] = []
+        for name, (kind, says, bounds) in _KNOWN.items():
+            lines += [f"# HELP {name} {says}", f"# TYPE {name} {kind}"]
+            if kind != "histogram":
+                for labels, value in self._numbers.get(name, {} if kind == "counter" else {(): 0.0}).items():
+                    lines.append(f"{name}{_braced(dict(labels))} {_number(value)}")
+                continue
+            for labels, found in self._histograms.get(name, {(): _Histogram(bounds)}).items():
+                total = 0
+                for bound, count in zip([*(f"{b:g}" for b in bounds), "+Inf"], found.counts, strict=True):
+                    total += count
+                    lines.append(f"{name}_bucket{_braced({**dict(labels), 'le': bound})} {total}")
+                lines.append(f"{name}_sum{_braced(dict(labels))} {_number(found.sum)}")
+                lines.append(f"{name}_count{_braced(dict(labels))} {total}")
+        return "\n".join(lines) + "\n"
+
+
+def _braced(labels: Mapping[str, str]) -> str:
+    told = ",".join(f'{name}="{_escaped(value)}"' for name, value in labels.items())
+    return f"{{{told}}}" if told else ""
+
+
+def _number(value: float) -> str:
+    return str(int(value)) if value == int(value) else repr(value)
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

@@ -1,0 +1,130 @@
+"""What a server is told when it starts: models, devices, limits.
+
+Decides defaults and what makes sense. Nothing here imports a server or torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from flodl.errors import ConfigError
+
+__all__ = ["Served", "Settings", "served"]
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model and the name that clients call it by.
+
+    Attributes:
+        name: what clients write.
+        source: a local folder or a name of the Hub.
+        head: the task it is loaded for; "auto" is what the folder was written for.
+    """
+
+    name: str
+    source: str
+    head: str = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How a server runs.
+
+    Attributes:
+        models: what is served; nothing else is ever loaded.
+        devices: one worker process for each, "auto" is the best there is.
+        precision: see `flodl_hf.runtime.Precision`; None is that of the weights.
+        batch_invariant: answers never depend on what else is in the batch, bit for bit; slower.
+        local_files_only: open no connection to the Hub.
+        api_keys: who may ask; none is everybody.
+        max_batch_tokens: most tokens that run together; None is what suits the device.
+        max_concurrent: most requests at a time; more are refused with 429.
+        max_key_concurrent: most requests of one key at a time; None is no bound but the other.
+        max_key_tokens: most tokens of one key in a minute; None is no bound.
+        max_inputs: most texts of a request.
+        max_tokens: most tokens of a request, about, counted before they are known.
+        max_body: most bytes of a request's body.
+        max_queue_s: a request is refused when what waits before it would take longer.
+        timeout_s: after so long a request is given up; clients may ask for less (``x-timeout-s``).
+        header_s: a connection that has not sent a request's head by then is closed.
+        body_s: a body has to be there by then.
+        write_s: a client that reads nothing for so long loses its connection.
+        idle_s: how long a connection without a request stays.
+        drain_s: how long requests may still run once the server is told to stop.
+        max_connections: most connections at a time.
+        log_texts: whether logs say what was asked.
+    """
+
+    models: tuple[Served, ...]
+    devices: tuple[str, ...] = ("auto",)
+    precision: str | None = None
+    batch_invariant: bool = False
+    local_files_only: bool = False
+    api_keys: tuple[str, ...] = ()
+    max_batch_tokens: int | None = None
+    max_concurrent: int = 512
+    max_key_concurrent: int | None = None
+    max_key_tokens: int | None = None
+    max_inputs: int = 2048
+    max_tokens: int = 300_000
+    max_body: int = 16 << 20
+    max_queue_s: float = 10.0
+    timeout_s: float = 60.0
+    header_s: float = 10.0
+    body_s: float = 30.0
+    write_s: float = 30.0
+    idle_s: float = 75.0
+    drain_s: float = 30.0
+    max_connections: int = 4096
+    log_texts: bool = False
+
+    def __post_init__(self) -> None:
+        names = [model.name for model in self.models]
+        wrong = [f"the name {name!r} twice" for name in sorted({n for n in names if names.count(n) > 1})]
+        if not self.models:
+            wrong.append("no model")
+        if not self.devices:
+            wrong.append("no device")
+        if any(not key.strip() for key in self.api_keys):
+            wrong.append("an empty API key")
+        for field, value in asdict(self).items():
+            if isinstance(value, (int, float)) and not isinstance(value, bool) and value <= 0:
+                wrong.append(f"{field}={value}")
+        if wrong:
+            raise ConfigError(
+                f"serve: found {'; '.join(wrong)}; expected at least one model, names that differ, and limits above 0",
+                problems=wrong,
+            )
+
+    def of_worker(self, device: str) -> dict[str, Any]:
+        """Return what a worker on a device is told, as JSON types."""
+        return {
+            "models": [asdict(model) for model in self.models],
+            "device": device,
+            "precision": self.precision,
+            "batch_invariant": self.batch_invariant,
+            "local_files_only": self.local_files_only,
+            "max_batch_tokens": self.max_batch_tokens,
+            "threads": self.max_concurrent,
+        }
+
+
+def served(models: Iterable[str | Served], head: str = "auto") -> tuple[Served, ...]:
+    """Return models by name; ``NAME=FOLDER`` says which, else it is what stands there without a trailing slash.
+
+    Args:
+        models: local folders, names of the Hub, or records.
+        head: the task of those that name none.
+    """
+    found = []
+    for model in models:
+        if isinstance(model, Served):
+            found.append(model)
+            continue
+        name, equal, source = str(model).partition("=")
+        source = source if equal else str(model)
+        found.append(Served((name if equal else source).rstrip("/\\") or source, source, head))
+    return tuple(found)

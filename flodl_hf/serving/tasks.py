@@ -1,0 +1,331 @@
+"""What a worker does for a request: the model's public methods, and their answers as JSON types and arrays.
+
+Every answer is what ``predict``, ``embed`` and the others give; here is only said how it is handed on, and what was
+dropped of texts that were to be cut. Which doors ask for which task is decided in `flodl_hf.serving.doors`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from flodl_hf.errors import PredictError, TokenizerError
+from flodl_hf.serving.batching import Ticket
+
+__all__ = ["TASKS", "Done", "describe", "warm_items"]
+
+Done = tuple[Any, list[np.ndarray]]
+"""JSON types, and arrays beside them."""
+
+
+def _cutting(options: Mapping[str, Any]) -> dict[str, bool]:
+    """Return how long texts are read: in windows where nothing is said, cut, or refused."""
+    truncate = options.get("truncate")
+    return {} if truncate is None else {"truncate": True} if truncate else {"strict": True}
+
+
+def _uncut(options: Mapping[str, Any], task: str) -> dict[str, bool]:
+    if options.get("truncate"):
+        raise PredictError(
+            f"{task}: truncate is true, and this task reads all of a text, in windows; leave it out, or pass false to "
+            "refuse texts that do not fit into one"
+        )
+    return {} if options.get("truncate") is None else {"strict": True}
+
+
+def _given(options: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {name: options[name] for name in names if options.get(name) is not None}
+
+
+def _limit(model: Any) -> int | None:
+    recipe = model.sentence_recipe
+    own = recipe.max_tokens if recipe is not None and model.head == "base" else None
+    return min((bound for bound in (model.max_tokens, own) if bound), default=None)
+
+
+def _dropped(model: Any, ticket: Ticket, texts: Sequence[str], pairs: Sequence[str] | None, limit: int | None) -> int:
+    """Return how many tokens of texts that were cut were not read."""
+    from flodl_hf.runtime.inputs import encode
+
+    # Windows end at a word's border, which is near the limit.
+    if limit is None or 2 * ticket.longest < limit:
+        return 0
+    whole = encode(model.tokenizer, texts, pairs, max_tokens=None).table.lengths
+    read = encode(model.tokenizer, texts, pairs, max_tokens=limit).first_windows().table.lengths
+    return int(whole.sum() - read.sum())
+
+
+def _note_cut(
+    model: Any, ticket: Ticket, options: Mapping[str, Any], texts: Sequence[str], pairs: Sequence[str] | None = None
+) -> None:
+    if options.get("truncate"):
+        ticket.dropped += _dropped(model, ticket, texts, pairs, _limit(model))
+
+
+# ---- vectors -------------------------------------------------------------------------------------------
+
+
+def _embed(model: Any, items: list[Any], options: Mapping[str, Any], ticket: Ticket) -> Done:
+    """Vectors of texts, or of ids as they are."""
+    size = options.get("dimensions")
+    width = model.config.encoder.hidden_size
+    if size is not None and size > width:
+        raise PredictError(f"embed: dimensions is {size}, and vectors have {width}; ask for at most so many")
+    given = {"truncate_dim": size, "normalize": options.get("normalize")}
+    if items and isinstance(items[0], list):
+        return {}, [_embed_ids(model, items, options)]
+    texts = items
+    found = model.embed(texts, **given, **_cutting(options)).numpy()
+    _note_cut(model, ticket, options, texts)
+    return {}, [found]
+
+
+def _embed_ids(model: Any, rows: list[list[int]], options: Mapping[str, Any]) -> np.ndarray:
+    from flodl_hf.decode.pooling import check_pooling
+    from flodl_hf.runtime import Session
+    from flodl_hf.runtime.inputs import Encoded
+    from flodl_hf.runtime.passes import Pooled
+    from flodl_hf.runtime.tables import Frame, framed
+    from flodl_hf.runtime.vectors import Vectors
+
+    model.ready("embed")
+    limit, words = _limit(model), model.config.encoder.vocab_size
+    for place, row in enumerate(rows):
+        if not row or min(row) < 0 or max(row) >= words:
+            raise TokenizerError(f"input {place}: expected ids from 0 to {words - 1}, and at least one")
+        if limit is not None and len(row) > limit:
+            raise TokenizerError(f"input {place} has {len(row)} ids, and the model takes {limit}; cut it, or send text")
+    counts = np.fromiter(map(len, rows), np.int64, len(rows))
+    ids = np.concatenate([np.asarray(row, np.int32) for row in rows])
+    encoded = Encoded(framed(Frame((), (), (), (0, 0, 0, 0, 0), False), (ids, counts)), len(rows))
+    recipe, normalize = model.sentence_recipe, options.get("normalize")
+    wanted = normalize if normalize is not None else (recipe.normalize if recipe else True)
+    names = check_pooling(recipe.pooling if recipe else "mean")
+    pending = Session(model, {}).start(encoded.table, Pooled(names, options.get("dimensions"), wanted))
+    return Vectors(len(rows), normalize=wanted).take([""] * len(rows), encoded, pending).numpy()
+
+
+def _embed_all(model: Any, items: list[str], options: Mapping[str, Any], ticket: Ticket) -> Done:
+    """States of all tokens, windows one after another."""
+    from flodl_hf.runtime import Session
+    from flodl_hf.runtime.inputs import encode
+    from flodl_hf.runtime.passes import States
+
+    tokenizer = model.ready("embed_all")
+    cutting = _cutting(options)
+    encoded = encode(tokenizer, items, max_tokens=_limit(model), strict="strict" in cutting)
+    if "truncate" in cutting:
+        encoded = encoded.first_windows()
+    placed = Session(model, {}).start(encoded.table, States()).placed()
+    rows = placed.rows(encoded.table)
+    order = np.lexsort((encoded.table.window, encoded.owners))
+    lengths = np.bincount(encoded.owners, weights=encoded.table.lengths, minlength=len(items)).astype(int)
+    _note_cut(model, ticket, options, items)
+    return {"lengths": lengths.tolist()}, [np.concatenate([rows[i].numpy() for i in order])]
+
+
+def _similarity(model: Any, items: list[str], options: Mapping[str, Any], ticket: Ticket) -> Done:
+    """How alike the first text is to each of the others."""
+    from flodl_hf.similarity import measure_of, similarity_of
+
+    recipe = model.sentence_recipe
+    _, (vectors,) = _embed(model, items, {**options, "dimensions": None}, ticket)
+    measure = options.get("measure") or measure_of(recipe.files if recipe else {})
+    return similarity_of(vectors[:1], vectors[1:], measure)[0].tolist(), []
+
+
+# ---- scores --------------------------------------------------------------------------------------------
+
+
+def _classify(model: Any, items: list[Any], options: Mapping[str, Any], ticket: Ticket) -> Done:
+    """Labels with scores of texts and pairs."""
+    given = _given(options, "top_k", "threshold", "function_to_apply")
+    if options.get("raw"):
+        given["function_to_apply"] = "none"
+    found: list[Any] = [None] * len(items)
+    for kind in (str, list):
+        places = [place for place, item in enumerate(items) if isinstance(item, kind)]
+        if not places:
+            continue
+        texts = [items[place] if kind is str else tuple(items[place]) for place in places]
+        for place, one in zip(places, model.predict(texts, **given, **_cutting(options)), strict=True):
+            found[place] = one.to_rows()
+        if kind is str:
+            _note_cut(model, ticket, options, texts)
+        else:
+            _note_cut(model, ticket, options, [a for a, _ in texts], [b for _, b in texts])
+    return found, []
+
+
+def _rerank(model: Any, items: list[str], options: Mapping[str, Any], ticket: Ticket) -> Done:
+    """How well each text but the first fits the first, as the model ranks, or by vectors."""
+    query, documents = items[0], items[1:]
+    given = {"function_to_apply": "none"} if options.get("raw") else {}
+    if most := options.get("max_tokens_per_doc"):
+        documents = _shortened(model, ticket, documents, most)
+    found = model.rerank(query, documents, **given, **_cutting(options))
+    if documents:
+        _note_cut(model, ticket, options, [query] * len(documents), documents)
+    return [{"index": one.index, "score": one.score, "windows": one.windows} for one in found], []
+
+
+def _shortened(model: Any, ticket: Ticket, texts: list[str], most: int) -> list[str]:
+    """Return texts of at most so many tokens, cut behind a token."""
+    out = []
+    for text, (row,) in zip(texts, model.tokenizer.encode_rows(texts, add_special_tokens=False), strict=True):
+        ticket.dropped += max(0, len(row.ids) - most)
+        out.append(text if len(row.ids) <= most else text[: row.offsets[most - 1][1]])
+    return out
+
+
+def _score(model: Any, items: list[list[str]], options: Mapping[str, Any], ticket: Ticket) -> Done:
+    """A number for each pair: the cross-encoder's score, or how alike the vectors are."""
+    if model.head == "base":
+        from flodl_hf.similarity import measure_of, similarity_of
+
+        texts = list(dict.fromkeys(text for pair in items for text in pair))
+        place = {text: i for i, text in enumerate(texts)}
+        _, (vectors,) = _embed(model, texts, {**options, "dimensions": None}, ticket)
+        recipe = model.sentence_recipe
+        measure = measure_of(recipe.files if recipe else {})
+        return [similarity_of(vectors[place[a]], vectors[place[b]], measure).item() for a, b in items], []
+    scores = [0.0] * len(items)
+    queries: dict[str, list[int]] = {}
+    for place_, (query, _) in enumerate(items):
+        queries.setdefault(query, []).append(place_)
+    for query, places in queries.items():
+        found, _ = _rerank(model, [query, *(items[i][1] for i in places)], options, ticket)
+        for one in found:
+            scores[places[one["index"]]] = one["score"]
+    return scores, []
+
+
+def _entities(model: Any, items: list[str], options: Mapping[str, Any], ticket: Ticket) -> Done:
+    """Entities of texts."""
+    given = _given(options, "aggregation", "ignore_labels", "constrained", "stride")
+    found = model.predict(items, **given, **_uncut(options, "entities"))
+    return [one.to_rows() for one in found], []
+
+
+def _answer(model: Any, items: list[list[str]], options: Mapping[str, Any], ticket: Ticket) -> Done:
+    """Answers to questions about contexts."""
+    given = _given(options, "top_k", "max_answer_length", "no_answer", "null_margin", "stride", "window_tokens")
+    found = model.answer_batch([tuple(item) for item in items], **given, **_uncut(options, "answer"))
+    return [one.to_rows() for one in found], []
+
+
+def _fill_mask(model: Any, items: list[str], options: Mapping[str, Any], ticket: Ticket) -> Done:
+    """Words for the masks of texts."""
+    _uncut(options, "fill_mask")
+    found = model.fill_mask(items, **_given(options, "top_k", "targets"))
+    return [one.to_dict()["masks"] for one in found], []
+
+
+def _zero_shot(model: Any, items: list[str], options: Mapping[str, Any], ticket: Ticket) -> Done:
+    """Labels of the caller's own."""
+    given = _given(options, "template", "multi_label")
+    found = model.zero_shot(items, options["labels"], **given, **_uncut(options, "zero_shot"))
+    return [one.to_rows() for one in found], []
+
+
+# ---- tokens --------------------------------------------------------------------------------------------
+
+
+def _tokenize(model: Any, items: list[str], options: Mapping[str, Any], ticket: Ticket) -> Done:
+    """Tokens of texts, with their places."""
+    tokenizer = model.ready("tokenize", untrained=True)
+    special = options.get("special")
+    found = []
+    for text, (row,) in zip(items, tokenizer.encode_rows(items, add_special_tokens=special is not False), strict=True):
+        words = tokenizer.convert_ids_to_tokens(list(row.ids))
+        found.append(
+            [
+                {
+                    "id": number,
+                    "text": word if added else text[start:stop],
+                    "special": bool(added),
+                    "start": None if added else start,
+                    "stop": None if added else stop,
+                }
+                for number, word, added, (start, stop) in zip(row.ids, words, row.special, row.offsets, strict=True)
+            ]
+        )
+    return found, []
+
+
+def _decode(model: Any, items: list[list[int]], options: Mapping[str, Any], ticket: Ticket) -> Done:
+    """Texts of ids."""
+    tokenizer = model.ready("decode", untrained=True)
+    for place, row in enumerate(items):
+        if wrong := [number for number in row if not 0 <= number < tokenizer.vocab_size]:
+            raise TokenizerError(f"ids {place}: {wrong[0]} is no id; expected 0 to {tokenizer.vocab_size - 1}")
+    skip = options.get("special") is not False
+    return [tokenizer.decode(row, skip_special_tokens=skip) for row in items], []
+
+
+TASKS: dict[str, tuple[tuple[str, ...], Callable[[Any, list[Any], Mapping[str, Any], Ticket], Done]]] = {
+    "embed": (("base",), _embed),
+    "embed_all": (("base",), _embed_all),
+    "similarity": (("base",), _similarity),
+    "classify": (("sequence_classification",), _classify),
+    "rerank": (("sequence_classification",), _rerank),
+    "score": (("sequence_classification", "base"), _score),
+    "zero_shot": (("sequence_classification",), _zero_shot),
+    "entities": (("token_classification",), _entities),
+    "answer": (("question_answering",), _answer),
+    "fill_mask": (("masked_lm",), _fill_mask),
+    "tokenize": ((), _tokenize),
+    "decode": ((), _decode),
+}
+"""By name: heads that have the task, none for all, and what does it."""
+
+
+def describe(model: Any) -> dict[str, Any]:
+    """Return what is said of a model: its task, sizes, labels, as JSON types."""
+    config, recipe = model.config, model.sentence_recipe
+    tokenizer = model.tokenizer
+    return {
+        "head": model.head,
+        "model_type": config.family.model_type,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "max_tokens": _limit(model),
+        "width": config.encoder.hidden_size,
+        "labels": list(config.labels) if model.head in ("sequence_classification", "token_classification") else [],
+        "pooling": list(recipe.pooling) if recipe else ["mean"],
+        "normalize": recipe.normalize if recipe else True,
+        "prompts": _prompts(recipe.files if recipe else {}),
+        "mask": tokenizer.mask_token if tokenizer is not None else None,
+        "tasks": [name for name, (heads, _) in TASKS.items() if _has(model, name, heads)],
+    }
+
+
+def _prompts(files: Mapping[str, bytes]) -> dict[str, str]:
+    try:
+        found = json.loads(files.get("config_sentence_transformers.json", b"{}")).get("prompts") or {}
+    except (ValueError, AttributeError):
+        return {}
+    return {str(name): text for name, text in found.items() if isinstance(text, str)} if isinstance(found, dict) else {}
+
+
+def _has(model: Any, task: str, heads: Sequence[str]) -> bool:
+    if heads and model.head not in heads:
+        return False
+    if task in ("rerank", "score") and model.head == "sequence_classification":
+        return model.num_labels == 1
+    if task == "zero_shot":
+        return any("entail" in label.lower() for label in model.config.labels)
+    return True
+
+
+def warm_items(model: Any) -> tuple[str, list[Any]]:
+    """Return a task of the model and some items for it: what is asked before anybody else asks."""
+    texts = ["warm " * size for size in (2, 24, 100, 400)]
+    if model.head == "question_answering":
+        return "answer", [["what", text] for text in texts]
+    if model.head == "masked_lm":
+        mask = model.tokenizer.mask_token if model.tokenizer is not None else ""
+        return "fill_mask", [f"{text}{mask}" for text in texts]
+    return {"base": "embed", "token_classification": "entities"}.get(model.head, "classify"), texts

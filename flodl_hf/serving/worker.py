@@ -1,0 +1,174 @@
+"""The process of one device: it holds the models, takes requests from a socket and writes answers to it.
+
+A thread a request tokenises, waits and decodes; one thread runs batches of all of them (`flodl_hf.serving.batching`).
+It ends when the socket does, so it never outlives the doors.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from threading import Lock
+from typing import Any
+
+import numpy as np
+
+from flodl.errors import FlodlError
+from flodl_hf.errors import TokenizerError
+from flodl_hf.serving.batching import Batcher, DeadlineError, GivenUpError, Ticket
+from flodl_hf.serving.frames import HEAD, packed, unpacked
+from flodl_hf.serving.tasks import TASKS, describe, warm_items
+
+__all__ = ["serve"]
+
+# One window for a whole request: it is sorted with others, not by itself.
+WINDOW = 1 << 20
+CPU_TOKENS = 4096
+CUDA_TOKENS = 16_384
+_KINDS = {DeadlineError: "deadline", GivenUpError: "given_up", TokenizerError: "tokenizer", FlodlError: "refused"}
+
+
+class _Stream:
+    """Both directions of the socket; any thread may write."""
+
+    def __init__(self, held: socket.socket) -> None:
+        self._held = held
+        self._file = held.makefile("rb")
+        self._lock = Lock()
+
+    def write(self, message: dict[str, Any], arrays: list[np.ndarray] | None = None) -> None:
+        parts = packed(message, arrays or [])
+        with self._lock:
+            self._held.sendall(b"".join(parts))
+
+    def read(self) -> dict[str, Any] | None:
+        head = self._file.read(HEAD.size)
+        if len(head) < HEAD.size:
+            return None
+        size, text = HEAD.unpack(head)
+        body = self._file.read(size)
+        return unpacked(text, body)[0] if len(body) == size else None
+
+
+class Worker:
+    """The models of one device.
+
+    Args:
+        given: what `flodl_hf.serving.settings.Settings.of_worker` says.
+    """
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        import torch
+
+        from flodl.devices import find_device
+        from flodl_hf.auto import load
+
+        self.device = find_device(given["device"])
+        cuda = self.device.type == "cuda"
+        self.max_tokens = given["max_batch_tokens"] or (CUDA_TOKENS if cuda else CPU_TOKENS)
+        run: dict[str, Any] = {
+            "precision": given["precision"], "batch_invariant": given["batch_invariant"], "progress": False,
+            "window": WINDOW,
+        }  # fmt: skip
+        if cuda:
+            run["token_budget"] = self.max_tokens
+        self.models: dict[str, Any] = {}
+        for model in given["models"]:
+            loaded = load(
+                model["source"], head=model["head"], device=str(self.device), local_files_only=given["local_files_only"]
+            )
+            loaded.eval()
+            self.models[model["name"]] = loaded.runtime(**run)
+        torch.set_grad_enabled(False)
+        self.batcher = Batcher(self.device, self.max_tokens)
+
+    def warm(self) -> None:
+        """Ask every model something, so that the first client does not wait for what is made once."""
+        for name, model in self.models.items():
+            if model.tokenizer is None:
+                model.ready("serve")
+            task, items = warm_items(model)
+            for count in (1, 8) if self.device.type != "cuda" else (1, 1, 1, 8, 64, 64, 64):
+                asked = items[:1] if count == 1 else items * count
+                self.answer({"model": name, "task": task, "items": asked}, Ticket())
+
+    def answer(self, message: dict[str, Any], ticket: Ticket) -> tuple[Any, list[np.ndarray]]:
+        """Return the answer to a request."""
+        from flodl_hf.runtime.session import SENDING
+
+        def send(model: Any, options: Any, table: Any, work: Any, places: Any) -> Any:
+            return self.batcher.send(ticket, model, options, table, work, places)
+
+        model = self.models[message["model"]]
+        before = SENDING.set(send)
+        try:
+            return TASKS[message["task"]][1](model, message["items"], message.get("options") or {}, ticket)
+        finally:
+            SENDING.reset(before)
+
+
+def _fault(fault: BaseException) -> dict[str, str]:
+    kind = next((word for known, word in _KINDS.items() if isinstance(fault, known)), "internal")
+    return {"kind": kind, "message": str(fault) if kind != "internal" else f"{type(fault).__name__}: {fault}"}
+
+
+def serve(descriptor: int) -> None:
+    """Serve one socket until it ends.
+
+    Args:
+        descriptor: of the socket that this process inherited.
+    """
+    stream = _Stream(socket.socket(fileno=descriptor))
+    given = stream.read()
+    if given is None:
+        return
+    try:
+        started = time.perf_counter()
+        worker = Worker(given)
+        worker.warm()
+        infos = {name: describe(model) for name, model in worker.models.items()}
+        stream.write(
+            {"ready": infos, "device": str(worker.device), "warm_s": time.perf_counter() - started,
+             "max_batch_tokens": worker.max_tokens, "pid": os.getpid()}
+        )  # fmt: skip
+    except Exception as fault:
+        stream.write({"broken": f"{type(fault).__name__}: {fault}"})
+        return
+    worker.batcher.drained()
+    tickets: dict[int, Ticket] = {}
+    pool = ThreadPoolExecutor(given["threads"], thread_name_prefix="flodl-hf-request")
+
+    def work(message: dict[str, Any], ticket: Ticket) -> None:
+        started = time.perf_counter()
+        number, reply, arrays = message["id"], {}, []
+        try:
+            reply["data"], arrays = worker.answer(message, ticket)
+        except Exception as fault:
+            reply["fault"] = _fault(fault)
+            if reply["fault"]["kind"] == "internal":
+                traceback.print_exc(file=sys.stderr)
+        tickets.pop(number, None)
+        reply |= {
+            "id": number, "tokens": ticket.tokens, "rows": ticket.rows, "dropped": ticket.dropped,
+            "waited_s": ticket.waited_s, "took_s": time.perf_counter() - started,
+            "queued": worker.batcher.queued_tokens, "ran": worker.batcher.drained(),
+        }  # fmt: skip
+        stream.write(reply, arrays)
+
+    try:
+        while (message := stream.read()) is not None:
+            if "cancel" in message:
+                if (gone := tickets.get(message["cancel"])) is not None:
+                    gone.give_up()
+                continue
+            ticket = Ticket(message["key"], time.monotonic() + message["left_s"])
+            tickets[message["id"]] = ticket
+            pool.submit(work, message, ticket)
+    except OSError:
+        pass
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)

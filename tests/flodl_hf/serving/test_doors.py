@@ -1,0 +1,321 @@
+"""Every door answers what the model's own method gives, and refuses what is wrong in the words of its convention."""
+
+from __future__ import annotations
+
+import base64
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+from serving_models import MASKED, QUESTIONS, TEXTS
+
+# What a batch of neighbours may change, on the sizes of these models in float32.
+CLOSE = 2e-5
+
+
+def asked(http: Any, path: str, **body: Any) -> Any:
+    answer = http.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def close(a: Any, b: Any) -> None:
+    """Compare two trees of records; numbers within the bound."""
+    if isinstance(a, float) or isinstance(b, float):
+        assert a == pytest.approx(b, abs=CLOSE)
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for name in a:
+            close(a[name], b[name])
+    elif isinstance(a, list):
+        assert len(a) == len(b)
+        for x, y in zip(a, b, strict=True):
+            close(x, y)
+    else:
+        assert a == b
+
+
+def test_vectors_are_those_of_embed(http: Any, local: dict[str, Any]) -> None:
+    expected = local["embed"].embed(TEXTS).numpy()
+    tei = np.array(asked(http, "/embed", inputs=TEXTS), np.float32)
+    assert np.abs(tei - expected).max() < CLOSE
+    floats = asked(http, "/v1/embeddings", input=TEXTS, model="embed")["data"]
+    assert [row["index"] for row in floats] == list(range(len(TEXTS)))
+    assert np.abs(np.array([row["embedding"] for row in floats]) - expected).max() < CLOSE
+    packed = asked(http, "/v1/embeddings", input=TEXTS, model="embed", encoding_format="base64")["data"]
+    read = np.stack([np.frombuffer(base64.b64decode(row["embedding"]), "<f4") for row in packed])
+    assert np.abs(read - expected).max() < CLOSE
+    assert np.abs(np.array(asked(http, "/", inputs=TEXTS, model="embed")) - expected).max() < CLOSE
+
+
+def test_vectors_are_scaled_and_shortened_as_asked(http: Any, local: dict[str, Any]) -> None:
+    for given, ours in (
+        ({"normalize": False}, {"normalize": False}),
+        ({"dimensions": 8}, {"truncate_dim": 8}),
+        ({"truncate": True}, {"truncate": True}),
+    ):
+        expected = local["embed"].embed(TEXTS, **ours).numpy()
+        found = np.array(asked(http, "/embed", inputs=TEXTS, **given), np.float32)
+        assert found.shape == expected.shape
+        assert np.abs(found - expected).max() < 10 * CLOSE
+
+
+def test_ids_are_taken_as_they_are(http: Any, local: dict[str, Any]) -> None:
+    ids = [list(local["embed"].tokenizer.encode_rows([text])[0][0].ids) for text in TEXTS[:3]]
+    expected = local["embed"].embed(TEXTS[:3]).numpy()
+    assert np.abs(np.array(asked(http, "/embed", inputs=ids)) - expected).max() < CLOSE
+    one = asked(http, "/v1/embeddings", input=ids[1], model="embed")["data"]
+    assert np.abs(np.array(one[0]["embedding"]) - expected[1]).max() < CLOSE
+    assert "ids" in http.post("/embed", json={"inputs": [[1, 10_000]]}).json()["error"]
+
+
+def test_states_of_tokens(http: Any, local: dict[str, Any]) -> None:
+    from torch import no_grad
+
+    text = TEXTS[1]
+    encoded = local["embed"].tokenizer([text], return_tensors="pt")
+    with no_grad():
+        expected = local["embed"](**{n: encoded[n] for n in ("input_ids", "attention_mask")}).last_hidden_state[0]
+    (found,) = asked(http, "/embed_all", inputs=text)
+    assert np.abs(np.array(found) - expected.numpy()).max() < 10 * CLOSE
+    (pooled,) = asked(http, "/pooling", input=text, model="embed")["data"]
+    close(pooled["data"], found)
+    long = asked(http, "/embed_all", inputs=[TEXTS[4], text])
+    assert len(long[0]) > 64
+    assert np.abs(np.array(long[1]) - np.array(found)).max() < 10 * CLOSE
+
+
+def test_classes_are_those_of_predict(http: Any, local: dict[str, Any]) -> None:
+    expected = [one.to_rows() for one in local["classes"].predict(TEXTS)]
+    found = asked(http, "/v1/classify", inputs=TEXTS, model="classes")
+    close([row["labels"] for row in found["results"]], expected)
+    assert found["usage"]["windows"] > len(TEXTS)
+    tei = asked(http, "/predict", inputs=[[text] for text in TEXTS], model="classes")
+    close(tei, [[{"score": one["score"], "label": one["label"]} for one in row] for row in expected])
+    close(asked(http, "/predict", inputs=TEXTS[0], model="classes"), tei[0])
+    vllm = asked(http, "/classify", input=TEXTS, model="classes")["data"]
+    assert [row["label"] for row in vllm] == [row[0]["label"] for row in expected]
+    assert [sum(row["probs"]) for row in vllm] == pytest.approx([1.0] * len(TEXTS))
+    raw = asked(http, "/predict", inputs=TEXTS[0], model="classes", raw_scores=True)
+    plain = local["classes"].predict(TEXTS[0], function_to_apply="none")
+    close([one["score"] for one in raw], [one.score for one in plain])
+    hub = asked(http, "/models/classes/-", inputs=TEXTS[0])
+    close(hub, [[{"label": one["label"], "score": one["score"]} for one in expected[0]]])
+
+
+def test_pairs_and_texts_may_be_mixed(http: Any, local: dict[str, Any]) -> None:
+    model = local["classes"]
+    found = asked(http, "/predict", inputs=[["a cat"], ["a cat", "the dog"]], model="classes")
+    expected = [model.predict("a cat"), model.predict([("a cat", "the dog")])[0]]
+    close([row[0]["score"] for row in found], [one.score for one in expected])
+
+
+def test_ranking_is_that_of_rerank(http: Any, local: dict[str, Any]) -> None:
+    query = "who lives in paris"
+    expected = local["ranker"].rerank(query, TEXTS)
+    order = [one.index for one in expected]
+    tei = asked(http, "/rerank", query=query, texts=TEXTS, return_text=True)
+    assert [one["index"] for one in tei] == order
+    assert [one["text"] for one in tei] == [TEXTS[i] for i in order]
+    close([one["score"] for one in tei], [one.score for one in expected])
+    for path in ("/v1/rerank", "/v2/rerank"):
+        found = asked(http, path, query=query, documents=TEXTS, model="ranker", top_n=2)
+        assert [one["index"] for one in found["results"]] == order[:2]
+    objects = asked(http, "/v2/rerank", query=query, documents=[{"text": t} for t in TEXTS], model="ranker")
+    assert [one["index"] for one in objects["results"]] == order
+    scores = asked(http, "/score", text_1=query, text_2=TEXTS, model="ranker")["data"]
+    by_place = {one.index: one.score for one in expected}
+    close([one["score"] for one in scores], [by_place[i] for i in range(len(TEXTS))])
+    short = http.post(
+        "/v2/rerank", json={"query": "cat", "documents": TEXTS, "model": "ranker", "max_tokens_per_doc": 2}
+    )
+    assert "cut off" in short.json()["meta"]["warnings"][0]
+
+
+def test_likeness_is_that_of_similarity(http: Any, local: dict[str, Any]) -> None:
+    expected = local["embed"].similarity(TEXTS[:1], TEXTS[1:])[0].tolist()
+    body = {"source_sentence": TEXTS[0], "sentences": TEXTS[1:]}
+    close(asked(http, "/similarity", inputs=body), expected)
+    close(asked(http, "/", inputs=body, model="embed"), expected)
+    scores = asked(http, "/score", text_1=TEXTS[0], text_2=TEXTS[1:], model="embed")["data"]
+    close([one["score"] for one in scores], expected)
+
+
+def test_entities_answers_masks_and_labels_of_ones_own(http: Any, local: dict[str, Any]) -> None:
+    entities = asked(http, "/v1/entities", inputs=TEXTS)["results"]
+    close([row["entities"] for row in entities], [as_lists(one.to_rows()) for one in local["ner"].predict(TEXTS)])
+    for text, row in zip(TEXTS, entities, strict=True):
+        assert all(text[one["start"] : one["end"]] == one["word"] for one in row["entities"])
+    answers = asked(http, "/v1/answer", inputs=QUESTIONS, top_k=2)["results"]
+    expected = local["qa"].answer_batch([tuple(pair) for pair in QUESTIONS], top_k=2)
+    close([row["answers"] for row in answers], [one.to_rows() for one in expected])
+    objects = asked(http, "/v1/answer", inputs={"question": QUESTIONS[0][0], "context": QUESTIONS[0][1]}, top_k=2)
+    close(objects["results"][0], answers[0])
+    for more in ({"top_k": 3}, {"targets": ["cat", "paris"]}):
+        masks = asked(http, "/v1/fill-mask", inputs=MASKED, **more)["results"]
+        close(
+            [row["masks"] for row in masks],
+            [as_lists(o.to_dict()["masks"]) for o in local["mlm"].fill_mask(MASKED, **more)],
+        )
+    labels = ["animal", "city", "work"]
+    zero = asked(http, "/v1/zero-shot", inputs=TEXTS, labels=labels, multi_label=True)["results"]
+    expected = local["nli"].zero_shot(TEXTS, labels, multi_label=True)
+    close([row["labels"] for row in zero], [one.to_rows() for one in expected])
+
+
+def as_lists(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: as_lists(part) for name, part in value.items()}
+    return [as_lists(part) for part in value] if isinstance(value, (list, tuple)) else value
+
+
+def test_the_root_answers_as_pipelines_do(http: Any) -> None:
+    (entity, *_) = asked(http, "/models/ner/-", inputs=TEXTS[0])
+    assert set(entity) == {"entity_group", "score", "word", "start", "end"}
+    answer = asked(http, "/models/qa/-", inputs={"question": "who", "context": "ada lives in paris"})
+    assert set(answer) == {"answer", "score", "start", "end"}
+    fills = asked(http, "/models/mlm/-", inputs=MASKED[0], parameters={"top_k": 2})
+    assert [set(one) for one in fills] == [{"score", "token", "token_str", "sequence"}] * 2
+    zero = asked(http, "/models/nli/-", inputs="a cat", parameters={"candidate_labels": ["animal", "city"]})
+    assert sum(one["score"] for one in zero) == pytest.approx(1.0)
+
+
+def test_tokens_go_out_and_come_back(http: Any) -> None:
+    (tokens,) = asked(http, "/tokenize", inputs="The cat", model="embed")
+    assert [(one["text"], one["start"], one["stop"]) for one in tokens if not one["special"]] == [
+        ("The", 0, 3), ("cat", 4, 7),
+    ]  # fmt: skip
+    assert asked(http, "/decode", ids=[one["id"] for one in tokens], model="embed") == ["the cat"]
+    plain = asked(http, "/tokenize", inputs="The cat", model="embed", add_special_tokens=False)
+    assert len(plain[0]) == 2
+
+
+# ---- what is cut, what is empty ------------------------------------------------------------------------
+
+
+def test_nothing_is_cut_in_silence(http: Any, local: dict[str, Any]) -> None:
+    long = TEXTS[4]
+    tokens = len(local["embed"].tokenizer.encode_rows([long])[0][0].ids)
+    whole = http.post("/embed", json={"inputs": long})
+    assert int(whole.headers["x-compute-tokens"]) >= tokens
+    assert int(whole.headers["x-flodl-windows"]) > 1
+    assert "x-flodl-dropped-tokens" not in whole.headers
+    cut = http.post("/embed", json={"inputs": [long, "a"], "truncate": True})
+    assert int(cut.headers["x-flodl-dropped-tokens"]) >= tokens - local["embed"].max_tokens
+    assert int(cut.headers["x-flodl-windows"]) == 2
+    said = http.post("/v1/embeddings", json={"input": [long], "truncate": True, "model": "embed"}).json()
+    assert said["usage"]["dropped_tokens"] == int(cut.headers["x-flodl-dropped-tokens"])
+    classes = http.post("/v1/classify", json={"inputs": [long], "truncate": True, "model": "classes"}).json()
+    assert classes["usage"]["dropped_tokens"] == int(cut.headers["x-flodl-dropped-tokens"])
+    assert classes["usage"]["windows"] == 1
+    refused = http.post("/embed", json={"inputs": long, "truncate": False})
+    assert (refused.status_code, refused.json()["error_type"]) == (422, "Tokenizer")
+    both = http.post("/v1/entities", json={"inputs": long, "truncate": True})
+    assert both.status_code == 422
+    assert "windows" in both.json()["error"]
+
+
+def test_empty_texts_have_one_rule(http: Any, local: dict[str, Any]) -> None:
+    for path, body, name in (
+        ("/v1/classify", {"model": "classes"}, "labels"), ("/v1/entities", {}, "entities"), ("/v1/fill-mask", {}, "masks"),
+        ("/v1/zero-shot", {"labels": ["a"]}, "labels"),
+    ):  # fmt: skip
+        found = asked(http, path, inputs=["  "], **body)["results"]
+        assert found == [{name: [], "empty": True}], path
+    assert asked(http, "/v1/answer", inputs=[["", "ada"]])["results"] == [{"answers": [], "empty": True}]
+    expected = local["embed"].embed([""]).numpy()
+    assert np.abs(np.array(asked(http, "/embed", inputs="")) - expected).max() < CLOSE
+    for path, body in (("/embed", {"inputs": []}), ("/rerank", {"query": "a", "texts": []})):
+        answer = http.post(path, json=body)
+        assert (answer.status_code, answer.json()["error_type"]) == (400, "Empty")
+
+
+# ---- forms and faults ----------------------------------------------------------------------------------
+
+
+def test_binary_answers(http: Any) -> None:
+    expected = np.array(asked(http, "/embed", inputs=TEXTS), np.float32)
+    npy = http.post("/embed", json={"inputs": TEXTS}, headers={"accept": "application/x-npy"})
+    assert npy.headers["content-type"] == "application/x-npy"
+    assert np.abs(np.load(io.BytesIO(npy.content)) - expected).max() < CLOSE
+    msgpack = pytest.importorskip("msgpack")
+    found = msgpack.unpackb(
+        http.post("/embed", json={"inputs": TEXTS}, headers={"accept": "application/msgpack"}).content
+    )
+    assert np.abs(np.frombuffer(found["data"], found["dtype"]).reshape(found["shape"]) - expected).max() < CLOSE
+    rows = http.post("/v1/entities", json={"inputs": TEXTS[0]}, headers={"accept": "application/msgpack"})
+    assert msgpack.unpackb(rows.content)["model"] == "ner"
+    assert http.post("/v1/entities", json={"inputs": "a"}, headers={"accept": "application/x-npy"}).status_code == 406
+    assert http.post("/embed", json={"inputs": "a"}, headers={"accept": "image/png"}).status_code == 406
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "word"),
+    [
+        ("/embed", {}, 422, "inputs is missing"),
+        ("/embed", {"inputs": 3}, 422, "expected a string"),
+        ("/embed", {"inputs": ["a", 3]}, 422, "expected a string"),
+        ("/embed", {"inputs": "a", "truncate": "yes"}, 422, "true or false"),
+        ("/embed", {"inputs": "a", "dimensions": 4000}, 422, "dimensions"),
+        ("/embed", {"inputs": "a", "prompt_name": "query"}, 422, "prompt"),
+        ("/embed", {"inputs": "a", "truncate": True, "truncation_direction": "left"}, 422, "left"),
+        ("/embed", {"inputs": ["a"] * 3000}, 413, "at most 2048"),
+        ("/embed", {"inputs": "a", "model": "none"}, 404, "embed"),
+        ("/embed", {"inputs": "a", "model": "ner"}, 424, "no head"),
+        ("/embed_sparse", {"inputs": "a"}, 424, "no model that is served has a head"),
+        ("/v1/late-interaction", {"inputs": "a"}, 424, "no model that is served has a head"),
+        ("/predict", {"inputs": "a"}, 404, "several models"),
+        ("/predict", {"inputs": [["a", "b", "c"]], "model": "classes"}, 422, "pair"),
+        ("/v1/classify", {"inputs": "a", "model": "classes", "top": 1}, 422, "top_k"),
+        ("/v1/answer", {"inputs": "a"}, 422, "question"),
+        ("/v1/fill-mask", {"inputs": "no mask"}, 422, "[MASK]"),
+        ("/v1/zero-shot", {"inputs": "a", "labels": []}, 400, "labels"),
+        ("/v1/zero-shot", {"inputs": "a", "labels": ["a"] * 3000}, 413, "pairs"),
+        ("/v1/embeddings", {"input": "a", "model": "gpt"}, 404, "gpt"),
+        ("/v1/embeddings", {"input": [], "model": "embed"}, 400, "at least one"),
+        ("/v2/rerank", {"query": "a", "documents": "b"}, 400, "documents"),
+        ("/score", {"text_1": ["a", "b"], "text_2": ["a"] * 3, "model": "ranker"}, 400, "as many"),
+    ],
+)
+def test_faults_say_what_is_wrong(http: Any, path: str, body: Any, status: int, word: str) -> None:
+    answer = http.post(path, json=body)
+    assert answer.status_code == status, answer.text
+    told = answer.json()
+    message = told.get("message") or (told["error"]["message"] if isinstance(told["error"], dict) else told["error"])
+    assert word in message
+    if path in ("/v1/embeddings", "/score"):
+        assert set(told["error"]) == {"message", "type", "param", "code"}
+    elif path == "/v2/rerank":
+        assert set(told) == {"message"}
+    else:
+        assert set(told) == {"error", "error_type"}
+
+
+def test_what_is_said_of_the_server(http: Any, served: tuple[str, Any]) -> None:
+    from flodl_hf.serving.doors import DOORS
+
+    info = http.get("/info").json()
+    for name in ("model_id", "model_dtype", "model_type", "max_concurrent_requests", "max_input_length",
+                 "max_batch_tokens", "max_client_batch_size", "auto_truncate", "version"):  # fmt: skip
+        assert name in info
+    assert info["max_input_length"] == 64
+    assert [row["id"] for row in http.get("/v1/models").json()["data"]] == list(info["models"])
+    document = http.get("/openapi.json").json()
+    assert {door.path for door in DOORS} <= set(document["paths"])
+    assert document["paths"]["/v1/classify"]["post"]["requestBody"]["content"]["application/json"]["schema"][
+        "required"
+    ] == ["inputs"]
+    asked(http, "/embed", inputs="a")
+    metrics = http.get("/metrics").text
+    for name in ("te_request_count", "te_request_success", "te_request_duration_bucket", "te_batch_next_tokens_sum",
+                 "te_queue_size", "flodl_tokens_total", "flodl_batch_fill"):  # fmt: skip
+        assert f"\n{name}" in metrics
+    for line in metrics.splitlines():
+        assert line.startswith("#") or (len(line.split()) == 2 and float(line.split()[1]) >= 0)
+    page = http.get("/")
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert "access-control-allow-origin" not in page.headers
+    assert "server" not in page.headers
+    assert http.get("/health").json() == {"ready": True}
+    assert http.get("/embed").status_code == 405
