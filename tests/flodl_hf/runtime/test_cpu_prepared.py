@@ -11,7 +11,7 @@ from flodl_hf.encoder_layer import EncoderLayer
 from flodl_hf.errors import PredictError
 from flodl_hf.layout import Packed
 from flodl_hf.model import EncoderModel
-from flodl_hf.runtime import cpu
+from flodl_hf.runtime import cpu, cpu_features
 from flodl_hf.runtime.cpu_products import has_int8, has_onednn
 from flodl_hf.runtime.precision import Precision
 from flodl_hf.runtime.prepared import prepared
@@ -87,14 +87,14 @@ def test_prediction_runs_the_table_of_the_processor_and_exact_does_not() -> None
 
 
 def test_a_precision_the_processor_lacks_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "_multiplies_bf16", lambda: False)
+    monkeypatch.setattr(cpu_features, "multiplies_bf16", lambda: False)
     with pytest.raises(PredictError, match="bf16") as refused:
         prepared(made(), "bf16")
     assert refused.value.precision == "bf16"
 
 
 def test_bf16_is_near_wherever_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "_multiplies_bf16", lambda: True)
+    monkeypatch.setattr(cpu_features, "multiplies_bf16", lambda: True)
     model = made()
     wanted = reference(model)
     found = answer(model, "bf16").float()
