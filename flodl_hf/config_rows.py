@@ -331,8 +331,7 @@ class Triage:
             return
         if own and row.field not in fields:  # wrong itself, and told already
             return
-        usual = row.default(fields) if callable(row.default) else row.default
-        expected = fields[row.field] if own else None if usual is REQUIRED else usual
+        expected = fields[row.field] if own else _usual(row, fields)
         try:
             read = row.check.accepts(value)
         except (ValueError, TypeError):
@@ -358,3 +357,12 @@ def refuse(problems: Sequence[str], where: str, model_type: str) -> ConfigError:
         model_type=model_type,
         problems=list(problems),
     )
+
+
+def _usual(row: Row, fields: Mapping[str, Any]) -> Any:
+    """Return what a row of another family says of a file without its key; None where that depends on that family."""
+    try:
+        usual = row.default(fields) if callable(row.default) else row.default
+    except KeyError:
+        return None
+    return None if usual is REQUIRED else usual

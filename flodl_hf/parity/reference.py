@@ -90,7 +90,7 @@ def load_reference(
     *,
     attention: str = "sdpa",
     dtype: torch.dtype | None = None,
-    pooler: bool = True,
+    pooler: bool | None = None,
 ) -> Reference:
     """Return what transformers makes of a folder.
 
@@ -99,7 +99,7 @@ def load_reference(
         architecture: class name, as in ``config.json``.
         attention: "sdpa" or "eager".
         dtype: dtype of the weights; None keeps the file's.
-        pooler: for base models, whether the file has a pooler.
+        pooler: for base models, whether the file has a pooler; None for as the class has it.
 
     Raises:
         ParityError: transformers has no such class.
@@ -110,8 +110,9 @@ def load_reference(
         raise ParityError(f"transformers {version()} has no class {architecture}", architecture=architecture)
     # A family that has only the eager implementation says so itself.
     options: dict[str, Any] = {"attn_implementation": attention if getattr(kind, "_supports_sdpa", False) else "eager"}
-    if not pooler and "add_pooling_layer" in signature(kind.__init__).parameters:
-        options["add_pooling_layer"] = False
+    pooling = signature(kind.__init__).parameters.get("add_pooling_layer")
+    if pooler is not None and pooling is not None and pooling.default is not pooler:
+        options["add_pooling_layer"] = pooler
     with quiet():
         model, info = kind.from_pretrained(
             str(folder), output_loading_info=True, dtype=dtype or "auto", local_files_only=True, **options

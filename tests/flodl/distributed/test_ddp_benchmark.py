@@ -43,7 +43,7 @@ def test_two_ranks_fill_every_table(tmp_path):
         kinds = {row["kind"] for row in csv.DictReader(lines)}
     assert {"step", "sync"} <= kinds
     timeline = json.loads((tmp_path / "modes" / "mlp" / "cpu-cadence.json").read_text())
-    assert set(timeline) == {"spans", "gaps", "busy"}
+    assert set(timeline) == {"spans", "gaps", "busy", "samples", "summary"}
 
 
 def test_one_rank_has_its_own_row(tmp_path):

@@ -39,8 +39,11 @@ def aligned(model: Any) -> Any:
     ],
 )
 def test_hidden_states_are_the_references(model_type: str, settings: dict[str, Any], saved: Saved) -> None:
+    from transformers import CONFIG_MAPPING
     from transformers import AutoModel as Theirs
 
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip("transformers has no such family")
     folder = saved(model_type, **settings)
     ours, theirs = AutoModel.from_pretrained(folder), aligned(Theirs.from_pretrained(folder))
     with torch.no_grad():
