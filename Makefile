@@ -22,7 +22,7 @@ demo: $(VENV)/.ready ## train, predict, export and verify a small model, offline
 	OMP_NUM_THREADS=2 $(BIN)/flodl-hf demo
 
 test: $(VENV)/.ready ## run the tests
-	$(BIN)/python -m pytest -n $(JOBS) -m "not slow and not gpu" -q
+	$(BIN)/python -m pytest -n $(JOBS) -m "not slow and not gpu" -q --durations=25 --durations-min=4
 
 test-slow: $(VENV)/.ready ## run the full-size and long tests too
 	OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m "slow and not gpu" -q
