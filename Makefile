@@ -6,7 +6,7 @@ JOBS ?= 2
 # One thread a test process: the tests are small, and several processes share the machine.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test test-slow test-isa check format bench docs docs-serve clean
+.PHONY: help demo test test-slow test-isa torture torture-short check format bench docs docs-serve clean
 
 help: ## list the verbs
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -29,6 +29,13 @@ test-slow: $(VENV)/.ready ## run the full-size and long tests too
 
 test-isa: $(VENV)/.ready ## run the tests of arithmetic with the kernels of other processors, on one and two threads
 	JOBS=$(JOBS) $(BIN)/python -m tests.isa
+
+torture: $(VENV)/.ready ## damage files, settings, texts and runs, all of it (hours); `make torture-short` takes three minutes
+	mkdir -p build
+	$(BIN)/python -m flodl_hf.torture all --workers $(JOBS) --json build/torture.json
+
+torture-short: $(VENV)/.ready
+	$(BIN)/python -m flodl_hf.torture all --cases 150 --workers $(JOBS)
 
 check: $(VENV)/.ready ## lint, formatting, types, and every code block of the documents
 	$(BIN)/ruff check .

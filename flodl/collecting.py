@@ -13,7 +13,7 @@ from contextlib import contextmanager
 __all__ = ["gc_paused"]
 
 _LOCK = threading.Lock()
-_INSIDE = 0
+_INSIDE: set[int] = set()
 _WAS_ON = False
 
 
@@ -21,24 +21,42 @@ _WAS_ON = False
 def gc_paused(*, settled: bool = False) -> Iterator[None]:
     """Pause garbage collection: while much is made that stays, or while freeing a tensor would do harm.
 
-    Threads may overlap; it is on again when the last one leaves.
+    Threads may overlap; it is on again when the last one leaves. A Ctrl-C that arrives while one enters or leaves
+    does not leave it off.
 
     Args:
         settled: what exists then counts as old without being scanned, so that no full collection is due next.
     """
-    global _INSIDE, _WAS_ON
+    token = object()
+    try:
+        _enter(id(token))
+        yield
+    finally:
+        try:
+            _leave(id(token), settled)
+        except BaseException:
+            _leave(id(token), settled)
+            raise
+
+
+def _enter(token: int) -> None:
+    global _WAS_ON
     with _LOCK:
         if not _INSIDE:
             _WAS_ON = gc.isenabled()
-            gc.disable()
-        _INSIDE += 1
-    try:
-        yield
-    finally:
-        with _LOCK:
-            _INSIDE -= 1
-            if not _INSIDE and _WAS_ON:
-                if settled and not gc.get_freeze_count():
-                    gc.freeze()
-                    gc.unfreeze()
-                gc.enable()
+        _INSIDE.add(token)
+        gc.disable()
+
+
+def _leave(token: int, settled: bool) -> None:
+    """Leave, if not done yet; nothing here is done twice that may be done once only."""
+    with _LOCK:
+        _INSIDE.discard(token)
+        if _INSIDE or not _WAS_ON or gc.isenabled():
+            return
+        if settled and not gc.get_freeze_count():
+            try:
+                gc.freeze()
+            finally:
+                gc.unfreeze()
+        gc.enable()

@@ -10,7 +10,7 @@ Shapes in this file: B batch, S tokens of a row, T tokens in all, N heads, H wid
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -89,7 +89,7 @@ class SelfAttention(nn.Module):
         self.window = window
         self.attention_dropout = attention_dropout
         self.implementation = implementation
-        self.seen: list[Tensor] | None = None  # where eager attention leaves its weights while somebody looks
+        self.seen: tuple[list[Tensor], ...] = ()  # where eager attention leaves its weights while somebody looks
         of_keys = hidden_size // num_heads * self.kv_heads
         self.query = nn.Linear(hidden_size, hidden_size, bias=bias)
         self.key = nn.Linear(hidden_size, of_keys, bias=bias)
@@ -160,7 +160,7 @@ def attend(
     implementation: str = "sdpa",
     scale: float | None = None,
     divides: bool = False,
-    seen: list[Tensor] | None = None,
+    seen: Sequence[list[Tensor]] = (),
 ) -> Tensor:
     """Return ``softmax(q k^T / sqrt(H) + bias) v`` within each text, all heads side by side.
 
@@ -176,7 +176,7 @@ def attend(
         implementation: "sdpa" or "eager".
         scale: what scores are multiplied by; None for ``1 / sqrt(H)``.
         divides: eager scores are divided by ``sqrt(H)`` instead, which rounds differently.
-        seen: takes the weights of eager attention, ``(B, N, S, S)``; None where nobody wants them.
+        seen: each takes the weights of eager attention, ``(B, N, S, S)``.
     """
     kv_heads = kv_heads or num_heads
     width = query.shape[-1] // num_heads
@@ -289,7 +289,7 @@ def _eager(
     scale: float,
     *,
     divisor: float | None = None,
-    seen: list[Tensor] | None = None,
+    seen: Sequence[list[Tensor]] = (),
 ) -> Tensor:
     if q.shape[1] != k.shape[1]:
         k, v = _repeated(q, k, v)
@@ -302,8 +302,8 @@ def _eager(
         lowest = torch.finfo(scores.dtype).min
         scores = scores + torch.where(mask, torch.zeros((), dtype=scores.dtype, device=scores.device), lowest)
     weights = F.dropout(F.softmax(scores, dim=-1), p=dropout, training=dropout > 0.0)
-    if seen is not None:
-        seen.append(weights)
+    for taker in seen:
+        taker.append(weights)
     return torch.matmul(weights, v)
 
 

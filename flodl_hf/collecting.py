@@ -16,17 +16,27 @@ __all__ = ["passing_over_what_is_here", "without_collecting"]
 def without_collecting() -> Iterator[None]:
     """Put garbage collection off: thousands of new objects, none of them garbage, would set off full sweeps."""
     collecting = gc.isenabled()
-    gc.disable()
     try:
+        gc.disable()
         yield
     finally:
         if collecting:
-            if not gc.get_freeze_count():
-                # Counts what is here now as old, without a look at it: the sweep that importing torch left due
-                # takes a tenth of a second, and would fall into the first answer.
-                gc.freeze()
-                gc.unfreeze()
-            gc.enable()
+            try:
+                _settled()
+            finally:
+                gc.enable()
+
+
+def _settled() -> None:
+    """Count what is here now as old, without a look at it.
+
+    The sweep that importing torch left due takes a tenth of a second, and would fall into the first answer.
+    """
+    if not gc.get_freeze_count():
+        try:
+            gc.freeze()
+        finally:
+            gc.unfreeze()
 
 
 @contextmanager
@@ -38,8 +48,8 @@ def passing_over_what_is_here() -> Iterator[None]:
     if gc.get_freeze_count():
         yield
         return
-    gc.freeze()
     try:
+        gc.freeze()
         yield
     finally:
         gc.unfreeze()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from threading import get_ident
+from threading import Lock, get_ident
 from typing import Any
 
 import torch
@@ -29,38 +29,77 @@ def watched(network: nn.Module, *, hidden_states: bool, attentions: bool) -> Ite
         PredictError: attention is computed by kernels that never have its weights.
     """
     encoder = network.get_submodule("encoder")
+    states, weights = Mine(), Mine()
     found: dict[str, list[Tensor]] = {}
-    with ExitStack() as stack:
-        if hidden_states:
-            states = Mine()
-            found["hidden_states"] = states
-            # A block that several layers share is hooked once and fires at each of its calls.
-            layers = list(dict.fromkeys(encoder.get_submodule("layers").children()))
-            hooks = [layers[0].register_forward_pre_hook(partial(_enters, states))]
-            for hook in [*hooks, *(layer.register_forward_hook(partial(_leaves, states)) for layer in layers)]:
-                stack.callback(hook.remove)
-            last = dict(encoder.named_children()).get("norm")
-            if last is not None:  # transformers' last state is the one that the encoder gives
-                stack.callback(last.register_forward_hook(partial(_normed, states)).remove)
+    try:
+        with ExitStack() as stack:
+            if hidden_states:
+                found["hidden_states"] = states
+                # A block that several layers share is hooked once and fires at each of its calls.
+                layers = list(dict.fromkeys(encoder.get_submodule("layers").children()))
+                _sweep([encoder, *layers, *encoder.children()])
+                stack.callback(layers[0].register_forward_pre_hook(partial(_enters, states)).remove)
+                for layer in layers:
+                    stack.callback(layer.register_forward_hook(partial(_leaves, states)).remove)
+                last = dict(encoder.named_children()).get("norm")
+                if last is not None:  # transformers' last state is the one that the encoder gives
+                    stack.callback(last.register_forward_hook(partial(_normed, states)).remove)
+            if attentions:
+                found["attentions"] = weights
+                modules = _attentions(encoder)
+                stack.callback(_take_back, modules)
+                for module in modules:
+                    _give(module, weights)
+            yield found
+    finally:
+        # A Ctrl-C may have come between a hook and the note of it: what is left of this call hears no more.
+        states.over = weights.over = True
         if attentions:
-            weights = found["attentions"] = Mine()
-            for module in _attentions(encoder):
-                before, module.seen = module.seen, weights
-                stack.callback(setattr, module, "seen", before)
-        yield found
+            _take_back(_attentions_in(encoder))
 
 
 class Mine(list[Tensor]):
-    """A list that takes only what its own thread appends: others may use the model meanwhile."""
+    """A list that takes only what its own thread appends, while its call lasts: others may use the model meanwhile."""
 
     def __init__(self) -> None:
         super().__init__()
         self.thread = None if torch.compiler.is_compiling() else get_ident()
+        self.over = False
 
     def append(self, value: Tensor) -> None:
         """Append what comes from the thread that made the list."""
-        if self.thread is None or self.thread == get_ident():
+        if not self.over and (self.thread is None or self.thread == get_ident()):
             super().append(value)
+
+    def __deepcopy__(self, memo: Any) -> Mine:
+        found = Mine()  # of a copy of the model that is made meanwhile, nobody looks at the inside
+        found.over = True
+        return found
+
+
+_GIVING = Lock()
+
+
+def _give(module: Any, weights: Mine) -> None:
+    """Have attention leave its weights here too."""
+    with _GIVING:
+        module.seen = (*(taker for taker in module.seen if not taker.over), weights)
+
+
+def _take_back(modules: list[Any]) -> None:
+    """Let go of the lists of calls that are over, and of this thread's."""
+    with _GIVING:
+        for module in modules:
+            module.seen = tuple(taker for taker in module.seen if not taker.over and taker.thread != get_ident())
+
+
+def _sweep(modules: list[nn.Module]) -> None:
+    """Remove hooks of calls that are over: a Ctrl-C may have come between a hook and the note of it."""
+    for module in modules:
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            for key, hook in list(hooks.items()):
+                if isinstance(hook, partial) and hook.args and getattr(hook.args[0], "over", False):
+                    hooks.pop(key, None)
 
 
 def _enters(states: list[Tensor], _module: nn.Module, given: tuple[Any, ...]) -> None:
@@ -73,12 +112,12 @@ def _leaves(states: list[Tensor], _module: nn.Module, _given: Any, out: Tensor) 
 
 
 def _normed(states: Mine, _module: nn.Module, _given: Any, out: Tensor) -> None:
-    if states and states.thread in (None, get_ident()):
+    if states and not states.over and states.thread in (None, get_ident()):
         states[-1] = out
 
 
 def _attentions(encoder: nn.Module) -> list[Any]:
-    modules: list[Any] = [module for module in encoder.modules() if hasattr(module, "seen")]
+    modules = _attentions_in(encoder)
     used = sorted({module.implementation for module in modules} - {"eager"})
     if used or not modules:
         raise PredictError(
@@ -87,6 +126,10 @@ def _attentions(encoder: nn.Module) -> list[Any]:
             implementation=used,
         )
     return modules
+
+
+def _attentions_in(encoder: nn.Module) -> list[Any]:
+    return [module for module in encoder.modules() if hasattr(module, "seen")]
 
 
 def ids_for(network: nn.Module, embeds: Tensor) -> Tensor:
@@ -108,13 +151,26 @@ def ids_for(network: nn.Module, embeds: Tensor) -> Tensor:
 @contextmanager
 def given_embeddings(network: nn.Module, embeds: Tensor) -> Iterator[None]:
     """Have the word table give these embeddings, whatever ids it is asked for."""
-    here = None if torch.compiler.is_compiling() else get_ident()
-
-    def instead(_module: nn.Module, _ids: Any, _out: Tensor) -> Tensor | None:
-        return embeds if here is None or here == get_ident() else None
-
-    hook = network.get_submodule("encoder.embeddings.word").register_forward_hook(instead)
+    given = _Given([embeds])
+    words = network.get_submodule("encoder.embeddings.word")
+    _sweep([words])
     try:
-        yield
+        hook = words.register_forward_hook(partial(_instead, given))
+        try:
+            yield
+        finally:
+            hook.remove()
     finally:
-        hook.remove()
+        given.over = True  # a hook that a Ctrl-C left behind gives the table's own words again
+
+
+class _Given(Mine):
+    """Embeddings that one thread gives for the length of a call."""
+
+    def __init__(self, embeds: list[Tensor]) -> None:
+        super().__init__()
+        self.extend(embeds)
+
+
+def _instead(given: _Given, _module: nn.Module, _ids: Any, _out: Tensor) -> Tensor | None:
+    return given[0] if not given.over and given.thread in (None, get_ident()) else None

@@ -54,7 +54,7 @@ class DisentangledAttention(nn.Module):
         self.content_to_position = "c2p" in kinds
         self.position_to_content = "p2c" in kinds
         self.implementation = "sdpa"
-        self.seen: list[Tensor] | None = None  # where eager attention leaves its weights while somebody looks
+        self.seen: tuple[list[Tensor], ...] = ()  # where eager attention leaves its weights while somebody looks
         self.held: PositionTables | None = None
         self.keeps_positions = False
         """Whether the first call without a gradient holds positions for later ones; of a graph that predicts."""
@@ -198,8 +198,8 @@ class DisentangledAttention(nn.Module):
                 ~(mask[:, None, None, :] & mask[:, None, :, None]), torch.finfo(scores.dtype).min
             )
         weights = self.attention_dropout(F.softmax(scores, dim=-1))
-        if self.seen is not None:
-            self.seen.append(weights)
+        for taker in self.seen:
+            taker.append(weights)
         mixed = torch.bmm(weights.view(batch * self.num_heads, length, length), v)
         return mixed.view(batch, self.num_heads, length, -1).transpose(1, 2).reshape(batch, length, width)
 

@@ -110,23 +110,23 @@ def publish_folder(
     _check_target(place, overwrite, replaceable)
     made = _make_parents(place)
     published = False
+    stage = _Stage(place)
     try:
         _check_space(place, needed_bytes)
         _sweep(place)
-        stage, lock = _new_stage(place)
         try:
-            writer(stage)
-            _sync_tree(stage)
+            stage.make()
+            writer(stage.folder)
+            _sync_tree(stage.folder)
             if place.exists():
-                os.chmod(stage, stat.S_IMODE(place.stat().st_mode))
+                os.chmod(stage.folder, stat.S_IMODE(place.stat().st_mode))
             # The target may have changed while the writer ran.
             _check_target(place, overwrite, replaceable)
-            _swap(stage, place, overwrite)
+            _swap(stage.folder, place, overwrite)
             published = True
         finally:
             # Before the swap this is the unfinished folder, after it the old one.
-            shutil.rmtree(stage, ignore_errors=True)
-            _unlock(lock)
+            stage.clear()
     except OSError as error:
         raise _refused(place, error, needed_bytes) from error
     finally:
@@ -228,15 +228,66 @@ def _refused(place: Path, error: OSError, needed: int) -> ExportError:
     )
 
 
-def _new_stage(place: Path) -> tuple[Path, int | None]:
-    while True:
-        stage = place.with_name(f".{place.name[:180]}.stage-{secrets.token_hex(8)}")
-        os.mkdir(stage)  # not tempfile: its 0700 would become the mode of the published folder
-        lock = _lock(stage, wait=True)
-        # A sweep may have taken the new folder for a stale one, before it was locked.
-        if lock is None or (stage.exists() and os.path.samestat(os.fstat(lock), stage.stat())):
-            return stage, lock
-        _unlock(lock)
+class _Stage:
+    """The folder beside a target that is written in; what is left of it by a Ctrl-C belongs to nobody.
+
+    Args:
+        place: the target.
+    """
+
+    def __init__(self, place: Path) -> None:
+        self._place = place
+        self.folder = self._named()
+        self._lock: _Held | None = None
+
+    def _named(self) -> Path:
+        return self._place.with_name(f".{self._place.name[:180]}.stage-{secrets.token_hex(8)}")
+
+    def make(self) -> None:
+        """Make and lock it."""
+        while True:
+            os.mkdir(self.folder)  # not tempfile: its 0700 would become the mode of the published folder
+            self._lock = _lock(self.folder, wait=True)
+            # A sweep may have taken the new folder for a stale one, before it was locked.
+            if self._lock is None or self._lock.holds(self.folder):
+                return
+            self._lock.close()
+            self.folder = self._named()
+
+    def clear(self) -> None:
+        """Remove it and let go of its lock."""
+        try:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        finally:
+            if self._lock is not None:
+                self._lock.close()
+
+
+class _Held:
+    """The lock of a folder, held until it is closed or forgotten; the system releases it with the process.
+
+    Args:
+        folder: opened here.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._descriptor: list[int] = []
+        self._descriptor.append(os.open(folder, os.O_RDONLY))
+
+    def take(self, *, wait: bool) -> bool:
+        """Return whether it is ours now."""
+        return system.lock(self._descriptor[0], wait=wait)
+
+    def holds(self, folder: Path) -> bool:
+        """Return whether it is that folder which is locked."""
+        return folder.exists() and os.path.samestat(os.fstat(self._descriptor[0]), folder.stat())
+
+    def close(self) -> None:
+        """Let go of it."""
+        while self._descriptor:
+            os.close(self._descriptor.pop())
+
+    __del__ = close
 
 
 def _sweep(place: Path) -> None:
@@ -257,27 +308,19 @@ def _sweep(place: Path) -> None:
             else:
                 shutil.rmtree(entry, ignore_errors=True)
         finally:
-            _unlock(lock)
+            lock.close()
 
 
-def _lock(folder: Path, *, wait: bool) -> int | None:
-    """Return a descriptor that holds the lock of ``folder``, None if it is taken or there are no locks here.
-
-    The system releases it with the process, however that ends.
-    """
+def _lock(folder: Path, *, wait: bool) -> _Held | None:
+    """Return the lock of ``folder``, None if it is taken or there are no locks here."""
     try:
-        descriptor = os.open(folder, os.O_RDONLY)
+        lock = _Held(folder)
     except OSError:
         return None
-    if not system.lock(descriptor, wait=wait):
-        os.close(descriptor)
+    if not lock.take(wait=wait):
+        lock.close()
         return None
-    return descriptor
-
-
-def _unlock(lock: int | None) -> None:
-    if lock is not None:
-        os.close(lock)
+    return lock
 
 
 def _sync_tree(folder: Path) -> None:

@@ -15,6 +15,7 @@ DEFAULT_CASES: Mapping[str, int] = {
     "tokenizer": 12_000,
     "sentence": 5_000,
     "pickles": 6_000,
+    "interrupts": 6_000,
     "powerloss": 15_000,
     "disks": 3_600,
 }

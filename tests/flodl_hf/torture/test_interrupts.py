@@ -1,0 +1,79 @@
+"""Ctrl-C at any line: nothing that calls share stays changed, and the next call is right."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flodl.collecting import gc_paused
+from flodl_hf.collecting import passing_over_what_is_here, without_collecting
+from flodl_hf.export.publish import publish_folder
+from flodl_hf.torture import interrupts
+from flodl_hf.torture.ctrl_c import CtrlC
+from flodl_hf.torture.runner import run_cases
+from flodl_hf.torture.subjects import Ours
+
+
+def at_every_line(call: Callable[[], Any], after: Callable[[str], None], by: int = 1) -> int:
+    """Interrupt a call at each of its lines in turn, or at every `by`-th; return how many there are."""
+    number = 1 - by
+    while True:
+        number += by
+        with CtrlC(number) as sent:
+            with suppress(KeyboardInterrupt):
+                call()
+        if not sent.where:
+            return number - 1
+        after(sent.where)
+
+
+PAUSES = (gc_paused, lambda: gc_paused(settled=True), without_collecting, passing_over_what_is_here)
+
+
+@pytest.mark.parametrize("pause", PAUSES, ids=["plain", "settled", "imports", "passing over"])
+def test_collection_is_on_again_wherever_it_came(pause: Callable[[], AbstractContextManager[None]]) -> None:
+    def call() -> None:
+        with pause():
+            pass
+
+    def after(where: str) -> None:
+        assert gc.isenabled(), where
+        assert not gc.get_freeze_count(), where
+
+    assert at_every_line(call, after) > 10
+
+
+def test_a_folder_is_the_old_or_the_new_one_and_the_next_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    target = tmp_path / "model"
+
+    def publish(text: str) -> None:
+        publish_folder(target, lambda folder: (folder / "config.json").write_text(text), overwrite=True)
+
+    def after(where: str) -> None:
+        assert (target / "config.json").read_text() in ("old", "new"), where
+        publish("old")
+        assert [path.name for path in tmp_path.iterdir()] == ["model"], where
+
+    publish("old")
+    assert at_every_line(lambda: publish("new"), after, by=37) > 100
+    shutil.rmtree(target)
+
+
+@pytest.mark.parametrize("name", interrupts.ACTS)
+def test_the_next_call_is_right(name: str) -> None:
+    chosen = [case for case in interrupts.cases(0, 400) if case.kind == name][: 6 if name == "inside" else 2]
+    for case, verdict in run_cases(interrupts, chosen, Ours()):
+        assert verdict.good, (case.line, verdict.text)
+
+
+def test_a_count_without_a_line_interrupts_nothing() -> None:
+    with CtrlC() as counted:
+        sorted([3, 1, 2], key=lambda number: -number)
+    assert counted.lines == 3
+    assert not counted.where
