@@ -19,7 +19,7 @@ from .publish import is_model_file, publish_folder
 from .state import plan_state, write_state
 from .write import WrittenFile, verify_files
 
-__all__ = ["convert_bin", "kept_names"]
+__all__ = ["convert_bin", "kept_names", "model_files"]
 
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
 _OF_THE_SOURCE = (CHECKSUMS, "verification.json")  # say what the source's files are, not these
@@ -55,7 +55,7 @@ def convert_bin(
         aliases = kept_names(source.manifest.ties, ties or {})
         tensors = {name: tensor for name, tensor in source.read_all().items() if name not in aliases}
         plan = plan_state(tensors, ties=ties, max_shard_size=max_shard_size)
-    copies = _other_files(Path(folder))
+    copies = model_files(Path(folder))
     written: list[WrittenFile] = []
 
     def write(stage: Path) -> None:
@@ -88,7 +88,7 @@ def kept_names(stored: Mapping[str, str], declared: Mapping[str, str]) -> dict[s
     return result
 
 
-def _other_files(folder: Path) -> dict[str, bytes]:
+def model_files(folder: Path) -> dict[str, bytes]:
     """Return the model files of ``folder`` besides its weights; their links are held to the same rule."""
     opened = Folder(folder)
     try:

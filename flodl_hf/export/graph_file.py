@@ -1,0 +1,274 @@
+"""A graph's checkpoint, ``.fdl`` or safetensors, written as a Hugging Face folder.
+
+Such a file holds tensors by the names of a graph and nothing else, so configuration and tokenizer come from a folder of
+the same architecture, or from the file's sidecar ``<stem>.config.json``. Names may be ours (``pooler.dense.weight``), those
+of a model (``network.pooler...``), Hugging Face's, or the Rust flodl's (``bert.pooler.dense/weight``).
+
+Everything goes the way of any folder: the tensors are put beside the configuration under Hugging Face's names, loaded
+as strictly as files from elsewhere, exported, read again and compared with the checkpoint, value by value.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from flodl.checkpoint import Checkpoint, load_tensors
+from flodl.errors import CheckpointError, capped, printable
+from flodl.graph.fingerprint import structural_hash
+from flodl_hf import checkpoint as stored
+from flodl_hf.checkpoint.members import read_member
+from flodl_hf.config import ModelConfig, read_config_file
+from flodl_hf.config_file import MAX_CONFIG_BYTES
+from flodl_hf.errors import ExportError
+from flodl_hf.export.convert import model_files
+from flodl_hf.export.json_text import patch_json
+from flodl_hf.export.state import plan_state, write_state
+from flodl_hf.folders import CONFIG_NAME, MODEL_FILES, resolve_folder
+from flodl_hf.head_names import names_of
+from flodl_hf.loading import canonical_names, head_of
+from flodl_hf.parts import joined
+from flodl_hf.sentence import transformer_folder
+
+if TYPE_CHECKING:
+    from flodl_hf.model import EncoderModel
+
+__all__ = ["GraphFile", "export_graph_file", "is_graph_file"]
+
+_ENDINGS = (".fdl", ".fdl.gz", ".safetensors")
+_MOST_BYTES = 1 << 30
+_WRAPPERS = ("network.", "graph.")
+_TOKENIZER = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.txt"),
+    *("vocab.json", "merges.txt", "sentencepiece.bpe.model", "spm.model"),
+)
+
+
+@dataclass(frozen=True)
+class GraphFile:
+    """What became of a checkpoint.
+
+    Attributes:
+        folder: where it was written.
+        head: the task.
+        tensors: how many the file held.
+        names: whose names they had: "ours", or "Hugging Face".
+        checked: whether the file said for which structure it was made, and that held.
+        model: the model that was written.
+    """
+
+    folder: Path
+    head: str
+    tensors: int
+    names: str
+    checked: bool
+    model: EncoderModel
+
+
+def is_graph_file(name: str | os.PathLike[str]) -> bool:
+    """Return whether this is a file with the ending of a graph's checkpoint."""
+    return str(name).lower().endswith(_ENDINGS) and Path(name).is_file()
+
+
+def export_graph_file(
+    file: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    like: str | os.PathLike[str] | None = None,
+    head: str = "auto",
+    labels: Sequence[str] | None = None,
+    dtype: Any = None,
+    max_shard_size: int | str | None = None,
+    overwrite: bool = False,
+    revision: str | None = None,
+    local_files_only: bool = False,
+) -> GraphFile:
+    """Write a graph's checkpoint to ``out`` as a Hugging Face folder, and compare it with the file.
+
+    Args:
+        file: what ``graph.save_checkpoint`` or the Rust flodl wrote.
+        out: the folder to write.
+        like: a folder or Hub name with the configuration and tokenizer of the same architecture; without it the sidecar
+            beside the file says them.
+        head: the task; "auto" for what the configuration names.
+        labels: names of the classes, where the configuration has others.
+        dtype: cast the weights to this; None keeps the file's.
+        max_shard_size: cut the weights above this size, as ``"5GB"`` or bytes.
+        overwrite: replace a folder that holds a model.
+        revision: branch, tag or commit of ``like`` on the Hub.
+        local_files_only: open no connection.
+
+    Raises:
+        ExportError: there is no configuration, or what was written is not what the file holds.
+        CheckpointError: the file is damaged, or made for another architecture: names or shapes do not fit, all listed.
+    """
+    from flodl_hf.auto import load
+
+    found = load_tensors(file)
+    kinds = sorted({str(t.dtype).removeprefix("torch.") for t in found.tensors.values() if t.is_floating_point()})
+    if len(kinds) > 1 and dtype is None:
+        raise ExportError(
+            f"export: {found.path} holds {' and '.join(kinds)}; expected one dtype, or the one to cast to (--dtype)",
+            path=found.path,
+            problems=kinds,
+        )
+    files, config = _surroundings(Path(file), like, {"revision": revision, "local_files_only": local_files_only})
+    named = head_of(config.family, config.source.get("architectures")) or "base"
+    task = named if head == "auto" else names_of(head).name
+    tensors, style = _named(found, config, task)
+    files[CONFIG_NAME] = _config_text(config, task, labels).encode()
+    with tempfile.TemporaryDirectory(prefix="flodl-hf-") as place:
+        stage = Path(place)
+        for name, data in files.items():
+            (stage / name).parent.mkdir(parents=True, exist_ok=True)
+            (stage / name).write_bytes(data)
+        weights = transformer_folder(stage)
+        write_state(weights, plan_state(tensors, metadata={"format": "pt"}))
+        model = load(stage, head=task, dtype=dtype)
+        checked = _check(found, model, style)
+        folder = model.save_pretrained(Path(out), overwrite=overwrite, max_shard_size=max_shard_size)
+    _compare(tensors, folder, model.dtype if dtype is not None else None, str(file))
+    return GraphFile(folder, task, len(found.tensors), style, checked, model)
+
+
+def _surroundings(file: Path, like: Any, hub: dict[str, Any]) -> tuple[dict[str, bytes], ModelConfig]:
+    """Return the files that go beside the weights, and the configuration."""
+    if like is not None:
+        root, _ = resolve_folder(like, hub, MODEL_FILES)
+        folder = transformer_folder(root)
+        if folder != root:
+            raise ExportError(
+                f"export: {root} keeps its transformer in {folder.name}; expected a folder with config.json "
+                f"at its top; give {folder}",
+                path=str(root),
+            )
+        return model_files(folder), read_config_file(folder)
+    stem = file.name
+    for ending in (".gz", ".fdl", ".safetensors"):
+        stem = stem.removesuffix(ending)
+    sidecar = file.with_name(f"{stem}.config.json")
+    if not sidecar.is_file():
+        raise ExportError(
+            f"export: {file} holds tensors and no configuration, and there is no {sidecar.name} beside it; expected "
+            "config.json and a tokenizer from a folder of the same architecture; give it with like= (--like FOLDER)",
+            path=str(file),
+        )
+    present = [name for name in _TOKENIZER if (file.parent / name).is_file()]
+    files = {name: read_member(file.parent, name, _MOST_BYTES) for name in present}
+    text = read_member(file.parent, sidecar.name, MAX_CONFIG_BYTES).decode("utf-8", "replace")
+    return files, ModelConfig.from_text(text, str(sidecar))
+
+
+def _named(found: Checkpoint, config: ModelConfig, task: str) -> tuple[dict[str, Tensor], str]:
+    """Return the tensors under Hugging Face's names, and whose names they had.
+
+    Raises:
+        CheckpointError: some have names of one kind and some of another.
+    """
+    key_map = config.family.key_map(config.encoder, task)
+    plain = {_bare(name): tensor for name, tensor in found.tensors.items()}
+    if len(plain) != len(found.tensors):
+        raise CheckpointError(f"{found.path}: two tensors have one name but for their beginning", path=found.path)
+    ours = [name for name in plain if _is_ours(name, key_map)]
+    if not ours:
+        return {name.replace("/", "."): tensor for name, tensor in found.tensors.items()}, "Hugging Face"
+    strange = [name for name in plain if name not in set(ours)]
+    if strange:
+        shown = capped([printable(name, 120) for name in strange], 10)
+        raise CheckpointError(
+            f"{found.path}: {len(ours)} tensors are of a {config.model_type} for {task.replace('_', ' ')}, and "
+            f"{len(strange)} are not:\n{shown}\nExpected the names of one graph; give the head that it has (--head).",
+            path=found.path,
+            problems=strange,
+        )
+    names = canonical_names(config.family, key_map, ours, bare=task == "base")
+    return joined({names[name]: tensor for name, tensor in plain.items()}), "ours"
+
+
+def _bare(name: str) -> str:
+    return next((name.removeprefix(w) for w in _WRAPPERS if name.startswith(w)), name)
+
+
+def _is_ours(name: str, key_map: Any) -> bool:
+    try:
+        key_map.theirs(name)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _config_text(config: ModelConfig, task: str, labels: Sequence[str] | None) -> str:
+    changes: dict[str, Any] = {"architectures": [config.family.class_prefix + names_of(task).hf_suffix]}
+    if labels is not None:
+        changes |= config.changed(labels=labels).label_changes()
+        if "num_labels" in config.source:
+            changes["num_labels"] = len(labels)
+    named = config.source.get("architectures")
+    if head_of(config.family, named) == task or (task == "base" and head_of(config.family, named) is None):
+        del changes["architectures"]
+    return patch_json(config.text or json.dumps(config.to_dict()), changes)
+
+
+def _check(found: Checkpoint, model: EncoderModel, style: str) -> bool:
+    """Hold the file's structural hash to the model's, where it has one of ours; return whether it had.
+
+    Raises:
+        CheckpointError: it was made for another structure, or the model has tensors that are not in the file.
+    """
+    report = model.load_report
+    if report is not None and report.new:
+        raise CheckpointError(
+            f"{found.path}: {len(report.new)} tensors of the model are not in the file: {', '.join(report.new[:10])}; "
+            "expected a checkpoint of the whole model; give the head that it has (--head)",
+            path=found.path,
+            problems=list(report.new),
+        )
+    if style != "ours" or not found.structural_hash:
+        return False
+    own = structural_hash(model.graph)
+    if found.structural_hash != own:
+        raise CheckpointError(
+            f"{found.path}: made for the structure {found.structural_hash[:8]}, and a {model.config.model_type} for "
+            f"{model.head.replace('_', ' ')} of this configuration is {own[:8]}; expected the configuration that the "
+            "checkpoint was made with",
+            path=found.path,
+            found=found.structural_hash,
+            expected=own,
+        )
+    return True
+
+
+def _compare(tensors: Mapping[str, Tensor], folder: Path, dtype: torch.dtype | None, file: str) -> None:
+    """Read the folder again and compare it with the checkpoint, bit for bit.
+
+    Raises:
+        ExportError: names or values differ.
+    """
+    with stored.Checkpoint.open(folder) as written:
+        there = written.read_all()
+    wrong = sorted(set(tensors) ^ set(there))
+    for name in set(tensors) & set(there):
+        cast = dtype is not None and tensors[name].is_floating_point()
+        if not _same(there[name], tensors[name].to(dtype) if cast else tensors[name]):
+            wrong.append(name)
+    if wrong:
+        raise ExportError(
+            f"{folder}: {len(wrong)} tensors are not those of {file}: {', '.join(wrong[:10])}; expected equal values. "
+            "The folder was written and should not be used; please report this",
+            path=str(folder),
+            problems=wrong,
+        )
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)))
