@@ -122,7 +122,7 @@ def export_graph_file(
         )
     files, config = _surroundings(Path(file), like, {"revision": revision, "local_files_only": local_files_only})
     named = head_of(config.family, config.source.get("architectures")) or "base"
-    task = named if head == "auto" else names_of(head).name
+    task = _task_of(found, config, named) if head == "auto" else names_of(head).name
     tensors, style = _named(found, config, task)
     files[CONFIG_NAME] = _config_text(config, task, labels).encode()
     with tempfile.TemporaryDirectory(prefix="flodl-hf-") as place:
@@ -191,6 +191,16 @@ def _named(found: Checkpoint, config: ModelConfig, task: str) -> tuple[dict[str,
         )
     names = canonical_names(config.family, key_map, ours, bare=task == "base")
     return joined({names[name]: tensor for name, tensor in plain.items()}), "ours"
+
+
+def _task_of(found: Checkpoint, config: ModelConfig, named: str) -> str:
+    """Return the task that the configuration names, or another one whose names a graph's file has."""
+    names = [_bare(name) for name in found.tensors]
+    for task in dict.fromkeys([named, *config.family.heads]):
+        key_map = config.family.key_map(config.encoder, task)
+        if all(_is_ours(name, key_map) for name in names):
+            return task
+    return named
 
 
 def _bare(name: str) -> str:
