@@ -1,8 +1,8 @@
 """A graph's checkpoint, ``.fdl`` or safetensors, written as a Hugging Face folder.
 
 Such a file holds tensors by the names of a graph and nothing else, so configuration and tokenizer come from a folder of
-the same architecture, or from the file's sidecar ``<stem>.config.json``. Names may be ours (``pooler.dense.weight``), those
-of a model (``network.pooler...``), Hugging Face's, or the Rust flodl's (``bert.pooler.dense/weight``).
+the same architecture, or from the file's sidecar ``<stem>.config.json``. Names may be ours (``pooler.dense.weight``), a
+model's (``network.pooler...``), Hugging Face's, or the Rust flodl's (``bert.pooler.dense/weight``).
 
 Everything goes the way of any folder: the tensors are put beside the configuration under Hugging Face's names, loaded
 as strictly as files from elsewhere, exported, read again and compared with the checkpoint, value by value.
