@@ -14,7 +14,7 @@ from flodl.errors import DataError, capped
 
 __all__ = ["NAMES", "Columns", "infer_columns"]
 
-Task = Literal["sequence-classification", "token-classification", "question-answering", "masked-lm"]
+Task = Literal["sequence-classification", "token-classification", "question-answering", "masked-lm", "embedding"]
 
 NAMES: dict[str, tuple[str, ...]] = {
     "text": (
@@ -141,10 +141,10 @@ def _refuse_pairs(names: Sequence[str]) -> None:
     if alike and not lowered & set(NAMES["label"]):
         raise DataError(
             f"columns: {list(names)} look like texts that belong together (anchor, positive, negative; chosen, "
-            "rejected). Such rows train vectors or preferences, as sentence-transformers does with "
-            "MultipleNegativesRankingLoss; there is no such task here, and none of these columns is a label. Expected "
-            "text and label, words and tags, text and spans, or question, context and answers; where a column is a "
-            "label after all, say which is which (text=..., label=...)",
+            "rejected), and none of these columns is a label. Rows of anchor and positive train vectors: "
+            "task='embedding'; there is no task for preferences. Expected text and label, words and tags, text and "
+            "spans, or question, context and answers; where a column is a label after all, say which is which "
+            "(text=..., label=...)",
             names=list(names),
         )
 

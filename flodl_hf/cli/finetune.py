@@ -32,6 +32,7 @@ GROUPS = {
     "precision": "Arithmetic and speed",
     "eval_every": "Evaluation",
     "concatenate": "Masked words and answers",
+    "vector_loss": "Vectors",
     "watch": "Watching and deciding",
     "trackers": "Trackers and traces",
     "save_every": "Checkpoints",
@@ -39,7 +40,17 @@ GROUPS = {
     "revision": "The Hub",
 }
 """Groups of options in help, each by the option that begins it."""
-IN_PARTS = ("columns", "schedule_options", "class_weights", "labels", "freeze", "allow_change", "devices")
+IN_PARTS = (
+    "columns",
+    "schedule_options",
+    "loss_options",
+    "matryoshka",
+    "class_weights",
+    "labels",
+    "freeze",
+    "allow_change",
+    "devices",
+)
 """Options that may be given several times, a bit each."""
 SHORT = {"epochs": "-e", "batch_size": "-b", "devices": "--device"}
 
@@ -77,7 +88,7 @@ def run(
             problems=absent,
         )
     name = values.pop("model")
-    data = {"train": values.pop("train"), "eval": eval_data(values.pop("eval", None))}
+    data = {"train": train_data(values.pop("train")), "eval": eval_data(values.pop("eval", None))}
     target = values.pop("out", None)
     monitor = None if trial is not None else _monitor(dashboard, control)
     overwrite = bool(values.pop("overwrite", False)) or overwrite
@@ -184,6 +195,11 @@ def _say_how_to_go_on(kept: bool, event: Any) -> None:
         say(f"stopped after step {event.step}; {further}")
 
 
+def train_data(text: Any) -> Any:
+    """Return what ``--train`` names: a file, or files by name."""
+    return text if not isinstance(text, str) or Path(text).exists() or "=" not in text else dict(_pairs("train", text))
+
+
 def eval_data(text: Any) -> Any:
     """Return what ``--eval`` names: a file, a share or number of training rows, or files by name."""
     if not isinstance(text, str) or Path(text).exists():
@@ -209,12 +225,12 @@ def parse(name: str, text: Any) -> Any:
         return list(text) if text else None  # a rule may hold commas
     if isinstance(text, (list, tuple)):
         text = ",".join(text) or None
-    if name in ("labels", "freeze", "allow_change", "trackers", "watch") and text:
+    if name in ("labels", "freeze", "allow_change", "trackers", "watch", "matryoshka") and text:
         parts = [text] if isinstance(text, str) else list(text)
         return [word.strip() for part in parts for word in part.split(",") if word.strip()] or None
     if not isinstance(text, str):
         return text
-    if name in ("columns", "schedule_options"):
+    if name in ("columns", "schedule_options", "loss_options") or (name == "vector_loss" and "=" in text):
         return dict(_pairs(name, text))
     if name == "class_weights":
         if "=" in text:
@@ -260,7 +276,7 @@ def _command() -> Callable[..., None]:
     parameters = [
         _parameter("model", str | None, typer.Argument(metavar="[MODEL]", help="A local folder or a Hub name.")),
         _parameter("train", str | None, typer.Option("--train", "-t", help="Training data: CSV, TSV, JSON lines, "
-                   "Parquet, CoNLL, SQuAD JSON or text.")),
+                   "Parquet, CoNLL, SQuAD JSON or text; for vectors also several as name=file,name=file.")),
         _parameter("eval", str | None, typer.Option("--eval", help="Held-out data, judged after each epoch: a file, "
                    "several as name=file,name=file, or a share of the training rows (0.2).")),
         _parameter("out", Path | None, typer.Option("--out", "-o", help="Folder to write.")),
@@ -287,7 +303,7 @@ def _command() -> Callable[..., None]:
         text = row.metadata["help"] + (f" (default {shown})" if shown else "")
         option = typer.Option(
             *flags, help=text, show_default=False, rich_help_panel=group,
-            metavar="seqcls|tokcls|qa|mlm" if name == "task" else None,
+            metavar="seqcls|tokcls|qa|mlm|embedding" if name == "task" else None,
         )  # fmt: skip
         parameters.append(_parameter(name, kind | None, option))
     parameters.append(

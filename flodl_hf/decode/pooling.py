@@ -14,7 +14,15 @@ from torch import Tensor
 
 from flodl_hf.errors import PredictError
 
-__all__ = ["Pooling", "check_pooling", "finish_embeddings", "length_of", "pool_packed", "pool_padded"]
+__all__ = [
+    "Pooling",
+    "check_pooling",
+    "finish_embeddings",
+    "length_of",
+    "pool_bucketed",
+    "pool_packed",
+    "pool_padded",
+]
 
 Pooling: TypeAlias = Literal["cls", "mean", "max", "mean_sqrt_len", "weighted_mean", "last_token", "pooler"]
 
@@ -78,6 +86,49 @@ def pool_packed(
         counted = torch.nn.functional.pad(kept.to(torch.int64).cumsum(0), (1, 0))
         values, bounds, rank = values[kept], counted[bounds], rank[kept]
     return _join([_packed(values, bounds, rank, name, pooler_output) for name in _names(pooling)])
+
+
+def pool_bucketed(
+    hidden: Tensor,
+    cu_seqlens: Tensor,
+    opens: Tensor,
+    places: Tensor,
+    pooling: Pooling | Sequence[Pooling] = "mean",
+) -> Tensor:
+    """Return one vector per slot of a batch that is filled up to its shape, without asking the device anything.
+
+    The same as ``pool_packed`` for texts that are real; what slots without tokens have is of no meaning, and finite.
+
+    Args:
+        hidden: ``(tokens, hidden)``.
+        cu_seqlens: where each text begins, and the end of the last one, ``(slots + 1,)``.
+        opens: each text's first token, ``(slots,)``.
+        places: each token's place in its text, ``(tokens,)``.
+        pooling: as in ``pool_padded``, without the pooler.
+
+    Raises:
+        PredictError: a pooling is unknown, or the pooler's.
+    """
+    values, lengths = _float(hidden), cu_seqlens.to(torch.int64).diff()
+    parts = []
+    for name in _names(pooling):
+        if name == "pooler":
+            parts.append(_from_pooler(None))
+        elif name in ("cls", "last_token"):
+            ends = (cu_seqlens[1:].to(torch.int64) - 1).clamp(min=0)
+            parts.append(values[opens if name == "cls" else ends])
+        elif name == "max":
+            most = torch.segment_reduce(values, "max", lengths=lengths, axis=0, unsafe=True)
+            parts.append(most.masked_fill((lengths == 0)[:, None], 0.0))
+        else:
+            weighted, length = values, lengths[:, None].to(values.dtype)
+            if name == "weighted_mean":
+                weighted = values * (places[:, None] + 1).to(values.dtype)
+                length = length * (length + 1) / 2
+            total = torch.segment_reduce(weighted, "sum", lengths=lengths, axis=0, unsafe=True)
+            length = torch.clamp(length, min=1.0)
+            parts.append(total / (torch.sqrt(length) if name == "mean_sqrt_len" else length))
+    return _join(parts)
 
 
 def finish_embeddings(embeddings: Tensor, *, truncate_dim: int | None = None, normalize: bool = False) -> Tensor:

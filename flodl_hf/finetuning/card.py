@@ -27,6 +27,7 @@ SHOWN = (
     *("lr", "schedule", "schedule_options", "warmup", "weight_decay", "max_grad_norm", "layerwise_decay", "freeze"),
     *("class_weights", "label_smoothing", "dropout", "neftune", "ema", "precision", "seed"),
     *("concatenate", "whole_words", "mask_probability"),
+    *("vector_loss", "loss_options", "matryoshka", "adaptive_layers", "guide", "pooling", "normalize", "cache_tokens"),
 )
 MASKING = ("concatenate", "whole_words", "mask_probability", "mask_padding")
 

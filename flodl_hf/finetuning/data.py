@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -24,6 +24,8 @@ from flodl_hf.finetuning.options import Options, task_named
 from flodl_hf.finetuning.sequence import SequenceTask
 from flodl_hf.finetuning.task import Task
 from flodl_hf.finetuning.tokens import TokenTask, tag_names
+from flodl_hf.finetuning.vectors.tables import are_pairs
+from flodl_hf.finetuning.vectors.task import plan_embedding
 
 __all__ = ["Known", "Tables", "choose_task", "is_several", "read_tables"]
 
@@ -53,12 +55,14 @@ class Tables:
         evals: sets of held-out rows by name, which is empty where there is one.
         facts: for each of them what the model card says: name, rows, and the hash of a file.
         source: the training data as the caller gave it, asked for names of its labels.
+        parts: training tables by name, where there are several.
     """
 
     train: list[dict[str, Any]]
     evals: dict[str, list[dict[str, Any]]]
     facts: dict[str, dict[str, Any]]
     source: Any = None
+    parts: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
 
 def read_tables(train: Any, held_out: Any, *, seed: int = 42) -> Tables:
@@ -78,7 +82,9 @@ def read_tables(train: Any, held_out: Any, *, seed: int = 42) -> Tables:
     rows: dict[str, list[dict[str, Any]]] = {}
     facts: dict[str, dict[str, Any]] = {}
     faults: list[DataError] = []
-    for name, source in {"train": train, **{f"eval {k}".strip(): source for k, source in named.items()}}.items():
+    several = dict(train) if is_several(train) else {}
+    learned = {f"train {name}": source for name, source in several.items()} if several else {"train": train}
+    for name, source in {**learned, **{f"eval {k}".strip(): source for k, source in named.items()}}.items():
         try:
             rows[name] = load_rows(source)
         except DataError as fault:
@@ -90,6 +96,11 @@ def read_tables(train: Any, held_out: Any, *, seed: int = 42) -> Tables:
     if faults:
         raise DataError("\n".join(str(fault) for fault in faults), problems=[str(fault) for fault in faults])
     evals = {name: rows[f"eval {name}".strip()] for name in named}
+    if several:
+        if share is not None:
+            raise ConfigError("eval: of several training tables no share is held out; expected data", problems=["eval"])
+        parts = {name: rows[f"train {name}"] for name in several}
+        return Tables([row for part in parts.values() for row in part], evals, facts, train, parts)
     if share is not None:
         rows["train"], evals[""] = _held_out(rows["train"], share, seed)
         name = f"{facts['train']['name']}, {len(evals['']):,} rows held out"
@@ -134,17 +145,34 @@ def _facts(source: Any) -> dict[str, Any]:
     return {"name": Path(source).name, "sha256": digest.hexdigest()}
 
 
-def choose_task(tables: Tables, options: Options, known: Known) -> Task:
-    """Return what is to be learned.
+def choose_task(tables: Tables, options: Options, known: Known, own: Any = None) -> tuple[Task, Options]:
+    """Return what is to be learned, and the options with what follows from it.
 
     The columns of the data decide, unless the caller named the task.
+
+    Args:
+        own: a loss of the user's own, which vectors can have.
 
     Raises:
         ConfigError: the task does not fit the columns, or an option does not fit the task.
         DataError: the columns or labels cannot be understood.
     """
-    said = dict(options.columns or {})
     named = task_named(options.task) if options.task else None
+    pairs = are_pairs(list(tables.train[0])) and not options.columns
+    if named == "embedding" or (named is None and (pairs or tables.parts)):
+        return plan_embedding(tables.parts or {"": tables.train}, options, own)
+    if tables.parts:
+        raise ConfigError(
+            f"train: found {len(tables.parts)} tables for {named}; expected one, or task='embedding', which "
+            "mixes several",
+            problems=["train"],
+        )
+    return _with_head(tables, options, known, named), options
+
+
+def _with_head(tables: Tables, options: Options, known: Known, named: str | None) -> Task:
+    """Return what is to be learned by a model with a head."""
+    said = dict(options.columns or {})
     columns = infer_columns(tables.train[:LOOKED_AT], **said)
     task = columns.task.replace("-", "_")
     if named is not None and named != task:

@@ -26,8 +26,9 @@ from flodl.metrics import merged
 from flodl.train.precision import Precision
 from flodl_hf.finetuning.own import OwnScorer
 from flodl_hf.finetuning.rows import CollateRows
-from flodl_hf.finetuning.step import Objective, rows_of_scores, score
+from flodl_hf.finetuning.step import Objective, rows_of_scores
 from flodl_hf.finetuning.task import Prepared, Scorer, Task
+from flodl_hf.finetuning.vectors.step import VectorObjective
 
 __all__ = ["Evaluation", "Evaluations"]
 
@@ -53,7 +54,7 @@ class Evaluation:
     task: Task
     prepared: Prepared
     collate: CollateRows
-    objective: Objective
+    objective: Objective | VectorObjective
     batch_size: int
     precision: str = "fp32"
     seed: int = 0
@@ -104,7 +105,7 @@ class Evaluation:
                 given = Batch(self.collate([rows.get(int(i)) for i in indices], where), len(indices))
                 batch = given.to(device)
                 with precision.context():
-                    scores = score(model, batch)
+                    scores = self.objective.score(model, batch)
                     totals.append(self.objective.of(scores, batch).totals())
                 if self.task.kind == "words":  # the loss says it all, and the scores are large
                     continue

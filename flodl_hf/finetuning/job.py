@@ -28,8 +28,10 @@ from flodl_hf.finetuning.rates import make_schedule
 from flodl_hf.finetuning.rows import CollateRows, EncodedRows, Masking
 from flodl_hf.finetuning.shapes import choose_shapes
 from flodl_hf.finetuning.step import Objective
-from flodl_hf.finetuning.task import LengthLimits, Prepared, Task
+from flodl_hf.finetuning.task import LengthLimits, Prepared, Task, name_of
 from flodl_hf.finetuning.thresholds import check_tunable
+from flodl_hf.finetuning.vectors.step import VectorObjective
+from flodl_hf.finetuning.vectors.task import EmbeddingTask
 
 if TYPE_CHECKING:
     from flodl_hf.model import EncoderModel
@@ -71,7 +73,7 @@ class Job:
     rows: EncodedRows
     batches: Any
     collate: CollateRows
-    objective: Objective
+    objective: Objective | VectorObjective
     evaluation: Evaluation | Evaluations | None
     steps: int
     name: str
@@ -115,7 +117,7 @@ def plan_job(
     own = own or Own()
     tables = read_tables(train, held_out, seed=options.seed)
     known = _known(model, options)
-    task = choose_task(tables, options, known)
+    task, options = choose_task(tables, options, known, own.loss)
     notes: list[str] = []
     if isinstance(model, (str, os.PathLike)):
         options, notes = _settle_head(known, task, options)
@@ -129,6 +131,11 @@ def plan_job(
         )
     usual = 384 if task.kind == "spans" else None
     bounds = [n for n in (opened.max_tokens, options.max_length or usual) if n]
+    vectors = task if isinstance(task, EmbeddingTask) else None
+    if vectors is not None:
+        vectors.settle(opened)
+        recipe = opened.sentence_recipe
+        bounds += [recipe.max_tokens] if recipe is not None and recipe.max_tokens is not None else []
     config = opened.config
     types = config.uses_token_types and tokenizer.settings.type_ids
     limits = LengthLimits(min(bounds, default=None), options.stride, types, options.long_texts == "windows")
@@ -141,47 +148,56 @@ def plan_job(
         masking = Masking(tokenizer.mask_token_id, tokenizer.vocab_size, options.mask_probability, options.whole_words)
     micro = None if isinstance(options.micro_batch_size, str) else options.micro_batch_size
     layout = _layout(options)
-    if own.loss is not None and layout == "bucketed":
+    if vectors is not None and layout == "bucketed" and options.cache_tokens is not None:
+        layout = "packed"  # parts of a batch have shapes of their own
+    if own.loss is not None and layout == "bucketed" and vectors is None:
         layout = "packed"  # a loss of the user's own does not know what is filled up
         notes = [
             *notes,
             "loss: batches are not filled up to shapes that come again, which a loss of your own would not know of, so "
             "steps are seldom recorded",
         ]
-    batches = _batches(options, rows, layout)
+    texts: Any = rows
+    batches = _batches(options, rows, layout) if vectors is None else vectors.batches(texts)
     collate = CollateRows(tokenizer.pad_token_id or 0, layout, masking, noise=bool(options.neftune))
     if layout == "bucketed":
-        cut: Any = {"accumulate": options.accumulate}
+        cut: Any = {"accumulate": options.accumulate, "texts_per_row": 1 if vectors is None else texts.width}
         cut["ranks"] = options.ranks if options.policy in (None, "sync") else 1  # others take whole batches
-        shapes = partial(choose_shapes, rows.lengths, batches, _most(rows, opened.max_tokens), **cut)
+        longest = rows.lengths if vectors is None else texts.longest
+        shapes = partial(choose_shapes, rows.lengths, batches, _most(longest, opened.max_tokens), **cut)
         collate = replace(collate, shapes=shapes(micro_batch_size=micro))
         if options.micro_batch_size == "auto":
             collate = replace(collate, shapes_for=shapes)
     weights = _weights(options, task, rows)
     own.check(task, weights, options.label_smoothing)
-    objective = Objective(
+    objective: Any = Objective(
         task.kind, weights, options.label_smoothing, options.mask_padding, own.loss, options.neftune or None
     )
+    if vectors is not None:
+        objective, collate = vectors.objective(), vectors.collate(collate, texts)
+    for name, examples in tables.evals.items():
+        prepared[f"eval {name}".strip()] = task.prepare(examples, tokenizer, limits, training=False)
+    judging = replace(collate, layout="packed" if layout == "bucketed" else layout, noise=False)
     evaluations = {
         name: Evaluation(
             task,
-            prepared.setdefault(f"eval {name}".strip(), task.prepare(examples, tokenizer, limits, training=False)),
-            replace(collate, layout="packed" if layout == "bucketed" else layout, noise=False),
+            (part := prepared[f"eval {name}".strip()]),
+            judging,
             # how wide a batch is padded says nothing of a model
-            Objective(task.kind, mask_padding=True, own=own.loss),
+            Objective(task.kind, mask_padding=True, own=own.loss) if vectors is None else vectors.of_held_out(part),
             options.eval_batch_size or micro or options.batch_size,
             options.precision,
             options.seed,
             own.metrics,
         )
-        for name, examples in tables.evals.items()
+        for name in tables.evals
     }
     evaluation = evaluations.get("") or (Evaluations(evaluations) if evaluations else None)
     _need_evaluation(options, evaluation)
     if options.tune_thresholds:
         check_tunable(task)
     notes = [*notes, *_cut_texts(prepared, limits)]
-    filled = replace(options, task=task.head, labels=task.labels, problem_type=task.problem_type)
+    filled = replace(options, task=name_of(task), labels=task.labels, problem_type=task.problem_type)
     job = Job(
         filled, task, tables, opened, factory, rows, batches, collate, objective, evaluation,
         _count_steps(options, batches), str(getattr(opened.source, "name", None) or "a model in memory"), own,
@@ -309,9 +325,9 @@ def _layout(options: Options) -> Literal["padded", "packed", "bucketed"]:
     return "padded"
 
 
-def _most(rows: EncodedRows, bound: int | None) -> int:
+def _most(lengths: Any, bound: int | None) -> int:
     """Return the most tokens of a row, rounded up so that other data have the same; no more than the model takes."""
-    longest = int(rows.lengths.max())
+    longest = int(lengths.max())
     return max(longest, min(-(-longest // 16) * 16, bound or longest))
 
 

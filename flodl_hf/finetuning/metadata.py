@@ -21,6 +21,7 @@ PIPELINES = {
     "token_classification": "token-classification",
     "question_answering": "question-answering",
     "masked_lm": "fill-mask",
+    "embedding": "sentence-similarity",
 }
 KINDS = {"mcc": "matthews_correlation", "pearson": "pearsonr", "spearman": "spearmanr", "eval_loss": "loss"}
 """Names that the Hub has for figures, where they are not ours."""
@@ -43,7 +44,12 @@ def head_of_card(job: Job, result: FinetuneResult) -> str:
     before = front_matter(source.folder) if source is not None else {}
     base = hub_name(job.name) or before.get("base_model")
     head: dict[str, Any] = {"base_model": base} if isinstance(base, (str, list)) else {}
-    head |= {"pipeline_tag": PIPELINES[result.task], "library_name": "transformers", "tags": ["flodl-hf"]}
+    vectors = result.task == "embedding"
+    library = "sentence-transformers" if vectors else "transformers"
+    tags = (
+        ["sentence-transformers", "sentence-similarity", "feature-extraction", "flodl-hf"] if vectors else ["flodl-hf"]
+    )
+    head |= {"pipeline_tag": PIPELINES[result.task], "library_name": library, "tags": tags}
     kept = ("license", "license_name", "license_link", "language")
     head |= {name: before[name] for name in kept if isinstance(before.get(name), (str, list))}
     results = _results(job, result)

@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, TypedDict, get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from flodl.errors import ConfigError, capped, nearest
-from flodl_hf.finetuning.words import TrainerWords, translated
+from flodl_hf.finetuning.words import translated
 
-__all__ = ["TASKS", "FinetuneOptions", "FinetuneWords", "Options", "make_options", "task_named"]
+__all__ = ["TASKS", "Options", "make_options", "task_named"]
 
-TASKS = ("sequence_classification", "token_classification", "question_answering", "masked_lm")
+TASKS = ("sequence_classification", "token_classification", "question_answering", "masked_lm", "embedding")
 TASK_WORDS = {
     "seqcls": "sequence_classification",
     "text_classification": "sequence_classification",
@@ -57,7 +57,7 @@ def _opt(default: Any, says: str, **checks: Any) -> Any:
 class Options:
     """The choices of one run; each field's ``help`` says what it is."""
 
-    task: str | None = _opt(None, "seqcls, tokcls (ner), qa or mlm; by default the data's columns tell.")
+    task: str | None = _opt(None, "seqcls, tokcls (ner), qa, mlm or embedding; by default the data's columns tell.")
     columns: Mapping[str, str] | None = _opt(None, "Which column holds what, by role: text=headline.")
     labels: Sequence[str] | None = _opt(
         None, "Label names in the order of their numbers; by default those in the data."
@@ -173,6 +173,43 @@ class Options:
         "qa: leave padding out of the loss, which is then the same however a batch is cut; transformers does not.",
     )
 
+    vector_loss: Any = _opt(  # noqa: RUF009
+        None,
+        "embedding: the loss, by sentence-transformers' name (MultipleNegativesRankingLoss, CoSENTLoss, ...), or one "
+        "for each table by its name; by default as the columns suit.",
+    )
+    loss_options: Mapping[str, Any] | None = _opt(
+        None,
+        "embedding: settings of the loss: scale=50, margin=0.2, directions=query_to_doc+doc_to_query.",
+    )
+    matryoshka: Sequence[str] = _opt(
+        (), "embedding: sizes that vectors may be cut to; the loss is learned at each of them."
+    )
+    adaptive_layers: bool = _opt(
+        False, "embedding: learn the loss after each layer too, so that layers may be left out."
+    )
+    guide: str | None = _opt(
+        None, "embedding: folder or name of a second model: the guide of GISTEmbedLoss, the teacher of MSELoss."
+    )
+    pooling: str | None = _opt(
+        None, "embedding: mean, cls, max, ... or several (mean+max); by default as the folder says, else mean."
+    )
+    normalize: bool | None = _opt(
+        None, "embedding: scale vectors to length 1; by default as the folder says, else yes."
+    )
+    no_duplicates: bool = _opt(True, "embedding: no text comes twice in a batch where others of it are negatives.")
+    mixing: str = _opt(
+        "proportional",
+        "embedding: batches of several tables come in proportion to their rows, or in turn until one is used up.",
+        among=("proportional", "round_robin"),
+    )
+    cache_tokens: int | None = _opt(
+        None,
+        "embedding: most tokens in the model at once; a batch goes through it twice, in parts, with the same step, so "
+        "that memory bounds vectors alone (gradient caching).",
+        least=16,
+    )
+
     watch: Sequence[str] = _opt(
         (), "What to tell of inside of the model in each step, with a reduction if not the mean: layers.0-3:norm."
     )
@@ -230,90 +267,6 @@ class Options:
     def to_dict(self) -> dict[str, Any]:
         """Return the choices by name, as JSON values where they are."""
         return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
-
-
-class FinetuneOptions(TypedDict, total=False):
-    """The fields of `Options` as keywords, for type checkers; a test holds the two together."""
-
-    task: str | None
-    columns: Mapping[str, str] | None
-    labels: Sequence[str] | None
-    new_head: bool | None
-    problem_type: str | None
-    epochs: int
-    max_steps: int | None
-    batch_size: int
-    accumulate: int
-    micro_batch_size: int | str | None
-    tokens_per_batch: int | None
-    group_by_length: bool | None
-    layout: str
-    max_length: int | None
-    stride: int | None
-    long_texts: str
-    lr: float
-    schedule: Any
-    schedule_options: Mapping[str, Any] | None
-    warmup: float
-    optimizer: str
-    weight_decay: float
-    beta1: float
-    beta2: float
-    eps: float
-    max_grad_norm: float | None
-    layerwise_decay: float | None
-    freeze: Sequence[str]
-    class_weights: Any
-    label_smoothing: float
-    dropout: float | None
-    neftune: float | None
-    ema: float | None
-    ema_warmup: bool
-    precision: str
-    gradient_checkpointing: bool
-    attention: str
-    seed: int
-    deterministic: bool
-    capture: bool
-    fused: bool
-    compile: bool
-    log_every: int
-    on_nan: str
-    compat: str | None
-    eval_every: int | None
-    eval_batch_size: int | None
-    eval_start: bool
-    eval_delay: int
-    metric: str | None
-    keep_best: bool
-    tune_thresholds: bool
-    early_stopping: int | None
-    concatenate: bool
-    whole_words: bool
-    mask_probability: float
-    mask_padding: bool
-    watch: Sequence[str]
-    rules: Sequence[str]
-    trend_every: int | None
-    trackers: Sequence[str]
-    log_dir: str | None
-    profile: str | None
-    report: bool
-    save_every: int | None
-    checkpoints: str | None
-    keep_last: int
-    keep_checkpoints: bool
-    resume: bool
-    allow_change: Sequence[str]
-    devices: Any
-    policy: str | None
-    backend: str | None
-    revision: str | None
-    local_files_only: bool
-
-
-class FinetuneWords(FinetuneOptions, TrainerWords, total=False):
-    """What `flodl_hf.finetuning.finetune` takes as keywords besides its arguments."""
 
 
 def _plain(value: Any) -> Any:

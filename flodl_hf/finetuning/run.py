@@ -29,9 +29,11 @@ from flodl_hf.finetuning.best import Best, take_best
 from flodl_hf.finetuning.card import papers
 from flodl_hf.finetuning.data import is_several
 from flodl_hf.finetuning.job import Job, plan_job
-from flodl_hf.finetuning.options import FinetuneWords, Options, make_options
+from flodl_hf.finetuning.keywords import FinetuneWords
+from flodl_hf.finetuning.options import Options, make_options
 from flodl_hf.finetuning.own import Own
 from flodl_hf.finetuning.result import FinetuneResult
+from flodl_hf.finetuning.task import name_of
 from flodl_hf.finetuning.thresholds import tune_thresholds
 from flodl_hf.finetuning.training import CHECKPOINTS, make_builder, settings_of_torch, train_job
 from flodl_hf.finetuning.watched import monitor_of_job
@@ -53,7 +55,7 @@ def finetune(
     on_event: Callable[[Any], Any] | None = None,
     progress: bool | None = None,
     monitor: Any = None,
-    loss: Callable[..., Any] | None = None,
+    loss: Callable[..., Any] | str | None = None,
     metrics: Any = None,
     callbacks: Sequence[Callback] = (),
     **options: Unpack[FinetuneWords],
@@ -72,7 +74,7 @@ def finetune(
     Args:
         model: a folder or Hub name, which gets a new head where its own does not fit, or a model.
         train: a file (CSV, TSV, JSON lines, JSON, Parquet, Arrow, CoNLL, SQuAD, text), a list of dicts, a dict of
-            columns, a Hugging Face data set, or a data frame.
+            columns, a Hugging Face data set, or a data frame; for vectors also several of these by name.
         eval: held-out data of the same kind, judged after each epoch; the best model is kept. Several sets by name, of
             which the first decides; or a share of ``train`` to hold out (0.2), or a number of its rows.
         out: folder to write; holds the model, its tokenizer, ``README.md`` (the model card), ``recipe.yaml``
@@ -82,7 +84,8 @@ def finetune(
         progress: True shows how far training is, None where it takes longer than a second, False nothing.
         monitor: True or a port shows the run on a page of this machine; or a `flodl.monitor.Monitor`. Its record is
             kept in ``<out>.logs`` (or ``log_dir``), with the page as one file when the run is over.
-        loss: ``loss(scores, labels)`` in place of the task's loss; see `flodl_hf.finetuning.own_loss.own_loss`.
+        loss: ``loss(scores, labels)`` in place of the task's loss; see `flodl_hf.finetuning.own_loss.own_loss`. Of
+            vectors its name, one of `flodl_hf.vectors.losses`, or ``loss(vectors, labels)`` of the whole batch.
         metrics: ``metrics(predictions, truth)`` gives figures by name, beside the task's; or such functions by name.
             Predictions and truth are arrays ``(examples, ...)`` of scores and labels, lists of tags, or answers and
             lists of those accepted.
@@ -100,6 +103,8 @@ def finetune(
     Torch's and Python's global random generators are seeded by this call. Under torchrun every rank calls it; the
     first one writes, and its result has the best model.
     """
+    if isinstance(loss, str):
+        options["vector_loss"], loss = loss, None
     chosen = make_options(options)
     if train is None:
         raise ConfigError("finetune: found no train=; expected a file or rows to learn from", problems=["train"])
@@ -134,7 +139,7 @@ def finetune(
         # Those of the start were chosen for other weights.
         trained.config = trained.config.changed(label_thresholds={} if tuned is None else tuned.thresholds)
     result = FinetuneResult(
-        trained, None, job.task.head, metrics, notes.history, notes.losses, notes.steps, best_step, seconds, recipe,
+        trained, None, name_of(job.task), metrics, notes.history, notes.losses, notes.steps, best_step, seconds, recipe,
         list(notes.past.changes), tuned,
     )  # fmt: skip
     if target is not None and _is_first_rank():

@@ -76,6 +76,7 @@ def choose_shapes(
     micro_batch_size: int | None = None,
     accumulate: int = 1,
     ranks: int = 1,
+    texts_per_row: int = 1,
 ) -> Shapes:
     """Return shapes for the batches of a run.
 
@@ -86,6 +87,7 @@ def choose_shapes(
         micro_batch_size: rows that go through the model together at most.
         accumulate: batches of a step.
         ranks: among how many the rows of a batch are shared out.
+        texts_per_row: how many texts a row of the data has, each of which is a row of the model.
     """
     totals, counts, whole = [], [], 0
     for epoch in range(MOST_EPOCHS):
@@ -96,7 +98,7 @@ def choose_shapes(
                 for start in range(begin, end, size):
                     part = lengths[rows[start : min(start + size, end)]]
                     totals.append(int(part.sum()))
-                    counts.append(len(part))
+                    counts.append(len(part) * texts_per_row)
             whole += 1
         if whole >= MOST_SEEN:
             break

@@ -22,7 +22,7 @@ from flodl_hf.losses import IGNORED_LABEL, classification_loss, span_loss, token
 
 __all__ = ["Objective", "rows_of_scores", "score"]
 
-Kind = Literal["single_label", "multi_label", "regression", "tokens", "words", "spans"]
+Kind = Literal["single_label", "multi_label", "regression", "tokens", "words", "spans", "vectors"]
 _PROBLEM = {
     "single_label": "single_label_classification",
     "multi_label": "multi_label_classification",
@@ -84,6 +84,10 @@ class Objective:
         with noisy(model, self.noise, batch):
             scores = score(model, batch)
         return self.of(scores, batch)
+
+    def score(self, model: Any, batch: Any) -> Tensor:
+        """Return the head's scores of a batch."""
+        return score(model, batch)
 
     def of(self, scores: Tensor, batch: Any) -> Loss:
         """Return the loss of scores that are known already."""

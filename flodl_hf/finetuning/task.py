@@ -127,6 +127,11 @@ class Task(Protocol):
         ...
 
 
+def name_of(task: Task) -> str:
+    """Return what a task is called in options and results: its head's name; that of the encoder alone is embedding."""
+    return "embedding" if task.kind == "vectors" else task.head
+
+
 def check_texts(examples: Examples, column: str, where: str) -> None:
     """Refuse a column with values that are no texts.
 

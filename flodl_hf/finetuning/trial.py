@@ -14,7 +14,8 @@ import numpy as np
 from flodl.train import RateSearch, Rehearsal
 from flodl_hf.finetuning.evaluation import Evaluation, Evaluations
 from flodl_hf.finetuning.job import Job, plan_job
-from flodl_hf.finetuning.options import FinetuneWords, make_options
+from flodl_hf.finetuning.keywords import FinetuneWords
+from flodl_hf.finetuning.options import make_options
 from flodl_hf.finetuning.own import Own
 from flodl_hf.finetuning.training import make_builder, settings_of_torch
 

@@ -91,7 +91,9 @@ def semantic_search(
         PredictError: vectors of different sizes, an unknown measure, or a number below 1.
     """
     queries, corpus = as_vectors(query_embeddings, "queries"), as_vectors(corpus_embeddings, "corpus")
-    _check(queries, corpus, measure, {"top_k": top_k, "query_chunk_size": query_chunk_size, "corpus": corpus_chunk_size})
+    _check(
+        queries, corpus, measure, {"top_k": top_k, "query_chunk_size": query_chunk_size, "corpus": corpus_chunk_size}
+    )
     place = torch.device(device) if device is not None else corpus.device
     most = min(top_k, len(corpus))
     if not len(queries) or not most:

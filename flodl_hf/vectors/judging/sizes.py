@@ -11,7 +11,11 @@ __all__ = ["matryoshka_curve"]
 
 
 def matryoshka_curve(
-    figures: Callable[..., Mapping[str, float]], vectors: Sequence[Any], dims: Sequence[int], *further: Any, **named: Any
+    figures: Callable[..., Mapping[str, float]],
+    vectors: Sequence[Any],
+    dims: Sequence[int],
+    *further: Any,
+    **named: Any,
 ) -> dict[int, dict[str, float]]:
     """Return the figures of vectors cut to each size.
 

@@ -1,0 +1,96 @@
+"""Which examples come together: those of one table, no text twice, tables mixed in proportion or in turn.
+
+A pure function of seed and epoch, like all batches.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flodl.data.batches import EpochPlan
+from flodl.data.rng import Rng
+from flodl.data.samplers import digest
+
+__all__ = ["TextBatches"]
+
+
+@dataclass(frozen=True)
+class TextBatches:
+    """Batches of examples whose losses are of the whole batch.
+
+    Args:
+        texts: for each table which text each one is, ``(rows, texts)``.
+        batch_size: examples of a batch.
+        seed: decides the order.
+        apart: for each table whether no text may come twice in a batch.
+        mixing: "proportional" takes all batches of all tables in random order; "round_robin" one of each table in
+            turn, until one is used up.
+        least: fewer examples than this make no batch: what is left of an epoch, if it is less, is left out of it.
+    """
+
+    texts: Sequence[NDArray[np.int64]] = field(repr=False)
+    batch_size: int
+    seed: int = 42
+    apart: Sequence[bool] = ()
+    mixing: str = "proportional"
+    least: int = 1
+
+    def plan(self, epoch: int) -> EpochPlan:
+        """Return the batches of ``epoch``."""
+        starts = np.cumsum([0, *(len(one) for one in self.texts)])
+        found = []
+        for i, texts in enumerate(self.texts):
+            order = Rng(self.seed, "order", epoch, i).permutation(len(texts))
+            cut = _cut_apart(order, texts, self.batch_size) if self.apart and self.apart[i] else None
+            cut = cut or [order[k : k + self.batch_size] for k in range(0, len(order), self.batch_size)]
+            found.append([np.asarray(part) + starts[i] for part in cut if len(part) >= self.least])
+        if len(found) == 1:
+            return EpochPlan.of(found[0])
+        if self.mixing == "round_robin":
+            return EpochPlan.of([part for turn in zip(*found, strict=False) for part in turn])
+        batches = [part for parts in found for part in parts]
+        return EpochPlan.of([batches[k] for k in Rng(self.seed, "tables", epoch).permutation(len(batches))])
+
+    def identity(self) -> dict[str, Any]:
+        """Return what defines the batches; JSON-able."""
+        return {
+            "batches": "texts",
+            "batch_size": self.batch_size,
+            "batch_seed": self.seed,
+            "apart": list(self.apart),
+            "mixing": self.mixing,
+            "least": self.least,
+            "texts": [digest(one) for one in self.texts],
+        }
+
+
+def _cut_apart(order: NDArray[np.int64], texts: NDArray[np.int64], size: int) -> list[list[int]] | None:
+    """Return batches in which no text comes twice, as near to the order as that allows; None where none ever would.
+
+    An example that has to wait is the first to be asked when the next batch begins.
+    """
+    if len(np.unique(texts)) == texts.size:
+        return None
+    rows = dict(zip(order.tolist(), map(set, texts[order].tolist()), strict=True))
+    waiting, coming = deque[int](), deque(order.tolist())
+    batches: list[list[int]] = []
+    while waiting or coming:
+        batch: list[int] = []
+        seen: set[int] = set()
+        held: list[int] = []
+        while (waiting or coming) and len(batch) < size:
+            row = waiting.popleft() if waiting else coming.popleft()
+            if rows[row] & seen:
+                held.append(row)
+                continue
+            batch.append(row)
+            seen |= rows[row]
+        waiting = deque([*held, *waiting])
+        batches.append(batch)
+    return batches

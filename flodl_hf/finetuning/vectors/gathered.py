@@ -1,0 +1,50 @@
+"""Vectors of all ranks on each, with gradients that find their way back: negatives of the whole batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["gather", "shares_of_ranks"]
+
+
+def shares_of_ranks(count: int, device: torch.device) -> list[int]:
+    """Return how many examples of a batch each rank has."""
+    place = torch.device("cpu") if "gloo" in dist.get_backend() else device
+    counts = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=place)
+    counts[dist.get_rank()] = count
+    dist.all_reduce(counts)
+    return counts.tolist()
+
+
+def gather(own: Tensor, shares: list[int]) -> Tensor:
+    """Return the rows of all ranks, ``(sum of shares, ...)``, in the order of ranks.
+
+    Their gradient is summed over ranks, each of which has a loss of its own of them.
+
+    Args:
+        own: this rank's rows.
+        shares: how many rows each rank has.
+    """
+    return _Gathered.apply(own, shares)  # type: ignore[return-value]
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, shares: list[int]) -> Tensor:
+        ctx.shares = shares
+        padded = own.new_zeros(max(shares), *own.shape[1:])
+        padded[: len(own)] = own
+        parts = [torch.empty_like(padded) for _ in shares]
+        dist.all_gather(parts, padded)
+        return torch.cat([part[:count] for part, count in zip(parts, shares, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        summed = grad_outputs[0].contiguous().clone()
+        dist.all_reduce(summed)
+        start = sum(ctx.shares[: dist.get_rank()])
+        return summed[start : start + ctx.shares[dist.get_rank()]], None

@@ -1,0 +1,105 @@
+"""Examples of several texts as rows of tokens: tables side by side, and how examples become a batch of texts.
+
+A row is an example: its texts end to end, with the length of each. In a batch the texts are rows of the model, in the
+order of the examples, so that padding, packing and shapes that come again are those of all other tasks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from flodl.data.collate import Where
+from flodl_hf.finetuning.rows import CollateRows, EncodedRows, TakenRows
+
+__all__ = ["CollateTexts", "TextRows"]
+
+TABLE = "table"
+PARTS = "parts"
+
+
+class TextRows:
+    """The rows of several tables, one table after the other.
+
+    Args:
+        tables: rows of each, with the lengths of their texts as the value ``parts``, ``(rows, texts)``.
+        texts: for each table which text each one is, ``(rows, texts)``: equal numbers are equal texts.
+    """
+
+    def __init__(self, tables: Sequence[EncodedRows], texts: Sequence[NDArray[np.int64]]) -> None:
+        self.tables, self.texts = list(tables), list(texts)
+        self.starts = np.cumsum([0, *(len(table) for table in tables)])
+        self.lengths = np.concatenate([table.lengths for table in tables])
+        self.owners = np.arange(len(self.lengths))
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def columns(self) -> dict[str, NDArray[Any]]:
+        """Per-token values of each table, by table and name."""
+        return {f"{i}.{name}": column for i, table in enumerate(self.tables) for name, column in table.columns.items()}
+
+    @property
+    def values(self) -> dict[str, NDArray[Any]]:
+        """Values of rows of each table, by table and name."""
+        return {f"{i}.{name}": column for i, table in enumerate(self.tables) for name, column in table.values.items()}
+
+    @property
+    def width(self) -> int:
+        """Most texts of an example."""
+        return max(table.values[PARTS].shape[1] for table in self.tables)
+
+    @property
+    def longest(self) -> NDArray[np.int64]:
+        """Most tokens of a text, for each table."""
+        return np.asarray([table.values[PARTS].max() for table in self.tables])
+
+    def get(self, index: int) -> dict[str, Any]:
+        """Return one row."""
+        at = self._table(index)
+        return {**self.tables[at].get(index - int(self.starts[at])), TABLE: np.int64(at)}
+
+    def __getitems__(self, indices: Sequence[int]) -> TakenRows:
+        """Return several rows of one table."""
+        at = self._table(int(indices[0]))
+        taken = self.tables[at].__getitems__(np.asarray(indices) - self.starts[at])
+        return TakenRows(taken.columns, taken.lengths, {**taken.values, TABLE: np.full(len(taken), at)})
+
+    def _table(self, index: int) -> int:
+        return int(np.searchsorted(self.starts, index, side="right")) - 1
+
+
+@dataclass(frozen=True)
+class CollateTexts(CollateRows):
+    """Makes a batch of the texts of some examples.
+
+    Besides what `CollateRows` gives of the texts there are ``examples``, how many, ``width``, the texts of each, and
+    ``table``, all numbers; ``labels`` and ``guide``, ``(examples, ...)``, where there are any.
+
+    Args:
+        lengths: say how long each text is, for batches that go through the model in parts.
+    """
+
+    lengths: bool = False
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]], where: Where) -> dict[str, Any]:
+        """Return the parts of one batch."""
+        taken = rows if isinstance(rows, TakenRows) else TakenRows.of(rows)
+        parts = np.asarray(taken.values[PARTS])
+        lengths = parts.reshape(-1)
+        batch = super().__call__(TakenRows(taken.columns, lengths, {}), where)
+        if self.lengths:
+            batch["row_lengths"] = lengths.tolist()
+        named = {
+            name: torch.from_numpy(np.asarray(taken.values[name]))
+            for name in ("labels", "guide")
+            if name in taken.values
+        }
+        table = int(np.asarray(taken.values[TABLE])[0])
+        return {**batch, **named, "examples": len(parts), "width": parts.shape[1], TABLE: table}

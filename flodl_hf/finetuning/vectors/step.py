@@ -1,0 +1,163 @@
+"""One batch of texts through the model, pooled to vectors, and its loss.
+
+A batch goes through the model at once, or in parts of so many tokens: then nothing of a part is kept but its vectors,
+and each part is computed again for its gradient (Gao et al. 2021, arXiv:2101.06983), with the same dropout. On a
+processor the columns of padded batches go one after the other, since questions and passages differ in length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from flodl.train import Loss
+from flodl_hf.decode.pooling import finish_embeddings, pool_bucketed, pool_packed, pool_padded
+from flodl_hf.finetuning.step import score
+from flodl_hf.finetuning.vectors.gathered import gather, shares_of_ranks
+from flodl_hf.finetuning.vectors.rows import TABLE
+from flodl_hf.watching import watched
+
+__all__ = ["VectorObjective"]
+
+
+@dataclass(frozen=True)
+class VectorObjective:
+    """The loss of vectors; called with a model and a batch it is a training step.
+
+    Args:
+        losses: for each table its loss; see `flodl_hf.vectors.losses`.
+        pooling: as in `flodl_hf.decode.pooling`.
+        normalize: scale vectors to length 1.
+        layers: take vectors after each layer, for `AdaptiveLayerLoss`.
+        shared: ranks share a batch, whose texts are all there for each of them.
+        cache_tokens: most tokens in the model at once.
+    """
+
+    losses: tuple[Any, ...]
+    pooling: tuple[str, ...] = ("mean",)
+    normalize: bool = True
+    layers: bool = False
+    shared: bool = False
+    cache_tokens: int | None = None
+
+    @property
+    def weights(self) -> None:
+        """Weights of labels, which vectors do not have."""
+        return
+
+    def __call__(self, model: Any, batch: Any) -> Loss:
+        """Return the loss of a batch."""
+        return self.of(self.score(model, batch), batch)
+
+    def score(self, model: Any, batch: Any) -> Tensor:
+        """Return the vectors, ``(examples, texts, size)``; with `layers` ``(examples, texts, layers, size)``."""
+        found, order = [], []
+        for rows, part in self._parts(batch):
+            if self.cache_tokens is not None and torch.is_grad_enabled():
+                vectors: Any = checkpoint(self._vectors, model, part, use_reentrant=False)
+            else:
+                vectors = self._vectors(model, part)
+            found.append(vectors)
+            order.append(rows)
+        count = batch["examples"] * batch["width"]
+        if len(found) == 1:
+            whole = found[0][:count]
+        else:
+            places = torch.argsort(torch.cat(order)).to(found[0].device)
+            whole = torch.cat(found)[places]
+        return whole.view(batch["examples"], batch["width"], *whole.shape[1:])
+
+    def of(self, vectors: Tensor, batch: Any) -> Loss:
+        """Return the loss of vectors that are known already: a mean over the examples of this rank."""
+        loss, own = self.losses[batch[TABLE]], None
+        count = len(vectors)
+        labels = batch["guide"] if loss.by_guide else batch.get("labels")
+        # similarities in half precision would tell few of them apart
+        with torch.autocast(vectors.device.type, enabled=False):
+            if self.shared and loss.in_batch:
+                shares = shares_of_ranks(count, vectors.device)
+                start = sum(shares[: torch.distributed.get_rank()])
+                own = slice(start, start + count)
+                vectors = gather(vectors, shares)
+                labels = labels if labels is None else gather(labels, shares)
+            if self.layers:
+                value = loss([list(layer.unbind(1)) for layer in vectors.unbind(2)], labels, own)
+            else:
+                value = loss(list(vectors.unbind(1)), labels, own)
+        return Loss.mean(value, count)
+
+    # --- texts to vectors ---------------------------------------------------------------------------------------
+
+    def _vectors(self, model: Any, part: Any) -> Tensor:
+        """Return the vectors of some texts, ``(texts, size)`` or ``(texts, layers, size)``."""
+        if not self.layers:
+            return self._pooled(score(model, part), part)
+        with watched(model.graph, hidden_states=True, attentions=False) as seen:
+            score(model, part)
+        return torch.stack([self._pooled(states, part) for states in seen["hidden_states"]], 1)
+
+    def _pooled(self, states: Tensor, part: Any) -> Tensor:
+        names: Any = self.pooling
+        if "places" in part:
+            vectors = pool_bucketed(states, part["cu_seqlens"], part["opens"], part["places"], names)
+        elif "cu_seqlens" in part:
+            vectors = pool_packed(states, part["cu_seqlens"], names)
+        else:
+            vectors = pool_padded(states, part["attention_mask"], names)
+        return finish_embeddings(vectors, normalize=self.normalize)
+
+    # --- parts of a batch ---------------------------------------------------------------------------------------
+
+    def _parts(self, batch: Any) -> Iterator[tuple[Tensor, Any]]:
+        """Yield the texts of a batch in parts: which they are, and the part of the batch."""
+        lengths = batch.get("row_lengths")
+        packed = "cu_seqlens" in batch
+        columns = not packed and batch["input_ids"].device.type == "cpu" and lengths is not None
+        if lengths is None or (self.cache_tokens is None and not columns):
+            yield torch.arange(batch["examples"] * batch["width"]), batch
+            return
+        for rows in _cut(lengths, batch["width"] if columns else 1, self.cache_tokens, packed):
+            chosen = [lengths[row] for row in rows]
+            yield torch.tensor(rows), (_of_packed if packed else _of_padded)(batch, rows, chosen)
+
+
+def _cut(lengths: list[int], columns: int, most: int | None, packed: bool) -> list[list[int]]:
+    """Return which texts go through the model together: of one column, and so many tokens at most, padding counted."""
+    groups = [list(range(column, len(lengths), columns)) for column in range(columns)]
+    if most is None:
+        return groups
+    parts: list[list[int]] = []
+    for group in groups:
+        rows: list[int] = []
+        tokens = 0
+        for row in sorted(group, key=lambda row: -lengths[row]):
+            cost = lengths[row] if packed else lengths[rows[0] if rows else row]
+            if rows and tokens + cost > most:
+                parts.append(rows)
+                rows, tokens = [], 0
+                cost = lengths[row]
+            rows.append(row)
+            tokens += cost
+        parts.append(rows)
+    return parts
+
+
+def _of_padded(batch: Any, rows: list[int], lengths: list[int]) -> dict[str, Any]:
+    places = torch.tensor(rows, device=batch["input_ids"].device)
+    names = [name for name in ("input_ids", "token_type_ids", "attention_mask") if name in batch]
+    return {name: batch[name][places, : max(lengths)] for name in names}
+
+
+def _of_packed(batch: Any, rows: list[int], lengths: list[int]) -> dict[str, Any]:
+    starts = torch.tensor(batch["row_lengths"]).cumsum(0) - torch.tensor(batch["row_lengths"])
+    places = torch.cat([torch.arange(n) + start for start, n in zip(starts[rows].tolist(), lengths, strict=True)])
+    device = batch["input_ids"].device
+    offsets = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+    names = [name for name in ("input_ids", "token_type_ids") if name in batch]
+    taken = {name: batch[name][places.to(device)] for name in names}
+    return {**taken, "cu_seqlens": offsets, "row_lengths": lengths}

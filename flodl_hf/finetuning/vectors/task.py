@@ -1,0 +1,296 @@
+"""Vectors of texts as a task of fine-tuning: tables to rows, options to losses, and how the model makes its vectors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flodl.errors import ConfigError
+from flodl_hf.columns import Columns
+from flodl_hf.decode.pooling import check_pooling
+from flodl_hf.finetuning.options import Options
+from flodl_hf.finetuning.rows import CollateRows, EncodedRows, RowBuilder
+from flodl_hf.finetuning.task import CHUNK, Examples, LengthLimits, Prepared
+from flodl_hf.finetuning.vectors.batches import TextBatches
+from flodl_hf.finetuning.vectors.rows import PARTS, CollateTexts, TextRows
+from flodl_hf.finetuning.vectors.scorer import MAIN, HeldOut, VectorScorer
+from flodl_hf.finetuning.vectors.step import VectorObjective
+from flodl_hf.finetuning.vectors.tables import TextTable, read_table
+from flodl_hf.sentence import SentenceRecipe
+from flodl_hf.vectors.losses import CACHED, USUAL, AdaptiveLayerLoss, MatryoshkaLoss, loss_named, make_loss
+from flodl_hf.vectors.losses.teachers import MSELoss
+
+if TYPE_CHECKING:
+    from flodl_hf.model import EncoderModel
+    from flodl_hf.tokenizer import Tokenizer
+
+__all__ = ["EmbeddingTask", "plan_embedding"]
+
+CACHE = 32_768
+"""Tokens at once where a loss is asked for by its cached name alone."""
+
+
+@dataclass(frozen=True)
+class EmbeddingTask:
+    """Vectors of texts.
+
+    Args:
+        tables: training tables by name.
+        losses: for each of them its loss.
+        options: the choices of the run.
+        recipe: how vectors are made; filled in when the model is there.
+    """
+
+    tables: Mapping[str, TextTable]
+    losses: tuple[Any, ...]
+    options: Options
+    head: str = "base"
+    kind: Any = "vectors"
+    labels: None = None
+    problem_type: None = None
+    per_row: bool = True
+    _guides: dict[str, Any] = field(default_factory=dict, compare=False)
+
+    @property
+    def columns(self) -> Columns:
+        """Where the first table has its texts and labels."""
+        return self._first.columns
+
+    @property
+    def main_metric(self) -> str:
+        """The figure of the first table's form."""
+        return MAIN[self._first.form]
+
+    @property
+    def _first(self) -> TextTable:
+        return next(iter(self.tables.values()))
+
+    # --- data ---------------------------------------------------------------------------------------------------
+
+    def prepare(self, examples: Examples, tokenizer: Tokenizer, limits: LengthLimits, *, training: bool) -> Prepared:
+        """Return the examples as rows; those of training are the task's own tables."""
+        tables = [*self.tables.values()] if training else [read_table(examples, self.options.columns, "eval")]
+        numbers: dict[str, int] = {}
+        parts, texts, cut = [], [], 0
+        for table in tables:
+            double = table.form == "texts"  # a text and itself, with another dropout (Gao et al. 2021)
+            rows = [row * 2 for row in table.texts] if double else table.texts
+            part, short = _encode(rows, tokenizer, limits, lower=self._lower)
+            values = {} if table.labels is None else {"labels": table.labels}
+            if self.options.guide is not None:
+                name = "labels" if table.form in ("texts", "pairs") and self._teaches else "guide"
+                values[name] = self._guided(rows)
+            parts.append(EncodedRows(part.columns, part.lengths.tolist(), {**part.values, **values}))
+            ids = [[numbers.setdefault(text, len(numbers)) for text in row] for row in table.texts]
+            texts.append(np.asarray(ids, np.int64))
+            cut += short
+        truth = None if training else HeldOut(tables[0].form, texts[0], tables[0].labels)
+        return Prepared(TextRows(parts, texts), truth, cut)  # type: ignore[arg-type]
+
+    @property
+    def _lower(self) -> bool:
+        recipe = self._guides.get("recipe")
+        return bool(recipe is not None and recipe.lower_case)
+
+    @property
+    def _teaches(self) -> bool:
+        return any(isinstance(_innermost(loss), MSELoss) for loss in self.losses)
+
+    def _guided(self, rows: Sequence[Sequence[str]]) -> Any:
+        """Return the guide's vectors of all texts, ``(rows, texts, size)``, each text once through it."""
+        from flodl_hf.heads.base import BaseModel
+
+        if "model" not in self._guides:
+            given: dict[str, Any] = {"local_files_only": self.options.local_files_only}
+            self._guides["model"] = BaseModel.from_pretrained(str(self.options.guide), **given)
+        known: dict[str, int] = {}
+        places = [[known.setdefault(text, len(known)) for text in row] for row in rows]
+        vectors: Any = self._guides["model"].embed(list(known), truncate=True)
+        return vectors.float().numpy()[np.asarray(places)]
+
+    def scorer(self, prepared: Prepared) -> VectorScorer:
+        """Return a scorer that has seen nothing."""
+        return VectorScorer(prepared.truth)
+
+    def label_counts(self, rows: EncodedRows) -> None:
+        """Return None: labels of vectors are not weighed."""
+        return
+
+    # --- the run ------------------------------------------------------------------------------------------------
+
+    def settle(self, model: EncoderModel) -> None:
+        """Have the model make vectors as the options say, and keep it with it.
+
+        Raises:
+            ConfigError: a pooling, or a size of vectors, that cannot be.
+        """
+        options, before = self.options, model.sentence_recipe
+        names: Any = tuple(options.pooling.split("+")) if options.pooling else before.pooling if before else ("mean",)
+        problems = []
+        try:
+            check_pooling(names)
+        except Exception as fault:
+            problems.append(f"pooling: {fault}")
+        if "pooler" in names:
+            problems.append("pooling: the pooler's output is not trained here; expected mean, cls or another")
+        scaled = options.normalize if options.normalize is not None else before.normalize if before else True
+        size = model.config.encoder.hidden_size * len(names)
+        problems += [f"matryoshka: {dim} of vectors of {size} features" for dim in self._dims if dim > size]
+        if problems:
+            raise ConfigError(f"finetune: {'; '.join(problems)}", problems=problems)
+        if before is None:
+            made = SentenceRecipe(names, scaled, options.max_length)
+        elif (before.pooling, before.normalize) != (names, scaled):
+            kept = "config_sentence_transformers.json"
+            made = replace(before, pooling=names, normalize=scaled, files={})
+            if kept in before.files:
+                from flodl_hf.sentence import recipe_files
+
+                files = recipe_files(made, model.config.encoder.hidden_size)
+                made = replace(made, files={**files, kept: before.files[kept]})
+        else:
+            made = before
+        model.sentence_recipe = made
+        self._guides["recipe"] = made
+
+    @property
+    def _dims(self) -> list[int]:
+        return [int(dim) for dim in self.options.matryoshka]
+
+    def objective(self) -> VectorObjective:
+        """Return the loss of training."""
+        options, recipe = self.options, self._guides["recipe"]
+        layers, shared = options.adaptive_layers, options.ranks > 1
+        return VectorObjective(
+            self.losses, recipe.pooling, recipe.normalize, layers, shared, options.cache_tokens
+        )  # fmt: skip
+
+    def of_held_out(self, prepared: Prepared) -> VectorObjective:
+        """Return the loss of held-out data: that of training where it takes such data, of the last layer alone."""
+        form, recipe = prepared.truth.form, self._guides["recipe"]
+        plain = [loss.loss if isinstance(loss, AdaptiveLayerLoss) else loss for loss in self.losses]
+        fitting = [loss for loss in plain if form in loss.forms or (self._teaches and form in ("texts", "pairs"))]
+        return VectorObjective((fitting[0] if fitting else make_loss(USUAL[form]),), recipe.pooling, recipe.normalize)
+
+    def collate(self, usual: CollateRows, rows: TextRows) -> CollateTexts:
+        """Return what makes batches, laid out like the usual ones."""
+        lengths = usual.layout == "padded" or self.options.cache_tokens is not None
+        return CollateTexts(usual.pad_id, usual.layout, shapes=usual.shapes, lengths=lengths)
+
+    def batches(self, rows: TextRows) -> TextBatches:
+        """Return which examples come together."""
+        options = self.options
+        in_batch = [loss.in_batch for loss in self.losses]
+        apart = [
+            alone and options.no_duplicates and table.form in ("pairs", "triplets", "texts")
+            for alone, table in zip(in_batch, self.tables.values(), strict=True)
+        ]
+        least = max(2 if any(in_batch) else 1, options.ranks)
+        return TextBatches(rows.texts, options.batch_size, options.seed, apart, options.mixing, least)
+
+
+def _innermost(loss: Any) -> Any:
+    while hasattr(loss, "loss"):
+        loss = loss.loss
+    return loss
+
+
+def _encode(
+    rows: Sequence[Sequence[str]], tokenizer: Tokenizer, limits: LengthLimits, *, lower: bool
+) -> tuple[EncodedRows, int]:
+    """Return rows of tokens with the lengths of their texts, and how many texts were cut."""
+    width, builder, cut = len(rows[0]), RowBuilder(limits.types), 0
+    flat = [text.lower() if lower else text for row in rows for text in row]
+    lengths: list[int] = []
+    for start in range(0, len(flat), CHUNK):
+        groups = tokenizer.encode_rows(
+            flat[start : start + CHUNK],
+            None,
+            max_tokens=limits.max_tokens,
+            offsets=False,
+            cut=None,
+            overflow="truncate",
+        )
+        for group in groups:
+            builder.add(group[0], len(lengths))
+            lengths.append(len(group[0].ids))
+            cut += group[0].truncated
+    texts = builder.build()
+    parts = np.asarray(lengths, np.int64).reshape(-1, width)
+    return EncodedRows(texts.columns, parts.sum(1).tolist(), {PARTS: parts}), cut
+
+
+def plan_embedding(train: Mapping[str, Examples], options: Options, own: Any = None) -> tuple[EmbeddingTask, Options]:
+    """Return the task of learning vectors from these tables, and the options with what follows from them.
+
+    Args:
+        train: tables by name; one table has an empty name.
+        options: the choices of the run.
+        own: a loss of the user's own.
+
+    Raises:
+        ConfigError, DataError: options or columns that do not fit; all options are listed.
+    """
+    tables = {name: read_table(rows, options.columns, name or "train") for name, rows in train.items()}
+    problems = [f"{name}: vectors have none; expected nothing" for name in _NOT_HERE if getattr(options, name)]
+    if options.policy not in (None, "sync") and options.ranks > 1:
+        problems.append("policy: ranks share the texts of a batch, so they step together; expected sync")
+    asked = options.vector_loss
+    named = dict(asked) if isinstance(asked, Mapping) else dict.fromkeys(tables, asked)
+    problems += [f"vector_loss: there is no table {name!r}" for name in named if name not in tables]
+    losses, cached = [], False
+    for name, table in tables.items():
+        word = named.get(name) or USUAL[table.form]
+        loss: Any = _Own(own) if own is not None and not hasattr(own, "forms") else own
+        if loss is None and isinstance(word, str):
+            cached = cached or loss_named(word) in CACHED
+            loss = make_loss(word, options.loss_options)
+        elif loss is None:
+            loss = word
+        fits = table.form in loss.forms or (isinstance(loss, MSELoss) and options.guide is not None)
+        if not fits:
+            problems.append(
+                f"vector_loss: {type(loss).__name__} takes {', '.join(loss.forms)}; the table {name or 'train'} has "
+                f"{table.form} ({len(table.texts[0])} texts{' with labels' if table.labels is not None else ''})"
+            )
+        if loss.by_guide and options.guide is None:
+            problems.append(f"guide: {type(loss).__name__} asks a second model; expected its folder or name")
+        if options.matryoshka:
+            loss = MatryoshkaLoss(loss, tuple(int(dim) for dim in options.matryoshka))
+        losses.append(AdaptiveLayerLoss(loss) if options.adaptive_layers else loss)
+    if problems:
+        raise ConfigError(f"finetune: {'; '.join(problems)}", problems=problems)
+    if cached and options.cache_tokens is None:
+        options = replace(options, cache_tokens=CACHE)
+    if options.ranks > 1:
+        options = replace(options, policy="sync", capture=False)
+    if options.adaptive_layers:
+        options = replace(options, fused=False)
+    if options.cache_tokens is not None:
+        options = replace(options, capture=False)
+    guide = None if options.guide is None else os.fspath(options.guide)
+    options = replace(options, guide=guide)
+    return EmbeddingTask(tables, tuple(losses), options), options
+
+
+_NOT_HERE = (
+    *("labels", "problem_type", "class_weights", "label_smoothing", "neftune", "tokens_per_batch", "micro_batch_size"),
+    "group_by_length",
+)
+
+
+@dataclass(frozen=True)
+class _Own:
+    """A loss of the user's own: ``loss(vectors, labels)`` with one ``(examples, size)`` for each text."""
+
+    call: Any
+    forms: tuple[str, ...] = tuple(USUAL)
+    in_batch: bool = True
+    by_guide: bool = False
+
+    def __call__(self, vectors: Any, labels: Any, own: slice | None = None) -> Any:
+        return self.call(vectors, labels)
