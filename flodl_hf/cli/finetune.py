@@ -41,17 +41,12 @@ GROUPS = {
 }
 """Groups of options in help, each by the option that begins it."""
 IN_PARTS = (
-    "columns",
-    "schedule_options",
-    "loss_options",
-    "matryoshka",
-    "class_weights",
-    "labels",
-    "freeze",
-    "allow_change",
+    *("columns", "schedule_options", "loss_options", "matryoshka", "class_weights", "labels", "freeze", "lora_targets"),
+    *("lora_kinds", "allow_change"),
     "devices",
 )
 """Options that may be given several times, a bit each."""
+LISTS = ("labels", "freeze", "lora_targets", "lora_kinds", "allow_change", "trackers", "watch", "matryoshka")
 SHORT = {"epochs": "-e", "batch_size": "-b", "devices": "--device"}
 
 
@@ -130,7 +125,10 @@ def run(
         say("nothing was written; give --out DIR to keep the model")
     else:
         tell(f"written to {result.folder} (step {result.best_step} of {result.steps}, {result.seconds:.0f} s)")
-        say(f"check it: flodl-hf verify-export {result.folder} --no-source")
+        if result.model.active_adapter is not None:
+            say(f"the adapter and its head alone; for a whole model: flodl-hf merge {name} {result.folder} --out DIR")
+        else:
+            say(f"check it: flodl-hf verify-export {result.folder} --no-source")
 
 
 def _try(trial: str, model: str, data: Mapping[str, Any], values: Mapping[str, Any], json_output: bool) -> None:
@@ -225,7 +223,7 @@ def parse(name: str, text: Any) -> Any:
         return list(text) if text else None  # a rule may hold commas
     if isinstance(text, (list, tuple)):
         text = ",".join(text) or None
-    if name in ("labels", "freeze", "allow_change", "trackers", "watch", "matryoshka") and text:
+    if name in LISTS and text:
         parts = [text] if isinstance(text, str) else list(text)
         return [word.strip() for part in parts for word in part.split(",") if word.strip()] or None
     if not isinstance(text, str):

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from flodl_hf.freezing import freeze
 
 if TYPE_CHECKING:
+    from flodl_hf.adapters.settings import Lora
     from flodl_hf.model import EncoderModel
 
 __all__ = ["ModelFactory", "checkpoint_layers", "restore_layers", "set_dropout"]
@@ -37,6 +38,8 @@ class ModelFactory:
         dropout: in place of the model's own.
         options: further options of ``from_pretrained``.
         new_head: draw the head anew, though the source has one.
+        adapter: added, to learn in place of the base; None for none.
+        seed: of what is drawn; None leaves the generator as it is.
     """
 
     name: str | Path
@@ -47,6 +50,8 @@ class ModelFactory:
     dropout: float | None
     options: dict[str, Any]
     new_head: bool = False
+    adapter: Lora | None = None
+    seed: int | None = None
 
     def __call__(self, device: torch.device) -> EncoderModel:
         """Return the model, on the CPU: the trainer moves it."""
@@ -56,6 +61,8 @@ class ModelFactory:
         """Return the model as it is in its folder, with the head and labels of this run."""
         from flodl_hf.auto import head_named
 
+        if self.seed is not None:
+            torch.manual_seed(self.seed)  # every rank draws the same
         # Weights that learn are kept in float32; a run in half precision casts as it computes.
         model = head_named(self.head).model.from_pretrained(
             self.name,
@@ -69,6 +76,8 @@ class ModelFactory:
 
             drawn = [name for name, _ in model.graph.named_parameters() if name.startswith("head.")]
             initialise(model.graph, drawn, float(model.config.source.get("initializer_range", 0.02)))
+        if self.adapter is not None:
+            model.add_adapter(self.adapter)
         return model
 
     def ready(self, model: EncoderModel) -> EncoderModel:

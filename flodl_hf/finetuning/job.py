@@ -254,10 +254,12 @@ def _open(model: Any, task: Task, options: Options) -> tuple[EncoderModel, Model
     if isinstance(model, (str, os.PathLike)):
         factory = ModelFactory(
             os.fspath(model), task.head, task.labels, task.problem_type, options.freeze, options.dropout,
-            {"attention": options.attention, **_hub(options)}, bool(options.new_head),
+            {"attention": options.attention, **_hub(options)}, bool(options.new_head), options.adapter, options.seed,
         )  # fmt: skip
         return factory.open(), factory
     wrong = ["a new head is made of a folder or name alone"] if options.new_head else []
+    if options.adapter is not None and model.active_adapter is not None:
+        wrong.append(f"it computes with the adapter {model.active_adapter!r}, and lora= asks for a new one")
     if model.head != task.head:
         wrong.append(f"its head is {model.head}, the task is {task.head}")
     elif task.labels is not None and tuple(model.config.labels) != task.labels:
@@ -271,6 +273,8 @@ def _open(model: Any, task: Task, options: Options) -> tuple[EncoderModel, Model
     if task.problem_type is not None:
         model.config = model.config.changed(problem_type=task.problem_type)
     model.set_attention(options.attention)
+    if options.adapter is not None:
+        model.add_adapter(options.adapter)
     return model, FixedModel(model)
 
 

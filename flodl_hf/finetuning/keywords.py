@@ -44,6 +44,11 @@ class FinetuneOptions(TypedDict, total=False):
     class_weights: Any
     label_smoothing: float
     dropout: float | None
+    lora: int | None
+    lora_alpha: float | None
+    lora_dropout: float
+    lora_targets: Sequence[str]
+    lora_kinds: Sequence[str]
     neftune: float | None
     ema: float | None
     ema_warmup: bool

@@ -49,6 +49,8 @@ def head_of_card(job: Job, result: FinetuneResult) -> str:
     tags = (
         ["sentence-transformers", "sentence-similarity", "feature-extraction", "flodl-hf"] if vectors else ["flodl-hf"]
     )
+    if result.model.active_adapter is not None:
+        library, tags = "peft", [*tags, "lora"]
     head |= {"pipeline_tag": PIPELINES[result.task], "library_name": library, "tags": tags}
     kept = ("license", "license_name", "license_link", "language")
     head |= {name: before[name] for name in kept if isinstance(before.get(name), (str, list))}

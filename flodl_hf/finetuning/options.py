@@ -12,9 +12,10 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, get_args, get_type_hints
 
 from flodl.errors import ConfigError, capped, nearest
+from flodl_hf.adapters.settings import Lora
 from flodl_hf.finetuning.words import translated
 
-__all__ = ["TASKS", "Options", "make_options", "task_named"]
+__all__ = ["TASKS", "Options", "adapter_words", "make_options", "task_named"]
 
 TASKS = ("sequence_classification", "token_classification", "question_answering", "masked_lm", "embedding")
 TASK_WORDS = {
@@ -126,6 +127,18 @@ class Options:
     class_weights: Any = _opt(None, "Weights of the labels in the loss, by name or in order, or 'balanced'.")  # noqa: RUF009
     label_smoothing: float = _opt(0.0, "Share of the target spread over all labels.", least=0.0, most=1.0)
     dropout: float | None = _opt(None, "Dropout everywhere, instead of the model's own.", least=0.0, most=1.0)
+
+    lora: int | None = _opt(
+        None, "Train a LoRA adapter of this rank and the head, and leave all other weights as they are.", least=1
+    )
+    lora_alpha: float | None = _opt(None, "lora: its scale is alpha / rank; by default 1.")
+    lora_dropout: float = _opt(0.0, "lora: dropout before it.", least=0.0, most=1.0)
+    lora_targets: Sequence[str] = _opt(
+        (), "lora: projections by name or pattern, or all-linear; by default query and value."
+    )
+    lora_kinds: Sequence[str] = _opt(
+        (), "lora: rslora (scale by the root of the rank), dora (learned lengths of rows).", each=("rslora", "dora")
+    )
 
     neftune: float | None = _opt(
         None, "Noise on word embeddings in training, alpha of arXiv:2310.05914 (5 is usual).", least=0.0
@@ -245,6 +258,16 @@ class Options:
     local_files_only: bool = _opt(False, "Open no connection.")
 
     @property
+    def adapter(self) -> Lora | None:
+        """The adapter that is trained; None where all weights are."""
+        if self.lora is None:
+            return None
+        return Lora(
+            self.lora, self.lora_alpha, self.lora_dropout, self.lora_targets,
+            rslora="rslora" in self.lora_kinds, dora="dora" in self.lora_kinds,
+        )  # fmt: skip
+
+    @property
     def places(self) -> int | str | list[str] | None:
         """What ``devices`` comes to on this machine; None leaves it to the launcher.
 
@@ -275,6 +298,26 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(v) for v in value]
     return value
+
+
+def adapter_words(adapter: Lora | None) -> dict[str, Any]:
+    """Return the options that say what an adapter is; none for None.
+
+    Raises:
+        ConfigError: it has other ranks or alphas for some projections, which options cannot say.
+    """
+    if adapter is None:
+        return {}
+    if adapter.ranks or adapter.alphas:
+        raise ConfigError(
+            "adapter: ranks and alphas by name are no options of a run; add_adapter it to the model, and give that",
+            problems=["ranks" if adapter.ranks else "alphas"],
+        )
+    kinds = [name for name in ("rslora", "dora") if getattr(adapter, name)]
+    return {
+        "lora": adapter.rank, "lora_alpha": adapter.alpha, "lora_dropout": adapter.dropout,
+        "lora_targets": adapter.wanted, "lora_kinds": kinds,
+    }  # fmt: skip
 
 
 def task_named(name: str) -> str:

@@ -23,6 +23,7 @@ from flodl.train import Callback, EvalDone, RunDone, RunStarted, StepDone
 from flodl.train.events import Past
 from flodl.train.saving.keeper import list_checkpoints
 from flodl.train.trackers import Tracker, make_tracker
+from flodl_hf.adapters.settings import Lora
 from flodl_hf.errors import ExportError
 from flodl_hf.export.publish import is_model_file
 from flodl_hf.finetuning.best import Best, take_best
@@ -30,7 +31,7 @@ from flodl_hf.finetuning.card import papers
 from flodl_hf.finetuning.data import is_several
 from flodl_hf.finetuning.job import Job, plan_job
 from flodl_hf.finetuning.keywords import FinetuneWords
-from flodl_hf.finetuning.options import Options, make_options
+from flodl_hf.finetuning.options import Options, adapter_words, make_options
 from flodl_hf.finetuning.own import Own
 from flodl_hf.finetuning.result import FinetuneResult
 from flodl_hf.finetuning.task import name_of
@@ -58,6 +59,7 @@ def finetune(
     loss: Callable[..., Any] | str | None = None,
     metrics: Any = None,
     callbacks: Sequence[Callback] = (),
+    adapter: Lora | None = None,
     **options: Unpack[FinetuneWords],
 ) -> FinetuneResult:
     """Return ``model`` trained on ``train``, written to ``out`` as a Hugging Face folder if that is given.
@@ -90,6 +92,8 @@ def finetune(
             Predictions and truth are arrays ``(examples, ...)`` of scores and labels, lists of tags, or answers and
             lists of those accepted.
         callbacks: take part in training; see `flodl.train.Callback`.
+        adapter: the adapter to train in place of all weights; ``lora=8`` is the same as ``Lora(rank=8)``. Then ``out``
+            holds the adapter with its head, as peft reads it. A model with an adapter in it goes on training that.
         **options: fields of `flodl_hf.finetuning.Options`; their defaults are those of transformers, whose words for
             them are taken too (``learning_rate``, ``num_train_epochs``, `flodl_hf.finetuning.words.TAKEN`).
 
@@ -105,7 +109,7 @@ def finetune(
     """
     if isinstance(loss, str):
         options["vector_loss"], loss = loss, None
-    chosen = make_options(options)
+    chosen = make_options({**adapter_words(adapter), **options})
     if train is None:
         raise ConfigError("finetune: found no train=; expected a file or rows to learn from", problems=["train"])
     progress = False if options.get("disable_tqdm") and progress is None else progress

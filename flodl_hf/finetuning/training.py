@@ -180,11 +180,13 @@ def _factory(job: Job, stack: ExitStack) -> Any:
     if isinstance(job.factory, ModelFactory):
         return job.factory
     # A model cannot be sent to other processes, its folder can.
-    place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flodl-hf-"))) / "model"
-    job.model.save_pretrained(place)
-    return ModelFactory(
-        place, job.task.head, None, None, job.options.freeze, job.options.dropout, {"attention": job.options.attention}
-    )
+    room = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flodl-hf-")))
+    opening: dict[str, Any] = {"attention": job.options.attention}
+    if job.model.active_adapter is not None:
+        opening["adapter"] = job.model.save_adapter(room / "adapter")
+    with job.model.without_adapter() as base:
+        base.save_pretrained(room / "model")
+    return ModelFactory(room / "model", job.task.head, None, None, job.options.freeze, job.options.dropout, opening)
 
 
 def _ready(job: Job, model: EncoderModel, stack: ExitStack) -> None:

@@ -87,6 +87,8 @@ def dry_run(
     job = plan_job(model, train, eval, make_options(options), where="dry_run", own=Own(loss, metrics))
     with ExitStack() as stack:
         stack.enter_context(settings_of_torch())
+        if not job.named and job.options.adapter is not None:
+            stack.callback(job.model.remove_adapter)
         needs = make_builder(job, lambda event: None, stack).set(eval_start=False).dry_run()
         figures = _judge_some(job)
         place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flodl-hf-"))) / "model"
@@ -151,4 +153,6 @@ def find_lr(
     job = plan_job(model, train, None, make_options(options), where="find_lr", own=Own(loss))
     with ExitStack() as stack:
         stack.enter_context(settings_of_torch())
+        if not job.named and job.options.adapter is not None:
+            stack.callback(job.model.remove_adapter)
         return make_builder(job, lambda event: None, stack).find_lr(low, high, steps)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from flodl.errors import TrainError
+from flodl.train.saving.state import fixed_names
 
 __all__ = ["WeightAverage", "averaged_state"]
 
@@ -22,7 +23,7 @@ class WeightAverage:
     """An exponential moving average of the parameters of a model; of 16-bit ones it is kept in float32.
 
     Args:
-        model: whose parameters; buffers are not averaged.
+        model: whose parameters; buffers are not averaged, nor what the model says is fixed.
         decay: share of the average that stays at each step, above 0 and below 1.
         warmup: let the average follow faster at first: at step n the share is at most ``(1 + n) / (10 + n)``.
 
@@ -36,7 +37,8 @@ class WeightAverage:
                 f"ema: found {decay!r}; expected a number above 0 and below 1, such as 0.999.", found=decay
             )
         self.decay, self.warmup = decay, warmup
-        named = [(name, p) for name, p in model.named_parameters() if p.is_floating_point()]
+        fixed = fixed_names(model)
+        named = [(n, p) for n, p in model.named_parameters() if p.is_floating_point() and n not in fixed]
         self.names = [name for name, _ in named]
         self._parameters: list[torch.Tensor] = [p for _, p in named]
         self._average = [_wide(p.detach()).clone() for p in self._parameters]

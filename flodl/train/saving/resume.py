@@ -17,10 +17,10 @@ from flodl.train.events import Past, Warned
 from flodl.train.saving.keeper import Checkpoint
 from flodl.train.saving.state import (
     check_fits,
+    learned_tensors,
     load_model,
     load_optimizer,
     load_random,
-    model_tensors,
     optimizer_state,
     random_state,
 )
@@ -76,7 +76,7 @@ def snapshot(trainer: TrainerCore, past: Past, best: Any) -> dict[str, Any]:
             own["optimizer"] = rest
         own["precision"] = trainer.precision.state_dict()
     if rank == 0:
-        files["model"] = copies(model_tensors(trainer.model))
+        files["model"] = copies(learned_tensors(trainer.model))
         if trainer.average is not None:
             files["ema"] = copies(trainer.average.tensors())
         files["run"] = {

@@ -20,6 +20,8 @@ from flodl.train.saving.tensor_stream import to_cpu
 
 __all__ = [
     "check_fits",
+    "fixed_names",
+    "learned_tensors",
     "load_model",
     "load_optimizer",
     "load_random",
@@ -33,12 +35,30 @@ Tensors = dict[str, torch.Tensor]
 
 
 def model_state(model: nn.Module) -> Tensors:
-    """Return copies of all parameters and persistent buffers by name, in host memory.
+    """Return copies of what training may change by name, in host memory: see `learned_tensors`.
 
     Raises:
         TrainError: the model keeps something other than tensors in its ``state_dict``.
     """
-    return {name: to_cpu(value) for name, value in model_tensors(model).items()}
+    return {name: to_cpu(value) for name, value in learned_tensors(model).items()}
+
+
+def learned_tensors(model: nn.Module) -> Tensors:
+    """Return parameters and persistent buffers by name, themselves, without those that the model says are fixed.
+
+    A model whose ``fixed_names()`` gives names has these from elsewhere to the bit, as the base of an adapter is.
+
+    Raises:
+        TrainError: the model keeps something other than tensors in its ``state_dict``.
+    """
+    fixed = fixed_names(model)
+    return {name: value for name, value in model_tensors(model).items() if name not in fixed}
+
+
+def fixed_names(model: nn.Module) -> frozenset[str]:
+    """Return the names of tensors that no training of the model changes, as it says itself."""
+    said: Any = getattr(model, "fixed_names", None)
+    return frozenset(said()) if callable(said) else frozenset()
 
 
 def model_tensors(model: nn.Module) -> Tensors:
@@ -66,7 +86,7 @@ def load_model(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
     """
     check_fits(model, tensors)
     with torch.no_grad():
-        for name, tensor in model.state_dict().items():
+        for name, tensor in learned_tensors(model).items():
             tensor.copy_(tensors[name])
 
 
@@ -76,7 +96,7 @@ def check_fits(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
     Raises:
         CheckpointError: they differ; ``problems`` lists every difference.
     """
-    own = model.state_dict()
+    own = learned_tensors(model)
     problems = [f"missing: {name}" for name in own if name not in tensors]
     problems += [f"not in the model: {name}" for name in tensors if name not in own]
     for name in own.keys() & tensors.keys():

@@ -1,0 +1,176 @@
+"""Fine-tunes that train an adapter: the base keeps its bits, steps are exact, checkpoints small, folders peft's."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from finetune_tables import TABLES, labelled
+from safetensors.torch import load_file
+from torch import Tensor
+from typer.testing import CliRunner
+
+from flodl.distributed import Ranks, launch
+from flodl.errors import ConfigError
+from flodl_hf import load
+from flodl_hf.adapters import Lora
+from flodl_hf.cli.app import app
+from flodl_hf.finetuning import dry_run, finetune, plan_job
+from flodl_hf.finetuning.options import make_options
+from flodl_hf.finetuning.run import make_builder
+
+ROWS = labelled(48)
+BASIC: dict[str, Any] = {"epochs": 2, "batch_size": 8, "lr": 5e-3, "max_length": 24, "lora": 4, "lora_alpha": 8}
+WHOLE: dict[str, Any] = {
+    "batch_size": 8, "max_steps": 3, "schedule": "constant", "optimizer": "sgd", "lr": 0.1, "dropout": 0.0,
+    "max_length": 24, "stride": 8, "group_by_length": False, "mask_padding": True, "lora": 4, "lora_alpha": 8,
+}  # fmt: skip
+
+
+def learned(model: Any) -> dict[str, Tensor]:
+    fixed = model.fixed_names()
+    return {name: t.clone() for name, t in model.state_dict().items() if name not in fixed}
+
+
+def apart(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    assert a.keys() == b.keys()
+    return max((a[name] - b[name]).abs().max().item() for name in a)
+
+
+@pytest.mark.parametrize("task", TABLES)
+def test_an_adapter_learns_beside_a_base_that_keeps_its_bits(task: str, base: Path, tmp_path: Path) -> None:
+    rows = TABLES[task](40)
+    result = finetune(base, train=rows, eval=rows[:8], out=tmp_path / "out", lora_targets="all-linear", **BASIC)
+    assert result.losses[-1] < result.losses[0]
+    before = load(base, head=task, labels=result.model.config.labels or None if "token" in task else None)
+    own = before.graph.state_dict()
+    fixed = [name.removeprefix("network.") for name in result.model.fixed_names()]
+    assert all(torch.equal(own[name], result.model.graph.get_parameter(name)) for name in fixed)
+    assert {"adapter_config.json", "adapter_model.safetensors", "README.md", "recipe.yaml"} <= {
+        path.name for path in (tmp_path / "out").iterdir()
+    }
+    again = load(tmp_path / "out")
+    assert again.head == task
+    assert again.config.labels == result.model.config.labels
+    assert apart(learned(again), learned(result.model)) == 0.0
+
+
+def test_only_the_adapter_and_the_head_are_in_the_optimiser_and_in_checkpoints(base: Path, tmp_path: Path) -> None:
+    result = finetune(
+        base,
+        train=ROWS,
+        out=tmp_path / "out",
+        checkpoints=str(tmp_path / "saved"),
+        keep_checkpoints=True,
+        ema=0.9,
+        **BASIC,
+    )
+    held = set(learned(result.model))
+    assert held == {name for name, p in result.model.named_parameters() if p.requires_grad}
+    files = {path.name: path for path in (tmp_path / "saved").rglob("*") if path.is_file()}
+    tensors = {name: load_file(path) for name, path in files.items() if name.endswith(".safetensors")}
+    of_model = [set(found) for found in tensors.values() if any(name.startswith("network.") for name in found)]
+    assert of_model
+    for found in of_model:
+        assert {name.split("::")[0] for name in found} <= held
+    whole = sum(t.numel() for t in load(base).state_dict().values())
+    assert sum(t.numel() for found in tensors.values() for t in found.values()) < whole
+
+
+def test_a_run_that_was_ended_goes_on_to_the_bit(base: Path, tmp_path: Path) -> None:
+    class Stopped(BaseException):
+        pass
+
+    def stop(event: Any) -> None:
+        if type(event).__name__ == "StepDone" and event.step == 5:
+            raise Stopped
+
+    chosen = {**BASIC, "lora_dropout": 0.1, "lora_kinds": ["dora"]}
+    whole = finetune(base, train=ROWS, **chosen)
+    with pytest.raises(Stopped):
+        finetune(base, train=ROWS, out=tmp_path / "out", save_every=1, on_event=stop, **chosen)
+    rest = finetune(base, train=ROWS, out=tmp_path / "out", save_every=1, resume=True, **chosen)
+    assert rest.losses == whole.losses
+    assert apart(learned(rest.model), learned(whole.model)) == 0.0
+
+
+def on_ranks(ranks: Ranks, base: Path) -> Any:
+    with ExitStack() as stack:
+        job = plan_job(base, ROWS[:21], None, make_options(WHOLE))
+        model: Any = make_builder(job, lambda event: None, stack)._plan.trainer(ranks).fit().model
+        return {name: t.numpy() for name, t in learned(model).items()}
+
+
+@pytest.mark.parametrize("kinds", [(), ("dora", "rslora")])
+@pytest.mark.parametrize("cut", [{"micro_batch_size": 3}, {"batch_size": 4, "accumulate": 2}, {"layout": "packed"}])
+def test_a_step_is_the_same_however_it_is_cut(kinds: Any, cut: dict[str, Any], base: Path) -> None:
+    chosen = {**WHOLE, "lora_kinds": kinds}
+    whole = learned(finetune(base, train=ROWS[:21], **chosen).model)
+    parts = learned(finetune(base, train=ROWS[:21], **{**chosen, **cut}).model)
+    start = learned(plan_job(base, ROWS[:21], None, make_options(chosen)).model)
+    assert apart(whole, start) > 1e-3
+    assert apart(whole, parts) < 2e-6
+
+
+def test_the_same_steps_on_two_ranks(base: Path) -> None:
+    torch.set_num_threads(1)
+    whole = learned(finetune(base, train=ROWS[:21], **WHOLE).model)
+    for found in launch(on_ranks, (base,), ranks=2, start="fork").wait():
+        assert apart(whole, {name: torch.from_numpy(value) for name, value in found.items()}) < 2e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_the_same_steps_on_two_processes_of_their_own(in_memory: bool, base: Path) -> None:
+    whole = learned(finetune(base, train=ROWS[:21], **WHOLE).model)
+    chosen = {**WHOLE, "devices": ["cpu", "cpu"], "policy": "sync"}
+    torch.manual_seed(WHOLE.get("seed", 42))
+    start: Any = load(base) if in_memory else base
+    shared = learned(finetune(start, train=ROWS[:21], **chosen).model)
+    assert apart(whole, shared) < 2e-6
+
+
+def test_a_model_in_memory_is_adapted_and_goes_on(base: Path) -> None:
+    model = load(base)
+    first = finetune(
+        model, train=ROWS, adapter=Lora(rank=2, targets=("query", "feed_forward.up")), epochs=1, batch_size=8
+    )
+    assert first.model is model
+    assert model.active_adapter == "default"
+    assert first.recipe["lora"] == 2
+    other = load(base)
+    dry_run(other, train=ROWS, lora=2, batch_size=8)
+    assert not other.adapters
+    before = learned(model)
+    finetune(model, train=ROWS, epochs=1, batch_size=8)
+    assert apart(before, learned(model)) > 0
+    with pytest.raises(ConfigError, match="asks for a new one"):
+        finetune(model, train=ROWS, lora=2)
+
+
+def test_the_command_trains_an_adapter_and_predicts_with_it(base: Path, tmp_path: Path) -> None:
+    table = tmp_path / "train.csv"
+    table.write_text("text,label\n" + "".join(f"{row['text'].replace(',', ' ')},{row['label']}\n" for row in ROWS))
+    words = [
+        "finetune",
+        str(base),
+        "--train",
+        str(table),
+        "--out",
+        str(tmp_path / "out"),
+        "--lora",
+        "4",
+        "--epochs",
+        "1",
+    ]
+    ran = CliRunner().invoke(app, [*words, "--lora-targets", "query,key", "--lora-kinds", "rslora"])
+    assert ran.exit_code == 0, ran.output
+    assert "flodl-hf merge" in ran.output
+    settings = load(tmp_path / "out").adapters["default"]
+    assert (settings.rank, settings.wanted, settings.rslora) == (4, ("key", "query"), True)
+    ran = CliRunner().invoke(app, ["predict", str(tmp_path / "out"), "a good film"])
+    assert ran.exit_code == 0, ran.output
+    assert any(label in ran.output for label in ("complaint", "praise"))
