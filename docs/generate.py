@@ -23,7 +23,17 @@ from flodl_hf.heads import HEADS
 from flodl_hf.keys import KeyRow
 
 FOLDER = Path(__file__).parent / "reference"
-METHODS = ("embed", "predict", "zero_shot", "rerank", "answer", "answer_batch", "fill_mask")
+METHODS = (
+    "embed",
+    "embed_tokens",
+    "embed_sparse",
+    "predict",
+    "zero_shot",
+    "rerank",
+    "answer",
+    "answer_batch",
+    "fill_mask",
+)
 NOTE = "Written by `make docs` from the program's own tables; edit those.\n"
 
 

@@ -44,6 +44,11 @@ MODEL_FILES = (
     "sentence_bert_config.json",
     "config_sentence_transformers.json",
     "checksums.json",
+    "*_Dense/model.safetensors",
+    "*_Dense/pytorch_model.bin",
+    "artifact.metadata",
+    "colbert_linear.pt",
+    "sparse_linear.pt",
 )
 
 

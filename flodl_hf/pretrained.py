@@ -28,9 +28,10 @@ from flodl_hf.config import MAX_LABELS, ModelConfig, listed_texts, read_config_f
 from flodl_hf.filling import FiniteCheck, check_dtype, check_duplicates, fill, settle_dtype, settle_ties
 from flodl_hf.folders import MODEL_FILES, VOCABULARY_FILES, holds_adapter, resolve_folder
 from flodl_hf.graph_model import GraphModel
+from flodl_hf.late import colbert_recipe
 from flodl_hf.loading import Plan, class_of, head_of, plan_load
 from flodl_hf.parts import as_whole, parts_from
-from flodl_hf.sentence import read_recipe, transformer_folder
+from flodl_hf.sentence import SentenceRecipe, read_recipe, transformer_folder
 from flodl_hf.source import Source
 
 if TYPE_CHECKING:
@@ -173,7 +174,7 @@ def _load(
     model.mark_untrained(report.new)
     model.load_report = report
     model.tokenizer = tokenizer
-    model.sentence_recipe = read_recipe(root)
+    model.sentence_recipe = read_recipe(root) or _colbert(folder, config)
     model.source = Source(
         name=str(name_or_path),
         folder=folder,
@@ -194,6 +195,14 @@ def _load(
     if held is not None:
         held.check()
     return model
+
+
+def _colbert(folder: Path, config: ModelConfig) -> SentenceRecipe | None:
+    """Return how a folder of ColBERT's class makes vectors; None of any other."""
+    if class_of(config.source.get("architectures")) != "HF_ColBERT" or "HF_ColBERT" not in config.family.pretraining:
+        return None
+    late, files = colbert_recipe(folder)
+    return SentenceRecipe(normalize=True, late=late, files=files)
 
 
 def _held_to(folder: Path, verified: bool | str) -> Held | None:

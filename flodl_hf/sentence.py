@@ -1,7 +1,7 @@
 """Folders of sentence-transformers: what their small files say about pooling, read and written.
 
-``modules.json`` lists a transformer, a pooling, and perhaps a normalisation; anything else (a dense
-layer, say) would change the vectors and is refused when embeddings are asked for.
+``modules.json`` lists a transformer, a pooling, and perhaps dense layers and a normalisation; or SPLADE's two modules;
+or, of PyLate, a transformer and the dense layers of token vectors. Anything else would change vectors and is refused.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from flodl.errors import ConfigError, printable, shown
 from flodl_hf.checkpoint.members import is_entry, read_member
+from flodl_hf.dense import Dense, dense_files, read_dense
 from flodl_hf.errors import PredictError
+from flodl_hf.late import LateRecipe, m3_layer, pylate_recipe
+from flodl_hf.sparse import SpladePooling
 
 if TYPE_CHECKING:
     from flodl_hf.decode.classes import Activation
@@ -35,7 +38,8 @@ _NEW_MODES = {
     "mean_sqrt_len_tokens": "mean_sqrt_len",
 }
 _LIMIT = 1_000_000
-_ORDER = ("Transformer", "Pooling", "Normalize")
+_KNOWN = ("Transformer", "Pooling", "Dense", "Normalize", "MLMTransformer", "SpladePooling")
+_TRANSFORMERS = ("Transformer", "MLMTransformer")
 _LEAST_TOKENS = 3  # two special ones and one of the text
 _WEIGHTS = (
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
@@ -53,6 +57,13 @@ class SentenceRecipe:
         max_tokens: most tokens that are read, or None.
         lower_case: whether texts are lower-cased first.
         files: the small files as read, by name, to be written back unchanged.
+        dense: what is applied to a pooled vector, one after another, before it is scaled.
+        prompts: what is put before texts, by name.
+        default_prompt: the prompt of those that say none.
+        include_prompt: whether tokens of a prompt are pooled too.
+        splade: how word scores become sparse vectors, or None.
+        lexical: what gives each token its weight for sparse vectors (bge-m3), or None.
+        late: how tokens get vectors of their own, or None.
     """
 
     pooling: tuple[Any, ...] = ("mean",)
@@ -60,6 +71,19 @@ class SentenceRecipe:
     max_tokens: int | None = None
     lower_case: bool = False
     files: Mapping[str, bytes] = field(default_factory=dict)
+    dense: tuple[Dense, ...] = ()
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    default_prompt: str | None = None
+    include_prompt: bool = True
+    splade: SpladePooling | None = None
+    lexical: Dense | None = None
+    late: LateRecipe | None = None
+
+    def prompt_for(self, given: str | None) -> str:
+        """Return what is put before texts: a prompt by its name, the default one, or ``given`` as it is."""
+        if given is None:
+            return self.prompts.get(self.default_prompt or "", "")
+        return self.prompts.get(given, given)
 
 
 def _modules(root: Path) -> list[dict[str, Any]]:
@@ -67,21 +91,39 @@ def _modules(root: Path) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not all(isinstance(m, dict) and isinstance(m.get("type"), str) for m in value):
         raise _wrong(root / "modules.json", f"found {shown(value, 60)}", "a list of modules with their types")
     kinds = [_kind(module) for module in value]
-    unknown = [kind for kind in kinds if kind not in _ORDER]
+    unknown = [kind for kind in kinds if kind not in _KNOWN]
     if unknown:
         raise ConfigError(
             f"{root / 'modules.json'}: module {printable(unknown[0], 80)} is not supported; expected Transformer, "
-            "Pooling and Normalize. Load the transformer's own folder to use it without.",
+            "Pooling, Dense and Normalize, or MLMTransformer and SpladePooling. Load the transformer's own folder to "
+            "use it without.",
             where=str(root / "modules.json"),
             problems=unknown,
         )
-    places = [_ORDER.index(kind) for kind in kinds]
-    if places[:1] != [0] or places != sorted(places) or kinds.count("Transformer") > 1 or kinds.count("Pooling") > 1:
+    places = [_KNOWN.index(kind) for kind in kinds]
+    dense = "Dense" in kinds and "Pooling" not in kinds and "Normalize" not in kinds
+    late = dense and all(_of_tokens(root, module) for module in value if _kind(module) == "Dense")
+    several = any(kinds.count(kind) > 1 for kind in _KNOWN if kind not in ("Dense", "Normalize"))
+    splade = kinds == ["MLMTransformer", "SpladePooling"]
+    mixed = "MLMTransformer" in kinds or "SpladePooling" in kinds or (dense and not late)
+    if not splade and (places[:1] != [0] or places != sorted(places) or several or mixed):
         found = ", ".join(kinds[:6]) or "none"
         raise _wrong(
-            root / "modules.json", f"found the modules {found}", "one Transformer, one Pooling, then Normalize"
-        )
+            root / "modules.json", f"found the modules {found}",
+            "one Transformer, one Pooling, then Dense and Normalize; or MLMTransformer, SpladePooling",
+        )  # fmt: skip
     return value
+
+
+def _of_tokens(root: Path, module: Mapping[str, Any]) -> bool:
+    """Return whether a dense layer stands behind each token rather than behind a pooling."""
+    if module["type"].startswith("pylate."):
+        return True
+    place = _inside(root, module.get("path"))
+    return (place / "config.json").is_file() and (
+        _settings(root, (place / "config.json").relative_to(root).as_posix()).get("module_output_name")
+        == "token_embeddings"
+    )
 
 
 def _kind(module: Mapping[str, Any]) -> str:
@@ -159,7 +201,12 @@ def read_recipe(root: Path) -> SentenceRecipe | None:
     pooling: tuple[Any, ...] = ("mean",)
     normalize = False
     read = ["modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"]
-    for module in _modules(root):
+    dense: list[Dense] = []
+    more: dict[str, bytes] = {}
+    splade: SpladePooling | None = None
+    included = True
+    modules = _modules(root)
+    for module in modules:
         kind = _kind(module)
         if kind == "Pooling":
             inside = _inside(root, module.get("path"))
@@ -168,6 +215,16 @@ def read_recipe(root: Path) -> SentenceRecipe | None:
                 raise _wrong(root / "modules.json", found, "the folder with its config.json")
             place = (inside / "config.json").relative_to(root).as_posix()
             pooling = _pooling(root, place)
+            included = _settings(root, place).get("include_prompt") is not False
+            read.append(place)
+        elif kind == "Dense":
+            part = _inside(root, module.get("path")).relative_to(root).as_posix()
+            layer, held = read_dense(root, part)
+            dense.append(layer)
+            more |= held
+        elif kind == "SpladePooling":
+            place = (_inside(root, module.get("path")) / "config.json").relative_to(root).as_posix()
+            splade = _splade(root, place)
             read.append(place)
         elif kind == "Normalize":
             normalize = True
@@ -180,13 +237,44 @@ def read_recipe(root: Path) -> SentenceRecipe | None:
     if lower is not None and not isinstance(lower, bool):
         raise _wrong(root / bounds, f"do_lower_case is {shown(lower, 60)}", "true or false")
     at_root = transformer_folder(root) == root
+    said = _settings(root, read[2]) if is_entry(root, read[2]) else {}
+    late = None
+    if dense and not any(_kind(module) == "Pooling" for module in modules):
+        late, dense = pylate_recipe(said, dense, str(root / read[2])), []
+    lexical = None
+    if is_entry(root, "sparse_linear.pt"):
+        lexical, more["sparse_linear.pt"] = m3_layer(root, "sparse_linear.pt")
+    if is_entry(root, "colbert_linear.pt"):
+        layer, more["colbert_linear.pt"] = m3_layer(root, "colbert_linear.pt")
+        late = LateRecipe((layer,), first=False)
+    files = {name: _bytes(root, name) for name in read if is_entry(root, name)} | more
+    prompts, usual = _prompts(said, root / read[2])
     return SentenceRecipe(
-        pooling,
-        normalize,
-        length,
-        lower is True,
-        {name: _bytes(root, name) for name in read if is_entry(root, name)} if at_root else {},
-    )
+        pooling, normalize, length, lower is True, files if at_root else {}, tuple(dense), prompts, usual, included,
+        splade, lexical, late,
+    )  # fmt: skip
+
+
+def _prompts(said: Mapping[str, Any], where: Path) -> tuple[dict[str, str], str | None]:
+    """Return the prompts of a folder by name, and the name of the one that is usual."""
+    prompts, usual = said.get("prompts") or {}, said.get("default_prompt_name")
+    if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
+        raise _wrong(where, f"prompts is {shown(prompts, 60)}", "texts by name")
+    if usual is not None and usual not in prompts:
+        raise _wrong(
+            where, f"default_prompt_name is {shown(usual, 60)}", f"one of {', '.join(prompts) or 'no prompts'}"
+        )
+    return prompts, usual
+
+
+def _splade(root: Path, name: str) -> SpladePooling:
+    settings = _settings(root, name) if is_entry(root, name) else {}
+    found = SpladePooling(settings.get("pooling_strategy", "max"), settings.get("activation_function", "relu"))
+    if found.strategy not in ("max", "sum") or found.activation not in ("relu", "log1p_relu"):
+        raise _wrong(
+            root / name, f"found {shown(settings, 80)}", "the strategy max or sum, the activation relu or log1p_relu"
+        )
+    return found
 
 
 def _pooling(root: Path, name: str) -> tuple[Any, ...]:
@@ -238,18 +326,23 @@ def ranking_activation(config: Mapping[str, Any], given: str | None = None) -> A
 def recipe_files(recipe: SentenceRecipe, hidden_size: int) -> dict[str, bytes]:
     """Return the small files of a sentence-transformers folder whose weights lie at its root."""
     prefix = "sentence_transformers.models."
+    parts = ["Transformer", "Pooling", *("Dense" for _ in recipe.dense), *(["Normalize"] if recipe.normalize else [])]
     modules = [
-        {"idx": 0, "name": "0", "path": "", "type": prefix + "Transformer"},
-        {"idx": 1, "name": "1", "path": "1_Pooling", "type": prefix + "Pooling"},
+        {"idx": place, "name": str(place), "path": f"{place}_{part}" if place else "", "type": prefix + part}
+        for place, part in enumerate(parts)
     ]
-    if recipe.normalize:
-        modules.append({"idx": 2, "name": "2", "path": "2_Normalize", "type": prefix + "Normalize"})
-    pooling: dict[str, Any] = {"word_embedding_dimension": hidden_size}
+    pooling: dict[str, Any] = {"word_embedding_dimension": hidden_size, "include_prompt": recipe.include_prompt}
     pooling |= {key: name in recipe.pooling for key, name in _MODES.items()}
-    files = {"modules.json": modules, "1_Pooling/config.json": pooling}
+    files: dict[str, Any] = {"modules.json": modules, "1_Pooling/config.json": pooling}
+    if recipe.prompts:
+        said = {"prompts": dict(recipe.prompts), "default_prompt_name": recipe.default_prompt}
+        files["config_sentence_transformers.json"] = said
     if recipe.max_tokens is not None:
         files["sentence_bert_config.json"] = {
             "max_seq_length": recipe.max_tokens,
             "do_lower_case": recipe.lower_case,
         }
-    return {name: (json.dumps(value, indent=2) + "\n").encode() for name, value in files.items()}
+    found = {name: (json.dumps(value, indent=2) + "\n").encode() for name, value in files.items()}
+    for place, layer in enumerate(recipe.dense, 2):
+        found |= dense_files(f"{place}_Dense", layer)
+    return found

@@ -284,14 +284,12 @@ EMBED = {
                          harmless=(None, "sentence_embedding")),
     "convert_to_tensor": Word(reason="embed gives a tensor, encode an array", harmless=(None, True)),
     "convert_to_numpy": Word(reason="embed gives a tensor, encode an array"),
-    "prompt": Word(reason="put it before the texts yourself", harmless=(None, "")),
-    "prompt_name": Word(reason="put the prompt before the texts yourself"),
+    "prompt_name": Word("prompt"),
 }  # fmt: skip
 ENCODE = {
     **{name: word for name, word in _RUN.items() if not name.startswith("convert")},
     **{name: Word("sentences") for name in ("inputs", "texts", "sequences")},
     "output_value": EMBED["output_value"],
-    "prompt_name": EMBED["prompt_name"],
     "pool": Word(reason="devices=[...] shares texts among devices"),
     "chunk_size": Word(harmless=None),
 }

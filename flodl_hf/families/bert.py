@@ -98,6 +98,7 @@ MASKED_LM_KEYS = (
 IGNORED = (
     Ignored("bert.embeddings.position_ids",   "positions are counted, not stored"),
     Ignored("bert.embeddings.token_type_ids", "zeros are made when needed"),
+    Ignored("linear.weight",                  "ColBERT's projection, which `embed_tokens` reads"),
 )
 # fmt: on
 
@@ -193,7 +194,7 @@ FAMILY = Family(
     encoder=encoder,
     pooler=lambda c: pooler(c.hidden_size),
     heads=HEADS,
-    pretraining={"BertForPreTraining": "masked_lm"},
+    pretraining={"BertForPreTraining": "masked_lm", "HF_ColBERT": "base"},
     tokenizer=TOKENIZER,
     checkpoints=CHECKPOINTS,
 )

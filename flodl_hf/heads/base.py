@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 import torch
 from torch import Tensor
 
+from flodl.errors import nearest
 from flodl_hf import head_names
+from flodl_hf.errors import PredictError
 from flodl_hf.heads.head import Head
 from flodl_hf.model import EncoderModel
 from flodl_hf.outputs import BaseOutput
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from flodl_hf.runtime import RunKeywords
     from flodl_hf.runtime.inputs import Encoded
     from flodl_hf.similarity import Similarity
+    from flodl_hf.sparse import SparseVectors
 
 __all__ = ["HEAD", "BaseModel"]
 
@@ -83,6 +86,7 @@ class BaseModel(EncoderModel):
         pooling: Pooling | Sequence[Pooling] | None = None,
         normalize: bool | None = None,
         truncate_dim: int | None = None,
+        prompt: str | None = None,
         strict: bool = False,
         truncate: bool = False,
         untrained: bool = False,
@@ -97,9 +101,11 @@ class BaseModel(EncoderModel):
         Args:
             texts: one text or several.
             pooling: "mean", "cls", "max", "mean_sqrt_len", "weighted_mean", "last_token", "pooler", or several;
-                None as the folder says, else "mean".
+                None as the folder says, with its dense layers, else "mean".
             normalize: scale vectors to length 1; None as the folder says, else True.
             truncate_dim: keep this many features.
+            prompt: what is put before each text: a prompt of the folder by its name ("query"), or a text; None as the
+                folder says.
             strict: raise on a text that does not fit into one window.
             truncate: keep only the first window of a long text, as sentence-transformers does.
             untrained: embed although the model holds random values.
@@ -121,13 +127,20 @@ class BaseModel(EncoderModel):
         names = check_pooling(pooling or (recipe.pooling if recipe else "mean"))
         wanted = normalize if normalize is not None else (recipe.normalize if recipe else True)
 
-        encode = partial(self._embeddable, strict=strict, truncate=truncate)
+        before = recipe.prompt_for(prompt) if recipe else prompt or ""
+        encode = partial(self._embeddable, strict=strict, truncate=truncate, prompt=before)
         single = isinstance(texts, str)
+        session = Session(self, run)
+        dense = recipe.dense if recipe and pooling is None else ()
+        if isinstance(texts, Sequence) and not single and not len(texts):
+            return torch.zeros(0, truncate_dim or (dense[-1].size if dense else self.config.encoder.hidden_size))
+        if dense or (before and recipe and not recipe.include_prompt):
+            from flodl_hf.heads.vectors import pooled_beyond
+
+            finish = pooled_beyond(self, names, before, dense, truncate_dim=truncate_dim, normalize=wanted)
+            return session.answer(texts, encode, finish.work, finish.take, join=torch.cat, single=single, what="embed")
         vectors = Vectors(len(texts) if isinstance(texts, Sequence) and not single else None, normalize=wanted)
         work = Pooled(names, truncate_dim, wanted)
-        session = Session(self, run)
-        if isinstance(texts, Sequence) and not single and not len(texts):
-            return torch.zeros(0, truncate_dim or self.config.encoder.hidden_size)
         return session.answer(texts, encode, work, vectors.take, join=vectors.joined, single=single, what="embed")
 
     @taking(ENCODE)
@@ -139,7 +152,8 @@ class BaseModel(EncoderModel):
         convert_to_tensor: bool = False,
         convert_to_numpy: bool = True,
         truncate_dim: int | None = None,
-        prompt: str = "",
+        prompt: str | None = None,
+        prompt_name: str | None = None,
         untrained: bool = False,
         **run: Unpack[RunKeywords],
     ) -> Any:
@@ -153,7 +167,8 @@ class BaseModel(EncoderModel):
             convert_to_tensor: a tensor instead of an array.
             convert_to_numpy: an array; a tensor comes first.
             truncate_dim: keep this many features.
-            prompt: put before each text.
+            prompt: put before each text, as it is.
+            prompt_name: a prompt of the folder; None as the folder says.
             untrained: encode although the model holds random values.
             **run: how to run; see `flodl_hf.runtime.RunOptions`.
 
@@ -163,13 +178,19 @@ class BaseModel(EncoderModel):
         from flodl_hf.runtime.items import several
 
         texts = several(sentences, "encode")
-        if prompt:
-            texts = prompt + texts if isinstance(texts, str) else [prompt + text for text in texts]
         texts = texts if isinstance(texts, str) else list(texts)
         recipe = self.sentence_recipe
+        prompts = recipe.prompts if recipe else {}
+        if prompt_name is not None and prompt_name not in prompts:
+            known = ", ".join(prompts) or "it has none"
+            raise PredictError(
+                f"encode: no prompt {prompt_name!r}{nearest(prompt_name, prompts)}; of this folder: {known}"
+            )
+        if prompt is None and prompt_name is not None:
+            prompt = prompts[prompt_name]
         scaled = bool(normalize_embeddings) or bool(recipe and recipe.normalize)
         found: Any = self.embed(
-            texts, normalize=scaled, truncate=True, truncate_dim=truncate_dim, untrained=untrained, **run
+            texts, normalize=scaled, truncate=True, truncate_dim=truncate_dim, prompt=prompt, untrained=untrained, **run
         )
         return found if convert_to_tensor or not convert_to_numpy else found.numpy()
 
@@ -203,7 +224,51 @@ class BaseModel(EncoderModel):
         texts = list(several(given, "similarity"))
         return (self.embed(texts, **run), texts) if texts and isinstance(texts[0], str) else (texts, [])
 
-    def _embeddable(self, texts: list[str], *, strict: bool, truncate: bool) -> Encoded:
+    def embed_tokens(
+        self,
+        texts: str | Iterable[str],
+        *,
+        query: bool = False,
+        untrained: bool = False,
+        **run: Unpack[RunKeywords],
+    ) -> Any:
+        """Return a vector for each token of a text, ``(tokens, size)``, as the folder says; several in a list.
+
+        Folders of ColBERT, PyLate and bge-m3 do.
+
+        `flodl_hf.late.max_sim` compares them. Texts longer than the folder says are cut, as its own library does.
+
+        Args:
+            texts: one text or several.
+            query: texts are what is looked for: marked, cut and filled up as queries rather than documents.
+            untrained: embed although the model holds random values.
+            **run: how to run; see `flodl_hf.runtime.RunOptions`.
+
+        Raises:
+            PredictError: the folder says nothing of such vectors, or the model has no tokenizer.
+        """
+        from flodl_hf.heads.vectors import token_vectors
+
+        return token_vectors(self, texts, query=query, untrained=untrained, run=run)
+
+    def embed_sparse(
+        self, texts: str | Iterable[str], *, untrained: bool = False, **run: Unpack[RunKeywords]
+    ) -> SparseVectors:
+        """Return a weight for each word of the vocabulary that a text holds, as bge-m3's folder says.
+
+        Args:
+            texts: one text or several. A long one is read in windows; a word has its largest weight.
+            untrained: embed although the model holds random values.
+            **run: how to run; see `flodl_hf.runtime.RunOptions`.
+
+        Raises:
+            PredictError: the folder says nothing of such vectors, or the model has no tokenizer.
+        """
+        from flodl_hf.heads.vectors import lexical_vectors
+
+        return lexical_vectors(self, texts, untrained=untrained, run=run)
+
+    def _embeddable(self, texts: list[str], *, strict: bool, truncate: bool, prompt: str = "") -> Encoded:
         """Return the windows of texts as the folder's recipe wants them read."""
         from flodl_hf.runtime.inputs import encode
 
@@ -212,6 +277,8 @@ class BaseModel(EncoderModel):
         limit = self.max_tokens
         if recipe is not None and recipe.max_tokens is not None:
             limit = min(limit or recipe.max_tokens, recipe.max_tokens)
+        if prompt:
+            texts = [prompt + text for text in texts]
         if recipe is not None and recipe.lower_case:
             texts = [text.lower() for text in texts]
         encoded = encode(tokenizer, texts, max_tokens=limit, strict=strict)

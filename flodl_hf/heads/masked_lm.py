@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from flodl_hf.decode.rows import TokenTable
     from flodl_hf.runtime import RunKeywords, Session
     from flodl_hf.runtime.engine import Pending
+    from flodl_hf.sparse import SparseVectors
     from flodl_hf.tokenizer import Row, Tokenizer
 
 __all__ = ["HEAD", "Fill", "MaskedLM"]
@@ -119,6 +120,32 @@ class MaskedLM(ScoringModel):
         # Scores over a whole vocabulary take much memory.
         found = session.run(texts, job, rows=16, what="fill_mask")
         return results_of(found) if compat is None else found
+
+    def embed_sparse(
+        self,
+        texts: str | Iterable[str],
+        *,
+        most: int | None = None,
+        untrained: bool = False,
+        **run: Unpack[RunKeywords],
+    ) -> SparseVectors:
+        """Return SPLADE's weights of words: log(1 + relu) of their scores, the largest over a text's tokens.
+
+        A folder of sentence-transformers' SparseEncoder may say otherwise.
+
+        Args:
+            texts: one text or several. A long one is read in windows, joined as its tokens are.
+            most: keep so many words of a text, the largest weights; None for all above zero.
+            untrained: embed although the model holds random values.
+            **run: how to run; see `flodl_hf.runtime.RunOptions`.
+
+        Raises:
+            PredictError: the model has no tokenizer or an untrained head.
+        """
+        from flodl_hf.heads.vectors import splade_vectors
+
+        found = splade_vectors(self, texts, untrained=untrained, run=run)
+        return found if most is None else found.top(most)
 
     def _fill_best(self, texts: Any, session: Session, tokenizer: Tokenizer, top_k: int) -> Any:
         """Return the best words of the whole vocabulary for each mask."""

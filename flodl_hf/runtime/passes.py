@@ -16,8 +16,9 @@ from flodl_hf.layout import Layout, Padded
 
 if TYPE_CHECKING:
     from flodl.graph import Graph
+    from flodl_hf.sparse import SpladePooling
 
-__all__ = ["BestAt", "Pooled", "Related", "Scores", "ScoresAt", "States", "Work", "encoded", "scored"]
+__all__ = ["BestAt", "Pooled", "Related", "Scores", "ScoresAt", "Splade", "States", "Work", "encoded", "scored"]
 
 
 def encoded(graph: Graph, ids: Tensor, types: Tensor | None, layout: Layout) -> Tensor:
@@ -89,6 +90,25 @@ class Pooled:
 
 
 @dataclass(frozen=True)
+class Splade:
+    """The weights of all words in each text, from a masked-word head's scores at its tokens, in float32.
+
+    Args:
+        pooling: how.
+    """
+
+    pooling: SpladePooling
+    per_text: bool = True
+
+    def __call__(self, graph: Graph, ids: Tensor, types: Tensor | None, layout: Layout, at: Tensor | None) -> Tensor:
+        """Return ``(texts, words)``."""
+        from flodl_hf.runtime.pool import over_texts
+
+        found = self.pooling.activated(scored(graph, ids, types, layout).float())
+        return over_texts(found, layout, self.pooling.strategy)
+
+
+@dataclass(frozen=True)
 class Related:
     """How two texts belong together, by the head that stands beside a masked-word head."""
 
@@ -134,7 +154,7 @@ class BestAt(ScoresAt):
         return torch.cat([scores, index.float(), torch.isfinite(found).all(1, keepdim=True).float()], 1)
 
 
-Work = Scores | States | Pooled | Related | ScoresAt
+Work = Scores | States | Pooled | Related | Splade | ScoresAt
 
 
 def _flat(values: Tensor, layout: Layout) -> Tensor:

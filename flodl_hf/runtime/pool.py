@@ -13,7 +13,7 @@ from torch import Tensor
 from flodl_hf.decode.pooling import pool_padded
 from flodl_hf.layout import Layout, Packed
 
-__all__ = ["pool", "scattered"]
+__all__ = ["over_texts", "pool", "scattered"]
 
 
 def pool(states: Tensor, layout: Layout, names: Sequence[str], pooled: Tensor | None = None) -> Tensor:
@@ -51,6 +51,14 @@ def _one(values: Tensor, layout: Packed, name: str, pooled: Tensor | None) -> Te
     total = _over(values, "sum", lengths)
     count = count.clamp(min=1e-9)
     return total / (count.sqrt() if name == "mean_sqrt_len" else count)
+
+
+def over_texts(values: Tensor, layout: Layout, how: str) -> Tensor:
+    """Return the sum ("sum") or the largest ("max") of each text's values, none below 0, ``(texts, features)``."""
+    if not isinstance(layout, Packed):
+        return values.amax(1) if how == "max" else values.sum(1)
+    # A slot without tokens would have the least there is as its largest value.
+    return _over(values, how, layout.offsets.diff().long()).clamp(min=0.0)
 
 
 def _over(values: Tensor, how: str, lengths: Tensor) -> Tensor:

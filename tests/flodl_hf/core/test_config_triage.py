@@ -250,22 +250,22 @@ def test_a_head_that_nobody_named_is_told(head: str, saved: Saved) -> None:
 
 
 @pytest.mark.parametrize("model_type", TYPES)
-@pytest.mark.parametrize("name", ["HF_ColBERT", "Contriever", "BertForSomethingElse"])
+@pytest.mark.parametrize("name", ["HF_Siamese", "Contriever", "BertForSomethingElse"])
 def test_a_folder_of_a_class_that_is_none_of_ours_is_a_base_model(model_type: str, name: str, saved: Saved) -> None:
     folder = rewritten(saved(model_type), architectures=[name])
     held = load_file(folder / "model.safetensors")
-    held["linear.weight"] = torch.ones(8, 16)
+    held["projection.weight"] = torch.ones(8, 16)
     save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
     model = load(folder)
     assert type(model) is BaseModel
     assert not model.untrained
     assert model.load_report is not None
-    assert name in model.load_report.ignored["linear.weight"]
+    assert name in model.load_report.ignored["projection.weight"]
     assert any(name in note for note in model.load_report.notes)
 
 
 def test_a_foreign_class_excuses_nothing_inside_the_encoder(saved: Saved) -> None:
-    folder = rewritten(saved("bert"), architectures=["HF_ColBERT"])
+    folder = rewritten(saved("bert"), architectures=["HF_Siamese"])
     held = load_file(folder / "model.safetensors")
     held["encoder.layer.0.gate.weight"] = torch.ones(8, 16)
     save_file(held, folder / "model.safetensors", metadata={"format": "pt"})

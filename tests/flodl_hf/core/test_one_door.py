@@ -222,7 +222,7 @@ def modules(*kinds: str, path: str = "") -> str:
         ("modules.json", modules("Pooling", "Transformer"), "found the modules Pooling, Transformer"),
         ("modules.json", modules("Transformer", "Normalize", "Pooling"), "expected one Transformer"),
         ("modules.json", modules("Transformer", "Pooling", "Pooling"), "expected one Transformer"),
-        ("modules.json", modules("Transformer", "Dense"), "module 'Dense' is not supported"),
+        ("modules.json", modules("Transformer", "CNN"), "module 'CNN' is not supported"),
         (
             "modules.json",
             modules("Transformer", "Pooling").replace("1_Pooling", "nowhere"),

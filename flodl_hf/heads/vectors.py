@@ -1,0 +1,286 @@
+"""Vectors of texts beyond one pooled state each: dense layers behind a pooling, one a token, one over a vocabulary.
+
+Decides how a folder's recipe (`flodl_hf.sentence`) becomes calls of the runtime; what is computed of states stands in
+`flodl_hf.dense`, `flodl_hf.late` and `flodl_hf.sparse`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flodl.errors import printable
+from flodl_hf.errors import PredictError
+from flodl_hf.sparse import SparseVectors, SpladePooling, from_dense, from_tokens
+
+if TYPE_CHECKING:
+    from flodl_hf.dense import Dense
+    from flodl_hf.late import LateRecipe
+    from flodl_hf.model import EncoderModel
+    from flodl_hf.runtime import RunKeywords
+    from flodl_hf.runtime.engine import Pending
+    from flodl_hf.runtime.inputs import Encoded
+    from flodl_hf.runtime.passes import Work
+
+__all__ = ["lexical_vectors", "pooled_beyond", "splade_vectors", "token_vectors"]
+
+TOKENS = 2048
+"""Tokens of a batch whose word scores are kept whole: a quarter of a gigabyte at 30,000 words."""
+QUERIES = 32
+"""Filled queries of a batch."""
+
+
+class Beyond(NamedTuple):
+    """What runs, and what makes vectors of it."""
+
+    work: Work
+    take: Callable[[list[str], Encoded, Pending], Tensor]
+
+
+def pooled_beyond(
+    model: EncoderModel, names: tuple[Any, ...], prompt: str, dense: Sequence[Dense], *, truncate_dim: int | None,
+    normalize: bool,
+) -> Beyond:  # fmt: skip
+    """Return how texts are pooled where dense layers follow, or where a prompt's tokens do not count.
+
+    Args:
+        model: whose recipe.
+        names: poolings.
+        prompt: what was put before texts.
+        dense: layers behind the pooling.
+        truncate_dim: keep so many features.
+        normalize: scale vectors to length 1.
+    """
+    from flodl_hf.decode.pooling import finish_embeddings
+    from flodl_hf.runtime.passes import Pooled, States
+    from flodl_hf.runtime.vectors import Vectors
+
+    recipe, tokenizer = model.sentence_recipe, model.tokenizer
+    assert recipe is not None
+    assert tokenizer is not None
+
+    def finished(found: Tensor) -> Tensor:
+        for layer in dense:
+            found = layer(found)
+        return finish_embeddings(found, truncate_dim=truncate_dim, normalize=normalize)
+
+    if recipe.include_prompt or not prompt:
+        vectors = Vectors(None, normalize=False)
+        return Beyond(Pooled(names), lambda texts, encoded, pending: finished(vectors.take(texts, encoded, pending)))
+    if "pooler" in names:
+        raise PredictError(
+            "embed: the pooler reads the first token, which counts as the prompt's; choose another pooling"
+        )
+    # As sentence-transformers counts: the tokens of the prompt alone, its last special one left out.
+    row = tokenizer.encode_rows([prompt], max_tokens=None, offsets=False)[0][0]
+    skipped = len(row.ids) - int(bool(row.special[-1]))
+
+    def take(texts: list[str], encoded: Encoded, pending: Pending) -> Tensor:
+        return finished(_without_prompt(pending.placed().rows(encoded.table), encoded, names, skipped, len(texts)))
+
+    return Beyond(States(), take)
+
+
+def _without_prompt(
+    rows: Sequence[Tensor], encoded: Encoded, names: tuple[Any, ...], skipped: int, texts: int
+) -> Tensor:
+    """Return pooled vectors to which the first tokens of each text add nothing."""
+    from flodl_hf.decode.classes import mean_over_windows
+    from flodl_hf.decode.pooling import pool_padded
+
+    found, counts = [], []
+    for states, window in zip(rows, encoded.table.window.tolist(), strict=True):
+        mask = torch.ones(1, len(states), dtype=torch.long)
+        if window == 0:
+            mask[:, :skipped] = 0
+        found.append(pool_padded(states[None], mask, list(names)))
+        counts.append(int(mask.sum()))
+    return mean_over_windows(torch.cat(found), encoded.owners, texts, counts)
+
+
+def token_vectors(
+    model: EncoderModel, texts: str | Iterable[str], *, query: bool, untrained: bool, run: RunKeywords
+) -> Any:
+    """Return a vector for each token; see `BaseModel.embed_tokens`."""
+    from flodl_hf.runtime import Session
+    from flodl_hf.runtime.inputs import Encoded
+    from flodl_hf.runtime.items import several
+    from flodl_hf.runtime.passes import States
+    from flodl_hf.runtime.tables import table_of
+
+    tokenizer = model.ready("embed_tokens", untrained=untrained)
+    late = None if model.sentence_recipe is None else model.sentence_recipe.late
+    if late is None:
+        raise PredictError(
+            "embed_tokens: the folder says nothing of a vector for each token; expected ColBERT's class, PyLate's "
+            "modules, or colbert_linear.pt beside the weights"
+        )
+    given = several(texts, "embed_tokens")
+    asked = [given] if isinstance(given, str) else list(given)
+    marker = late.query_marker if query else late.document_marker
+    limit = min(
+        (n for n in (late.query_length if query else late.document_length, model.max_tokens) if n), default=None
+    )
+    mark = None if marker is None else _id_of(tokenizer, marker)
+    room = None if limit is None else limit - (mark is not None)
+
+    def marked(chunk: list[str]) -> Encoded:
+        groups = tokenizer.encode_rows(chunk, max_tokens=room, overflow="truncate", offsets=False)
+        rows = [group[0] if mark is None else _marked(group[0], mark) for group in groups]
+        return Encoded(table_of(rows, range(len(rows)), offsets=False), len(rows), rows)
+
+    if query and late.expanded:
+        found = _expanded(model, late, marked(asked), limit) if asked else []
+        return found[0] if isinstance(given, str) else found
+    skipped = set() if query else {_id_of(tokenizer, word, None) for word in late.skipped} - {None}
+
+    def finish(chunk: list[str], encoded: Encoded, states: Pending) -> list[Tensor]:
+        vectors = []
+        for row, own in zip(encoded.rows, states.placed().rows(encoded.table), strict=True):
+            keep = torch.tensor([token not in skipped for token in row.ids])
+            keep[0] &= late.first
+            vectors.append(late.vectors(own)[keep])
+        return vectors
+
+    session = Session(model, run)
+    if isinstance(given, str):
+        return session.answer(given, marked, States(), finish, single=True, what="embed_tokens")
+    return list(session.answer(asked, marked, States(), finish, what="embed_tokens"))
+
+
+def _marked(row: Any, mark: int) -> Any:
+    """Return a row with a marker behind its first token."""
+    return replace(
+        row, ids=[row.ids[0], mark, *row.ids[1:]], type_ids=[row.type_ids[0], *row.type_ids],
+        sequence_ids=[row.sequence_ids[0], None, *row.sequence_ids[1:]],
+        special=[row.special[0], True, *row.special[1:]],
+    )  # fmt: skip
+
+
+def _id_of(tokenizer: Any, token: str, *missing: Any) -> Any:
+    """Return the id of a token, which may be written with a space around.
+
+    Raises:
+        PredictError: there is none, and nothing is given for that.
+    """
+    for name in (token, token.strip()):
+        found = tokenizer.convert_tokens_to_ids(name)
+        if found is not None and (found != tokenizer.unk_token_id or name == tokenizer.unk_token):
+            return int(found)
+    if missing:
+        return missing[0]
+    raise PredictError(
+        f"embed_tokens: the tokenizer has no token {printable(token)}, which marks texts; add it to tokenizer.json",
+        token=token,
+    )
+
+
+def _expanded(model: EncoderModel, late: LateRecipe, encoded: Encoded, width: int | None) -> list[Tensor]:
+    """Return the vectors of queries that are filled up with mask tokens, in full precision.
+
+    Mask tokens that others do not attend to need a mask, which rows without filling have no place for.
+    """
+    from flodl_hf.layout import Padded
+    from flodl_hf.runtime.engine import Engine
+    from flodl_hf.runtime.options import RunOptions
+
+    tokenizer = model.tokenizer
+    assert tokenizer is not None
+    if tokenizer.mask_token_id is None or width is None:
+        raise PredictError("embed_tokens: queries are filled up with mask tokens, and the tokenizer has none")
+    encoder = Engine.of(model, RunOptions().changed({"precision": "exact"})).graph.get_submodule("encoder")
+    found: list[Tensor] = []
+    for first in range(0, len(encoded.rows), QUERIES):
+        rows = [list(row.ids) for row in encoded.rows[first : first + QUERIES]]
+        ids = torch.full((len(rows), width), tokenizer.mask_token_id)
+        mask = torch.zeros(len(rows), width, dtype=torch.long)
+        for place, row in enumerate(rows):
+            ids[place, : len(row)] = torch.tensor(row)
+            mask[place, : len(row)] = 1
+        if late.attended:
+            mask[:] = 1
+        with torch.inference_mode():
+            states = encoder(ids.to(model.device), layout=Padded.of(mask.to(model.device)))
+            found += late.vectors(states.float().cpu()).unbind(0)
+    # Not of inference, so that they can be used in training too.
+    return [vectors.clone() for vectors in found]
+
+
+def lexical_vectors(
+    model: EncoderModel, texts: str | Iterable[str], *, untrained: bool, run: RunKeywords
+) -> SparseVectors:
+    """Return weights of a text's own words; see `BaseModel.embed_sparse`."""
+    from flodl_hf.runtime.inputs import encode
+    from flodl_hf.runtime.passes import States
+
+    tokenizer = model.ready("embed_sparse", untrained=untrained)
+    lexical = None if model.sentence_recipe is None else model.sentence_recipe.lexical
+    if lexical is None:
+        raise PredictError(
+            "embed_sparse: the folder says nothing of sparse vectors; expected sparse_linear.pt beside the weights, or "
+            "a masked-word head, which head='mlm' loads"
+        )
+    roles = ("cls_token_id", "sep_token_id", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
+    left_out = [token for role in roles if (token := getattr(tokenizer, role, None)) is not None]
+
+    def encoded(chunk: list[str]) -> Encoded:
+        return encode(tokenizer, chunk, max_tokens=model.max_tokens)
+
+    def finish(chunk: list[str], found: Encoded, states: Pending) -> list[tuple[np.ndarray, np.ndarray]]:
+        placed = states.placed()
+        weights = torch.relu(lexical(placed.values))[:, 0].numpy()
+        parts: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in chunk]
+        at = np.cumsum(found.table.lengths) - found.table.lengths
+        for row, owner in enumerate(found.owners.tolist()):
+            length, start = int(found.table.lengths[row]), int(placed.starts[row])
+            ids = found.table.ids[at[row] : at[row] + length]
+            parts[owner].append((ids, weights[start : start + length]))
+        joined = [tuple(np.concatenate(side) for side in zip(*own, strict=True)) for own in parts]
+        return [from_tokens(ids, own, left_out) for ids, own in joined]
+
+    return _collected(model, texts, encoded, States(), finish, run, rows=1)
+
+
+def splade_vectors(
+    model: EncoderModel, texts: str | Iterable[str], *, untrained: bool, run: RunKeywords
+) -> SparseVectors:
+    """Return weights of words by a masked-word head; see `MaskedLM.embed_sparse`."""
+    from flodl_hf.runtime.inputs import encode
+    from flodl_hf.runtime.passes import Splade
+
+    tokenizer = model.ready("embed_sparse", untrained=untrained)
+    recipe = model.sentence_recipe
+    pooling = (recipe.splade if recipe else None) or SpladePooling()
+    limit = min((n for n in (model.max_tokens, recipe.max_tokens if recipe else None) if n), default=None)
+
+    def encoded(chunk: list[str]) -> Encoded:
+        return encode(tokenizer, chunk, max_tokens=limit)
+
+    def finish(chunk: list[str], found: Encoded, weights: Pending) -> list[tuple[np.ndarray, np.ndarray]]:
+        return list(from_dense(weights.stacked().numpy(), found.owners, len(chunk), pooling.strategy))
+
+    if model.run_options.token_budget is None:
+        run = {"token_budget": TOKENS, **run}
+    return _collected(model, texts, encoded, Splade(pooling), finish, run, rows=16)
+
+
+def _collected(
+    model: EncoderModel, texts: Any, encode: Any, work: Work, finish: Any, run: RunKeywords, *, rows: int
+) -> SparseVectors:
+    from flodl_hf.runtime import Session
+    from flodl_hf.runtime.items import several
+
+    given = several(texts, "embed_sparse")
+    asked = [given] if isinstance(given, str) else list(given)
+    found = list(Session(model, run).answer(asked, encode, work, finish, rows=rows, what="embed_sparse"))
+    tokenizer = model.tokenizer
+    assert tokenizer is not None
+    known = sorted({token for ids, _ in found for token in ids.tolist()})
+    words = dict(zip(known, tokenizer.convert_ids_to_tokens(known), strict=True))
+    size = model.config.encoder.vocab_size
+    return SparseVectors([ids for ids, _ in found], [weights for _, weights in found], size, words)

@@ -1,0 +1,185 @@
+"""Several vectors a text, one a token, compared late: ColBERT's files, and bge-m3's.
+
+Decides what such files say (projection, markers, expansion, what is left out), and the score of two texts: for each
+token of the query its best product with a token of the document, summed (Khattab and Zaharia 2020, arXiv 2004.12832).
+"""
+
+from __future__ import annotations
+
+import json
+import string
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flodl.errors import ConfigError, shown
+from flodl_hf.checkpoint import Checkpoint
+from flodl_hf.checkpoint.members import is_entry, read_member
+from flodl_hf.dense import Dense
+from flodl_hf.errors import PredictError
+from flodl_hf.pickle_free import read_bin
+
+__all__ = ["LateRecipe", "colbert_recipe", "m3_layer", "max_sim", "pylate_recipe"]
+
+
+@dataclass(frozen=True, eq=False)
+class LateRecipe:
+    """How a folder makes the vectors of a text's tokens.
+
+    Args:
+        projections: what makes a token's vector of its state, one after another.
+        query_marker: the token that stands behind the first one of a query; None for none.
+        document_marker: the same of a document.
+        query_length: tokens of a query, special ones and marker included; None: as the model takes.
+        document_length: most tokens of a document, the same way.
+        expanded: queries are filled up to their length with mask tokens, whose vectors count too.
+        attended: other tokens attend to those mask tokens.
+        skipped: words and marks of which documents keep no vector.
+        first: whether the first token, which stands for the whole text, has a vector.
+    """
+
+    projections: tuple[Dense, ...]
+    query_marker: str | None = None
+    document_marker: str | None = None
+    query_length: int | None = None
+    document_length: int | None = None
+    expanded: bool = False
+    attended: bool = False
+    skipped: Sequence[str] = field(default=(), repr=False)
+    first: bool = True
+
+    def vectors(self, states: Tensor) -> Tensor:
+        """Return a vector of length 1 for each state, ``(tokens, size)``, in float32."""
+        for projection in self.projections:
+            states = projection(states)
+        return torch.nn.functional.normalize(states.float(), dim=-1)
+
+
+def _length(said: Mapping[str, Any], key: str, usual: int, where: str) -> int:
+    value = said.get(key, usual)
+    if type(value) is not int or not 3 < value <= 1_000_000:
+        raise ConfigError(
+            f"{where}: {key} is {shown(value, 60)}; expected a whole number from 4. Correct it.",
+            where=where,
+            problems=[key],
+        )
+    return value
+
+
+def _text(said: Mapping[str, Any], key: str, usual: str, where: str) -> str:
+    value = said.get(key, usual)
+    if not isinstance(value, str) or not value:
+        raise ConfigError(
+            f"{where}: {key} is {shown(value, 60)}; expected a token. Correct it.", where=where, problems=[key]
+        )
+    return value
+
+
+def colbert_recipe(folder: Path) -> tuple[LateRecipe, dict[str, bytes]]:
+    """Return what a folder of the class HF_ColBERT says, with its small file.
+
+    Raises:
+        ConfigError: ``artifact.metadata`` is damaged, or the projection is not there.
+    """
+    name = "artifact.metadata"
+    where, said, files = str(folder / name), {}, {}
+    if is_entry(folder, name):
+        files[name] = read_member(folder, name, 1_000_000, ConfigError)
+        try:
+            said = json.loads(files[name])
+        except (ValueError, RecursionError):
+            said = None
+        if not isinstance(said, dict):
+            raise ConfigError(f"{where}: expected a JSON object with settings. Fetch the file again.", where=where)
+    if said.get("similarity", "cosine") != "cosine":
+        raise ConfigError(
+            f"{where}: similarity is {shown(said['similarity'], 40)}; expected 'cosine'",
+            where=where,
+            problems=["similarity"],
+        )
+    with Checkpoint.open(folder) as held:
+        stored = [key for key in held.manifest.tensors if key in ("linear.weight", "module.linear.weight")]
+        if not stored:
+            raise ConfigError(
+                f"{folder}: no linear.weight, ColBERT's projection; fetch the weights again", where=str(folder)
+            )
+        weight = held.read(stored[0]).float()
+    skipped = tuple(string.punctuation) if said.get("mask_punctuation", True) else ()
+    return LateRecipe(
+        (Dense(weight),),
+        _text(said, "query_token_id", "[unused0]", where),
+        _text(said, "doc_token_id", "[unused1]", where),
+        _length(said, "query_maxlen", 32, where),
+        _length(said, "doc_maxlen", 220, where),
+        expanded=True,
+        attended=said.get("attend_to_mask_tokens") is True,
+        skipped=skipped,
+    ), files
+
+
+def pylate_recipe(said: Mapping[str, Any], projections: Sequence[Dense], where: str) -> LateRecipe:
+    """Return what ``config_sentence_transformers.json`` of PyLate says.
+
+    Raises:
+        ConfigError: a setting makes no sense.
+    """
+    skipped = said.get("skiplist_words", list(string.punctuation))
+    if not isinstance(skipped, list) or not all(isinstance(word, str) for word in skipped):
+        raise ConfigError(f"{where}: skiplist_words is {shown(skipped, 60)}; expected a list of words", where=where)
+    return LateRecipe(
+        tuple(projections),
+        _text(said, "query_prefix", "[Q] ", where),
+        _text(said, "document_prefix", "[D] ", where),
+        _length(said, "query_length", 32, where),
+        _length(said, "document_length", 180, where),
+        expanded=said.get("do_query_expansion") is not False,
+        attended=said.get("attend_to_expansion_tokens") is True,
+        skipped=tuple(skipped),
+    )
+
+
+def m3_layer(root: Path, name: str) -> tuple[Dense, bytes]:
+    """Return one of bge-m3's layers, a state dictionary in a pickle that is read without executing it.
+
+    Raises:
+        ConfigError: it holds no layer.
+        CheckpointError: it is damaged.
+    """
+    values = read_bin(root / name)
+    weight, bias = values.pop("weight", None), values.pop("bias", None)
+    if weight is None or weight.dim() != 2 or values:
+        raise ConfigError(
+            f"{root / name}: found tensors {shown(sorted(values), 60)}; expected weight and bias. Fetch it again.",
+            where=str(root / name),
+        )
+    return Dense(weight.float(), None if bias is None else bias.float()), read_member(root, name, 1 << 30)
+
+
+def max_sim(queries: Sequence[Tensor], documents: Sequence[Tensor]) -> Tensor:
+    """Return the score of each query with each document, ``(queries, documents)``; the larger the more alike.
+
+    Args:
+        queries: the vectors of each, ``(tokens, size)``.
+        documents: the same; a document without vectors scores minus infinity.
+
+    Raises:
+        PredictError: vectors are of different sizes.
+    """
+    sizes = {int(vectors.shape[-1]) for vectors in (*queries, *documents)}
+    if len(sizes) > 1:
+        raise PredictError(f"max_sim: vectors of sizes {sorted(sizes)}; expected one size")
+    scores = torch.full((len(queries), len(documents)), float("-inf"))
+    kept = [place for place, vectors in enumerate(documents) if len(vectors)]
+    if not kept:
+        return scores
+    lengths = torch.tensor([len(documents[place]) for place in kept])
+    whole = torch.cat([documents[place].float() for place in kept])
+    for row, query in enumerate(queries):
+        products = whole @ query.float().T
+        best = torch.segment_reduce(products, "max", lengths=lengths, axis=0)
+        scores[row, kept] = best.sum(-1)
+    return scores

@@ -1,0 +1,318 @@
+"""Folders with dense layers, prompts, SPLADE's, ColBERT's and bge-m3's files, each beside a forward written out here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save, save_file
+from torch import Tensor
+
+from flodl.errors import ConfigError
+from flodl_hf import load
+from flodl_hf.errors import PredictError
+from flodl_hf.late import max_sim
+
+Saved = Callable[..., Path]
+TEXTS = ["the cat sat on the mat", "ada lives in paris. good film!", "a dog"]
+ST = "sentence_transformers.models."
+
+
+def write(folder: Path, files: dict[str, Any]) -> Path:
+    for name, value in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(value if isinstance(value, bytes) else json.dumps(value).encode())
+    return folder
+
+
+def modules(*parts: tuple[str, str]) -> list[dict[str, Any]]:
+    return [{"idx": i, "name": str(i), "path": path, "type": kind} for i, (kind, path) in enumerate(parts)]
+
+
+def layer(out: int, size: int, activation: str = "activation.Tanh", *, bias: bool = True) -> dict[str, Any]:
+    draw = torch.Generator().manual_seed(out)
+    tensors = {"linear.weight": torch.randn(out, size, generator=draw) / size**0.5}
+    if bias:
+        tensors["linear.bias"] = torch.randn(out, generator=draw)
+    said = {
+        "in_features": size,
+        "out_features": out,
+        "bias": bias,
+        "activation_function": f"torch.nn.modules.{activation}",
+    }
+    return {"config.json": said, "model.safetensors": save(tensors, {"format": "pt"}), "tensors": tensors}
+
+
+def states_of(model: Any, text: str) -> Tensor:
+    encoded = model.tokenizer([text], return_tensors="pt")
+    with torch.no_grad():
+        return model(encoded["input_ids"])[0][0]
+
+
+@pytest.fixture
+def dense(saved: Saved) -> Path:
+    folder, two, three = saved("bert"), layer(6, 16), layer(4, 6, "linear.Identity", bias=False)
+    chain = modules((ST + "Transformer", ""), (ST + "Pooling", "1_Pooling"), (ST + "Dense", "2_Dense"),
+                    (ST + "Dense", "3_Dense"), (ST + "Normalize", "4_Normalize"))  # fmt: skip
+    return write(folder, {
+        "modules.json": chain, "1_Pooling/config.json": {"pooling_mode_mean_tokens": True},
+        "2_Dense/config.json": two["config.json"], "2_Dense/model.safetensors": two["model.safetensors"],
+        "3_Dense/config.json": three["config.json"], "3_Dense/model.safetensors": three["model.safetensors"],
+        "config_sentence_transformers.json": {"prompts": {"query": "a cat: ", "none": ""}, "default_prompt_name": None},
+    })  # fmt: skip
+
+
+def test_dense_layers_follow_the_pooling(dense: Path) -> None:
+    model: Any = load(dense)
+    found = model.embed(TEXTS)
+    two, three = layer(6, 16)["tensors"], layer(4, 6, bias=False)["tensors"]
+    for vector, text in zip(found, TEXTS, strict=True):
+        pooled = states_of(model, text).double().mean(0)
+        middle = (two["linear.weight"].double() @ pooled + two["linear.bias"].double()).tanh()
+        exact = torch.nn.functional.normalize(three["linear.weight"].double() @ middle, dim=0)
+        torch.testing.assert_close(vector.double(), exact, rtol=0, atol=1e-6)
+    assert found.shape == (3, 4)
+    assert torch.equal(model.embed(TEXTS[0]), model.embed(TEXTS[:1])[0])
+    assert model.embed([]).shape == (0, 4)
+    assert model.embed(TEXTS, truncate_dim=2).shape == (3, 2)
+    assert model.embed(TEXTS, pooling="cls").shape == (3, 16)
+    torch.testing.assert_close(torch.stack(list(model.embed(iter(TEXTS)))), found)
+    long = model.embed("the cat sat on the mat " * 12)
+    assert long.norm().item() == pytest.approx(1, abs=1e-6)
+
+
+def test_prompts_go_by_their_names(dense: Path) -> None:
+    model: Any = load(dense)
+    plain = model.embed(["a cat: " + text for text in TEXTS])
+    assert torch.equal(model.embed(TEXTS, prompt="query"), plain)
+    assert torch.equal(model.embed(TEXTS, prompt_name="query"), plain)
+    assert torch.equal(model.embed(TEXTS, prompt="a cat: "), plain)
+    assert torch.equal(torch.from_numpy(model.encode(TEXTS, prompt_name="query")), plain)
+    assert not torch.equal(model.embed(TEXTS), plain)
+    with pytest.raises(PredictError, match="'quary', did you mean 'query'"):
+        model.encode(TEXTS, prompt_name="quary")
+    said = {"prompts": {"query": "a cat: "}, "default_prompt_name": "query"}
+    again: Any = load(write(dense, {"config_sentence_transformers.json": said}))
+    assert torch.equal(again.embed(TEXTS), plain)
+    assert not torch.equal(again.embed(TEXTS, prompt=""), plain)
+    write(dense, {"config_sentence_transformers.json": {"prompts": {"a": 1}}})
+    with pytest.raises(ConfigError, match="prompts is"):
+        load(dense)
+
+
+def test_tokens_of_a_prompt_may_be_left_out_of_the_pooling(dense: Path) -> None:
+    write(dense, {"1_Pooling/config.json": {"pooling_mode_mean_tokens": True, "include_prompt": False}})
+    model: Any = load(dense)
+    found = model.embed(TEXTS, prompt="query", pooling="mean", normalize=False)
+    first = len(model.tokenizer("a cat: ")["input_ids"]) - 1
+    for vector, text in zip(found, TEXTS, strict=True):
+        torch.testing.assert_close(vector, states_of(model, "a cat: " + text)[first:].mean(0), rtol=0, atol=1e-6)
+    assert model.embed(TEXTS, prompt="query").shape == (3, 4)
+
+
+def test_such_folders_are_written_back(dense: Path, tmp_path: Path) -> None:
+    model: Any = load(dense)
+    out = model.save_pretrained(tmp_path / "out")
+    names = [str(p.relative_to(dense)) for p in dense.rglob("*") if p.is_file()]
+    assert [n for n in names if (dense / n).read_bytes() != (out / n).read_bytes()] == ["checksums.json"]
+    # Where the transformer lay in a folder of its own, the small files are made anew.
+    model.sentence_recipe = type(model.sentence_recipe)(**{**vars(model.sentence_recipe), "files": {}})
+    again: Any = load(model.save_pretrained(tmp_path / "anew"))
+    assert torch.equal(again.embed(TEXTS, prompt="query"), model.embed(TEXTS, prompt="query"))
+    assert [m["type"].rpartition(".")[2] for m in json.loads((tmp_path / "anew" / "modules.json").read_text())] == [
+        "Transformer", "Pooling", "Dense", "Dense", "Normalize",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"activation_function": "evil.Evil"}, "activation 'Evil'"),
+        ({"use_residual": True}, "use_residual"),
+        ({"out_features": 5}, "to 5"),
+    ],
+)
+def test_a_dense_layer_that_is_not_understood_is_refused(dense: Path, change: dict[str, Any], words: str) -> None:
+    write(dense, {"2_Dense/config.json": layer(6, 16)["config.json"] | change})
+    with pytest.raises(ConfigError, match=words):
+        load(dense)
+
+
+# --- sparse vectors ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("strategy", "activation"), [("max", "relu"), ("sum", "relu"), ("max", "log1p_relu")])
+def test_splade_is_the_logarithm_of_the_largest_scores(
+    saved: Saved, tmp_path: Path, strategy: str, activation: str
+) -> None:
+    folder = saved("distilbert", "masked_lm")
+    kind = "sentence_transformers.sparse_encoder.models."
+    write(folder, {
+        "modules.json": modules((kind + "MLMTransformer", ""), (kind + "SpladePooling", "1_SpladePooling")),
+        "1_SpladePooling/config.json": {"pooling_strategy": strategy, "activation_function": activation},
+    })  # fmt: skip
+    model: Any = load(folder)
+    found = model.embed_sparse(TEXTS)
+    assert len(found) == 3
+    for place, text in enumerate(TEXTS):
+        encoded = model.tokenizer([text], return_tensors="pt")
+        with torch.no_grad():
+            weights = model(encoded["input_ids"]).logits[0].double().clamp(min=0).log1p()
+        weights = weights.log1p() if activation == "log1p_relu" else weights
+        exact = weights.amax(0) if strategy == "max" else weights.sum(0)
+        torch.testing.assert_close(found.to_tensor().to_dense()[place].double(), exact, rtol=1e-5, atol=1e-5)
+        assert list(found[place].values()) == sorted(found[place].values(), reverse=True)
+    whole = found.to_tensor().to_dense()
+    torch.testing.assert_close(found.similarity(found), whole @ whole.T)
+    assert [len(row) for row in model.embed_sparse(TEXTS, most=2)] == [2, 2, 2]
+    assert set(found.words(0)) <= set(model.tokenizer.convert_ids_to_tokens(list(range(found.size))))
+    exactly = model.embed_sparse(TEXTS, precision="exact").to_tensor().to_dense()
+    torch.testing.assert_close(exactly, whole, rtol=0, atol=1e-5)
+    out = model.save_pretrained(tmp_path / "out")
+    assert (out / "1_SpladePooling/config.json").read_bytes() == (folder / "1_SpladePooling/config.json").read_bytes()
+    assert torch.equal(load(out).embed_sparse(TEXTS).to_tensor().to_dense(), whole)  # type: ignore[attr-defined]
+
+
+def test_a_masked_word_model_makes_sparse_vectors_without_a_word_about_it(saved: Saved) -> None:
+    model: Any = load(saved("bert", "masked_lm"))
+    one = model.embed_sparse(TEXTS[0])
+    assert len(one) == 1
+    assert list(one[0]) == list(model.embed_sparse(TEXTS)[0])
+    # A long text is read in windows, and has what each of them has.
+    text = "the cat sat on the mat " * 12
+    whole = model.embed_sparse(text).to_tensor().to_dense()[0]
+    parts = model.embed_sparse([text, "the cat sat"]).to_tensor().to_dense()
+    torch.testing.assert_close(parts[0], whole, rtol=0, atol=1e-5)
+    with pytest.raises(PredictError, match="sparse_linear"):
+        load(saved("bert")).embed_sparse(TEXTS)  # type: ignore[attr-defined]
+
+
+def test_bge_m3s_layers_are_read_without_pickle(saved: Saved, tmp_path: Path) -> None:
+    folder = saved("xlm-roberta")
+    draw = torch.Generator().manual_seed(5)
+    sparse = {"weight": torch.randn(1, 16, generator=draw), "bias": torch.randn(1, generator=draw)}
+    colbert = {"weight": torch.randn(16, 16, generator=draw), "bias": torch.randn(16, generator=draw)}
+    torch.save(sparse, folder / "sparse_linear.pt")
+    torch.save(colbert, folder / "colbert_linear.pt")
+    chain = modules((ST + "Transformer", ""), (ST + "Pooling", "1_Pooling"), (ST + "Normalize", "2_Normalize"))
+    write(folder, {"modules.json": chain, "1_Pooling/config.json": {"pooling_mode_cls_token": True}})
+    model: Any = load(folder)
+    vectors, weights = model.embed_tokens(TEXTS), model.embed_sparse(TEXTS)
+    special = set(model.tokenizer.all_special_ids)
+    for place, text in enumerate(TEXTS):
+        ids, states = model.tokenizer(text)["input_ids"], states_of(model, text).double()
+        exact = torch.nn.functional.normalize(
+            states[1:] @ colbert["weight"].double().T + colbert["bias"].double(), dim=-1
+        )
+        torch.testing.assert_close(vectors[place].double(), exact, rtol=0, atol=1e-5)
+        own = (states @ sparse["weight"].double().T + sparse["bias"].double()).clamp(min=0)[:, 0].tolist()
+        expected: dict[int, float] = {}
+        for token, weight in zip(ids, own, strict=True):
+            if token not in special and weight > 0:
+                expected[token] = max(weight, expected.get(token, 0.0))
+        assert weights[place] == pytest.approx(expected, abs=1e-5)
+    out = model.save_pretrained(tmp_path / "out")
+    for name in ("sparse_linear.pt", "colbert_linear.pt"):
+        assert (out / name).read_bytes() == (folder / name).read_bytes()
+
+
+# --- several vectors a text --------------------------------------------------------------------------
+
+
+def colbert(folder: Path, *, attended: bool) -> Path:
+    config = json.loads((folder / "config.json").read_text()) | {"architectures": ["HF_ColBERT"]}
+    held = {f"bert.{name}": value for name, value in load_file(folder / "model.safetensors").items()}
+    held["linear.weight"] = torch.randn(4, 16, generator=torch.Generator().manual_seed(2))
+    save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
+    return write(folder, {
+        "config.json": config,
+        "artifact.metadata": {
+            "query_token_id": "for", "doc_token_id": "in", "query_maxlen": 12, "doc_maxlen": 9, "dim": 4,
+            "mask_punctuation": True, "attend_to_mask_tokens": attended, "similarity": "cosine",
+        },
+    })  # fmt: skip
+
+
+@pytest.mark.parametrize("attended", [False, True])
+def test_colberts_files_give_a_vector_a_token(saved: Saved, tmp_path: Path, attended: bool) -> None:
+    folder = colbert(saved("bert"), attended=attended)
+    model: Any = load(folder)
+    weight = load_file(folder / "model.safetensors")["linear.weight"].double()
+    to_id = model.tokenizer.convert_tokens_to_ids
+    queries, documents = model.embed_tokens(TEXTS, query=True), model.embed_tokens(TEXTS)
+    for place, text in enumerate(TEXTS):
+        plain = model.tokenizer(text)["input_ids"]
+        ids = [plain[0], to_id("for"), *plain[1:]]
+        real, ids = len(ids), ids + [to_id("[MASK]")] * (12 - len(ids))
+        mask = torch.ones(1, 12) if attended else (torch.arange(12)[None] < real).float()
+        with torch.no_grad():
+            states = model(torch.tensor([ids]), attention_mask=mask)[0][0].double()
+        exact = torch.nn.functional.normalize(states @ weight.T, dim=-1)
+        torch.testing.assert_close(queries[place].double(), exact, rtol=0, atol=1e-5)
+        ids = [plain[0], to_id("in"), *(plain[1:] if len(plain) < 9 else [*plain[1:7], plain[-1]])]
+        with torch.no_grad():
+            states = model(torch.tensor([ids]))[0][0].double()
+        kept = torch.tensor([token not in (to_id("."), to_id("!")) for token in ids])
+        exact = torch.nn.functional.normalize(states @ weight.T, dim=-1)[kept]
+        torch.testing.assert_close(documents[place].double(), exact, rtol=0, atol=1e-5)
+    scores = max_sim(queries, documents)
+    for i, query in enumerate(queries):
+        for j, document in enumerate(documents):
+            torch.testing.assert_close(scores[i, j], (query @ document.T).amax(1).sum())
+    assert torch.equal(model.embed_tokens(TEXTS[0]), model.embed_tokens(TEXTS[:1])[0])
+    assert model.embed_tokens([]) == []
+    out = model.save_pretrained(tmp_path / "out")
+    for name in ("model.safetensors", "config.json", "artifact.metadata"):
+        assert (out / name).read_bytes() == (folder / name).read_bytes(), name
+
+
+def test_pylates_folders_give_the_same_vectors(saved: Saved, tmp_path: Path) -> None:
+    folder = colbert(saved("bert"), attended=False)
+    by_class: Any = load(folder)
+    held = load_file(folder / "model.safetensors")
+    weight = held.pop("linear.weight")
+    save_file(
+        {n.removeprefix("bert."): v for n, v in held.items()}, folder / "model.safetensors", metadata={"format": "pt"}
+    )
+    (folder / "artifact.metadata").unlink()
+    config = json.loads((folder / "config.json").read_text()) | {"architectures": ["BertModel"]}
+    said = {
+        "in_features": 16,
+        "out_features": 4,
+        "bias": False,
+        "activation_function": "torch.nn.modules.linear.Identity",
+    }
+    write(folder, {
+        "config.json": config,
+        "modules.json": modules((ST + "Transformer", ""), ("pylate.models.Dense.Dense", "1_Dense")),
+        "1_Dense/config.json": said, "1_Dense/model.safetensors": save({"linear.weight": weight}, {"format": "pt"}),
+        "config_sentence_transformers.json": {
+            "query_prefix": "for ", "document_prefix": "in ", "query_length": 12, "document_length": 9,
+            "attend_to_expansion_tokens": False, "skiplist_words": list(".!,?"),
+        },
+    })  # fmt: skip
+    model: Any = load(folder)
+    for query in (True, False):
+        for mine, other in zip(
+            model.embed_tokens(TEXTS, query=query), by_class.embed_tokens(TEXTS, query=query), strict=True
+        ):
+            assert torch.equal(mine, other)
+    out = model.save_pretrained(tmp_path / "out")
+    for path in folder.rglob("*"):
+        if path.is_file() and path.name != "checksums.json":
+            assert (out / path.relative_to(folder)).read_bytes() == path.read_bytes(), path.name
+    write(folder, {"config_sentence_transformers.json": {"query_prefix": "[Q] "}})
+    with pytest.raises(PredictError, match=r"no token '\[Q\] '"):
+        load(folder).embed_tokens("a cat", query=True)  # type: ignore[attr-defined]
+
+
+def test_plain_folders_have_no_vectors_of_tokens(saved: Saved) -> None:
+    with pytest.raises(PredictError, match="vector for each token"):
+        load(saved("bert")).embed_tokens("a cat")  # type: ignore[attr-defined]
+    with pytest.raises(PredictError, match="sizes"):
+        max_sim([torch.ones(2, 3)], [torch.ones(2, 4)])
+    assert max_sim([torch.ones(2, 3)], [torch.ones(0, 3)]).tolist() == [[float("-inf")]]
