@@ -1,6 +1,7 @@
 """The most alike of a corpus for each query, found exactly: scores in blocks, so that no table of all is ever there.
 
-Ties go to the text that stands first, on a processor and on a GPU and whatever the size of blocks.
+Of equal scores the text that stands first wins. Products of blocks of other sizes may round otherwise in the last bit, and
+so may those of a GPU.
 """
 
 from __future__ import annotations

@@ -152,6 +152,30 @@ def test_ranks_learn_from_the_whole_batch(base: Path, form: str, loss: str | Non
     assert nearly(weights(base, rows(form), vector_loss=loss, **guide), both)
 
 
+def test_batches_filled_up_to_shapes_that_come_again_give_the_same_step(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for pooling in ("mean", "cls+max", "mean_sqrt_len+weighted_mean+last_token"):
+        whole = weights(base, rows("triplets"), pooling=pooling)
+        with monkeypatch.context() as patch:
+            patch.setattr("flodl_hf.finetuning.job._layout", lambda options: "bucketed")
+            assert nearly(whole, weights(base, rows("triplets"), pooling=pooling))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.filterwarnings("error")
+def test_vectors_train_on_a_gpu_in_recorded_steps(base: Path, precision: str) -> None:
+    given: dict[str, Any] = {**EXACT, "max_steps": 12, "epochs": 9, "lr": 0.05}
+    plain = finetune(base, train=rows("triplets"), devices="cpu", **given)
+    events: list[Any] = []
+    fast = finetune(
+        base, train=rows("triplets"), devices="cuda:0", precision=precision, on_event=events.append, **given
+    )
+    assert not [event for event in events if "one operation at a time" in getattr(event, "message", "")]
+    assert fast.losses == pytest.approx(plain.losses, rel=1e-3 if precision == "fp32" else 0.1)
+
+
 def test_dropout_is_the_same_when_a_part_is_computed_again(base: Path) -> None:
     """With dropout the gradient of parts is that of what they gave: twice the same run, and a loss that falls."""
     runs = [finetune(base, train=rows("texts"), **{**ONE, "cache_tokens": 40, "max_steps": 4}) for _ in range(2)]
