@@ -1,7 +1,7 @@
 """The most alike of a corpus for each query, found exactly: scores in blocks, so that no table of all is ever there.
 
-Of equal scores the text that stands first wins. Products of blocks of other sizes may round otherwise in the last bit, and
-so may those of a GPU.
+Of equal scores the text that stands first wins. Products of blocks of other sizes, and those of a GPU, may round
+otherwise in the last bit.
 """
 
 from __future__ import annotations
