@@ -1,9 +1,9 @@
 """Rows of many requests through one device together.
 
-Decides which rows run next. Each request is a flow that advances at a rate; of several requests of one key each has
-its part of the key's rate, so that neither a long request nor a key with many of them keeps others waiting: the next
-row is the one whose flow is least far (start-time fair queueing: Goyal, Vin and Cheng, 1996). Rows of the same model,
-options and work join a batch up to a number of tokens; requests that were given up leave it.
+Decides which rows run next: of the key that has had least, those of the request that is least far (start-time fair
+queueing, Goyal, Vin and Cheng 1996, first among keys and then among a key's requests). So neither a long request nor a
+key with many of them keeps others waiting. Rows of the same model, options and work join a batch up to a number of
+tokens; requests that were given up leave it.
 
 How a batch runs is `flodl_hf.runtime.engine`'s, sorted by length and packed; what a request is stands in
 `flodl_hf.serving.tasks`.
@@ -115,14 +115,13 @@ class _Sent:
     ends: np.ndarray
     """Tokens up to and with each row, ``(rows,)``."""
     start: float
-    rate: float
     at: int = 0
     since: float = field(default_factory=time.perf_counter)
 
     @property
     def tag(self) -> float:
         """How far its flow is: what the next row is compared by."""
-        return self.start + self._ran * self.rate
+        return self.start + self._ran
 
     @property
     def waiting(self) -> int:
@@ -137,7 +136,7 @@ class _Sent:
         """Return the rows that fit into ``room`` tokens before the turn of a flow at ``tag``; one at least."""
         before = self._ran
         fit = int(np.searchsorted(self.ends, before + room, side="right"))
-        turn = int(np.searchsorted(self.ends, (tag - self.start) / self.rate, side="right")) + 1
+        turn = int(np.searchsorted(self.ends, tag - self.start, side="right")) + 1
         first, self.at = self.at, max(self.at + 1, min(fit, turn, len(self.ends)))
         return _Taken(self, first, self.at, self._ran - before)
 
@@ -167,9 +166,13 @@ class Batcher:
         self.queued_tokens = 0
         self._models: dict[Any, tuple[Any, RunOptions]] = {}
         self._engines: dict[Any, Engine] = {}
-        self._waiting: dict[Any, list[tuple[float, int, _Sent]]] = {}
+        self._waiting: dict[Any, dict[str, list[tuple[float, int, _Sent]]]] = {}
         self._active: Counter[str] = Counter()
         self._numbers = count()
+        # How many tokens each key has had, counted from where the others were when it came; and how far its requests
+        # are. Both only grow, so that who waited is served before who comes.
+        self._had: dict[str, float] = {}
+        self._far: dict[str, float] = {}
         self._now = 0.0
         self._changed = Condition()
         self._running: Queue[Any] = Queue(AHEAD)
@@ -205,11 +208,15 @@ class Batcher:
         ticket.longest = max(ticket.longest, int(table.lengths.max()))
         ticket.tokens += int(ends[-1])
         with self._changed:
-            self._active[ticket.key] += 1
+            key = ticket.key
+            if not self._active[key]:
+                self._had[key] = max(self._had.get(key, 0.0), self._now)
+            self._active[key] += 1
             self.queued_tokens += int(ends[-1])
-            sent = _Sent(ticket, table, places, pending, ends, self._now, float(self._active[ticket.key]))
+            sent = _Sent(ticket, table, places, pending, ends, self._far.get(key, 0.0))
             self._models[id(model), options] = (model, options)
-            heappush(self._waiting.setdefault((id(model), options, work), []), (sent.tag, next(self._numbers), sent))
+            group = self._waiting.setdefault((id(model), options, work), {})
+            heappush(group.setdefault(key, []), (sent.tag, next(self._numbers), sent))
             self._changed.notify()
         return pending
 
@@ -230,27 +237,20 @@ class Batcher:
     def _next(self) -> tuple[Any, list[_Taken]]:
         """Return what the next batch computes, and its rows."""
         with self._changed:
-            while True:
-                for key, heap in list(self._waiting.items()):
-                    while heap and self._left(heap[0][2]):
-                        heappop(heap)
-                    if not heap:
-                        del self._waiting[key]
-                if self._waiting:
-                    break
+            while not self._waits():
                 self._changed.wait()
-            key, heap = min(self._waiting.items(), key=lambda waiting: waiting[1][0][:2])
+            work, group = min(self._waiting.items(), key=lambda waiting: min(map(self._turn, waiting[1].items())))
             room, taken = self.max_tokens, []
-            while heap and room > 0:
-                sent = heap[0][2]
-                if self._left(sent):
-                    heappop(heap)
-                    continue
+            while room > 0 and self._cleaned(group):
+                key, heap = min(group.items(), key=self._turn)
+                tag, number, sent = heap[0]
                 if taken and int(sent.table.lengths[sent.at]) > room:
                     break
-                tag, number, _ = heappop(heap)
-                self._now = max(self._now, tag)
-                rows = sent.take(room, heap[0][0] if heap else float("inf"))
+                heappop(heap)
+                self._far[key] = max(self._far.get(key, 0.0), tag)
+                self._now = max(self._now, self._had[key])
+                rows = sent.take(room // len(group), heap[0][0] if heap else float("inf"))
+                self._had[key] += rows.tokens
                 room -= rows.tokens
                 self.queued_tokens -= rows.tokens
                 taken.append(rows)
@@ -259,8 +259,27 @@ class Batcher:
                 if sent.at < len(sent.ends):
                     heappush(heap, (sent.tag, number, sent))
                 else:
-                    self._active[sent.ticket.key] -= 1
-            return key, taken
+                    self._active[key] -= 1
+            return work, taken
+
+    def _turn(self, waiting: tuple[str, list[Any]]) -> tuple[float, float, int]:
+        key, heap = waiting
+        return (self._had[key], *heap[0][:2])
+
+    def _waits(self) -> bool:
+        """Return whether anything waits that somebody waits for; forget the rest."""
+        for work, group in list(self._waiting.items()):
+            if not self._cleaned(group):
+                del self._waiting[work]
+        return bool(self._waiting)
+
+    def _cleaned(self, group: dict[str, list[Any]]) -> bool:
+        for key, heap in list(group.items()):
+            while heap and self._left(heap[0][2]):
+                heappop(heap)
+            if not heap:
+                del group[key]
+        return bool(group)
 
     def _left(self, sent: _Sent) -> bool:
         """Return whether nobody waits for these rows, and forget them then."""

@@ -71,7 +71,7 @@ def packed(message: dict[str, Any], arrays: Sequence[np.ndarray] = ()) -> list[b
     if held:
         message = {**message, "arrays": [[array.dtype.name, list(array.shape)] for array in held]}
     text = as_json(message)
-    bodies = [memoryview(array.reshape(-1).view(np.uint8)) for array in held if array.size]
+    bodies = [array.data.cast("B") for array in held if array.size]
     return [HEAD.pack(len(text) + sum(len(body) for body in bodies), len(text)), text, *bodies]
 
 

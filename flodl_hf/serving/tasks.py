@@ -150,7 +150,7 @@ def _classify(model: Any, items: list[Any], options: Mapping[str, Any], ticket: 
         places = [place for place, item in enumerate(items) if isinstance(item, kind)]
         if not places:
             continue
-        texts = [items[place] if kind is str else tuple(items[place]) for place in places]
+        texts: list[Any] = [items[place] if kind is str else tuple(items[place]) for place in places]
         for place, one in zip(places, model.predict(texts, **given, **_cutting(options)), strict=True):
             found[place] = one.to_rows()
         if kind is str:

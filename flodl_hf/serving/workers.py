@@ -207,7 +207,8 @@ class Workers:
             # The worker says itself that it is late; this is for one that says nothing.
             async with asyncio.timeout(max(0.0, left) + 1.0):
                 return await future
-        except (TimeoutError, ConnectionError) as fault:
+        except (TimeoutError, OSError, RuntimeError) as fault:
+            # A loop says by RuntimeError that a transport is closed.
             late = isinstance(fault, TimeoutError)
             raise TaskError(_LATE if late else _ENDED, kind="deadline" if late else "ended") from None
         finally:
@@ -252,12 +253,15 @@ class Workers:
             if not future.done():
                 future.set_exception(TaskError(_ENDED, kind="ended"))
         process.writer.close()
+        expected = process.leaving or self._closing or process not in self._here
+        if not expected:
+            # At once: who asks now waits for another.
+            self._here.remove(process)
+            if not self._here:
+                self._ready.clear()
         status = await self._reaped(process)
-        if process.leaving or self._closing or process not in self._here:
+        if expected:
             return
-        self._here.remove(process)
-        if not self._here:
-            self._ready.clear()
         LOG.error("worker ended", extra={"said": {"device": process.device, "status": status}})
         while not self._closing:
             self._deaths += 1

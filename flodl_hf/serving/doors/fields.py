@@ -67,14 +67,14 @@ def _pairs(value: Any) -> list[Any] | None:
     return value
 
 
-def _documents(value: Any) -> list[str] | None:
+def _documents(value: Any) -> list[Any] | None:
     if not isinstance(value, list):
         return None
     found = [item.get("text") if isinstance(item, dict) else item for item in value]
     return found if all(isinstance(item, str) for item in found) else None
 
 
-def _questions(value: Any) -> list[list[str]] | None:
+def _questions(value: Any) -> list[Any] | None:
     given = value if isinstance(value, list) else [value]
     found = [[item.get("question"), item.get("context")] if isinstance(item, dict) else item for item in given]
     right = all(isinstance(item, list) and len(item) == 2 and all(isinstance(p, str) for p in item) for item in found)

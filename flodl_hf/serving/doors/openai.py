@@ -36,7 +36,7 @@ async def _embeddings(call: Call) -> Reply:
 
 
 def _written(row: np.ndarray, encoding: str | None) -> Any:
-    return base64.b64encode(np.ascontiguousarray(row, "<f4")).decode() if encoding == "base64" else row
+    return base64.b64encode(np.ascontiguousarray(row, "<f4").tobytes()).decode() if encoding == "base64" else row
 
 
 DOORS = (

@@ -1,0 +1,162 @@
+"""The queue of a device: who runs next, what joins a batch, and what leaves it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from flodl_hf.decode.rows import TokenTable
+from flodl_hf.errors import PredictError
+from flodl_hf.runtime.options import RunOptions
+from flodl_hf.runtime.passes import Scores
+from flodl_hf.runtime.pending import Pending
+from flodl_hf.serving.batching import Batcher, DeadlineError, GivenUpError, Ticket
+
+BAD = 999
+
+
+class Engine:
+    """Gives each row the sum of its ids, or each token its id, and notes what ran; waits until it may."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[int]] = []
+        self.may = threading.Event()
+        self.may.set()
+
+    def start(self, table: TokenTable, work: Any, places: Any) -> Pending:
+        self.may.wait(10)
+        firsts = table.ids[np.cumsum(table.lengths) - table.lengths]
+        self.batches.append(firsts.tolist())
+        if BAD in firsts:
+            raise PredictError("a bad row")
+        pending = Pending(len(table), work.per_text)
+        # In two parts and not in order, as an engine's batches may be.
+        order = np.argsort(-table.lengths, kind="stable")
+        starts = np.cumsum(table.lengths) - table.lengths
+        for rows in (order[::2], order[1::2]):
+            if not len(rows):
+                continue
+            own = [table.ids[starts[r] : starts[r] + table.lengths[r]] for r in rows]
+            if work.per_text:
+                pending.add(rows, np.ones(len(rows), np.int64), torch.tensor([float(ids.sum()) for ids in own]), None)
+            else:
+                values = torch.from_numpy(np.concatenate(own).astype(np.float32))
+                pending.add(rows, table.lengths[rows], values, None)
+        return pending
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    found = Engine()
+    monkeypatch.setattr(Batcher, "_engine", lambda self, key: found)
+    return found
+
+
+def rows(*lengths: int, first: int = 1) -> TokenTable:
+    """Rows whose tokens all have the row's number, counted from ``first``."""
+    sizes = np.array(lengths, np.int64)
+    none = np.zeros(len(sizes), np.int64)
+    ids = np.repeat(np.arange(first, first + len(sizes)), sizes).astype(np.int32)
+    return TokenTable(
+        ids, None, sizes, np.arange(len(sizes)), sizes, none, none, np.zeros(len(ids), np.int8), None, None, none
+    )
+
+
+def send(batcher: Batcher, table: TokenTable, ticket: Ticket | None = None, per_text: bool = True) -> Pending:
+    return batcher.send(ticket or Ticket(), "model", RunOptions(), table, Scores(per_text), None)
+
+
+@pytest.mark.parametrize("per_text", [True, False])
+def test_each_call_has_its_own_rows_back(engine: Engine, per_text: bool) -> None:
+    batcher = Batcher(torch.device("cpu"), 16)
+    engine.may.clear()
+    tables = [rows(3, 9, 1, first=1), rows(5, first=10), rows(2, 2, 30, 4, 4, first=20)]
+    found = [send(batcher, table, per_text=per_text) for table in tables]
+    engine.may.set()
+    for table, pending in zip(tables, found, strict=True):
+        starts = np.cumsum(table.lengths) - table.lengths
+        own = [table.ids[a : a + n] for a, n in zip(starts, table.lengths, strict=True)]
+        if per_text:
+            assert pending.stacked().tolist() == [float(ids.sum()) for ids in own]
+        else:
+            assert [part.tolist() for part in pending.placed().rows(table)] == [ids.tolist() for ids in own]
+    assert batcher.queued_tokens == 0
+
+
+def test_rows_of_several_calls_share_batches_of_bounded_size(engine: Engine) -> None:
+    batcher = Batcher(torch.device("cpu"), 40)
+    engine.may.clear()
+    first = send(batcher, rows(10))
+    time.sleep(0.05)  # it runs by itself, and the others queue behind it
+    others = [send(batcher, rows(10, first=100 + i)) for i in range(7)]
+    engine.may.set()
+    for pending in (first, *others):
+        pending.wait()
+    assert [len(batch) for batch in engine.batches] == [1, 4, 3]
+
+
+def test_a_short_request_does_not_wait_for_all_of_a_long_one(engine: Engine) -> None:
+    batcher = Batcher(torch.device("cpu"), 64)
+    engine.may.clear()
+    long = send(batcher, rows(*[32] * 100))
+    time.sleep(0.05)
+    short = send(batcher, rows(8, first=500))
+    engine.may.set()
+    short.wait()
+    ran = next(i for i, batch in enumerate(engine.batches) if 500 in batch)
+    assert ran <= 2
+    long.wait()
+    assert sum(map(len, engine.batches)) == 101
+
+
+def test_a_key_with_many_requests_takes_nothing_from_another(engine: Engine) -> None:
+    batcher = Batcher(torch.device("cpu"), 10)
+    engine.may.clear()
+    greedy = [send(batcher, rows(10, 10, first=1 + 2 * i), Ticket("greedy")) for i in range(30)]
+    modest = send(batcher, rows(*[10] * 5, first=900), Ticket("modest"))
+    engine.may.set()
+    modest.wait()
+    for pending in greedy:
+        pending.wait()
+    order = [batch[0] for batch in engine.batches]
+    last = max(i for i, number in enumerate(order) if number >= 900)
+    # In turns: not after the sixty rows that were there before.
+    assert last <= 2 * 5 + 3
+
+
+def test_what_is_given_up_leaves_the_queue(engine: Engine) -> None:
+    batcher = Batcher(torch.device("cpu"), 10)
+    engine.may.clear()
+    running = send(batcher, rows(10))
+    time.sleep(0.05)
+    ticket, late = Ticket(), Ticket(until=time.monotonic() + 0.1)
+    gone, slow = send(batcher, rows(10, first=300), ticket), send(batcher, rows(10, first=400), late)
+    ticket.give_up()
+    with pytest.raises(GivenUpError):
+        gone.wait()
+    with pytest.raises(DeadlineError):
+        slow.wait()
+    engine.may.set()
+    running.wait()
+    send(batcher, rows(10, first=5)).wait()
+    assert [number for batch in engine.batches for number in batch] == [1, 5]
+    assert batcher.queued_tokens == 0
+
+
+def test_a_fault_is_its_own_request_s_alone(engine: Engine) -> None:
+    batcher = Batcher(torch.device("cpu"), 40)
+    engine.may.clear()
+    first = send(batcher, rows(1))
+    time.sleep(0.05)
+    good, bad = send(batcher, rows(4, first=7)), send(batcher, rows(4, first=BAD))
+    engine.may.set()
+    first.wait()
+    assert good.stacked().tolist() == [28.0]
+    with pytest.raises(PredictError, match="a bad row"):
+        bad.wait()
+    assert send(batcher, rows(2, first=3)).stacked().tolist() == [6.0]

@@ -1,0 +1,238 @@
+"""Keys, limits, workers that die, reloads and stops: a server of one model, through what happens to servers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flodl.errors import ConfigError, DeviceError
+from flodl_hf.serving import serve, served
+from flodl_hf.serving.admission import Admission, OverloadedError, known_key
+from flodl_hf.serving.running import Log, running
+from flodl_hf.serving.settings import Served, Settings
+from flodl_hf.serving.workers import WorkersError
+
+
+@pytest.fixture(scope="module")
+def guarded(folders: dict[str, Path]) -> Iterator[tuple[Any, Any]]:
+    """A client without a key, of a server that needs one; and its application."""
+    import httpx
+
+    settings = Settings(
+        models=(Served("embed", str(folders["embed"])),), devices=("cpu",), api_keys=("first-key", "second-key"),
+        max_concurrent=24, max_inputs=600,
+    )  # fmt: skip
+    with running(settings) as (url, app), httpx.Client(base_url=url, timeout=60) as client:
+        yield client, app
+
+
+FIRST = {"authorization": "Bearer first-key"}
+
+
+def test_keys(guarded: tuple[Any, Any]) -> None:
+    client, _ = guarded
+    for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "first-key"}, {"x-api-key": ""}):
+        refused = client.post("/embed", json={"inputs": "a"}, headers=headers)
+        assert refused.status_code == 401
+        assert refused.headers["www-authenticate"] == "Bearer"
+    assert client.post("/v1/embeddings", json={"input": "a"}).json()["error"]["code"] == "invalid_api_key"
+    for headers in (FIRST, {"authorization": "bearer second-key"}, {"x-api-key": "second-key"}):
+        assert client.post("/embed", json={"inputs": "a"}, headers=headers).status_code == 200
+    assert client.get("/info").status_code == 401
+    # What is open says nothing of what was asked.
+    for path in ("/health", "/metrics", "/", "/openapi.json"):
+        assert client.get(path).status_code == 200
+
+
+def test_too_many_are_refused_at_once_and_the_rest_answered(guarded: tuple[Any, Any]) -> None:
+    client, app = guarded
+    body = {"inputs": ["the cat sat on the mat and the dog ran"] * 200}
+    with ThreadPoolExecutor(60) as pool:
+        answers = list(pool.map(lambda _: client.post("/embed", json=body, headers=FIRST), range(60)))
+    statuses = {answer.status_code for answer in answers}
+    assert statuses == {200, 429}
+    refused = next(answer for answer in answers if answer.status_code == 429)
+    assert int(refused.headers["retry-after"]) >= 1
+    assert refused.json()["error_type"] == "Overloaded"
+    vectors = np.array([answer.json() for answer in answers if answer.status_code == 200])
+    assert np.abs(vectors - vectors[0, 0]).max() < 2e-5
+    assert app.state.house.admission.inside == 0
+    assert app.state.house.admission.tokens == 0
+
+
+def test_time_that_is_over_and_clients_that_go(guarded: tuple[Any, Any]) -> None:
+    client, app = guarded
+    body = {"inputs": ["the cat sat on the mat " * 30] * 500}
+    late = client.post("/embed", json=body, headers={**FIRST, "x-timeout-s": "0.02"})
+    assert late.status_code == 504
+    assert client.post("/embed", json=body, headers={**FIRST, "x-timeout-s": "soon"}).status_code == 422
+    address = str(client.base_url).removeprefix("http://").strip("/").split(":")
+    data = json.dumps(body).encode()
+    with socket.create_connection((address[0], int(address[1]))) as held:
+        head = (
+            f"POST /embed HTTP/1.1\r\nhost: a\r\nauthorization: Bearer first-key\r\ncontent-length: {len(data)}\r\n\r\n"
+        )
+        held.sendall(head.encode() + data)
+        time.sleep(0.1)
+    until = time.monotonic() + 5
+    while app.state.house.admission.inside and time.monotonic() < until:
+        time.sleep(0.01)
+    assert app.state.house.admission.inside == 0
+    assert "gone" in client.get("/metrics").text
+    assert client.post("/embed", json={"inputs": "a"}, headers=FIRST).status_code == 200
+
+
+def test_a_worker_that_dies_fails_what_it_had_and_the_next_is_answered(guarded: tuple[Any, Any]) -> None:
+    client, app = guarded
+    workers = app.state.house.workers
+    (before,) = workers.pids
+    os.kill(before, signal.SIGSTOP)
+    with ThreadPoolExecutor(2) as pool:
+        lost = pool.submit(client.post, "/embed", json={"inputs": "a"}, headers=FIRST)
+        time.sleep(0.2)
+        os.kill(before, signal.SIGKILL)
+        answer = lost.result()
+        assert answer.status_code == 503
+        assert "ask again" in answer.json()["error"]
+        assert answer.headers["retry-after"] == "1"
+        # Held until another worker is there.
+        assert client.post("/embed", json={"inputs": "a"}, headers=FIRST).status_code == 200
+    assert workers.pids != [before]
+    assert workers.restarts == 1
+    assert "flodl_worker_restarts_total 1" in client.get("/metrics").text
+
+
+@pytest.mark.slow
+def test_a_reload_loses_no_request(guarded: tuple[Any, Any]) -> None:
+    client, app = guarded
+    workers = app.state.house.workers
+    before, loop = workers.pids, workers._here[0].listening.get_loop()
+    with ThreadPoolExecutor(4) as pool:
+        done = asyncio.run_coroutine_threadsafe(workers.reload(), loop)
+        statuses = []
+        while not done.done():
+            asked = [pool.submit(client.post, "/embed", json={"inputs": "a cat"}, headers=FIRST) for _ in range(4)]
+            statuses += [one.result().status_code for one in asked]
+        done.result()
+    assert len(statuses) > 8
+    assert set(statuses) == {200}
+    assert not set(workers.pids) & set(before)
+    until = time.monotonic() + 10
+    while time.monotonic() < until and any(_lives(pid) for pid in before):
+        time.sleep(0.05)
+    assert not any(_lives(pid) for pid in before)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_the_command_drains_and_ends(folders: dict[str, Path]) -> None:
+    import httpx
+
+    command = [sys.executable, "-m", "flodl_hf", "serve", f"e={folders['embed']}", "--port", "0", "--device", "cpu"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        try:
+            url = next(line for line in process.stderr if line.startswith("ready: ")).split()[1]
+            with httpx.Client(base_url=url, timeout=30) as client, ThreadPoolExecutor(1) as pool:
+                client.post("/embed", json={"inputs": "a secret"})
+                asked = pool.submit(client.post, "/embed", json={"inputs": ["the cat sat on the mat " * 20] * 800})
+                time.sleep(0.1)
+                process.send_signal(signal.SIGTERM)
+                assert asked.result().status_code == 200
+            told = process.stderr.read()
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
+    lines = [json.loads(line) for line in told.splitlines() if line.startswith("{")]
+    first = next(line for line in lines if line["what"] == "request")
+    assert {"at", "level", "door", "status", "ms", "model", "texts", "tokens"} <= set(first)
+    assert "secret" not in told
+
+
+def test_what_cannot_be_served_is_said_before_anybody_asks(tmp_path: Path, folders: dict[str, Path]) -> None:
+    with (
+        pytest.raises(WorkersError, match=r"serve: .*nowhere"),
+        running(Settings(models=served([str(tmp_path / "nowhere")]), devices=("cpu",))),
+    ):
+        pass
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(DeviceError, match="--port"):
+            serve(str(folders["embed"]), port=taken.getsockname()[1])
+    with pytest.raises(ConfigError, match="no model"):
+        serve([])
+    with pytest.raises(ConfigError, match="twice"):
+        serve(["a", "a"])
+    with pytest.raises(ConfigError, match="max_concurrent"):
+        serve("a", max_concurrent=0)
+
+
+def test_names_of_models() -> None:
+    assert [(m.name, m.source) for m in served(["owner/name", "ner=./folder", "./here/", Served("a", "b")])] == [
+        ("owner/name", "owner/name"), ("ner", "./folder"), ("./here", "./here/"), ("a", "b"),
+    ]  # fmt: skip
+
+
+def test_keys_are_compared_whole() -> None:
+    assert known_key((), None) == ""
+    words = {known_key(("a", "b"), given) for given in ("a", "b")}
+    assert len(words) == 2
+    assert None not in words
+    assert [known_key(("a", "b"), given) for given in (None, "", "c", "aa")] == [None] * 4
+
+
+def test_what_a_key_may_have() -> None:
+    bounds = Settings(models=served(["m"]), max_key_tokens=600, max_key_concurrent=2, max_queue_s=5.0)
+    admission = Admission(bounds)
+    with admission.entering("a", 500):
+        with pytest.raises(OverloadedError) as caught, admission.entering("a", 200):
+            pass
+        assert 1 <= caught.value.after_s <= 11
+        with (
+            admission.entering("b", 200),
+            admission.entering("a", 10),
+            pytest.raises(OverloadedError, match="of this key"),
+            admission.entering("a", 10),
+        ):
+            pass
+    assert (admission.inside, admission.tokens) == (0, 0)
+    admission.ran(100, 1.0)
+    with (
+        admission.entering("c", 590),
+        pytest.raises(OverloadedError, match=r"takes 5\.9 s"),
+        admission.entering("d", 1),
+    ):
+        pass
+
+
+def test_a_line_of_the_log() -> None:
+    record = logging.LogRecord("flodl_hf.serving", logging.INFO, "", 0, "request", (), None)
+    record.said = {"door": "/embed", "ms": 1.5}
+    assert json.loads(Log().format(record)) == {
+        "at": round(record.created, 3),
+        "level": "info",
+        "what": "request",
+        "door": "/embed",
+        "ms": 1.5,
+    }
