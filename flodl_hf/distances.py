@@ -1,4 +1,4 @@
-"""What attention adds to its scores by the distance of two tokens, as a table that learns it gives it.
+"""What attention adds to its scores by the distance of two tokens, as a table or a slope gives it.
 
 A module here makes a `DistanceBias` once a call, which every layer adds (`flodl_hf.attention`). Shapes: N heads.
 """
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from flodl_hf.layout import Layout
 
-__all__ = ["DistanceBias", "RelativeBias"]
+__all__ = ["DistanceBias", "RelativeBias", "SlopedBias"]
 
 
 class DistanceBias:
@@ -67,3 +67,30 @@ class RelativeBias(nn.Module):
         share = torch.log(far.float() / exact) / math.log(self.max_distance / exact) * (half - exact)
         wide = (exact + share.to(torch.long)).clamp(max=half - 1)
         return self.table((distances > 0).long() * half + torch.where(far < exact, far, wide))
+
+
+class SlopedBias(nn.Module):
+    """Scores that fall with distance, each head's by a slope of its own, in both directions (Press et al. 2021, ALiBi).
+
+    Of N heads, a power of two, head i (from 1) has the slope 2 to the power of -8i/N; further heads have every second
+    slope of twice as many.
+
+    Args:
+        num_heads: N.
+    """
+
+    def __init__(self, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+
+    def forward(self, hidden: Tensor, layout: Layout) -> DistanceBias:
+        """Return what all layers of this call add."""
+        return DistanceBias(self._values)
+
+    def _values(self, distances: Tensor) -> Tensor:
+        whole = 1 << (self.num_heads.bit_length() - 1)
+        # On the device from the start: a recorded pass can copy nothing there.
+        first = torch.arange(1, whole + 1, device=distances.device, dtype=torch.float32) * (8 / whole)
+        rest = torch.arange(self.num_heads - whole, device=distances.device, dtype=torch.float32)
+        slopes = torch.exp2(-torch.cat([first, (2 * rest + 1) * (4 / whole)]))
+        return distances.abs().float()[..., None] * -slopes

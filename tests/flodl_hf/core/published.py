@@ -269,7 +269,6 @@ PUBLISHED: dict[str, tuple[Config, str]] = {
 
 # Other models under these families' names, and the key by which they are told.
 REFUSED: dict[str, tuple[Config, str]] = {
-    "jinaai/jina-embeddings-v2-base-en": (BERT | arch("JinaBertForMaskedLM") | {"max_position_embeddings": 8192, "attn_implementation": None, "auto_map": {"AutoModel": "jinaai/jina-bert-implementation--modeling_bert.JinaBertModel"}, "emb_pooler": "mean", "feed_forward_type": "geglu", "position_embedding_type": "alibi", "vocab_size": 30528}, "position_embedding_type"),
     "zhihan1996/DNABERT-2-117M": (BERT | arch("BertForMaskedLM") | {"alibi_starting_size": 512, "attention_probs_dropout_prob": 0.0, "auto_map": {"AutoModel": "bert_layers.BertModel"}, "vocab_size": 4096}, "alibi_starting_size"),
 }  # fmt: skip
 

@@ -1,0 +1,90 @@
+"""JinaBERT (Günther et al. 2023, https://arxiv.org/abs/2310.19923): jina-embeddings-v2.
+
+BERT's encoder without positions. It departs from BERT in:
+
+* every head takes from its scores the distance of two tokens, times a slope of the head's own (ALiBi, in both
+  directions), so that no table bounds a text's length;
+* the feed-forward part is gated; only its last projection has a bias, and it drops values inside and not after.
+
+Files say ``model_type: bert`` with ``position_embedding_type: alibi``, and were written for the code of another
+repository, which is not needed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from flodl.graph import Graph
+from flodl_hf.attention import SelfAttention
+from flodl_hf.config_rows import Inert, Row, one_of
+from flodl_hf.distances import SlopedBias
+from flodl_hf.encoder import Embeddings, chain, post_norm_block, stack
+from flodl_hf.encoder_layer import EncoderLayer, FeedForward
+from flodl_hf.families import bert
+from flodl_hf.keys import KeyRow, rows_under
+
+__all__ = ["FAMILY", "JinaBertConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class JinaBertConfig(bert.BertConfig):
+    """The settings of a JinaBERT encoder: BERT's, and what gates its feed-forward parts."""
+
+    gate: str = "geglu"
+    """The feed-forward part: "geglu" is gated by GELU, "reglu" by ReLU."""
+
+
+GATES = {"geglu": "gelu", "reglu": "relu"}
+
+# fmt: off
+CONFIG = (
+    *(replace(row, default=8192) if row.field == "max_positions" else row for row in bert.CONFIG),
+    Row("gate", "feed_forward_type", one_of(*GATES), "geglu"),
+)
+
+INERT = (
+    Inert("position_embedding_type", "scores fall with distance, which no table says", ("alibi", None)),
+    Inert("model_max_length",        "the tokenizer's files say it"),
+    Inert("emb_pooler",              "sentence-transformers' files say how texts are pooled"),
+)
+
+MOVED = {
+    "encoder.embeddings.position":                None,
+    "encoder.layers.{i}.feed_forward.up":         "encoder.layer.{i}.mlp.gated_layers[1/2]",
+    "encoder.layers.{i}.feed_forward.activation": "encoder.layer.{i}.mlp.gated_layers[0/2]",
+    "encoder.layers.{i}.feed_forward.down":       "encoder.layer.{i}.mlp.wo",
+    "encoder.layers.{i}.feed_forward_norm":       "encoder.layer.{i}.mlp.layernorm",
+}
+KEYS = tuple(
+    KeyRow(row.ours.replace("feed_forward.activation", "feed_forward.gate"), row.theirs)
+    for row in rows_under("bert", bert.KEYS, MOVED)
+)
+# fmt: on
+
+
+def block(c: JinaBertConfig) -> EncoderLayer:
+    """Return one layer: BERT's, over plain products, with a gate."""
+    attention = SelfAttention(c.hidden_size, c.num_heads, c.attention_dropout, c.hidden_dropout, fused=False)
+    feed_forward = FeedForward(
+        c.hidden_size, c.intermediate_size, GATES[c.gate], 0.0,
+        gated=True, bias=False, down_bias=True, inner_dropout=c.hidden_dropout,
+    )  # fmt: skip
+    return post_norm_block(attention, feed_forward, c.hidden_size, c.norm_eps)
+
+
+def encoder(c: JinaBertConfig) -> Graph:
+    """Return the graph from ids to token states."""
+    embeddings = Embeddings(
+        c.vocab_size, c.hidden_size, c.norm_eps, c.hidden_dropout,
+        type_vocab_size=c.type_vocab_size, pad_token_id=c.pad_token_id,
+    )  # fmt: skip
+    return chain(embeddings, stack((block(c) for _ in range(c.num_layers)), "bias"), bias=SlopedBias(c.num_heads))
+
+
+TASKS = ("sequence_classification", "token_classification", "question_answering", "masked_lm")
+
+FAMILY = bert.FAMILY.renamed(
+    "jina_bert", "JinaBert", config=JinaBertConfig, rows=CONFIG, inert=INERT, keys=KEYS, encoder=encoder,
+    heads={task: bert.HEADS[task] for task in TASKS}, pretraining={}, tiny={}, real={},
+    claims=lambda source: source.get("model_type") == "bert" and source.get("position_embedding_type") == "alibi",
+)  # fmt: skip
