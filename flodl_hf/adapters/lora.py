@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["AdaptedLinear", "LoraPart", "folded", "joined_products", "plain_linear"]
+__all__ = ["AdaptedLinear", "LoraPart", "deltas", "folded", "joined_products", "plain_linear"]
 
 
 class LoraPart(nn.Module):
@@ -40,11 +40,6 @@ class LoraPart(nn.Module):
     def dropped(self) -> float:
         """The probability of dropping a value now: none in evaluation."""
         return self.dropout if self.training else 0.0
-
-    def delta(self, x: Tensor) -> Tensor:
-        """Return the scaled sum, ``(..., out)``, computed in the dtype of ``x``; DoRA's lengths are not in it."""
-        x = F.dropout(x, self.dropped) if self.dropped else x
-        return F.linear(F.linear(x, self.down.to(x.dtype)), self.up.to(x.dtype)) * self.scale
 
     def merged(self, weight: Tensor) -> Tensor:
         """Return the one weight that projection and part come to: in float64, rounded once to the weight's dtype."""
@@ -134,6 +129,25 @@ def _row_lengths(part: LoraPart, up: Tensor, weight: Tensor) -> Tensor:
         eye = torch.eye(part.down.shape[1], device=part.down.device, dtype=part.down.dtype)
         total = weight + part.scale * F.linear(F.linear(eye, part.down), up).T.to(weight.dtype)
         return torch.linalg.norm(total, dim=1).to(weight.dtype)
+
+
+def deltas(x: Tensor, linears: Sequence[nn.Module]) -> list[Tensor | None]:
+    """Return the scaled sums beside projections of the same states, in the dtype of ``x``; None where there is none.
+
+    Those of one matrix drop the same values. DoRA's lengths are not in them.
+    """
+    lows: dict[int, Tensor] = {}
+    found: list[Tensor | None] = []
+    for linear in linears:
+        part: Any = getattr(linear, "lora", None)
+        if part is None:
+            found.append(None)
+            continue
+        if id(part.down) not in lows:
+            given = F.dropout(x, part.dropped) if part.dropped else x
+            lows[id(part.down)] = F.linear(given, part.down.to(x.dtype))
+        found.append(F.linear(lows[id(part.down)], part.up.to(x.dtype)) * part.scale)
+    return found
 
 
 def plain_linear(adapted: AdaptedLinear, weight: Tensor) -> nn.Linear:

@@ -21,7 +21,7 @@ from flodl_hf.tables.table import Layer, Table, watched
 if TYPE_CHECKING:
     from flodl_hf.runtime.cpu_products import Product
 
-__all__ = ["MakeProduct", "ProcessorTable", "plain_parts"]
+__all__ = ["MakeProduct", "ProcessorTable", "layer_linears", "plain_parts"]
 
 MakeProduct = Callable[[Tensor, Tensor | None], "Product"]
 
@@ -33,13 +33,18 @@ class _Branch(NamedTuple):
     linear: nn.Linear
 
 
-def plain_parts(layer: Layer) -> str | None:
-    """Return why a layer's parts are not the known ones, computed by their own weights alone; None where they are."""
+def plain_parts(layer: Layer, also: type[nn.Module] = nn.Linear) -> str | None:
+    """Return why a layer's parts are not the known ones, computed by their own weights alone; None where they are.
+
+    Args:
+        layer: a layer.
+        also: a kind of projection that the asker computes besides ordinary ones.
+    """
     if type(layer.attention) not in (SelfAttention, DisentangledAttention):
         return f"its attention is a {type(layer.attention).__name__}"
     if type(layer.feed_forward) is not FeedForward:
         return f"its feed-forward part is a {type(layer.feed_forward).__name__}"
-    strange = [type(m).__name__ for m in _linears(layer) if type(m) is not nn.Linear]
+    strange = [type(m).__name__ for m in layer_linears(layer) if type(m) not in (nn.Linear, also)]
     if strange:
         return f"a projection is a {strange[0]}"
     if watched(layer):
@@ -47,7 +52,8 @@ def plain_parts(layer: Layer) -> str | None:
     return None
 
 
-def _linears(layer: Layer) -> list[nn.Module]:
+def layer_linears(layer: Layer) -> list[nn.Module]:
+    """Return the projections of a layer of known parts."""
     attention: Any = layer.attention
     feed_forward: Any = layer.feed_forward
     parts = [attention.query, attention.key, attention.value, attention.output]

@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flodl_hf.activations import GELUS
+from flodl_hf.adapters.lora import AdaptedLinear, deltas
 from flodl_hf.attention import SelfAttention
 from flodl_hf.disentangled.attention import DisentangledAttention
 from flodl_hf.encoder_layer import FeedForward
 from flodl_hf.layout import Layout, Packed
 from flodl_hf.tables.cuda import HEAD_WIDTHS, WIDEST, norm_kind, short_layout
-from flodl_hf.tables.processor import plain_parts
+from flodl_hf.tables.processor import layer_linears, plain_parts
 from flodl_hf.tables.table import TORCH, Layer, Table, watched
 
 __all__ = ["TrainingTable"]
@@ -91,11 +92,17 @@ class TrainingTable(Table):
 
     def lacks(self, layer: Layer) -> str | None:
         """Return why this table cannot run a layer."""
-        reason = plain_parts(layer)
+        reason = plain_parts(layer, AdaptedLinear)
         if reason is not None:
             return reason
         attention: Any = layer.attention
         feed_forward: Any = layer.feed_forward
+        parts = [part for part in layer_linears(layer) if type(part) is AdaptedLinear]
+        if any(part.lora.magnitude is not None for part in parts):
+            return "its adapter has learned lengths (DoRA), which have no kernel"
+        asked = (attention.query, attention.key, attention.value)
+        if type(attention) is DisentangledAttention and any(part in asked for part in parts):
+            return "its attention computes positions by the projections that are adapted"
         width = attention.query.in_features
         if width > WIDEST:
             return f"states of {width} features are wider than {WIDEST}"
@@ -216,6 +223,10 @@ class TrainingTable(Table):
         biases: list[Tensor] = [] if bias is None else [part.bias for part in parts]
         qkv = projected(half, weight, bias, [part.weight for part in parts], biases)
         sizes = [part.out_features for part in parts]
+        sums = deltas(half, parts)
+        if any(each is not None for each in sums):
+            whole = zip(qkv.split(sizes, dim=-1), sums, strict=True)
+            qkv = torch.cat([x if each is None else x + each for x, each in whole], -1)
         p = attention.attention_dropout if attention.training else 0.0
         if not given and short_layout(layout) and attention.kv_heads == attention.num_heads:
             assert isinstance(layout, Packed)
@@ -242,13 +253,16 @@ class TrainingTable(Table):
             up = feed_forward.up
             weight, bias = carried.halves[id(up)]
             if feed_forward.gate is None:
-                x = projected(half, weight, bias, [up.weight], [])
+                x = _adapted(projected(half, weight, bias, [up.weight], []), half, up)
                 wide = activated(x, up.bias, tanh=GELUS[feed_forward.activation.name])
             else:
                 gate = feed_forward.gate
                 open_weight, open_bias = carried.halves[id(gate)]
                 opened = projected(half, open_weight, open_bias, [gate.weight], _listed(gate.bias))
-                wide = feed_forward.activation(opened) * projected(half, weight, bias, [up.weight], _listed(up.bias))
+                raised = projected(half, weight, bias, [up.weight], _listed(up.bias))
+                for_gate, for_up = deltas(half, (gate, up))
+                opened = opened if for_gate is None else opened + for_gate
+                wide = feed_forward.activation(opened) * (raised if for_up is None else raised + for_up)
             wide = feed_forward.dropped(wide)
         return _Branch(
             wide, feed_forward.down, carried.halves[id(feed_forward.down)], feed_forward.dropout,
@@ -262,6 +276,7 @@ class TrainingTable(Table):
         with torch.autocast(residual.device.type, enabled=False):
             linear = branch.linear
             x = projected(branch.states, *branch.halves, [linear.weight], _listed(linear.bias))
+            x = _adapted(x, branch.states, linear)
             p = branch.dropout.p if branch.dropout.training else 0.0
             total = residual + F.dropout(x, p, p > 0).view(residual.shape)
         self._carried(layout).keep(total, None)
@@ -293,7 +308,7 @@ class TrainingTable(Table):
         carried, width = self._carried(layout), residual.shape[-1]
         linear, dropout = branch.linear, branch.dropout
         with torch.autocast(residual.device.type, enabled=False):
-            x = projected(branch.states, *branch.halves, [linear.weight], [])
+            x = _adapted(projected(branch.states, *branch.halves, [linear.weight], []), branch.states, linear)
             states, half = added_and_normed(
                 x, residual.reshape(-1, width), weight, bias, linear.bias, carried.seed, eps=eps,
                 p=dropout.p if dropout.training else 0.0, stream=branch.stream, center=center, pre=pre,
@@ -303,6 +318,12 @@ class TrainingTable(Table):
             return states, half.view(residual.shape)
         carried.keep(states, half)
         return states, half
+
+
+def _adapted(x: Tensor, given: Tensor, linear: nn.Linear) -> Tensor:
+    """Return what a projection of ``given`` gave, with the part beside it where there is one."""
+    (added,) = deltas(given, (linear,))
+    return x if added is None else x + added
 
 
 def _listed(bias: Tensor | None) -> list[Tensor]:

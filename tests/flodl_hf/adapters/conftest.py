@@ -22,18 +22,11 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return demo.demo_model(demo.learn_vocabulary()).save_pretrained(tmp_path_factory.mktemp("adapted") / "base")
 
 
-def moved(model: Any, name: str = "default", seed: int = 1) -> Any:
-    """Return the model with an adapter that is as if trained."""
-    draw = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model._held_adapters.known[name].parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=draw).to(parameter) * 0.1)
-    return model
-
-
 @pytest.fixture
 def adapted(base: Path) -> Callable[..., Any]:
     """Make a classifier with an adapter that is as if trained."""
+    from adapted_models import moved  # pyright: ignore[reportMissingImports]
+
     from flodl_hf import AutoModelForSequenceClassification
 
     def make(seed: int = 1, **settings: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import moved  # pyright: ignore[reportMissingImports]
+from adapted_models import moved  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 from flodl.errors import ConfigError
