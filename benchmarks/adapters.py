@@ -7,7 +7,7 @@ BERT-base at random, made-up texts of log-normal lengths (median 40 words, at mo
 bf16. Ways are run in turn, so that a busy machine shows in all of them; the best round of each is told.
 
 * ``full``: `finetune` of all weights; ``lora`` and ``lora all-linear``: with ``lora=RANK``.
-* ``peft``: transformers' model with the same adapter by peft, in a plain loop under autocast, padded to the longest row.
+* ``peft``: transformers' model with the same adapter by peft, in a plain loop under autocast, padded to the longest.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def ways_of(
 
 def of_peft(base: Path, table: list[dict[str, Any]], batch: int, steps: int, rank: int, cuda: bool) -> dict[str, float]:
     """Return what peft does in a plain loop."""
-    import peft
+    import peft  # pyright: ignore[reportMissingImports]
     from transformers import AutoModelForSequenceClassification as Theirs
 
     from flodl_hf import AutoTokenizer
