@@ -13,11 +13,16 @@ from typing import Any
 import torch
 
 from benchmarks.ddp import report
-from benchmarks.ddp.cases import CASES, Case, bert, digits, small
+from benchmarks.ddp.baseline import BASELINE, compare, read, save
+from benchmarks.ddp.cases import CASES, Case, bert
 from benchmarks.ddp.curves import equal_curves, weak_scaling
+from benchmarks.ddp.data import digits
+from benchmarks.ddp.models import small
 from benchmarks.ddp.runs import MODES, Bench, table_of_modes
 from flodl.distributed import Ranks, join_ranks, launch
 
+QUICK = ("logistic", "mlp", "lenet", "conv-ae", "char-rnn")
+"""Models that are trained in minutes."""
 PARTS = ("modes", "unequal", "equal", "scaling")
 
 
@@ -32,7 +37,16 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="folder for results.json, results.md and timelines")
     parser.add_argument("--ranks", type=int, default=1, help="start so many ranks here, where torchrun did not")
     parser.add_argument("--device", help="cpu, or nothing for CUDA devices where there are any")
-    parser.add_argument("--models", default=",".join(CASES), help="for modes")
+    parser.add_argument(
+        "--models",
+        default=",".join(QUICK),
+        help=f"for modes; all, or some of {', '.join(CASES)}; those of hours are asked for",
+    )
+    parser.add_argument(
+        "--baseline", type=Path, default=BASELINE, help="file of losses that those of modes are held to"
+    )
+    parser.add_argument("--save-baseline", action="store_true", help="put the losses of modes into that file")
+    parser.add_argument("--tolerance", type=float, default=0.15, help="how far a loss may be from the baseline's")
     parser.add_argument("--unequal-models", default="lenet,bert", help="for unequal")
     parser.add_argument("--modes", default=",".join(MODES), help="some of the modes")
     parser.add_argument("--seeds", type=int, default=1, help="for modes")
@@ -56,14 +70,13 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     args = arguments(argv)
     if args.ranks > 1:
-        launch(
-            run, (args,), ranks=args.ranks, device=args.device, start="fork" if args.device == "cpu" else "spawn"
-        ).wait()
+        start = "fork" if args.device == "cpu" else "spawn"
+        found = launch(run, (args,), ranks=args.ranks, device=args.device, start=start).wait()[0]
     else:
         ranks = join_ranks(device=args.device, timeout_s=120)
-        run(ranks, args)
+        found = run(ranks, args)
         ranks.leave()
-    return 0
+    return 1 if found is not None and found.get("baseline", {}).get("far") else 0
 
 
 def run(ranks: Ranks, args: argparse.Namespace) -> dict[str, Any] | None:
@@ -76,10 +89,24 @@ def run(ranks: Ranks, args: argparse.Namespace) -> dict[str, Any] | None:
             _say(ranks, f"\n== {part} ({time.perf_counter() - began:.0f} s)")
             results[part] = PART[part](bench, args)
             _write(ranks, args.out, results)
+    if ranks.rank == 0 and results.get("modes"):
+        results["baseline"] = _held(args, results["modes"])
     results["seconds"] = time.perf_counter() - began
     _say(ranks, f"\n{_markdown(results)}\n({results['seconds']:.0f} s)")
     _write(ranks, args.out, results)
     return results if ranks.rank == 0 else None
+
+
+def _held(args: argparse.Namespace, rows: list[dict[str, Any]]) -> dict[str, list[str]]:
+    """Hold losses to the baseline, or put them into it; say what is far from it."""
+    if args.save_baseline:
+        save(args.baseline, rows)
+        print(f"\nlosses written to {args.baseline}")
+    far, strange = compare(rows, read(args.baseline), args.tolerance)
+    print(f"\n{len(rows) - len(far) - len(strange)} losses as in the baseline, {len(strange)} that it does not have")
+    for line in far:
+        print(f"FAR FROM THE BASELINE  {line}")
+    return {"far": far, "unknown": strange}
 
 
 def _modes(args: argparse.Namespace, ranks: Ranks) -> list[str]:
@@ -94,6 +121,10 @@ def _modes(args: argparse.Namespace, ranks: Ranks) -> list[str]:
 
 def _cases(args: argparse.Namespace, names: str) -> list[Case]:
     large = {"rows": 192, "tiny": True, "seq": 16} if args.quick else {"rows": 4096}
+    names = ",".join(CASES) if names == "all" else names
+    unknown = [name for name in names.split(",") if name != "bert" and name not in CASES]
+    if unknown:
+        raise SystemExit(f"no model {unknown[0]!r}; there are {', '.join([*CASES, 'bert'])}")
     return [bert(**large) if name == "bert" else CASES[name] for name in names.split(",")]
 
 
@@ -184,7 +215,7 @@ def _where(ranks: Ranks) -> dict[str, Any]:
 
 
 def _plain(args: argparse.Namespace) -> dict[str, Any]:
-    return {k: v for k, v in vars(args).items() if k not in ("data", "out")}
+    return {k: v for k, v in vars(args).items() if k not in ("data", "out", "baseline")}
 
 
 def _markdown(results: dict[str, Any]) -> str:

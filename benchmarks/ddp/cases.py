@@ -1,4 +1,4 @@
-"""What is trained: four small FlowBuilder graphs on real data, and a BERT of the base size on random tokens."""
+"""What is measured: eight small networks with their data, optimisers and rates, and a BERT of the base size."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
-from flodl import FlowBuilder, Graph
-from flodl.data import Mnist, Shakespeare, TensorRows
+from benchmarks.ddp import models
+from benchmarks.ddp.data import Split, digits, photographs, text
+from benchmarks.ddp.models import changed, small
+from flodl.data import Cifar10, TensorRows
 from flodl.train import Loss, OptimizerFactory, adamw
+from flodl.train.schedule import Cosine, MultiStep, Warmup
 
 __all__ = ["CASES", "Case", "bert", "small"]
-
-SEQ = 128
-Split = tuple[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,8 @@ class Case:
         data: gives training and held-out rows of a folder; made up where the folder is None.
         epochs: passes over the data.
         figure: the held-out figure that is shown, besides the loss.
+        rates: makes learning rates from the number of steps of a run; the optimiser's own rate where None.
+        reference: what is published of it: accuracy, or loss where there is no accuracy.
     """
 
     name: str
@@ -44,89 +46,13 @@ class Case:
     data: Callable[[Path | None], Split]
     epochs: int
     figure: str | None = "accuracy"
+    rates: Callable[[int], Any] | None = None
+    reference: float | None = None
 
     def judge(self, model: nn.Module, batch: Any) -> dict[str, tuple[Any, Any]]:
         """Return sums and counts of the held-out figures."""
         loss = self.step(model, batch)
         return {"eval_loss": tuple(loss.totals().unbind()), **loss.metrics}
-
-
-# ---- data ------------------------------------------------------------------------------------------------
-
-
-def digits(folder: Path | None) -> Split:
-    """Return the 10,000 images of MNIST's second part: 8,000 to train on, 2,000 held out."""
-    if folder is None:
-        generator = torch.Generator().manual_seed(5)
-        label = torch.randint(0, 10, (640,), generator=generator)
-        shapes = torch.rand(10, 1, 28, 28, generator=generator)
-        image = (shapes[label] * 255 * (0.5 + torch.rand(640, 1, 28, 28, generator=generator) / 2)).to(torch.uint8)
-        return _images(image[:512], label[:512]), _images(image[512:], label[512:])
-    place = folder / "mnist"
-    whole = Mnist.parse(
-        (place / "t10k-images-idx3-ubyte.gz").read_bytes(), (place / "t10k-labels-idx1-ubyte.gz").read_bytes()
-    ).get_batch(range(10_000))
-    order = torch.randperm(10_000, generator=torch.Generator().manual_seed(0))
-    image, label = (whole["image"] * 255).round().to(torch.uint8)[order], whole["label"][order]
-    return _images(image[:8000], label[:8000]), _images(image[8000:], label[8000:])
-
-
-def _images(image: Tensor, label: Tensor) -> TensorRows:
-    return TensorRows({"image": image.float() / 255, "label": label})
-
-
-def text(folder: Path | None) -> Split:
-    """Return windows of a text: the first nine tenths to train on, the rest held out."""
-    if folder is None:
-        whole = "the quick brown fox jumps over the lazy dog; " * 400
-    else:
-        whole = (folder / "shakespeare" / "input.txt").read_text("utf-8")
-    cut = len(whole) * 9 // 10
-    train = Shakespeare.parse(whole[:cut], SEQ, "".join(sorted(set(whole))))
-    return train, Shakespeare.parse(whole[cut:], SEQ, train.vocabulary)
-
-
-# ---- models ----------------------------------------------------------------------------------------------
-
-
-def mlp(_data: Any) -> Graph:
-    return FlowBuilder(nn.Flatten()).through(nn.Linear(784, 256)).through(nn.ReLU()).through(nn.Linear(256, 10)).build()
-
-
-def lenet(_data: Any) -> Graph:
-    flow = FlowBuilder()
-    for wide_in, wide_out in ((1, 6), (6, 16)):
-        flow.through(nn.Conv2d(wide_in, wide_out, 5)).through(nn.BatchNorm2d(wide_out)).through(nn.ReLU())
-        flow.through(nn.MaxPool2d(2))
-    flow.through(nn.Flatten()).through(nn.Linear(256, 120)).through(nn.ReLU())
-    return flow.through(nn.Linear(120, 84)).through(nn.ReLU()).through(nn.Linear(84, 10)).build()
-
-
-def conv_ae(_data: Any) -> Graph:
-    flow = FlowBuilder(nn.Conv2d(1, 16, 3, stride=2, padding=1)).through(nn.ReLU())
-    flow.through(nn.Conv2d(16, 32, 3, stride=2, padding=1)).through(nn.ReLU())
-    flow.through(nn.ConvTranspose2d(32, 16, 3, stride=2, padding=1, output_padding=1)).through(nn.ReLU())
-    flow.through(nn.ConvTranspose2d(16, 1, 3, stride=2, padding=1, output_padding=1))
-    return flow.through(nn.Sigmoid()).build()
-
-
-class Recurrent(nn.LSTM):
-    """An LSTM that gives its outputs alone."""
-
-    def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return super().forward(x)[0]
-
-
-def char_rnn(data: Any) -> Graph:
-    words = len(data.vocabulary)
-    flow = FlowBuilder(nn.Embedding(words, 128)).through(Recurrent(128, 256, num_layers=2, batch_first=True))
-    return flow.through(nn.Dropout(0.2)).through(nn.Linear(256, words)).build()
-
-
-def small(_data: Any) -> Graph:
-    """Return a graph without dropout and BatchNorm, whose step is the same however a batch is cut."""
-    flow = FlowBuilder(nn.Flatten()).through(nn.Linear(784, 1024)).through(nn.GELU())
-    return flow.through(nn.Linear(1024, 1024)).through(nn.GELU()).through(nn.Linear(1024, 10)).build()
 
 
 # ---- steps -----------------------------------------------------------------------------------------------
@@ -152,13 +78,41 @@ def foretell(model: nn.Module, batch: Any) -> Loss:
 
 ADAM = OptimizerFactory(torch.optim.Adam, {"lr": 1e-3})
 
+
+def recognise(model: nn.Module, batch: Any) -> Loss:
+    """Return the loss of photographs, which are shifted and mirrored, each on its own, while the model learns."""
+    image, label = Cifar10.normalized(batch["image"]), batch["label"]
+    scores = model(changed(image) if model.training else image)
+    right = (scores.detach().argmax(1) == label).sum()
+    return Loss(F.cross_entropy(scores, label, reduction="sum"), len(label), {"accuracy": (right, len(label))})
+
+
+def steps_down(steps: int) -> MultiStep:
+    """Return a tenth of the rate after half of the steps, and again after three quarters."""
+    return MultiStep(0.1, tuple(sorted({max(1, steps // 2), max(2, steps * 3 // 4)})))
+
+
+def rise_and_fall(steps: int) -> Warmup:
+    """Return a rise over a fifth of the steps and half a cosine over the rest."""
+    rise = max(1, steps // 5)
+    return Warmup(Cosine(3e-4, 1e-5, max(1, steps - rise)), 3e-4, rise)
+
+
+SGD = OptimizerFactory(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4})
+RMSPROP = OptimizerFactory(torch.optim.RMSprop, {"lr": 2e-3})
+SLOW_ADAM = OptimizerFactory(torch.optim.Adam, {"lr": 3e-4})
+
 CASES = {
     case.name: case
     for case in (
-        Case("mlp", mlp, ADAM, classify, digits, 5),
-        Case("lenet", lenet, ADAM, classify, digits, 5),
-        Case("conv-ae", conv_ae, ADAM, rebuild, digits, 5, None),
-        Case("char-rnn", char_rnn, OptimizerFactory(torch.optim.RMSprop, {"lr": 2e-3}), foretell, text, 3),
+        Case("logistic", models.logistic, ADAM, classify, digits, 5, reference=0.92),
+        Case("mlp", models.mlp, ADAM, classify, digits, 5, reference=0.975),
+        Case("lenet", models.lenet, ADAM, classify, digits, 5, reference=0.99),
+        Case("conv-ae", models.conv_ae, ADAM, rebuild, digits, 5, None),
+        Case("char-rnn", models.char_rnn, RMSPROP, foretell, text, 3),
+        Case("gpt-nano", models.gpt_nano, SLOW_ADAM, foretell, text, 50, rates=rise_and_fall),
+        Case("resnet", models.resnet, SGD, recognise, photographs, 200, rates=steps_down, reference=0.9125),
+        Case("resnet-graph", models.resnet_graph, SGD, recognise, photographs, 200, rates=steps_down, reference=0.9125),
     )
 }
 

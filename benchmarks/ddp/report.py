@@ -24,14 +24,16 @@ def _spread(value: tuple[float, float] | None, digits: int, scale: float = 1.0) 
 def modes(rows: Sequence[dict[str, Any]]) -> str:
     """Return the table of modes: quality, time, meetings, idleness, shares."""
     unequal = any("at_most" in row for row in rows)
-    titles = ["model", "mode", "train loss", "held-out loss", "accuracy %", "seconds", "× solo"]
+    titles = ["model", "mode", "train loss", "held-out loss", "accuracy %", "published %", "seconds", "× solo"]
     titles += ["× solo from epoch 2", "at most"] if unequal else []
     titles += ["syncs", "sync ms", "idle % by rank", "anchor", "shares %"]
     body = []
     for row in rows:
         digits = 5 if row["loss"][0] < 0.1 else 4
         line = [row["model"], row["mode"], _spread(row["loss"], digits), _spread(row["eval_loss"], digits)]
-        line += [_spread(row["figure"], 2, 100), f"{row['seconds']:.2f}"]
+        published = row.get("reference")
+        line += [_spread(row["figure"], 2, 100), "–" if published is None else f"{100 * published:.2f}"]
+        line += [f"{row['seconds']:.2f}"]
         line += [f"{row['speed']:.2f}" if row["speed"] else "–"]
         if unequal:
             line += [f"{row['later']:.2f}" if row["later"] else "–"]

@@ -6,6 +6,7 @@ import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
@@ -65,6 +66,9 @@ def train(
     waiting, the optimiser, fetching data and Python count as idle.
     """
     step = napping(case.step, bench.nap_s)
+    if case.rates is not None and "schedule" not in settings:
+        epochs = settings.get("num_epochs") or case.epochs
+        settings["schedule"] = partial(_rates, case, len(data[0]) * epochs // bench.batch)
     chosen = make_settings(
         {
             "num_epochs": case.epochs,
@@ -120,6 +124,12 @@ def train(
         "share": [row["samples"] / samples if samples else 0.0 for row in each],
         "mean_sync_ms": fmean(r.sync_ms - r.wait_ms for r in rounds) if rounds else None,
     }
+
+
+def _rates(case: Case, batches: int, world: int) -> Any:
+    """Return the rates of a run of so many batches, which ``world`` ranks share."""
+    assert case.rates is not None
+    return case.rates(max(1, batches // world))
 
 
 def napping(step: Callable[..., Any], nap_s: float) -> Callable[..., Any]:
@@ -200,7 +210,12 @@ def table_of_modes(
                 found = [run for part in ranks.gather(found) for run in part]
                 alone = sorted(found, key=lambda run: run["seed"])
                 found = alone
-            rows.append({"model": case.name, "mode": mode, "runs": found, **_summary(found, alone, case.figure)})
+            about = {"model": case.name, "mode": mode, "rows": len(data[0]), "batch": bench.batch}
+            about |= {
+                "epochs": settings.get("num_epochs") or case.epochs,
+                "reference": case.reference if len(data[0]) >= 8000 else None,
+            }
+            rows.append({**about, "runs": found, **_summary(found, alone, case.figure)})
             _say(ranks, rows[-1])
             gc.collect()
         if slow and alone:
