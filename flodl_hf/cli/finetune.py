@@ -301,7 +301,7 @@ def _command() -> Callable[..., None]:
         text = row.metadata["help"] + (f" (default {shown})" if shown else "")
         option = typer.Option(
             *flags, help=text, show_default=False, rich_help_panel=group,
-            metavar="seqcls|tokcls|qa|mlm|embedding" if name == "task" else None,
+            metavar="seqcls|tokcls|qa|mlm|embedding|rank" if name == "task" else None,
         )  # fmt: skip
         parameters.append(_parameter(name, kind | None, option))
     parameters.append(

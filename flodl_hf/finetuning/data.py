@@ -21,6 +21,7 @@ from flodl_hf.columns import Columns, infer_columns
 from flodl_hf.finetuning.answers import AnswerTask
 from flodl_hf.finetuning.masked import MaskedTask
 from flodl_hf.finetuning.options import Options, task_named
+from flodl_hf.finetuning.ranking import plan_ranking
 from flodl_hf.finetuning.sequence import SequenceTask
 from flodl_hf.finetuning.task import Task
 from flodl_hf.finetuning.tokens import TokenTask, tag_names
@@ -161,6 +162,8 @@ def choose_task(tables: Tables, options: Options, known: Known, own: Any = None)
     pairs = are_pairs(list(tables.train[0])) and not options.columns
     if named == "embedding" or (named is None and (pairs or tables.parts)):
         return plan_embedding(tables.parts or {"": tables.train}, options, own)
+    if named == "rank" and not tables.parts:
+        return plan_ranking(tables.train, options), options
     if tables.parts:
         raise ConfigError(
             f"train: found {len(tables.parts)} tables for {named}; expected one, or task='embedding', which "

@@ -22,6 +22,7 @@ PIPELINES = {
     "question_answering": "question-answering",
     "masked_lm": "fill-mask",
     "embedding": "sentence-similarity",
+    "rank": "text-ranking",
 }
 KINDS = {"mcc": "matthews_correlation", "pearson": "pearsonr", "spearman": "spearmanr", "eval_loss": "loss"}
 """Names that the Hub has for figures, where they are not ours."""
@@ -44,11 +45,12 @@ def head_of_card(job: Job, result: FinetuneResult) -> str:
     before = front_matter(source.folder) if source is not None else {}
     base = hub_name(job.name) or before.get("base_model")
     head: dict[str, Any] = {"base_model": base} if isinstance(base, (str, list)) else {}
-    vectors = result.task == "embedding"
-    library = "sentence-transformers" if vectors else "transformers"
-    tags = (
-        ["sentence-transformers", "sentence-similarity", "feature-extraction", "flodl-hf"] if vectors else ["flodl-hf"]
-    )
+    library = "sentence-transformers" if result.task in ("embedding", "rank") else "transformers"
+    further = {
+        "embedding": ["sentence-transformers", "sentence-similarity", "feature-extraction"],
+        "rank": ["sentence-transformers", "cross-encoder", "reranker"],
+    }
+    tags = [*further.get(result.task, []), "flodl-hf"]
     if result.model.active_adapter is not None:
         library, tags = "peft", [*tags, "lora"]
     head |= {"pipeline_tag": PIPELINES[result.task], "library_name": library, "tags": tags}

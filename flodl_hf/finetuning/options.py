@@ -17,7 +17,7 @@ from flodl_hf.finetuning.words import translated
 
 __all__ = ["TASKS", "Options", "adapter_words", "make_options", "task_named"]
 
-TASKS = ("sequence_classification", "token_classification", "question_answering", "masked_lm", "embedding")
+TASKS = ("sequence_classification", "token_classification", "question_answering", "masked_lm", "embedding", "rank")
 TASK_WORDS = {
     "seqcls": "sequence_classification",
     "text_classification": "sequence_classification",
@@ -58,7 +58,9 @@ def _opt(default: Any, says: str, **checks: Any) -> Any:
 class Options:
     """The choices of one run; each field's ``help`` says what it is."""
 
-    task: str | None = _opt(None, "seqcls, tokcls (ner), qa, mlm or embedding; by default the data's columns tell.")
+    task: str | None = _opt(
+        None, "seqcls, tokcls (ner), qa, mlm, embedding or rank; by default the data's columns tell."
+    )
     columns: Mapping[str, str] | None = _opt(None, "Which column holds what, by role: text=headline.")
     labels: Sequence[str] | None = _opt(
         None, "Label names in the order of their numbers; by default those in the data."

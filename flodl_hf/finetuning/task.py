@@ -128,8 +128,8 @@ class Task(Protocol):
 
 
 def name_of(task: Task) -> str:
-    """Return what a task is called in options and results: its head's name; that of the encoder alone is embedding."""
-    return "embedding" if task.kind == "vectors" else task.head
+    """Return what a task is called in options and results: its own name where it has one, else its head's."""
+    return getattr(task, "name", task.head)
 
 
 def check_texts(examples: Examples, column: str, where: str) -> None:

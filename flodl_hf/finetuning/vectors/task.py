@@ -48,6 +48,7 @@ class EmbeddingTask:
     tables: Mapping[str, TextTable]
     losses: tuple[Any, ...]
     options: Options
+    name: str = "embedding"
     head: str = "base"
     kind: Any = "vectors"
     labels: None = None

@@ -1,0 +1,108 @@
+"""Rankers: pairs and lists of candidates, the numbers of a plain loop, and what is judged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from finetune_tables import sentences
+from torch.nn import functional as F
+
+from flodl.errors import ConfigError, DataError
+from flodl_hf import load
+from flodl_hf.finetuning import finetune, plan_job
+from flodl_hf.finetuning.options import make_options
+
+TEXTS = sentences()
+ONE: dict[str, Any] = {"task": "rank", "max_steps": 3, "epochs": 9, "batch_size": 8, "lr": 1e-3, "report": False}
+
+
+def graded(count: int = 24) -> list[dict[str, Any]]:
+    return [{"query": TEXTS[i // 4], "passage": TEXTS[40 + i], "label": (i % 4) / 3} for i in range(count)]
+
+
+def listed(count: int = 8) -> list[dict[str, Any]]:
+    return [
+        {"query": TEXTS[i], "positive": TEXTS[40 + i], "negatives": [TEXTS[60 + i], TEXTS[80 + i]]}
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize("rows", [graded(), listed()], ids=["graded", "listed"])
+def test_a_ranker_trains_is_judged_and_ranks_again_when_read(
+    rows: list[dict[str, Any]], base: Path, tmp_path: Path
+) -> None:
+    result = finetune(base, train=rows, eval=rows, out=tmp_path / "out", **ONE)
+    assert result.task == "rank"
+    assert set(result.metrics) == {"eval_loss", "ap", "map", "mrr@10", "ndcg@10"}
+    assert all(0 < value < 5 for value in result.metrics.values()), result.metrics
+    again: Any = load(tmp_path / "out")
+    assert again.num_labels == 1
+    ours, theirs = (m.rerank(TEXTS[0], TEXTS[40:44]) for m in (result.model, again))
+    assert ours == theirs
+    assert "text-ranking" in (tmp_path / "out/README.md").read_text()
+    from flodl_hf.recipe import load_recipe
+
+    given = {k: v for k, v in load_recipe(tmp_path / "out/recipe.yaml", None).values.items() if k != "train"}
+    assert finetune(given.pop("model"), train=rows, **{**given, "eval": None}).losses == result.losses
+
+
+def test_steps_are_those_of_a_plain_loop(base: Path) -> None:
+    exact: dict[str, Any] = {**ONE, "dropout": 0.0, "optimizer": "sgd", "lr": 0.1, "schedule": "constant",
+                             "max_grad_norm": 0.0}  # fmt: skip
+    rows = graded()
+    job = plan_job(base, rows, None, make_options(exact))
+    model: Any = job.factory.open()  # its head is drawn by the run's seed
+    torch.manual_seed(42)
+    model.load_state_dict(job.model.state_dict())
+    trained = finetune(base, train=rows, **exact).model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for batch in list(job.batches.plan(0))[:3]:
+        chosen = [rows[i] for i in batch.tolist()]
+        given = model.tokenizer(
+            [row["query"] for row in chosen], [row["passage"] for row in chosen], padding=True, return_tensors="pt"
+        )
+        inputs = {n: torch.as_tensor(given[n]) for n in ("input_ids", "attention_mask", "token_type_ids")}
+        scores = model(**inputs).logits[:, 0]
+        F.binary_cross_entropy_with_logits(scores, torch.tensor([row["label"] for row in chosen])).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for mine, theirs in zip(trained.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-6)
+
+
+def test_figures_are_those_of_each_question(base: Path) -> None:
+    job = plan_job(base, listed(), listed(3), make_options(ONE))
+    evaluation: Any = job.evaluation
+    scorer = evaluation.scorer()
+    for i, score in enumerate([3.0, 2.0, 1.0, 1.0, 2.0, 3.0, 2.0, 3.0, 1.0]):
+        scorer.update(i, [torch.tensor([score])])
+    figures = scorer.compute()
+    assert figures["mrr@10"] == pytest.approx((1 + 1 / 3 + 1 / 2) / 3)
+    assert figures["map"] == pytest.approx((1 + 1 / 3 + 1 / 2) / 3)
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "fault", "said"),
+    [
+        ([{"query": "a", "positive": "b"}] * 8, {}, DataError, "negatives"),
+        ([{"query": "a", "passage": "b", "score": 4.5}] * 8, {}, DataError, "from 4.5 to 4.5"),
+        (graded(), {"labels": ["x"]}, ConfigError, "no classes"),
+    ],
+)
+def test_what_does_not_say_how_well_passages_fit_is_refused(
+    rows: list[dict[str, Any]], options: dict[str, Any], fault: type[Exception], said: str, base: Path
+) -> None:
+    with pytest.raises(fault, match=said):
+        finetune(base, train=rows, **{**ONE, **options})
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_sentence_transformers_ranks_alike(base: Path, tmp_path: Path) -> None:
+    library = pytest.importorskip("sentence_transformers")
+    result: Any = finetune(base, train=listed(), out=tmp_path / "out", **ONE)
+    theirs = library.CrossEncoder(str(tmp_path / "out"), device="cpu").predict([(TEXTS[0], t) for t in TEXTS[40:44]])
+    ours = {hit.index: hit.score for hit in result.model.rerank(TEXTS[0], TEXTS[40:44])}
+    assert [ours[i] for i in range(4)] == pytest.approx(theirs.tolist(), abs=1e-6)
