@@ -32,7 +32,8 @@ def _npy(reply: Reply) -> bytes:
 def _msgpack(reply: Reply) -> bytes:
     import msgpack
 
-    return msgpack.packb(reply.data, default=_plain)
+    packed: Any = msgpack.packb(reply.data, default=_plain)
+    return packed
 
 
 def _plain(value: Any) -> Any:

@@ -6,7 +6,6 @@ dropped of texts that were to be cut. Which doors ask for which task is decided 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -71,14 +70,14 @@ def _note_cut(
 def _embed(model: Any, items: list[Any], options: Mapping[str, Any], ticket: Ticket) -> Done:
     """Vectors of texts, or of ids as they are."""
     size = options.get("dimensions")
-    width = model.config.encoder.hidden_size
+    width = _width(model)
     if size is not None and size > width:
         raise PredictError(f"embed: dimensions is {size}, and vectors have {width}; ask for at most so many")
     given = {"truncate_dim": size, "normalize": options.get("normalize")}
     if items and isinstance(items[0], list):
         return {}, [_embed_ids(model, items, options)]
     texts = items
-    found = model.embed(texts, **given, **_cutting(options)).numpy()
+    found = model.embed(texts, **given, prompt=options.get("prompt"), **_cutting(options)).numpy()
     _note_cut(model, ticket, options, texts)
     return {}, [found]
 
@@ -92,6 +91,10 @@ def _embed_ids(model: Any, rows: list[list[int]], options: Mapping[str, Any]) ->
     from flodl_hf.runtime.vectors import Vectors
 
     model.ready("embed")
+    if model.sentence_recipe is not None and model.sentence_recipe.dense:
+        raise PredictError(
+            "embed: the folder has dense layers behind its pooling, which read texts; send texts, not ids"
+        )
     limit, words = _limit(model), model.config.encoder.vocab_size
     for place, row in enumerate(rows):
         if not row or min(row) < 0 or max(row) >= words:
@@ -106,6 +109,44 @@ def _embed_ids(model: Any, rows: list[list[int]], options: Mapping[str, Any]) ->
     names = check_pooling(recipe.pooling if recipe else "mean")
     pending = Session(model, {}).start(encoded.table, Pooled(names, options.get("dimensions"), wanted))
     return Vectors(len(rows), normalize=wanted).take([""] * len(rows), encoded, pending).numpy()
+
+
+def _width(model: Any) -> int:
+    recipe = model.sentence_recipe
+    return recipe.dense[-1].size if recipe is not None and recipe.dense else model.config.encoder.hidden_size
+
+
+def _embed_sparse(model: Any, items: list[str], options: Mapping[str, Any], ticket: Ticket) -> Done:
+    """Weights of words, by their ids."""
+    _uncut(options, "embed_sparse")
+    found = model.embed_sparse(items)
+    return [
+        [{"index": index, "value": value} for index, value in zip(ids.tolist(), weights.tolist(), strict=True)]
+        for ids, weights in zip(found.ids, found.weights, strict=True)
+    ], []
+
+
+def _late_interaction(model: Any, items: list[str], options: Mapping[str, Any], ticket: Ticket) -> Done:
+    """A vector for each token, as the folder cuts and marks texts."""
+    query = options.get("query") is True
+    late = model.sentence_recipe.late
+    limit = min(
+        (n for n in (late.query_length if query else late.document_length, model.max_tokens) if n), default=None
+    )
+    if limit is not None:
+        from flodl_hf.runtime.inputs import encode
+
+        lengths = encode(model.tokenizer, items, max_tokens=None).table.lengths
+        marker = (late.query_marker if query else late.document_marker) is not None
+        over = np.maximum(0, lengths + marker - limit)
+        if options.get("truncate") is False and over.any():
+            raise TokenizerError(
+                f"input {int(over.argmax())} has {int(over.max())} tokens more than the folder reads, {limit}; leave "
+                "truncate out to have it cut"
+            )
+        ticket.dropped += int(over.sum())
+    found = [one.float().numpy() for one in model.embed_tokens(items, query=query)]
+    return {"lengths": [len(one) for one in found]}, [np.concatenate(found)]
 
 
 def _embed_all(model: Any, items: list[str], options: Mapping[str, Any], ticket: Ticket) -> Done:
@@ -269,6 +310,8 @@ def _decode(model: Any, items: list[list[int]], options: Mapping[str, Any], tick
 TASKS: dict[str, tuple[tuple[str, ...], Callable[[Any, list[Any], Mapping[str, Any], Ticket], Done]]] = {
     "embed": (("base",), _embed),
     "embed_all": (("base",), _embed_all),
+    "embed_sparse": (("base", "masked_lm"), _embed_sparse),
+    "late_interaction": (("base",), _late_interaction),
     "similarity": (("base",), _similarity),
     "classify": (("sequence_classification",), _classify),
     "rerank": (("sequence_classification",), _rerank),
@@ -292,27 +335,24 @@ def describe(model: Any) -> dict[str, Any]:
         "model_type": config.family.model_type,
         "dtype": str(model.dtype).removeprefix("torch."),
         "max_tokens": _limit(model),
-        "width": config.encoder.hidden_size,
+        "width": _width(model),
         "labels": list(config.labels) if model.head in ("sequence_classification", "token_classification") else [],
         "pooling": list(recipe.pooling) if recipe else ["mean"],
         "normalize": recipe.normalize if recipe else True,
-        "prompts": _prompts(recipe.files if recipe else {}),
+        "prompts": dict(recipe.prompts) if recipe else {},
         "mask": tokenizer.mask_token if tokenizer is not None else None,
         "tasks": [name for name, (heads, _) in TASKS.items() if _has(model, name, heads)],
     }
 
 
-def _prompts(files: Mapping[str, bytes]) -> dict[str, str]:
-    try:
-        found = json.loads(files.get("config_sentence_transformers.json", b"{}")).get("prompts") or {}
-    except (ValueError, AttributeError):
-        return {}
-    return {str(name): text for name, text in found.items() if isinstance(text, str)} if isinstance(found, dict) else {}
-
-
 def _has(model: Any, task: str, heads: Sequence[str]) -> bool:
     if heads and model.head not in heads:
         return False
+    recipe = model.sentence_recipe
+    if task == "late_interaction":
+        return recipe is not None and recipe.late is not None
+    if task == "embed_sparse":
+        return model.head == "masked_lm" or (recipe is not None and recipe.lexical is not None)
     if task in ("rerank", "score") and model.head == "sequence_classification":
         return model.num_labels == 1
     if task == "zero_shot":

@@ -207,6 +207,8 @@ class Workers:
             # The worker says itself that it is late; this is for one that says nothing.
             async with asyncio.timeout(max(0.0, left) + 1.0):
                 return await future
+        except TaskError:
+            raise
         except (TimeoutError, OSError, RuntimeError) as fault:
             # A loop says by RuntimeError that a transport is closed.
             late = isinstance(fault, TimeoutError)

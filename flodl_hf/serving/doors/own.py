@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from flodl_hf.serving.doors.door import MODEL, Call, Door, Reply
 from flodl_hf.serving.doors.fields import Field
 from flodl_hf.serving.faults import RefusedError
@@ -78,8 +80,9 @@ async def _zero_shot(call: Call) -> Reply:
 
 async def _late_interaction(call: Call) -> Reply:
     items = call.fields["inputs"]
-    found = await call.ask("late_interaction", items, _chosen(call, "truncate"))
-    return _whole(call, "vectors", found.data, items)
+    found = await call.ask("late_interaction", items, _chosen(call, "query", "truncate"))
+    rows = np.split(found.arrays[0], np.cumsum(found.data["lengths"])[:-1])
+    return _whole(call, "vectors", rows, items)
 
 
 _TEXTS = Field("inputs", "texts", "one text or several", True)
@@ -142,7 +145,16 @@ DOORS = tuple(
             ),
             _zero_shot,
         ),
-        ("/v1/late-interaction", "a vector for each token, to be compared late", (_TEXTS, _CUT), _late_interaction),
+        (
+            "/v1/late-interaction",
+            "a vector for each token, to be compared late; texts are cut as the folder says",
+            (
+                _TEXTS,
+                Field("query", "flag", "whether texts are what is looked for"),
+                Field("truncate", "flag", "false refuses texts that would be cut"),
+            ),
+            _late_interaction,
+        ),
     )
 )
 """Our own paths."""

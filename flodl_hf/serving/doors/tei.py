@@ -39,44 +39,49 @@ def cutting(call: Call) -> dict[str, Any]:
     return {"truncate": call.fields["truncate"]}
 
 
-def prompted(call: Call, texts: list[Any]) -> list[Any]:
-    """Return texts with the prompt that was asked for before each.
+def prompted(call: Call) -> dict[str, Any]:
+    """Return the prompt that was asked for, by its name.
 
     Raises:
-        RefusedError: the model has no such prompt, or there are ids.
+        RefusedError: the model has no such prompt.
     """
     name = call.fields.get("prompt_name")
     if name is None:
-        return texts
+        return {}
     prompts = call.house.workers.models[call.model]["prompts"]
-    if name not in prompts or any(not isinstance(text, str) for text in texts):
+    if name not in prompts:
         have = ", ".join(prompts) or "none, as the model has none"
-        raise RefusedError(
-            f"prompt_name is {name!r}; expected one of {have}, with texts",
-            "field",
-            param="prompt_name",
-        )
-    return [prompts[name] + text for text in texts]
+        raise RefusedError(f"prompt_name is {name!r}; expected one of {have}", "field", param="prompt_name")
+    return {"prompt": name}
+
+
+def _texts(call: Call) -> list[str]:
+    """Return texts with the prompt that was asked for before each."""
+    texts, found = call.fields["inputs"], prompted(call)
+    if not found:
+        return texts
+    before = call.house.workers.models[call.model]["prompts"][found["prompt"]]
+    return [before + text for text in texts]
 
 
 async def _embed(call: Call) -> Reply:
     call.info("embed")
-    given = {**cutting(call), "normalize": call.fields["normalize"], "dimensions": call.fields["dimensions"]}
-    found = await call.ask("embed", prompted(call, call.fields["inputs"]), given)
+    given = {**cutting(call), **prompted(call)}
+    given |= {"normalize": call.fields["normalize"], "dimensions": call.fields["dimensions"]}
+    found = await call.ask("embed", call.fields["inputs"], given)
     return Reply(found.arrays[0], found.arrays[0])
 
 
 async def _embed_all(call: Call) -> Reply:
     call.info("embed_all")
-    texts = call.fields["inputs"]
-    found = await call.ask("embed_all", prompted(call, texts), cutting(call))
+    found = await call.ask("embed_all", _texts(call), cutting(call))
     ends = np.cumsum(found.data["lengths"])
     return Reply(np.split(found.arrays[0], ends[:-1]), found.arrays[0])
 
 
 async def _embed_sparse(call: Call) -> Reply:
     call.info("embed_sparse")
-    found = await call.ask("embed_sparse", prompted(call, call.fields["inputs"]), cutting(call))
+    found = await call.ask("embed_sparse", _texts(call), cutting(call))
     return Reply(found.data)
 
 
@@ -143,7 +148,7 @@ async def _similarity(call: Call) -> Reply:
 async def _tokenize(call: Call) -> Reply:
     call.info("tokenize")
     special = call.fields["add_special_tokens"]
-    found = await call.ask("tokenize", prompted(call, call.fields["inputs"]), {"special": special})
+    found = await call.ask("tokenize", _texts(call), {"special": special})
     return Reply(found.data)
 
 

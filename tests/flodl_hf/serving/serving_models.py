@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ MODELS: dict[str, tuple[str, list[str] | None]] = {
     "nli": ("sequence_classification", ["contradiction", "neutral", "entailment"]),
     "ner": ("token_classification", ["O", "B-PER", "I-PER", "B-LOC", "I-LOC"]),
     "qa": ("question_answering", None),
+    "m3": ("base", None),
     "mlm": ("masked_lm", None),
 }
 
@@ -70,4 +72,21 @@ def write(folder: Path, name: str) -> Path:
                 parameter.normal_(0, 0.2)
     model.mark_untrained(())
     model.tokenizer = tokenizer()
-    return model.eval().save_pretrained(folder / name)
+    place = model.eval().save_pretrained(folder / name)
+    if name == "m3":
+        # As bge-m3 has them: layers for weights of words and for vectors of tokens.
+        draw = torch.Generator().manual_seed(5)
+        for file, size in (("sparse_linear.pt", 1), ("colbert_linear.pt", 8)):
+            layer = {"weight": torch.randn(size, 32, generator=draw), "bias": torch.randn(size, generator=draw)}
+            torch.save(layer, place / file)
+        parts = [("Transformer", ""), ("Pooling", "1_Pooling")]
+        chain = [
+            {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+            for i, (kind, path) in enumerate(parts)
+        ]
+        (place / "modules.json").write_text(json.dumps(chain))
+        (place / "1_Pooling").mkdir()
+        (place / "1_Pooling" / "config.json").write_text('{"pooling_mode_cls_token": true}')
+        prompts = {"prompts": {"query": "for "}}
+        (place / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    return place

@@ -19,19 +19,19 @@ def test_both_clients_give_what_the_models_give(served: tuple[str, Any], local: 
     async def asked() -> list[Any]:
         async with AsyncClient(url) as client:
             return await asyncio.gather(
-                client.embed(TEXTS), client.classify(TEXTS[:2], model="classes", top_k=1), client.entities(TEXTS),
+                client.embed(TEXTS, model="embed"), client.classify(TEXTS[:2], model="classes", top_k=1), client.entities(TEXTS),
                 client.answer(QUESTIONS), client.fill_mask(MASKED, top_k=2), client.zero_shot(TEXTS[0], ["a", "b"]),
                 client.rerank("cat", TEXTS, top_k=3), client.models(),
             )  # fmt: skip
 
     with Client(url) as client:
         ours = [
-            client.embed(TEXTS), client.classify(TEXTS[:2], model="classes", top_k=1), client.entities(TEXTS),
+            client.embed(TEXTS, model="embed"), client.classify(TEXTS[:2], model="classes", top_k=1), client.entities(TEXTS),
             client.answer(QUESTIONS), client.fill_mask(MASKED, top_k=2), client.zero_shot(TEXTS[0], ["a", "b"]),
             client.rerank("cat", TEXTS, top_k=3), client.models(),
         ]  # fmt: skip
         assert client.healthy()
-        assert client.embed("a").shape == (32,)
+        assert client.embed("a", model="embed").shape == (32,)
         with pytest.raises(ServerError) as caught:
             client.embed("a", model="ner")
         assert (caught.value.status, caught.value.kind) == (424, "Backend")

@@ -15,6 +15,8 @@ CLOSE = 2e-5
 
 
 def asked(http: Any, path: str, **body: Any) -> Any:
+    if path in ("/embed", "/embed_all", "/similarity"):
+        body = {"model": "embed", **body}
     answer = http.post(path, json=body)
     assert answer.status_code == 200, answer.text
     return answer.json()
@@ -67,7 +69,7 @@ def test_ids_are_taken_as_they_are(http: Any, local: dict[str, Any]) -> None:
     assert np.abs(np.array(asked(http, "/embed", inputs=ids)) - expected).max() < CLOSE
     one = asked(http, "/v1/embeddings", input=ids[1], model="embed")["data"]
     assert np.abs(np.array(one[0]["embedding"]) - expected[1]).max() < CLOSE
-    assert "ids" in http.post("/embed", json={"inputs": [[1, 10_000]]}).json()["error"]
+    assert "ids" in http.post("/embed", json={"model": "embed", "inputs": [[1, 10_000]]}).json()["error"]
 
 
 def test_states_of_tokens(http: Any, local: dict[str, Any]) -> None:
@@ -170,6 +172,29 @@ def as_lists(value: Any) -> Any:
     return [as_lists(part) for part in value] if isinstance(value, (list, tuple)) else value
 
 
+def test_weights_of_words_and_vectors_of_tokens(http: Any, local: dict[str, Any]) -> None:
+    for name in ("m3", "mlm"):
+        found = asked(http, "/embed_sparse", inputs=TEXTS[:4], model=name)
+        expected = local[name].embed_sparse(TEXTS[:4])
+        for place, row in enumerate(found):
+            assert {one["index"]: one["value"] for one in row} == pytest.approx(expected[place], abs=10 * CLOSE)
+            assert [one["index"] for one in row] == sorted(one["index"] for one in row)
+    for query in (False, True):
+        answer = http.post("/v1/late-interaction", json={"inputs": TEXTS, "query": query})
+        rows = [np.array(row["vectors"]) for row in answer.json()["results"]]
+        for mine, expected in zip(rows, local["m3"].embed_tokens(TEXTS, query=query), strict=True):
+            assert mine.shape == tuple(expected.shape)
+            assert np.abs(mine - expected.numpy()).max() < 10 * CLOSE
+        # What the folder cuts is told.
+        assert answer.json()["usage"]["dropped_tokens"] > 0
+        assert int(answer.headers["x-flodl-dropped-tokens"]) == answer.json()["usage"]["dropped_tokens"]
+
+
+def test_prompts_of_the_folder(http: Any, local: dict[str, Any]) -> None:
+    found = np.array(asked(http, "/embed", inputs=TEXTS, model="m3", prompt_name="query"))
+    assert np.abs(found - local["m3"].embed(TEXTS, prompt="query").numpy()).max() < 10 * CLOSE
+
+
 def test_the_root_answers_as_pipelines_do(http: Any) -> None:
     (entity, *_) = asked(http, "/models/ner/-", inputs=TEXTS[0])
     assert set(entity) == {"entity_group", "score", "word", "start", "end"}
@@ -197,11 +222,11 @@ def test_tokens_go_out_and_come_back(http: Any) -> None:
 def test_nothing_is_cut_in_silence(http: Any, local: dict[str, Any]) -> None:
     long = TEXTS[4]
     tokens = len(local["embed"].tokenizer.encode_rows([long])[0][0].ids)
-    whole = http.post("/embed", json={"inputs": long})
+    whole = http.post("/embed", json={"model": "embed", "inputs": long})
     assert int(whole.headers["x-compute-tokens"]) >= tokens
     assert int(whole.headers["x-flodl-windows"]) > 1
     assert "x-flodl-dropped-tokens" not in whole.headers
-    cut = http.post("/embed", json={"inputs": [long, "a"], "truncate": True})
+    cut = http.post("/embed", json={"model": "embed", "inputs": [long, "a"], "truncate": True})
     assert int(cut.headers["x-flodl-dropped-tokens"]) >= tokens - local["embed"].max_tokens
     assert int(cut.headers["x-flodl-windows"]) == 2
     said = http.post("/v1/embeddings", json={"input": [long], "truncate": True, "model": "embed"}).json()
@@ -209,7 +234,7 @@ def test_nothing_is_cut_in_silence(http: Any, local: dict[str, Any]) -> None:
     classes = http.post("/v1/classify", json={"inputs": [long], "truncate": True, "model": "classes"}).json()
     assert classes["usage"]["dropped_tokens"] == int(cut.headers["x-flodl-dropped-tokens"])
     assert classes["usage"]["windows"] == 1
-    refused = http.post("/embed", json={"inputs": long, "truncate": False})
+    refused = http.post("/embed", json={"model": "embed", "inputs": long, "truncate": False})
     assert (refused.status_code, refused.json()["error_type"]) == (422, "Tokenizer")
     both = http.post("/v1/entities", json={"inputs": long, "truncate": True})
     assert both.status_code == 422
@@ -227,7 +252,7 @@ def test_empty_texts_have_one_rule(http: Any, local: dict[str, Any]) -> None:
     expected = local["embed"].embed([""]).numpy()
     assert np.abs(np.array(asked(http, "/embed", inputs="")) - expected).max() < CLOSE
     for path, body in (("/embed", {"inputs": []}), ("/rerank", {"query": "a", "texts": []})):
-        answer = http.post(path, json=body)
+        answer = http.post(path, json={"model": "embed", **body} if path == "/embed" else body)
         assert (answer.status_code, answer.json()["error_type"]) == (400, "Empty")
 
 
@@ -236,18 +261,20 @@ def test_empty_texts_have_one_rule(http: Any, local: dict[str, Any]) -> None:
 
 def test_binary_answers(http: Any) -> None:
     expected = np.array(asked(http, "/embed", inputs=TEXTS), np.float32)
-    npy = http.post("/embed", json={"inputs": TEXTS}, headers={"accept": "application/x-npy"})
+    npy = http.post("/embed", json={"model": "embed", "inputs": TEXTS}, headers={"accept": "application/x-npy"})
     assert npy.headers["content-type"] == "application/x-npy"
     assert np.abs(np.load(io.BytesIO(npy.content)) - expected).max() < CLOSE
     msgpack = pytest.importorskip("msgpack")
     found = msgpack.unpackb(
-        http.post("/embed", json={"inputs": TEXTS}, headers={"accept": "application/msgpack"}).content
+        http.post("/embed", json={"model": "embed", "inputs": TEXTS}, headers={"accept": "application/msgpack"}).content
     )
     assert np.abs(np.frombuffer(found["data"], found["dtype"]).reshape(found["shape"]) - expected).max() < CLOSE
     rows = http.post("/v1/entities", json={"inputs": TEXTS[0]}, headers={"accept": "application/msgpack"})
     assert msgpack.unpackb(rows.content)["model"] == "ner"
     assert http.post("/v1/entities", json={"inputs": "a"}, headers={"accept": "application/x-npy"}).status_code == 406
-    assert http.post("/embed", json={"inputs": "a"}, headers={"accept": "image/png"}).status_code == 406
+    assert (
+        http.post("/embed", json={"model": "embed", "inputs": "a"}, headers={"accept": "image/png"}).status_code == 406
+    )
 
 
 @pytest.mark.parametrize(
@@ -263,8 +290,9 @@ def test_binary_answers(http: Any) -> None:
         ("/embed", {"inputs": ["a"] * 3000}, 413, "at most 2048"),
         ("/embed", {"inputs": "a", "model": "none"}, 404, "embed"),
         ("/embed", {"inputs": "a", "model": "ner"}, 424, "no head"),
-        ("/embed_sparse", {"inputs": "a"}, 424, "no model that is served has a head"),
-        ("/v1/late-interaction", {"inputs": "a"}, 424, "no model that is served has a head"),
+        ("/embed_sparse", {"inputs": "a", "model": "ner"}, 424, "no head for embed_sparse"),
+        ("/v1/late-interaction", {"inputs": "a", "model": "embed"}, 424, "no head for late_interaction"),
+        ("/v1/late-interaction", {"inputs": TEXTS[4], "truncate": False}, 422, "leave truncate out"),
         ("/predict", {"inputs": "a"}, 404, "several models"),
         ("/predict", {"inputs": [["a", "b", "c"]], "model": "classes"}, 422, "pair"),
         ("/v1/classify", {"inputs": "a", "model": "classes", "top": 1}, 422, "top_k"),
@@ -279,7 +307,7 @@ def test_binary_answers(http: Any) -> None:
     ],
 )
 def test_faults_say_what_is_wrong(http: Any, path: str, body: Any, status: int, word: str) -> None:
-    answer = http.post(path, json=body)
+    answer = http.post(path, json={"model": "embed", **body} if path == "/embed" else body)
     assert answer.status_code == status, answer.text
     told = answer.json()
     message = told.get("message") or (told["error"]["message"] if isinstance(told["error"], dict) else told["error"])

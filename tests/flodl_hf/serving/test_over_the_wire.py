@@ -40,7 +40,7 @@ def status(answer: bytes) -> int:
 @pytest.fixture(autouse=True)
 def goes_on(http: Any) -> Iterator[None]:
     yield
-    assert http.post("/embed", json={"inputs": "the cat"}).status_code == 200
+    assert http.post("/models/embed/-/embed", json={"inputs": "the cat"}).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def goes_on(http: Any) -> Iterator[None]:
     ],
 )
 def test_bodies_that_are_no_request_are_refused(wire: socket.socket, body: bytes, word: str) -> None:
-    wire.sendall(post("/embed", body, "connection: close"))
+    wire.sendall(post("/models/embed/-/embed", body, "connection: close"))
     answer = until_closed(wire)
     assert status(answer) in (400, 422)
     told = json.loads(answer.split(b"\r\n\r\n", 1)[1])
@@ -94,13 +94,16 @@ def test_a_body_that_is_too_large_is_refused_however_it_comes(wire: socket.socke
     assert status(until_closed(wire)) in (0, 413)
     host, port = served[0].removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=10) as told:
-        told.sendall(post("/embed", b"")[:-2].replace(b"content-length: 0", b"content-length: 100000000") + b"\r\n")
+        told.sendall(
+            post("/models/embed/-/embed", b"")[:-2].replace(b"content-length: 0", b"content-length: 100000000")
+            + b"\r\n"
+        )
         told.sendall(b"[" * 4096)
         assert status(until_closed(told)) == 413
 
 
 def test_ten_thousand_headers_are_refused(wire: socket.socket) -> None:
-    wire.sendall(post("/embed", b"{}", *[f"x-{i}: {i}" for i in range(10_000)]))
+    wire.sendall(post("/models/embed/-/embed", b"{}", *[f"x-{i}: {i}" for i in range(10_000)]))
     assert status(until_closed(wire)) in (400, 431)
 
 
@@ -127,7 +130,7 @@ def test_connections_that_say_nothing_are_closed(wire: socket.socket, sent: byte
 
 
 def test_a_body_that_does_not_come_is_given_up(wire: socket.socket) -> None:
-    wire.sendall(post("/embed", b"x" * 100)[:-60])
+    wire.sendall(post("/models/embed/-/embed", b"x" * 100)[:-60])
     answer = until_closed(wire)
     assert status(answer) == 408
 
@@ -140,7 +143,7 @@ def test_a_client_that_reads_nothing_loses_its_connection(served: tuple[str, Any
     held.connect((host, int(port)))
     body = json.dumps({"inputs": ["the cat sat on the mat"] * 2000}).encode()
     with held:
-        held.sendall(post("/embed_all", body))
+        held.sendall(post("/models/embed/-/embed_all", body))
         time.sleep(2.5)
         read = 0
         try:
@@ -182,7 +185,7 @@ def test_a_form_of_another_page_is_refused(http: Any) -> None:
 
 
 def test_requests_one_after_another_on_one_connection(wire: socket.socket) -> None:
-    one = post("/embed", b'{"inputs": "a"}')
-    last = post("/embed", b'{"inputs": "a"}', "connection: close")
+    one = post("/models/embed/-/embed", b'{"inputs": "a"}')
+    last = post("/models/embed/-/embed", b'{"inputs": "a"}', "connection: close")
     wire.sendall(one * 4 + last)
     assert until_closed(wire).count(b"HTTP/1.1 200 OK") == 5
