@@ -1,9 +1,10 @@
 """What being watched costs a training run: nobody, a monitor, and a monitor with ten readers of its page.
 
-    python benchmarks/monitor_cost.py [--rounds 7] [--steps 400] [--readers 10] [--width 512] [--json FILE]
+    python -m benchmarks.monitor_cost [--rounds 7] [--steps 400] [--readers 10] [--width 512] [--json FILE]
 
 Short runs of the three kinds are taken in turn, the order turning with each round, so that whatever else the machine
-does falls on all alike. Of each run the mean time of a step counts, from the fifth to the last, with everything that
+does falls on all alike. On CUDA steps are recorded, in bf16, of a model as wide as steps of some milliseconds need. Of
+each run the mean time of a step counts, after the first ones, the device done at both ends, with everything that
 watching does meanwhile: telling, writing the record, reading the machine, looking at layers, feeding readers. Readers
 are a process of their own, connected before the first step. A figure is the median over rounds of watched by
 unwatched, and its spread the median absolute deviation times 1.4826.
@@ -23,6 +24,7 @@ import tempfile
 import threading
 from pathlib import Path
 from statistics import median
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -31,11 +33,12 @@ from torch.nn.functional import cross_entropy
 
 from flodl.data import TensorRows
 from flodl.monitor import Monitor
-from flodl.train import Loss, Trainer, adamw
-from flodl.train.events import Event, StepDone
+from flodl.train import Callback, Loss, Trainer, adamw
+from flodl.train.events import Warned
 
 KINDS = ("unwatched", "watched", "with readers")
-SETTLED = 5
+SETTLED = 20
+"""Steps before the clock starts: on CUDA some are tried and recorded first."""
 
 _READER = """
 import selectors, socket, sys
@@ -89,22 +92,38 @@ def processor_time() -> float:
     return total
 
 
+class Clock(Callback):
+    """The time from the end of the settled steps to the end of the last, the device done at both."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps, self.taken = steps, 0
+        self.began = self.ended = self.monitor_s = 0.0
+
+    def on_step_end(self, trainer: Any, result: Any) -> None:
+        """Look at the clock after two of the steps."""
+        self.taken += 1
+        if self.taken not in (SETTLED, self.steps):
+            return
+        if trainer.ranks.device.type == "cuda":
+            torch.cuda.synchronize(trainer.ranks.device)
+        if self.taken == SETTLED:
+            self.began = perf_counter()
+        else:
+            self.ended, self.monitor_s = perf_counter(), processor_time()
+
+
 def run(kind: str, args: argparse.Namespace) -> dict[str, float]:
     """Return the mean time of a step in milliseconds, and what the monitor's threads took of it."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(args.batch * 50, 64, generator=generator)
     data = TensorRows({"x": x, "y": (x.sum(1) > 0).long()})
     torch.manual_seed(0)
-    times: list[float] = []
-    taken: list[float] = []
-
-    def note(event: Event) -> None:
-        times.append(event.at_s)
-        if event.step == args.steps:  # pyright: ignore[reportAttributeAccessIssue]
-            taken.append(processor_time())
-
+    clock, warned = Clock(args.steps), []
     made = Trainer.builder(Block(args.width), adamw(1e-3), step).dataset(data).batch_size(args.batch)
-    made.num_epochs(10_000).max_steps(args.steps).progress(False).subscribe(note, StepDone)
+    made.num_epochs(10_000).max_steps(args.steps).progress(False).set(callbacks=[clock])
+    made.subscribe(lambda event: warned.append(event.message), Warned)
+    if args.on_cuda:
+        made.precision("bf16")
     if args.device is not None:
         made.devices(args.device)
     readers: Any = None
@@ -125,8 +144,12 @@ def run(kind: str, args: argparse.Namespace) -> dict[str, float]:
         if readers is not None:
             received = int(readers.communicate(timeout=30)[0])
             assert received > args.readers * 1000, "readers were sent nothing"
-    steps = len(times) - SETTLED
-    return {"step_ms": (times[-1] - times[SETTLED - 1]) / steps * 1e3, "monitor_ms": sum(taken) / len(times) * 1e3}
+    if args.on_cuda and any("capture" in message or "record" in message for message in warned):
+        raise SystemExit(f"steps were not recorded: {warned}")
+    return {
+        "step_ms": (clock.ended - clock.began) / (args.steps - SETTLED) * 1e3,
+        "monitor_ms": clock.monitor_s / args.steps * 1e3,
+    }
 
 
 def spread(values: list[float]) -> float:
@@ -137,16 +160,21 @@ def spread(values: list[float]) -> float:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=400, help="of each run")
+    parser.add_argument("--steps", type=int, help="of each run; 400, on CUDA 1,000")
     parser.add_argument("--readers", type=int, default=10)
-    parser.add_argument("--width", type=int, default=512, help="of the model's layers")
-    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--width", type=int, help="of the model's layers; 512, on CUDA 4,096")
+    parser.add_argument("--batch", type=int, help="64, on CUDA 4,096")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", help="such as cuda:0; by default the best there is")
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args(argv)
+    args.on_cuda = torch.cuda.is_available() if args.device is None else str(args.device).startswith("cuda")
+    steps, width, batch = (1000, 4096, 4096) if args.on_cuda else (400, 512, 64)
+    args.steps, args.width, args.batch = args.steps or steps, args.width or width, args.batch or batch
     torch.set_num_threads(args.threads)
-    run("watched", argparse.Namespace(**{**vars(args), "steps": 20}))  # whatever is imported once, is imported now
+    run(
+        "watched", argparse.Namespace(**{**vars(args), "steps": SETTLED + 10})
+    )  # whatever is imported once, is imported now
 
     rounds: list[dict[str, dict[str, float]]] = []
     for number in range(args.rounds):
@@ -165,9 +193,10 @@ def main(argv: list[str] | None = None) -> int:
             f"the monitor's threads: {own * 1e3:.0f} us of processor time a step, {100 * share:.2f} % of one core"
         )
     if args.json:
-        machine = {"machine": platform.platform(), "torch": torch.__version__, "cores": os.cpu_count()}
+        place = torch.cuda.get_device_name() if args.on_cuda else platform.machine()
+        machine = {"device": place, "machine": platform.platform(), "torch": torch.__version__, "cores": os.cpu_count()}
         args.json.write_text(
-            json.dumps({**machine, **vars(args), "json": None, "figures": figures}, indent=1, default=str)
+            json.dumps({**vars(args), **machine, "json": None, "figures": figures}, indent=1, default=str)
         )
     return 0
 
