@@ -14,7 +14,15 @@ HAS_TRANSFORMERS = importlib.util.find_spec("transformers") is not None
 
 
 # Families that are others under another name or with their norms moved: of their cells one in three is quick.
-ALIASES = ("camembert", "xlm-roberta", "xlm-roberta-xl", "roberta-prelayernorm", "data2vec-text", "jina_bert")
+ALIASES = (
+    "camembert",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "roberta-prelayernorm",
+    "data2vec-text",
+    "jina_bert",
+    "jina_embeddings_v3",
+)
 
 
 # Heads that few people have: quick with one family each, and slow with all others.

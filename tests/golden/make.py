@@ -111,6 +111,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {key: value for key, value in _SIZES.items() if key != "type_vocab_size"}
         | {"num_hidden_layers": 2, "num_key_value_heads": 1, "tie_word_embeddings": False},
     ),
+    "jina_embeddings_v3": ("JinaEmbeddingsV3", _SIZES),
     "xlm-roberta-xl": ("XLMRobertaXL", _ROBERTA),
     "roberta-prelayernorm": ("RobertaPreLayerNorm", _ROBERTA),
     "data2vec-text": ("Data2VecText", _ROBERTA),
