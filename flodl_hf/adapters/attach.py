@@ -243,7 +243,7 @@ def kept_names(model: GraphModel) -> list[str]:
     """
     graph = model.graph
     fresh = {name for name in model.untrained if not name.startswith("encoder.")}
-    heads = model.head not in ("base", "masked_lm")
+    heads = model.head != "base" and not model.config.family.heads[model.head].ties
     return [name for name, _ in graph.named_parameters() if (heads and name.startswith("head.")) or name in fresh]
 
 

@@ -6,7 +6,7 @@ keep. Every fault is found before the model is touched, and all of them are told
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +43,7 @@ ENDS = {
     ".lora_magnitude_vector": "magnitude",
     ".lora_magnitude_vector.weight": "magnitude",
 }
+PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -148,7 +149,7 @@ class AdapterFolder:
         parts: dict[str, LoraPart] = {}
         for path, tensors in found.items():
             parts |= self._parts(model, sites[path], tensors, problems)
-        held, strange = _kept(model, kept)
+        held, strange = _kept(model, kept, self.values.get("modules_to_save") or ())
         problems += strange
         if not found:
             problems.append("no tensors of LoRA")
@@ -210,18 +211,23 @@ def _known(path: str, sites: Mapping[str, Site], model: GraphModel) -> str | Non
     return next((p for p in (path, path.removeprefix(prefix), prefix + path) if p in sites), None)
 
 
-def _kept(model: GraphModel, kept: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-    """Return whole tensors by our name, and what is wrong with them."""
+def _kept(
+    model: GraphModel, kept: Mapping[str, Tensor], modules: str | Sequence[str]
+) -> tuple[dict[str, Tensor], list[str]]:
+    """Return whole tensors by our name, and what is wrong with them; ``modules`` are those that have to be there."""
     names, held, problems = Names(model), {}, []
     taken: set[str] = set()
     spec = None if model.head == "base" else model.config.family.heads[model.head]
     classifier = None if spec is None else spec.classifier
+    tied = {tie.also for tie in spec.ties} if spec is not None else set()
     prefix = model.config.family.base_prefix + "."
     for ours, parameter in model.graph.named_parameters(remove_duplicate=False):
         marked = names.theirs(ours)
         whole = as_whole(marked)
         place = next((p for p in (whole, whole.removeprefix(prefix), prefix + whole) if p in kept), None)
         if place is None:
+            if ours not in tied and _means(modules, whole):
+                problems.append(f"{printable(PREFIX + whole)}: missing, although modules_to_save names its module")
             continue
         taken.add(place)
         part = part_of(marked)
@@ -237,6 +243,13 @@ def _kept(model: GraphModel, kept: Mapping[str, Tensor]) -> tuple[dict[str, Tens
         held[ours] = tensor
     problems += [f"{printable(PREFIX + name)}: the model has no such tensor" for name in kept if name not in taken]
     return held, problems
+
+
+def _means(modules: str | Sequence[str], tensor: str) -> bool:
+    """Return whether a tensor lies in one of these modules, which peft finds by the ends of their paths."""
+    pieces = tensor.split(".")[:-1]
+    paths = [".".join(pieces[:count]) for count in range(1, len(pieces) + 1)]
+    return any(path.endswith(name) for name in ((modules,) if isinstance(modules, str) else modules) for path in paths)
 
 
 def open_adapter(name_or_path: str | Path, hub: Mapping[str, Any] = {}) -> AdapterFolder:
@@ -277,11 +290,11 @@ def _head(values: dict[str, Any], path: Path) -> dict[str, Any]:
         and all(isinstance(label, str) for label in named.values())
     )
     problems = [] if fine else ["id2label"]
-    problems += [] if kind is None or isinstance(kind, str) else ["problem_type"]
+    problems += [] if kind is None or kind in PROBLEM_TYPES else ["problem_type"]
     if problems:
         raise ConfigError(
-            f"{path / HEAD}: {' and '.join(problems)} cannot be read; expected labels by their numbers from 0, and a "
-            "word; fetch the file again, or remove it and give labels=",
+            f"{path / HEAD}: {' and '.join(problems)} cannot be read; expected labels by their numbers from 0, and "
+            f"one of {', '.join(PROBLEM_TYPES)}; fetch the file again, or remove it and give labels=",
             where=str(path / HEAD),
             problems=problems,
         )

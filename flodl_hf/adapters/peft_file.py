@@ -32,6 +32,7 @@ CHANGES_NOTHING = (
     *("megatron_core", "ensure_weight_tying", "qalora_group_size", "eva_config", "velora_config"),
 )
 """How an adapter was begun or is trained, and what belongs to settings that are off."""
+MOST_REPEATS = 4
 BIASES = ("none", "all", "lora_only")
 CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "pissa_niter")
 """Ways to begin that also changed the base's weights, which are then none of the base's files."""
@@ -174,7 +175,8 @@ def targeted(values: Mapping[str, Any], modules: Iterable[str], where: str) -> s
         }
     except re.error as fault:
         raise ConfigError(
-            f"{where}: target_modules or exclude_modules: {fault}; expected a pattern or a list of names",
+            f"{where}: target_modules or exclude_modules: {fault}; expected a pattern or a list of names; correct it, "
+            "or name the projections in a list",
             where=where,
             problems=["target_modules"],
         ) from None
@@ -182,9 +184,9 @@ def targeted(values: Mapping[str, Any], modules: Iterable[str], where: str) -> s
 
 def _matches(wanted: str | Sequence[str], path: str) -> bool:
     if isinstance(wanted, str):
-        # A pattern of a file may be made to take forever; those of adapters are short, and so are paths.
-        if len(wanted) > 1000:
-            raise re.error(f"a pattern of {len(wanted)} characters")
+        # A pattern may be made to take forever; what repeats groups, or repeats often, is.
+        if len(wanted) > 1000 or re.search(r"\)[*+{]", wanted) or len(re.findall(r"[*+{]", wanted)) > MOST_REPEATS:
+            raise re.error("a pattern that may take too long")
         return re.fullmatch(wanted, path) is not None
     return any(path == name or path.endswith("." + name) for name in wanted)
 

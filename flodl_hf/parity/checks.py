@@ -6,6 +6,7 @@ Bounds are one for each dtype for the whole project and are never widened for a 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -255,6 +256,54 @@ def reload(bench: Bench) -> Evidence:
     return _verdict("reload", gaps, "outputs after 0 missing, 0 unexpected keys")
 
 
+def adapters(bench: Bench) -> Evidence:
+    """An adapter's file says what transformers' own weights become: summed there by its names, with the head in it."""
+    from flodl_hf.adapters.settings import Lora
+    from flodl_hf.checkpoint.shard import SafetensorsShard
+
+    model = bench.load()
+    before = {name: value.clone() for name, value in model.graph.named_parameters()}
+    model.add_adapter(Lora(rank=3, alpha=6, targets="all-linear"))
+    draw = torch.Generator().manual_seed(bench.seed)
+    with torch.no_grad():
+        for parameter in (p for p in model.parameters() if p.requires_grad):
+            parameter.add_(torch.randn(parameter.shape, generator=draw) * 0.05)
+    out = model.save_pretrained(bench.room / "adapter", overwrite=True)
+    place = out / "adapter_model.safetensors"
+    shard = SafetensorsShard(os.open(place, os.O_RDONLY), place.name, str(place))
+    try:
+        shard.parse()
+        names = list(shard.entries)
+        stored = {n.removeprefix("base_model.model."): t for n, t in zip(names, shard.read(names), strict=True)}
+    finally:
+        shard.close()
+    theirs = bench.load_theirs()
+    with torch.no_grad():
+        for name, tensor in stored.items():
+            module, _, leaf = name.partition(".lora_")
+            if leaf == "A.weight":
+                weight = theirs.model.get_parameter(f"{module}.weight")
+                weight += (2.0 * stored[f"{module}.lora_B.weight"].double() @ tensor.double()).to(weight.dtype)
+            elif not leaf:
+                theirs.model.get_parameter(name).copy_(tensor)
+    again = type(model).from_pretrained(bench.folder, adapter=out)
+    whole = type(model).from_pretrained(bench.folder, adapter=out).merge_and_unload()
+    gaps: dict[str, float] = {}
+    for batch in bench.batches():
+        with torch.no_grad():
+            found, back, merged = (m.eval()(**batch.inputs) for m in (model, again, whole))
+        for name, value in theirs(batch.inputs).items():
+            if not torch.equal(found[name], back[name]):
+                return Evidence("adapters", "fail", f"{batch.name}: {name} after reading the file again", None, name)
+            size = max(1.0, float(value.abs().max()))
+            gaps |= {f"{batch.name}, {name}": max(_gap(value, each[name]) for each in (found, merged)) / size}
+    model.remove_adapter()
+    lost = [name for name, value in model.graph.named_parameters() if not torch.equal(value, before[name])]
+    if lost:
+        return Evidence("adapters", "fail", f"the base changed: {', '.join(lost[:3])}", None, lost[0])
+    return _verdict("adapters", gaps, "outputs beside transformers' weights with the sums in them", REORDERED)
+
+
 TEXTS = (
     "The soup was delicious.",
     "Our guide was rude and very late, but the hotel was clean.",
@@ -391,4 +440,5 @@ CHECKS: tuple[Callable[[Bench], Evidence], ...] = (
     reload,
     predictions,
     half_precision,
+    adapters,
 )

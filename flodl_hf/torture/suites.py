@@ -14,6 +14,7 @@ DEFAULT_CASES: Mapping[str, int] = {
     "states": 12_000,
     "tokenizer": 12_000,
     "sentence": 5_000,
+    "adapters": 5_000,
     "pickles": 6_000,
     "interrupts": 6_000,
     "powerloss": 15_000,

@@ -106,6 +106,7 @@ def test_a_folder_without_its_head_is_refused_where_answers_would_be_random(fold
         ({"r": "4"}, "r:"),
         ({"r": 0}, "rank 0"),
         ({"target_modules": None}, "target_modules"),
+        ({"target_modules": "(a+)+$"}, "target_modules"),
         ({"lora_alpha": None}, "lora_alpha"),
     ],
 )
@@ -134,6 +135,11 @@ def _whole_layer(tensors: dict[str, Any]) -> str:
     return "base_model.model.bert.encoder.layer.1.attention.self.query.lora_A.weight"
 
 
+def _half_a_head(tensors: dict[str, Any]) -> str:
+    del tensors["base_model.model.classifier.bias"]
+    return "modules_to_save names its module"
+
+
 def _strange(tensors: dict[str, Any]) -> str:
     tensors["base_model.model.bert.encoder.layer.7.attention.self.query.lora_A.weight"] = torch.zeros(4, 64)
     return "base_model.model.bert.encoder.layer.7"
@@ -156,7 +162,7 @@ def _headless(tensors: dict[str, Any]) -> str:
     return "base_model.model.classifier.weight"
 
 
-@pytest.mark.parametrize("damage", [_lost, _whole_layer, _strange, _reshaped, _not_finite, _headless])
+@pytest.mark.parametrize("damage", [_lost, _whole_layer, _half_a_head, _strange, _reshaped, _not_finite, _headless])
 def test_tensors_that_do_not_fit_are_named(folder: Path, base: Path, damage: Callable[[dict[str, Any]], str]) -> None:
     tensors = load_file(folder / WEIGHTS)
     named = damage(tensors)
