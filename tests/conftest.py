@@ -22,6 +22,7 @@ ALIASES = (
     "data2vec-text",
     "jina_bert",
     "jina_embeddings_v3",
+    "jina_embeddings_v3_tasks",
 )
 
 

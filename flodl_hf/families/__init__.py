@@ -51,6 +51,7 @@ FAMILIES: tuple[Family, ...] = (
     eurobert.FAMILY,
     jina_bert.FAMILY,
     jina_embeddings_v3.FAMILY,
+    jina_embeddings_v3.TASKED,
     xlm_roberta_xl.FAMILY,
     roberta_prelayernorm.FAMILY,
     data2vec_text.FAMILY,

@@ -5,22 +5,28 @@ XLM-RoBERTa's vocabulary and heads over rotary positions. It departs from RoBERT
 * queries and keys are turned by their places instead of positions being added;
 * there is one token type, whose row every token gets;
 * files hold query, key and value in one matrix; computed are they one by one.
+
+The first files were written for the code of a repository, with five low-rank differences beside each weight, one a
+task (`flodl_hf.task_adapters`); that is the family ``TASKED`` below.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from flodl.graph import Graph
 from flodl_hf.attention import SelfAttention
-from flodl_hf.config_rows import optional, token_id
+from flodl_hf.config_rows import Check, Inert, Row, boolean, count, optional, token_id
 from flodl_hf.encoder import Embeddings, chain, post_norm_block, stack
 from flodl_hf.encoder_layer import EncoderLayer, FeedForward
 from flodl_hf.families import bert, roberta, xlm_roberta
+from flodl_hf.family import Ignored
 from flodl_hf.keys import KeyRow
-from flodl_hf.rotary import Rotary, RotarySettings, rotary_rows
+from flodl_hf.rotary import Rotary, RotarySettings, rotary_rows, wavelength
 
-__all__ = ["FAMILY", "JinaEmbeddingsV3Config"]
+__all__ = ["FAMILY", "TASKED", "JinaEmbeddingsV3Config", "TaskedConfig"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,4 +110,86 @@ FAMILY = bert.FAMILY.renamed(
     tiny={"base": {}, "one type": {"type_vocab_size": 1}},
     real={"base": {"vocab_size": 250002, "max_position_embeddings": 8194, "type_vocab_size": 1, "pad_token_id": 1}},
     checkpoints={"base": "jinaai/jina-embeddings-v3-hf"},
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskedConfig(JinaEmbeddingsV3Config):
+    """The settings of a file with adapters: the family's, and what the adapters are for."""
+
+    tasks: tuple[str, ...] = ()
+    """The tasks, in the order of their adapters."""
+    adapter_rank: int = 4
+    """Rank of each difference."""
+    adapter_alpha: int = 1
+    """By what times the rank a difference is divided."""
+    has_adapters: bool = True
+    """Whether the file holds trained adapters."""
+
+
+def _tasks(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not value or not all(isinstance(task, str) for task in value):
+        raise ValueError
+    return tuple(value)
+
+
+def _is_tasked(source: Mapping[str, Any]) -> bool:
+    rotary = source.get("position_embedding_type") == "rotary"
+    return source.get("model_type") == "xlm-roberta" and rotary and "lora_adaptations" in source
+
+
+# fmt: off
+TASKED_CONFIG = (
+    *(row for row in CONFIG if row.field not in ("theta", "rotary", "scaling")),
+    Row("theta",         "rotary_emb_base",       wavelength(), 20_000.0),
+    Row("tasks",         "lora_adaptations",      Check("a list of tasks", _tasks), ()),
+    Row("adapter_rank",  "lora_rank",             count(), 4),
+    Row("adapter_alpha", "lora_alpha",            count(), 1),
+    Row("has_adapters",  "load_trained_adapters", boolean(), True),
+)
+
+TASKED_INERT = (
+    Inert("position_embedding_type",    "positions are rotations", ("rotary",)),
+    Inert("task_instructions",          "what `embed` puts before texts of a task"),
+    Inert("lora_dropout_p",             "an option of training adapters"),
+    Inert("lora_main_params_trainable", "an option of training adapters"),
+    Inert("matryoshka_dimensions",      "what `truncate_dim` may be"),
+    Inert("truncate_dim",               "said at each call of `embed`", (None,)),
+    Inert("emb_pooler",                 "sentence-transformers' files say how texts are pooled"),
+    Inert("use_flash_attn",             "chooses kernels, not numbers"),
+    Inert("use_reg_tokens",             "there are no registers", (False, None)),
+)
+# fmt: on
+
+
+def _original(theirs: str) -> str:
+    """Return the name of a weight that has adapters beside it; the mark of a part stands before the last word."""
+    stem, mark, rest = theirs.partition("[")
+    return f"{stem}.parametrizations.weight{mark}{rest}.original"
+
+
+def _tasked_keys() -> tuple[KeyRow, ...]:
+    """Return the family's rows, each weight of a table or a projection under the name it has beside adapters."""
+    found = []
+    for row in KEYS:
+        found.append(row)
+        if not row.ours.endswith("norm"):
+            found.append(KeyRow(f"{row.ours}.weight", _original(row.theirs)))
+    return tuple(found)
+
+
+LAYERS = 24
+ADAPTED = (
+    "embeddings.word_embeddings", "embeddings.token_type_embeddings", "pooler.dense",
+    *(f"encoder.layers.{i}.{part}" for i in range(LAYERS)
+      for part in ("mixer.Wqkv", "mixer.out_proj", "mlp.fc1", "mlp.fc2")),
+)  # fmt: skip
+
+TASKED = FAMILY.renamed(
+    "jina_embeddings_v3_tasks", "XLMRoberta", config=TaskedConfig, rows=TASKED_CONFIG, inert=TASKED_INERT,
+    keys=_tasked_keys(), also=(), heads={}, tiny={}, real={}, claims=_is_tasked,
+    ignored=tuple(
+        Ignored(f"roberta.{name}.parametrizations.weight.0.lora_{side}", "an adapter, which `embed(task=)` adds")
+        for name in ADAPTED for side in "AB"
+    ),
 )  # fmt: skip

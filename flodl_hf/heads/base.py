@@ -87,6 +87,7 @@ class BaseModel(EncoderModel):
         normalize: bool | None = None,
         truncate_dim: int | None = None,
         prompt: str | None = None,
+        task: str | None = None,
         strict: bool = False,
         truncate: bool = False,
         untrained: bool = False,
@@ -106,6 +107,8 @@ class BaseModel(EncoderModel):
             truncate_dim: keep this many features.
             prompt: what is put before each text: a prompt of the folder by its name ("query"), or a text; None as the
                 folder says.
+            task: one of those that the file has adapters for ("retrieval.query"); their prompt is then the usual one.
+                The first call of a task makes a copy of the model.
             strict: raise on a text that does not fit into one window.
             truncate: keep only the first window of a long text, as sentence-transformers does.
             untrained: embed although the model holds random values.
@@ -122,6 +125,15 @@ class BaseModel(EncoderModel):
         from flodl_hf.runtime.vectors import Vectors
 
         self.ready("embed", untrained=untrained)
+        if task is not None:
+            from flodl_hf.task_adapters import adapted, instruction_of
+
+            said = instruction_of(self, task) if prompt is None else prompt
+            found: Any = adapted(self, task)
+            return found.embed(
+                texts, pooling=pooling, normalize=normalize, truncate_dim=truncate_dim, prompt=said, strict=strict,
+                truncate=truncate, untrained=untrained, **run,
+            )  # fmt: skip
         texts = several(texts, "embed")
         recipe = self.sentence_recipe
         names = check_pooling(pooling or (recipe.pooling if recipe else "mean"))
@@ -154,6 +166,7 @@ class BaseModel(EncoderModel):
         truncate_dim: int | None = None,
         prompt: str | None = None,
         prompt_name: str | None = None,
+        task: str | None = None,
         untrained: bool = False,
         **run: Unpack[RunKeywords],
     ) -> Any:
@@ -169,6 +182,7 @@ class BaseModel(EncoderModel):
             truncate_dim: keep this many features.
             prompt: put before each text, as it is.
             prompt_name: a prompt of the folder; None as the folder says.
+            task: as in `embed`.
             untrained: encode although the model holds random values.
             **run: how to run; see `flodl_hf.runtime.RunOptions`.
 
@@ -190,7 +204,14 @@ class BaseModel(EncoderModel):
             prompt = prompts[prompt_name]
         scaled = bool(normalize_embeddings) or bool(recipe and recipe.normalize)
         found: Any = self.embed(
-            texts, normalize=scaled, truncate=True, truncate_dim=truncate_dim, prompt=prompt, untrained=untrained, **run
+            texts,
+            normalize=scaled,
+            truncate=True,
+            truncate_dim=truncate_dim,
+            prompt=prompt,
+            task=task,
+            untrained=untrained,
+            **run,
         )
         return found if convert_to_tensor or not convert_to_numpy else found.numpy()
 
