@@ -22,7 +22,7 @@ import platform
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from time import perf_counter
 from typing import Any
 
@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from benchmarks.graph_overhead import align, scaled_mad
 from benchmarks.models import MODELS, Model
+from flodl.memory import process_memory
 from flodl.train import OptimizerFactory, Trainer, Warned
 
 BATCHES = 50
@@ -133,14 +134,24 @@ def measure(model: Model, device: torch.device, rounds: int, batches: int, *, ke
         .subscribe(lambda event: said.append(event.message), Warned)
         .run()
     )
-    peak = torch.cuda.max_memory_allocated(device) / 2**20 if device.type == "cuda" else 0.0
+    peak, reserved = (
+        (torch.cuda.max_memory_allocated(device) / 2**20, torch.cuda.max_memory_reserved(device) / 2**20)
+        if device.type == "cuda"
+        else (0.0, 0.0)
+    )
     found: dict[str, Any] = {
-        who: {"ms": median(ms), "sigma": scaled_mad(ms), "loss": losses[who], "all": ms} for who, ms in times.items()
-    }
-    found["ours"]["peak_mb"] = peak
+        who: {
+            "ms": median(ms), "mean_ms": fmean(ms), "min_ms": min(ms), "max_ms": max(ms), "sigma": scaled_mad(ms),
+            "loss": losses[who], "all": ms,
+        }
+        for who, ms in times.items()
+    }  # fmt: skip
+    found["ours"] |= {"peak_mb": peak, "reserved_mb": reserved}
     if kernels:
         show_differences(seen["recorded"], seen["ours"], batches)
-    return {"name": model.name, **found, "said": "; ".join(said)}
+    about = {"name": model.name, "device": str(device), "param_count": model.parameters, "batch_size": model.batch}
+    about |= {"batches_per_epoch": batches, "warmup_epochs": WARM_UP, "measured_epochs": rounds}
+    return {**about, **found, "rss_mb": (process_memory() or (0, 0))[0] / 2**20, "said": "; ".join(said)}
 
 
 def profiled() -> Any:

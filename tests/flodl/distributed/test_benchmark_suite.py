@@ -197,3 +197,26 @@ def test_the_command_holds_its_runs_to_the_baseline(tmp_path):
     assert "FAR FROM THE BASELINE  logistic" in done.stdout
     rows = json.loads((tmp_path / "out" / "results.json").read_text())["modes"]
     assert baseline.compare(rows, known, 0.01) == ([], []), "the one that is kept is of this code"
+
+
+def test_a_row_of_the_ten_models_says_how_it_was_measured(tmp_path, capsys):
+    from benchmarks import ten_models
+
+    given = ["--models", "feedback_fixed", "--rounds", "3", "--batches", "1", "--device", "cpu"]
+    assert ten_models.main([*given, "--json", str(tmp_path / "x.json")]) == 0
+    record = json.loads((tmp_path / "x.json").read_text())
+    (row,) = record["models"]
+    about = {"name": "feedback_fixed", "device": "cpu", "param_count": 790_016, "batch_size": 128}
+    about |= {"batches_per_epoch": 1, "warmup_epochs": 3, "measured_epochs": 3}
+    assert {key: row[key] for key in about} == about
+    assert row["rss_mb"] > 50
+    for who in ("users", "recorded", "ours"):
+        times = row[who]["all"]
+        assert len(times) == 3
+        assert (row[who]["min_ms"], row[who]["ms"], row[who]["max_ms"]) == tuple(sorted(times))
+        assert row[who]["mean_ms"] == pytest.approx(sum(times) / 3)
+        apart = sorted(abs(time - row[who]["ms"]) for time in times)
+        assert row[who]["sigma"] == pytest.approx(1.4826 * apart[1])
+        assert row[who]["loss"] == pytest.approx(row["users"]["loss"], rel=1e-3)
+    assert row["ours"]["peak_mb"] == row["ours"]["reserved_mb"] == 0
+    assert "feedback_fixed" in capsys.readouterr().out
