@@ -16,7 +16,7 @@ class ModelPanel {
     const there = ["time", "gradient", "memory"].filter((kind) => run.heat[kind] && Object.keys(run.heat[kind].of || {}).length);
     const kinds = [...there, "parameters"];
     const kind = kinds.includes(this.kind) ? this.kind : kinds[0];
-    const key = run.id + kind + JSON.stringify([run.heat[kind], tree.parameters, [...this.opened]]);
+    const key = run.id + kind + kinds + JSON.stringify([run.heat[kind], tree.parameters, [...this.opened]]);
     if (key === this.key) return undefined;
     this.key = key;
     const heat = this.heat(run, kind, tree);

@@ -12,10 +12,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 from flodl.monitor import Monitor
+from flodl.monitor.architecture import facts_of, tree_of
 from flodl.monitor.folder import RunFolder
-from flodl.train.events import EvalDone, RankWork, RunDone, RunFailed, RunStarted, StepDone, Synced, Warned
+from flodl.train.events import (
+    EvalDone,
+    LayersTimed,
+    ModelDescribed,
+    RankWork,
+    RunDone,
+    RunFailed,
+    RunStarted,
+    StepDone,
+    Synced,
+    Warned,
+)  # fmt: skip
 
 pytestmark = [pytest.mark.browser, pytest.mark.filterwarnings("ignore::ResourceWarning")]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -140,6 +153,31 @@ def test_the_page_is_alive_and_late_readers_see_all(monitor: Monitor, page: Any,
     monitor.close()
     until(page, "document.getElementById('link').textContent === 'no connection'")
     assert text(page, ".vital .value") == "50"
+
+
+def test_the_architecture_is_coloured_by_what_is_known(monitor: Monitor, page: Any) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), nn.Linear(8, 2))
+    page.goto(monitor.serve(0))
+    start(monitor)
+    monitor(ModelDescribed(tree=tree_of(model), facts=facts_of(model)))
+    paths = {"0": 1.0, "1": 6.0, "1.0": 2.0, "1.1": 4.0, "2": 0.5}
+    told = {path: value * 1e-3 for path, value in paths.items()}
+    monitor(LayersTimed(step=3, seconds=told, gradients=paths))
+    until(page, "document.querySelectorAll('.model .part-heat').length > 3")
+    choices = page.locator("input[name=heat]")
+    assert [choices.nth(i).get_attribute("value") for i in range(choices.count())] == ["time", "gradient", "parameters"]
+    monitor(LayersTimed(step=4, seconds={}, gradients=paths, memory={p: v * 1024 * 1024 for p, v in paths.items()}))
+    until(page, "document.querySelector('input[name=heat][value=memory]') !== null")
+    # The two linears inside are one box: sums, and for norms the root of the squares.
+    words = {"time": "6.00 ms", "gradient": "4.47", "memory": "6", "parameters": "144"}
+    for kind, word in words.items():
+        page.locator(f"input[name=heat][value={kind}]").check(force=True)
+        folded = page.locator(".model .leaf", has=page.locator(".times")).first
+        until(page, f"document.querySelector('input[name=heat][value={kind}]').checked")
+        assert folded.locator(".part-heat").inner_text().startswith(word), folded.inner_text()
+        assert page.locator(f".model .leaf .part-row[style*='--heat-{kind}-high']").count() == 3
+        if kind == "memory":
+            assert folded.locator(".part-heat").inner_text().endswith("B")
 
 
 def test_a_reader_comes_back_by_itself(monitor: Monitor, page: Any) -> None:
