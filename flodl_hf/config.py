@@ -448,7 +448,9 @@ def _consistent(fields: Mapping[str, Any], source: Mapping[str, Any], problems: 
     """Append what single values cannot show: heads that do not divide the width, ids outside the vocabulary."""
     hidden, heads = fields.get("hidden_size"), fields.get("num_heads")
     if hidden and heads and hidden % heads:
-        problems.append(f"num_attention_heads: found {heads}; expected a divisor of the hidden size {hidden}")
+        problems.append(
+            f"num_attention_heads: found {heads}; expected a divisor of the hidden size {hidden} (hidden_size)"
+        )
     pad, vocab = fields.get("pad_token_id"), fields.get("vocab_size")
     if pad is not None and vocab is not None and pad >= vocab:
         problems.append(f"pad_token_id: found {pad}; expected an id below vocab_size {vocab}")
