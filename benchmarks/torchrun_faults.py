@@ -1,11 +1,12 @@
 """Ranks of a torchrun job that are killed, frozen, slowed and started again: who is told, when, and what is lost?
 
-A small model is trained by ``torchrun`` with gloo. One rank gets a signal when it enters a phase; the other ranks have
-to say which rank it was, its phase and its step. Then the job is started again, and its weights, optimiser and random
-states are compared with those of a job that was left alone. "told" counts the tries in which a survivor named rank,
-phase and step; the times are from the signal to that line.
+A small model is trained by ``torchrun``, on processors with gloo or on GPUs with NCCL and recorded steps. One rank gets
+a signal when it enters a phase; the other ranks have to say which rank it was, its phase and its step. Then the job is
+started again, and its weights, optimiser and random states are compared with those of a job that was left alone. "told"
+counts the tries in which a survivor named rank, phase and step; the times are from the signal to that line.
 
     python benchmarks/torchrun_faults.py --ranks 2 4 --times 1
+    python benchmarks/torchrun_faults.py --backend nccl --ranks 2 --phases forward evaluation --kinds SIGKILL SIGSTOP
 """
 
 from __future__ import annotations
@@ -34,8 +35,19 @@ from flodl.train.saving.keeper import list_checkpoints, read_checkpoint
 from flodl.train.schedule import Cosine
 
 STEPS, SAVE_EVERY = 12, 3
-PHASES = ("data", "forward", "backward", "reduce", "optimiser", "callback", "evaluation", "checkpoint")
-MOST = {"evaluation": 3, "checkpoint": 3, "callback": 3}
+PHASES = (
+    "model build",
+    "first broadcast",
+    "data",
+    "forward",
+    "backward",
+    "reduce",
+    "optimiser",
+    "callback",
+    "evaluation",
+    "checkpoint",
+)
+MOST = {"model build": 1, "first broadcast": 1, "evaluation": 3, "checkpoint": 3, "callback": 3}
 KINDS = ("SIGKILL", "SIGSTOP", "slow")
 SLOW_S = 3.0
 
@@ -61,7 +73,7 @@ def train_step(model: nn.Module, batch: Any) -> Loss:
 def rank_main(folder: Path) -> None:
     """Train as one rank of the job; the victim falls where the environment says."""
     torch.set_num_threads(1)
-    victim, phase, number, kind = os.environ.get("FAULT", "-1 none 0 none").split()
+    victim, phase, number, kind = os.environ.get("FAULT", "-1|none|0|none").split("|")
     enter, count = Ranks.phase, [0]
 
     def watched(self: Ranks, name: str, step: int | None = None) -> None:
@@ -82,15 +94,25 @@ def rank_main(folder: Path) -> None:
     )
     made.dataset(Rows()).batch_size(8).num_epochs(3).checkpoints(str(folder / "run"), every=SAVE_EVERY, resume=True)
     made.set(seed=11, max_grad_norm=1.0, schedule=Cosine(1e-2, 1e-4, STEPS), policy="sync")
+    if os.environ["BACKEND"] == "nccl":
+        made.set(capture=True)
     made.eval_fn(lambda model: {"size": float(sum(p.abs().sum() for p in model.parameters()))})
     made.run().join()
 
 
-def job(folder: Path, ranks: int, fault: str = "") -> tuple[int, list[tuple[float, str]]]:
+def job(folder: Path, ranks: int, backend: str, fault: str = "") -> tuple[int, list[tuple[float, str]]]:
     """Run torchrun; return its status and the lines that it printed, each with its time."""
     folder.mkdir(exist_ok=True)
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "FAULT": fault or "-1 none 0 none", "GLOO_SOCKET_IFNAME": "lo"}
+    env = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "FAULT": fault or "-1|none|0|none",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "BACKEND": backend,
+    }
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), env.get("PYTHONPATH"))))
+    if backend == "gloo":
+        env["CUDA_VISIBLE_DEVICES"] = ""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
                str(Path(__file__)), "--rank-folder", str(folder)]  # fmt: skip
     running = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -117,6 +139,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--times", type=int, default=1, help="tries of each phase and kind")
+    parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo")
     parser.add_argument("--phases", nargs="+", default=list(PHASES), choices=PHASES)
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
     parser.add_argument("--rank-folder", type=Path, help=argparse.SUPPRESS)
@@ -125,11 +148,17 @@ def main() -> None:
         rank_main(said.rank_folder)
         return
     chance, bad = random.Random(0), 0
+
+    def moment(phase: str) -> tuple[int, int]:
+        most = MOST.get(phase, 9)
+        # the first steps on a GPU are not recorded yet
+        return (most - 4 if said.backend == "nccl" and most == 9 else 1), most
+
     print("| ranks | fault | phase | tried | struck | told | equal to the bit | told after |")
     print("|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as base:
         for ranks in said.ranks:
-            status, lines = job(Path(base) / f"whole{ranks}", ranks)
+            status, lines = job(Path(base) / f"whole{ranks}", ranks, said.backend)
             if status:
                 raise SystemExit("\n".join(text for _, text in lines))
             whole = finished(Path(base) / f"whole{ranks}")
@@ -141,7 +170,7 @@ def main() -> None:
                         folder = Path(base) / "run"
                         victim = chance.randrange(ranks)
                         status, lines = job(
-                            folder, ranks, f"{victim} {phase} {chance.randint(1, MOST.get(phase, 9))} {kind}"
+                            folder, ranks, said.backend, f"{victim}|{phase}|{chance.randint(*moment(phase))}|{kind}"
                         )
                         if (folder / "fell").exists():
                             struck += 1
@@ -149,7 +178,7 @@ def main() -> None:
                             hits = [at - float(when) for at, text in lines if named(text, victim, phase, step)]
                             told += status == 0 if kind == "slow" else bool(hits)
                             after += hits[:1]
-                        again, _ = job(folder, ranks)
+                        again, _ = job(folder, ranks, said.backend)
                         equal += again == 0 and same(finished(folder), whole)
                         shutil.rmtree(folder)
                     bad += 2 * said.times - equal - told - (said.times - struck)
@@ -159,7 +188,8 @@ def main() -> None:
                         flush=True,
                     )
     print(
-        f"\ntorch {torch.__version__}, gloo, seed 0; {bad} losses. A slow rank is told of by nobody: its job ends well."
+        f"\ntorch {torch.__version__}, {said.backend}, seed 0; {bad} losses. "
+        "A slow rank is told of by nobody: its job ends well."
     )
     sys.exit(1 if bad else 0)
 

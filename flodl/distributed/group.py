@@ -32,6 +32,8 @@ __all__ = ["Ranks", "is_first_rank", "join_ranks", "under_torchrun"]
 
 PULSE_S = 0.5
 LOOK_S = 0.25
+ENDED_S = 0.6
+"""How long a neighbour's process may be gone before a rank on a GPU leaves; what it says itself comes before that."""
 FROZEN_S = 1.2
 """How long a rank may be stopped before the others give it up; with what comes before it they know within 2 s."""
 
@@ -186,11 +188,17 @@ class _Pulse:
                         ranks.store.set(f"pulse/{ranks.attempt}/{ranks.rank}", self._state())
                         if near is not None and not near.complete:
                             near.look_for(ranks.store, f"place/{ranks.attempt}")
-            frozen = near.frozen(ranks.frozen_after_s) if near is not None else {}
-            if frozen and not self._ended.is_set():
-                _leave_the_frozen(ranks, frozen)
+            lost, frozen = self._lost(near) if near is not None else ({}, {})
+            if (lost or frozen) and not self._ended.is_set():
+                _leave_the_lost(ranks, lost, frozen)
             if self._ended.wait(LOOK_S if near is not None else PULSE_S):
                 return
+
+    def _lost(self, near: Neighbours) -> tuple[dict[int, str], dict[int, str]]:
+        """Return the neighbours to be given up: those that ended where no collective says so, and those that freeze."""
+        # Gloo's connections break with a process; a kernel of NCCL waits for it, and the caller with the kernel.
+        ended = near.ended(ENDED_S) if self.ranks.device.type == "cuda" else {}
+        return ended, near.frozen(self.ranks.frozen_after_s)
 
     def _state(self) -> str:
         board, row = self.ranks.board, self.ranks.rank % self.ranks.board.world
@@ -226,13 +234,13 @@ class _Pulse:
         self._thread.join(timeout=2)
 
 
-def _leave_the_frozen(ranks: Ranks, frozen: dict[int, str]) -> None:
+def _leave_the_lost(ranks: Ranks, ended: dict[int, str], frozen: dict[int, str]) -> None:
     """End this process, and those that stand still: whoever waits for them in a collective cannot be called back."""
-    who = "; ".join(f"rank {rank}: {what}" for rank, what in frozen.items())
+    who = "; ".join(f"rank {rank}: {what}" for rank, what in sorted((ended | frozen).items()))
     row = ranks.rank % ranks.board.world
     _say(
         f"rank {ranks.rank} of {ranks.world}, phase '{ranks.board.phase(row)}', step {ranks.board.step(row)}: {who}. "
-        "Expected all ranks to go on; this rank and the frozen ones end now. Start again with resume to go on from the "
+        "Expected all ranks to go on; this rank and any frozen ones end now. Start again with resume to go on from the "
         "last checkpoint."
     )
     for rank in frozen:

@@ -27,6 +27,7 @@ class _Neighbour:
     pid: int
     board: Board | None
     still_since: float | None = None
+    gone_since: float | None = None
 
 
 @dataclass
@@ -69,6 +70,18 @@ class Neighbours:
             for rank, there in self._known.items()
             if process_state(there.pid) in (None, "Z", "X")
         }
+
+    def ended(self, after_s: float) -> dict[int, str]:
+        """Return the ranks that ended so long ago without being done, and what each did last."""
+        now, dead, found = time.monotonic(), self.dead(), {}
+        for rank, why in dead.items():
+            there = self._known[rank]
+            if there.board is not None and there.board.phase(rank) == "done":
+                continue
+            there.gone_since = there.gone_since or now
+            if now - there.gone_since >= after_s:
+                found[rank] = why
+        return found
 
     def frozen(self, after_s: float) -> dict[int, str]:
         """Return the ranks that the system has stopped for so long, and what each was doing."""

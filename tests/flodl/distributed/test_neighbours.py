@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from flodl.distributed import Ranks, group
 from flodl.distributed.board import Board
 from flodl.distributed.neighbours import Neighbours
 
@@ -63,6 +65,42 @@ def test_a_rank_that_was_killed_leaves_phase_and_step(other: Any) -> None:
     while not (dead := near.dead()):
         assert time.monotonic() < until
     assert dead == {1: f"its process ended in phase 'optimiser', step 42, pid {process.pid}"}
+
+
+def test_a_rank_that_ended_is_given_up_after_a_while_unless_it_was_done(other: Any) -> None:
+    near, process, _ = other
+    os.kill(process.pid, signal.SIGKILL)
+    until = time.monotonic() + 20
+    while not near.dead():
+        assert time.monotonic() < until
+    assert near.ended(0.2) == {}
+    time.sleep(0.25)
+    assert "phase 'backward', step 41" in near.ended(0.2)[1]
+    near._known[1].board = board = Board(2)
+    board.enter(1, "done", 42)
+    assert near.ended(0.0) == {}
+
+
+@pytest.mark.parametrize(("device", "leaves"), [("cuda", True), ("cpu", False)])
+def test_only_ranks_on_gpus_leave_by_themselves_when_another_ends(
+    device: str, leaves: bool, other: Any, monkeypatch: Any
+) -> None:
+    near, process, _ = other
+    left: list[Any] = []
+    monkeypatch.setattr(group, "_leave_the_lost", lambda ranks, ended, frozen: left.append((ended, frozen)))
+    ranks = Ranks(0, 2, 0, torch.device(device), board=Board(2))
+    ranks._neighbours = near
+    pulse = group._Pulse(ranks, None)
+    os.kill(process.pid, signal.SIGKILL)
+    until = time.monotonic() + (20 if leaves else 1.5)
+    while not left and time.monotonic() < until:
+        time.sleep(0.05)
+    pulse.stop()
+    assert bool(left) is leaves
+    if leaves:
+        ended, frozen = left[0]
+        assert list(ended) == [1]
+        assert frozen == {}
 
 
 def test_a_rank_that_stands_still_is_told_from_one_that_is_slow(other: Any) -> None:

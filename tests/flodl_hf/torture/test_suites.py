@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from flodl_hf.torture import runs
 from flodl_hf.torture.runner import load_suite, run_cases
 from flodl_hf.torture.subjects import Ours
 from flodl_hf.torture.suites import SUITES
 
-ELSEWHERE = ("interrupts", "powerloss", "disks")
+ELSEWHERE = ("interrupts", "runs", "powerloss", "disks")
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -21,3 +24,39 @@ def test_some_cases(name: str) -> None:
     found = list(run_cases(suite, cases, Ours()))
     assert [(case.line, verdict.grade, verdict.text) for case, verdict in found if not verdict.good] == []
     assert len(found) == len(cases)
+
+
+def test_kinds_of_runs_are_forty_and_differ_in_all_that_runs_differ_in() -> None:
+    kinds = [case.what for case in runs.cases(0, 40)]
+    assert len({case.kind for case in runs.cases(0, 400)}) == 40
+    assert {what["task"] for what in kinds} == set(runs.TASKS)
+    assert {what["end"] for what in kinds} == set(runs.ENDS)
+    assert {what["extra"] for what in kinds} == set(runs.EXTRAS)
+    assert {what["schedule"] for what in kinds} == set(runs.SCHEDULES)
+    assert {what["ranks"] for what in kinds} == {1, 2}
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize("count", [1, pytest.param(40, marks=pytest.mark.slow)])
+def test_a_run_that_was_ended_is_gone_on_with_to_the_same_bits(count: int) -> None:
+    for case, verdict in run_cases(runs, list(runs.cases(5, count)), Ours()):
+        assert verdict.good, (case.line, verdict.text)
+
+
+def test_a_run_that_is_another_one_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    case = next(runs.cases(5, 1))
+    (tmp_path / "case").mkdir()
+    finetuned, ran = runs._finetuned, []
+
+    def other(what: Any, root: Path, out: Path, **more: Any) -> Any:
+        ran.append(out)
+        found = finetuned(what, root, out, **more)
+        if len(ran) > 1:
+            found["history"] = found["history"][1:]
+        return found
+
+    monkeypatch.setattr(runs, "_finetuned", other)
+    monkeypatch.setattr(runs, "_ended", lambda *_: None)
+    monkeypatch.setattr(runs, "_left_alone", {})
+    verdict = runs.run(case, tmp_path / "case", Ours())
+    assert (verdict.grade.value, verdict.text) == ("silent", "not as a run left alone: history")
