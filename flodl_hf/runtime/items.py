@@ -45,12 +45,14 @@ def several(items: Any, method: str, *, mapping: bool = False) -> Any:
             columns=names,
         )
     if isinstance(items, (set, frozenset)):
-        raise PredictError(f"{method}: found a {found}, which has no order; expected a list of texts")
+        raise PredictError(
+            f"{method}: found a {found}, which has no order; expected a list of texts; pass list(...) of it"
+        )
     for name in ("tolist", "to_pylist", "to_list"):
         if hasattr(items, name):
             return getattr(items, name)()
     if isinstance(items, (bytes, bytearray)) or not isinstance(items, Iterable):
-        raise PredictError(f"{method}: found {found}; expected a string, or a list or iterator of them")
+        raise PredictError(f"{method}: found {found}; expected a string, or a list or iterator of them; pass texts")
     return list(items) if hasattr(items, "__len__") and not isinstance(items, Sequence) else items
 
 

@@ -60,7 +60,8 @@ def check_precision(precision: str | None, device: torch.device) -> None:
     missing = _missing(precision, device)
     if missing:
         raise PredictError(
-            f"precision={precision!r} on {device}: {missing}. fp32 and exact run everywhere.",
+            f"precision={precision!r} on {device}: {missing}. Expected one that this device has; use fp32 or exact, "
+            "which run everywhere.",
             precision=precision,
             device=str(device),
         )

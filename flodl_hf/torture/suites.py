@@ -16,6 +16,7 @@ DEFAULT_CASES: Mapping[str, int] = {
     "sentence": 5_000,
     "adapters": 5_000,
     "pickles": 6_000,
+    "texts": 6_000,
     "interrupts": 6_000,
     "runs": 600,
     "powerloss": 15_000,
