@@ -300,8 +300,8 @@ class Run:
         lines = [f"{rows[place].place}: {faults[place]}" for place in places]
         return DataError(
             f"{self._plan.source}: {len(lines)} row{'s' * (len(lines) > 1)} cannot be answered:\n{capped(lines)}\n"
-            "--on-error skip leaves such rows out, and goes on from the finished parts; --on-error null writes them "
-            "without an answer; or mend the file and begin anew with --restart",
+            "expected a text in every row; leave such rows out with --on-error skip, which goes on from the finished "
+            "parts, write them without an answer with --on-error null, or mend the file and begin anew with --restart",
             rows=[rows[place].number for place in places],
             problems=lines,
         )

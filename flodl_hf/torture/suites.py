@@ -17,6 +17,7 @@ DEFAULT_CASES: Mapping[str, int] = {
     "adapters": 5_000,
     "pickles": 6_000,
     "texts": 6_000,
+    "bulk": 2_000,
     "interrupts": 6_000,
     "runs": 600,
     "powerloss": 15_000,
