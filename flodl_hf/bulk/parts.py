@@ -334,8 +334,8 @@ class _Writing:
         found = f"no space is left ({error.strerror})" if full else f"writing failed ({error.strerror or error})"
         advice = "Free some space" if full else "Check the disk, and that the folder may be written,"
         raise PredictError(
-            f"{folder.parent}: {found}; expected to write a part; the {whole} finished parts are kept in {folder.name}. {advice} and "
-            f"{self._parts.again}, which goes on from there",
+            f"{folder.parent}: {found}; expected to write a part; the {whole} finished parts are kept in {folder.name}. "
+            f"{advice} and {self._parts.again}, which goes on from there",
             path=str(folder.parent),
             errno=error.errno,
             finished=whole,
