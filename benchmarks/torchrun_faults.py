@@ -1,4 +1,4 @@
-"""Ranks of a torchrun job that are killed, frozen, slowed and started again: who is told, when, and what is lost?
+r"""Ranks of a torchrun job that are killed, frozen, slowed and started again: who is told, when, and what is lost?
 
 A small model is trained by ``torchrun``, on processors with gloo or on GPUs with NCCL and recorded steps. One rank gets
 a signal when it enters a phase; the other ranks have to say which rank it was, its phase and its step. Then the job is
@@ -6,7 +6,8 @@ started again, and its weights, optimiser and random states are compared with th
 counts the tries in which a survivor named rank, phase and step; the times are from the signal to that line.
 
     python benchmarks/torchrun_faults.py --ranks 2 4 --times 1
-    python benchmarks/torchrun_faults.py --backend nccl --ranks 2 --phases forward evaluation --kinds SIGKILL SIGSTOP
+    python benchmarks/torchrun_faults.py --backend nccl --ranks 2 --at-once 8 \
+        --phases "model build" forward evaluation checkpoint --kinds SIGKILL SIGSTOP
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -135,10 +137,37 @@ def named(line: str, victim: int, phase: str, step: str) -> bool:
     return bool(re.search(rf"rank {victim}: .*phase '{phase}', step {step}\b", line))
 
 
+class Try(NamedTuple):
+    """What one fault came to: whether it struck, was told of, and cost nothing; and when it was told."""
+
+    struck: bool
+    told: bool
+    equal: bool
+    after: float | None
+
+
+def tried(
+    folder: Path, ranks: int, backend: str, kind: str, phase: str, victim: int, number: int,
+    whole: dict[str, torch.Tensor],
+) -> Try:  # fmt: skip
+    """Run a job in which a rank falls, start it again, and return what became of it."""
+    status, lines = job(folder, ranks, backend, f"{victim}|{phase}|{number}|{kind}")
+    struck, told, after = (folder / "fell").exists(), False, None
+    if struck:
+        when, step = (folder / "fell").read_text().split()
+        hits = [at - float(when) for at, text in lines if named(text, victim, phase, step)]
+        told, after = (status == 0 if kind == "slow" else bool(hits)), next(iter(hits), None)
+    again, _ = job(folder, ranks, backend)
+    equal = again == 0 and same(finished(folder), whole)
+    shutil.rmtree(folder)
+    return Try(struck, told, equal, after)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--times", type=int, default=1, help="tries of each phase and kind")
+    parser.add_argument("--at-once", type=int, default=1, help="jobs at the same time, where there are cores for them")
     parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo")
     parser.add_argument("--phases", nargs="+", default=list(PHASES), choices=PHASES)
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
@@ -156,37 +185,30 @@ def main() -> None:
 
     print("| ranks | fault | phase | tried | struck | told | equal to the bit | told after |")
     print("|---|---|---|---|---|---|---|---|")
-    with tempfile.TemporaryDirectory() as base:
+    with tempfile.TemporaryDirectory() as base, ThreadPoolExecutor(said.at_once) as pool:
         for ranks in said.ranks:
             status, lines = job(Path(base) / f"whole{ranks}", ranks, said.backend)
             if status:
                 raise SystemExit("\n".join(text for _, text in lines))
             whole = finished(Path(base) / f"whole{ranks}")
+            tries: list[tuple[str, str, list[Future[Try]]]] = []
             for kind in said.kinds:
                 for phase in said.phases:
-                    struck = told = equal = 0
-                    after: list[float] = []
-                    for _ in range(said.times):
-                        folder = Path(base) / "run"
-                        victim = chance.randrange(ranks)
-                        status, lines = job(
-                            folder, ranks, said.backend, f"{victim}|{phase}|{chance.randint(*moment(phase))}|{kind}"
-                        )
-                        if (folder / "fell").exists():
-                            struck += 1
-                            when, step = (folder / "fell").read_text().split()
-                            hits = [at - float(when) for at, text in lines if named(text, victim, phase, step)]
-                            told += status == 0 if kind == "slow" else bool(hits)
-                            after += hits[:1]
-                        again, _ = job(folder, ranks, said.backend)
-                        equal += again == 0 and same(finished(folder), whole)
-                        shutil.rmtree(folder)
-                    bad += 2 * said.times - equal - told - (said.times - struck)
-                    times = f"{statistics.median(after):.2f} s (most {max(after):.2f})" if after else "-"
-                    print(
-                        f"| {ranks} | {kind} | {phase} | {said.times} | {struck} | {told} | {equal} | {times} |",
-                        flush=True,
-                    )
+                    begun = []
+                    for number in range(said.times):
+                        folder = Path(base) / f"{ranks}-{kind}-{phase.replace(' ', '-')}-{number}"
+                        victim, step = chance.randrange(ranks), chance.randint(*moment(phase))
+                        begun.append(pool.submit(tried, folder, ranks, said.backend, kind, phase, victim, step, whole))
+                    tries.append((kind, phase, begun))
+            for kind, phase, begun in tries:
+                found = [future.result() for future in begun]
+                struck, told, equal = (sum(counts) for counts in zip(*(one[:3] for one in found), strict=True))
+                after = [one.after for one in found if one.after is not None]
+                bad += 2 * said.times - equal - told - (said.times - struck)
+                times = f"{statistics.median(after):.2f} s (most {max(after):.2f})" if after else "-"
+                print(
+                    f"| {ranks} | {kind} | {phase} | {said.times} | {struck} | {told} | {equal} | {times} |", flush=True
+                )
     print(
         f"\ntorch {torch.__version__}, {said.backend}, seed 0; {bad} losses. "
         "A slow rank is told of by nobody: its job ends well."

@@ -178,7 +178,8 @@ class Parts:
             lines = [f"{name}: begun with {was!r}, now {now!r}" for name, (was, now) in parted.items()]
             raise PredictError(
                 f"{self.folder}: holds the parts of a run with other input, model or options:\n{capped(lines)}\n"
-                "expected the same; say what was said then and the run goes on, or begin anew with --restart (restart=True)",
+                "expected the same; say what was said then and the run goes on, or begin anew with --restart "
+                "(restart=True)",
                 path=str(self.folder),
                 problems=lines,
             )
@@ -334,8 +335,8 @@ class _Writing:
         found = f"no space is left ({error.strerror})" if full else f"writing failed ({error.strerror or error})"
         advice = "Free some space" if full else "Check the disk, and that the folder may be written,"
         raise PredictError(
-            f"{folder.parent}: {found}; expected to write a part; the {whole} finished parts are kept in {folder.name}. "
-            f"{advice} and {self._parts.again}, which goes on from there",
+            f"{folder.parent}: {found}; expected to write a part; the {whole} finished parts are kept in "
+            f"{folder.name}. {advice} and {self._parts.again}, which goes on from there",
             path=str(folder.parent),
             errno=error.errno,
             finished=whole,
