@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextvars import ContextVar
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -38,6 +39,14 @@ SENDING = ContextVar("SENDING", default=None)
 # An accelerator answers a small window while the next is tokenised, so windows begin small and grow.
 FIRST = 512
 MOST = 4096
+
+
+STARTS: ContextVar[Callable[[Encoded, Work], Pending] | None] = ContextVar("STARTS", default=None)
+"""Who runs rows in place of the model's own graph."""
+
+
+def _by(starts: Callable[[Encoded, Work], Pending], work: Work, encoded: Encoded) -> Pending:
+    return starts(encoded, work)
 
 
 def works_by_itself(device: torch.device) -> bool:
@@ -122,7 +131,9 @@ class Session:
             what: the method, as its progress is headed.
             **words: of `flodl_hf.runtime.items.found_by`.
         """
-        job: Job[Any, Any] = Job(encode, lambda encoded: self.start(encoded.table, work), finish, join)
+        starts = STARTS.get()
+        start = (lambda encoded: self.start(encoded.table, work)) if starts is None else partial(_by, starts, work)
+        job: Job[Any, Any] = Job(encode, start, finish, join)
         call = None
         if not single and self.options.devices is not None and len(self.options.devices) > 1:
             from flodl_hf.runtime.workers import call_of
