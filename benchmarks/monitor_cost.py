@@ -160,28 +160,36 @@ def spread(values: list[float]) -> float:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, help="of each run; 400, on CUDA 1,000")
+    parser.add_argument("--steps", type=int, help="of each run; 400, on CUDA 300")
+    parser.add_argument("--seconds", type=float, help="no round begins after so many; on CUDA 40, else no bound")
     parser.add_argument("--readers", type=int, default=10)
-    parser.add_argument("--width", type=int, help="of the model's layers; 512, on CUDA 4,096")
+    parser.add_argument("--width", type=int, help="of the model's layers; 512, on CUDA 2,048")
     parser.add_argument("--batch", type=int, help="64, on CUDA 4,096")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", help="such as cuda:0; by default the best there is")
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args(argv)
     args.on_cuda = torch.cuda.is_available() if args.device is None else str(args.device).startswith("cuda")
-    steps, width, batch = (1000, 4096, 4096) if args.on_cuda else (400, 512, 64)
+    steps, width, batch = (300, 2048, 4096) if args.on_cuda else (400, 512, 64)
     args.steps, args.width, args.batch = args.steps or steps, args.width or width, args.batch or batch
+    args.seconds = args.seconds or (40.0 if args.on_cuda else float("inf"))
     torch.set_num_threads(args.threads)
     run(
         "watched", argparse.Namespace(**{**vars(args), "steps": SETTLED + 10})
     )  # whatever is imported once, is imported now
 
     rounds: list[dict[str, dict[str, float]]] = []
+    began = perf_counter()
     for number in range(args.rounds):
+        if number and perf_counter() - began > args.seconds:
+            print(f"{args.seconds:.0f} s are over after {number} rounds")
+            break
         order = KINDS[number % 3 :] + KINDS[: number % 3]
         found = {kind: run(kind, args) for kind in order}
         rounds.append(found)
-        print(f"round {number + 1}: " + ", ".join(f"{kind} {found[kind]['step_ms']:.3f} ms" for kind in KINDS))
+        print(
+            f"round {number + 1}: " + ", ".join(f"{kind} {found[kind]['step_ms']:.3f} ms" for kind in KINDS), flush=True
+        )
     figures: dict[str, Any] = {"unwatched_ms": median(found["unwatched"]["step_ms"] for found in rounds)}
     for kind in KINDS[1:]:
         ratios = [found[kind]["step_ms"] / found["unwatched"]["step_ms"] for found in rounds]

@@ -1,6 +1,6 @@
 """What watching costs: steps of a graph in which nothing is watched, beside the same with ten values watched.
 
-    python -m benchmarks.observing [--layers 12] [--width 768] [--batch 32] [--length 128] [--rounds 5] [--json FILE]
+    python -m benchmarks.observing [--layers 12] [--width 768] [--batch 32] [--length 128] [--rounds 7] [--json FILE]
     python -m benchmarks.observing --small                     # seconds on a processor
 
 An encoder of post-norm layers, random numbers in and out, AdamW, clipping; on CUDA in bf16, its steps recorded.
@@ -22,6 +22,7 @@ import argparse
 import json
 import platform
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -54,7 +55,7 @@ class Size:
 
 
 def make_model(size: Size) -> Graph:
-    """Return an encoder whose layers are tagged."""
+    """Return an encoder whose layers are tagged, on the device."""
     torch.manual_seed(0)
 
     def layer() -> nn.Module:
@@ -101,7 +102,7 @@ def now() -> float:
     return perf_counter()
 
 
-def turn(contender: str, size: Size, data: Any) -> tuple[float, int, list[str]]:
+def turn(contender: str, size: Size, model: Graph, data: Any) -> tuple[float, int, list[str]]:
     """Return the seconds of a step, how many values were told at once, and warnings."""
     clock, told, warned = Clock(size.epochs), [0], []
 
@@ -109,7 +110,7 @@ def turn(contender: str, size: Size, data: Any) -> tuple[float, int, list[str]]:
         return mse_loss(model(batch["x"]), batch["y"])
 
     made = (
-        Trainer.builder(make_model(size), adamw(1e-4), step).dataset(data).batch_size(size.batch)
+        Trainer.builder(deepcopy(model), adamw(1e-4), step).dataset(data).batch_size(size.batch)
         .num_epochs(size.epochs).max_grad_norm(1.0).precision("bf16" if CUDA else "fp32")
         .set(progress=False, callbacks=[clock], watch=[] if contender == "plain" else watch(size))
     )  # fmt: skip
@@ -134,27 +135,33 @@ class Result:
         return middle, 1.4826 * median(abs(value - middle) for value in ratios)
 
 
-def measure(size: Size, rounds: int) -> Result:
-    """Return the times of all contenders.
+def measure(size: Size, rounds: int, budget_s: float) -> Result:
+    """Return the times of all contenders, in so many rounds or those that ``budget_s`` lets begin.
 
     Raises:
         SystemExit: what is measured is not what is meant: values are missing, or steps were not recorded.
     """
-    torch.manual_seed(1)
-    rows = size.steps * size.batch
-    data = {"x": torch.randn(rows, size.length, size.width), "y": torch.randn(rows, size.length, 1)}
-    if CUDA:
-        data = {name: column.cuda() for name, column in data.items()}
+    began = perf_counter()
+    with torch.device("cuda" if CUDA else "cpu"):
+        model = make_model(size)
+        torch.manual_seed(1)
+        rows = size.steps * size.batch
+        data = {"x": torch.randn(rows, size.length, size.width), "y": torch.randn(rows, size.length, 1)}
     result = Result()
     for number in range(rounds):
+        if number and perf_counter() - began > budget_s:
+            print(f"{budget_s:.0f} s are over after {number} rounds", flush=True)
+            break
         order = [CONTENDERS[(number + place) % len(CONTENDERS)] for place in range(len(CONTENDERS))]
         for contender in order:
-            seconds, told, warned = turn(contender, size, data)
+            seconds, told, warned = turn(contender, size, model, data)
             if contender == "told" and told != WATCHED:
                 raise SystemExit(f"{told} values were told; expected {WATCHED}")
             if CUDA and any("capture" in message for message in warned):
                 raise SystemExit(f"steps were not recorded: {warned}")
             result.seconds[contender].append(seconds)
+        shown = ", ".join(f"{name} {result.seconds[name][-1] * 1e3:.3f} ms" for name in CONTENDERS)
+        print(f"round {number + 1}: {shown} a step ({perf_counter() - began:.0f} s)", flush=True)
     return result
 
 
@@ -164,16 +171,17 @@ def main(argv: Sequence[str] | None = None) -> Result:
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--length", type=int, default=128)
-    parser.add_argument("--steps", type=int, default=40, help="steps of an epoch")
-    parser.add_argument("--epochs", type=int, default=5, help="epochs of a turn, the first of which is not timed")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=20, help="steps of an epoch")
+    parser.add_argument("--epochs", type=int, default=4, help="epochs of a turn, the first of which is not timed")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=25.0, help="no round begins after so many")
     parser.add_argument("--small", action="store_true", help="an encoder that a processor trains in seconds")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
     size = Size(args.layers, args.width, args.batch, args.length, args.steps, args.epochs)
     if args.small:
         size = Size(4, 128, 16, 64, 8, 3)
-    result = measure(size, args.rounds)
+    result = measure(size, args.rounds, args.seconds)
     place = torch.cuda.get_device_name() if CUDA else f"{platform.processor() or platform.machine()} processor"
     print(f"{place}, torch {torch.__version__}; {size}; {WATCHED} values")
     for name in CONTENDERS:
