@@ -124,10 +124,10 @@ def their_trainer(
     seed: int = 42, **further: Any,
 ) -> Any:  # fmt: skip
     """Return sentence-transformers' trainer with our recipe."""
-    from datasets import Dataset
-    from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
-    from sentence_transformers import SentenceTransformerTrainingArguments as Arguments
-    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+    from datasets import Dataset  # pyright: ignore[reportMissingImports]
+    from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer  # pyright: ignore[reportMissingImports]
+    from sentence_transformers import SentenceTransformerTrainingArguments as Arguments  # pyright: ignore[reportMissingImports]
+    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss  # pyright: ignore[reportMissingImports]
     from transformers import TrainerCallback
 
     class Clock(TrainerCallback):
@@ -175,7 +175,7 @@ def encode(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     run = {"precision": "bf16"} if half(given.device) else {}
     calls: dict[str, Callable[[list[str]], Any]] = {"ours": lambda part: ours.encode(part, **run)}
     if has_sentence_transformers():
-        from sentence_transformers import SentenceTransformer
+        from sentence_transformers import SentenceTransformer  # pyright: ignore[reportMissingImports]
 
         kind = {"model_kwargs": {"dtype": torch.bfloat16}} if half(given.device) else {}
         theirs = SentenceTransformer(str(given.model), device=given.device, **kind)
@@ -218,7 +218,8 @@ def judged(encode: Callable[[list[str]], Any], rows: list[dict[str, str]]) -> di
 def quality(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     rows, held_out = (questions(given.data / "xquad" / f"{name}.json") for name in ("train", "dev"))
     model = str(given.model)
-    yield {"contender": "before", **judged(load(model, head="base").encode, held_out)}
+    before: Any = load(model, head="base")
+    yield {"contender": "before", **judged(before.encode, held_out)}
     runs: dict[str, list[dict[str, float]]] = {"ours": [], "sentence-transformers": []}
     for seed in given.seeds:
         tuned: Any = finetune(
@@ -227,7 +228,7 @@ def quality(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
         ).model  # fmt: skip
         runs["ours"].append(judged(tuned.encode, held_out))
         if has_sentence_transformers():
-            from sentence_transformers.base.sampler import BatchSamplers
+            from sentence_transformers.base.sampler import BatchSamplers  # pyright: ignore[reportMissingImports]
 
             with tempfile.TemporaryDirectory() as place:
                 trainer = their_trainer(

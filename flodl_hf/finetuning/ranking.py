@@ -130,7 +130,7 @@ class _Scorer:
 
     def compute(self) -> dict[str, float]:
         """Return the average precision of all pairs, and how the candidates of each question are ordered."""
-        figures = dict.fromkeys(FIGURES, float("nan"))
+        figures: dict[str, float] = dict.fromkeys(FIGURES, float("nan"))
         if not self.kept.items:
             return figures
         groups: dict[str, list[tuple[float, float]]] = {}

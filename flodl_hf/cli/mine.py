@@ -1,0 +1,82 @@
+"""``flodl-hf mine``: pairs in, triplets out, with negatives that are hard to tell from the positive."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from flodl_hf.cli.choices import PrecisionWord, choice
+from flodl_hf.cli.shared import Json, Local, Model, Revision, emit_json, reporting, tell
+
+NAME = "mine"
+Sampling: Any = choice("Sampling", ("top", "random"))
+
+
+@reporting
+def command(
+    model: Model,
+    source: Annotated[str, typer.Option("--in", "-i", help="File of pairs: anchor and positive, or named columns.")],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="File to write, JSON lines: anchor, positive, negative_1 ...")
+    ],
+    corpus: Annotated[
+        str | None, typer.Option("--corpus", help="File of texts to take negatives from, besides all positives.")
+    ] = None,
+    columns: Annotated[str | None, typer.Option("--columns", help="anchor=question,positive=context.")] = None,
+    negatives: Annotated[int, typer.Option("--negatives", min=1, help="For each pair; pairs with fewer go.")] = 1,
+    range_min: Annotated[int, typer.Option("--range-min", min=0, help="Leave out so many of the nearest.")] = 0,
+    range_max: Annotated[int, typer.Option("--range-max", min=1, help="Look at so many of the nearest.")] = 100,
+    max_score: Annotated[float | None, typer.Option("--max-score", help="Leave out what is more alike.")] = None,
+    absolute_margin: Annotated[
+        float | None,
+        typer.Option("--absolute-margin", help="Leave out what is not so much less alike than the positive."),
+    ] = None,
+    relative_margin: Annotated[
+        float | None, typer.Option("--relative-margin", help="The same as a share of how alike the positive is.")
+    ] = None,
+    sampling: Annotated[Sampling, typer.Option("--sampling", help="The nearest, or drawn.")] = Sampling.top,
+    seed: Annotated[int, typer.Option("--seed", help="Decides what is drawn.")] = 42,
+    precision: Annotated[PrecisionWord | None, typer.Option("--precision", help="Of the arithmetic.")] = None,
+    device: Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1, ... or auto.")] = None,
+    revision: Revision = None,
+    local_files_only: Local = False,
+    json_output: Json = False,
+) -> None:
+    """Find negatives for pairs: texts near to an anchor that do not belong to it, to train vectors and rankers with."""
+    from flodl.data import load_rows
+    from flodl.files import write_atomically
+    from flodl_hf.cli.finetune import parse
+    from flodl_hf.cli.vectors import encoder, texts_of
+    from flodl_hf.finetuning.vectors.tables import read_table
+    from flodl_hf.vectors.mining import hard_negatives
+
+    table = read_table(load_rows(source), parse("columns", columns), source)
+    pairs = [(row[0], row[1]) for row in table.texts]
+    texts = list(dict.fromkeys([*(positive for _, positive in pairs), *(texts_of(corpus, None)[0] if corpus else [])]))
+    places = {text: i for i, text in enumerate(texts)}
+    anchors = list(dict.fromkeys(anchor for anchor, _ in pairs))
+    own: dict[str, set[int]] = {}
+    for anchor, positive in pairs:
+        own.setdefault(anchor, set()).add(places[positive])
+        if anchor in places:  # a text is no negative of itself
+            own[anchor].add(places[anchor])
+    encode = encoder(model, revision, local_files_only, device, precision)
+    found = hard_negatives(
+        encode(anchors), encode(texts), [own[anchor] for anchor in anchors], count=negatives, range_min=range_min,
+        range_max=range_max, max_score=max_score, absolute_margin=absolute_margin, relative_margin=relative_margin,
+        sampling=str(sampling), seed=seed,
+    )  # fmt: skip
+    of = dict(zip(anchors, found, strict=True))
+    rows = [
+        {"anchor": a, "positive": b} | {f"negative_{k}": texts[place] for k, place in enumerate(of[a], 1)}
+        for a, b in pairs
+        if len(of[a]) == negatives
+    ]
+    write_atomically(out, ((json.dumps(row, ensure_ascii=False) + "\n").encode() for row in rows))
+    if json_output:
+        emit_json({"file": str(out), "pairs": len(pairs), "written": len(rows), "negatives": negatives})
+    else:
+        tell(f"{len(rows):,} of {len(pairs):,} pairs with {negatives} negatives each in {out}")

@@ -1,0 +1,62 @@
+"""``flodl-hf search``: the texts of a file that are most like a query."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from flodl_hf.cli.choices import PrecisionWord
+from flodl_hf.cli.shared import Json, Local, Model, Revision, emit_json, reporting, tell
+
+NAME = "search"
+
+
+@reporting
+def command(
+    model: Model,
+    query: Annotated[
+        list[str] | None, typer.Argument(metavar="[QUERY]...", help="Queries; none reads lines from stdin.")
+    ] = None,
+    corpus: Annotated[str, typer.Option("--in", "-i", help="File of the texts to search.")] = ...,  # type: ignore[assignment]
+    vectors: Annotated[
+        str | None, typer.Option("--vectors", help="Their vectors as `flodl-hf encode` wrote them; else they are made.")
+    ] = None,
+    text_column: Annotated[str | None, typer.Option("--text-column", help="Column of texts.")] = None,
+    top_k: Annotated[int, typer.Option("--top-k", min=1, help="Most texts for each query.")] = 5,
+    prompt: Annotated[str, typer.Option("--prompt", help="Put before each query.")] = "",
+    precision: Annotated[PrecisionWord | None, typer.Option("--precision", help="Of the arithmetic.")] = None,
+    device: Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1, ... or auto.")] = None,
+    revision: Revision = None,
+    local_files_only: Local = False,
+    json_output: Json = False,
+) -> None:
+    """Find the texts of a file that are most like each query, exactly, by their vectors."""
+    from flodl.errors import DataError
+    from flodl_hf.cli.vectors import encoder, texts_of
+    from flodl_hf.vectors.files import read_vectors
+    from flodl_hf.vectors.search import semantic_search
+
+    queries = query or [line.rstrip("\n") for line in sys.stdin if line.strip()]
+    texts, _ = texts_of(corpus, text_column)
+    encode = encoder(model, revision, local_files_only, device, precision)
+    kept = encode(texts) if vectors is None else read_vectors(vectors)
+    asked = encode([prompt + text for text in queries])
+    if len(kept) != len(texts) or kept.shape[1] != asked.shape[1] or kept.dtype.kind != "f":
+        raise DataError(
+            f"{vectors}: {len(kept)} vectors of {kept.shape[1]} numbers ({kept.dtype}) for {len(texts)} texts and a "
+            f"model of {asked.shape[1]}; expected those of this file and model, in float32 or float16"
+        )
+    found = [
+        {"query": text, "found": [{"score": hit["score"], "index": hit["corpus_id"], "text": texts[hit["corpus_id"]]}
+                                  for hit in hits]}
+        for text, hits in zip(queries, semantic_search(asked, kept, top_k=top_k), strict=True)
+    ]  # fmt: skip
+    if json_output:
+        emit_json(found)
+        return
+    for entry in found:
+        tell(entry["query"], bold=True)
+        for hit in entry["found"]:
+            tell(f"{hit['score']:8.4f}  {hit['text']}")

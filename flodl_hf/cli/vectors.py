@@ -1,0 +1,52 @@
+"""What ``flodl-hf encode``, ``search`` and ``mine`` share: a model that makes vectors, and texts of a file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flodl.errors import DataError
+from flodl_hf.errors import PredictError
+
+__all__ = ["encoder", "texts_of"]
+
+
+def encoder(model: str, revision: str | None, local: bool, device: str | None, precision: str | None) -> Any:
+    """Return a function from texts to vectors, long texts cut, as the folder says.
+
+    Raises:
+        PredictError: the model cannot make vectors.
+    """
+    from flodl_hf.heads.base import BaseModel
+
+    found = BaseModel.from_pretrained(model, revision=revision, local_files_only=local)
+    if found.tokenizer is None:
+        raise PredictError(
+            f"{model}: has no tokenizer, so texts cannot become vectors; put its files beside the weights"
+        )
+    run = {name: value for name, value in (("devices", device), ("precision", precision)) if value is not None}
+    return lambda texts: found.encode(texts, convert_to_tensor=True, **run).float().cpu().numpy()
+
+
+def texts_of(path: str, column: str | None) -> tuple[list[str], list[dict[str, Any]]]:
+    """Return the texts of a file, and its rows.
+
+    Raises:
+        DataError: no column of texts can be told.
+    """
+    from flodl.data import load_rows
+    from flodl_hf.columns import NAMES
+
+    rows = load_rows(path)
+    names = list(rows[0])
+    known = [name for name in names if name.lower() in NAMES["text"]]
+    if column is None:
+        texts = [name for name in names if isinstance(rows[0][name], str)]
+        column = known[0] if known else texts[0] if len(texts) == 1 else None
+    if column is None or column not in names:
+        raise DataError(
+            f"{path}: which of the columns {names} holds the texts? Say so: --text-column NAME", names=names
+        )
+    wrong = [i for i, row in enumerate(rows) if not isinstance(row.get(column), str)]
+    if wrong:
+        raise DataError(f"{path}: row {wrong[0]} has no text in column {column!r}; expected a text in each", rows=wrong)
+    return [row[column] for row in rows], rows

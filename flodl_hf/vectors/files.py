@@ -1,0 +1,100 @@
+"""Vectors in files: arrays of numpy, Parquet, JSON lines. A file is whole or as it was before."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flodl.errors import DataError
+from flodl.files import write_atomically
+
+__all__ = ["SUFFIXES", "read_vectors", "write_vectors"]
+
+SUFFIXES = (".npy", ".parquet", ".jsonl")
+COLUMN = "vector"
+
+
+def write_vectors(
+    path: str | os.PathLike[str], vectors: NDArray[Any], columns: Mapping[str, Sequence[Any]] | None = None
+) -> None:
+    """Write vectors, and beside them further columns where the format has such.
+
+    Args:
+        path: its suffix, one of `SUFFIXES`, is the format.
+        vectors: ``(n, size)``.
+        columns: a value for each vector, by name; left out of ``.npy``.
+
+    Raises:
+        DataError: the suffix names no format, or pyarrow is absent.
+        OSError: the file cannot be written.
+    """
+    kind = _kind(path)
+    further = dict(columns or {})
+    if kind == ".npy":
+        head = io.BytesIO()
+        np.lib.format.write_array_header_1_0(head, np.lib.format.header_data_from_array_1_0(vectors))
+        whole = np.ascontiguousarray(vectors)
+        write_atomically(path, [head.getvalue(), whole.reshape(-1).view(np.uint8).data])
+    elif kind == ".jsonl":
+        rows = zip(*further.values(), strict=True) if further else iter([()] * len(vectors))
+        lines = (
+            json.dumps({**dict(zip(further, row, strict=True)), COLUMN: vector.tolist()}, ensure_ascii=False) + "\n"
+            for row, vector in zip(rows, vectors, strict=True)
+        )
+        write_atomically(path, (line.encode() for line in lines))
+    else:
+        arrow, parquet = _arrow(path)
+        flat = arrow.array(np.ascontiguousarray(vectors).reshape(-1))
+        lists = arrow.FixedSizeListArray.from_arrays(flat, vectors.shape[1])
+        sink = io.BytesIO()
+        parquet.write_table(arrow.table({**{k: list(v) for k, v in further.items()}, COLUMN: lists}), sink)
+        write_atomically(path, [sink.getbuffer()])
+
+
+def read_vectors(path: str | os.PathLike[str]) -> NDArray[Any]:
+    """Return the vectors of a file, ``(n, size)``.
+
+    Raises:
+        DataError: it holds none, or cannot be read.
+    """
+    kind = _kind(path)
+    try:
+        if kind == ".npy":
+            found = np.load(path, allow_pickle=False)
+        elif kind == ".jsonl":
+            lines = Path(path).read_text("utf-8").splitlines()
+            found = np.asarray([json.loads(line)[COLUMN] for line in lines], np.float32)
+        else:
+            _, parquet = _arrow(path)
+            column = parquet.read_table(path, columns=[COLUMN])[COLUMN].combine_chunks()
+            found = column.flatten().to_numpy().reshape(len(column), -1)
+    except (ValueError, KeyError, OSError, EOFError) as fault:
+        raise DataError(
+            f"{path}: holds no vectors that can be read ({fault}); expected such as encode writes"
+        ) from None
+    if found.ndim != 2:
+        raise DataError(f"{path}: found an array of shape {found.shape}; expected vectors (n, size)", found=found.shape)
+    return found
+
+
+def _kind(path: str | os.PathLike[str]) -> str:
+    kind = Path(path).suffix.lower()
+    if kind not in SUFFIXES:
+        raise DataError(f"{path}: the suffix {kind or '(none)'!r} names no format; expected {', '.join(SUFFIXES)}")
+    return kind
+
+
+def _arrow(path: Any) -> tuple[Any, Any]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise DataError(f"{path}: Parquet needs pyarrow; install flodl-hf[data], or write .npy or .jsonl") from None
+    return pyarrow, pyarrow.parquet
