@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flodl.data.columnar import need_pyarrow
 from flodl.errors import DataError
 from flodl.files import write_atomically
 
@@ -92,9 +93,5 @@ def _kind(path: str | os.PathLike[str]) -> str:
 
 
 def _arrow(path: Any) -> tuple[Any, Any]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise DataError(f"{path}: Parquet needs pyarrow; install flodl-hf[data], or write .npy or .jsonl") from None
+    pyarrow = need_pyarrow(str(path))
     return pyarrow, pyarrow.parquet
