@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import multiprocessing
 import platform
 import random
@@ -296,15 +297,25 @@ def latency(url: str, model: Any, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def mixed(url: str, capacity: float, args: argparse.Namespace, share: float, workers: list[int]) -> dict[str, Any]:
+def mixed(url: str, capacity: float, args: argparse.Namespace, share: float, pids: list[int]) -> dict[str, Any]:
     span = (8, 400)
     draw = random.Random(3)
     mean = statistics.mean(len(text_of(draw, *span).split()) + 2 for _ in range(2000))
-    rate = capacity * share / mean
-    before = memory(workers)
-    found = loaded(url, args, args.clients, 1, span, rate)
+    # Many small requests, and no more of them than one process of doors can read.
+    texts = max(1, math.ceil(capacity * share / mean / 1000))
+    rate = capacity * share / mean / texts
+    # A client waits for its answer; so many of them ask at this rate however long answers take.
+    clients = args.clients if share < 1 else min(4000, max(args.clients, round(rate * 2)))
+    before = memory(pids)
+    found = loaded(url, args, clients, texts, span, rate)
     result = told(found, args.seconds)
-    result |= {"asked_per_s": round(rate, 1), "memory_before_mib": before, "memory_after_mib": memory(workers)}
+    result |= {
+        "clients": clients,
+        "texts_of_a_request": texts,
+        "asked_per_s": round(rate, 1),
+        "memory_before_mib": before,
+        "memory_after_mib": memory(pids),
+    }
     return result
 
 
@@ -338,7 +349,7 @@ def main() -> None:
         folder = write_model(Path(place), args.size)
         given = {
             "devices": [str(device)], "precision": args.precision, "max_batch_tokens": args.max_batch_tokens,
-            "max_queue_s": 2.0, "port": 0,
+            "max_queue_s": 1.0, "port": 0,
         }  # fmt: skip
         model: Any = load(folder, device=str(device)).runtime(precision=args.precision, progress=False)
         with server(folder, given) as (url, pids):

@@ -83,7 +83,6 @@ class Worker:
             )
             loaded.eval()
             self.models[model["name"]] = loaded.runtime(**run)
-        torch.set_grad_enabled(False)
         self.batcher = Batcher(self.device, self.max_tokens)
 
     def warm(self) -> None:
