@@ -62,8 +62,6 @@ class Worker:
     """
 
     def __init__(self, given: dict[str, Any]) -> None:
-        import torch
-
         from flodl.devices import find_device
         from flodl_hf.auto import load
 
