@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-__all__ = ["AdaptedLinear", "LoraPart", "deltas", "folded", "joined_products", "plain_linear"]
+__all__ = ["AdaptedLinear", "LoraPart", "beside", "folded", "joined_products", "plain_linear"]
 
 
 class LoraPart(nn.Module):
@@ -131,23 +133,39 @@ def _row_lengths(part: LoraPart, up: Tensor, weight: Tensor) -> Tensor:
         return torch.linalg.norm(total, dim=1).to(weight.dtype)
 
 
-def deltas(x: Tensor, linears: Sequence[nn.Module]) -> list[Tensor | None]:
-    """Return the scaled sums beside projections of the same states, in the dtype of ``x``; None where there is none.
+class _Beside(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, result: Tensor, x: Tensor, down: Tensor, up: Tensor, down_half: Tensor, up_half: Tensor, scale: float
+    ) -> Tensor:
+        low = torch.mm(x, down_half.t())
+        ctx.save_for_backward(x, low, down_half, up_half)
+        ctx.scale = scale
+        return torch.addmm(result, low, up_half.t(), alpha=scale)
 
-    Those of one matrix drop the same values. DoRA's lengths are not in them.
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (d_out,) = grads
+        x, low, down_half, up_half = ctx.saved_tensors
+        d_low = torch.mm(d_out, up_half).mul_(ctx.scale)
+        d_x = torch.mm(d_low, down_half) if ctx.needs_input_grad[1] else None
+        d_down = torch.mm(d_low.t(), x).float()
+        d_up = torch.mm(d_out.t(), low).float().mul_(ctx.scale)
+        return d_out, d_x, d_down, d_up, None, None, None
+
+
+def beside(result: Tensor, x: Tensor, part: LoraPart, down_half: Tensor, up_half: Tensor) -> Tensor:
+    """Return a product with the sum of a part added, by two products forward and four backward; without DoRA's lengths.
+
+    Args:
+        result: what the projection gave, ``(tokens, out)``, in half precision.
+        x: what went in, ``(tokens, in)``, alike; with values dropped already.
+        part: float32, gets the gradients.
+        down_half: its ``down`` in half precision.
+        up_half: its ``up``.
     """
-    lows: dict[int, Tensor] = {}
-    found: list[Tensor | None] = []
-    for linear in linears:
-        part: Any = getattr(linear, "lora", None)
-        if part is None:
-            found.append(None)
-            continue
-        if id(part.down) not in lows:
-            given = F.dropout(x, part.dropped) if part.dropped else x
-            lows[id(part.down)] = F.linear(given, part.down.to(x.dtype))
-        found.append(F.linear(lows[id(part.down)], part.up.to(x.dtype)) * part.scale)
-    return found
+    return _Beside.apply(result, x, part.down, part.up, down_half, up_half, part.scale)  # type: ignore[return-value]
 
 
 def plain_linear(adapted: AdaptedLinear, weight: Tensor) -> nn.Linear:

@@ -157,7 +157,8 @@ def _check(model: GraphModel, chosen: Sequence[Adapter], names: Sequence[str]) -
         problems.append("attention computes positions by adapted projections")
     if any(name.startswith("encoder.") for adapter in chosen for name in adapter.kept):
         problems.append("an adapter holds whole tensors of the encoder")
-    kinds = {(adapter.labels or model.config.labels, adapter.problem_type) for adapter in chosen}
+    own = model.config
+    kinds = {(tuple(a.labels or own.labels), a.problem_type or own.problem_type) for a in chosen}
     if len(kinds) > 1:
         problems.append("their labels differ")
     if problems:

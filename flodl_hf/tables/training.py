@@ -8,7 +8,7 @@ is kept in the layout's memo, for the call alone.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flodl_hf.activations import GELUS
-from flodl_hf.adapters.lora import AdaptedLinear, deltas
+from flodl_hf.adapters.lora import AdaptedLinear, beside
 from flodl_hf.attention import SelfAttention
 from flodl_hf.disentangled.attention import DisentangledAttention
 from flodl_hf.encoder_layer import FeedForward
@@ -168,6 +168,8 @@ class TrainingTable(Table):
         begins = sum(t.numel() for t in tensors)
         for part in others:
             tensors += [part.weight] if part.bias is None else [part.weight, part.bias]
+        adapted = [p for p in layer_linears(layer) if type(p) is AdaptedLinear]
+        tensors += [tensor for part in adapted for tensor in (part.lora.down, part.lora.up)]
         sizes = [t.numel() for t in tensors]
         room = torch.empty(sum(sizes), dtype=self.dtype, device=tensors[0].device)
         copies = [piece.view(t.shape) for piece, t in zip(room.split(sizes), tensors, strict=True)]
@@ -182,6 +184,8 @@ class TrainingTable(Table):
         rest = iter(copies[len(asked) + sum(p.bias is not None for p in asked) :])
         for part in others:
             found[id(part)] = (next(rest), None if part.bias is None else next(rest))
+        for part in adapted:
+            found["lora", id(part)] = (next(rest), next(rest))
         return found
 
     def _carried(self, layout: Layout) -> _Carried:
@@ -223,10 +227,9 @@ class TrainingTable(Table):
         biases: list[Tensor] = [] if bias is None else [part.bias for part in parts]
         qkv = projected(half, weight, bias, [part.weight for part in parts], biases)
         sizes = [part.out_features for part in parts]
-        sums = deltas(half, parts)
-        if any(each is not None for each in sums):
-            whole = zip(qkv.split(sizes, dim=-1), sums, strict=True)
-            qkv = torch.cat([x if each is None else x + each for x, each in whole], -1)
+        if any(type(part) is AdaptedLinear for part in parts):
+            pieces = qkv.split(sizes, dim=-1)
+            qkv = torch.cat(_adapted(pieces, half, parts, carried), -1)
         p = attention.attention_dropout if attention.training else 0.0
         if not given and short_layout(layout) and attention.kv_heads == attention.num_heads:
             assert isinstance(layout, Packed)
@@ -253,16 +256,15 @@ class TrainingTable(Table):
             up = feed_forward.up
             weight, bias = carried.halves[id(up)]
             if feed_forward.gate is None:
-                x = _adapted(projected(half, weight, bias, [up.weight], []), half, up)
+                (x,) = _adapted([projected(half, weight, bias, [up.weight], [])], half, [up], carried)
                 wide = activated(x, up.bias, tanh=GELUS[feed_forward.activation.name])
             else:
                 gate = feed_forward.gate
                 open_weight, open_bias = carried.halves[id(gate)]
                 opened = projected(half, open_weight, open_bias, [gate.weight], _listed(gate.bias))
                 raised = projected(half, weight, bias, [up.weight], _listed(up.bias))
-                for_gate, for_up = deltas(half, (gate, up))
-                opened = opened if for_gate is None else opened + for_gate
-                wide = feed_forward.activation(opened) * (raised if for_up is None else raised + for_up)
+                opened, raised = _adapted([opened, raised], half, [gate, up], carried)
+                wide = feed_forward.activation(opened) * raised
             wide = feed_forward.dropped(wide)
         return _Branch(
             wide, feed_forward.down, carried.halves[id(feed_forward.down)], feed_forward.dropout,
@@ -276,7 +278,7 @@ class TrainingTable(Table):
         with torch.autocast(residual.device.type, enabled=False):
             linear = branch.linear
             x = projected(branch.states, *branch.halves, [linear.weight], _listed(linear.bias))
-            x = _adapted(x, branch.states, linear)
+            (x,) = _adapted([x], branch.states, [linear], self._carried(layout))
             p = branch.dropout.p if branch.dropout.training else 0.0
             total = residual + F.dropout(x, p, p > 0).view(residual.shape)
         self._carried(layout).keep(total, None)
@@ -308,7 +310,8 @@ class TrainingTable(Table):
         carried, width = self._carried(layout), residual.shape[-1]
         linear, dropout = branch.linear, branch.dropout
         with torch.autocast(residual.device.type, enabled=False):
-            x = _adapted(projected(branch.states, *branch.halves, [linear.weight], []), branch.states, linear)
+            x = projected(branch.states, *branch.halves, [linear.weight], [])
+            (x,) = _adapted([x], branch.states, [linear], carried)
             states, half = added_and_normed(
                 x, residual.reshape(-1, width), weight, bias, linear.bias, carried.seed, eps=eps,
                 p=dropout.p if dropout.training else 0.0, stream=branch.stream, center=center, pre=pre,
@@ -320,10 +323,21 @@ class TrainingTable(Table):
         return states, half
 
 
-def _adapted(x: Tensor, given: Tensor, linear: nn.Linear) -> Tensor:
-    """Return what a projection of ``given`` gave, with the part beside it where there is one."""
-    (added,) = deltas(given, (linear,))
-    return x if added is None else x + added
+def _adapted(
+    products: Sequence[Tensor], given: Tensor, linears: Sequence[nn.Linear], carried: _Carried
+) -> list[Tensor]:
+    """Return what projections of ``given`` gave, with their parts; those of one matrix drop the same values."""
+    dropped: dict[int, Tensor] = {}
+    found = []
+    for x, linear in zip(products, linears, strict=True):
+        if type(linear) is not AdaptedLinear:
+            found.append(x)
+            continue
+        part = linear.lora
+        if id(part.down) not in dropped:
+            dropped[id(part.down)] = F.dropout(given, part.dropped) if part.dropped else given
+        found.append(beside(x, dropped[id(part.down)], part, *carried.halves["lora", id(linear)]))
+    return found
 
 
 def _listed(bias: Tensor | None) -> list[Tensor]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flodl_hf import AutoModelForSequenceClassification, load
 from flodl_hf.adapters import Lora
+from flodl_hf.adapters.lora import LoraPart, beside
 from flodl_hf.config import ModelConfig
 from flodl_hf.finetuning import finetune
 from flodl_hf.tables.arrange import arrange_training
@@ -50,6 +51,21 @@ def test_debertas_positions_are_said_to_stand_in_the_way() -> None:
     model.add_adapter(Lora(targets=("feed_forward.up", "feed_forward.down")))
     (group,) = model.explain("cuda", "bf16", training=True).groups
     assert group.table == "cuda-training"
+
+
+def test_a_sum_in_few_products_has_the_gradients_of_the_plain_one() -> None:
+    draw = torch.Generator().manual_seed(0)
+    x, result, down, up = (
+        torch.randn(shape, generator=draw).requires_grad_() for shape in ((9, 8), (9, 6), (3, 8), (6, 3))
+    )
+    part = LoraPart(torch.nn.Parameter(down.detach()), torch.nn.Parameter(up.detach()), 2.0, 0.0)
+    direction = torch.randn(9, 6, generator=draw)
+    found = beside(result, x, part, part.down.detach(), part.up.detach())
+    plain = result + 2.0 * (x @ down.T) @ up.T
+    assert torch.allclose(found, plain, atol=1e-5)
+    mine = torch.autograd.grad(found, [result, x, part.down, part.up], direction)
+    right = torch.autograd.grad(plain, [result, x, down, up], direction)
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(mine, right, strict=True))
 
 
 @pytest.mark.gpu
