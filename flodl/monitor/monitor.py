@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from os import PathLike, fspath
 from time import monotonic
-from typing import Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from flodl.errors import TrainError
 from flodl.files import write_atomically
@@ -24,6 +24,9 @@ from flodl.monitor.doors import Doors
 from flodl.monitor.live import Begin, LiveRun, Runs
 from flodl.monitor.record import RunRecord
 from flodl.observe.words import metric_text
+
+if TYPE_CHECKING:
+    from flodl.observe import Look
 
 __all__ = ["ORDERS", "Monitor"]
 
@@ -158,11 +161,20 @@ class Monitor:
         """Say how the run is configured, for the page."""
         return self.describe(recipe=metadata)
 
-    def watch(self, model: Any) -> Monitor:
-        """Show the architecture of a model, and how many parameters of it learn; returns itself."""
+    def watch(self, model: Any, look: Look | None = None) -> Monitor:
+        """Show the architecture of a model, and how many parameters of it learn; returns itself.
+
+        Args:
+            model: a graph or any other module.
+            look: what `flodl.observe.look_at` saw of a pass; colours the architecture by time, memory and gradients.
+        """
         from flodl.monitor.architecture import facts_of, tree_of
 
         tree, facts = tree_of(model), facts_of(model)
+        if look is not None:
+            seen = (look.time, look.gradient, look.memory)
+            heat = {one.kind: {"of": dict(one.values)} for one in seen if one.values}
+            self._run().put(lambda recorder: recorder.say(heat=heat))
         self._facts.setdefault("model", {}).update(facts)
         self._run().put(lambda recorder: recorder.say(model=tree, facts={"model": dict(facts)}))
         return self

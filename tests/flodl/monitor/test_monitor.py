@@ -8,12 +8,14 @@ import math
 import re
 
 import pytest
+import torch
 from torch import nn
 
 from flodl.errors import TrainError
 from flodl.graph import FlowBuilder
 from flodl.monitor import EpochRecord, Monitor
 from flodl.monitor.console import console_line, eta_s, eta_text
+from flodl.observe import look_at
 
 
 @pytest.mark.parametrize(
@@ -140,6 +142,20 @@ def test_the_page_is_written_at_the_end_and_holds_everything(tmp_path):
     assert curves == {"train/</script>": [1.0, None], "train/late": [3.0]}
     assert [row["seconds"] for row in run["epochs"]] == [1, 1]
     assert run["state"]["status"] == "finished"
+
+
+def test_a_loop_of_ones_own_shows_where_time_and_memory_go():
+    graph = FlowBuilder(nn.Linear(4, 4), name="first").through(nn.Linear(4, 2), name="last").build()
+    with look_at(graph) as look:
+        graph(torch.randn(8, 4)).sum().backward()
+    with Monitor(1, quiet=True) as monitor:
+        monitor.watch(graph, look)
+        monitor.finish()
+        record = monitor.record
+    assert [part["path"] for part in record.model["parts"]] == ["first", "last"]
+    assert record.heat["memory"]["of"] == {"first": 8 * 4 * 4, "last": 8 * 4 * 4}
+    assert list(record.heat) == ["time", "gradient", "memory"]
+    assert all(set(heat["of"]) == {"first", "last"} for heat in record.heat.values())
 
 
 @pytest.mark.parametrize(("epoch", "seconds"), [(-1, 1.0), (0, -1.0), (0, math.nan)])
