@@ -9,7 +9,8 @@
 installed. All train in bf16 on CUDA and float32 on a processor, with multiple negatives ranking and AdamW.
 
 * train: pairs are two runs of words of the mixed corpus, cut at 128 tokens; rounds go through the contenders in turn,
-  and the median round counts, each of which begins when kernels are chosen and steps recorded.
+  and the median pass over the data counts, of those after kernels are chosen and steps recorded. sentence-transformers
+  comes as its model and loss in a loop, and as its trainer where datasets is installed.
 * encode: texts of the mixed corpus, after a pass over some of them.
 * quality: questions of XQuAD's training articles with their paragraphs; held-out articles are searched by their
   questions, before and after.
@@ -44,6 +45,11 @@ RATE, SCALE = 2e-5, 20.0
 
 def has_sentence_transformers() -> bool:
     return importlib.util.find_spec("sentence_transformers") is not None
+
+
+def has_trainer() -> bool:
+    """Whether sentence-transformers' trainer can be made, which needs datasets."""
+    return has_sentence_transformers() and importlib.util.find_spec("datasets") is not None
 
 
 def wait(device: str) -> None:
@@ -97,14 +103,43 @@ def plain_steps(model: str, rows: list[dict[str, str]], pairs: int, device: str)
         optimizer.step()
         optimizer.zero_grad()
 
+    return timed(step, rows, pairs, device)
+
+
+def their_steps(model: str, rows: list[dict[str, str]], pairs: int, device: str) -> list[float]:
+    """Return steps a second of sentence-transformers' model and loss in a loop, without its trainer."""
+    from sentence_transformers import SentenceTransformer  # pyright: ignore[reportMissingImports]
+    from sentence_transformers.sentence_transformer import losses  # pyright: ignore[reportMissingImports]
+
+    network = SentenceTransformer(model, device=device).train()
+    network.max_seq_length = 128
+    loss = losses.MultipleNegativesRankingLoss(network, scale=SCALE)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=RATE, fused=half(device))
+    prepare = getattr(network, "preprocess", None) or network.tokenize
+
+    def step(batch: list[dict[str, str]]) -> None:
+        columns = [prepare([row[name] for row in batch]) for name in ("anchor", "positive")]
+        given = [{k: v.to(device) if hasattr(v, "to") else v for k, v in column.items()} for column in columns]
+        with torch.autocast("cuda", torch.bfloat16, enabled=half(device)):
+            value = loss(given, None)
+        value.backward()
+        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return timed(step, rows, pairs, device)
+
+
+def timed(step: Callable[..., None], rows: list[dict[str, str]], pairs: int, device: str) -> list[float]:
+    """Return steps a second of passes over the rows, the first of which warms up."""
     found = []
-    for part in range(WARM + TIMED):
+    for part in range(3):
         wait(device)
         began = perf_counter()
         for start in range(0, len(rows), pairs):
             step(rows[start : start + pairs])
         wait(device)
-        if part >= WARM:
+        if part:
             found.append(len(rows) / pairs / (perf_counter() - began))
     return found
 
@@ -153,16 +188,29 @@ def their_trainer(
 def train(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     contenders: dict[str, Callable[..., list[float]]] = {"ours": our_steps, "plain loop": plain_steps}
     if has_sentence_transformers():
-        contenders["sentence-transformers"] = trainer_steps
+        contenders["sentence-transformers in a loop"] = their_steps
+    if has_trainer():
+        contenders["sentence-transformers' trainer"] = trainer_steps
+    else:
+        print("sentence-transformers' trainer is left out: it needs sentence-transformers and datasets", flush=True)
     for pairs in given.pairs:
-        count = pairs * given.steps
+        count = pairs * (given.steps if pairs < 256 else max(8, given.steps // 4))
         texts = mixed_texts(given.data, 2 * count)
         rows = [{"anchor": a, "positive": b} for a, b in zip(texts[:count], texts[count:], strict=True)]
         rates: dict[str, list[float]] = {name: [] for name in contenders}
-        for _ in range(given.rounds):
+        for number in range(given.rounds):
             for name, measure in contenders.items():
-                rates[name] += measure(str(given.model), rows, pairs, given.device)
-        for name, found in rates.items():
+                try:
+                    found = measure(str(given.model), rows, pairs, given.device)
+                except Exception as fault:  # another library's version may differ; what was measured stays
+                    if name == "ours":
+                        raise
+                    print(f"{name}: no figure, {type(fault).__name__}: {fault}", flush=True)
+                    continue
+                rates[name] += found
+                shown = ", ".join(f"{rate:.2f}" for rate in found)
+                print(f"round {number + 1}, {pairs} pairs, {name}: {shown} steps/s", flush=True)
+        for name, found in ((name, found) for name, found in rates.items() if found):
             yield {"pairs": pairs, "contender": name, "steps_s": round(median(found), 3), "all": found}
 
 
@@ -227,7 +275,7 @@ def quality(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
             seed=seed, schedule="linear", devices=given.device, progress=False, weight_decay=0.0,
         ).model  # fmt: skip
         runs["ours"].append(judged(tuned.encode, held_out))
-        if has_sentence_transformers():
+        if has_trainer():
             from sentence_transformers.base.sampler import BatchSamplers  # pyright: ignore[reportMissingImports]
 
             with tempfile.TemporaryDirectory() as place:
@@ -251,7 +299,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--pairs", type=int, nargs="+", default=[64, 1024])
     parser.add_argument("--steps", type=int, default=30, help="of an epoch; of the whole run for quality")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--texts", type=int, default=20_000)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
