@@ -191,6 +191,21 @@ def test_memory_is_what_autograd_keeps():
     assert set(look.memory.values.values()) == {0}
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_memory_of_a_device_is_what_its_allocator_counts():
+    graph = FlowBuilder(nn.Linear(1024, 1024), name="a").through(nn.GELU(), name="b").build().cuda()
+    x = torch.randn(1024, 1024, device="cuda")
+    graph(x).sum().backward()  # workspaces of kernels are taken once
+    graph.zero_grad(set_to_none=True)
+    with look_at(graph) as look:
+        graph(x).sum().backward()
+    # Either output stays; numbers are float32.
+    assert look.memory.values == {"a": 4 << 20, "b": 4 << 20}
+    assert all(seconds > 0 for seconds in look.time.values.values())
+    assert set(look.gradient.values) == {"a"}
+
+
 def test_looking_changes_no_number_and_gradients_are_those_of_backward():
     torch.manual_seed(0)
     graph = layers(3).through(linear()).build()
