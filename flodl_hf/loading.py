@@ -291,7 +291,8 @@ def plan_load(
         if ours is None:
             report.ignored[name] = names.reason(canonical) or "not used"
             continue
-        if ours.startswith(_HEAD) and not own_head:
+        # A file that says it is an encoder alone was written for no other head: the one that it holds is meant.
+        if ours.startswith(_HEAD) and not own_head and source_head != "base":
             report.ignored[name] = f"written for the {source_head} head, and this is {head}"
             continue
         if tensor.dtype not in FLOATS:

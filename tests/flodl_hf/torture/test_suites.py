@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from flodl_hf import load
 from flodl_hf.torture import runs
+from flodl_hf.torture.checkpoints import checkpoint, write_files
+from flodl_hf.torture.comparing import IDS
 from flodl_hf.torture.runner import load_suite, run_cases
 from flodl_hf.torture.subjects import Ours
 from flodl_hf.torture.suites import SUITES
@@ -60,3 +65,15 @@ def test_a_run_that_is_another_one_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr(runs, "_left_alone", {})
     verdict = runs.run(case, tmp_path / "case", Ours())
     assert (verdict.grade.value, verdict.text) == ("silent", "not as a run left alone: history")
+
+
+def test_a_head_of_a_file_that_says_it_is_an_encoder_is_taken_where_it_is_asked_for(tmp_path: Path) -> None:
+    files = dict(checkpoint())
+    config = json.loads(files["config.json"])
+    write_files(tmp_path / "whole", files)
+    named = json.dumps({**config, "architectures": ["BertModel"]}).encode()
+    write_files(tmp_path / "named", {**files, "config.json": named})
+    scores = [load(tmp_path / name, head="sequence_classification")(input_ids=IDS)[0] for name in ("whole", "named")]
+    assert torch.equal(*scores)
+    assert load(tmp_path / "named").head == "base"
+    assert not load(tmp_path / "named", head="sequence_classification").load_report.new
