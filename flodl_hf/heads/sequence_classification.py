@@ -292,7 +292,8 @@ def _documents(query: Any, documents: Any) -> list[str]:
     wrong = [place for place, text in enumerate(texts) if not isinstance(text, str)]
     if wrong:
         raise PredictError(
-            f"rerank: document {wrong[0]} is {type(texts[wrong[0]]).__name__}; expected a string", places=wrong
+            f"rerank: document {wrong[0]} is {type(texts[wrong[0]]).__name__}; expected a string; correct or drop it",
+            places=wrong,
         )
     return texts
 

@@ -77,7 +77,7 @@ def split_pairs(items: Sequence[Any], task: str) -> tuple[Sequence[str], list[st
             missing = " (missing; drop or fill missing values first)" if item is None or item != item else ""
             raise PredictError(
                 f"{task}: item {place} is {type(item).__name__}{missing}; expected a string, a pair (a, b), or "
-                '{"text": a, "text_pair": b}',
+                '{"text": a, "text_pair": b}; correct or drop the item',
                 place=place,
             )
         firsts.append(pair[0])

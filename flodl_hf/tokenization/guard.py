@@ -77,7 +77,7 @@ def check_text(text: Any, where: str) -> None:
         code = ord(text[error.start])
         raise TokenizerError(
             f"{where}: character {error.start} is the lone surrogate U+{code:04X}, which stands for no "
-            "character; "
+            "character; expected text that can be encoded; "
             "repair the decoding that made it, or replace it: "
             "text.encode('utf-8', 'replace').decode('utf-8')",
             where=where,

@@ -154,7 +154,8 @@ def _right(
             subject.scores(model, torch.tensor([row])).reshape(-1), mine, atol=1e-6
         ):
             return silent("other scores than those of the ids")
-    for answer, mine, row, text in zip(found or (), scores, ids, what["texts"], strict=False):
+    answers: list[Any] = found if found is not None else []
+    for answer, mine, row, text in zip(answers, scores, ids, what["texts"], strict=False):
         expected = mine.softmax(-1)
         told = {one.label: one.score for one in answer}
         if not told and not text.strip():
