@@ -217,11 +217,15 @@ serve(f"model={folder}", here=lambda url: print(url, flush=True), **given)
 def server(folder: Path, given: dict[str, Any]) -> Iterator[tuple[str, list[int]]]:
     """Run a server in a process of its own; give its address and its processes."""
     command = [sys.executable, "-c", PROGRAM, json.dumps([str(folder), given])]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+    with (
+        tempfile.TemporaryFile("w+") as log,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as process,
+    ):
         assert process.stdout is not None
         url = process.stdout.readline().strip()
         if not url:
-            raise SystemExit("the server did not start; run `flodl-hf serve` on the model to see why")
+            log.seek(0)
+            raise SystemExit(f"the server did not start:\n{log.read()[-4000:]}")
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
         pids = [process.pid, *(map(int, children.read_text().split()) if children.exists() else ())]
         try:

@@ -39,15 +39,17 @@ except ImportError:
         return [_finite(part) for part in value] if isinstance(value, (list, tuple)) else value
 
     def _dumped(value: Any) -> bytes:
-        text = json.dumps(_finite(value), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-        return text.encode("utf-8", "surrogatepass").decode("utf-8", "replace").encode()
+        return json.dumps(_finite(value), ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
 
     def _refused(name: str) -> Any:
         raise ValueError(f"{name} is no JSON")
 
     def _loaded(data: bytes | bytearray) -> Any:
         try:
-            return json.loads(data.decode("utf-8"), parse_constant=_refused)
+            found = json.loads(data.decode("utf-8"), parse_constant=_refused)
+            if b"\\ud" in data.lower():
+                json.dumps(found, ensure_ascii=False).encode()  # half a pair is no text
+            return found
         except RecursionError:
             raise ValueError("nested too deeply") from None
 
