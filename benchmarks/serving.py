@@ -248,16 +248,17 @@ def memory(pids: list[int]) -> float:
 def local_rate(model: Any, span: tuple[int, int], seconds: float) -> float:
     """Return tokens a second of ``embed`` in this process."""
     draw = random.Random(1)
-    texts = [text_of(draw, *span) for _ in range(4096)]
+    count = 64
     while True:
+        texts = [text_of(draw, *span) for _ in range(count)]
         tokens = sum(len(text.split()) + 2 for text in texts)
-        model.embed(texts[:256])
         begin = time.perf_counter()
         model.embed(texts)
         took = time.perf_counter() - begin
-        if took < 3 * seconds or len(texts) <= 256:
+        # The first ones also make what is made once.
+        if (took > seconds / 4 and count > 64) or count >= 16_384:
             return tokens / took
-        texts = texts[: len(texts) // 4]
+        count *= 4
 
 
 def throughput(url: str, model: Any, args: argparse.Namespace) -> dict[str, Any]:
