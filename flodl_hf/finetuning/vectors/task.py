@@ -136,6 +136,8 @@ class EmbeddingTask:
             check_pooling(names)
         except Exception as fault:
             problems.append(f"pooling: {fault}")
+        if before is not None and (before.dense or before.splade is not None or before.late is not None):
+            problems.append("the folder's vectors go through further modules than pooling, which are not trained here")
         if "pooler" in names:
             problems.append("pooling: the pooler's output is not trained here; expected mean, cls or another")
         scaled = options.normalize if options.normalize is not None else before.normalize if before else True

@@ -270,6 +270,19 @@ def test_what_does_not_fit_is_refused(
         finetune(base, train=rows(data), **{**ONE, **options})
 
 
+def test_a_folder_with_further_modules_is_refused(base: Path) -> None:
+    from dataclasses import replace
+
+    from flodl_hf.dense import Dense
+    from flodl_hf.heads.base import BaseModel
+    from flodl_hf.sentence import SentenceRecipe
+
+    model = BaseModel.from_pretrained(base)
+    model.sentence_recipe = replace(SentenceRecipe(), dense=(Dense(torch.eye(model.config.hidden_size)),))
+    with pytest.raises(ConfigError, match="further modules"):
+        finetune(model, train=rows("pairs"), **ONE)
+
+
 def test_columns_that_say_nothing_are_refused(base: Path) -> None:
     with pytest.raises(DataError, match="which of the columns"):
         finetune(base, train=[{"id": 3, "title": "a", "body": "b"}] * 8, **ONE)
