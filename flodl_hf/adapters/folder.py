@@ -83,6 +83,9 @@ class AdapterFolder:
 
     def task(self, family: Family | None = None) -> str | None:
         """Return our word for the task that the adapter was trained for; None where it does not say."""
+        said = self.head.get("task")
+        if family is not None and isinstance(said, str) and said in ("base", *family.heads):
+            return said
         named = head_of(family, self.head.get("architectures")) if family is not None else None
         return named or task_of(self.values)
 

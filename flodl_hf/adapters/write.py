@@ -102,7 +102,8 @@ def _settings(model: GraphModel, adapter: Adapter) -> dict[str, Any]:
 
 def _head(model: GraphModel, adapter: Adapter) -> dict[str, Any]:
     config = model.config
-    found: dict[str, Any] = {"architectures": [config.family.class_prefix + names_of(model.head).hf_suffix]}
+    architecture = config.family.class_prefix + names_of(model.head).hf_suffix
+    found: dict[str, Any] = {"architectures": [architecture], "task": model.head}
     if model.head in ("sequence_classification", "token_classification"):
         labels = adapter.labels or config.labels
         found["id2label"] = {str(i): label for i, label in enumerate(labels)}
