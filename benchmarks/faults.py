@@ -166,7 +166,7 @@ def torn_write(folder: Path, chance: random.Random) -> Outcome:
             return once
 
         keeper._write, os.rename = fatal(write), fatal(os.rename)  # type: ignore[assignment]
-        keeper._sync_folder = fatal(keeper._sync_folder)
+        keeper.sync_folder = fatal(keeper.sync_folder)
         run(folder).run().join()
 
     process = apart(torn)
