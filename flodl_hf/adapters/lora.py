@@ -145,8 +145,8 @@ class _Beside(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> Any:
-        (d_out,) = grads
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (d_out,) = grad_outputs
         x, low, down_half, up_half = ctx.saved_tensors
         d_low = torch.mm(d_out, up_half).mul_(ctx.scale)
         d_x = torch.mm(d_low, down_half) if ctx.needs_input_grad[1] else None

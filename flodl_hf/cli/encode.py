@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from flodl_hf.cli.choices import PrecisionWord, choice
+from flodl_hf.cli.choices import PrecisionWord
 from flodl_hf.cli.shared import Json, Local, Model, Revision, emit_json, reporting, tell
 
 NAME = "encode"
-Stored: Any = choice("Stored", ("float32", "float16", "int8", "uint8", "binary", "ubinary"))
+
+
+class Stored(StrEnum):
+    """How the numbers of vectors are kept."""
+
+    float32 = "float32"
+    float16 = "float16"
+    int8 = "int8"
+    uint8 = "uint8"
+    binary = "binary"
+    ubinary = "ubinary"
 
 
 @reporting
@@ -26,7 +37,9 @@ def command(
     dim: Annotated[int | None, typer.Option("--dim", min=1, help="Keep so many features.")] = None,
     prompt: Annotated[str, typer.Option("--prompt", help="Put before each text.")] = "",
     precision: Annotated[PrecisionWord | None, typer.Option("--precision", help="Of the arithmetic.")] = None,
-    device: Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1, ... or auto.")] = None,
+    device: Annotated[
+        str, typer.Option("--device", help="cpu, cuda, cuda:1, mps, or auto for the best device there is.")
+    ] = "auto",
     revision: Revision = None,
     local_files_only: Local = False,
     json_output: Json = False,

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from flodl_hf.cli.choices import PrecisionWord, choice
+from flodl_hf.cli.choices import PrecisionWord
 from flodl_hf.cli.shared import Json, Local, Model, Revision, emit_json, reporting, tell
 
 NAME = "mine"
-Sampling: Any = choice("Sampling", ("top", "random"))
+
+
+class Sampling(StrEnum):
+    """Which of the texts found become negatives."""
+
+    top = "top"
+    random = "random"
 
 
 @reporting
@@ -40,7 +47,9 @@ def command(
     sampling: Annotated[Sampling, typer.Option("--sampling", help="The nearest, or drawn.")] = Sampling.top,
     seed: Annotated[int, typer.Option("--seed", help="Decides what is drawn.")] = 42,
     precision: Annotated[PrecisionWord | None, typer.Option("--precision", help="Of the arithmetic.")] = None,
-    device: Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1, ... or auto.")] = None,
+    device: Annotated[
+        str, typer.Option("--device", help="cpu, cuda, cuda:1, mps, or auto for the best device there is.")
+    ] = "auto",
     revision: Revision = None,
     local_files_only: Local = False,
     json_output: Json = False,
@@ -55,9 +64,12 @@ def command(
 
     table = read_table(load_rows(source), parse("columns", columns), source)
     pairs = [(row[0], row[1]) for row in table.texts]
-    texts = list(dict.fromkeys([*(positive for _, positive in pairs), *(texts_of(corpus, None)[0] if corpus else [])]))
+    candidates: list[str] = [positive for _, positive in pairs]
+    if corpus:
+        candidates += texts_of(corpus, None)[0]
+    texts = list(dict.fromkeys(candidates))
     places = {text: i for i, text in enumerate(texts)}
-    anchors = list(dict.fromkeys(anchor for anchor, _ in pairs))
+    anchors: list[str] = list(dict.fromkeys(anchor for anchor, _ in pairs))
     own: dict[str, set[int]] = {}
     for anchor, positive in pairs:
         own.setdefault(anchor, set()).add(places[positive])

@@ -27,7 +27,9 @@ def command(
     top_k: Annotated[int, typer.Option("--top-k", min=1, help="Most texts for each query.")] = 5,
     prompt: Annotated[str, typer.Option("--prompt", help="Put before each query.")] = "",
     precision: Annotated[PrecisionWord | None, typer.Option("--precision", help="Of the arithmetic.")] = None,
-    device: Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1, ... or auto.")] = None,
+    device: Annotated[
+        str, typer.Option("--device", help="cpu, cuda, cuda:1, mps, or auto for the best device there is.")
+    ] = "auto",
     revision: Revision = None,
     local_files_only: Local = False,
     json_output: Json = False,

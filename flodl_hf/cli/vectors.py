@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from flodl.errors import DataError
+from flodl_hf.cli.shared import device_said
 from flodl_hf.errors import PredictError
 
-__all__ = ["encoder", "texts_of"]
+__all__ = ["Encode", "encoder", "texts_of"]
+
+Encode = Callable[[Sequence[str]], Any]
+"""From texts to vectors, ``(texts, width)``, a numpy array."""
 
 
-def encoder(model: str, revision: str | None, local: bool, device: str | None, precision: str | None) -> Any:
+def encoder(model: str, revision: str | None, local: bool, device: str, precision: str | None) -> Encode:
     """Return a function from texts to vectors, long texts cut, as the folder says.
 
     Raises:
@@ -18,12 +23,12 @@ def encoder(model: str, revision: str | None, local: bool, device: str | None, p
     """
     from flodl_hf.heads.base import BaseModel
 
-    found = BaseModel.from_pretrained(model, revision=revision, local_files_only=local)
+    found = BaseModel.from_pretrained(model, revision=revision, local_files_only=local, device=device_said(device))
     if found.tokenizer is None:
         raise PredictError(
             f"{model}: has no tokenizer, so texts cannot become vectors; put its files beside the weights"
         )
-    run = {name: value for name, value in (("devices", device), ("precision", precision)) if value is not None}
+    run: dict[str, Any] = {} if precision is None else {"precision": str(precision)}
     return lambda texts: found.encode(texts, convert_to_tensor=True, **run).float().cpu().numpy()
 
 

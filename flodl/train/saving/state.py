@@ -58,7 +58,8 @@ def learned_tensors(model: nn.Module) -> Tensors:
 def fixed_names(model: nn.Module) -> frozenset[str]:
     """Return the names of tensors that no training of the model changes, as it says itself."""
     said: Any = getattr(model, "fixed_names", None)
-    return frozenset(said()) if callable(said) else frozenset()
+    names: Any = said() if callable(said) else ()
+    return frozenset(names)
 
 
 def model_tensors(model: nn.Module) -> Tensors:
