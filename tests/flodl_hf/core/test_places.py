@@ -23,7 +23,7 @@ FILLER = [
 ENTITIES = {"ada": 1, "paris": 3, "acme": 5, "corp": 6}
 NER = {str(i): name for i, name in enumerate(["O", "B-PER", "I-PER", "B-LOC", "I-LOC", "B-ORG", "I-ORG"])}
 FOUND = {"Ada": "PER", "Paris": "LOC", "Acme Corp": "ORG", "ACME": "ORG"}
-families = pytest.mark.parametrize("model_type", [family.model_type for family in FAMILIES])
+families = pytest.mark.parametrize("model_type", [f.model_type for f in FAMILIES if "token_classification" in f.heads])
 filler = st.lists(st.sampled_from(FILLER), max_size=70)
 pure = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 

@@ -23,6 +23,13 @@ FILLER = [
     "works", "for", "unheard-of", "stitch,", "!", "?",
 ]  # fmt: skip
 families = pytest.mark.parametrize("model_type", [family.model_type for family in FAMILIES])
+
+
+def having(head: str) -> pytest.MarkDecorator:
+    """Return each family that has the head."""
+    return pytest.mark.parametrize("model_type", [family.model_type for family in FAMILIES if head in family.heads])
+
+
 pure = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 TEXTS = [
     "the cat sat on a mat", "", "x", "good film!", "a very very good film, not bad " * 6, "ada lives in paris", "was",
@@ -33,7 +40,7 @@ TEXTS = [
 # --- classes -----------------------------------------------------------------------------------------
 
 
-@families
+@having("sequence_classification")
 def test_scores_are_the_softmax_of_a_padded_call(make: Maker, model_type: str, padded: Padded) -> None:
     model = make(model_type, "sequence_classification", id2label={"0": "a", "1": "b", "2": "c"})
     for text in (text for text in TEXTS if 0 < len(text) < 60):
@@ -183,7 +190,7 @@ def test_eight_threads_share_one_model(make: Maker, head: str) -> None:
 # --- masks -------------------------------------------------------------------------------------------
 
 
-@families
+@having("masked_lm")
 def test_masks_are_filled_as_a_padded_call_scores_them(make: Maker, model_type: str, padded: Padded) -> None:
     model = make(model_type, "masked_lm")
     text = "the [MASK] sat on a [MASK] mat"

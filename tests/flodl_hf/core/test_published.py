@@ -89,6 +89,8 @@ def test_a_tiny_model_of_each_is_transformers_to_the_bit(name: str, tmp_path: Pa
         for parameter in theirs.parameters():
             parameter.normal_(0, 0.2)
     theirs.save_pretrained(tmp_path)
+    if config.get("architectures") == ["HF_ColBERT"]:  # its projection is tried in test_sentence_modules
+        del config["architectures"]
     (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "torch_dtype"}))
     ours, theirs = load(tmp_path), kind.from_pretrained(tmp_path).eval()
     for parameter in theirs.parameters():  # where they lie in the mapped file decides the last bit of a product

@@ -93,6 +93,8 @@ def test_what_cannot_be_compared_is_refused(make: Maker) -> None:
         model.similarity(TEXTS, TEXTS, measure="cosin")
     with pytest.raises(PredictError, match=r"\(2, 3\) and \(2, 4\)"):
         model.similarity(np.ones((2, 3)), np.ones((2, 4)))
-    for word, value in (("output_value", "token_embeddings"), ("prompt_name", "query"), ("pool", {})):
+    with pytest.raises(PredictError, match="no prompt 'query'"):
+        model.encode(TEXTS, prompt_name="query")
+    for word, value in (("output_value", "token_embeddings"), ("pool", {})):
         with pytest.raises(PredictError, match=f"encode: {word}="):
             model.encode(TEXTS, **{word: value})

@@ -18,14 +18,25 @@ TEXTS = sentences()
 QUICK: dict[str, Any] = {"max_steps": 1, "batch_size": 4}
 
 
+def pairs_of(names: tuple[str, ...], count: int) -> list[dict[str, Any]]:
+    return [dict(zip(names, (TEXTS[i], TEXTS[i + 1], TEXTS[i + 2]), strict=False)) for i in range(count)]
+
+
 @pytest.mark.parametrize("count", [2, 8, 60])
 @pytest.mark.parametrize(
     "names", [("anchor", "positive"), ("anchor", "positive", "negative"), ("Anchor", "Positive"), ("query", "positive")]
 )
-def test_pairs_of_texts_are_no_classes(names: tuple[str, ...], count: int, base: Path) -> None:
-    rows = [dict(zip(names, (TEXTS[i], TEXTS[i + 1], TEXTS[i + 2]), strict=False)) for i in range(count)]
-    with pytest.raises(DataError, match="MultipleNegativesRankingLoss") as caught:
-        finetune(base, train=rows, **QUICK)
+def test_pairs_of_texts_train_vectors_and_are_no_classes(names: tuple[str, ...], count: int, base: Path) -> None:
+    job = plan_job(base, pairs_of(names, count), None, make_options({}))
+    assert (job.task.name, job.task.head, job.task.labels) == ("embedding", "base", None)
+    assert [type(loss).__name__ for loss in job.task.losses] == ["MultipleNegativesRankingLoss"]
+
+
+@pytest.mark.parametrize("count", [2, 8, 60])
+@pytest.mark.parametrize("names", [("chosen", "rejected"), ("anchor", "negative"), ("text", "Positive")])
+def test_texts_that_belong_together_are_no_classes(names: tuple[str, ...], count: int, base: Path) -> None:
+    with pytest.raises(DataError, match="look like texts that belong together") as caught:
+        finetune(base, train=pairs_of(names, count), **QUICK)
     assert caught.value.names == list(names)
 
 
