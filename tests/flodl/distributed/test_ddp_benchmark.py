@@ -20,6 +20,7 @@ def run(tmp_path, *options):
     return json.loads((tmp_path / "results.json").read_text())
 
 
+@pytest.mark.slow
 def test_two_ranks_fill_every_table(tmp_path):
     found = run(
         tmp_path, "modes", "unequal", "equal", "scaling", "--ranks", "2", "--models", "mlp", "--unequal-models", "mlp",
