@@ -40,7 +40,7 @@ def same(out: Path, wanted: Path) -> bool:
     return parquet.read_table(out).equals(parquet.read_table(wanted))
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
+@pytest.mark.parametrize("suffix", ["jsonl", pytest.param("csv", marks=pytest.mark.slow), "parquet"])
 def test_a_run_cut_at_every_rename_goes_on(
     suffix: str, model: Any, numbered: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:

@@ -17,7 +17,7 @@ from flodl_hf.families import FAMILIES
 from flodl_hf.parts import as_whole, part_of, split
 
 Saved = Callable[..., Path]
-TYPES = [family.model_type for family in FAMILIES]
+TYPES = [family.model_type for family in FAMILIES if "sequence_classification" in family.heads]
 HALF, FULL, BRAIN = torch.float16, torch.float32, torch.bfloat16
 
 
