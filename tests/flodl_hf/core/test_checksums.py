@@ -52,7 +52,9 @@ def test_an_export_lists_all_its_files(saved: Saved) -> None:
     assert (copy / CHECKSUMS).read_bytes() == (folder / CHECKSUMS).read_bytes()
 
 
-@pytest.mark.parametrize("family", [family.model_type for family in FAMILIES])
+@pytest.mark.parametrize(
+    "family", [family.model_type for family in FAMILIES if "sequence_classification" in family.heads]
+)
 def test_a_flipped_bit_of_any_file_is_noticed_by_name(family: str, saved: Saved) -> None:
     folder, chance = saved(family, HEAD), random.Random(family)
     files = sorted(path for path in folder.iterdir() if path.name != CHECKSUMS)
