@@ -133,7 +133,7 @@ def _format_of(path: Path) -> Format:
 def _neighbours(path: Path) -> str:
     names = sorted(p.name for p in path.parent.iterdir() if p.is_file())
     near = nearest(path.name, names).removeprefix(", ")
-    return near or f"{names[:5]}"
+    return near.removesuffix("?").removeprefix("did you mean ") or f"{names[:5]}"
 
 
 # ------------------------------------------------------------------------------------------------- lines

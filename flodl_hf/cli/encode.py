@@ -48,20 +48,14 @@ def command(
 
     Parquet and JSON lines keep the columns of the file beside the vector; .npy holds vectors alone.
     """
-    from flodl_hf.cli.vectors import encoder, texts_of
-    from flodl_hf.vectors.files import write_vectors
+    from flodl_hf.cli.vectors import check_target, encoder, texts_of
+    from flodl_hf.vectors.files import SUFFIXES, write_vectors
     from flodl_hf.vectors.quantize import quantize_embeddings
 
+    check_target(out, SUFFIXES)
     texts, rows = texts_of(source, text_column)
-    vectors = encoder(model, revision, local_files_only, device, precision)([prompt + text for text in texts])
-    if dim is not None:
-        import numpy as np
-
-        lengths = np.linalg.norm(vectors, axis=1)
-        unit = np.allclose(lengths, 1, atol=1e-3)
-        vectors = vectors[:, :dim]
-        if unit:  # vectors of length 1 stay such
-            vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+    encode = encoder(model, revision, local_files_only, device, precision)
+    vectors = encode(texts, truncate_dim=dim, prompt=prompt or None)
     kept = quantize_embeddings(vectors, str(store))
     names = list(rows[0])
     write_vectors(out, kept, {name: [row.get(name) for row in rows] for name in names})

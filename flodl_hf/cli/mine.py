@@ -58,10 +58,11 @@ def command(
     from flodl.data import load_rows
     from flodl.files import write_atomically
     from flodl_hf.cli.finetune import parse
-    from flodl_hf.cli.vectors import encoder, texts_of
+    from flodl_hf.cli.vectors import check_target, encoder, texts_of
     from flodl_hf.finetuning.vectors.tables import read_table
     from flodl_hf.vectors.mining import hard_negatives
 
+    check_target(Path(out), (".jsonl",))
     table = read_table(load_rows(source), parse("columns", columns), source)
     pairs = [(row[0], row[1]) for row in table.texts]
     candidates: list[str] = [positive for _, positive in pairs]

@@ -44,7 +44,7 @@ def command(
     texts, _ = texts_of(corpus, text_column)
     encode = encoder(model, revision, local_files_only, device, precision)
     kept = encode(texts) if vectors is None else read_vectors(vectors)
-    asked = encode([prompt + text for text in queries])
+    asked = encode(queries, prompt=prompt or None)
     if len(kept) != len(texts) or kept.shape[1] != asked.shape[1] or kept.dtype.kind != "f":
         raise DataError(
             f"{vectors}: {len(kept)} vectors of {kept.shape[1]} numbers ({kept.dtype}) for {len(texts)} texts and a "

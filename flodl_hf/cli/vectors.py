@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from flodl.errors import DataError
 from flodl_hf.cli.shared import device_said
 from flodl_hf.errors import PredictError
 
-__all__ = ["Encode", "encoder", "texts_of"]
+__all__ = ["Encode", "check_target", "encoder", "texts_of"]
 
-Encode = Callable[[Sequence[str]], Any]
-"""From texts to vectors, ``(texts, width)``, a numpy array."""
+Encode = Callable[..., Any]
+"""From texts to vectors, ``(texts, width)``, a numpy array; takes the keywords of ``encode``."""
+
+
+def check_target(path: Path, suffixes: Sequence[str]) -> None:
+    """Refuse a file that could not be written, before a model is loaded.
+
+    Raises:
+        DataError: its suffix names no format, or its folder does not exist.
+    """
+    if path.suffix.lower() not in suffixes:
+        raise DataError(
+            f"{path}: the suffix {path.suffix or '(none)'!r} names no format; expected {', '.join(suffixes)}"
+        )
+    if path.is_dir() or not path.parent.is_dir():
+        what = "is a folder; expected a file" if path.is_dir() else "its folder does not exist; make it first"
+        raise DataError(f"{path}: {what}")
 
 
 def encoder(model: str, revision: str | None, local: bool, device: str, precision: str | None) -> Encode:
@@ -29,7 +45,11 @@ def encoder(model: str, revision: str | None, local: bool, device: str, precisio
             f"{model}: has no tokenizer, so texts cannot become vectors; put its files beside the weights"
         )
     run: dict[str, Any] = {} if precision is None else {"precision": str(precision)}
-    return lambda texts: found.encode(texts, convert_to_tensor=True, **run).float().cpu().numpy()
+
+    def encode(texts: Sequence[str], **how: Any) -> Any:
+        return found.encode(texts, convert_to_tensor=True, **run, **how).float().cpu().numpy()
+
+    return encode
 
 
 def texts_of(path: str, column: str | None) -> tuple[list[str], list[dict[str, Any]]]:

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Job", "plan_job"]
 
+ONE_ROW = ("embedding", "rank")
+"""Tasks whose texts are one row each, however long."""
 LONG_EPOCH = 256
 """Batches from which rows of similar length come together unasked: what that saves is time, which short runs have, and
 in few steps batches of one length each weigh more than in many (`docs/training-measured.md`)."""
@@ -118,6 +120,12 @@ def plan_job(
     tables = read_tables(train, held_out, seed=options.seed)
     known = _known(model, options)
     task, options = choose_task(tables, options, known, own.loss)
+    if options.long_texts == "windows" and name_of(task) in ONE_ROW:
+        raise ConfigError(
+            f"long_texts: found 'windows'; expected 'cut' for {name_of(task)}, where each text is one row; a greater "
+            "max_length keeps more of it",
+            problems=["long_texts"],
+        )
     notes: list[str] = []
     if isinstance(model, (str, os.PathLike)):
         options, notes = _settle_head(known, task, options)
@@ -196,7 +204,7 @@ def plan_job(
     _need_evaluation(options, evaluation)
     if options.tune_thresholds:
         check_tunable(task)
-    notes = [*notes, *_cut_texts(prepared, limits)]
+    notes = [*notes, *_cut_texts(prepared, limits, task)]
     filled = replace(options, task=name_of(task), labels=task.labels, problem_type=task.problem_type)
     job = Job(
         filled, task, tables, opened, factory, rows, batches, collate, objective, evaluation,
@@ -207,15 +215,13 @@ def plan_job(
     return job
 
 
-def _cut_texts(prepared: Mapping[str, Prepared], limits: LengthLimits) -> list[str]:
+def _cut_texts(prepared: Mapping[str, Prepared], limits: LengthLimits, task: Task) -> list[str]:
     """Return what is to be said of texts that are longer than a row."""
     counts = [f"{part.cut:,} of {len(part.rows):,} texts of {name}" for name, part in prepared.items() if part.cut]
     if not counts:
         return []
-    return [
-        f"{' and '.join(counts)} are longer than {limits.max_tokens} tokens and are cut at their end; "
-        "long_texts='windows' reads them whole"
-    ]
+    advice = "a greater max_length keeps more" if name_of(task) in ONE_ROW else "long_texts='windows' reads them whole"
+    return [f"{' and '.join(counts)} are longer than {limits.max_tokens} tokens and are cut at their end; {advice}"]
 
 
 def _known(model: Any, options: Options) -> Known:

@@ -32,6 +32,16 @@ def test_pairs_of_texts_train_vectors_and_are_no_classes(names: tuple[str, ...],
     assert [type(loss).__name__ for loss in job.task.losses] == ["MultipleNegativesRankingLoss"]
 
 
+@pytest.mark.parametrize("task", ["embedding", "rank"])
+def test_texts_of_one_row_each_are_not_read_in_windows(task: str, base: Path) -> None:
+    rows = pairs_of(("anchor", "positive", "negative"), 8)
+    with pytest.raises(ConfigError, match="long_texts: found 'windows'; expected 'cut'"):
+        plan_job(base, rows, None, make_options({"task": task, "long_texts": "windows"}))
+    [note] = [n for n in plan_job(base, rows, None, make_options({"task": task, "max_length": 4})).notes if "cut" in n]
+    assert "max_length" in note
+    assert "long_texts" not in note
+
+
 @pytest.mark.parametrize("count", [2, 8, 60])
 @pytest.mark.parametrize("names", [("chosen", "rejected"), ("anchor", "negative"), ("text", "Positive")])
 def test_texts_that_belong_together_are_no_classes(names: tuple[str, ...], count: int, base: Path) -> None:

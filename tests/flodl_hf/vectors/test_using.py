@@ -123,9 +123,12 @@ def test_files_of_vectors_by_the_command(base: Path, tmp_path: Path) -> None:
     assert np.array_equal(read_vectors(tmp_path / "v.npy"), expected)
     ran("encode", base, "--in", texts, "--out", tmp_path / "v.jsonl", "--store", "float16", "--dim", 8)
     lines = [json.loads(line) for line in (tmp_path / "v.jsonl").read_text().splitlines()]
-    assert [(line["id"], line["text"], len(line["vector"])) for line in lines] == [
-        (i, t, 8) for i, t in enumerate(TEXTS)
-    ]
+    assert [(line["id"], line["text"]) for line in lines] == list(enumerate(TEXTS))
+    short = BaseModel.from_pretrained(base).encode(TEXTS, truncate_dim=8).astype(np.float16)
+    assert np.array_equal(np.array([line["vector"] for line in lines], np.float16), short)
+    ran("encode", base, "--in", texts, "--out", tmp_path / "p.npy", "--prompt", "query: ")
+    prompted = BaseModel.from_pretrained(base).encode([f"query: {text}" for text in TEXTS])
+    assert np.abs(read_vectors(tmp_path / "p.npy") - prompted).max() < 1e-6
     found = ran("search", base, TEXTS[3], "--in", texts, "--top-k", 2, "--json")
     assert found[0]["found"][0]["text"] == TEXTS[3]
     again = ran("search", base, TEXTS[3], "--in", texts, "--vectors", tmp_path / "v.npy", "--top-k", 2, "--json")
@@ -150,6 +153,7 @@ def test_negatives_by_the_command(base: Path, tmp_path: Path) -> None:
     ("words", "said"),
     [
         (("encode", "BASE", "--in", "ROWS", "--out", "v.txt"), "names no format"),
+        (("encode", "no-model", "--in", "ROWS", "--out", "nowhere/v.npy"), "its folder does not exist"),
         (("search", "BASE", "a", "--in", "ROWS", "--vectors", "none.npy"), "no vectors that can be read"),
         (("encode", "BASE", "--in", "ROWS", "--out", "v.npy", "--text-column", "b"), "--text-column"),
     ],
