@@ -20,6 +20,8 @@ __all__ = ["Recorder"]
 
 MOST_A_DELTA = 8
 """Points of one curve in a delta; where more steps went by, neighbours are merged."""
+FIRST_POINTS = 256
+"""Points with which a curve begins are all kept, however quickly they came: a short run is recorded step by step."""
 MOST_UNKNOWN = 20
 """Lines of the log that kinds without a rule may make, each kind."""
 ENDS = {"finished": "finished", "stopped": "stopped", "signal": "stopped by a signal"}
@@ -53,6 +55,7 @@ class Recorder:
         self._epoch_begin = (0, 0)  # of the epoch that runs: its number, and the step before its first
         self._points: dict[str, Series] = {}
         self._most = MOST_A_DELTA
+        self._told: dict[str, int] = {}  # points of each curve so far, up to `FIRST_POINTS`
         self._delta: dict[str, Any] = {}
         self._unknown: dict[str, int] = {}
         self._told_by_ranks = False
@@ -141,12 +144,18 @@ class Recorder:
         points, self._points = self._points, {}
         if points:
             most, self._most = self._most, MOST_A_DELTA
-            delta["p"] = {name: _few(series, most) for name, series in points.items()}
+            delta["p"] = {name: _few(series, max(most, self._left(name, series))) for name, series in points.items()}
         delta["t"] = round(self.now(), 2)
         if self.step or "state" in delta:
             left = self.pace.seconds_left(self.now())
             delta["state"] = {"step": self.step, **self._where(), "left_s": left, **delta.get("state", {})}
         return delta
+
+    def _left(self, name: str, series: Series) -> int:
+        """Return how many more points a curve may begin with."""
+        told = self._told.get(name, 0)
+        self._told[name] = min(FIRST_POINTS, told + len(series))
+        return FIRST_POINTS - told
 
     def _where(self) -> dict[str, Any]:
         return {"epoch": round(self._fraction(self.step), 4), "total": self.pace.total}

@@ -13,6 +13,7 @@ from flodl.errors import CheckpointError, TrainError
 from flodl.monitor.journal import Journal, JournalReader, read_record
 from flodl.monitor.lanes import MOST_BINS, MOST_GAPS, MOST_MEETINGS, Lanes
 from flodl.monitor.record import FIRST_LINES, MOST_EPOCHS, MOST_LINES, MOST_SERIES, RunRecord
+from flodl.monitor.recorder import FIRST_POINTS, MOST_A_DELTA, Recorder
 from flodl.monitor.series import Series
 
 
@@ -130,6 +131,17 @@ def test_deltas_that_are_none_are_passed_over(delta):
     record.fold(delta)
     assert not any(len(series) for series in record.series.values())
     json.loads(record.snapshot_text())
+
+
+def test_the_first_steps_are_all_told_however_quickly_they_came():
+    recorder, told = Recorder(0.0), []
+    for burst in (100, 100, 100, 100):
+        for _ in range(burst):
+            recorder.point("a", 1, 0.5)
+        told.append(len(recorder.delta()["p"]["a"]))
+    assert told[:2] == [100, 100]
+    assert (FIRST_POINTS - 200) // 2 <= told[2] <= FIRST_POINTS - 200
+    assert told[3] <= MOST_A_DELTA
 
 
 def test_a_run_that_is_taken_up_again_forgets_what_it_does_anew():
