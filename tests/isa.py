@@ -1,7 +1,8 @@
 """Run the tests of arithmetic with the kernels of other processors: `make test-isa`.
 
 torch and oneDNN choose their kernels by what the processor has, and can be told to do without. Each line below is
-such a choice with a number of threads; those that this processor lacks are left out and named.
+such a choice with a number of threads; those that this processor lacks are left out and named. ``--few`` takes two of
+them: the plainest kernels on one thread, and those of nearly every processor on two.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ CHOICES = (
     ("avx512", "AVX512_CORE", 1),
     ("avx512", "DEFAULT", 2),
 )
+FEW = (CHOICES[0], CHOICES[2])
 ORDER = ("default", "avx2", "avx512")
 
 
@@ -41,7 +43,8 @@ def main() -> int:
     here = torch.backends.cpu.get_cpu_capability().lower()
     known = ORDER.index(here) if here in ORDER else 0
     failed = 0
-    for capability, onednn, threads in CHOICES:
+    more = [argument for argument in sys.argv[1:] if argument != "--few"]
+    for capability, onednn, threads in FEW if "--few" in sys.argv else CHOICES:
         name = f"ATEN_CPU_CAPABILITY={capability} ONEDNN_MAX_CPU_ISA={onednn} OMP_NUM_THREADS={threads}"
         if ORDER.index(capability) > known:
             print(f"--- {name}: left out, this processor has no {capability}", flush=True)
@@ -56,7 +59,7 @@ def main() -> int:
         # Two processes of one thread each, or one of two.
         jobs = ["-n", "0" if threads > 1 else os.environ.get("JOBS", "2")]
         tests = THREADED if threads > 1 else TESTS
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow and not gpu", *jobs, *tests, *sys.argv[1:]]
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow and not gpu", *jobs, *tests, *more]
         code = subprocess.run(command, env={**os.environ, **settings}, check=False).returncode
         failed += code != 0
         print(f"--- {'failed' if code else 'passed'} in {time.monotonic() - started:.0f} s: {name}", flush=True)

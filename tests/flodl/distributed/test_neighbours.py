@@ -119,7 +119,8 @@ def test_a_rank_that_stands_still_is_told_from_one_that_is_slow(other: Any) -> N
     assert near.frozen(5.0) == {}  # it counts from when it stopped again
 
 
-@pytest.mark.parametrize("kind", [pytest.param("SIGKILL", marks=pytest.mark.slow), "SIGSTOP"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["SIGKILL", "SIGSTOP"])
 def test_ranks_of_a_torchrun_job_name_rank_phase_and_step_and_lose_nothing(kind: str) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(ROOT / "benchmarks" / "torchrun_faults.py"), "--ranks", "2", "--phases",

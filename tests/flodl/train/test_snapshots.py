@@ -202,7 +202,11 @@ print(*handle.crew.pids, flush=True)
 
 
 @pytest.mark.parametrize(
-    "end", ["raise SystemExit(3)", "del handle; print('gone'); import time; time.sleep(1); sys.exit(3)"]
+    "end",
+    [
+        "raise SystemExit(3)",
+        pytest.param("del handle; print('gone'); import time; time.sleep(1); sys.exit(3)", marks=pytest.mark.slow),
+    ],
 )
 def test_a_program_that_leaves_without_waiting_ends_its_ranks(end):
     script = LEAVES.format(paths=[str(Path(__file__).parent)], end=end)

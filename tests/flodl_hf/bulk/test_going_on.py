@@ -40,7 +40,7 @@ def same(out: Path, wanted: Path) -> bool:
     return parquet.read_table(out).equals(parquet.read_table(wanted))
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", pytest.param("csv", marks=pytest.mark.slow), "parquet"])
+@pytest.mark.parametrize("suffix", ["jsonl", *(pytest.param(s, marks=pytest.mark.slow) for s in ("csv", "parquet"))])
 def test_a_run_cut_at_every_rename_goes_on(
     suffix: str, model: Any, numbered: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:
@@ -363,6 +363,7 @@ def test_signals_finish_the_part_and_say_how_to_go_on(
     assert same(out, wanted)
 
 
+@pytest.mark.slow
 def test_several_processes_write_what_one_writes(folder: Any, model: Any, numbered: Any, tmp_path: Path) -> None:
     pytest.importorskip("typer")
     source, wanted, out = numbered(200), tmp_path / "wanted.jsonl", tmp_path / "out.jsonl"

@@ -112,7 +112,7 @@ def test_faults_are_one_message_and_status_1(args: list[str], says: str) -> None
     assert says in run(*args, code=1).stderr
 
 
-@pytest.mark.parametrize("out", [True, False])
+@pytest.mark.parametrize("out", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_ctrl_c_says_how_to_go_on(base: Path, files: tuple[str, str], tmp_path: Path, out: bool) -> None:
     command = [sys.executable, "-m", "flodl_hf.cli", "finetune", str(base), "--train", files[0], "--epochs", "100000"]
     command += ["--out", str(tmp_path / "out")] if out else []

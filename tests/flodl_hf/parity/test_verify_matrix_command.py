@@ -97,6 +97,7 @@ def test_a_failing_cell_fails_the_command(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @transformers
+@pytest.mark.slow
 def test_two_jobs_find_what_one_finds() -> None:
     cells = select_cells(["bert"], ["qa", "base"])
     options: dict[str, Any] = {"checks": ["strict_load", "forward"]}
