@@ -43,6 +43,16 @@ class TextBatches:
 
     def plan(self, epoch: int) -> EpochPlan:
         """Return the batches of ``epoch``."""
+        found = self.by_table(epoch)
+        if len(found) == 1:
+            return EpochPlan.of(found[0])
+        if self.mixing == "round_robin":
+            return EpochPlan.of([part for turn in zip(*found, strict=False) for part in turn])
+        batches = [part for parts in found for part in parts]
+        return EpochPlan.of([batches[k] for k in Rng(self.seed, "tables", epoch).permutation(len(batches))])
+
+    def by_table(self, epoch: int) -> list[list[NDArray[np.int64]]]:
+        """Return the batches of ``epoch`` for each table, before they are mixed."""
         starts = np.cumsum([0, *(len(one) for one in self.texts)])
         found = []
         for i, texts in enumerate(self.texts):
@@ -50,12 +60,7 @@ class TextBatches:
             cut = _cut_apart(order, texts, self.batch_size) if self.apart and self.apart[i] else None
             cut = cut or [order[k : k + self.batch_size] for k in range(0, len(order), self.batch_size)]
             found.append([np.asarray(part) + starts[i] for part in cut if len(part) >= self.least])
-        if len(found) == 1:
-            return EpochPlan.of(found[0])
-        if self.mixing == "round_robin":
-            return EpochPlan.of([part for turn in zip(*found, strict=False) for part in turn])
-        batches = [part for parts in found for part in parts]
-        return EpochPlan.of([batches[k] for k in Rng(self.seed, "tables", epoch).permutation(len(batches))])
+        return found
 
     def identity(self) -> dict[str, Any]:
         """Return what defines the batches; JSON-able."""

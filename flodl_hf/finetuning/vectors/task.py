@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flodl.errors import ConfigError
+from flodl.errors import ConfigError, DataError
 from flodl_hf.columns import Columns
 from flodl_hf.decode.pooling import check_pooling
 from flodl_hf.finetuning.options import Options
@@ -185,15 +185,35 @@ class EmbeddingTask:
         return CollateTexts(usual.pad_id, usual.layout, shapes=usual.shapes, lengths=lengths)
 
     def batches(self, rows: TextRows) -> TextBatches:
-        """Return which examples come together."""
+        """Return which examples come together.
+
+        Raises:
+            DataError: a table of which no batch can be made.
+        """
         options = self.options
         in_batch = [loss.in_batch for loss in self.losses]
         apart = [
             alone and options.no_duplicates and table.form in ("pairs", "triplets", "texts")
             for alone, table in zip(in_batch, self.tables.values(), strict=True)
         ]
-        least = max(2 if any(in_batch) else 1, options.ranks)
-        return TextBatches(rows.texts, options.batch_size, options.seed, apart, options.mixing, least)
+        least = _least(self.losses, options)
+        made = TextBatches(rows.texts, options.batch_size, options.seed, apart, options.mixing, least)
+        for name, texts, parts in zip(self.tables, rows.texts, made.by_table(0), strict=True):
+            if not parts:
+                raise DataError(
+                    f"{name or 'train'}: of {len(texts)} rows no batch can be made that has {least} examples, "
+                    f"{len(np.unique(texts))} different texts among them; expected {least} at least, for the ranks and "
+                    "for losses that compare examples. Add rows, or set no_duplicates=False if the same text may "
+                    "come twice in a batch",
+                    rows=len(texts),
+                    expected=least,
+                )
+        return made
+
+
+def _least(losses: Sequence[Any], options: Options) -> int:
+    """Return the fewest examples of a batch: one for each rank, and one to compare with where a loss does."""
+    return max(2 if any(loss.in_batch for loss in losses) else 1, options.ranks)
 
 
 def _innermost(loss: Any) -> Any:
@@ -265,6 +285,9 @@ def plan_embedding(train: Mapping[str, Examples], options: Options, own: Any = N
         if options.matryoshka:
             loss = MatryoshkaLoss(loss, tuple(int(dim) for dim in options.matryoshka))
         losses.append(AdaptiveLayerLoss(loss) if options.adaptive_layers else loss)
+    if options.batch_size < _least(losses, options):
+        shared = f"shared by {options.ranks} ranks" if options.ranks > 1 else "of a loss that compares examples"
+        problems.append(f"batch_size: {options.batch_size}, {shared}; expected at least {_least(losses, options)}")
     if problems:
         raise ConfigError(f"finetune: {'; '.join(problems)}", problems=problems)
     if cached and options.cache_tokens is None:

@@ -261,6 +261,9 @@ def test_the_command_trains_vectors(base: Path, tmp_path: Path) -> None:
         ("pairs", {"columns": {"anchor": "nothing"}}, DataError, "no column 'nothing'"),
         ("pairs", {"columns": {"text": "anchor"}}, ConfigError, "no role 'text'"),
         ("pairs", {"vector_loss": {"other": "CoSENT"}}, ConfigError, "no table 'other'"),
+        # a rank without a share would let the others wait for its vectors
+        ("pairs", {"batch_size": 2, "devices": ["cpu"] * 3}, ConfigError, "batch_size: 2, shared by 3 ranks"),
+        ("pairs", {"batch_size": 1}, ConfigError, "batch_size: 1, of a loss that compares examples; expected at least"),
     ],
 )
 def test_what_does_not_fit_is_refused(
@@ -268,6 +271,22 @@ def test_what_does_not_fit_is_refused(
 ) -> None:
     with pytest.raises(fault, match=said):
         finetune(base, train=rows(data), **{**ONE, **options})
+
+
+@pytest.mark.parametrize(
+    ("data", "options"),
+    [
+        (rows("pairs")[:1], {}),
+        (rows("triplets")[:2], {"devices": ["cpu"] * 3}),
+        ([{"anchor": "the same", "positive": text} for text in TEXTS[:9]], {}),
+    ],
+)
+def test_a_table_of_which_no_batch_can_be_made_is_refused(data: Any, options: dict[str, Any], base: Path) -> None:
+    with pytest.raises(DataError, match=f"train: of {len(data)} rows no batch") as caught:
+        finetune(base, train=data, **{**ONE, **options})
+    assert caught.value.rows == len(data)
+    if not options:
+        assert len(finetune(base, train=data * 2, **{**ONE, "no_duplicates": False}).losses) == 2
 
 
 def test_a_folder_with_further_modules_is_refused(base: Path) -> None:
