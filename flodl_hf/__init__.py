@@ -25,7 +25,7 @@ from flodl_hf.auto import (
 
 if TYPE_CHECKING:
     from flodl_hf.auto import AutoConfig
-    from flodl_hf.bulk import predict_file
+    from flodl_hf.bulk import encode_file, predict_file
     from flodl_hf.finetuning import finetune
     from flodl_hf.pipelines import pipeline
     from flodl_hf.tokenizer import Tokenizer as AutoTokenizer
@@ -41,6 +41,7 @@ __all__ = [
     "AutoModelForSequenceClassification",
     "AutoModelForTokenClassification",
     "AutoTokenizer",
+    "encode_file",
     "finetune",
     "load",
     "pipeline",
@@ -62,10 +63,10 @@ def __getattr__(name: str) -> Any:
         from flodl_hf.finetuning import finetune
 
         return finetune
-    if name == "predict_file":
-        from flodl_hf.bulk import predict_file
+    if name in ("encode_file", "predict_file"):
+        import flodl_hf.bulk
 
-        return predict_file
+        return getattr(flodl_hf.bulk, name)
     if name == "pipeline":
         from flodl_hf.pipelines import pipeline
 

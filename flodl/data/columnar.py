@@ -7,21 +7,26 @@ file is touched.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from flodl.errors import DataError
 
 __all__ = [
     "BATCH_ROWS",
     "BatchRows",
+    "arrow_joined",
     "arrow_type",
     "inferred_type",
     "misfits",
     "need_pyarrow",
     "parquet_bytes",
     "parquet_joined",
+    "swapped_column",
 ]
 
 BATCH_ROWS = 1024
@@ -29,7 +34,8 @@ GROUP_ROWS = 1 << 16  # rows of a row group of a joined file, unless its bytes a
 GROUP_BYTES = 1 << 26
 
 Kind = str | list[Any] | dict[str, Any]
-"""What a column holds: "text", "float" (32 bits), "int", "vector", a list of one kind, or a dict of kinds by name."""
+"""What a column holds: "text", "float" (32 bits), "int", "vector" (floats), "vector:int8:64" (so many numbers of a
+dtype), a list of one kind, or a dict of kinds by name."""
 
 
 def need_pyarrow(what: str) -> Any:
@@ -167,6 +173,9 @@ def arrow_type(kind: Kind) -> Any:
         return arrow.list_(arrow_type(kind[0]))
     if isinstance(kind, dict):
         return arrow.struct([arrow.field(name, arrow_type(inner)) for name, inner in kind.items()])
+    if kind.startswith("vector:"):
+        _, dtype, size = kind.split(":")
+        return arrow.list_(arrow.from_numpy_dtype(np.dtype(dtype)), int(size))
     return {
         "text": arrow.string(),
         "float": arrow.float32(),
@@ -211,10 +220,57 @@ def parquet_bytes(types: Mapping[str, Any], columns: Mapping[str, Sequence[Any]]
         columns: the values of each column.
     """
     arrow = need_pyarrow("output")
-    table = arrow.table({name: arrow.array(columns[name], type=kind) for name, kind in types.items()})
+    return _parquet(arrow, arrow.table({name: _array(arrow, columns[name], kind) for name, kind in types.items()}))
+
+
+def _parquet(arrow: Any, table: Any) -> bytes:
     sink = arrow.BufferOutputStream()
     arrow.parquet.write_table(table, sink)
     return sink.getvalue().to_pybytes()
+
+
+def _array(arrow: Any, values: Sequence[Any], kind: Any) -> Any:
+    if arrow.types.is_fixed_size_list(kind) and len(values) and all(value is not None for value in values):
+        flat = np.stack(values).astype(kind.value_type.to_pandas_dtype(), copy=False).reshape(-1)
+        return arrow.FixedSizeListArray.from_arrays(arrow.array(flat), kind.list_size)
+    return arrow.array(values, type=kind)
+
+
+def swapped_column(
+    part: bytes, change: Callable[[NDArray[Any]], NDArray[Any]] | None, *, name: str
+) -> tuple[bytes, NDArray[Any]]:
+    """Return a Parquet file with other vectors in one of its columns, and the vectors that were in it, ``(n, size)``.
+
+    Args:
+        part: the file.
+        change: from the vectors to those in their place; None to have no file made.
+        name: the column, lists of one size. Where there is none in a row, there is none afterwards.
+    """
+    arrow = need_pyarrow("output")
+    table = arrow.parquet.read_table(arrow.BufferReader(part))
+    column = table[name].combine_chunks()
+    column = column.chunk(0) if isinstance(column, arrow.ChunkedArray) else column
+    vectors = column.flatten().to_numpy(zero_copy_only=False).reshape(-1, column.type.list_size)
+    if change is None:
+        return b"", vectors
+    made = change(vectors)
+    rows = iter(made)
+    values = [next(rows) if there else None for there in column.is_valid().to_pylist()]
+    kind = arrow.list_(arrow.from_numpy_dtype(made.dtype), column.type.list_size)
+    place = table.schema.get_field_index(name)
+    return _parquet(arrow, table.set_column(place, name, _array(arrow, values, kind))), vectors
+
+
+def arrow_joined(types: Mapping[str, Any], parts: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the bytes of one Arrow file with the rows of ``parts``, Parquet files, some at a time."""
+    arrow = need_pyarrow("output")
+    schema = arrow.schema([arrow.field(name, kind) for name, kind in types.items()])
+    sink = _Sink()
+    with arrow.PythonFile(sink, mode="w") as file, arrow.ipc.new_file(file, schema) as writer:
+        for part in parts:
+            writer.write_table(arrow.parquet.read_table(arrow.BufferReader(part), schema=schema))
+            yield from sink.drained()
+    yield from sink.drained()
 
 
 def parquet_joined(types: Mapping[str, Any], parts: Iterable[bytes]) -> Iterator[bytes]:

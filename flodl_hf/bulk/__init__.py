@@ -11,11 +11,12 @@ plan       all that is decided before the first row
 run        one part after the other
 results    what a run tells of itself
 counting   tokens, for rates
-file       `predict_file`: what a call means
+vectors    what parts hold of vectors in few bytes, and what becomes of them
+file       `predict_file` and `encode_file`: what a call means
 worker     the process of a further rank
 """
 
-from flodl_hf.bulk.file import predict_file
+from flodl_hf.bulk.file import encode_file, predict_file
 from flodl_hf.bulk.results import FileResult, Progress
 
-__all__ = ["FileResult", "Progress", "predict_file"]
+__all__ = ["FileResult", "Progress", "encode_file", "predict_file"]

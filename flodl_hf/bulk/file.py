@@ -1,4 +1,4 @@
-"""`predict_file`: a file of texts to a file of answers.
+"""`predict_file`: a file of texts to a file of answers; `encode_file`: to a file of vectors.
 
 Decides what a call means: which process this is, which model, which input. How the rows are answered is `run`'s.
 """
@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
-from flodl.errors import printable
+from flodl.errors import DataError, nearest, printable
 from flodl.files import path_fault
 from flodl_hf.bulk.columns import ColumnArgs
 from flodl_hf.bulk.counting import counting_tokens
@@ -24,8 +24,10 @@ from flodl_hf.bulk.run import Run
 from flodl_hf.bulk.write import output_format
 from flodl_hf.collecting import passing_over_what_is_here
 from flodl_hf.errors import PredictError
+from flodl_hf.vectors.files import SUFFIXES
+from flodl_hf.vectors.quantize import PRECISIONS
 
-__all__ = ["predict_file"]
+__all__ = ["encode_file", "predict_file"]
 
 OnError = Literal["stop", "skip", "null"]
 
@@ -70,7 +72,7 @@ def predict_file(
     Args:
         model: a model, or the folder or Hub name of one.
         source: a CSV, TSV, JSON lines, text, Parquet or Arrow file, also packed (``.gz``); ``"-"`` is standard input.
-        target: a ``.jsonl``, ``.csv``, ``.tsv`` or ``.parquet`` file.
+        target: a ``.jsonl``, ``.csv``, ``.tsv``, ``.parquet`` or ``.arrow`` file.
         format: what ``source`` is; by default its suffix says, and standard input is text.
         header: whether a CSV or TSV file has a header; None decides by its looks.
         text_column: the column of texts; by default the first with a usual name.
@@ -147,6 +149,51 @@ def predict_file(
         stack.enter_context(Heartbeat(parts, rank, run.figures, parent))
         stack.enter_context(passing_over_what_is_here())
         return run.go(before)
+
+
+def encode_file(
+    model: Any,
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    store: str = "float32",
+    keep: str | Sequence[str] | None = None,
+    **how: Any,
+) -> FileResult:
+    """Write the vector of every row's text, as ``encode`` makes it, and return what came of it.
+
+    As `predict_file`: memory does not grow with the file, and the same call goes on after any kind of end.
+
+    Args:
+        model: a model, or the folder or Hub name of one; several ``devices`` need a name.
+        source: as in `predict_file`.
+        target: a ``.npy`` file, which holds vectors alone; or ``.parquet``, ``.arrow`` or ``.jsonl``, where they are in
+            the column "vector".
+        store: how numbers are kept, one of `flodl_hf.vectors.quantize.PRECISIONS`. "int8" and "uint8" count in 255
+            steps from the least to the greatest number of each feature in the whole file; these ranges are written
+            beside it, to ``TARGET.ranges.npy``.
+        keep: columns that go on to the output; "all" where the format has columns.
+        **how: of ``encode`` (``truncate_dim``, ``prompt``, ``prompt_name``, ``task``, ``precision`` ...), and of
+            `predict_file` (``text_column``, ``on_error``, ``part_rows``, ``restart``, ``devices``, ``device`` ...).
+
+    Raises:
+        DataError: the input or a row of it is faulty, or the output's format holds no vectors.
+        PredictError: as `predict_file`.
+    """
+    out = Path(target)
+    if out.suffix.lower() not in SUFFIXES:
+        raise DataError(
+            f"{out}: the suffix {out.suffix or '(none)'!r} names no format of vectors; expected {', '.join(SUFFIXES)}",
+            path=str(out),
+        )
+    if store not in PRECISIONS:
+        raise PredictError(
+            f"encode_file: store is {store!r}{nearest(store, PRECISIONS)}; expected one of {', '.join(PRECISIONS)}"
+        )
+    if not isinstance(model, (str, os.PathLike)) and getattr(model, "head", None) != "base":
+        raise PredictError("encode_file: the model makes no vectors; load it as an encoder (AutoModel, head='base')")
+    kept = "none" if keep is None and out.suffix.lower() == ".npy" else keep
+    return predict_file(model, source, out, keep=kept, head="base", store=store, **how)
 
 
 _OWN = ("devices", "device", "restart", "on_progress", "should_stop", "parent", "job")

@@ -24,7 +24,7 @@ from flodl.files import make_folders, open_regular, read_regular, write_atomical
 from flodl.sealed import seal, unseal
 from flodl.system import sync_folder
 from flodl_hf.bulk.identity import differences
-from flodl_hf.bulk.write import Writer
+from flodl_hf.bulk.write import Pieces, Writer
 from flodl_hf.errors import PredictError
 
 __all__ = ["DamagedPart", "Parts"]
@@ -279,7 +279,11 @@ class Parts:
         with self.writing():
             # Whoever finds an output beside these parts may replace it: it is theirs.
             write_atomically(self.folder / JOINING, ())
-            write_atomically(self.target, writer.joined(self.blocks(number) for number in range(count)))
+            sizes = [(self.record(number) or {}).get("bytes") for number in range(count)]
+            if None in sizes:
+                raise DamagedPart(sizes.index(None))
+            pieces = Pieces(lambda: (self.blocks(number) for number in range(count)), sum(filter(None, sizes)))
+            write_atomically(self.target, writer.joined(pieces))
         # Out of the way first: a pulse may write into the folder while it is being emptied.
         gone = self.folder.with_name(f".{self.folder.name[:200]}.{os.getpid()}.gone")
         with suppress(OSError):

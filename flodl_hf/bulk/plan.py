@@ -14,7 +14,8 @@ from flodl_hf.bulk.identity import input_identity, model_identity
 from flodl_hf.bulk.parts import Parts
 from flodl_hf.bulk.rows import STDIN, Row, Rows
 from flodl_hf.bulk.tasks import Answerer, answerer_for
-from flodl_hf.bulk.write import Writer, writer_for
+from flodl_hf.bulk.vectors import vector_writer
+from flodl_hf.bulk.write import Writer
 
 __all__ = ["Plan", "make_plan"]
 
@@ -67,7 +68,7 @@ def make_plan(
     size = size or (CUDA_PART if model.device.type == "cuda" else CPU_PART)
     first: list[Row] = []
     names, own = rows.names, rows.names is None
-    if names is None or (kind == "parquet" and rows.types is None):
+    if names is None or (kind in ("parquet", "arrow") and rows.types is None):
         first = rows.peek(size)
     if names is None:
         names = list(dict.fromkeys(name for row in first if row.values is not None for name in row.values))
@@ -79,8 +80,8 @@ def make_plan(
         # An empty file has nothing to tell columns by; the answer's alone make the empty output.
         choice = choose_columns(model.head, ["text", "question"], ColumnArgs(query=said.query, keep="none"), own)
     answerer = answerer_for(model, choice, options)
-    writer = writer_for(
-        kind, choice.keep, answerer.columns,
+    writer = vector_writer(
+        kind, choice.keep, answerer.columns, parts.target,
         with_errors=on_error == "null", lead=said.id_column, names=names, types=rows.types, first=first,
     )  # fmt: skip
     # Tables are read by column.

@@ -12,12 +12,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from flodl.data.columnar import Kind
 from flodl.errors import FlodlError, nearest
 from flodl_hf.bulk.columns import Choice
 from flodl_hf.errors import PredictError
 
-__all__ = ["Answerer", "answerer_for", "faulty_items"]
+__all__ = ["VECTOR", "Answerer", "answerer_for", "faulty_items"]
+
+VECTOR = "vector"
+"""The column of vectors that are stored as `encode_file` was asked to."""
 
 LABEL = {"label": "text", "score": "float"}
 ENTITY = {"label": "text", "score": "float", "word": "text", "start": "int", "end": "int"}
@@ -54,7 +59,8 @@ def answerer_for(model: Any, choice: Choice, options: Mapping[str, Any]) -> Answ
         PredictError: the method has no such option, or the model is not made for the task.
     """
     given = {name: value for name, value in options.items() if value is not None}
-    method = getattr(model, _METHODS[choice.task])
+    stored = given.pop("store", None) if choice.task == "vectors" else None
+    method = getattr(model, _METHODS[choice.task] if stored is None else "encode")
     known = _keywords(method, choice.task)
     wrong = [f"{name}{nearest(name, known)}" for name in given if name not in known]
     if wrong:
@@ -73,6 +79,8 @@ def answerer_for(model: Any, choice: Choice, options: Mapping[str, Any]) -> Answ
             lambda items: iter(_relevance(partial(method, **given, progress=False), items)),
             lambda found: (found,),
         )
+    if stored is not None:
+        return _stored(method, stored, given)
     if choice.task == "classes":
         return _classes(model, method, given, strict)
     if choice.task == "answers":
@@ -102,7 +110,9 @@ def _keywords(method: Any, task: str) -> list[str]:
     """Return the options of a method that make sense for rows of a file."""
     parameters = inspect.signature(method).parameters
     # Pipelines' dictionaries and words in lists are not what goes into columns; a row's score has no rank.
-    left_out = {"compat", "words"} | ({"top_k"} if task == "relevance" else set())
+    left_out = {"compat", "words", "convert_to_tensor", "convert_to_numpy"} | (
+        {"top_k"} if task == "relevance" else set()
+    )
     known = [n for n, p in parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY and n not in left_out]
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         from flodl_hf.runtime.options import RunKeywords
@@ -110,6 +120,30 @@ def _keywords(method: Any, task: str) -> list[str]:
         # How it runs; devices are shared out by process here.
         known += [name for name in RunKeywords.__annotations__ if name not in ("devices", "progress")]
     return known
+
+
+def _stored(encode: Any, precision: str, given: dict[str, Any]) -> Answerer:
+    """Return vectors as arrays; those that become bytes later are whole numbers, see `flodl_hf.bulk.vectors`."""
+    from flodl_hf.vectors.quantize import quantize_embeddings
+
+    (one,) = quantize_embeddings(encode(["a"], **given), precision)
+    encode = partial(encode, progress=False)
+    first = "float32" if precision in ("int8", "uint8") else precision
+
+    def run(items: Sequence[Any]) -> Iterator[Any]:
+        whole = encode(list(items), **given)
+        sound = np.isfinite(whole).all(1)
+        # What is no number shows where it is written, with its row.
+        yield from (
+            quantize_embeddings(whole, first)
+            if sound.all()
+            else (
+                quantize_embeddings(row[None], first)[0] if good else row
+                for row, good in zip(whole, sound, strict=True)
+            )
+        )
+
+    return Answerer({VECTOR: f"vector:{precision}:{len(one)}"}, run, lambda found: (found,))
 
 
 def _classes(model: Any, method: Any, given: dict[str, Any], strict: bool) -> Answerer:

@@ -1,4 +1,4 @@
-"""Rows with their answers as bytes: JSON lines, CSV, TSV and Parquet, in parts and put together.
+"""Rows with their answers as bytes: JSON lines, CSV, TSV, Parquet and Arrow, in parts and put together.
 
 Decides how a value looks in each format: scores are the shortest text of their 32-bit number, nested answers are JSON
 in cells and lists of structs in Parquet, line ends are single. Where the bytes go is decided in `parts`.
@@ -10,6 +10,7 @@ import datetime
 import json
 import math
 import re
+from base64 import b64encode
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from json.encoder import encode_basestring
 from pathlib import Path
@@ -17,14 +18,23 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from flodl.data.columnar import Kind, arrow_type, inferred_type, misfits, parquet_bytes, parquet_joined
+from flodl.data.columnar import (
+    Kind,
+    arrow_joined,
+    arrow_type,
+    inferred_type,
+    misfits,
+    parquet_bytes,
+    parquet_joined,
+)
 from flodl.errors import DataError, nearest, printable
 from flodl_hf.bulk.rows import Row, RowFault
 
-__all__ = ["OUTPUTS", "Writer", "output_format", "writer_for"]
+__all__ = ["OUTPUTS", "Pieces", "Writer", "output_format", "writer_for"]
 
-OUTPUTS = ("jsonl", "csv", "tsv", "parquet")
-_SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "tsv", ".tab": "tsv", ".parquet": "parquet"}
+OUTPUTS = ("jsonl", "csv", "tsv", "parquet", "arrow", "npy")
+_SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "tsv", ".tab": "tsv"}
+_SUFFIXES |= {".parquet": "parquet", ".arrow": "arrow", ".npy": "npy"}
 ERROR = "error"
 
 
@@ -42,6 +52,21 @@ def output_format(target: Path) -> str:
             path=str(target),
         )
     return found
+
+
+class Pieces:
+    """Finished parts in their order, each in blocks of bytes, as often as they are asked for.
+
+    Args:
+        parts: begins anew with the first.
+        size: bytes of all together.
+    """
+
+    def __init__(self, parts: Callable[[], Iterable[Iterable[bytes]]], size: int = 0) -> None:
+        self._parts, self.size = parts, size
+
+    def __iter__(self) -> Iterator[Iterable[bytes]]:
+        return iter(self._parts())
 
 
 class Writer(Protocol):
@@ -79,8 +104,8 @@ class Writer(Protocol):
         """Yield the bytes of a part."""
         ...
 
-    def joined(self, parts: Iterable[Iterable[bytes]]) -> Iterator[bytes]:
-        """Yield the bytes of the whole file, whose parts are given in blocks."""
+    def joined(self, parts: Pieces) -> Iterator[bytes]:
+        """Yield the bytes of the whole file."""
         ...
 
 
@@ -98,7 +123,7 @@ def writer_for(
     """Return the writer of a run.
 
     Args:
-        format: one of `OUTPUTS`.
+        format: one of `OUTPUTS`, and not "npy".
         keep: columns of the input that are kept; None for whatever a row has.
         answer: columns of the answer.
         with_errors: add a column that says why a row has no answer.
@@ -122,8 +147,8 @@ def writer_for(
     if format == "jsonl":
         return _JsonLines(keep, answer, added, lead)
     columns = tuple(sorted(names, key=lambda name: name != lead)) if keep is None else keep
-    if format == "parquet":
-        return _Tables(columns, answer, added, keep is None, types, first)
+    if format in ("parquet", "arrow"):
+        return _Tables(columns, answer, added, keep is None, types, first, format)
     return _Cells(columns, answer, added, keep is None, "," if format == "csv" else "\t")
 
 
@@ -161,7 +186,14 @@ def _text(value: str | None) -> str:
 def _vector(value: Any) -> str:
     if not np.isfinite(value).all():
         raise RowFault("the embedding holds values that are no numbers")
-    return "[" + ", ".join(value.astype(np.float32).astype(str)) + "]"
+    # Halves as the 32-bit number that they are, so that all who read them find the same.
+    return "[" + ", ".join((value.astype(np.float32) if value.dtype.kind == "f" else value).astype(str)) + "]"
+
+
+def _packed(value: Any) -> str:
+    if not np.isfinite(value).all():
+        _vector(value)
+    return f'"{b64encode(value.tobytes()).decode()}"'
 
 
 def _shorts(values: Sequence[float | None]) -> Sequence[str]:
@@ -190,7 +222,8 @@ def json_of(kind: Kind) -> Callable[[Any], str]:
         parts = [(name, f'"{name}": ', json_of(part)) for name, part in kind.items()]
         return lambda value: "{" + ", ".join(lead + part(value[name]) for name, lead, part in parts) + "}"
     plain: dict[str, Callable[[Any], str]] = {"text": _text, "float": _short, "int": _encode, "vector": _vector}
-    return plain[kind]
+    plain["packed"] = _packed
+    return _vector if kind.startswith("vector:") else plain[kind]
 
 
 def _finite(kind: Kind, value: Any) -> None:
@@ -199,7 +232,7 @@ def _finite(kind: Kind, value: Any) -> None:
         return
     if kind == "float":
         _short(value)
-    elif kind == "vector":
+    elif isinstance(kind, str) and kind.startswith("vector"):
         if not np.isfinite(value).all():
             _vector(value)
     elif isinstance(kind, list):
@@ -285,7 +318,7 @@ class _JsonLines:
     def part(self, lines: Iterable[bytes]) -> Iterator[bytes]:
         yield from lines
 
-    def joined(self, parts: Iterable[Iterable[bytes]]) -> Iterator[bytes]:
+    def joined(self, parts: Pieces) -> Iterator[bytes]:
         for part in parts:
             yield from part
 
@@ -381,7 +414,7 @@ class _Cells:
     def part(self, lines: Iterable[bytes]) -> Iterator[bytes]:
         yield from lines
 
-    def joined(self, parts: Iterable[Iterable[bytes]]) -> Iterator[bytes]:
+    def joined(self, parts: Pieces) -> Iterator[bytes]:
         yield self._header
         for part in parts:
             yield from part
@@ -401,7 +434,9 @@ class _Tables:
         own: bool,
         types: Mapping[str, Any] | None,
         first: Sequence[Row],
+        format: str,
     ) -> None:
+        self._joined = arrow_joined if format == "arrow" else parquet_joined
         self._keep, self._own, self._answer, self._with_errors = keep, own, answer, ERROR in added
         self._checked = types is None and bool(first)
         self._as_json: set[str] = set()
@@ -457,6 +492,6 @@ class _Tables:
         columns = list(zip(*rows, strict=True)) or [()] * len(self._types)
         yield parquet_bytes(self._types, dict(zip(self._types, columns, strict=True)))
 
-    def joined(self, parts: Iterable[Iterable[bytes]]) -> Iterator[bytes]:
+    def joined(self, parts: Pieces) -> Iterator[bytes]:
         # A whole part before a value of it is read: what is damaged goes to no parser.
-        yield from parquet_joined(self._types, map(b"".join, parts))
+        yield from self._joined(self._types, map(b"".join, parts))

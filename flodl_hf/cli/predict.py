@@ -315,18 +315,25 @@ def show(found: Any) -> str:
 # ---- files ---------------------------------------------------------------------------------------------
 
 
-def predict_to_file(model: str, source: str, out: Path, said: dict[str, Any], json_output: bool) -> None:
-    """Answer a file into a file, with a bar, and leave as the signals say."""
+def file_to_file(
+    run: Callable[..., FileResult],
+    model: str,
+    source: str,
+    out: Path,
+    said: dict[str, Any],
+    json_output: bool,
+    doing: str,
+) -> None:
+    """Have ``run`` (`predict_file`, `encode_file`) make a file of a file; with a bar, and leave as the signals say."""
     from flodl.train.signals import StopSignals
-    from flodl_hf.bulk import predict_file
     from flodl_hf.bulk.parts import Parts
     from flodl_hf.bulk.ranks import Rank
 
     is_first = "devices" in said or Rank.from_env().rank == 0
     with StopSignals() as signals, progress() as bar:
         bar.disable = bar.disable or json_output or not is_first
-        result = predict_file(
-            model, source, out, **said, on_progress=_bar(bar, signals), should_stop=lambda: signals.number != 0
+        result = run(
+            model, source, out, **said, on_progress=_bar(bar, signals, doing), should_stop=lambda: signals.number != 0
         )
     if is_first and json_output:
         emit_json(result.to_dict())
@@ -336,6 +343,13 @@ def predict_to_file(model: str, source: str, out: Path, said: dict[str, Any], js
         if is_first:
             say(f"stopped: {result.parts} parts are kept in {out.name}.parts; {Parts(out, '').again} to go on")
         raise typer.Exit(128 + signals.number)
+
+
+def predict_to_file(model: str, source: str, out: Path, said: dict[str, Any], json_output: bool) -> None:
+    """Answer a file into a file, with a bar, and leave as the signals say."""
+    from flodl_hf.bulk import predict_file
+
+    file_to_file(predict_file, model, source, out, said, json_output, "predicting")
 
 
 def predict_to_output(model: str, source: str, said: dict[str, Any]) -> None:
@@ -349,7 +363,7 @@ def predict_to_output(model: str, source: str, said: dict[str, Any]) -> None:
         sys.stdout.buffer.flush()
 
 
-def _bar(bar: Any, signals: Any) -> Callable[[Progress], None]:
+def _bar(bar: Any, signals: Any, doing: str) -> Callable[[Progress], None]:
     task: list[Any] = []
     warned: list[bool] = []
 
@@ -360,7 +374,7 @@ def _bar(bar: Any, signals: Any) -> Callable[[Progress], None]:
         if bar.disable:
             return
         if not task:
-            task.append(bar.add_task("predicting", total=now.total, completed=now.done, note=""))
+            task.append(bar.add_task(doing, total=now.total, completed=now.done, note=""))
         rate = 1 / max(now.seconds, 1e-9)
         note = f"{now.rows:,} rows  {now.rows * rate:,.0f} rows/s  {now.tokens * rate:,.0f} tokens/s"
         if now.waiting:

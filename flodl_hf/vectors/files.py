@@ -1,4 +1,4 @@
-"""Vectors in files: arrays of numpy, Parquet, JSON lines. A file is whole or as it was before."""
+"""Vectors in files: arrays of numpy, Parquet, Arrow, JSON lines. A file is whole or as it was before."""
 
 from __future__ import annotations
 
@@ -16,10 +16,15 @@ from flodl.data.columnar import need_pyarrow
 from flodl.errors import DataError
 from flodl.files import write_atomically
 
-__all__ = ["SUFFIXES", "read_vectors", "write_vectors"]
+__all__ = ["SUFFIXES", "ranges_path", "read_vectors", "write_vectors"]
 
-SUFFIXES = (".npy", ".parquet", ".jsonl")
+SUFFIXES = (".npy", ".parquet", ".arrow", ".jsonl")
 COLUMN = "vector"
+
+
+def ranges_path(path: str | os.PathLike[str]) -> Path:
+    """Return where the ranges of vectors in bytes lie: ``(2, size)``, the least and greatest number of each feature."""
+    return Path(f"{os.fspath(path)}.ranges.npy")
 
 
 def write_vectors(
@@ -54,8 +59,13 @@ def write_vectors(
         arrow, parquet = _arrow(path)
         flat = arrow.array(np.ascontiguousarray(vectors).reshape(-1))
         lists = arrow.FixedSizeListArray.from_arrays(flat, vectors.shape[1])
+        table = arrow.table({**{k: list(v) for k, v in further.items()}, COLUMN: lists})
         sink = io.BytesIO()
-        parquet.write_table(arrow.table({**{k: list(v) for k, v in further.items()}, COLUMN: lists}), sink)
+        if kind == ".parquet":
+            parquet.write_table(table, sink)
+        else:
+            with arrow.ipc.new_file(sink, table.schema) as file:
+                file.write_table(table)
         write_atomically(path, [sink.getbuffer()])
 
 
@@ -68,13 +78,17 @@ def read_vectors(path: str | os.PathLike[str]) -> NDArray[Any]:
     kind = _kind(path)
     try:
         if kind == ".npy":
-            found = np.load(path, allow_pickle=False)
+            found = np.load(path, allow_pickle=False, mmap_mode="r")  # read as it is asked for
         elif kind == ".jsonl":
             lines = Path(path).read_text("utf-8").splitlines()
             found = np.asarray([json.loads(line)[COLUMN] for line in lines], np.float32)
         else:
-            _, parquet = _arrow(path)
-            column = parquet.read_table(path, columns=[COLUMN])[COLUMN].combine_chunks()
+            arrow, parquet = _arrow(path)
+            if kind == ".parquet":
+                column = parquet.read_table(path, columns=[COLUMN])[COLUMN].combine_chunks()
+            else:
+                with arrow.memory_map(str(path)) as source:
+                    column = arrow.ipc.open_file(source).read_all()[COLUMN].combine_chunks()
             found = column.flatten().to_numpy().reshape(len(column), -1)
     except (ValueError, KeyError, OSError, EOFError) as fault:
         raise DataError(

@@ -12,9 +12,15 @@ from flodl.errors import nearest
 from flodl_hf.errors import PredictError
 from flodl_hf.vectors.search import Found, as_vectors, semantic_search
 
-__all__ = ["PRECISIONS", "binary_search", "quantize_embeddings"]
+__all__ = ["PRECISIONS", "binary_search", "quantize_embeddings", "ranges_of"]
 
 PRECISIONS = ("float32", "float16", "int8", "uint8", "binary", "ubinary")
+
+
+def ranges_of(vectors: Any) -> NDArray[Any]:
+    """Return the least and the greatest number of each feature, ``(2, size)``, float32."""
+    found = as_vectors(vectors, "vectors").float().cpu().numpy()
+    return np.stack([found.min(0), found.max(0)])
 
 
 def quantize_embeddings(vectors: Any, precision: str, *, ranges: Any = None) -> NDArray[Any]:
@@ -41,7 +47,7 @@ def quantize_embeddings(vectors: Any, precision: str, *, ranges: Any = None) -> 
         return bits if precision == "ubinary" else (bits.astype(np.int16) - 128).astype(np.int8)
     if not len(found):
         return found.astype(precision)
-    low, high = np.stack([found.min(0), found.max(0)]) if ranges is None else np.asarray(ranges, np.float32)
+    low, high = ranges_of(found) if ranges is None else np.asarray(ranges, np.float32)
     steps = (high - low) / 255
     counted = np.clip(np.floor((found - low) / np.where(steps == 0, 1, steps)), 0, 255)
     return counted.astype(np.uint8) if precision == "uint8" else (counted - 128).astype(np.int8)

@@ -6,6 +6,7 @@ otherwise in the last bit.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -58,13 +59,22 @@ def as_vectors(given: Any, name: str) -> Tensor:
     """
     if isinstance(given, (list, tuple)) and given and isinstance(given[0], Tensor):
         given = torch.stack(list(given))
-    vectors = given if isinstance(given, Tensor) else torch.as_tensor(np.asarray(given))
+    vectors = given if isinstance(given, Tensor) else _from_array(np.asarray(given))
     vectors = vectors[None] if vectors.dim() == 1 else vectors
     if vectors.dim() != 2:
         raise PredictError(
             f"{name}: found vectors of shape {tuple(vectors.shape)}; expected (n, size)", found=tuple(vectors.shape)
         )
     return vectors.detach()
+
+
+def _from_array(array: Any) -> Tensor:
+    if array.flags.writeable:
+        return torch.as_tensor(array)
+    with warnings.catch_warnings():
+        # Nothing is written to it here, so that a file that is mapped read-only need not be copied.
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.as_tensor(array)
 
 
 def semantic_search(

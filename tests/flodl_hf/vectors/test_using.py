@@ -38,9 +38,9 @@ def ran(*words: object) -> Any:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("suffix", [".npy", ".jsonl", ".parquet"])
+@pytest.mark.parametrize("suffix", [".npy", ".jsonl", ".parquet", ".arrow"])
 def test_vectors_come_back_from_files_as_they_were(precision: str, suffix: str, tmp_path: Path) -> None:
-    if suffix == ".parquet":
+    if suffix in (".parquet", ".arrow"):
         pytest.importorskip("pyarrow")
     kept = quantize_embeddings(VECTORS, precision)
     path = tmp_path / f"vectors{suffix}"
@@ -119,7 +119,7 @@ def test_files_of_vectors_by_the_command(base: Path, tmp_path: Path) -> None:
     texts.write_text("".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(TEXTS)))
     expected = BaseModel.from_pretrained(base).encode(TEXTS)
     said = ran("encode", base, "--in", texts, "--out", tmp_path / "v.npy", "--json")
-    assert said == {"file": str(tmp_path / "v.npy"), "vectors": 24, "size": expected.shape[1], "store": "float32"}
+    assert (said["out"], said["written"]) == (str(tmp_path / "v.npy"), 24)
     assert np.array_equal(read_vectors(tmp_path / "v.npy"), expected)
     ran("encode", base, "--in", texts, "--out", tmp_path / "v.jsonl", "--store", "float16", "--dim", 8)
     lines = [json.loads(line) for line in (tmp_path / "v.jsonl").read_text().splitlines()]
@@ -155,7 +155,7 @@ def test_negatives_by_the_command(base: Path, tmp_path: Path) -> None:
         (("encode", "BASE", "--in", "ROWS", "--out", "v.txt"), "names no format"),
         (("encode", "no-model", "--in", "ROWS", "--out", "nowhere/v.npy"), "its folder does not exist"),
         (("search", "BASE", "a", "--in", "ROWS", "--vectors", "none.npy"), "no vectors that can be read"),
-        (("encode", "BASE", "--in", "ROWS", "--out", "v.npy", "--text-column", "b"), "--text-column"),
+        (("encode", "BASE", "--in", "ROWS", "--out", "v.npy", "--text-column", "b"), "no column 'b'"),
     ],
 )
 def test_what_cannot_be_is_said(words: tuple[str, ...], said: str, base: Path, tmp_path: Path) -> None:
