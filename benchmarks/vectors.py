@@ -275,6 +275,7 @@ def quality(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
             seed=seed, schedule="linear", devices=given.device, progress=False, weight_decay=0.0,
         ).model  # fmt: skip
         runs["ours"].append(judged(tuned.encode, held_out))
+        print(f"seed {seed}, ours: {runs['ours'][-1]}", flush=True)
         if has_trainer():
             from sentence_transformers.base.sampler import BatchSamplers  # pyright: ignore[reportMissingImports]
 
@@ -285,6 +286,7 @@ def quality(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 )  # fmt: skip
                 trainer.train()
                 runs["sentence-transformers"].append(judged(trainer.model.encode, held_out))
+            print(f"seed {seed}, sentence-transformers: {runs['sentence-transformers'][-1]}", flush=True)
     for name, found in runs.items():
         if found:
             means = {figure: round(mean(run[figure] for run in found), 4) for figure in found[0]}

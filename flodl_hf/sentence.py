@@ -325,6 +325,8 @@ def ranking_activation(config: Mapping[str, Any], given: str | None = None) -> A
 
 def recipe_files(recipe: SentenceRecipe, hidden_size: int) -> dict[str, bytes]:
     """Return the small files of a sentence-transformers folder whose weights lie at its root."""
+    if recipe.splade is not None:
+        return _sparse_files(recipe)
     prefix = "sentence_transformers.models."
     parts = ["Transformer", "Pooling", *("Dense" for _ in recipe.dense), *(["Normalize"] if recipe.normalize else [])]
     modules = [
@@ -346,3 +348,20 @@ def recipe_files(recipe: SentenceRecipe, hidden_size: int) -> dict[str, bytes]:
     for place, layer in enumerate(recipe.dense, 2):
         found |= dense_files(f"{place}_Dense", layer)
     return found
+
+
+def _sparse_files(recipe: SentenceRecipe) -> dict[str, bytes]:
+    """Return the small files of a SparseEncoder's folder."""
+    assert recipe.splade is not None
+    prefix = "sentence_transformers.sparse_encoder.models."
+    names = (("", "MLMTransformer"), ("1_SpladePooling", "SpladePooling"))
+    modules = [{"idx": i, "name": str(i), "path": path, "type": prefix + kind} for i, (path, kind) in enumerate(names)]
+    pooling = {"pooling_strategy": recipe.splade.strategy, "activation_function": recipe.splade.activation}
+    said = {"model_type": "SparseEncoder", "prompts": {"query": "", "document": ""}, "default_prompt_name": None}
+    files: dict[str, Any] = {
+        "modules.json": modules,
+        "1_SpladePooling/config.json": pooling,
+        "config_sentence_transformers.json": said | {"similarity_fn_name": "dot"},
+        "sentence_bert_config.json": {"max_seq_length": recipe.max_tokens, "do_lower_case": False},
+    }
+    return {name: (json.dumps(value, indent=2) + "\n").encode() for name, value in files.items()}

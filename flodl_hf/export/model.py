@@ -204,6 +204,4 @@ def _recipe(model: GraphModel) -> dict[str, bytes]:
     recipe = model.sentence_recipe
     if recipe is None:
         return {}
-    if recipe.splade is not None or recipe.late is not None:
-        return dict(recipe.files)
     return dict(recipe.files) or recipe_files(recipe, model.config.encoder.hidden_size)

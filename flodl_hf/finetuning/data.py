@@ -25,6 +25,7 @@ from flodl_hf.finetuning.ranking import plan_ranking
 from flodl_hf.finetuning.sequence import SequenceTask
 from flodl_hf.finetuning.task import Task
 from flodl_hf.finetuning.tokens import TokenTask, tag_names
+from flodl_hf.finetuning.vectors.sparse import SparseTask
 from flodl_hf.finetuning.vectors.tables import are_pairs
 from flodl_hf.finetuning.vectors.task import plan_embedding
 
@@ -162,6 +163,8 @@ def choose_task(tables: Tables, options: Options, known: Known, own: Any = None)
     pairs = are_pairs(list(tables.train[0])) and not options.columns
     if named == "embedding" or (named is None and (pairs or tables.parts)):
         return plan_embedding(tables.parts or {"": tables.train}, options, own)
+    if named == "sparse":
+        return plan_embedding(tables.parts or {"": tables.train}, options, own, SparseTask)
     if named == "rank" and not tables.parts:
         return plan_ranking(tables.train, options), options
     if tables.parts:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Job", "plan_job"]
 
-ONE_ROW = ("embedding", "rank")
+ONE_ROW = ("embedding", "rank", "sparse")
 """Tasks whose texts are one row each, however long."""
 LONG_EPOCH = 256
 """Batches from which rows of similar length come together unasked: what that saves is time, which short runs have, and
@@ -156,7 +156,7 @@ def plan_job(
         masking = Masking(tokenizer.mask_token_id, tokenizer.vocab_size, options.mask_probability, options.whole_words)
     micro = None if isinstance(options.micro_batch_size, str) else options.micro_batch_size
     layout = _layout(options)
-    if vectors is not None and layout == "bucketed" and options.cache_tokens is not None:
+    if vectors is not None and layout == "bucketed" and (options.cache_tokens is not None or not vectors.bucketed):
         layout = "packed"  # parts of a batch have shapes of their own
     if own.loss is not None and layout == "bucketed" and vectors is None:
         layout = "packed"  # a loss of the user's own does not know what is filled up

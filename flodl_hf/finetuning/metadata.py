@@ -23,6 +23,7 @@ PIPELINES = {
     "masked_lm": "fill-mask",
     "embedding": "sentence-similarity",
     "rank": "text-ranking",
+    "sparse": "feature-extraction",
 }
 KINDS = {"mcc": "matthews_correlation", "pearson": "pearsonr", "spearman": "spearmanr", "eval_loss": "loss"}
 """Names that the Hub has for figures, where they are not ours."""
@@ -45,11 +46,12 @@ def head_of_card(job: Job, result: FinetuneResult) -> str:
     before = front_matter(source.folder) if source is not None else {}
     base = hub_name(job.name) or before.get("base_model")
     head: dict[str, Any] = {"base_model": base} if isinstance(base, (str, list)) else {}
-    library = "sentence-transformers" if result.task in ("embedding", "rank") else "transformers"
     further = {
+        "sparse": ["sentence-transformers", "sparse-encoder", "sparse", "splade"],
         "embedding": ["sentence-transformers", "sentence-similarity", "feature-extraction"],
         "rank": ["sentence-transformers", "cross-encoder", "reranker"],
     }
+    library = "sentence-transformers" if result.task in further else "transformers"
     tags = [*further.get(result.task, []), "flodl-hf"]
     if result.model.active_adapter is not None:
         library, tags = "peft", [*tags, "lora"]

@@ -17,7 +17,10 @@ from flodl_hf.finetuning.words import translated
 
 __all__ = ["TASKS", "Options", "adapter_words", "make_options", "task_named"]
 
-TASKS = ("sequence_classification", "token_classification", "question_answering", "masked_lm", "embedding", "rank")
+TASKS = (
+    *("sequence_classification", "token_classification", "question_answering", "masked_lm"),
+    *("embedding", "rank", "sparse"),
+)
 TASK_WORDS = {
     "seqcls": "sequence_classification",
     "text_classification": "sequence_classification",
@@ -26,6 +29,7 @@ TASK_WORDS = {
     "qa": "question_answering",
     "mlm": "masked_lm",
     "fill_mask": "masked_lm",
+    "splade": "sparse",
 }
 TRACKERS = ("csv", "jsonl", "mlflow", "tensorboard", "wandb")
 """Those of `flodl.train.trackers`, which is imported when a run begins."""
@@ -59,7 +63,7 @@ class Options:
     """The choices of one run; each field's ``help`` says what it is."""
 
     task: str | None = _opt(
-        None, "seqcls, tokcls (ner), qa, mlm, embedding or rank; by default the data's columns tell."
+        None, "seqcls, tokcls (ner), qa, mlm, embedding, sparse or rank; by default the data's columns tell."
     )
     columns: Mapping[str, str] | None = _opt(None, "Which column holds what, by role: text=headline.")
     labels: Sequence[str] | None = _opt(

@@ -6,7 +6,7 @@ order of the examples, so that padding, packing and shapes that come again are t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,9 +84,11 @@ class CollateTexts(CollateRows):
 
     Args:
         lengths: say how long each text is, for batches that go through the model in parts.
+        further: gives parts that depend on the place of a batch in the run.
     """
 
     lengths: bool = False
+    further: Callable[[Where], Mapping[str, Any]] | None = None
 
     def __call__(self, rows: Sequence[Mapping[str, Any]], where: Where) -> dict[str, Any]:
         """Return the parts of one batch."""
@@ -102,4 +104,6 @@ class CollateTexts(CollateRows):
             if name in taken.values
         }
         table = int(np.asarray(taken.values[TABLE])[0])
+        if self.further is not None:
+            named |= self.further(where)
         return {**batch, **named, "examples": len(parts), "width": parts.shape[1], TABLE: table}

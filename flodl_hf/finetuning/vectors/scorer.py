@@ -109,10 +109,11 @@ class VectorScorer:
 
     Args:
         truth: what is known of the examples.
+        measure: how alike two vectors are, a name of `flodl_hf.similarity.MEASURES`.
     """
 
-    def __init__(self, truth: HeldOut) -> None:
-        self.truth, self.kept = truth, _Kept()
+    def __init__(self, truth: HeldOut, measure: str = "cosine") -> None:
+        self.truth, self.measure, self.kept = truth, measure, _Kept()
 
     def update(self, example: int, scores: Sequence[Tensor]) -> None:
         """Take in the vectors of one example, ``[(texts, size)]``."""
@@ -132,11 +133,11 @@ class VectorScorer:
         labels = None if self.truth.labels is None else self.truth.labels[examples]
         figures: dict[str, float] = {}
         for judge in _JUDGES[self.truth.form]:
-            figures |= judge(columns, texts, labels)
+            figures |= judge(columns, texts, labels, self.measure)
         return figures
 
 
-def _retrieval(columns: Sequence[Tensor], texts: NDArray[np.int64], _: Any) -> dict[str, float]:
+def _retrieval(columns: Sequence[Tensor], texts: NDArray[np.int64], _: Any, measure: str) -> dict[str, float]:
     """Return how well anchors find their positives among all positives and negatives, each distinct text once."""
     corpus, places = np.unique(texts[:, 1:], return_inverse=True)
     vectors = torch.zeros(len(corpus), columns[0].shape[1])
@@ -147,21 +148,22 @@ def _retrieval(columns: Sequence[Tensor], texts: NDArray[np.int64], _: Any) -> d
     relevant: list[set[int]] = [set() for _ in anchors]
     for anchor, place in zip(group.tolist(), places[:, 0].tolist(), strict=True):
         relevant[anchor].add(place)
-    return retrieval_figures(columns[0][torch.from_numpy(first)], vectors, relevant, at=RETRIEVAL)
+    return retrieval_figures(columns[0][torch.from_numpy(first)], vectors, relevant, at=RETRIEVAL, measure=measure)
 
 
-def _triplets(columns: Sequence[Tensor], texts: Any, labels: Any) -> dict[str, float]:
-    parts = [triplet_figures(columns[0], columns[1], other)["triplet_accuracy"] for other in columns[2:]]
+def _triplets(columns: Sequence[Tensor], texts: Any, labels: Any, measure: str) -> dict[str, float]:
+    a, b, *others = columns
+    parts = [triplet_figures(a, b, other, measure=measure)["triplet_accuracy"] for other in others]
     return {"triplet_accuracy": float(np.mean(parts))}
 
 
-_Judge = Callable[[Sequence[Tensor], NDArray[np.int64], Any], dict[str, float]]
+_Judge = Callable[[Sequence[Tensor], NDArray[np.int64], Any, str], dict[str, float]]
 _JUDGES: dict[Form, tuple[_Judge, ...]] = {
     "pairs": (_retrieval,),
     "triplets": (_retrieval, _triplets),
-    "scored": (lambda columns, _, labels: similarity_figures(columns[0], columns[1], labels),),
-    "binary": (lambda columns, _, labels: binary_figures(columns[0], columns[1], labels),),
-    "classes": (lambda columns, _, labels: clustering_figures(columns[0], labels),),
+    "scored": (lambda columns, _, labels, by: similarity_figures(columns[0], columns[1], labels, measure=by),),
+    "binary": (lambda columns, _, labels, by: binary_figures(columns[0], columns[1], labels, measure=by),),
+    "classes": (lambda columns, _, labels, by: clustering_figures(columns[0], labels),),
     "texts": (),
     "teacher_scores": (_triplets,),
     "teacher_vectors": (),

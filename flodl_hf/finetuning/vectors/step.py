@@ -85,11 +85,13 @@ class VectorObjective:
                 own = slice(start, start + count)
                 vectors = gather(vectors, shares)
                 labels = labels if labels is None else gather(labels, shares)
-            if self.layers:
-                value = loss([list(layer.unbind(1)) for layer in vectors.unbind(2)], labels, own)
-            else:
-                value = loss(list(vectors.unbind(1)), labels, own)
+            value = self._value(loss, vectors, labels, own, batch)
         return Loss.mean(value, count)
+
+    def _value(self, loss: Any, vectors: Tensor, labels: Tensor | None, own: slice | None, batch: Any) -> Tensor:
+        if self.layers:
+            return loss([list(layer.unbind(1)) for layer in vectors.unbind(2)], labels, own)
+        return loss(list(vectors.unbind(1)), labels, own)
 
     # --- texts to vectors ---------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -55,6 +55,15 @@ class EmbeddingTask:
     problem_type: None = None
     per_row: bool = True
     _guides: dict[str, Any] = field(default_factory=dict, compare=False)
+
+    usual: ClassVar[Mapping[Any, str]] = USUAL
+    refused: ClassVar[tuple[str, ...]] = ()
+    bucketed: ClassVar[bool] = True
+
+    @classmethod
+    def loss_named(cls, word: str, options: Options) -> Any:
+        """Return the loss of a name, with the settings of the run."""
+        return make_loss(word, options.loss_options)
 
     @property
     def columns(self) -> Columns:
@@ -247,19 +256,25 @@ def _encode(
     return EncodedRows(texts.columns, parts.sum(1).tolist(), {PARTS: parts}), cut
 
 
-def plan_embedding(train: Mapping[str, Examples], options: Options, own: Any = None) -> tuple[EmbeddingTask, Options]:
+def plan_embedding(
+    train: Mapping[str, Examples], options: Options, own: Any = None, kind: type[EmbeddingTask] = EmbeddingTask
+) -> tuple[EmbeddingTask, Options]:
     """Return the task of learning vectors from these tables, and the options with what follows from them.
 
     Args:
         train: tables by name; one table has an empty name.
         options: the choices of the run.
         own: a loss of the user's own.
+        kind: which vectors.
 
     Raises:
         ConfigError, DataError: options or columns that do not fit; all options are listed.
     """
     tables = {name: read_table(rows, options.columns, name or "train") for name, rows in train.items()}
+    unset = (None, (), False)
+    refused = [name for name in kind.refused if getattr(options, name) not in unset]
     problems = [f"{name}: vectors have none; expected nothing" for name in _NOT_HERE if getattr(options, name)]
+    problems += [f"{name}: {kind.name} has none; expected nothing" for name in refused]
     if options.policy not in (None, "sync") and options.ranks > 1:
         problems.append("policy: ranks share the texts of a batch, so they step together; expected sync")
     asked = options.vector_loss
@@ -267,18 +282,24 @@ def plan_embedding(train: Mapping[str, Examples], options: Options, own: Any = N
     problems += [f"vector_loss: there is no table {name!r}" for name in named if name not in tables]
     losses, cached = [], False
     for name, table in tables.items():
-        word = named.get(name) or USUAL[table.form]
+        word = named.get(name) or kind.usual.get(table.form)
+        if word is None:
+            problems.append(
+                f"{name or 'train'}: {kind.name} has no loss of {table.form}; expected {', '.join(kind.usual)}"
+            )
+            continue
         loss: Any = _Own(own) if own is not None and not hasattr(own, "forms") else own
         if loss is None and isinstance(word, str):
-            cached = cached or loss_named(word) in CACHED
-            loss = make_loss(word, options.loss_options)
+            cached = cached or (kind is EmbeddingTask and loss_named(word) in CACHED)
+            loss = kind.loss_named(word, options)
         elif loss is None:
             loss = word
         fits = table.form in loss.forms or (isinstance(loss, MSELoss) and options.guide is not None)
         if not fits:
+            said = f"{table.form} ({table.width} texts{'' if table.labels is None else ' with labels'})"
             problems.append(
-                f"vector_loss: {type(loss).__name__} takes {', '.join(loss.forms)}; the table {name or 'train'} has "
-                f"{table.form} ({len(table.texts[0])} texts{' with labels' if table.labels is not None else ''})"
+                f"vector_loss: {type(_innermost(loss)).__name__} takes {', '.join(loss.forms)}; the table "
+                f"{name or 'train'} has {said}"
             )
         if loss.by_guide and options.guide is None:
             problems.append(f"guide: {type(loss).__name__} asks a second model; expected its folder or name")
@@ -300,7 +321,7 @@ def plan_embedding(train: Mapping[str, Examples], options: Options, own: Any = N
         options = replace(options, capture=False)
     guide = None if options.guide is None else os.fspath(options.guide)
     options = replace(options, guide=guide)
-    return EmbeddingTask(tables, tuple(losses), options), options
+    return kind(tables, tuple(losses), options), options
 
 
 _NOT_HERE = (

@@ -66,35 +66,40 @@ USUAL: dict[Form, str] = {
 """The loss of each form of data where none is named."""
 
 
-def loss_named(word: str) -> str:
-    """Return the name of a loss, of `LOSSES` or `CACHED`, in whatever case and with "Loss" or without.
+def loss_named(word: str, table: Mapping[str, Any] = LOSSES) -> str:
+    """Return the name of a loss, of a table or `CACHED`, in whatever case and with "Loss" or without.
+
+    Names of other tables than `LOSSES` begin alike (Sparse, MultiVector), which may be left out.
 
     Raises:
         ConfigError: there is none of this name.
     """
-    plain = word.lower().replace("_", "").replace("-", "")
-    for name in (*LOSSES, *CACHED):
-        if plain in (name.lower(), name.lower().removesuffix("loss")):
+    plain = word.lower().replace("_", "").replace("-", "").removesuffix("loss")
+    known = (*table, *CACHED) if table is LOSSES else tuple(table)
+    for name in known:
+        own = name.lower().removesuffix("loss")
+        if plain in (own, own.removeprefix("sparse").removeprefix("multivector")):
             return name
     raise ConfigError(
-        f"vector_loss: found {word!r}{nearest(word, LOSSES)}; expected one of {', '.join((*LOSSES, *CACHED))}",
+        f"vector_loss: found {word!r}{nearest(word, known)}; expected one of {', '.join(known)}",
         problems=[word],
     )
 
 
-def make_loss(word: str, settings: Mapping[str, Any] | None = None) -> Any:
+def make_loss(word: str, settings: Mapping[str, Any] | None = None, table: Mapping[str, Any] = LOSSES) -> Any:
     """Return the loss of a name, with these settings.
 
     Args:
-        word: a name of `LOSSES` or `CACHED`.
+        word: a name of the table, or of `CACHED`.
         settings: its fields; numbers may be texts, as on a command line, and ``temperature`` may stand for
             ``scale``, its inverse.
+        table: losses by name.
 
     Raises:
         ConfigError: there is no such loss or setting, or a value cannot be; ``problems`` lists all.
     """
-    name = loss_named(word)
-    kind = LOSSES[CACHED.get(name, name)]
+    name = loss_named(word, table)
+    kind = table[CACHED.get(name, name)]
     known = {f.name: f.default for f in fields(kind)}
     values, problems = {}, []
     for key, value in dict(settings or {}).items():
@@ -124,4 +129,7 @@ def _as(usual: Any, value: Any) -> Any:
         return words[str(value).lower()]
     if isinstance(usual, tuple):
         return tuple(value.split("+")) if isinstance(value, str) else tuple(value)
-    return float(value) if isinstance(usual, float) else None if value is None else str(value)
+    if isinstance(usual, float):
+        return float(value)
+    # what is nothing by default is a word or a whole number
+    return None if value is None else int(value) if str(value).isdecimal() else str(value)
