@@ -18,7 +18,19 @@ from torch.nn import functional as F
 
 from flodl_hf.adapters.lora import AdaptedLinear, joined_products
 
-__all__ = ["Part", "as_whole", "join", "joined", "named_part", "part_of", "parts_from", "products", "split"]
+__all__ = [
+    "Part",
+    "as_whole",
+    "join",
+    "joined",
+    "joined_bias",
+    "named_part",
+    "part_of",
+    "parts_from",
+    "products",
+    "products_by_head",
+    "split",
+]
 
 _MARK = re.compile(r"\[(\d+)/(\d+)(?: of (\d+))?\]")
 
@@ -144,6 +156,31 @@ def products(hidden: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:
     if adapted:
         out = joined_products(hidden, out, linears)
     return out.split([len(weight) for weight in weights], -1)
+
+
+def products_by_head(hidden: Tensor, num_heads: int, *linears: nn.Linear) -> tuple[Tensor, ...]:
+    """Return projections ``(..., heads, width)`` as references do whose one matrix alternates by head, biases apart.
+
+    Args:
+        hidden: states.
+        num_heads: in how many groups the rows of the matrix alternate.
+        *linears: the projections, with or without biases.
+    """
+    if not all(map(_plain, linears)):
+        return tuple(linear(hidden).unflatten(-1, (num_heads, -1)) for linear in linears)
+    out = F.linear(hidden, join([linear.weight for linear in linears], num_heads))
+    by_head = out.unflatten(-1, (num_heads, len(linears), -1)).unbind(-2)
+    shifts = [None if linear.bias is None else linear.bias.view(num_heads, -1) for linear in linears]
+    return tuple(x if b is None else x + b for x, b in zip(by_head, shifts, strict=True))
+
+
+def joined_bias(linears: Sequence[nn.Linear]) -> Tensor | None:
+    """Return the bias of one product for several projections, zeros for those without; None where none has any."""
+    if all(linear.bias is None for linear in linears):
+        return None
+    return torch.cat([
+        linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias for linear in linears
+    ])  # fmt: skip
 
 
 def _plain(linear: nn.Module) -> bool:

@@ -18,7 +18,9 @@ ALIASES = (
     "camembert", "xlm-roberta", "xlm-roberta-xl", "roberta-prelayernorm", "data2vec-text", "new", "jina_embeddings_v3_tasks",
 )  # fmt: skip
 # Families whose parts stand in other families too, which are tried whole: of their cells one in two is quick.
-RELATED = ("albert", "electra", "mpnet", "nomic_bert", "gte", "eurobert", "jina_bert", "jina_embeddings_v3")
+RELATED = (
+    "albert", "electra", "mpnet", "nomic_bert", "gte", "eurobert", "jina_bert", "jina_embeddings_v3", "deberta", "esm",
+)  # fmt: skip
 # Heads that few people have: quick with one family each, and slow with all others.
 RARE_HEADS = {
     "multiple_choice": "distilbert", "next_sentence": "bert", "pretraining": "bert", "replaced_tokens": "electra",

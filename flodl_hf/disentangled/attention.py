@@ -1,4 +1,4 @@
-"""The attention module of DeBERTa-v2 and v3: projections, scores, mask, softmax, mix.
+"""The attention module of DeBERTa: projections, scores, mask, softmax, mix.
 
 Knows both layouts and the order of dropouts; the scores themselves are `scores`', distances are
 `positions`'. Shapes: B texts, S tokens of a row, T tokens in all, N heads, H width of a head.
@@ -18,8 +18,9 @@ from flodl_hf.disentangled.fast import attend_fast
 from flodl_hf.disentangled.launch import attend_by_kernel
 from flodl_hf.disentangled.positions import Relative, RelativePositions
 from flodl_hf.disentangled.probe import has_kernel
-from flodl_hf.disentangled.scores import PositionTables, disentangled_scores
+from flodl_hf.disentangled.scores import PositionTables, disentangled_scores, query_scaled_scores, score_scale
 from flodl_hf.layout import Layout
+from flodl_hf.parts import joined_bias, products_by_head
 
 __all__ = ["DisentangledAttention", "hold_positions", "release_positions"]
 
@@ -35,6 +36,8 @@ class DisentangledAttention(nn.Module):
         kinds: which position scores there are: "c2p" (content to position), "p2c" (position to content).
         relative: whether positions are scored at all; without it ``kinds`` still scales the scores.
         share_keys: positions go through the projections of content rather than through their own.
+        joined: DeBERTa's first version: one matrix for query, key and value, in which they alternate by head, no
+            bias of keys, and queries divided rather than scores. All of it matters to the reference's bits alone.
     """
 
     def __init__(
@@ -47,10 +50,12 @@ class DisentangledAttention(nn.Module):
         kinds: tuple[str, ...],
         relative: bool = True,
         share_keys: bool = False,
+        joined: bool = False,
     ) -> None:
         super().__init__()
         self.num_heads = num_heads
         self.relative = relative
+        self.joined = joined
         self.content_to_position = "c2p" in kinds
         self.position_to_content = "p2c" in kinds
         self.implementation = "sdpa"
@@ -61,10 +66,12 @@ class DisentangledAttention(nn.Module):
         self.terms = 1 + self.content_to_position + self.position_to_content
         self.scale = math.sqrt(hidden_size // num_heads * self.terms)
         self.query = nn.Linear(hidden_size, hidden_size)
-        self.key = nn.Linear(hidden_size, hidden_size)
+        self.key = nn.Linear(hidden_size, hidden_size, bias=not joined)
         self.value = nn.Linear(hidden_size, hidden_size)
         own = relative and not share_keys
-        self.pos_key = nn.Linear(hidden_size, hidden_size) if own and self.content_to_position else None
+        self.pos_key = (
+            nn.Linear(hidden_size, hidden_size, bias=not joined) if own and self.content_to_position else None
+        )
         self.pos_query = nn.Linear(hidden_size, hidden_size) if own and self.position_to_content else None
         self.position_dropout = nn.Dropout(hidden_dropout)
         self.attention_dropout = nn.Dropout(attention_dropout)
@@ -75,7 +82,11 @@ class DisentangledAttention(nn.Module):
         """Return the attended states, shaped like ``hidden``: ``(B, S, hidden)`` or ``(T, hidden)``."""
         if self._joins(hidden):
             return self.dropout(self.output(self._joined(hidden, layout, relative)))
-        query, key, value = self.query(hidden), self.key(hidden), self.value(hidden)
+        parts = (self.query, self.key, self.value)
+        if self.joined and self._way(hidden, self._computed(hidden)) == "reference":
+            by_head = products_by_head(hidden, self.num_heads, *parts)
+            return self.dropout(self.output(self._by_reference(by_head, layout, relative if self.relative else None)))
+        query, key, value = (part(hidden) for part in parts)
         return self.dropout(self.output(self.mixed(query, key, value, layout, relative)))
 
     def mixed(
@@ -96,23 +107,28 @@ class DisentangledAttention(nn.Module):
             relative = None
         way = self._way(query)
         if way == "reference":
-            tables = None if relative is None else self.position_tables(relative.table)
-        else:
-            tables = None if relative is None else self._scaled_tables(relative, query)
+            return self._by_reference((query, key, value), layout, relative)
+        tables = None if relative is None else self._scaled_tables(relative, query)
         if way == "kernel":
             return attend_by_kernel(
                 (query, key, value), layout, tables, relative,
                 num_heads=self.num_heads, scale=self.scale,
                 dropout=self.attention_dropout.p if self.training else 0.0,
             )  # fmt: skip
-        texts = self._texts_fast if way == "fast" else self._texts
-        return layout.by_rows(partial(texts, tables=tables, relative=relative), query, key, value)
+        return layout.by_rows(partial(self._texts_fast, tables=tables, relative=relative), query, key, value)
+
+    def _by_reference(self, states: tuple[Tensor, ...], layout: Layout, relative: Relative | None) -> Tensor:
+        """Return the mixed values, ``(..., N*H)``, of queries, keys and values ``(..., N*H)`` or ``(..., N, H)``."""
+        tables = None
+        if relative is not None:
+            tables = self.position_tables(relative.table, relative.reached if self.joined else None)
+        return layout.by_rows(partial(self._texts, tables=tables, relative=relative), *states)
 
     def _plain(self) -> bool:
         """Whether the projections are linear layers that nobody watches, so that their products may be joined."""
         parts = (self.query, self.key, self.value)
         return all(
-            type(part) is nn.Linear and part.bias is not None and not part._forward_hooks and not part._backward_hooks
+            type(part) is nn.Linear and not part._forward_hooks and not part._backward_hooks
             and not part._forward_pre_hooks and not part._backward_pre_hooks
             for part in parts
         )  # fmt: skip
@@ -133,7 +149,9 @@ class DisentangledAttention(nn.Module):
         dtype = self._computed(hidden)
         parts = (self.query, self.key, self.value)
         weight = torch.cat([part.weight for part in parts]).to(dtype)
-        bias = torch.cat([part.bias for part in parts]).to(dtype)
+        bias = joined_bias(parts)
+        assert bias is not None
+        bias = bias.to(dtype)
         states = F.linear(hidden, weight, bias)
         tables = None
         if self.relative and relative is not None:
@@ -162,14 +180,26 @@ class DisentangledAttention(nn.Module):
             return "kernel"
         return "reference"
 
-    def position_tables(self, table: Tensor) -> PositionTables:
-        """Return this layer's projections of the table of distances, ``(2 * span, hidden)`` in."""
+    def position_tables(self, table: Tensor, rows: slice | None = None) -> PositionTables:
+        """Return this layer's projections of the table of distances, ``(2 * span, hidden)`` in.
+
+        Args:
+            table: of distances.
+            rows: for the reference of ``joined`` alone, the rows to project; queries then come divided.
+        """
         # The view makes one point a layer where gradients of both projections meet before layers add up: the
         # reference's order, and so its bits.
-        table = self.position_dropout(table).view_as(table)
+        table = self.position_dropout(table)
+        table = table.view_as(table) if rows is None else table[rows]
         pos_key = pos_query = None
         if self.position_to_content:
-            pos_query = self._heads((self.pos_query or self.query)(table))
+            pos_query = (self.pos_query or self.query)(table)
+            if rows is None:
+                pos_query = self._heads(pos_query)
+            else:
+                # In place, as in the reference: that decides in which order its bias's gradient is summed.
+                pos_query = pos_query.unflatten(-1, (self.num_heads, -1)).transpose(0, 1)
+                pos_query /= score_scale(pos_query.shape[-1], self.terms, pos_query.dtype)
         if self.content_to_position:
             pos_key = self._heads((self.pos_key or self.key)(table))
         return PositionTables(pos_key, pos_query)
@@ -187,11 +217,20 @@ class DisentangledAttention(nn.Module):
         tables: PositionTables | None,
         relative: Relative | None,
     ) -> Tensor:
-        """Return the mixed values of texts of one length as the reference does, ``(B, S, hidden)`` in and out."""
-        batch, length, width = query.shape
-        flat = (batch * self.num_heads, length, -1)
-        q, k, v = (x.view(batch, length, self.num_heads, -1).transpose(1, 2).reshape(flat) for x in (query, key, value))
+        """Return the mixed values of texts of one length as the reference does, ``(B, S, hidden)``."""
+        batch, length = query.shape[:2]
+        q, k, v = (x.view(batch, length, self.num_heads, -1).transpose(1, 2) for x in (query, key, value))
+        if self.joined:
+            weights = self._weights(query_scaled_scores(q, k, tables, relative, self.terms), mask)
+            return torch.matmul(weights, v).transpose(1, 2).flatten(2)
+        q, k, v = (x.reshape(batch * self.num_heads, length, -1) for x in (q, k, v))
         scores = disentangled_scores(q, k, tables, relative, self.terms).view(batch, self.num_heads, length, length)
+        weights = self._weights(scores, mask)
+        mixed = torch.bmm(weights.view(batch * self.num_heads, length, length), v)
+        return mixed.view(batch, self.num_heads, length, -1).transpose(1, 2).flatten(2)
+
+    def _weights(self, scores: Tensor, mask: Tensor | None) -> Tensor:
+        """Return what each token takes of the others, ``(B, N, S, S)`` like the scores, dropped."""
         if mask is not None:
             # Both have to be real. The dtype's lowest number rather than -inf: a row without a real token stays finite.
             scores = scores.masked_fill(
@@ -200,8 +239,7 @@ class DisentangledAttention(nn.Module):
         weights = self.attention_dropout(F.softmax(scores, dim=-1))
         for taker in self.seen:
             taker.append(weights)
-        mixed = torch.bmm(weights.view(batch * self.num_heads, length, length), v)
-        return mixed.view(batch, self.num_heads, length, -1).transpose(1, 2).reshape(batch, length, width)
+        return weights
 
     def _texts_fast(
         self,

@@ -29,6 +29,7 @@ class MaskedEmbeddings(nn.Module):
         max_positions: rows of the position table; 0 for none.
         type_vocab_size: rows of the token type table; 0 for none.
         pad_token_id: the word row that gets no gradient; None for none.
+        norm: which layer norm.
     """
 
     def __init__(
@@ -42,13 +43,14 @@ class MaskedEmbeddings(nn.Module):
         max_positions: int = 0,
         type_vocab_size: int = 0,
         pad_token_id: int | None = None,
+        norm: type[nn.LayerNorm] = nn.LayerNorm,
     ) -> None:
         super().__init__()
         self.word = nn.Embedding(vocab_size, size, padding_idx=pad_token_id)
         self.position = nn.Embedding(max_positions, size) if max_positions else None
         self.token_type = nn.Embedding(type_vocab_size, size) if type_vocab_size else None
         self.projection = nn.Linear(size, hidden_size, bias=False) if size != hidden_size else None
-        self.norm = nn.LayerNorm(hidden_size, eps=norm_eps)
+        self.norm = norm(hidden_size, eps=norm_eps)
         self.dropout = nn.Dropout(dropout)
 
     def forward(

@@ -52,6 +52,13 @@ class Relative:
         middle = self.table.shape[0] // 2
         return slice(middle - self.used, middle + self.used)
 
+    @property
+    def reached(self) -> slice:
+        """The rows of the table that texts as long as the longest can reach, of tables without buckets."""
+        middle = self.table.shape[0] // 2
+        reach = min(self.length, middle)
+        return slice(middle - reach, middle + reach)
+
     @cached_property
     def columns(self) -> Tensor:
         """Where ``rows`` stand in the `window`, int32."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flodl_hf.disentangled.positions import Relative
 
-__all__ = ["IMPLEMENTATIONS", "PositionTables", "disentangled_scores", "score_scale"]
+__all__ = ["IMPLEMENTATIONS", "PositionTables", "disentangled_scores", "query_scaled_scores", "score_scale"]
 
 # "eager" is the reference to the bit; "fast" is `fast`. Any other word means the reference.
 IMPLEMENTATIONS = ("eager", "fast")
@@ -85,6 +85,39 @@ def disentangled_scores(
     if tables.query is not None:
         index = relative.index_for(length, by_key=True)
         from_keys = _looked_up(key, tables.query, index, scale).transpose(-1, -2)
+        position = from_keys if position is None else position + from_keys
+    return scores if position is None else scores + position
+
+
+def query_scaled_scores(
+    query: Tensor, key: Tensor, tables: PositionTables | None, relative: Relative | None, terms: int
+) -> Tensor:
+    """Return the scores of every query for every key, ``(B, N, S, S)``, computed as the first version's reference does.
+
+    It divides queries and position queries rather than scores.
+
+    Args:
+        query: ``(B, N, S, H)``; ``key`` alike.
+        key: like ``query``.
+        tables: projected positions, the rows of ``relative.reached``, queries divided; None for content alone.
+        relative: which table row belongs to each pair of tokens.
+        terms: how many kinds of score there are, content included; it scales all of them.
+    """
+    length = query.shape[2]
+    scale = score_scale(query.shape[-1], terms, query.dtype)
+    query = query / scale
+    scores = torch.matmul(query, key.transpose(-1, -2))
+    if tables is None or relative is None:
+        return scores
+    shape = (*query.shape[:3], length)
+    position: Tensor | None = None
+    if tables.key is not None:
+        index = relative.index_for(length) - relative.reached.start
+        position = torch.gather(torch.matmul(query, tables.key[None].transpose(-1, -2)), -1, index.expand(shape))
+    if tables.query is not None:
+        index = relative.index_for(length, by_key=True) - relative.reached.start
+        products = torch.matmul(key, tables.query[None].transpose(-1, -2))
+        from_keys = torch.gather(products, -1, index.expand(shape)).transpose(-1, -2)
         position = from_keys if position is None else position + from_keys
     return scores if position is None else scores + position
 

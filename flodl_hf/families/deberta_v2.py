@@ -38,7 +38,7 @@ from flodl_hf.config_rows import (
 )
 from flodl_hf.disentangled import DisentangledAttention, RelativePositions
 from flodl_hf.disentangled.parts import Convolution, ConvolvedLayer, MaskedEmbeddings, Shift
-from flodl_hf.encoder import post_norm_block
+from flodl_hf.encoder import post_norm_block, stack
 from flodl_hf.encoder_layer import EncoderLayer, FeedForward
 from flodl_hf.family import Family, FamilyHead, FamilyTokenizer, Ignored
 from flodl_hf.keys import KeyRow, Tie
@@ -306,19 +306,21 @@ def block(c: DebertaConfig, index: int) -> EncoderLayer:
 
 def encoder(c: DebertaConfig) -> Graph:
     """Return the graph from ids to token states."""
-    layers = FlowBuilder().input("layout", "relative").label("layers")
-    for index in range(c.num_layers):
-        layers = layers.through(block(c, index), name=str(index)).using("layout", "relative")
     norm_eps = c.norm_eps if c.relative_norm == "layer_norm" else None
     relative = RelativePositions(c.hidden_size, c.span, c.position_buckets, c.max_distance, norm_eps)
+    return with_distances(embeddings(c), relative, stack((block(c, i) for i in range(c.num_layers)), "relative"))
+
+
+def with_distances(embeddings: nn.Module, relative: RelativePositions, layers: Graph) -> Graph:
+    """Return the encoder of these parts: ids in, token states out, every layer given the table of distances."""
     return (
-        FlowBuilder(embeddings(c), name="embeddings")
+        FlowBuilder(embeddings, name="embeddings")
         .label("encoder")
         .input("token_type_ids", "position_ids", default=None)
         .input("layout")
         .using("token_type_ids", "position_ids", "layout")
         .fork(relative, name="relative").tag("distances").using("layout")
-        .through(layers.build(), name="layers").using("layout", relative="distances")
+        .through(layers, name="layers").using("layout", relative="distances")
         .build()
     )  # fmt: skip
 

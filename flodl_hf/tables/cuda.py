@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from flodl_hf.activations import GELUS
 from flodl_hf.attention import SelfAttention
 from flodl_hf.layout import Layout, Packed
+from flodl_hf.norms import StepwiseNorm, normalised
+from flodl_hf.parts import joined_bias
 from flodl_hf.tables.processor import plain_parts
 from flodl_hf.tables.table import Layer, Table
 
@@ -44,8 +46,8 @@ def norm_kind(norm: nn.Module) -> tuple[Tensor, Tensor | None, float, bool] | No
     """Return gain, shift, epsilon and whether the mean is subtracted; None for a norm that our kernels do not know."""
     if norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks:
         return None
-    if type(norm) is nn.LayerNorm and norm.weight is not None and len(norm.normalized_shape) == 1:
-        return norm.weight, norm.bias, norm.eps, True
+    if type(norm) is StepwiseNorm or (type(norm) is nn.LayerNorm and norm.weight is not None):
+        return (norm.weight, norm.bias, norm.eps, True) if len(norm.normalized_shape) == 1 else None
     if type(norm) is nn.RMSNorm and norm.weight is not None and norm.eps is not None:
         return norm.weight, None, norm.eps, False
     return None
@@ -77,19 +79,14 @@ class CudaTable(Table):
         if id(attention) in self._joined:
             return
         parts = (attention.query, attention.key, attention.value)
-        joined: list[Tensor | None] = []
-        for leaf in ("weight", "bias"):
-            values = [getattr(part, leaf) for part in parts]
-            if values[0] is None:
-                joined.append(None)
-                continue
-            with torch.no_grad():
-                whole = torch.cat([value.detach() for value in values])
-            joined.append(whole)
-            for part, piece in zip(parts, whole.split([len(value) for value in values]), strict=True):
-                setattr(part, leaf, nn.Parameter(piece, requires_grad=False))
-        assert joined[0] is not None
-        self._joined[id(attention)] = (joined[0], joined[1])
+        sizes = [part.out_features for part in parts]
+        with torch.no_grad():
+            weight, bias = torch.cat([part.weight for part in parts]), joined_bias(parts)
+        for leaf, whole in (("weight", weight), ("bias", bias)):
+            for part, piece in zip(parts, () if whole is None else whole.split(sizes), strict=False):
+                if getattr(part, leaf) is not None:
+                    setattr(part, leaf, nn.Parameter(piece, requires_grad=False))
+        self._joined[id(attention)] = (weight, bias)
 
     def attend(self, layer: Layer, hidden: Tensor, layout: Layout, given: Mapping[str, Any], first: bool) -> _Branch:
         """Return mixed values, whose output projection is still to come."""
@@ -146,6 +143,10 @@ class CudaTable(Table):
     def add(self, layer: Layer, branch: _Branch, residual: Tensor, layout: Layout) -> Tensor:
         """Return ``residual`` plus the branch."""
         return residual + branch.linear(branch.states)
+
+    def norm(self, norm: nn.Module, hidden: Tensor, layout: Layout) -> Tensor:
+        """Return the normalised states."""
+        return normalised(norm, hidden)
 
     def add_norm(self, layer: Layer, norm: nn.Module, branch: _Branch, residual: Tensor, layout: Layout) -> Tensor:
         """Return the normalised sum, by one kernel in half precision."""

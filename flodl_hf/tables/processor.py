@@ -16,6 +16,8 @@ from flodl_hf.attention import SelfAttention, attend_first
 from flodl_hf.disentangled.attention import DisentangledAttention
 from flodl_hf.encoder_layer import FeedForward
 from flodl_hf.layout import Layout
+from flodl_hf.norms import normalised
+from flodl_hf.parts import joined_bias
 from flodl_hf.tables.table import Layer, Table, watched
 
 if TYPE_CHECKING:
@@ -116,6 +118,10 @@ class ProcessorTable(Table):
         """Return ``residual`` plus the branch, summed inside its last product."""
         return self.product(branch.linear).plus(branch.states, _flat(residual)).view(residual.shape)
 
+    def norm(self, norm: nn.Module, hidden: Tensor, layout: Layout) -> Tensor:
+        """Return the normalised states."""
+        return normalised(norm, hidden)
+
     def product(self, linear: nn.Linear) -> Product:
         """Return the product with one weight."""
         found = self.products.get((id(linear),))
@@ -131,9 +137,8 @@ class ProcessorTable(Table):
         key = tuple(map(id, parts))
         found = self.products.get(key)
         if found is None:
-            biases: list[Tensor] = [part.bias for part in parts if part.bias is not None]
             weights: list[Tensor] = [part.weight for part in parts]
-            found = self.products[key] = self._make(torch.cat(weights), torch.cat(biases) if biases else None)
+            found = self.products[key] = self._make(torch.cat(weights), joined_bias(parts))
         return found(flat, "qkv").split([part.out_features for part in parts], 1)
 
 

@@ -97,6 +97,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "norm_rel_ebd": "layer_norm", "position_biased_input": False, "layer_norm_eps": 1e-7, "pooler_hidden_size": 16,
         },
     ),
+    "deberta": (
+        "Deberta",
+        _SIZES
+        | {
+            "type_vocab_size": 0, "num_hidden_layers": 2, "relative_attention": True, "max_relative_positions": 6,
+            "pos_att_type": ["c2p", "p2c"], "legacy": False, "position_biased_input": False, "layer_norm_eps": 1e-7,
+            "pooler_hidden_size": 16,
+        },
+    ),
     "electra": ("Electra", _SIZES | {"embedding_size": 8}),
     "mpnet": ("MPNet", {key: value for key, value in _ROBERTA.items() if key != "type_vocab_size"}),
     "modernbert": (

@@ -87,6 +87,12 @@ DEBERTA_TUNED: Config = DEBERTA | {
     "pos_att_type": ["p2c", "c2p"], "pooler_dropout": 0, "pooler_hidden_act": "gelu", "pooler_hidden_size": 768,
     "pad_token_id": 0, "torch_dtype": "float32", "transformers_version": "4.18.0",
 }  # fmt: skip
+DEBERTA_FIRST: Config = {
+    "model_type": "deberta", **BASE, **DROPOUT, "attention_head_size": 64, "hidden_act": "gelu",
+    "initializer_range": 0.02, "layer_norm_eps": 1e-7, "max_position_embeddings": 512, "max_relative_positions": -1,
+    "padding_idx": 0, "pos_att_type": "c2p|p2c", "position_biased_input": False, "relative_attention": True,
+    "type_vocab_size": 0, "vocab_size": 50265,
+}  # fmt: skip
 ELECTRA: Config = {
     "model_type": "electra", **BASE, **DROPOUT, "embedding_size": 768, "hidden_act": "gelu", "initializer_range": 0.02,
     "layer_norm_eps": 1e-12, "max_position_embeddings": 512, "type_vocab_size": 2, "vocab_size": 30522,
@@ -238,6 +244,8 @@ PUBLISHED: dict[str, tuple[Config, str]] = {
     "sileod/deberta-v3-base-tasksource-nli": (DEBERTA_TUNED | arch("DebertaV2ForSequenceClassification") | NLI | {"classifiers_size": [3, 2, 2], "tasks": ["glue/mnli", "glue/qnli", "glue/rte"], "padding": True, "legacy": True}, "seqcls"),
     "protectai/deberta-v3-base-prompt-injection-v2": (DEBERTA_TUNED | arch("DebertaV2ForSequenceClassification") | labels("SAFE", "INJECTION") | {"problem_type": "single_label_classification"}, "seqcls"),
     "deepset/deberta-v3-base-squad2": (DEBERTA_TUNED | arch("DebertaV2ForQuestionAnswering") | {"summary_type": "first"}, "qa"),
+    "microsoft/deberta-base": (DEBERTA_FIRST, "base"),
+    "microsoft/deberta-base-mnli": (DEBERTA_FIRST | arch("DebertaForSequenceClassification") | labels("CONTRADICTION", "NEUTRAL", "ENTAILMENT"), "seqcls"),
     # --- ELECTRA -------------------------------------------------------------------------------------
     "google/electra-base-discriminator": (ELECTRA | arch("ElectraForPreTraining"), "replaced"),
     "google/electra-small-discriminator": (ELECTRA | sizes(256, 12, 4, 1024) | arch("ElectraForPreTraining") | {"embedding_size": 128}, "replaced"),

@@ -10,8 +10,8 @@ from flodl_hf.family import Family
 
 # Keys that transformers computes from others where they are absent; ours stand for "from others" too.
 FROM_OTHERS = {
-    ("deberta-v2", "pooler_hidden_size"), ("modernbert", "layer_types"), ("modernbert", "rope_parameters"),
-    ("eurobert", "num_key_value_heads"), ("eurobert", "head_dim"),
+    ("deberta", "pooler_hidden_size"), ("deberta-v2", "pooler_hidden_size"), ("modernbert", "layer_types"),
+    ("modernbert", "rope_parameters"), ("eurobert", "num_key_value_heads"), ("eurobert", "head_dim"),
 }  # fmt: skip
 # None and nothing are the same here.
 NOTHING = (None, (), [])

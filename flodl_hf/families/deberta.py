@@ -1,0 +1,123 @@
+"""DeBERTa, the first version (He et al. 2020, https://arxiv.org/abs/2006.03654).
+
+It departs from its second version in:
+
+* query, key and value are one matrix in files, in which they alternate by head; keys have no bias;
+* distances go through projections of their own, and each has its own row: there are no buckets;
+* queries are divided before they are scored, and norms are computed step by step in float32;
+* there is no convolution; text is byte-level BPE.
+"""
+
+from __future__ import annotations
+
+from flodl.graph import Graph
+from flodl_hf.config_rows import Inert
+from flodl_hf.disentangled import DisentangledAttention, RelativePositions
+from flodl_hf.disentangled.parts import MaskedEmbeddings
+from flodl_hf.encoder import stack
+from flodl_hf.encoder_layer import EncoderLayer, FeedForward
+from flodl_hf.families import deberta_v2
+from flodl_hf.families.deberta_v2 import DebertaConfig
+from flodl_hf.family import FamilyTokenizer
+from flodl_hf.keys import KeyRow, rows_under
+from flodl_hf.norms import StepwiseNorm
+
+__all__ = ["FAMILY"]
+
+LATER = (
+    "head_size", "position_buckets", "share_keys", "relative_norm", "conv_kernel_size", "conv_groups",
+    "conv_activation",
+)  # fmt: skip
+CONFIG = tuple(row for row in deberta_v2.CONFIG if row.field not in LATER)
+
+# fmt: off
+INERT = (
+    *deberta_v2.INERT,
+    Inert("attention_head_size", "heads have hidden_size / num_attention_heads, whatever it says"),
+    Inert("talking_head",        "mixes the weights of heads, which no published file does", (False,)),
+)
+
+LAYER = "encoder.layers.{i}.attention."
+SELF = "deberta.encoder.layer.{i}.attention.self."
+MOVED: dict[str, str | None] = {
+    LAYER + "query":     "encoder.layer.{i}.attention.self.in_proj[0/3 of {heads}]",
+    LAYER + "key":       "encoder.layer.{i}.attention.self.in_proj[1/3 of {heads}]",
+    LAYER + "value":     "encoder.layer.{i}.attention.self.in_proj[2/3 of {heads}]",
+    LAYER + "pos_key":   "encoder.layer.{i}.attention.self.pos_proj",
+    LAYER + "pos_query": "encoder.layer.{i}.attention.self.pos_q_proj",
+    "encoder.relative.norm": None, "encoder.layers.0.conv.filter": None, "encoder.layers.0.conv.norm": None,
+}
+KEYS = (
+    *rows_under("deberta", deberta_v2.KEYS, MOVED),
+    KeyRow(LAYER + "query.bias", SELF + "q_bias"),
+    KeyRow(LAYER + "value.bias", SELF + "v_bias"),
+)
+PARTS = ("query", "key", "value", "pos_key", "pos_query")
+# The modules of transformers, whose names are the files', and then as the authors' own code writes what it has read.
+ALSO = (
+    *(row for row in KEYS if row.ours in [LAYER + part for part in PARTS]),
+    *(KeyRow(LAYER + part, f"{SELF}{part}_proj") for part in PARTS),
+)
+# fmt: on
+
+
+def block(c: DebertaConfig) -> EncoderLayer:
+    """Return one layer: attend, add, normalise, transform, add, normalise."""
+    return EncoderLayer(
+        DisentangledAttention(
+            c.hidden_size, c.num_heads, c.attention_dropout, c.hidden_dropout,
+            kinds=c.position_kinds, relative=c.relative_attention, joined=True,
+        ),
+        FeedForward(c.hidden_size, c.intermediate_size, c.activation, c.hidden_dropout),
+        StepwiseNorm(c.hidden_size, eps=c.norm_eps),
+        StepwiseNorm(c.hidden_size, eps=c.norm_eps),
+    )  # fmt: skip
+
+
+def encoder(c: DebertaConfig) -> Graph:
+    """Return the graph from ids to token states."""
+    embeddings = MaskedEmbeddings(
+        c.vocab_size, c.embedding_size or c.hidden_size, c.hidden_size, c.norm_eps, c.hidden_dropout,
+        max_positions=c.max_positions if c.absolute_positions else 0,
+        type_vocab_size=c.type_vocab_size, pad_token_id=c.pad_token_id, norm=StepwiseNorm,
+    )  # fmt: skip
+    relative = RelativePositions(c.hidden_size, c.span, -1, c.max_distance, None)
+    return deberta_v2.with_distances(embeddings, relative, stack((block(c) for _ in range(c.num_layers)), "relative"))
+
+
+HEADS = {name: head for name, head in deberta_v2.HEADS.items() if name != "multiple_choice"}
+
+TOKENIZER = FamilyTokenizer(
+    special=deberta_v2.TOKENIZER.special,
+    type_ids=True,
+    files=("vocab.json", "merges.txt"),
+    # As the models were trained, and transformers 4 has it; transformers 5 doubles the separator between two texts.
+    template="bert",
+    mask_takes_space=True,
+)
+
+TINY = {
+    "relative_attention": True, "pos_att_type": ["c2p", "p2c"], "max_relative_positions": -1,
+    "position_biased_input": False, "type_vocab_size": 0, "pooler_hidden_size": 32, "legacy": False,
+}  # fmt: skip
+FAR = {
+    "max_relative_positions": 6, "position_biased_input": True, "type_vocab_size": 2, "pos_att_type": ["p2c"],
+    "legacy": True, "embedding_size": 16,
+}  # fmt: skip
+
+FAMILY = deberta_v2.FAMILY.renamed(
+    "deberta",
+    "Deberta",
+    rows=CONFIG,
+    inert=INERT,
+    keys=KEYS,
+    also=ALSO,
+    prefixes=("bert",),
+    indices=lambda c: [{"i": i, "heads": c.num_heads} for i in range(c.num_layers)],
+    encoder=encoder,
+    heads=HEADS,
+    tokenizer=TOKENIZER,
+    tiny={"base": TINY, "far and narrow": TINY | FAR},
+    real={"base": TINY | {"pooler_hidden_size": 768, "vocab_size": 50265}},
+    checkpoints={"base": "microsoft/deberta-base", "sequence_classification": "microsoft/deberta-base-mnli"},
+)
