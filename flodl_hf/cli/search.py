@@ -37,7 +37,8 @@ def command(
     """Find the texts of a file that are most like each query, exactly, by their vectors."""
     from flodl.errors import DataError
     from flodl_hf.cli.vectors import encoder, texts_of
-    from flodl_hf.vectors.files import read_vectors
+    from flodl_hf.vectors.files import ranges_path, read_vectors
+    from flodl_hf.vectors.quantize import binary_search, byte_search
     from flodl_hf.vectors.search import semantic_search
 
     queries = query or [line.rstrip("\n") for line in sys.stdin if line.strip()]
@@ -45,15 +46,23 @@ def command(
     encode = encoder(model, revision, local_files_only, device, precision)
     kept = encode(texts) if vectors is None else read_vectors(vectors)
     asked = encode(queries, prompt=prompt or None)
-    if len(kept) != len(texts) or kept.shape[1] != asked.shape[1] or kept.dtype.kind != "f":
+    size = asked.shape[1]
+    bits = kept.dtype.kind != "f" and kept.shape[1] == -(-size // 8)
+    if len(kept) != len(texts) or (kept.shape[1] != size and not bits):
         raise DataError(
             f"{vectors}: {len(kept)} vectors of {kept.shape[1]} numbers ({kept.dtype}) for {len(texts)} texts and a "
-            f"model of {asked.shape[1]}; expected those of this file and model, in float32 or float16"
+            f"model of {size}; expected those of this file and model"
         )
+    if bits:
+        hits_of = binary_search(asked, kept, top_k=top_k)
+    elif kept.dtype.kind != "f":
+        hits_of = byte_search(asked, kept, read_vectors(ranges_path(vectors or "")), top_k=top_k)
+    else:
+        hits_of = semantic_search(asked, kept, top_k=top_k)
     found = [
         {"query": text, "found": [{"score": hit["score"], "index": hit["corpus_id"], "text": texts[hit["corpus_id"]]}
                                   for hit in hits]}
-        for text, hits in zip(queries, semantic_search(asked, kept, top_k=top_k), strict=True)
+        for text, hits in zip(queries, hits_of, strict=True)
     ]  # fmt: skip
     if json_output:
         emit_json(found)

@@ -81,7 +81,10 @@ def read_vectors(path: str | os.PathLike[str]) -> NDArray[Any]:
             found = np.load(path, allow_pickle=False, mmap_mode="r")  # read as it is asked for
         elif kind == ".jsonl":
             lines = Path(path).read_text("utf-8").splitlines()
-            found = np.asarray([json.loads(line)[COLUMN] for line in lines], np.float32)
+            found = np.asarray([json.loads(line)[COLUMN] for line in lines])
+            # Whole numbers are bytes; of each feature the least is the least that its kind has.
+            kind_of = np.float32 if found.dtype.kind == "f" else np.int8 if found.min(initial=0) < 0 else np.uint8
+            found = found.astype(kind_of)
         else:
             arrow, parquet = _arrow(path)
             if kind == ".parquet":

@@ -31,6 +31,7 @@ def paraphrase_mining(
     found = semantic_search(vectors, vectors, top_k=top_k + 1, measure=measure, **search)
     first = torch.arange(len(vectors))[:, None].expand_as(found.indices)
     kept = first != found.indices
+    kept &= kept.cumsum(1) <= top_k  # where a text is not found by itself, others like it stood before
     low, high = torch.minimum(first, found.indices)[kept], torch.maximum(first, found.indices)[kept]
     _, at = np.unique((low * len(vectors) + high).numpy(), return_index=True)
     scores, low, high = found.scores[kept][at], low[at], high[at]

@@ -7,7 +7,7 @@ otherwise in the last bit.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from flodl.errors import nearest
 from flodl_hf.errors import PredictError
 from flodl_hf.similarity import MEASURES
 
-__all__ = ["Found", "as_vectors", "semantic_search"]
+__all__ = ["Found", "as_vectors", "search_blocks", "semantic_search"]
 
 QUERIES, CORPUS = 1024, 65_536
 """Rows of a block of scores, and its columns."""
@@ -106,6 +106,33 @@ def semantic_search(
         queries, corpus, measure, {"top_k": top_k, "query_chunk_size": query_chunk_size, "corpus": corpus_chunk_size}
     )
     place = torch.device(device) if device is not None else corpus.device
+    score = MEASURES[measure]
+    return search_blocks(
+        queries, corpus, lambda asked, texts: score(asked, texts.float()), top_k, place, query_chunk_size,
+        corpus_chunk_size,
+    )  # fmt: skip
+
+
+def search_blocks(
+    queries: Tensor,
+    corpus: Tensor,
+    score: Callable[[Tensor, Tensor], Tensor],
+    top_k: int,
+    place: torch.device,
+    query_chunk_size: int = QUERIES,
+    corpus_chunk_size: int = CORPUS,
+) -> Found:
+    """Return the best of a corpus for each query by any score of a block of queries and a block of the corpus.
+
+    Args:
+        queries: ``(queries, size)``; scored in float32.
+        corpus: ``(texts, ...)``; scored in the dtype that it has.
+        score: gives ``(queries, texts)``, the larger the better.
+        top_k: how many for each query; all where there are fewer.
+        place: where to compute.
+        query_chunk_size: queries at once.
+        corpus_chunk_size: vectors of the corpus at once.
+    """
     most = min(top_k, len(corpus))
     if not len(queries) or not most:
         return Found(torch.zeros(len(queries), most), torch.zeros(len(queries), most, dtype=torch.int64))
@@ -114,9 +141,9 @@ def semantic_search(
         asked = block.to(place, torch.float32)
         scores = torch.empty(len(block), 0, device=place)
         indices = torch.empty(len(block), 0, dtype=torch.int64, device=place)
-        for start, texts in _blocks(corpus, corpus_chunk_size, place):
-            found = MEASURES[measure](asked, texts)
-            places = torch.arange(start, start + len(texts), device=place).expand(len(block), -1)
+        for start in range(0, len(corpus), corpus_chunk_size):
+            found = score(asked, corpus[start : start + corpus_chunk_size].to(place))
+            places = torch.arange(start, start + found.shape[1], device=place).expand(len(block), -1)
             scores, indices = _best(torch.cat([scores, found], 1), torch.cat([indices, places], 1), most)
         parts.append((scores.cpu(), indices.cpu()))
     return Found(torch.cat([scores for scores, _ in parts]), torch.cat([indices for _, indices in parts]))
@@ -130,11 +157,6 @@ def _check(queries: Tensor, corpus: Tensor, measure: str, numbers: dict[str, int
         wrong.append(f"queries of {queries.shape[1]} features and a corpus of {corpus.shape[1]}; expected as many")
     if wrong:
         raise PredictError(f"semantic_search: {'; '.join(wrong)}", problems=wrong)
-
-
-def _blocks(corpus: Tensor, size: int, device: torch.device) -> Iterator[tuple[int, Tensor]]:
-    for start in range(0, len(corpus), size):
-        yield start, corpus[start : start + size].to(device, torch.float32)
 
 
 def _best(scores: Tensor, indices: Tensor, most: int) -> tuple[Tensor, Tensor]:

@@ -133,6 +133,10 @@ def test_files_of_vectors_by_the_command(base: Path, tmp_path: Path) -> None:
     assert found[0]["found"][0]["text"] == TEXTS[3]
     again = ran("search", base, TEXTS[3], "--in", texts, "--vectors", tmp_path / "v.npy", "--top-k", 2, "--json")
     assert [hit["index"] for hit in again[0]["found"]] == [hit["index"] for hit in found[0]["found"]]
+    for name, store in (("b.npy", "int8"), ("b.jsonl", "uint8"), ("c.npy", "ubinary"), ("c.jsonl", "binary")):
+        ran("encode", base, "--in", texts, "--out", tmp_path / name, "--store", store)
+        among = ran("search", base, TEXTS[3], "--in", texts, "--vectors", tmp_path / name, "--top-k", 2, "--json")
+        assert among[0]["found"][0]["text"] == TEXTS[3]
     assert TEXTS[3] in ran("search", base, TEXTS[3], "--in", texts, "--top-k", 1)
 
 
