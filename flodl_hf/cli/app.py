@@ -22,6 +22,7 @@ from flodl_hf.cli import (
     search,
     serve,
     verify,
+    verify_endpoint,
     verify_export,
     verify_matrix,
 )
@@ -69,6 +70,7 @@ for module in (
     inspect,
     export,
     verify,
+    verify_endpoint,
     verify_export,
     verify_matrix,
     convert,

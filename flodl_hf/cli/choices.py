@@ -16,6 +16,7 @@ __all__ = [
     "HeadWord",
     "PrecisionWord",
     "SizeWord",
+    "StyleWord",
     "choice",
     "words_of",
 ]
@@ -72,6 +73,15 @@ class AggregationWord(StrEnum):
     max = "max"
     simple = "simple"
     none = "none"
+
+
+class StyleWord(StrEnum):
+    """Interfaces of endpoints; the others are `flodl_hf.endpoints.http.STYLES`."""
+
+    auto = "auto"
+    tei = "tei"
+    openai = "openai"
+    hf = "hf"
 
 
 class FormatWord(StrEnum):

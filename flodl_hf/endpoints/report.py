@@ -1,0 +1,62 @@
+"""Results of a comparison: a row each, as a table and as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+__all__ = ["Report", "Row", "Status"]
+
+Status = Literal["equal", "rounded", "differs", "not run"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One comparison.
+
+    Attributes:
+        what: what was compared.
+        status: "equal", "rounded" (of the size of half precision's rounding), "differs" or "not run".
+        difference: the largest, as a share of the largest number of the reference; None where there is none to give.
+        cause: in words: what explains a difference, or what is to be known besides.
+    """
+
+    what: str
+    status: Status
+    difference: float | None = None
+    cause: str = ""
+
+
+@dataclass
+class Report:
+    """All comparisons of one endpoint.
+
+    Attributes:
+        target: what was asked.
+        source: the model that it should answer as.
+        rows: the comparisons.
+    """
+
+    target: str
+    source: str
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        """Whether something was compared and nothing differs."""
+        ran = [row for row in self.rows if row.status != "not run"]
+        return bool(ran) and all(row.status != "differs" for row in ran)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all of it as JSON types."""
+        return {"passed": self.passed, **asdict(self)}
+
+    def table(self) -> str:
+        """Return the rows as aligned text."""
+        cells = [("compared", "", "difference", "cause")]
+        cells += [
+            (row.what, row.status, "" if row.difference is None else f"{row.difference:.1e}", row.cause)
+            for row in self.rows
+        ]
+        widths = [max(len(cell[i]) for cell in cells) for i in range(3)]
+        return "\n".join("  ".join([*(cell[i].ljust(widths[i]) for i in range(3)), cell[3]]).rstrip() for cell in cells)
