@@ -54,9 +54,13 @@ class Report:
     def table(self) -> str:
         """Return the rows as aligned text."""
         cells = [("compared", "", "difference", "cause")]
-        cells += [
-            (row.what, row.status, "" if row.difference is None else f"{row.difference:.1e}", row.cause)
-            for row in self.rows
-        ]
+        cells += [(row.what, row.status, _said(row.difference), row.cause) for row in self.rows]
         widths = [max(len(cell[i]) for cell in cells) for i in range(3)]
         return "\n".join("  ".join([*(cell[i].ljust(widths[i]) for i in range(3)), cell[3]]).rstrip() for cell in cells)
+
+
+def _said(difference: float | None) -> str:
+    """Return a difference in words; what other orders of summation make is not worth a figure."""
+    if difference is None:
+        return ""
+    return f"{difference:.1e}" if difference >= 1e-6 else "below 1e-6"
