@@ -52,7 +52,7 @@ class ShowProgress:
             self.close()
             total = event.total_steps if self.total is None else self.total
             self._progress = Progress(self.what, total or None, unit="steps", done=event.step, show=self.show)
-            parts = [f"{event.epochs} epochs", f"{total:,} steps"] if total else []
+            parts = [_many(event.epochs, "epoch"), _many(total, "step")] if total else []
             parts += [f"{event.world} devices"] if event.world > 1 else []
             parts += [f"going on from step {event.step:,}"] if event.resumed_from else []
             if parts:
@@ -65,7 +65,7 @@ class ShowProgress:
             self._say(f"step {event.step:,}: {', '.join(figures_of(_main(event.metrics)))}")
         elif isinstance(event, EpochMetrics):
             rows = event.samples / event.epoch_ms * 1e3 if event.epoch_ms else 0.0
-            self._say(f"epoch {event.epoch + 1}: loss {event.loss:.4f}, {rows:,.0f} rows/s")
+            self._say(f"epoch {event.epoch + 1}: loss {event.loss:.4f}, {rows:,.{int(rows < 10)}f} rows/s")
             for rank, figures in enumerate(event.by_rank if level >= Verbosity.DEBUG else ()):
                 self._say(f"epoch {event.epoch + 1}, rank {rank}: {', '.join(figures_of(figures))}")
         elif isinstance(event, Decided):
@@ -101,6 +101,10 @@ class ShowProgress:
         if self._progress is not None:
             self._progress.close()
         self._progress = None
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 def _main(figures: Mapping[str, float]) -> dict[str, float]:
