@@ -11,7 +11,15 @@ import torch
 
 from flodl.devices import find_device
 
-__all__ = ["MemoryUse", "device_memory", "free_memory", "live_tensors", "process_memory", "reset_peak"]
+__all__ = [
+    "MemoryUse",
+    "available_memory",
+    "device_memory",
+    "free_memory",
+    "live_tensors",
+    "process_memory",
+    "reset_peak",
+]
 
 
 @dataclass(frozen=True)
@@ -121,3 +129,38 @@ def live_tensors(device: str | torch.device | None = None) -> tuple[int, int]:
             storage = one.untyped_storage()
             storages[one.device, storage.data_ptr()] = storage.nbytes()
     return count, sum(storages.values())
+
+
+def available_memory(device: str | torch.device = "cpu") -> int | None:
+    """Return the bytes that may still be taken on a device, or of the machine's memory; None where nobody says.
+
+    What a container allows counts, and files that the system keeps in memory and can drop do not.
+
+    Raises:
+        DeviceError: the device is not there.
+    """
+    found = find_device(device)
+    if found.type == "cpu":
+        bounds = [bound for bound in (_machine(), _container()) if bound is not None]
+        return min(bounds) if bounds else None
+    use = device_memory(found)
+    return None if use is None else use.free + use.reserved - use.allocated
+
+
+def _machine() -> int | None:
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return None
+
+
+def _container() -> int | None:
+    """Return what is left of a control group's limit; None without one."""
+    group = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        limit = int((group / "memory.max").read_text())
+        used = int((group / "memory.current").read_text())
+        kept = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return max(0, limit - used + int(kept.get("inactive_file", 0)) + int(kept.get("active_file", 0)))
+    return None

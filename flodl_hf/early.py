@@ -38,6 +38,7 @@ def beginning(name_or_path: Any, options: Mapping[str, Any]) -> Iterator[None]:
     if place is not None and _uses_cuda():
         Thread(target=make_cuda_context, args=(place,), name="flodl-hf-driver", daemon=True).start()
     read = not any(options.get(name) for name in ("mapped", "subfolder", "verified"))
+    read = read and options.get("weights") != "disk"
     with reading_ahead(name_or_path if read else None):
         yield
 

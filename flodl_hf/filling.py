@@ -7,7 +7,7 @@ a model is touched before all of them are known to be good.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from threading import Thread
 from typing import Any
 
@@ -106,16 +106,24 @@ class FiniteCheck:
     are, with infinities and NaN above all others; so whole numbers are compared, by threads that hold no lock.
     """
 
-    def __init__(self, values: Mapping[str, Tensor], names: Iterable[str], dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        values: Mapping[str, Tensor],
+        names: Iterable[str],
+        dtype: torch.dtype,
+        *,
+        done: Callable[[Tensor], None] | None = None,
+    ) -> None:
         """Start looking.
 
         Args:
             values: tensors by stored name.
             names: which of them the model uses.
             dtype: what they are cast to; a value beyond its range becomes infinite and is found too.
+            done: called with each tensor when it was looked through.
         """
         self._pending = [(name, values[name]) for name in dict.fromkeys(names)]
-        self._dtype = dtype
+        self._dtype, self._done = dtype, done
         self._faults: dict[str, str] = {}
         self._failed: BaseException | None = None
         count = min(_MAX_THREADS, len(self._pending), torch.get_num_threads())
@@ -138,6 +146,8 @@ class FiniteCheck:
                     value = torch.tensor([largest]).to(_BITS[tensor.dtype][0]).view(tensor.dtype)
                     if not math.isfinite(value.to(self._dtype).item()):
                         self._faults[name] = f"values to {value.item():.4g}, beyond {_word(self._dtype)}"
+                if self._done is not None:
+                    self._done(tensor)
         except BaseException as fault:
             self._failed = fault
 

@@ -24,6 +24,7 @@ from flodl_hf.ranges import beyond_tables, check_rows
 from flodl_hf.watching import given_embeddings, ids_for, watched
 
 if TYPE_CHECKING:
+    from flodl_hf.on_disk import OnDisk
     from flodl_hf.runtime.options import RunOptions
     from flodl_hf.sentence import SentenceRecipe
     from flodl_hf.source import Source
@@ -60,6 +61,7 @@ class GraphModel(nn.Module):
         self.source: Source | None = None
         self._tokenizer: Tokenizer | None = None
         self.sentence_recipe: SentenceRecipe | None = None
+        self._on_disk: OnDisk | None = None
         self._untouched: dict[str, int] = {}
         self._run_options: RunOptions | None = None
 
@@ -128,7 +130,7 @@ class GraphModel(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # Versions count what was written to these very tensors; a copy's begin anew.
-        return {**self.__dict__, "_untouched": self.untrained}
+        return {**self.__dict__, "_untouched": self.untrained, "_on_disk": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -165,6 +167,12 @@ class GraphModel(nn.Module):
         """The longest row of tokens that the model and its tokenizer allow; None where nothing bounds it."""
         bounds = [self.config.max_tokens, self.tokenizer.model_max_length if self.tokenizer else None]
         return min((bound for bound in bounds if bound), default=None)
+
+    @property
+    def weights_on_disk(self) -> OnDisk | None:
+        """What shows the weights where layers are read from disk for each prediction; None where they are in memory."""
+        on_disk = self._on_disk
+        return on_disk if on_disk is not None and on_disk.holds(self.graph.get_submodule("encoder.layers")) else None
 
     @property
     def run_options(self) -> RunOptions:

@@ -15,6 +15,8 @@ from flodl_hf.words import LOAD, taking
 if TYPE_CHECKING:
     import torch
 
+    from flodl_hf.on_disk import Weights
+
 __all__ = ["LoadKeywords", "Opened"]
 
 
@@ -36,6 +38,7 @@ class LoadKeywords(TypedDict, total=False):
     strict_config: bool
     allow_nonfinite: bool
     mapped: bool | None
+    weights: Weights | None
     verified: bool | str
     adapter: str | Path | None
 
@@ -64,6 +67,7 @@ class Opened:
         strict_config: bool = False,
         allow_nonfinite: bool = False,
         mapped: bool | None = None,
+        weights: Weights | None = None,
         verified: bool | str = False,
         adapter: str | Path | None = None,
     ) -> Self:
@@ -88,6 +92,10 @@ class Opened:
             allow_nonfinite: load weights that hold NaN or infinite values, or such that do not fit into ``dtype``.
             mapped: show the weight file instead of copying it: ready at once, but the file must not be
                 changed while the model lives. None does so for the Hub's cache, whose files never change.
+            weights: "disk" leaves weights in their files: a prediction reads layer after layer, for all its texts at
+                once, with the same answers to the bit; two layers are in memory at a time. The files must not be
+                changed meanwhile. None does so, and says it, where the memory of the device is too small for the
+                weights; "memory" never does.
             verified: compare every file first with what ``checksums.json`` or the Hub's cache says of it; a text is
                 the fingerprint that the folder must have, as ``flodl-hf verify`` tells it.
             adapter: a folder or Hub repository with an adapter for this base, as peft writes it. A local folder that
@@ -121,6 +129,7 @@ class Opened:
             strict_config=strict_config,
             allow_nonfinite=allow_nonfinite,
             mapped=mapped,
+            weights=weights,
             verified=verified,
             adapter=adapter,
         )

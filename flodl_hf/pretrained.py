@@ -30,6 +30,7 @@ from flodl_hf.folders import MODEL_FILES, VOCABULARY_FILES, holds_adapter, resol
 from flodl_hf.graph_model import GraphModel
 from flodl_hf.late import colbert_recipe
 from flodl_hf.loading import Plan, class_of, head_of, plan_load
+from flodl_hf.on_disk import OnDisk, Weights, stays_on_disk
 from flodl_hf.parts import as_whole, parts_from
 from flodl_hf.sentence import SentenceRecipe, read_recipe, transformer_folder
 from flodl_hf.source import Source
@@ -74,6 +75,7 @@ def load_model(
     strict_config: bool = False,
     allow_nonfinite: bool = False,
     mapped: bool | None = None,
+    weights: Weights | None = None,
     verified: bool | str = False,
     adapter: str | Path | None = None,
 ) -> ModelT:
@@ -86,7 +88,7 @@ def load_model(
     with gc_paused(settled=True):
         model = _load(
             model_class, name_or_path, head, hub, given, device, attention, labels, problem_type, ignore_config_keys,
-            strict_config, allow_nonfinite, mapped, verified, opened,
+            strict_config, allow_nonfinite, mapped, weights, verified, opened,
         )  # fmt: skip
         if opened is not None:
             held = adapters_of(model)
@@ -121,6 +123,7 @@ def _load(
     strict_config: bool,
     allow_nonfinite: bool,
     mapped: bool | None,
+    weights: Weights | None,
     verified: bool | str,
     adapter: AdapterFolder | None,
 ) -> ModelT:
@@ -145,14 +148,28 @@ def _load(
         names = list(
             dict.fromkeys([*plan.placed.values(), *(a for pair in plan.duplicates for a in pair), *carried_names])
         )
+        on_disk: OnDisk | None = None
+        place = torch.device("cpu") if device is None else torch.device(device)
+        stays = stays_on_disk(
+            weights, checkpoint.manifest, map(as_whole, plan.placed.values()), dtype, place, mapped=mapped,
+            notes=plan.report.notes,
+        )  # fmt: skip
         # Blobs of a Hub cache are never rewritten, so they may be shown instead of copied; a folder that
         # someone may write to is copied, so that no later change reaches the model.
         wholes = list(dict.fromkeys(map(as_whole, names)))
-        values = checkpoint.read_all(wholes, mapped=in_hub_cache(folder) if mapped is None else mapped)
+        layers: set[str] = set()
+        if stays:
+            layers = {as_whole(name) for ours, name in plan.placed.items() if ours.startswith("encoder.layers.")}
+            values = checkpoint.read_all([name for name in wholes if name in layers], mapped=True)
+            values |= checkpoint.read_all([name for name in wholes if name not in layers])
+        else:
+            values = checkpoint.read_all(wholes, mapped=in_hub_cache(folder) if mapped is None else mapped)
         values = parts_from(values, names)
+        if stays:
+            on_disk = OnDisk((values[name] for name in names if as_whole(name) in layers), place)
         manifest = checkpoint.manifest
     report = plan.report
-    finite = FiniteCheck(values, plan.placed.values(), dtype)
+    finite = FiniteCheck(values, plan.placed.values(), dtype, done=on_disk.release if on_disk else None)
     tokenizer = load_tokenizer(folder, config)
     finite.wait(str(folder / (manifest.index_name or manifest.files[0].name)), report, allowed=allow_nonfinite)
     if tokenizer is not None:
@@ -188,7 +205,9 @@ def _load(
     )
     model.set_attention(attention)
     model.eval()
-    if device is not None:
+    if on_disk is not None:
+        model._on_disk = on_disk
+    elif device is not None:
         model.to(device)
     if warming is not None:
         warming.wait()

@@ -37,6 +37,12 @@ def adapted(model: EncoderModel, task: str) -> EncoderModel:
         PredictError: the file has no such task, or the model was not read from one.
     """
     index = _index(model, task)
+    if model.weights_on_disk is not None:
+        raise PredictError(
+            f"embed: task={task!r} makes a copy of the model with the task's differences added, and the weights of "
+            "this one stay on disk; load it with weights='memory'",
+            task=task,
+        )
     versions = tuple(parameter._version for parameter in model.graph.parameters())
     kept = _KEPT.setdefault(model, {})
     if task not in kept or kept[task][0] != versions:

@@ -69,7 +69,7 @@ class ModelFactory:
             labels=self.labels,
             problem_type=self.problem_type,
             dtype=torch.float32,
-            **self.options,
+            **{"weights": "memory", **self.options},
         )
         if self.new_head:
             from flodl_hf.building import initialise

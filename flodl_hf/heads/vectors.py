@@ -186,14 +186,13 @@ def _expanded(model: EncoderModel, late: LateRecipe, encoded: Encoded, width: in
     Mask tokens that others do not attend to need a mask, which rows without filling have no place for.
     """
     from flodl_hf.layout import Padded
-    from flodl_hf.runtime.engine import Engine
-    from flodl_hf.runtime.options import RunOptions
+    from flodl_hf.runtime.prepared import shadow
 
     tokenizer = model.tokenizer
     assert tokenizer is not None
     if tokenizer.mask_token_id is None or width is None:
         raise PredictError("embed_tokens: queries are filled up with mask tokens, and the tokenizer has none")
-    encoder = Engine.of(model, RunOptions().changed({"precision": "exact"})).graph.get_submodule("encoder")
+    encoder = shadow(model.graph).get_submodule("encoder")
     found: list[Tensor] = []
     for first in range(0, len(encoded.rows), QUERIES):
         rows = [list(row.ids) for row in encoded.rows[first : first + QUERIES]]

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from flodl.graph import Graph
 from flodl_hf.runtime import cpu_features
 from flodl_hf.runtime.cpu_products import (
     CpuLinear,
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["prepare_cpu", "products_of"]
 
 
-def prepare_cpu(graph: Graph, precision: Precision | None) -> dict[str, str]:
+def prepare_cpu(graph: nn.Module, precision: Precision | None) -> dict[str, str]:
     """Rearrange a prepared graph for the processor, in place; it then is for inference only.
 
     Weights stay shared with the model where torch's own product is used. Where oneDNN reorders them, or int8 is

@@ -7,6 +7,7 @@ beyond "one result a row" and "one result a token".
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +17,10 @@ from torch import Tensor
 
 from flodl_hf.buckets import Buffer, bucket_of
 from flodl_hf.decode.rows import TokenTable
+from flodl_hf.errors import PredictError
 from flodl_hf.layout import Layout, Packed, Padded
 from flodl_hf.runtime.batch import Batch, batch_of, check_rows
+from flodl_hf.runtime.layered import Given
 from flodl_hf.runtime.options import RunOptions
 from flodl_hf.runtime.passes import Work
 from flodl_hf.runtime.pending import Pending
@@ -73,7 +76,15 @@ class Engine:
     ) -> Engine:
         """Return the engine of a model on a device, or on the model's own; ``unchecked`` as `_Holder.get` has it."""
         options = options or RunOptions()
-        found = holder(model).get(model.graph, options.precision, device, unchecked=unchecked)
+        on_disk = model.weights_on_disk
+        if on_disk is not None and device not in (None, on_disk.device):
+            raise PredictError(
+                f"devices: the model's weights are on disk, read for {on_disk.device}; expected no other device. Load "
+                "it with device= for another, or with weights='memory' to share work among several.",
+                device=str(device),
+            )
+        place = device if on_disk is None else on_disk.device
+        found = holder(model).get(model.graph, options.precision, place, unchecked=unchecked, on_disk=on_disk)
         return cls(found, options, **facts(model))
 
     def batches(self, table: TokenTable) -> list[np.ndarray]:
@@ -94,10 +105,41 @@ class Engine:
         pending = Pending(len(table), work.per_text)
         batches = self.batches(table)
         with torch.inference_mode(), multiplying(self.options.precision, self.device), current(self.device):
+            if self.prepared.layered is not None:
+                self._by_layers(pending, table, batches, work, places)
+                return pending
             for batch in batches:
                 # A lone batch is somebody waiting for one answer, so even a small one may be recorded.
                 self.send(pending, table, batch, work, places, alone=len(batches) == 1)
         return pending
+
+    def _by_layers(
+        self,
+        pending: Pending,
+        table: TokenTable,
+        batches: list[np.ndarray],
+        work: Work,
+        places: Sequence[Sequence[int]] | None,
+    ) -> None:
+        """Run all batches side by side, each layer being read once for all of them."""
+        layered, rest = self.prepared.layered, deque(batches)
+        assert layered is not None
+        while rest:
+            made = [batch_of(table, rows, work, places, types=self.types) for rows in rest]
+            try:
+                answers = layered.results((batch.work, self._given(batch)) for batch in made)
+                for batch, found in zip(made, answers, strict=True):
+                    pending.add(rest[0], batch.sizes, *self._back(found.float(), batch.count))
+                    rest.popleft()
+            except torch.OutOfMemoryError:
+                if all(len(rows) == 1 for rows in rest):
+                    raise
+            else:
+                return
+            self._shrink(max(len(batch.ids) for batch in made))
+            rows = np.concatenate(rest)
+            alone = self.options.batch_invariant
+            rest = deque(rows[b] for b in plan_batches(table.lengths[rows], self.budget, equal=self.exact, alone=alone))
 
     def send(
         self,
@@ -137,6 +179,15 @@ class Engine:
         return self._plain(batch)
 
     def _plain(self, batch: Batch) -> tuple[Tensor, Any]:
+        return self._back(batch.work(self.graph, *self._given(batch)).float(), batch.count)
+
+    def _given(self, batch: Batch) -> Given:
+        """Return what a pass of a batch is called with, on the device."""
+        if self.bucketed and not self.exact:
+            buffer = Buffer(self._bucket(batch), types=self.types, pinned=self.cuda)
+            lengths = buffer.write(batch.ids, batch.types, batch.lengths)
+            packed = buffer.packed.to(self.device, non_blocking=True)
+            return Given(*buffer.on(packed, lengths, len(batch.lengths)), self._chosen(batch))
         layout: Layout
         shape: tuple[int, ...] = (-1,)
         if self.exact:
@@ -149,14 +200,23 @@ class Engine:
             kinds = torch.zeros_like(there)
             if batch.types is not None:
                 kinds = torch.from_numpy(batch.types).to(there).view(shape)
-        chosen = None if batch.at is None else torch.from_numpy(batch.at).to(self.device)
-        return self._back(batch.work(self.graph, there, kinds, layout, chosen).float(), batch.count)
+        return Given(there, kinds, layout, self._chosen(batch))
+
+    def _chosen(self, batch: Batch) -> Tensor | None:
+        if batch.at is None:
+            return None
+        found = torch.from_numpy(batch.at)
+        return (found.pin_memory() if self.cuda else found).to(self.device, non_blocking=True)
+
+    def _bucket(self, batch: Batch) -> Any:
+        large = len(batch.ids) > SMALL
+        return bucket_of(batch.lengths, most=self.longest, full=self.budget if large else None)
 
     def _bucketed(self, batch: Batch, alone: bool) -> tuple[Tensor, Any]:
         # Large batches come in few shapes, all of them recorded: launching them op by op would keep the
         # interpreter from tokenising and decoding meanwhile.
         large = len(batch.ids) > SMALL
-        bucket = bucket_of(batch.lengths, most=self.longest, full=self.budget if large else None)
+        bucket = self._bucket(batch)
         buffer = Buffer(bucket, types=self.types, pinned=self.cuda)
         all_lengths = buffer.write(batch.ids, batch.types, batch.lengths)
         recorder, key = self.recorder, (batch.work, bucket)
@@ -174,11 +234,7 @@ class Engine:
             recorder.saw(key, packed, output, step, wait=1 if large else WAIT)
             return result
         there, kinds, layout = buffer.on(packed, all_lengths, len(batch.lengths))
-        chosen = None
-        if batch.at is not None:
-            pinned = torch.from_numpy(batch.at)
-            chosen = (pinned.pin_memory() if self.cuda else pinned).to(self.device, non_blocking=True)
-        return self._back(batch.work(self.graph, there, kinds, layout, chosen).float(), batch.count)
+        return self._back(batch.work(self.graph, there, kinds, layout, self._chosen(batch)).float(), batch.count)
 
     def _step(self, work: Work, buffer: Buffer) -> Callable[[Tensor], Tensor]:
         def step(packed: Tensor) -> Tensor:

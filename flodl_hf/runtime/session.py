@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flodl_hf.decode.rows import TokenTable
+from flodl_hf.errors import PredictError
 from flodl_hf.forked import entered
 from flodl_hf.results import Found, results_of
 from flodl_hf.runtime.engine import Engine, Pending
@@ -67,6 +68,12 @@ class Session:
         self.model = model
         options: RunOptions = model.run_options
         self.options = options.changed(dict(given)) if given else options
+        if len(self.options.devices or ()) > 1 and model.weights_on_disk is not None:
+            raise PredictError(
+                f"devices={[str(device) for device in self.options.devices or ()]}: the model's weights are on disk, "
+                "which are read for one device. Load it with weights='memory' to share work among several.",
+                devices=self.options.devices,
+            )
 
     def runner(self) -> Engine | Fleet:
         """Return what runs rows now; asked for each window, because the model may have changed since the last."""
@@ -151,7 +158,8 @@ class Session:
         self, items: Iterable[Any], job: Job[Any, R], *, rows: int = 1, what: str = "predict", call: Call | None = None
     ) -> Any:
         """Return the answers that a job gives; how far it is, is shown of a list that takes longer than a second."""
-        devices = list(self.options.devices or [self.model.device])
+        on_disk = self.model.weights_on_disk
+        devices = list(self.options.devices or [self.model.device if on_disk is None else on_disk.device])
         ahead = len(devices) > 1 or works_by_itself(devices[0])
         most = self.options.window or max(1, (MOST * len(devices) if ahead else WINDOW) // rows)
         first = self.options.window or (max(1, FIRST // rows) if ahead else most)

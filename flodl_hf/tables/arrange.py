@@ -24,7 +24,15 @@ from flodl_hf.tables.table import TORCH, Table
 from flodl_hf.tables.training import TrainingTable
 from flodl_hf.tables.trials import LayerSizes, prediction, training
 
-__all__ = ["arrange_cuda", "arrange_processor", "arrange_training", "layers_of", "sizes_of"]
+__all__ = [
+    "alone_last",
+    "arrange_cuda",
+    "arrange_processor",
+    "arrange_training",
+    "finish_first_tokens",
+    "layers_of",
+    "sizes_of",
+]
 
 
 def layers_of(graph: nn.Module) -> Iterator[tuple[str, EncoderLayer]]:
@@ -32,7 +40,7 @@ def layers_of(graph: nn.Module) -> Iterator[tuple[str, EncoderLayer]]:
     yield from ((name, module) for name, module in graph.named_modules() if isinstance(module, EncoderLayer))
 
 
-def arrange_processor(graph: Graph, make: MakeProduct, *, joined: bool) -> dict[str, str]:
+def arrange_processor(graph: nn.Module, make: MakeProduct, *, joined: bool) -> dict[str, str]:
     """Have a graph's layers run by a processor's table, in place; return why where not, by path.
 
     Args:
@@ -43,7 +51,7 @@ def arrange_processor(graph: Graph, make: MakeProduct, *, joined: bool) -> dict[
     return _arrange(graph, ProcessorTable(make, joined=joined))
 
 
-def arrange_cuda(graph: Graph) -> dict[str, str]:
+def arrange_cuda(graph: nn.Module) -> dict[str, str]:
     """Have a graph's layers run by the table of a CUDA device, in place; return why where not, by path.
 
     Args:
@@ -85,7 +93,7 @@ def sizes_of(layer: EncoderLayer) -> LayerSizes | None:
     )
 
 
-def _arrange(graph: Graph, table: Table) -> dict[str, str]:
+def _arrange(graph: nn.Module, table: Table) -> dict[str, str]:
     lacking: dict[str, str] = {}
     for path, layer in layers_of(graph):
         reason = table.lacks(layer)
@@ -110,21 +118,49 @@ class _Taken(nn.Module):
         return hidden
 
 
-def _finish_first_tokens(graph: Graph) -> None:
+def _finish_first_tokens(graph: nn.Module) -> None:
     """Let the last layer finish first tokens alone, where a classifier reads no others and a table runs it."""
+    layers = dict(graph.get_submodule("encoder").named_children()).get("layers") if _has_head(graph) else None
+    last = alone_last(graph, layers)
+    if last is not None:
+        finish_first_tokens(graph, last)
+
+
+def _has_head(graph: nn.Module) -> bool:
+    return "head" in dict(graph.named_children())
+
+
+def alone_last(graph: nn.Module, layers: nn.Module | None) -> EncoderLayer | None:
+    """Return the last of a graph's layers where it could finish first tokens alone; None where others are read.
+
+    Args:
+        graph: with all its parts but perhaps the layers.
+        layers: the stack of its layers.
+    """
     parts = dict(graph.named_children())
     if "head" not in parts or "relation" in parts:  # beside which a head reads every token
-        return
+        return None
     reader = parts.get("pooler", parts["head"])
-    layers = dict(graph.get_submodule("encoder").named_children()).get("layers")
     if not isinstance(layers, Graph) or not isinstance(dict(reader.named_children()).get("first"), FirstToken):
-        return
+        return None
     last = next(reversed(list(layers.children())), None)
     alone = list(layers.children()).count(last) == 1  # type: ignore[arg-type]
     # A layer that computes more than `EncoderLayer` does needs its other tokens.
-    if type(last) is EncoderLayer and last.table is not TORCH and alone:
-        last.first_only = True
-        reader.first = _Taken()
+    return last if type(last) is EncoderLayer and alone else None
+
+
+def finish_first_tokens(graph: nn.Module, last: EncoderLayer) -> None:
+    """Let a last layer finish first tokens alone, if a table runs it that can.
+
+    Args:
+        graph: whose pooler or head then takes what is left.
+        last: what `alone_last` found, or a shadow of it.
+    """
+    if last.table is TORCH:
+        return
+    parts = dict(graph.named_children())
+    last.first_only = True
+    parts.get("pooler", parts["head"]).first = _Taken()
 
 
 # ---- training --------------------------------------------------------------------------------------------
