@@ -246,7 +246,8 @@ def _mask(keep: Tensor | None, window: int | None, q: Tensor) -> Tensor | None:
     length = q.shape[2]
     mask = None if keep is None else keep[:, None, None, :]
     # At the window's own length nothing is out of reach; the reference masks nothing below it, and all tokens there.
-    if window is not None and window <= length:
+    # A traced function serves rows of any length.
+    if window is not None and (torch.compiler.is_exporting() or window <= length):
         places = torch.arange(length, device=q.device)
         near = ((places[:, None] - places[None, :]).abs() <= window)[None, None]
         mask = near if mask is None else mask & near

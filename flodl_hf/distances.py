@@ -25,15 +25,17 @@ class DistanceBias:
 
     def __init__(self, values: Callable[[Tensor], Tensor]) -> None:
         self._values = values
-        self._made: dict[tuple[int, int], Tensor] = {}
+        self._made: dict[tuple[str, str], Tensor] = {}
 
     def __call__(self, texts: int, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return the biases of texts of one length, ``(texts, N, length, length)``."""
-        found = self._made.get((texts, length))
+        # As text: numbers of a traced function have names and no hash.
+        key = (str(texts), str(length))
+        found = self._made.get(key)
         if found is None:
             places = torch.arange(length, device=device)
             found = self._values(places[None, :] - places[:, None]).permute(2, 0, 1)
-            found = self._made[texts, length] = found.to(dtype).expand(texts, -1, -1, -1)
+            found = self._made[key] = found.to(dtype).expand(texts, -1, -1, -1)
         return found
 
 

@@ -10,6 +10,7 @@ import typer
 __all__ = [
     "AggregationWord",
     "DtypeWord",
+    "EngineWord",
     "FaultWord",
     "FormatWord",
     "Head",
@@ -93,6 +94,14 @@ class FormatWord(StrEnum):
     text = "text"
     parquet = "parquet"
     arrow = "arrow"
+
+
+class EngineWord(StrEnum):
+    """What `flodl-hf export` writes: weights for this family of libraries, or a model for another engine."""
+
+    safetensors = "safetensors"
+    onnx = "onnx"
+    torch_export = "torch-export"
 
 
 class FaultWord(StrEnum):

@@ -1,14 +1,18 @@
-"""``flodl-hf export``: a checkpoint read and written back as a Hugging Face folder, or a graph's file made one."""
+"""``flodl-hf export``: a model as a Hugging Face folder, from a folder or a graph's file; or for another engine."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flodl_hf.cli.choices import DtypeWord, Head, HeadWord
+from flodl_hf.cli.choices import DtypeWord, EngineWord, Head, HeadWord
 from flodl_hf.cli.shared import Json, Local, Revision, emit_json, reporting, say, tell
+
+if TYPE_CHECKING:
+    from flodl_hf.export.engine import EngineFile
 
 NAME = "export"
 
@@ -22,6 +26,10 @@ def command(
         ),
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="The folder to write.")],
+    format: Annotated[
+        EngineWord, typer.Option(help="safetensors, or for another engine: onnx, torch-export.")
+    ] = EngineWord.safetensors,
+    opset: Annotated[int | None, typer.Option(help="Of ONNX: the version of its operators; 18 by default.")] = None,
     like: Annotated[
         str | None, typer.Option(help="For a graph's checkpoint: a folder with its configuration and tokenizer.")
     ] = None,
@@ -40,10 +48,17 @@ def command(
 
     An unchanged model gives the bytes it was read from. A graph's checkpoint holds tensors alone: configuration and
     tokenizer come from --like, or from <stem>.config.json beside it; what was written is compared with the file.
+
+    With --format onnx or torch-export the model is written in float32 for batches of any shape, and is there only if
+    that engine answers awkward batches as the model does; verification.json says how far apart they were.
     """
     from flodl_hf.export.graph_file import export_graph_file, is_graph_file
 
-    if is_graph_file(model):
+    if format != EngineWord.safetensors:
+        _check_engine(model, format, is_graph_file(model), opset, dtype, max_shard_size)
+    elif opset is not None:
+        raise typer.BadParameter("--opset is for --format onnx")
+    elif is_graph_file(model):
         found = export_graph_file(
             model, out, like=like, head=head, labels=None if labels is None else labels.split(","), dtype=dtype,
             max_shard_size=max_shard_size, overwrite=force, revision=revision, local_files_only=local_files_only,
@@ -57,10 +72,22 @@ def command(
         raise typer.BadParameter(f"--like and --labels are for a graph's checkpoint, and {model} is none")
     from flodl_hf.auto import load
 
+    if format != EngineWord.safetensors:
+        dtype = DtypeWord.float32
     loaded = load(model, head=head, dtype=dtype, revision=revision, local_files_only=local_files_only)
     report = loaded.load_report
     if report is not None and report.new:
         say(f"note: {len(report.new)} tensors are new and untrained: {', '.join(report.new)}")
+    if format != EngineWord.safetensors:
+        from flodl_hf.export.engine import OPSET, export_onnx, export_program
+
+        asked = " ".join(["flodl-hf", *sys.argv[1:]])
+        if format == EngineWord.onnx:
+            made = export_onnx(loaded, out, opset=opset or OPSET, overwrite=force, command=asked)
+        else:
+            made = export_program(loaded, out, overwrite=force, command=asked)
+        _show_engine(made, loaded.head, json_output)
+        return
     written = loaded.save_pretrained(out, overwrite=force, max_shard_size=max_shard_size)
     _show(written, loaded.head, json_output)
     if not json_output:
@@ -75,3 +102,33 @@ def _show(folder: Path, head: str, json_output: bool) -> None:
     tell(str(folder))
     for name, size in files.items():
         tell(f"  {name:<32}{size:>14,} bytes")
+
+
+def _check_engine(
+    model: str, format: EngineWord, is_graph: bool, opset: int | None, dtype: DtypeWord | None, shards: str | None
+) -> None:
+    """Refuse options that have no meaning for another engine."""
+    if is_graph:
+        raise typer.BadParameter(
+            f"{model} holds tensors alone; write it as a folder first, then that folder as {format}"
+        )
+    if opset is not None and format != EngineWord.onnx:
+        raise typer.BadParameter("--opset is for --format onnx")
+    if shards is not None:
+        raise typer.BadParameter("--max-shard-size is for --format safetensors")
+    if dtype not in (None, DtypeWord.float32):
+        raise typer.BadParameter(
+            f"--format {format} writes float32, in which the engine is compared; leave out --dtype"
+        )
+
+
+def _show_engine(made: EngineFile, head: str, json_output: bool) -> None:
+    if json_output:
+        emit_json({"folder": str(made.folder), "head": head, **made.receipt.to_dict()})
+        return
+    for check in made.receipt.checks:
+        tell(f"{check.status}  {check.name}: {check.detail}")
+    names = [f"{name} ({', '.join(axes)})" for name, axes in (*made.inputs.items(), *made.outputs.items())]
+    tell(f"inputs: {', '.join(names[: len(made.inputs)])}")
+    tell(f"outputs: {', '.join(names[len(made.inputs) :])}")
+    _show(made.folder, head, False)

@@ -28,7 +28,7 @@ from flodl_hf.parts import joined
 if TYPE_CHECKING:
     from flodl_hf.graph_model import GraphModel
 
-__all__ = ["architecture", "config_text", "export_model", "stored_tensors"]
+__all__ = ["architecture", "config_text", "export_model", "stored_tensors", "surroundings"]
 
 DTYPE_NAMES = {
     torch.float32: "float32",
@@ -69,8 +69,7 @@ def export_model(
         stored_tensors(model), model.source.manifest if model.source and _keeps_names(model) else None,
         ties=stored_ties(model), max_shard_size=max_shard_size, metadata={"format": "pt"},
     )  # fmt: skip
-    others = {"config.json": config_text(model).encode()} | _tokenizer_files(model) | _recipe(model)
-    others |= dict(extra_files or {})
+    others = surroundings(model) | dict(extra_files or {})
     written: list[WrittenFile] = []
     target = publish_folder(
         folder,
@@ -80,6 +79,11 @@ def export_model(
     )
     verify_files(target, written)
     return target
+
+
+def surroundings(model: GraphModel) -> dict[str, bytes]:
+    """Return what stands beside the weights, by name: configuration, tokenizer, a recipe of sentence vectors."""
+    return {"config.json": config_text(model).encode()} | _tokenizer_files(model) | _recipe(model)
 
 
 def _writer(plan: WritePlan, others: Mapping[str, bytes], written: list[WrittenFile]) -> Callable[[Path], None]:

@@ -20,7 +20,7 @@ from flodl_hf.auto import head_named
 from flodl_hf.families import families, named
 from flodl_hf.family import Family
 from flodl_hf.heads import HEADS
-from flodl_hf.parity.inputs import AwkwardBatch, awkward_batches
+from flodl_hf.parity.inputs import AwkwardBatch, as_choices, awkward_batches
 from flodl_hf.parity.shapes import settings_of, variants_of
 from flodl_hf.parts import Part, as_whole, part_of, split
 
@@ -74,13 +74,6 @@ def _vocabulary() -> Tokenizer:
     from flodl_hf.demo import learn_vocabulary
 
     return learn_vocabulary()
-
-
-def _as_choices(batch: AwkwardBatch) -> AwkwardBatch:
-    """Return a batch with its rows as choices: two of each prompt where they come out even, else of one prompt."""
-    rows = len(batch.inputs["input_ids"])
-    choices = 2 if rows > 2 and rows % 2 == 0 else rows
-    return AwkwardBatch(batch.name, {key: value.unflatten(0, (-1, choices)) for key, value in batch.inputs.items()})
 
 
 @dataclass
@@ -158,7 +151,7 @@ class Bench:
     def batches(self) -> Iterator[AwkwardBatch]:
         """Yield the awkward batches of this model; rows stand for choices where it scores those."""
         batches = awkward_batches(self.ours.config, seed=self.seed, longest=48 if self.size == "tiny" else 24)
-        return map(_as_choices, batches) if self.cell.head == "multiple_choice" else batches
+        return map(as_choices, batches) if self.cell.head == "multiple_choice" else batches
 
     def labels(self, inputs: dict[str, Tensor], step: int = 0) -> dict[str, Tensor]:
         """Return labels that fit a batch, as keyword arguments of both sides; nothing for the encoder alone."""

@@ -12,7 +12,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from flodl_hf.config import ModelConfig
 
-__all__ = ["AWKWARD_TEXTS", "AwkwardBatch", "awkward_batches"]
+__all__ = ["AWKWARD_TEXTS", "AwkwardBatch", "as_choices", "awkward_batches"]
 
 AWKWARD_TEXTS = (
     "",
@@ -67,3 +67,10 @@ def awkward_batches(config: ModelConfig, *, seed: int = 0, longest: int = 48) ->
         second = torch.arange(inputs["input_ids"].shape[1])[None] >= 4
         inputs["token_type_ids"] = (second & (inputs["attention_mask"] == 1)).long()
         yield AwkwardBatch("second texts", inputs)
+
+
+def as_choices(batch: AwkwardBatch) -> AwkwardBatch:
+    """Return a batch with its rows as choices: two of each prompt where they come out even, else of one prompt."""
+    rows = len(batch.inputs["input_ids"])
+    choices = 2 if rows > 2 and rows % 2 == 0 else rows
+    return AwkwardBatch(batch.name, {key: value.unflatten(0, (-1, choices)) for key, value in batch.inputs.items()})

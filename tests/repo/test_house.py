@@ -31,6 +31,9 @@ ONLY_IN = {
     "starlette": ("flodl_hf/serving/",),
     "uvicorn": ("flodl_hf/serving/",),
     "httpx": ("flodl_hf/client.py",),
+    "onnx": ("flodl_hf/export/engine.py",),
+    "onnx_ir": ("flodl_hf/export/engine.py",),
+    "onnxruntime": ("flodl_hf/export/onnx_session.py",),
     # Not every system has them.
     "fcntl": ("flodl/system.py",),
     "msvcrt": ("flodl/system.py",),

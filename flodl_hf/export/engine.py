@@ -1,0 +1,326 @@
+"""A model written for another engine: ONNX, or a program of torch.export; compared with ours before it is there.
+
+Decides the folder: the file, configuration, tokenizer, small files of sentence-transformers, ``checksums.json``, and
+``verification.json`` that says which batches were compared and how far apart the two were. It is written beside its
+target, read again as its users read it, compared, and renamed: a file whose numbers are not the model's never stands
+where it was asked for.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from flodl_hf.errors import ExportError
+from flodl_hf.export.onnx_session import OnnxModel, require
+from flodl_hf.export.publish import is_model_file, publish_folder
+from flodl_hf.export.traced import Traced, undisturbed
+from flodl_hf.export.verify import RECEIPT, Check, Verification, own_version
+from flodl_hf.export.write import WrittenFile, write_bytes
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+
+    from flodl_hf.model import EncoderModel
+    from flodl_hf.parity.inputs import AwkwardBatch
+
+__all__ = ["BOUND", "OPSET", "PROGRAM", "EngineFile", "export_onnx", "export_program"]
+
+OPSET = 18
+"""ONNX's operators that are used: those of December 2022, which every ONNX Runtime from 1.14 has."""
+BOUND = 1e-4
+"""The largest difference from our outputs, of values up to 1; of larger ones as a part of the largest."""
+ONNX, PROGRAM = "onnx/model.onnx", "model.pt2"
+DATA = "model.onnx_data"
+_OURS = (ONNX, f"onnx/{DATA}", PROGRAM)
+_EXTERNAL_FROM = 1 << 30
+"""Bytes of weights from which they lie beside the file; a file of ONNX cannot have 2 GiB."""
+_MOST_TOKENS = 1024
+"""Tokens of the longest rows compared: attention of eight times as many takes gigabytes."""
+
+Answer = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class EngineFile:
+    """What was written for another engine.
+
+    Attributes:
+        folder: where.
+        file: the engine's file in it.
+        inputs: names of inputs with the names of their axes.
+        outputs: names of outputs with the names of their first axes.
+        largest_difference: from our outputs, over all batches compared.
+        receipt: what was compared, as in ``verification.json``.
+    """
+
+    folder: Path
+    file: str
+    inputs: Mapping[str, tuple[str, ...]]
+    outputs: Mapping[str, tuple[str, ...]]
+    largest_difference: float
+    receipt: Verification
+
+
+def export_onnx(
+    model: EncoderModel,
+    folder: str | Path,
+    *,
+    opset: int = OPSET,
+    external_data: bool | None = None,
+    overwrite: bool = False,
+    command: str | None = None,
+) -> EngineFile:
+    """Write ``model`` as ONNX for any number and length of rows, compare it in ONNX Runtime, return what was written.
+
+    The folder is laid out as on the Hub: ``onnx/model.onnx``, configuration and tokenizer beside.
+
+    Args:
+        model: any model of this package, in float32.
+        folder: where to; parents are made.
+        opset: the version of ONNX's operators.
+        external_data: put weights into a file beside the model; None does so above a gigabyte.
+        overwrite: replace a folder that holds a model.
+        command: the command that asked, for the receipt.
+
+    Raises:
+        ExportError: packages are missing, the model cannot be traced for all shapes, its outputs in ONNX Runtime are
+            further than `BOUND` from ours, or the folder is in use. An older folder is then as it was.
+    """
+    require("onnx", "onnxscript", "onnxruntime")
+    traced = Traced(model)
+    size = sum(p.nbytes for p in {id(p): p for p in traced.parameters()}.values())
+    beside = size > _EXTERNAL_FROM if external_data is None else external_data
+
+    def write(stage: Path, program: ExportedProgram) -> None:
+        _write_onnx(traced, program, stage / ONNX, opset, beside)
+
+    def opened(stage: Path) -> Answer:
+        session = OnnxModel(stage / ONNX)
+        return lambda given: {name: torch.from_numpy(value) for name, value in session.run(**given).items()}
+
+    facts = {"opset": opset, "external_data": beside}
+    return _Export(traced, ONNX, "ONNX Runtime", facts, BOUND).publish(
+        folder, write, opened, 2 * size, overwrite, command
+    )
+
+
+def export_program(
+    model: EncoderModel, folder: str | Path, *, overwrite: bool = False, command: str | None = None
+) -> EngineFile:
+    """Write ``model`` as ``model.pt2``, a program of torch.export for any number and length of rows.
+
+    ``torch.export.load(folder / "model.pt2").module()`` runs where this package is not installed. What it answers is
+    compared with ours, and equal to the bit.
+
+    Args:
+        model: any model of this package, in float32.
+        folder: where to; parents are made.
+        overwrite: replace a folder that holds a model.
+        command: the command that asked, for the receipt.
+
+    Raises:
+        ExportError: the model cannot be traced for all shapes, what was read again answers otherwise, or the folder
+            is in use. An older folder is then as it was.
+    """
+    traced = Traced(model)
+    size = sum(p.nbytes for p in {id(p): p for p in traced.parameters()}.values())
+
+    def write(stage: Path, program: ExportedProgram) -> None:
+        with undisturbed():
+            torch.export.save(program, stage / PROGRAM)
+
+    def opened(stage: Path) -> Answer:
+        with undisturbed():
+            module = torch.export.load(stage / PROGRAM).module()
+        return lambda given: module(**given)
+
+    return _Export(traced, PROGRAM, "torch.export", {}, 0.0).publish(folder, write, opened, size, overwrite, command)
+
+
+def _write_onnx(traced: Traced, program: ExportedProgram, path: Path, opset: int, beside: bool) -> None:
+    import onnx  # pyright: ignore[reportMissingImports]
+    import onnx_ir  # pyright: ignore[reportMissingImports]
+
+    named = {name: dict(enumerate(axes)) for name, axes in traced.inputs.items()}
+    path.parent.mkdir()
+    with undisturbed():
+        made = torch.onnx.export(
+            program, (), kwargs=traced.example(), dynamo=True, opset_version=opset, input_names=list(traced.inputs),
+            output_names=list(traced.outputs), dynamic_shapes=named, verbose=False,
+        )  # fmt: skip
+        assert made is not None
+        _name_axes(traced, made.model)
+        onnx_ir.save(made.model, path, external_data=DATA if beside else None)
+        onnx.checker.check_model(str(path))
+    stated = {entry.domain: entry.version for entry in onnx.load(path, load_external_data=False).opset_import}
+    if (written := stated.get("")) != opset:
+        raise ExportError(
+            f"export: torch {torch.__version__} wrote ONNX of opset {written}, expected {opset}, as asked for; give "
+            f"another, such as {OPSET}",
+            problems=[str(stated)],
+        )
+
+
+def _name_axes(traced: Traced, model: Any) -> None:
+    """Give the first axes of inputs and outputs their names, in place of torch's."""
+    import onnx_ir  # pyright: ignore[reportMissingImports]
+
+    for value in (*model.graph.inputs, *model.graph.outputs):
+        names = traced.inputs.get(value.name) or traced.outputs[value.name]
+        rest = list(value.shape)[len(names) :]
+        value.shape = onnx_ir.Shape([*names, *rest])
+
+
+class _Export:
+    """One file for one engine: written, read again, compared, described."""
+
+    def __init__(self, traced: Traced, file: str, engine: str, facts: dict[str, Any], bound: float) -> None:
+        self.traced, self.file, self.engine, self.facts, self.bound = traced, file, engine, facts, bound
+        self.receipt = Verification("", None)
+        self.largest = 0.0
+
+    def publish(
+        self, folder: str | Path, write: Callable[[Path, ExportedProgram], None], opened: Callable[[Path], Answer],
+        needed: int, overwrite: bool, command: str | None,
+    ) -> EngineFile:  # fmt: skip
+        from flodl_hf.checksums import compare_folder
+
+        self.receipt.folder = Path(folder).name
+        source = self.traced.model.source
+        self.receipt.source = None if source is None else source.name
+
+        def writer(stage: Path) -> None:
+            write(stage, self.traced.program())
+            self._surround(stage)
+            self._compare(opened(stage))
+            self._describe(stage, command)
+
+        place = publish_folder(
+            folder, writer, overwrite=overwrite, needed_bytes=needed, replaceable=_is_ours
+        )  # fmt: skip
+        found = compare_folder(place)
+        if not found.whole:
+            raise ExportError(
+                f"{place}: read again, {'; '.join(map(str, found.faults))}; expected what was written; check the disk",
+                path=str(place),
+                problems=[state.name for state in found.faults],
+            )
+        return EngineFile(place, self.file, self.traced.inputs, self.traced.outputs, self.largest, self.receipt)
+
+    def _surround(self, stage: Path) -> None:
+        """Write what stands beside: configuration, tokenizer, small files of sentence-transformers."""
+        from flodl_hf.export.model import surroundings
+
+        for name, data in surroundings(self.traced.model).items():
+            place = stage / name
+            place.parent.mkdir(parents=True, exist_ok=True)
+            write_bytes(place, data)
+
+    def _compare(self, answer: Answer) -> None:
+        """Run awkward batches through both sides.
+
+        Raises:
+            ExportError: they are too far apart.
+        """
+        bad = []
+        for batch in _batches(self.traced):
+            expected = self.traced(**batch.inputs)
+            found = answer(batch.inputs)
+            shape = " x ".join(str(n) for n in batch.inputs["input_ids"].shape)
+            gaps = {name: _gap(found.get(name), value) for name, value in expected.items()}
+            gap = max(gaps.values())
+            self.largest = max(self.largest, gap)
+            good = all(
+                (torch.equal(found[name], value) if self.bound == 0 else gaps[name] <= self.bound)
+                for name, value in expected.items()
+                if name in found
+            ) and set(found) == set(expected)
+            how = "equal to the bit" if gap == 0 else f"largest difference {gap:.3g}"
+            detail = f"{shape} ids, {how}, bound {self.bound:g}"
+            self.receipt.checks.append(Check(f"{self.engine}: {batch.name}", "pass" if good else "fail", detail, gap))
+            if not good:
+                bad.append(f"{batch.name} ({detail})")
+        if bad:
+            raise ExportError(
+                f"export: {self.engine} does not compute what {type(self.traced.model).__name__} of "
+                f"{self.traced.model.config.model_type} does: {'; '.join(bad)}. Nothing was written; please report "
+                "this with the configuration",
+                problems=bad,
+                largest_difference=self.largest,
+            )
+
+    def _describe(self, stage: Path, command: str | None) -> None:
+        import json
+
+        from flodl_hf.checksums import write_checksums
+
+        written = [_hashed(stage, path) for path in sorted(stage.rglob("*")) if path.is_file()]
+        write_checksums(stage, ((file.name, file.size, file.sha256) for file in written))
+        model = self.traced.model
+        self.receipt.facts = {
+            "file": self.file,
+            "task": model.head,
+            "model_type": model.config.model_type,
+            "inputs": {name: list(axes) for name, axes in self.traced.inputs.items()},
+            "outputs": {name: list(axes) for name, axes in self.traced.outputs.items()},
+            "dtype": "float32",
+            "largest_difference": self.largest,
+            "bound": self.bound,
+            **self.facts,
+            "sha256": {file.name: file.sha256 for file in written},
+            "versions": _versions(self.engine),
+            "command": command,
+            "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        }
+        write_bytes(stage / RECEIPT, (json.dumps(self.receipt.to_dict(), indent=2) + "\n").encode())
+
+
+def _batches(traced: Traced) -> Iterator[AwkwardBatch]:
+    """Yield what is compared: rows alone, filled, of one token, of two texts, and the longest."""
+    from flodl_hf.parity.inputs import AwkwardBatch, as_choices, awkward_batches
+
+    model = traced.model
+    limit = model.max_tokens or _MOST_TOKENS
+    batches = awkward_batches(model.config, longest=min(limit, _MOST_TOKENS))
+    for batch in map(as_choices, batches) if model.head == "multiple_choice" else batches:
+        given = {"token_type_ids": torch.zeros_like(batch.inputs["input_ids"]), **batch.inputs}
+        yield AwkwardBatch(batch.name, {name: given[name] for name in traced.inputs})
+
+
+def _gap(found: Tensor | None, expected: Tensor) -> float:
+    """Return the largest difference: of values beyond 1 as a part of the largest; endless where one is no number."""
+    if found is None or found.shape != expected.shape or not bool(torch.isfinite(found).all()):
+        return float("inf")
+    largest = max(1.0, float(expected.abs().max()))
+    return float((found.double() - expected.double()).abs().max()) / largest
+
+
+def _is_ours(name: str) -> bool:
+    return is_model_file(name) or any(fnmatchcase(name, own) for own in _OURS)
+
+
+def _hashed(stage: Path, path: Path) -> WrittenFile:
+    import hashlib
+
+    with path.open("rb") as file:
+        return WrittenFile(
+            path.relative_to(stage).as_posix(), path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()
+        )
+
+
+def _versions(engine: str) -> dict[str, str]:
+    found = {"python": platform.python_version(), "torch": torch.__version__, "flodl-hf": own_version()}
+    if engine == "ONNX Runtime":
+        from importlib.metadata import version
+
+        found |= {name: version(name) for name in ("onnx", "onnxscript", "onnxruntime")}
+    return found
