@@ -36,7 +36,7 @@ def command(
     out: Annotated[Path | None, typer.Option(help="Also write the JSON to this file.")] = None,
     json_output: Json = False,
 ) -> None:
-    """Prove each cell: configuration, names, forward, gradients, training, export, predictions, precision.
+    """Prove each cell: configuration, names, forward, gradients, training, export, adapters, predictions, precision.
 
     Lists may be given with commas. Exit status 0 if no cell failed, 1 otherwise, 2 for names that do not exist.
     """

@@ -272,6 +272,48 @@ class BaseModel(EncoderModel):
 
         return token_vectors(self, texts, query=query, untrained=untrained, run=run)
 
+    def embed_chunks(
+        self,
+        texts: str | Iterable[str],
+        *,
+        chunks: str | int = "sentences",
+        spans: Sequence[Any] | None = None,
+        overlap: int | None = None,
+        prompt: str | None = None,
+        normalize: bool | None = None,
+        truncate_dim: int | None = None,
+        untrained: bool = False,
+        **run: Unpack[RunKeywords],
+    ) -> Any:
+        """Return vectors of the parts of a text, of one long pass over it (late chunking): each part knows the others.
+
+        A part's vector is the mean of its tokens' states, then as `embed` finishes vectors. What does not fit into one
+        pass is read in several that overlap; a token's state is that of the pass which sees more around it.
+
+        Args:
+            texts: one text or several.
+            chunks: "sentences", or how many tokens a part has.
+            spans: the parts instead: for each text ``(start, end)`` in characters; they may overlap.
+            overlap: tokens that neighbouring passes share; None for a quarter of a pass.
+            prompt: as in `embed`; it is read, and is in no part.
+            normalize: scale vectors to length 1; None as the folder says, else True.
+            truncate_dim: keep this many features.
+            untrained: embed although the model holds random values.
+            **run: how to run; see `flodl_hf.runtime.RunOptions`.
+
+        Returns:
+            `flodl_hf.heads.chunks.Chunks` (``spans``, ``vectors``, ``parts``); several in a list.
+
+        Raises:
+            PredictError: spans that lie outside of their text or hold no token, or an option that makes no sense.
+        """
+        from flodl_hf.heads.chunks import chunk_vectors
+
+        return chunk_vectors(
+            self, texts, chunks=chunks, spans=spans, overlap=overlap, prompt=prompt, normalize=normalize,
+            truncate_dim=truncate_dim, untrained=untrained, run=run,
+        )  # fmt: skip
+
     def embed_sparse(
         self, texts: str | Iterable[str], *, untrained: bool = False, **run: Unpack[RunKeywords]
     ) -> SparseVectors:
