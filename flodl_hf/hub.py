@@ -12,15 +12,19 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from fnmatch import translate
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from flodl.errors import FlodlError, capped, printable
 from flodl.files import read_regular
 from flodl_hf.errors import HubError
+from flodl_hf.hub_request import HubRequest, explain, is_unreachable, reason
+from flodl_hf.patience import time_for, within
 
 __all__ = ["CHECKPOINT_FILES", "Resolved", "resolve"]
 
@@ -53,10 +57,13 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}(/[A-Za-z0-9_][A-Za-z0-9_.-
 _REVISION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./+-]{0,255}")
 _SUBFOLDER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_. -]{0,127}(/[A-Za-z0-9_][A-Za-z0-9_. -]{0,127})*")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_ETAG = re.compile(r"[A-Za-z0-9_.:=+-]{1,200}")
 _SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 
 # Without a network the caller should know within seconds; huggingface_hub's own retries take half a minute.
 _TIMEOUT_S = 5.0
+_PAUSES = 6  # of a time limit for one read, until a server that sends drop by drop is given up
 _CHUNK = 1 << 20
 
 
@@ -75,26 +82,6 @@ class Resolved:
     name: str | None = None
     revision: str | None = None
     commit: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Request:
-    """A checked request for files of a repository."""
-
-    name: str
-    revision: str
-    subfolder: str
-    token: str | bool | None
-    cache: Path
-    files: tuple[str, ...]
-
-    @property
-    def storage(self) -> Path:
-        return self.cache / f"models--{self.name.replace('/', '--')}"
-
-    def error(self, found: str, remedy: str, **details: Any) -> HubError:
-        where = self.name if self.revision == "main" else f"{self.name}@{self.revision}"
-        return HubError(f"{where}: {found}; {remedy}", name=self.name, revision=self.revision, **details)
 
 
 def resolve(
@@ -133,7 +120,7 @@ def resolve(
         )
     if subfolder and not _plain(subfolder, _SUBFOLDER):
         raise HubError(
-            f"subfolder {printable(subfolder)}: expected names separated by '/', relative and without '..'",
+            f"subfolder {printable(subfolder)}: expected names separated by '/', relative and without '..'; correct it",
             name=text,
             subfolder=subfolder,
         )
@@ -145,7 +132,11 @@ def resolve(
     if exists:
         return _local(path, subfolder, revision)
     if isinstance(name_or_path, os.PathLike) or text.startswith((".", "/", "~", "\\")) or text.count("/") > 1:
-        raise HubError(f"{text[:400]}: no such folder; check the path, or pass a repository as 'owner/name'", name=text)
+        raise HubError(
+            f"{text[:400]}: no such folder; expected one that exists: check the path, or pass a repository as "
+            "'owner/name'",
+            name=text,
+        )
     name, at, stated = text.partition("@")
     if at and revision is not None and revision != stated:
         raise HubError(
@@ -163,13 +154,13 @@ def resolve(
         )
     if not _plain(wanted, _REVISION):
         raise HubError(
-            f"{name}: revision {printable(wanted)} is not a branch, tag or commit name; correct it",
+            f"{name}: revision {printable(wanted)} expected the name of a branch, tag or commit; correct it",
             name=name,
             revision=wanted,
         )
     from huggingface_hub import constants
 
-    request = _Request(
+    request = HubRequest(
         name=name,
         revision=wanted,
         subfolder=subfolder,
@@ -210,9 +201,17 @@ def _local(path: Path, subfolder: str, revision: str | None) -> Resolved:
 # Which files
 
 
-def _matches(name: str, pattern: str) -> bool:
-    names, patterns = name.split("/"), pattern.split("/")
-    return len(names) == len(patterns) and all(map(fnmatchcase, names, patterns))
+@cache
+def _wanted(patterns: tuple[str, ...]) -> Callable[[str], bool]:
+    """Return whether a name is meant by one of some patterns, whose ``*`` stands for no ``/``."""
+    by_depth: dict[int, list[str]] = {}
+    for pattern in patterns:
+        # without the frame "(?s:...)" and end that translate puts around each part
+        parts = [translate(part)[4:-3] for part in pattern.split("/")]
+        by_depth.setdefault(len(parts) - 1, []).append("/".join(parts))
+    # As many "/" in name and pattern: none is left for a "*".
+    found = {depth: re.compile(f"(?s:{'|'.join(some)})") for depth, some in by_depth.items()}
+    return lambda name: (form := found.get(name.count("/"))) is not None and form.fullmatch(name) is not None
 
 
 def _weights(names: Iterable[str]) -> list[str]:
@@ -223,11 +222,11 @@ def _weights(names: Iterable[str]) -> list[str]:
             return [f"{stem}.{suffix}"]
         index = f"{stem}.{suffix}.index.json"
         if index in present:
-            return [index, *sorted(name for name in present if _matches(name, f"{stem}-*-of-*.{suffix}"))]
+            return [index, *sorted(filter(_wanted((f"{stem}-*-of-*.{suffix}",)), present))]
     return []
 
 
-def _select(request: _Request, names: Iterable[str]) -> list[str]:
+def _select(request: HubRequest, names: Iterable[str]) -> list[str]:
     """Return which of a repository's files are wanted, with their subfolder.
 
     Raises:
@@ -235,7 +234,7 @@ def _select(request: _Request, names: Iterable[str]) -> list[str]:
     """
     prefix = f"{request.subfolder}/" if request.subfolder else ""
     inside = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
-    chosen = {name for name in inside if any(_matches(name, pattern) for pattern in request.files)}
+    chosen = set(filter(_wanted(request.files), inside))
     if _WEIGHTS in request.files:
         weights = _weights(inside)
         if not weights:
@@ -256,10 +255,10 @@ def _select(request: _Request, names: Iterable[str]) -> list[str]:
 # From the cache
 
 
-def _from_cache(request: _Request, why: str) -> Resolved:
+def _from_cache(request: HubRequest, why: str) -> Resolved:
     """Return the cached files; ``why`` tells in errors that, and why, the network is not asked."""
     remedy = (
-        f"download it once with a network: `hf download {request.name}"
+        f"expected there: download it once with a network: `hf download {request.name}"
         + (f" --revision {request.revision}" if request.revision != "main" else "")
         + "`, or pass a folder"
     )
@@ -283,7 +282,7 @@ def _from_cache(request: _Request, why: str) -> Resolved:
                 offline=True,
                 missing=missing,
             )
-    elif not any(_matches(name, pattern) for name in present for pattern in request.files):
+    elif not any(map(_wanted(request.files), present)):
         raise request.error(f"in the cache without any of {', '.join(request.files)}, and {why}", remedy, offline=True)
     return Resolved(folder, request.name, request.revision, commit)
 
@@ -309,25 +308,29 @@ def _shards(index: Path) -> set[str]:
 # From the Hub
 
 
-def _from_hub(request: _Request) -> Resolved:
-    from huggingface_hub import HfApi, hf_hub_download
+def _from_hub(request: HubRequest) -> Resolved:
+    from huggingface_hub import HfApi, constants
 
     timeout = float(os.environ.get("HF_HUB_ETAG_TIMEOUT") or _TIMEOUT_S)
+    ask = partial(HfApi(token=request.token).model_info, request.name, revision=request.revision, timeout=timeout)
     try:
-        info = HfApi(token=request.token).model_info(
-            request.name, revision=request.revision, timeout=timeout, files_metadata=True
-        )
+        info = within(partial(ask, files_metadata=True), lambda: _PAUSES * timeout)
     except FlodlError:
         raise
     except Exception as cause:
-        if _is_unreachable(cause):
-            return _from_cache(request, f"the Hub cannot be reached ({_reason(cause)})")
-        _explain(request, cause)
-    commit = info.sha or ""
-    if not _COMMIT.fullmatch(commit):
-        raise request.error(f"the server answered with commit {printable(commit)}", "check HF_ENDPOINT: this is no Hub")
-    siblings = {sibling.rfilename: sibling for sibling in info.siblings or ()}
+        if is_unreachable(cause):
+            return _from_cache(request, f"the Hub cannot be reached ({reason(cause)})")
+        explain(request, cause)
+    commit = info.sha
+    if not isinstance(commit, str) or not _COMMIT.fullmatch(commit):
+        raise request.error(
+            f"the server answered with commit {printable(str(commit))}, expected 40 hexadecimal digits",
+            "check HF_ENDPOINT: this is no Hub",
+        )
+    siblings = {sibling.rfilename: sibling for sibling in info.siblings or () if isinstance(sibling.rfilename, str)}
     wanted = _select(request, siblings)
+    for filename in wanted:
+        _check_announced(request, siblings[filename])
     if not wanted:
         listed = capped(sorted(siblings), 10)
         raise request.error(
@@ -335,30 +338,27 @@ def _from_hub(request: _Request) -> Resolved:
             "check the name and subfolder",
         )
     snapshot = request.storage / "snapshots" / commit
+    pause = _PAUSES * float(constants.HF_HUB_DOWNLOAD_TIMEOUT)
     for filename in wanted:
         target = snapshot / filename
         cached = target.is_file()
         for attempt in (0, 1):
             # A file that is not what the Hub announces is fetched once more before giving up.
+            fetch = partial(_fetch, request, filename, commit, cached=cached, again=attempt == 1)
             try:
-                hf_hub_download(
-                    request.name,
-                    filename,
-                    revision=commit,
-                    cache_dir=request.cache,
-                    token=request.token,
-                    force_download=attempt == 1,
-                )
+                within(fetch, time_for(siblings[filename].size, request.storage / "blobs", pause))
+            except FlodlError:
+                raise
             except Exception as cause:
-                _explain(request, cause, filename)
+                explain(request, cause, filename)
             fault = _fault(target, siblings[filename], check_bytes=not cached or attempt == 1)
             if fault is None:
                 break
         else:
-            _forget(target)
+            _forget(target, request.storage)
             raise request.error(
                 f"{filename} arrived damaged: {fault}",
-                "try again; if it stays so, a proxy or mirror alters the file",
+                f"try again; if it stays so, a proxy or mirror alters the file, or {target} has to be removed",
                 file=filename,
             )
     if request.revision != commit:
@@ -367,8 +367,56 @@ def _from_hub(request: _Request) -> Resolved:
     return Resolved(folder, request.name, request.revision, commit)
 
 
+def _check_announced(request: HubRequest, announced: Any) -> None:
+    """Refuse a file whose length or digest is none.
+
+    Raises:
+        HubError: what the server says of the file is not what a Hub says.
+    """
+    size, digest = announced.size, getattr(announced.lfs, "sha256", "0" * 64)
+    if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 0):
+        found = f"length {printable(str(size), 40)}, expected a number of bytes"
+    elif not isinstance(digest, str) or not _SHA256.fullmatch(digest):
+        found = f"digest {printable(str(digest), 80)}, expected a SHA-256"
+    elif not isinstance(announced.blob_id, (str, type(None))):
+        found = f"digest {printable(str(announced.blob_id), 80)}, expected one of git"
+    else:
+        return
+    name = printable(announced.rfilename)[1:-1]
+    raise request.error(f"{name}: the server announces {found}", "check HF_ENDPOINT: this is no Hub", file=name)
+
+
+def _fetch(request: HubRequest, filename: str, commit: str, *, cached: bool, again: bool) -> None:
+    """Have huggingface_hub bring a file into the cache.
+
+    It names files of the cache by what a server calls them: a name that leads elsewhere is refused before.
+
+    Raises:
+        HubError: the server gives the file such a name, or one of another commit.
+    """
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
+
+    if not cached or again:
+        url = hf_hub_url(request.name, filename, revision=commit)
+        said = get_hf_file_metadata(url, token=request.token, timeout=_TIMEOUT_S)
+        for what, value, form in (("ETag", said.etag, _ETAG), ("commit", said.commit_hash, _COMMIT)):
+            wrong = value is not None and (form.fullmatch(value) is None or ".." in value)
+            if wrong or (what == "commit" and value not in (None, commit)):
+                raise request.error(
+                    f"{filename}: the server answered with {what} {printable(str(value), 160)}, expected "
+                    + (commit if what == "commit" else "a digest"),
+                    "check HF_ENDPOINT: this is no Hub",
+                    file=filename,
+                )
+    hf_hub_download(
+        request.name, filename, revision=commit, cache_dir=request.cache, token=request.token, force_download=again
+    )
+
+
 def _fault(path: Path, announced: Any, check_bytes: bool) -> str | None:
     """Return how a file differs from what the Hub announced, or ``None``."""
+    if not path.is_file():
+        return "no file in the cache instead of one"
     size = path.stat().st_size
     if announced.size is not None and size != announced.size:
         return f"{size} bytes instead of {announced.size}"
@@ -387,13 +435,17 @@ def _fault(path: Path, announced: Any, check_bytes: bool) -> str | None:
     return None if digest.hexdigest() == expected else f"digest {digest.hexdigest()} instead of {expected}"
 
 
-def _forget(path: Path) -> None:
-    """Remove a damaged file from the cache: the link and what it points to."""
-    for target in (path.resolve(), path):
-        target.unlink(missing_ok=True)
+def _forget(path: Path, storage: Path) -> None:
+    """Remove a damaged file from the cache: the link, and what it points to if that is in the cache too."""
+    with suppress(OSError, RuntimeError):
+        blob = path.resolve()
+        if blob.is_relative_to(storage.resolve()):
+            blob.unlink(missing_ok=True)
+    with suppress(OSError):
+        path.unlink(missing_ok=True)
 
 
-def _remember(request: _Request, commit: str) -> None:
+def _remember(request: HubRequest, commit: str) -> None:
     """Note in the cache which commit the revision stands for, so that it can be found offline."""
     ref = request.storage / "refs" / request.revision
     try:
@@ -404,73 +456,3 @@ def _remember(request: _Request, commit: str) -> None:
     except OSError:
         # A read-only cache still serves this load.
         return
-
-
-# What went wrong
-
-
-def _chain(error: BaseException | None) -> list[BaseException]:
-    chain: list[BaseException] = []
-    while error is not None and error not in chain:
-        chain.append(error)
-        error = error.__cause__ or error.__context__
-    return chain
-
-
-def _status(error: BaseException) -> int | None:
-    response = getattr(error, "response", None)
-    status = getattr(response, "status_code", None)
-    return status if isinstance(status, int) else None
-
-
-def _is_unreachable(error: BaseException) -> bool:
-    """Return whether the server could not be asked, or could not answer; the HTTP library's classes vary."""
-    status = _status(error)
-    if status is not None:
-        return status >= 500 or status == 429
-    names = {kind.__name__ for link in _chain(error) for kind in type(link).__mro__}
-    return bool(names & {"ConnectionError", "TimeoutError", "TransportError", "OSError", "RequestException"})
-
-
-def _reason(error: BaseException) -> str:
-    status = _status(error)
-    if status is not None:
-        return f"it answers {status}"
-    text = str(error).strip().splitlines()
-    return printable(f"{type(error).__name__}: {text[0]}" if text else type(error).__name__, 160)
-
-
-def _explain(request: _Request, cause: BaseException, filename: str | None = None) -> NoReturn:
-    """Raise the ``HubError`` that says what a failure of huggingface_hub means."""
-    names = {kind.__name__ for link in _chain(cause) for kind in type(link).__mro__}
-    what = f"{filename}: " if filename else ""
-    status = next((s for s in map(_status, _chain(cause)) if s is not None), None)
-    login = "log in with `hf auth login`, set HF_TOKEN, or pass token="
-    if "GatedRepoError" in names:
-        error = request.error(f"{what}access is granted on request", f"ask for it on the model's page, then {login}")
-    elif "RevisionNotFoundError" in names:
-        error = request.error("the repository has no such revision", "check the branch, tag or commit")
-    elif status in (401, 403) and "RepositoryNotFoundError" not in names:
-        error = request.error(f"{what}access is refused ({status})", login)
-    elif "RepositoryNotFoundError" in names:
-        error = request.error(
-            "no such repository, or a private one that this token may not see",
-            f"check the spelling; for a private repository {login}",
-        )
-    elif "EntryNotFoundError" in names and "LocalEntryNotFoundError" not in names:
-        error = request.error(f"{what}no such file in the repository", "check the name and subfolder")
-    elif "HFValidationError" in names:
-        error = request.error(f"{what}not a valid name", "a repository is 'owner/name'")
-    elif "FileMetadataError" in names or isinstance(cause, (ValueError, KeyError, TypeError)):
-        error = request.error(f"{what}the server's answer is no Hub answer ({_reason(cause)})", "check HF_ENDPOINT")
-    elif "OSError" in names and getattr(cause, "errno", None) in (28, 30, 13):
-        error = request.error(
-            f"{what}the cache {request.cache} cannot be written ({_reason(cause)})",
-            "free space, or name another one with cache_dir or HF_HOME",
-        )
-    else:
-        error = request.error(
-            f"{what}the download failed ({_reason(cause)})",
-            "try again; with the files at hand, pass their folder, or local_files_only=True if they are cached",
-        )
-    raise HubError(error.message, **{**error.details, "status": status}) from cause

@@ -168,17 +168,21 @@ def prepare_user() -> None:
         getattr(transformers, name)
 
 
-def load_as_user(folder: str | Path, head: str, *, tokenizer: bool = True) -> UserModel:
+def load_as_user(
+    folder: str | Path, head: str, *, tokenizer: bool = True, hub: Mapping[str, Any] | None = None
+) -> UserModel:
     """Return what the documented lines of transformers make of a folder: no option set, no report read.
 
     Args:
-        folder: a local folder.
+        folder: a local folder, or with ``hub`` a repository.
         head: one of our heads' names.
         tokenizer: load the tokenizer too.
+        hub: options of asking the Hub; without them nothing is asked.
     """
     transformers = _transformers()
-    model = getattr(transformers, _USER_CLASSES[head]).from_pretrained(str(folder), local_files_only=True)
-    words = transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True) if tokenizer else None
+    options: Any = {"local_files_only": True} if hub is None else dict(hub)
+    model = getattr(transformers, _USER_CLASSES[head]).from_pretrained(str(folder), **options)
+    words = transformers.AutoTokenizer.from_pretrained(str(folder), **options) if tokenizer else None
     return UserModel(model.eval(), words)
 
 

@@ -15,6 +15,7 @@ DEFAULT_CASES: Mapping[str, int] = {
     "tokenizer": 12_000,
     "sentence": 5_000,
     "adapters": 5_000,
+    "hub": 2_000,
     "pickles": 6_000,
     "texts": 6_000,
     "bulk": 2_000,
