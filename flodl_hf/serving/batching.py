@@ -5,6 +5,9 @@ queueing, Goyal, Vin and Cheng 1996, first among keys and then among a key's req
 key with many of them keeps others waiting. Rows of the same model, options and work join a batch up to a number of
 tokens; requests that were given up leave it.
 
+On an accelerator, rows that come while nothing waits and nothing runs are run at once by the thread that brings them: a
+request alone is not handed from thread to thread.
+
 How a batch runs is `flodl_hf.runtime.engine`'s, sorted by length and packed; what a request is stands in
 `flodl_hf.serving.tasks`.
 """
@@ -19,7 +22,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
 from queue import Queue
-from threading import Condition, Event, Thread
+from threading import Condition, Event, Thread, get_ident
 from typing import Any
 
 import numpy as np
@@ -36,6 +39,10 @@ __all__ = ["Batcher", "DeadlineError", "GivenUpError", "Ticket"]
 
 # So many batches an accelerator may have before the first is finished: it never waits, and nothing is decided early.
 AHEAD = 2
+# Most tokens that run at once when they come alone: with more, the next batch would not be prepared meanwhile.
+ALONE = 2048
+# Threads that may run what comes alone: each has a workspace of the accelerator's libraries.
+CALLERS = 4
 
 
 class DeadlineError(PredictError):
@@ -157,9 +164,11 @@ class Batcher:
     Args:
         device: where the models are.
         max_tokens: most tokens of a batch.
+        alone: whether rows that come alone are run by the thread that brings them; None on accelerators. On a processor
+            each such thread would have threads of torch's own.
     """
 
-    def __init__(self, device: torch.device, max_tokens: int) -> None:
+    def __init__(self, device: torch.device, max_tokens: int, *, alone: bool | None = None) -> None:
         self.device = device
         self.max_tokens = max_tokens
         self._ran: deque[tuple[int, int, float]] = deque(maxlen=10_000)
@@ -176,6 +185,11 @@ class Batcher:
         self._now = 0.0
         self._changed = Condition()
         self._running: Queue[Any] = Queue(AHEAD)
+        self._alone = device.type != "cpu" if alone is None else alone
+        self._callers: set[int] = set()
+        # Batches that are being started, by either kind of thread, and those that were and are not finished.
+        self._starting = False
+        self._unfinished = 0
         Thread(target=self._run, name="flodl-hf-batches", daemon=True).start()
         if device.type == "cuda":
             Thread(target=self._bring, name="flodl-hf-results", daemon=True).start()
@@ -207,6 +221,9 @@ class Batcher:
         ticket.rows += len(table)
         ticket.longest = max(ticket.longest, int(table.lengths.max()))
         ticket.tokens += int(ends[-1])
+        if self._claimed(int(ends[-1])):
+            self._run_alone(_Sent(ticket, table, places, pending, ends, 0.0), (model, options), work)
+            return pending
         with self._changed:
             key = ticket.key
             if not self._active[key]:
@@ -219,6 +236,40 @@ class Batcher:
             heappush(group.setdefault(key, []), (sent.tag, next(self._numbers), sent))
             self._changed.notify()
         return pending
+
+    def _claimed(self, tokens: int) -> bool:
+        """Return whether this thread may run some rows at once; nothing else is started until it has."""
+        if not self._alone or tokens > min(ALONE, self.max_tokens):
+            return False
+        caller = get_ident()
+        with self._changed:
+            if self._starting or self._unfinished or self._waiting:
+                return False
+            if caller not in self._callers:
+                if len(self._callers) >= CALLERS:
+                    return False
+                self._callers.add(caller)
+            self._starting = True
+            return True
+
+    def _run_alone(self, sent: _Sent, of: tuple[Any, RunOptions], work: Work) -> None:
+        started = time.perf_counter()
+        key = (id(of[0]), of[1])
+        taken = [_Taken(sent, 0, len(sent.ends), int(sent.ends[-1]))]
+        try:
+            self._models[key] = of
+            _share_out(taken, self._engine(key).start(sent.table, work, sent.places))
+        except Exception as fault:
+            self._failed(taken, fault)
+        else:
+            self._count(sent.table, started)
+        finally:
+            self._started()
+
+    def _started(self) -> None:
+        with self._changed:
+            self._starting = False
+            self._changed.notify()
 
     def drained(self) -> list[tuple[int, int, float]]:
         """Return rows, tokens and seconds of the batches that have run since this was last asked."""
@@ -237,8 +288,9 @@ class Batcher:
     def _next(self) -> tuple[Any, list[_Taken]]:
         """Return what the next batch computes, and its rows."""
         with self._changed:
-            while not self._waits():
+            while self._starting or not self._waits():
                 self._changed.wait()
+            self._starting = True
             work, group = min(self._waiting.items(), key=lambda waiting: min(map(self._turn, waiting[1].items())))
             room, taken = self.max_tokens, []
             while room > 0 and self._cleaned(group):
@@ -293,6 +345,7 @@ class Batcher:
         while True:
             key, taken = self._next()
             self._start(key, taken)
+            self._started()
 
     def _start(self, key: Any, taken: list[_Taken]) -> None:
         started = time.perf_counter()
@@ -300,6 +353,8 @@ class Batcher:
             table, places = _joined(taken)
             found = self._engine(key[:2]).start(table, key[2], places)
             if self.device.type == "cuda":
+                with self._changed:
+                    self._unfinished += 1
                 self._running.put((taken, table, found, started))
                 return
             _share_out(taken, found)
@@ -322,6 +377,8 @@ class Batcher:
                 self._failed(taken, fault)
             else:
                 self._count(table, started)
+            with self._changed:
+                self._unfinished -= 1
 
     def _count(self, table: TokenTable, started: float) -> None:
         self._ran.append((len(table), int(table.lengths.sum()), time.perf_counter() - started))

@@ -1,6 +1,7 @@
 """The process of one device: it holds the models, takes requests from a socket and writes answers to it.
 
-A thread a request tokenises, waits and decodes; one thread runs batches of all of them (`flodl_hf.serving.batching`).
+A thread a request reads, tokenises, waits and decodes (`flodl_hf.serving.turns`); batches of all of them run together
+(`flodl_hf.serving.batching`).
 It ends when the socket does, so it never outlives the doors.
 """
 
@@ -11,7 +12,7 @@ import socket
 import sys
 import time
 import traceback
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from threading import Lock
 from typing import Any
 
@@ -22,6 +23,7 @@ from flodl_hf.errors import TokenizerError
 from flodl_hf.serving.batching import Batcher, DeadlineError, GivenUpError, Ticket
 from flodl_hf.serving.frames import HEAD, packed, unpacked
 from flodl_hf.serving.tasks import TASKS, describe, warm_items
+from flodl_hf.serving.turns import take_turns
 
 __all__ = ["serve"]
 
@@ -137,9 +139,18 @@ def serve(descriptor: int) -> None:
         return
     worker.batcher.drained()
     tickets: dict[int, Ticket] = {}
-    pool = ThreadPoolExecutor(given["threads"], thread_name_prefix="flodl-hf-request")
 
-    def work(message: dict[str, Any], ticket: Ticket) -> None:
+    def read() -> tuple[dict[str, Any], Ticket] | None:
+        while (message := stream.read()) is not None:
+            if "cancel" not in message:
+                ticket = tickets[message["id"]] = Ticket(message["key"], time.monotonic() + message["left_s"])
+                return message, ticket
+            if (gone := tickets.get(message["cancel"])) is not None:
+                gone.give_up()
+        return None
+
+    def work(request: tuple[dict[str, Any], Ticket]) -> None:
+        message, ticket = request
         started = time.perf_counter()
         number, reply, arrays = message["id"], {}, []
         try:
@@ -154,18 +165,9 @@ def serve(descriptor: int) -> None:
             "waited_s": ticket.waited_s, "took_s": time.perf_counter() - started,
             "queued": worker.batcher.queued_tokens, "ran": worker.batcher.drained(),
         }  # fmt: skip
-        stream.write(reply, arrays)
+        with suppress(OSError):
+            # Without the doors nobody reads it, and reading ends too.
+            stream.write(reply, arrays)
 
-    try:
-        while (message := stream.read()) is not None:
-            if "cancel" in message:
-                if (gone := tickets.get(message["cancel"])) is not None:
-                    gone.give_up()
-                continue
-            ticket = Ticket(message["key"], time.monotonic() + message["left_s"])
-            tickets[message["id"]] = ticket
-            pool.submit(work, message, ticket)
-    except OSError:
-        pass
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+    # One more than there are requests at a time: somebody always reads what is given up.
+    take_turns(read, work, given["threads"] + 1)

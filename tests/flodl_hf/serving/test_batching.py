@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from typing import Any
@@ -16,6 +17,7 @@ from flodl_hf.runtime.options import RunOptions
 from flodl_hf.runtime.passes import Scores
 from flodl_hf.runtime.pending import Pending
 from flodl_hf.serving.batching import Batcher, DeadlineError, GivenUpError, Ticket
+from flodl_hf.serving.turns import take_turns
 
 BAD = 999
 
@@ -25,10 +27,12 @@ class Engine:
 
     def __init__(self) -> None:
         self.batches: list[list[int]] = []
+        self.threads: list[int] = []
         self.may = threading.Event()
         self.may.set()
 
     def start(self, table: TokenTable, work: Any, places: Any) -> Pending:
+        self.threads.append(threading.get_ident())
         self.may.wait(10)
         firsts = table.ids[np.cumsum(table.lengths) - table.lengths]
         self.batches.append(firsts.tolist())
@@ -160,3 +164,74 @@ def test_a_fault_is_its_own_request_s_alone(engine: Engine) -> None:
     with pytest.raises(PredictError, match="a bad row"):
         bad.wait()
     assert send(batcher, rows(2, first=3)).stacked().tolist() == [6.0]
+
+
+def test_what_comes_alone_is_run_by_who_brings_it(engine: Engine) -> None:
+    batcher = Batcher(torch.device("cpu"), 40, alone=True)
+    here = threading.get_ident()
+    # Twice: the first has been finished, and nothing is left of it.
+    for first in (3, 5):
+        assert send(batcher, rows(2, first=first)).stacked().tolist() == [2.0 * first]
+        assert engine.threads[-1] == here
+    with pytest.raises(PredictError, match="a bad row"):
+        send(batcher, rows(4, first=BAD)).wait()
+    assert [tokens for _, tokens, _ in batcher.drained()] == [2, 2]
+    # More than runs at once, and what comes while another runs, are batches as ever.
+    send(batcher, rows(41)).wait()
+    assert engine.threads[-1] != here
+    engine.may.clear()
+    other = threading.Thread(target=lambda: send(batcher, rows(8, first=50)).wait())
+    other.start()
+    while len(engine.threads) < 5:
+        time.sleep(0.001)
+    behind = send(batcher, rows(8, first=70))
+    engine.may.set()
+    assert behind.stacked().tolist() == [560.0]
+    other.join()
+    assert engine.threads[-1] not in (here, other.ident)
+    assert engine.threads[-2] == other.ident
+
+
+def test_threads_take_turns_at_reading() -> None:
+    requests: queue.Queue[Any] = queue.Queue()
+    reading, most, answered = 0, 0, []
+    gate, inside = threading.Event(), threading.Semaphore(0)
+
+    def read() -> Any:
+        nonlocal reading, most
+        reading += 1
+        most = max(most, reading)
+        found = requests.get()
+        reading -= 1
+        return found
+
+    def answer(request: int) -> None:
+        inside.release()
+        if request >= 100:
+            gate.wait()
+        answered.append((request, threading.get_ident()))
+
+    ran = threading.Thread(target=take_turns, args=(read, answer, 3))
+    ran.start()
+    # One after another, two threads do it all.
+    for number in range(20):
+        requests.put(number)
+        inside.acquire()
+        while len(answered) <= number:
+            time.sleep(0.0005)
+    assert [number for number, _ in answered] == list(range(20))
+    assert len({thread for _, thread in answered}) <= 2
+    # As many at a time as there may be threads; what is beyond waits for the first that is done.
+    for number in (100, 101, 102, 103):
+        requests.put(number)
+    for _ in range(3):
+        inside.acquire()
+    assert len(answered) == 20
+    gate.set()
+    inside.acquire()
+    requests.put(None)
+    ran.join(10)
+    assert not ran.is_alive()
+    while len(answered) < 24:
+        time.sleep(0.0005)
+    assert most == 1

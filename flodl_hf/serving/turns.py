@@ -1,0 +1,70 @@
+"""Threads that take turns at reading requests: who has read one answers it, and another reads on.
+
+So a request is not handed from thread to thread before its answer is begun (leader and followers, Schmidt et al. 2000).
+Of those that wait, the last to have worked reads next: while few requests come, the same two threads do everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import Event, Lock, Semaphore, Thread
+from typing import Any
+
+__all__ = ["take_turns"]
+
+
+def take_turns(read: Callable[[], Any], answer: Callable[[Any], None], most: int) -> None:
+    """Read and answer until there is nothing to be read; return then, whatever is still being answered.
+
+    Args:
+        read: gives the next request, or None at the end; called by one thread at a time.
+        answer: called with each request, by as many threads at a time as there are requests, and at most ``most``.
+        most: threads.
+    """
+    _Turns(read, answer, most).run()
+
+
+class _Turns:
+    def __init__(self, read: Callable[[], Any], answer: Callable[[Any], None], most: int) -> None:
+        self._read, self._answer, self._most = read, answer, most
+        self._lock = Lock()
+        self._idle: list[Semaphore] = []
+        self._threads = 0
+        self._vacant = True
+        self._end = Event()
+
+    def run(self) -> None:
+        self._next_reader()
+        self._end.wait()
+
+    def _next_reader(self) -> None:
+        """Let a thread read that waits, or a new one; where there may be no more, the first that is done."""
+        with self._lock:
+            self._vacant = not self._idle and self._threads >= self._most
+            if self._vacant:
+                return
+            if self._idle:
+                self._idle.pop().release()
+                return
+            self._threads += 1
+            Thread(target=self._work, name=f"flodl-hf-request-{self._threads}", daemon=True).start()
+
+    def _work(self) -> None:
+        mine = Semaphore(0)
+        while True:
+            try:
+                request = self._read()
+            except OSError:
+                request = None
+            if request is None:
+                self._end.set()
+                return
+            self._next_reader()
+            self._answer(request)
+            with self._lock:
+                reads = self._vacant
+                self._vacant = False
+                if not reads:
+                    self._idle.append(mine)
+            if not reads:
+                mine.acquire()
