@@ -24,6 +24,7 @@ from flodl_hf.finetuning.evaluation import Evaluation, Evaluations
 from flodl_hf.finetuning.factory import FixedModel, ModelFactory
 from flodl_hf.finetuning.options import Options
 from flodl_hf.finetuning.own import Own
+from flodl_hf.finetuning.ranking import RankTask
 from flodl_hf.finetuning.rates import make_schedule
 from flodl_hf.finetuning.rows import CollateRows, EncodedRows, Masking
 from flodl_hf.finetuning.shapes import choose_shapes
@@ -166,12 +167,14 @@ def plan_job(
             "steps are seldom recorded",
         ]
     texts: Any = rows
+    # examples of several rows: vectors, and lists of a question's candidates
+    several: Any = vectors or (task if isinstance(task, RankTask) and task.loss is not None else None)
     batches = _batches(options, rows, layout) if vectors is None else vectors.batches(texts)
     collate = CollateRows(tokenizer.pad_token_id or 0, layout, masking, noise=bool(options.neftune))
     if layout == "bucketed":
-        cut: Any = {"accumulate": options.accumulate, "texts_per_row": 1 if vectors is None else texts.width}
+        cut: Any = {"accumulate": options.accumulate, "texts_per_row": 1 if several is None else texts.width}
         cut["ranks"] = options.ranks if options.policy in (None, "sync") else 1  # others take whole batches
-        longest = rows.lengths if vectors is None else texts.longest
+        longest = rows.lengths if several is None else texts.longest
         shapes = partial(choose_shapes, rows.lengths, batches, _most(longest, opened.max_tokens), **cut)
         collate = replace(collate, shapes=shapes(micro_batch_size=micro))
         if options.micro_batch_size == "auto":
@@ -181,8 +184,8 @@ def plan_job(
     objective: Any = Objective(
         task.kind, weights, options.label_smoothing, options.mask_padding, own.loss, options.neftune or None
     )
-    if vectors is not None:
-        objective, collate = vectors.objective(), vectors.collate(collate, texts)
+    if several is not None:
+        objective, collate = several.objective(), several.collate(collate, texts)
     for name, examples in tables.evals.items():
         prepared[f"eval {name}".strip()] = task.prepare(examples, tokenizer, limits, training=False)
     judging = replace(collate, layout="packed" if layout == "bucketed" else layout, noise=False)
@@ -192,7 +195,7 @@ def plan_job(
             (part := prepared[f"eval {name}".strip()]),
             judging,
             # how wide a batch is padded says nothing of a model
-            Objective(task.kind, mask_padding=True, own=own.loss) if vectors is None else vectors.of_held_out(part),
+            Objective(task.kind, mask_padding=True, own=own.loss) if several is None else several.of_held_out(part),
             options.eval_batch_size or micro or options.batch_size,
             options.precision,
             options.seed,

@@ -194,12 +194,12 @@ class Options:
 
     vector_loss: Any = _opt(  # noqa: RUF009
         None,
-        "embedding: the loss, by sentence-transformers' name (MultipleNegativesRankingLoss, CoSENTLoss, ...), or one "
-        "for each table by its name; by default as the columns suit.",
+        "embedding, sparse, rank: the loss, by sentence-transformers' name (MultipleNegativesRankingLoss, CoSENTLoss, "
+        "LambdaLoss, ...), or one for each table by its name; by default as the columns suit.",
     )
     loss_options: Mapping[str, Any] | None = _opt(
         None,
-        "embedding: settings of the loss: scale=50, margin=0.2, directions=query_to_doc+doc_to_query.",
+        "embedding, sparse, rank: settings of the loss: scale=50, margin=0.2, directions=query_to_doc+doc_to_query.",
     )
     matryoshka: Sequence[str] = _opt(
         (), "embedding: sizes that vectors may be cut to; the loss is learned at each of them."

@@ -27,7 +27,8 @@ class TextRows:
     """The rows of several tables, one table after the other.
 
     Args:
-        tables: rows of each, with the lengths of their texts as the value ``parts``, ``(rows, texts)``.
+        tables: rows of each, with the lengths of their texts as the value ``parts``, ``(rows, texts)``; 0 for one that
+            is not there.
         texts: for each table which text each one is, ``(rows, texts)``: equal numbers are equal texts.
     """
 
@@ -94,7 +95,7 @@ class CollateTexts(CollateRows):
         """Return the parts of one batch."""
         taken = rows if isinstance(rows, TakenRows) else TakenRows.of(rows)
         parts = np.asarray(taken.values[PARTS])
-        lengths = parts.reshape(-1)
+        lengths = parts[parts > 0]
         batch = super().__call__(TakenRows(taken.columns, lengths, {}), where)
         if self.lengths:
             batch["row_lengths"] = lengths.tolist()

@@ -14,6 +14,8 @@ from flodl.errors import ConfigError, DataError
 from flodl_hf import load
 from flodl_hf.finetuning import finetune, plan_job
 from flodl_hf.finetuning.options import make_options
+from flodl_hf.vectors.losses import make_loss
+from flodl_hf.vectors.losses.lists import LIST_LOSSES
 
 TEXTS = sentences()
 ONE: dict[str, Any] = {"task": "rank", "max_steps": 3, "epochs": 9, "batch_size": 8, "lr": 1e-3, "report": False}
@@ -106,3 +108,92 @@ def test_sentence_transformers_ranks_alike(base: Path, tmp_path: Path) -> None:
     theirs = library.CrossEncoder(str(tmp_path / "out"), device="cpu").predict([(TEXTS[0], t) for t in TEXTS[40:44]])
     ours = {hit.index: hit.score for hit in result.model.rerank(TEXTS[0], TEXTS[40:44])}
     assert [ours[i] for i in range(4)] == pytest.approx(theirs.tolist(), abs=1e-6)
+
+
+def lists() -> list[dict[str, Any]]:
+    """Questions with two to five passages, graded 0 to 3."""
+    sizes = (3, 2, 5, 4) * 3
+    return [
+        {"query": TEXTS[i], "docs": TEXTS[20 + 5 * i : 20 + 5 * i + n], "labels": [(k * 7 + i) % 4 for k in range(n)]}
+        for i, n in enumerate(sizes)
+    ]
+
+
+EXACT: dict[str, Any] = {**ONE, "batch_size": 4, "dropout": 0.0, "optimizer": "sgd", "lr": 0.05, "max_grad_norm": 0.0,
+                         "schedule": "constant"}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("loss", "rows"),
+    [
+        ("Lambda", lists()),
+        ("PListMLE", [{"query": r["query"], "passage": d, "label": float(k)} for r in lists() for d, k in zip(r["docs"], r["labels"], strict=True)]),
+        ("MarginMSE", [{**row, "scores": [3.0, 1.0, 0.5]} for row in listed(12)]),
+        ("MSE", lists()),
+    ],
+    ids=["lists", "one a row", "teacher", "each by itself"],
+)  # fmt: skip
+def test_lists_are_learned_and_judged(loss: str, rows: list[dict[str, Any]], base: Path, tmp_path: Path) -> None:
+    given: dict[str, Any] = {**ONE, "batch_size": 4, "vector_loss": loss}
+    result = finetune(base, train=rows, eval=rows, out=tmp_path / "out", **given)
+    assert {"ap", "map", "mrr@10", "ndcg@10"} <= result.metrics.keys()
+    assert all(value == value for value in result.metrics.values())
+    assert result.recipe["vector_loss"] == loss
+    model: Any = result.model
+    again: Any = load(tmp_path / "out")
+    assert again.rerank(TEXTS[0], TEXTS[20:24]) == model.rerank(TEXTS[0], TEXTS[20:24])
+
+
+@pytest.mark.parametrize("loss", ["Lambda", "ListNet"])
+def test_steps_of_lists_are_those_of_a_plain_loop_however_they_are_cut(base: Path, loss: str) -> None:
+    data = lists()
+    job = plan_job(base, data, None, make_options({**EXACT, "vector_loss": loss}))
+    model: Any = job.model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    of = make_loss(loss, None, LIST_LOSSES)
+    for batch in list(job.batches.plan(0))[:3]:
+        scores, labels = torch.zeros(4, 5), torch.zeros(4, 5)
+        present = torch.zeros(4, 5, dtype=torch.bool)
+        for place, i in enumerate(batch.tolist()):
+            row, n = data[i], len(data[i]["docs"])
+            given = model.tokenizer([row["query"]] * n, row["docs"], padding=True, return_tensors="pt")
+            names = ("input_ids", "token_type_ids", "attention_mask")
+            inputs = {name: torch.as_tensor(given[name]) for name in names if name in given.keys()}  # noqa: SIM118
+            scores[place, :n] = model(**inputs).logits[:, 0]
+            labels[place, :n], present[place, :n] = torch.tensor(row["labels"]), True
+        total, count = of(scores, labels, present)
+        (total / count).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    plain = {name: value.detach().clone() for name, value in model.graph.named_parameters()}
+    cuts: list[dict[str, Any]] = [{}, {"micro_batch_size": 1}, {"layout": "packed"}]
+    for more in cuts:
+        found: Any = finetune(model, train=data, vector_loss=loss, **EXACT, **more).model
+        for name, value in found.graph.named_parameters():
+            assert (value - plain[name]).abs().max() < 5e-6, (name, more)
+
+
+@pytest.mark.slow
+def test_ranks_share_lists(base: Path) -> None:
+    shared: list[dict[str, Any]] = [{}, {"devices": ["cpu", "cpu"]}]
+    models: list[Any] = [finetune(base, train=lists(), vector_loss="Lambda", **EXACT, **more).model for more in shared]
+    for a, b in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "said"),
+    [
+        ([{**lists()[0], "labels": [1.0]}], {"vector_loss": "Lambda"}, "row 0: 3 documents, 1 labels"),
+        (lists(), {}, "from 0 to 3"),
+        (lists(), {"vector_loss": "Lamda"}, "LambdaLoss"),
+        (lists(), {"vector_loss": "ListNet", "neftune": 5.0}, "neftune"),
+        (lists(), {"vector_loss": "ListNet", "loss_options": {"k": 3}}, "no setting"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_lists_that_do_not_fit_are_refused(
+    rows: list[dict[str, Any]], options: dict[str, Any], said: str, base: Path
+) -> None:
+    with pytest.raises((ConfigError, DataError), match=said):
+        finetune(base, train=rows, **ONE, **options)

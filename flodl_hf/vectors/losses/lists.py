@@ -1,0 +1,200 @@
+"""Losses of rankers that see all candidates of a question together: names and numbers of sentence-transformers.
+
+LambdaLoss (Wang et al. 2018), ListNet (Cao et al. 2007), ListMLE (Xia et al. 2008) and its position-aware form (Lan et
+al. 2014), RankNet (Burges et al. 2005), and margins of a teacher. Each gives a sum and what it is divided by, so that a
+step is the same however its questions are cut.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+__all__ = ["LIST_LOSSES"]
+
+ABSENT = -1e16
+"""Score of a candidate that is not there."""
+SCHEMES = ("NoWeightingScheme", "NDCGLoss1Scheme", "NDCGLoss2Scheme", "LambdaRankScheme", "NDCGLoss2PPScheme")
+
+
+def _scheme(word: str) -> str:
+    """Return the name of a scheme, in whatever case and with "Scheme" or without; the word itself where none fits."""
+    plain = word.lower().replace("_", "").removesuffix("scheme").replace("++", "pp")
+    found = {name.lower().removesuffix("scheme"): name for name in SCHEMES}
+    return found.get({"none": "noweighting"}.get(plain, plain), word)
+
+
+@dataclass(frozen=True)
+class LambdaLoss:
+    """Of each two candidates the better one shall have the higher score; pairs weigh by what they mean for nDCG.
+
+    Attributes:
+        weighting_scheme: how: NDCGLoss2PPScheme, NDCGLoss2Scheme, NDCGLoss1Scheme, LambdaRankScheme, NoWeightingScheme.
+        k: pairs of which neither is among the first so many do not count; None counts all.
+        sigma: what differences of scores are multiplied by.
+        eps: the least nDCG that gains are divided by.
+        reduction_log: the base of the logarithm: "binary" or "natural".
+        mu: NDCGLoss2PPScheme: weight of NDCGLoss2 beside LambdaRank.
+    """
+
+    weighting_scheme: str = "NDCGLoss2PPScheme"
+    k: int | None = None
+    sigma: float = 1.0
+    eps: float = 1e-10
+    reduction_log: str = "binary"
+    mu: float = 10.0
+
+    def faults(self) -> list[str]:
+        """Return what cannot be among the settings."""
+        wrong = []
+        if _scheme(self.weighting_scheme) not in SCHEMES:
+            wrong.append(f"weighting_scheme is {self.weighting_scheme!r}; expected one of {', '.join(SCHEMES)}")
+        if self.reduction_log not in ("binary", "natural"):
+            wrong.append(f"reduction_log is {self.reduction_log!r}; expected binary or natural")
+        if self.k is not None and (not isinstance(self.k, int) or self.k < 1):
+            wrong.append(f"k is {self.k!r}; expected a whole number from 1")
+        return wrong
+
+    def __call__(self, scores: Tensor, labels: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sum over pairs and their number."""
+        scheme, most = _scheme(self.weighting_scheme), scores.shape[1]
+        ordered, order = scores.masked_fill(~present, ABSENT).sort(descending=True, dim=1)
+        worth = labels.masked_fill(~present, -torch.inf)
+        found = worth.gather(1, order)
+        ahead = found[:, :, None] - found[:, None]
+        counted = ahead.isfinite() if scheme == "NDCGLoss1Scheme" else ahead.isfinite() & (ahead > 0)
+        first = torch.arange(most, device=scores.device) < (self.k or most)
+        counted = counted & (first[:, None] | first[None])
+        discount = torch.log2(1.0 + torch.arange(1, most + 1, device=scores.device).float())
+        best = (worth.sort(descending=True, dim=1).values.clamp(min=0).exp2() - 1) / discount
+        gain = (found.clamp(min=0).exp2() - 1) / best[:, : self.k or most].sum(1, keepdim=True).clamp(min=self.eps)
+        apart = (ordered[:, :, None] - ordered[:, None]).clamp(-1e8, 1e8)
+        losses = self._weights(scheme, gain, discount) * F.logsigmoid(self.sigma * apart)
+        if self.reduction_log == "binary":
+            losses = losses / math.log(2)
+        return -torch.where(counted, losses, 0.0).sum(), counted.sum()
+
+    def _weights(self, scheme: str, gain: Tensor, discount: Tensor) -> Any:
+        """Return what each pair weighs, by the places of both."""
+        if scheme == "NoWeightingScheme":
+            return 1.0
+        if scheme == "NDCGLoss1Scheme":
+            return (gain / discount)[:, :, None]
+        between = (gain[:, :, None] - gain[:, None]).abs()
+        shares = 1.0 / discount
+        by_rank = (shares[:, None] - shares[None]).abs() * between
+        if scheme == "LambdaRankScheme":
+            return by_rank
+        places = torch.arange(len(discount), device=gain.device)
+        far = (places[:, None] - places[None]).abs()
+        # a distance of n lies between the discounts of the places n and n + 1, counted from 1
+        by_distance = torch.where(far > 0, (shares[far - 1] - shares[far]).abs(), 0.0) * between
+        return by_distance if scheme == "NDCGLoss2Scheme" else self.mu * by_distance + by_rank
+
+
+@dataclass(frozen=True)
+class RankNetLoss(LambdaLoss):
+    """The same with all pairs alike."""
+
+    weighting_scheme: str = "NoWeightingScheme"
+
+
+@dataclass(frozen=True)
+class ListNetLoss:
+    """The shares that candidates have of their scores' softmax shall be those of their labels'."""
+
+    def __call__(self, scores: Tensor, labels: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sum over questions and their number."""
+        mine = F.log_softmax(scores.masked_fill(~present, ABSENT), 1)
+        goal = F.softmax(labels.masked_fill(~present, -torch.inf), 1)
+        return -torch.where(present, goal * mine, 0.0).sum(), _lists(scores)
+
+
+@dataclass(frozen=True)
+class ListMLELoss:
+    """The likelihood of the right order, each candidate being drawn from those that are left.
+
+    Attributes:
+        respect_input_order: candidates stand in the right order already; else their labels put them there.
+    """
+
+    respect_input_order: bool = True
+
+    def __call__(self, scores: Tensor, labels: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sum over questions and their number."""
+        if not self.respect_input_order:
+            order = labels.masked_fill(~present, -torch.inf).sort(descending=True, dim=1).indices
+            scores, present = scores.gather(1, order), present.gather(1, order)
+        filled = scores.masked_fill(~present, torch.finfo(scores.dtype).min)
+        left = filled.flip(1).logcumsumexp(1).flip(1)
+        likely = torch.where(present, (filled - left) * self.weights(present), 0.0)
+        return -likely.sum(), _lists(scores)
+
+    def weights(self, present: Tensor) -> Any:
+        """Return what each place weighs."""
+        return 1.0
+
+
+@dataclass(frozen=True)
+class PListMLELoss(ListMLELoss):
+    """The same, the first places weighing most."""
+
+    def weights(self, present: Tensor) -> Tensor:
+        """Return shares of 1 that fall by half from place to place."""
+        count = present.sum(1, keepdim=True)
+        places = torch.arange(1, present.shape[1] + 1, device=present.device)
+        lowered = (count - 127).clamp(min=0)  # a float holds no higher power of two
+        found = (torch.exp2((count - places - lowered).float()) - torch.exp2(-lowered.float())) * present
+        return found / (found.sum(1, keepdim=True) + 1e-10)
+
+
+@dataclass(frozen=True)
+class ADRMSELoss:
+    """The squared difference of each candidate's place from its right one, the first weighing most.
+
+    Attributes:
+        alpha: how sharply differences of scores become places.
+    """
+
+    alpha: float = 1.0
+
+    def __call__(self, scores: Tensor, labels: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sum over candidates and their number."""
+        others = present[:, None]
+        worth = labels.masked_fill(~present, 0.0)
+        above = ((worth[:, None] > worth[:, :, None]) & others).sum(2).float()
+        equal = ((worth[:, None] == worth[:, :, None]) & others).sum(2).float()
+        right = above + (equal + 1) / 2
+        filled = scores.masked_fill(~present, ABSENT)
+        ahead = torch.sigmoid(self.alpha * (filled[:, None] - filled[:, :, None])) * others
+        place = 1.0 + ahead.sum(2) - 0.5 * present
+        errors = (right - place).square() / torch.log2(right + 1.0)
+        return torch.where(present, errors, 0.0).sum(), present.sum()
+
+
+@dataclass(frozen=True)
+class MarginMSELoss:
+    """How much better the first candidate is than each other, as a teacher's scores have it."""
+
+    def __call__(self, scores: Tensor, labels: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sum over other candidates and their number."""
+        others = present[:, 1:]
+        goal = (labels[:, :1] - labels[:, 1:]).masked_fill(~others, 0.0)
+        errors = (scores[:, :1] - scores[:, 1:] - goal).square()
+        return torch.where(others, errors, 0.0).sum(), others.sum()
+
+
+def _lists(scores: Tensor) -> Tensor:
+    return torch.tensor(len(scores), device=scores.device)
+
+
+LIST_LOSSES: dict[str, Any] = {
+    kind.__name__: kind
+    for kind in (LambdaLoss, RankNetLoss, ListNetLoss, ListMLELoss, PListMLELoss, ADRMSELoss, MarginMSELoss)
+}
+"""By name."""
