@@ -19,6 +19,7 @@ from flodl_hf.export.write import WrittenFile, verify_files, write_bytes, write_
 from flodl_hf.graph_model import GraphModel
 from flodl_hf.head_names import names_of
 from flodl_hf.parts import join, joined, part_of
+from flodl_hf.sentence import recipe_files
 
 __all__ = ["save_adapter", "stored_adapter"]
 
@@ -64,19 +65,30 @@ def save_adapter(
             back as the same bytes.
     """
     tensors = stored_adapter(model, adapter)
-    others = {CONFIG: _json(_settings(model, adapter)), HEAD: _json(_head(model, adapter))} | dict(extra_files or {})
+    others = {CONFIG: _json(_settings(model, adapter)), HEAD: _json(_head(model, adapter))} | _recipe(model)
+    others |= dict(extra_files or {})
     written: list[WrittenFile] = []
 
     def write(stage: Path) -> None:
         written.append(write_safetensors(stage / WEIGHTS, tensors.items(), {"format": "pt"}))
         for name, data in others.items():
-            written.append(write_bytes(stage / name, data))
+            (stage / name).parent.mkdir(exist_ok=True)
+            file = write_bytes(stage / name, data)
+            written.append(WrittenFile(name, file.size, file.sha256))
         write_checksums(stage, ((file.name, file.size, file.sha256) for file in written))
 
     needed = sum(t.numel() * t.element_size() for t in tensors.values()) + sum(map(len, others.values()))
     target = publish_folder(folder, write, overwrite=overwrite, needed_bytes=needed)
     verify_files(target, written)
     return target
+
+
+def _recipe(model: GraphModel) -> dict[str, bytes]:
+    """Return what says how vectors are made, which training may have changed."""
+    recipe = model.sentence_recipe
+    if recipe is None or model.head not in ("base", "masked_lm"):
+        return {}
+    return dict(recipe.files) or recipe_files(recipe, model.config.encoder.hidden_size)
 
 
 def _json(values: Mapping[str, Any]) -> bytes:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from finetune_tables import TABLES, labelled
+from finetune_tables import TABLES, labelled, sentences
 from safetensors.torch import load_file
 from torch import Tensor
 from typer.testing import CliRunner
@@ -56,6 +56,28 @@ def test_an_adapter_learns_beside_a_base_that_keeps_its_bits(task: str, base: Pa
     assert again.head == task
     assert again.config.labels == result.model.config.labels
     assert apart(learned(again), learned(result.model)) == 0.0
+
+
+@pytest.mark.parametrize("task", ["embedding", "sparse", "rank"])
+def test_vectors_and_scores_of_a_saved_adapter_are_those_that_were_trained(
+    task: str, base: Path, tmp_path: Path
+) -> None:
+    texts = sentences()
+    rows = [{"anchor": a, "positive": b, "negative": c} for a, b, c in zip(texts, texts[16:], texts[32:], strict=False)]
+    more: dict[str, Any] = {"pooling": "cls"} if task == "embedding" else {}
+    given = {**BASIC, "task": task, "epochs": 1, "max_steps": 2, **more}
+    model: Any = finetune(base, train=rows[:16], out=tmp_path / "out", **given).model
+    again: Any = load(tmp_path / "out")
+    assert again.active_adapter is not None
+    assert apart(learned(again), learned(model)) == 0.0
+    if task == "rank":
+        assert again.rerank(texts[0], texts[8:12]) == model.rerank(texts[0], texts[8:12])
+    elif task == "sparse":
+        found, wanted = (m.embed_sparse(texts[:4]).to_tensor().to_dense() for m in (again, model))
+        assert torch.equal(found, wanted)
+    else:
+        assert torch.equal(again.embed(texts[:4]), model.embed(texts[:4]))
+        assert not torch.equal(again.embed(texts[:4]), load(base, head="base").embed(texts[:4]))
 
 
 def test_only_the_adapter_and_the_head_are_in_the_optimiser_and_in_checkpoints(base: Path, tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ def lists() -> list[dict[str, Any]]:
     ]
 
 
-EXACT: dict[str, Any] = {**ONE, "batch_size": 4, "dropout": 0.0, "optimizer": "sgd", "lr": 0.05, "max_grad_norm": 0.0,
+EXACT: dict[str, Any] = {**ONE, "batch_size": 4, "dropout": 0.0, "optimizer": "sgd", "lr": 5.0, "max_grad_norm": 0.0,
                          "schedule": "constant"}  # fmt: skip
 
 
@@ -149,7 +149,8 @@ def test_steps_of_lists_are_those_of_a_plain_loop_however_they_are_cut(base: Pat
     data = lists()
     job = plan_job(base, data, None, make_options({**EXACT, "vector_loss": loss}))
     model: Any = job.model
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    start = {name: value.detach().clone() for name, value in model.graph.named_parameters()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=5.0, momentum=0.9)
     of = make_loss(loss, None, LIST_LOSSES)
     for batch in list(job.batches.plan(0))[:3]:
         scores, labels = torch.zeros(4, 5), torch.zeros(4, 5)
@@ -166,11 +167,13 @@ def test_steps_of_lists_are_those_of_a_plain_loop_however_they_are_cut(base: Pat
         optimizer.step()
         optimizer.zero_grad()
     plain = {name: value.detach().clone() for name, value in model.graph.named_parameters()}
+    moved = max((plain[name] - start[name]).abs().max() for name in plain)
+    assert moved > 1e-3
     cuts: list[dict[str, Any]] = [{}, {"micro_batch_size": 1}, {"layout": "packed"}]
     for more in cuts:
-        found: Any = finetune(model, train=data, vector_loss=loss, **EXACT, **more).model
+        found: Any = finetune(base, train=data, vector_loss=loss, **EXACT, **more).model
         for name, value in found.graph.named_parameters():
-            assert (value - plain[name]).abs().max() < 5e-6, (name, more)
+            assert (value - plain[name]).abs().max() < 5e-3 * moved, (name, more)
 
 
 @pytest.mark.slow
