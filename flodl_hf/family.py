@@ -17,7 +17,7 @@ from flodl.graph import Graph
 from flodl_hf.config_rows import Inert, Row
 from flodl_hf.keys import KeyMap, KeyRow, Tie, rows_under
 
-__all__ = ["Family", "FamilyHead", "FamilyTokenizer", "Ignored"]
+__all__ = ["Family", "FamilyHead", "FamilyTokenizer", "Ignored", "Kept"]
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,23 @@ class Ignored:
 
     name: str
     reason: str
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A tensor that no layer computes with and nobody trains: kept beside a model, and written for any head.
+
+    Args:
+        name: its Hugging Face name.
+        reason: what it is.
+        also: names that files may have in its place.
+        module: our module that reads it (``take``); None where none does.
+    """
+
+    name: str
+    reason: str
+    also: tuple[str, ...] = ()
+    module: str | None = None
 
 
 @dataclass(frozen=True)
@@ -78,6 +95,7 @@ class FamilyTokenizer:
         mask_takes_space: whether the mask takes the space before it, where the settings files do not say.
         lowercase: the default of ``do_lower_case``; None where the class does not read it.
         split_punctuation: the default of ``split_by_punct``; None where the class does not read it.
+        anywhere: tokens of ``vocab.txt`` are found wherever they stand, and no word is cut otherwise, as ESM does.
         cleaned: spaces and quotes are made plain and, unless ``keep_accents``, accents taken off before a
             sentencepiece model sees the text, and "9," is cut apart, as ALBERT does.
         first: tokens that are numbered before the pieces of a sentencepiece model; a role stands for its token, and
@@ -93,6 +111,7 @@ class FamilyTokenizer:
     mask_takes_space: bool = False
     lowercase: bool | None = None
     split_punctuation: bool | None = None
+    anywhere: bool = False
     cleaned: bool = False
     first: tuple[str, ...] = ()
     skipped: int = 0
@@ -115,7 +134,8 @@ class Family:
         prefixes: what names of the encoder may begin with in place of ``base_prefix``.
         claims: whether a ``config.json`` of another ``model_type`` is this family's, by what else it says; None where
             only ``model_type`` decides.
-        ignored: tensors that may be in a file and are not used.
+        ignored: tensors that may be in a file and are not used; names may have ``{i}`` for the layer.
+        kept: tensors that are kept beside a model.
         encoder: ``encoder(config)`` returns the graph from ids to token states.
         pooler: ``pooler(config)`` returns the graph from token states to one state a text, or None.
         heads: what each task takes, by the task's name.
@@ -145,6 +165,7 @@ class Family:
     prefixes: tuple[str, ...] = ()
     claims: Callable[[Mapping[str, Any]], bool] | None = None
     ignored: tuple[Ignored, ...] = ()
+    kept: tuple[Kept, ...] = ()
     indices: Callable[[Any], Sequence[Mapping[str, int]]] = field(
         default=lambda config: [{"i": i} for i in range(config.num_layers)]
     )

@@ -92,6 +92,10 @@ class Padded:
             return hidden.sum(1) / count
         return (hidden * self.mask[:, :, None]).sum(1) / self.mask.sum(1, keepdim=True)
 
+    def spread(self, values: Tensor) -> Tensor:
+        """Return what belongs to each text, ``(batch, size)``, for each of its tokens, ``(batch, 1, size)``."""
+        return values[:, None]
+
     def keep(self, hidden: Tensor) -> Tensor | None:
         """Return the mask shaped to multiply ``hidden``, ``(batch, seq, 1)``; None where nothing is masked."""
         return None if self.mask is None else self.mask[:, :, None]
@@ -210,13 +214,20 @@ class Packed:
     def mean(self, hidden: Tensor) -> Tensor:
         """Return the mean state of each text's tokens, ``(texts, hidden)``; zeros for a slot without any."""
         values = hidden.float() if hidden.dtype in (torch.float16, torch.bfloat16) else hidden
-        owners = torch.searchsorted(
-            self.offsets[1:], torch.arange(hidden.shape[0], device=hidden.device, dtype=torch.int32), right=True
-        )
+        owners = self._owners(hidden.shape[0])
         # Tokens that stand in no slot, where padding ends behind the last one, add to a row that is left out.
         total = values.new_zeros(self.num_texts + 1, *hidden.shape[1:]).index_add(0, owners, values)[:-1]
         count = (self.offsets[1:] - self.offsets[:-1]).clamp(min=1)[:, None]
         return (total / count).to(hidden.dtype)
+
+    def _owners(self, num_tokens: int) -> Tensor:
+        """Return which text each token belongs to; behind the last one, where padding stands in no slot."""
+        tokens = torch.arange(num_tokens, device=self.offsets.device, dtype=torch.int32)
+        return torch.searchsorted(self.offsets[1:], tokens, right=True)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Return what belongs to each text, ``(texts, size)``, for each of its tokens, ``(tokens, size)``."""
+        return values[self._owners(self.num_tokens).clamp(max=self.num_texts - 1)]
 
     def keep(self, hidden: Tensor) -> Tensor | None:
         """Return None: filling in a packed batch is texts of its own, so nothing has to be masked."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from flodl.errors import CheckpointError, capped, nearest, printable
 from flodl_hf.family import Family
@@ -153,7 +153,7 @@ def class_of(architectures: object) -> str | None:
 class _Names:
     """Every Hugging Face name that a file of this family may hold, and what it means for one head."""
 
-    def __init__(self, family: Family, config: object, key_map: KeyMap, targets: Iterable[str], head: str) -> None:
+    def __init__(self, family: Family, config: Any, key_map: KeyMap, targets: Iterable[str], head: str) -> None:
         self.family = family
         self.wanted = {theirs: ours for ours, theirs in key_map.names(targets).items()}
         # Names of stored tensors that hold several of ours, with those of their parts.
@@ -164,7 +164,12 @@ class _Names:
         self.also = {other: theirs for theirs, ours in self.wanted.items() for other in key_map.also(ours)}
         own = () if head == "base" else family.heads[head].aliases
         self.aliases = dict(own)
-        self.reasons = {entry.name: entry.reason for entry in family.ignored}
+        self.reasons = {
+            entry.name.format(**holes): entry.reason
+            for entry in family.ignored
+            for holes in (family.indices(config) if "{" in entry.name else [{}])
+        }
+        self.reasons |= {name: kept.reason for kept in family.kept for name in (kept.name, *kept.also)}
         self.pooler = {row.theirs for row in family.keys if row.ours.startswith("pooler")}
         self.other_heads: dict[str, str] = {}
         for name, spec in family.heads.items():
@@ -237,7 +242,7 @@ def plan_load(
     tie_words: bool,
     where: str,
     renew: Iterable[str] = (),
-    config: object = None,
+    config: Any = None,
     custom: str | None = None,
 ) -> Plan:
     """Return what fills what.

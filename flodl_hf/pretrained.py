@@ -7,17 +7,18 @@ model is handed out only when all of it is there. What was read is remembered as
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from flodl.collecting import gc_paused
 from flodl.devices import find_device
-from flodl.errors import ConfigError, printable
+from flodl.errors import CheckpointError, ConfigError, printable
 from flodl.graph import Graph
 from flodl_hf.adapters.attach import adapters_of
 from flodl_hf.attention import check_implementation
@@ -25,6 +26,7 @@ from flodl_hf.building import assign, build_graph, initialise, tie_tensors
 from flodl_hf.checkpoint import Checkpoint, StoredTensor
 from flodl_hf.checkpoint.members import is_entry
 from flodl_hf.config import MAX_LABELS, ModelConfig, listed_texts, read_config_file
+from flodl_hf.family import Kept
 from flodl_hf.filling import FiniteCheck, check_dtype, check_duplicates, fill, settle_dtype, settle_ties
 from flodl_hf.folders import MODEL_FILES, VOCABULARY_FILES, holds_adapter, resolve_folder
 from flodl_hf.graph_model import GraphModel
@@ -146,9 +148,9 @@ def _load(
             warming.layers(graph, dtype)
         same_head = plan.report.source_head == head and not plan.report.new
         carried_names = list(plan.report.ignored) if same_head else []
-        names = list(
-            dict.fromkeys([*plan.placed.values(), *(a for pair in plan.duplicates for a in pair), *carried_names])
-        )
+        kept = _kept(plan.report.ignored, config)
+        repeated = (name for pair in plan.duplicates for name in pair)
+        names = list(dict.fromkeys([*plan.placed.values(), *repeated, *carried_names, *kept]))
         on_disk: OnDisk | None = None
         place = torch.device("cpu") if device is None else torch.device(device)
         stays = stays_on_disk(
@@ -180,6 +182,7 @@ def _load(
     ties = [*plan.ties, *settle_ties(plan, values, report)]
     check_duplicates(plan, values, carried_names)
     carried = {name: values[name] for name in carried_names}
+    beside = _taken(graph, kept, values, str(folder))
     fill(graph, plan, values, dtype)
     if report.new:
         scale = float(config.source.get("initializer_range", 0.02))
@@ -201,6 +204,7 @@ def _load(
         placed=plan.placed,
         duplicates=plan.duplicates,
         carried=carried,
+        kept=beside,
         same_head=same_head,
         config_text=config.text or "",
     )
@@ -215,6 +219,33 @@ def _load(
     if held is not None:
         held.check()
     return model
+
+
+def _kept(unused: Iterable[str], config: ModelConfig) -> dict[str, Kept]:
+    """Return the stored tensors that are kept beside the model, by stored name."""
+    prefix = config.family.base_prefix + "."
+    stored = {name if name.startswith(prefix) else prefix + name: name for name in unused}
+    found = {}
+    for kept in config.family.kept:
+        name = next((stored[name] for name in (kept.name, *kept.also) if name in stored), None)
+        if name is not None:
+            found[name] = kept
+    return found
+
+
+def _taken(graph: Graph, kept: Mapping[str, Kept], values: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
+    """Give modules what they read of kept tensors; return these by their names in new files."""
+    modules: dict[str | None, Any] = dict(graph.named_modules())
+    for name, entry in kept.items():
+        if entry.module in modules:
+            try:
+                modules[entry.module].take(values[name])
+            except ValueError as fault:
+                raise CheckpointError(
+                    f"{where}: {name}: {fault}. config.json and the weights do not belong together; fetch both again.",
+                    where=where,
+                ) from None
+    return {entry.name: values[name] for name, entry in kept.items()}
 
 
 def _colbert(folder: Path, config: ModelConfig) -> SentenceRecipe | None:
@@ -287,6 +318,7 @@ def plan_folder(
         tie_words=config.tie_words,
         where=where,
         renew=(spec.classifier,) if spec and spec.classifier and relabelled else (),
+        config=config.encoder,
         custom=custom,
     )
     plan.report.notes += config.notes

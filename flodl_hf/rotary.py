@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from flodl_hf.config_rows import Check, Row
 from flodl_hf.layout import Layout
 
-__all__ = ["Rotary", "RotarySettings", "rotary_rows", "rotary_settings", "wavelength"]
+__all__ = ["Rotary", "RotarySettings", "StatedRotary", "rotary_rows", "rotary_settings", "wavelength"]
 
 
 @dataclass(frozen=True)
@@ -142,3 +142,30 @@ class Rotary(nn.Module):
         one, two = x.chunk(2, -1)
         turned = x * cos + torch.cat([-two, one], -1) * sin
         return turned.to(states.dtype).view(states.shape)
+
+
+class StatedRotary(Rotary):
+    """Rotations whose frequencies a file may state; layers of the same width and base take the angles made here.
+
+    The numbers are kept as their bits, which no change of a model's dtype rounds.
+    """
+
+    bits: Tensor | None
+
+    def __init__(self, width: int, theta: float = 10_000.0, *, widened: bool = False) -> None:
+        super().__init__(width, theta, widened=widened)
+        self.register_buffer("bits", None, persistent=False)
+
+    def take(self, frequencies: Tensor) -> None:
+        """Hold frequencies, ``(H / 2,)``, as a file states them.
+
+        Raises:
+            ValueError: they are not as many as a head has pairs.
+        """
+        if frequencies.shape != (self.width // 2,):
+            raise ValueError(f"found shape {list(frequencies.shape)}; expected [{self.width // 2}]")
+        self.bits = frequencies.detach().float().contiguous().clone().view(torch.int32)
+
+    def frequencies(self, device: torch.device) -> Tensor:
+        """Return the angle of one place for each pair of features, ``(H / 2,)``, in float32."""
+        return super().frequencies(device) if self.bits is None else self.bits.view(torch.float32).to(device)

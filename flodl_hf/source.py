@@ -25,6 +25,7 @@ class Source:
         placed: our name -> stored name.
         duplicates: stored names that repeat another, ``(repeated, kept)``.
         carried: stored tensors that the model does not use and an unchanged export writes back.
+        kept: those of them that any export writes, by the names that they have in new files.
         same_head: the file was written for the head that was loaded.
         config_text: the text of ``config.json``.
     """
@@ -36,5 +37,6 @@ class Source:
     placed: Mapping[str, str] = field(repr=False)
     duplicates: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     carried: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
+    kept: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
     same_head: bool = True
     config_text: str = field(default="", repr=False)

@@ -132,7 +132,9 @@ def stored_tensors(model: GraphModel) -> dict[str, Tensor]:
         # Untied, the reference keeps both names of a repeated tensor as tensors of their own.
         for alias, canonical in model.config.family.heads[model.head].aliases:
             result[alias] = result[canonical].clone()
-    return joined(result)
+    bare = model.config.family.base_prefix + "." if model.head == "base" else ""
+    kept = {} if source is None else source.kept
+    return joined(result) | {name.removeprefix(bare): value for name, value in kept.items()}
 
 
 def stored_ties(model: GraphModel) -> dict[str, str]:

@@ -18,6 +18,7 @@ from flodl_hf.families import (
     deberta_v2,
     distilbert,
     electra,
+    esm,
     eurobert,
     gte,
     jina_bert,
@@ -57,6 +58,7 @@ FAMILIES: tuple[Family, ...] = (
     xlm_roberta_xl.FAMILY,
     roberta_prelayernorm.FAMILY,
     data2vec_text.FAMILY,
+    esm.FAMILY,
 )
 
 _registered: dict[str, Family] = {}

@@ -95,7 +95,8 @@ def key_map(bench: Bench) -> Evidence:
         options = [stored, *names.also(name)]
         found = next((as_whole(o) for o in options if as_whole(o) in theirs), as_whole(stored))
         covered.setdefault(found, set()).add(stored)
-    lost, extra = theirs - set(covered) - repeated, set(covered) - theirs - tied
+    kept = {entry.name for entry in bench.cell.record.kept}
+    lost, extra = theirs - set(covered) - repeated - kept, set(covered) - theirs - tied
     faults = [f"{len(n)} {what}: {sorted(n)[:3]}" for what, n in (("not covered", lost), ("not theirs", extra)) if n]
     back = [name for name, stored in ours.items() if names.ours(stored) != name]
     if back:

@@ -183,7 +183,7 @@ def frame(tokenizer: Tokenizer, template: str, tokens: Mapping[str, str], folder
         folder: where the vocabulary came from, for messages.
         prefix: whether a space is put before a text.
     """
-    first, last = tokens["cls_token"], tokens["sep_token"]
+    first, last = tokens["cls_token"], tokens.get("sep_token") or tokens["eos_token"]
     first_id, last_id = tokenizer.token_to_id(first), tokenizer.token_to_id(last)
     if first_id is None or last_id is None:
         raise TokenizerError(

@@ -89,6 +89,15 @@ def _word_pieces(source: Source) -> Tokenizer:
     return tokenizer
 
 
+def _anywhere(source: Source) -> Tokenizer:
+    vocab = read_vocab_txt(source.files["vocab.txt"], f"{source.folder}/vocab.txt")
+    _require(source, vocab, ("unk_token", "cls_token", "eos_token"), "vocab.txt")
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=source.tokens["unk_token"]))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in vocab if token.strip()])
+    return tokenizer
+
+
 def _byte_level(source: Source) -> Tokenizer:
     vocab = read_vocab_json(source.files["vocab.json"], f"{source.folder}/vocab.json")
     merges = read_merges(source.files["merges.txt"], f"{source.folder}/merges.txt", vocab)
@@ -217,7 +226,7 @@ def _fairseq_numbers(source: Source) -> Tokenizer:
 
 def _builder(rules: FamilyTokenizer) -> Callable[[Source], Tokenizer]:
     """Return what makes a tokenizer of a family's files."""
-    known = {"vocab.txt": _word_pieces, "vocab.json": _byte_level}
+    known = {"vocab.txt": _anywhere if rules.anywhere else _word_pieces, "vocab.json": _byte_level}
     return known.get(rules.files[0], _fairseq_numbers if rules.first else _own_numbers)
 
 

@@ -124,12 +124,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "xlm-roberta-xl": ("XLMRobertaXL", _ROBERTA),
     "roberta-prelayernorm": ("RobertaPreLayerNorm", _ROBERTA),
     "data2vec-text": ("Data2VecText", _ROBERTA),
+    "esm": (
+        "Esm",
+        {key: value for key, value in _ROBERTA.items() if key != "type_vocab_size"}
+        | {"position_embedding_type": "rotary", "token_dropout": True, "mask_token_id": 4, "emb_layer_norm_before": False},
+    ),
 }  # fmt: skip
 # Families with every head; the others have those of classification and of masked words.
 WHOLE = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "albert", "deberta-v2")
 LENGTHS = {"one row": (7,), "mixed lengths": (6, 3, 9, 1), "single tokens": (1, 1), "second texts": (8, 5)}
 ROW = dict.fromkeys(
-    ("roberta", "xlm-roberta", "camembert", "mpnet", "xlm-roberta-xl", "roberta-prelayernorm", "data2vec-text"), 18
+    ("roberta", "xlm-roberta", "camembert", "mpnet", "xlm-roberta-xl", "roberta-prelayernorm", "data2vec-text", "esm"),
+    18,
 )
 
 

@@ -128,6 +128,15 @@ EUROBERT: Config = {
     "rope_scaling": None, "rope_theta": 250000, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
     "use_cache": False, "vocab_size": 128256,
 }  # fmt: skip
+# Of proteins: <cls> 0, <pad> 1, <eos> 2, <mask> 32.
+ESM: Config = {
+    "model_type": "esm", **sizes(320, 6, 20, 1280), "architectures": ["EsmForMaskedLM"],
+    "attention_probs_dropout_prob": 0.0, "classifier_dropout": None, "emb_layer_norm_before": False,
+    "esmfold_config": None, "hidden_act": "gelu", "hidden_dropout_prob": 0.0, "initializer_range": 0.02,
+    "is_folding_model": False, "layer_norm_eps": 1e-5, "mask_token_id": 32, "max_position_embeddings": 1026,
+    "pad_token_id": 1, "position_embedding_type": "rotary", "token_dropout": True, "torch_dtype": "float32",
+    "use_cache": True, "vocab_list": None, "vocab_size": 33,
+}  # fmt: skip
 MINILM: Config = BERT | sizes(384, 6, 12, 1536) | {"gradient_checkpointing": False} | RECENT
 IDENTITY = "torch.nn.modules.linear.Identity"
 CROSS = {"sbert_ce_default_activation_function": IDENTITY}
@@ -272,6 +281,10 @@ PUBLISHED: dict[str, tuple[Config, str]] = {
     "facebook/xlm-roberta-xxl": (XLMR | sizes(4096, 48, 32, 16384) | arch("XLMRobertaXLForMaskedLM") | {"model_type": "xlm-roberta-xl", "vocab_size": 250880, "position_embedding_type": "absolute", "use_cache": True}, "mlm"),
     "andreasmadsen/efficient_mlm_m0.40": (ROBERTA | LARGE | RECENT | arch("RobertaPreLayerNormForMaskedLM") | {"model_type": "roberta-prelayernorm", "torch_dtype": "float32"}, "mlm"),
     "facebook/data2vec-text-base": (ROBERTA | RECENT | arch("Data2VecTextModel") | {"model_type": "data2vec-text", "torch_dtype": "float32"}, "base"),
+    # --- ESM -----------------------------------------------------------------------------------------
+    "facebook/esm2_t6_8M_UR50D": (ESM, "mlm"),
+    "facebook/esm2_t33_650M_UR50D": (ESM | sizes(1280, 33, 20, 5120), "mlm"),
+    "facebook/esm1b_t33_650M_UR50S": (ESM | sizes(1280, 33, 20, 5120) | {"emb_layer_norm_before": True, "position_embedding_type": "absolute", "token_dropout": True}, "mlm"),
     "blaze999/Medical-NER": (DEBERTA_TUNED | arch("DebertaV2ForTokenClassification") | labels(*(f"B-{i}" for i in range(83))), "tokcls"),
 }  # fmt: skip
 

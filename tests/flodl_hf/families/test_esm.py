@@ -1,0 +1,140 @@
+"""ESM: frequencies of rotations as files state them, masked tokens scaled text by text, tokens wherever they stand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from flodl.errors import CheckpointError
+from flodl_hf import load
+from flodl_hf.auto import head_named
+from flodl_hf.config import ModelConfig
+from flodl_hf.errors import TokenizerError
+from flodl_hf.families import named
+from flodl_hf.layout import Packed
+from flodl_hf.parity.shapes import settings_of
+from flodl_hf.tokenizer import Tokenizer
+
+IDS = torch.tensor([[0, 9, 4, 33, 41, 8, 2], [0, 30, 2, 1, 1, 1, 1]])
+MASK = torch.tensor([[1] * 7, [1] * 3 + [0] * 4])
+WORDS = ["<cls>", "<pad>", "<eos>", "<unk>", *"LAGVSERTIDPKQNFYMHWCXBUZO.-", "<null_1>", "<mask>"]
+LAYER = "esm.encoder.layer.{}.attention.self.rotary_embeddings.inv_freq"
+
+
+@pytest.fixture
+def older(tmp_path: Path) -> Path:
+    """Return a folder as published ones are: frequencies in each layer, rounded to half precision long ago."""
+    family = named("esm")
+    assert family is not None
+    config = ModelConfig.for_model("esm", **settings_of(family, "tiny") | {"architectures": ["EsmForMaskedLM"]})
+    model = head_named("mlm").model.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.2)
+    folder = model.save_pretrained(tmp_path / "older")
+    rounded = (1 / 10_000 ** (torch.arange(0, 8, 2) / 8)).half().float()
+    tensors = load_file(folder / "model.safetensors") | {LAYER.format(i): rounded.clone() for i in range(2)}
+    tensors["esm.contact_head.regression.weight"] = torch.ones(1, 8)
+    tensors["esm.contact_head.regression.bias"] = torch.ones(1)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(IDS, MASK)[0]
+
+
+def test_frequencies_are_the_files_and_written_back(older: Path, tmp_path: Path) -> None:
+    model = load(older)
+    tensors = load_file(older / "model.safetensors")
+    plain = {name: value for name, value in tensors.items() if "inv_freq" not in name}
+    (tmp_path / "plain").mkdir()
+    save_file(plain, tmp_path / "plain" / "model.safetensors")
+    (tmp_path / "plain" / "config.json").write_text((older / "config.json").read_text("utf-8"), "utf-8")
+    assert not torch.equal(logits(model), logits(load(tmp_path / "plain")))
+    written = load_file(model.save_pretrained(tmp_path / "again") / "model.safetensors")
+    assert written.keys() == tensors.keys()
+    assert all(torch.equal(written[name], tensors[name]) for name in tensors)
+
+
+def test_another_head_keeps_them_and_no_dtype_rounds_them(older: Path, tmp_path: Path) -> None:
+    model = load(older, head="tokcls", labels=["a", "b"])
+    expected = logits(model)
+    folder = model.save_pretrained(tmp_path / "tokcls")
+    stored = load_file(folder / "model.safetensors")
+    assert torch.equal(
+        stored["esm.rotary_embeddings.inv_freq"], load_file(older / "model.safetensors")[LAYER.format(0)]
+    )
+    assert stored["esm.contact_head.regression.weight"].shape == (1, 8)
+    assert torch.equal(logits(load(folder)), expected)
+    rotary: Any = model.to(torch.bfloat16).graph.get_submodule("encoder.embeddings.rotary")
+    assert torch.equal(rotary.frequencies(torch.device("cpu")), stored["esm.rotary_embeddings.inv_freq"])
+
+
+def test_frequencies_of_other_heads_are_refused(older: Path) -> None:
+    tensors = load_file(older / "model.safetensors") | {LAYER.format(0): torch.ones(7)}
+    save_file(tensors, older / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"inv_freq: found shape \[7\]; expected \[4\]"):
+        load(older)
+
+
+@pytest.mark.transformers
+@pytest.mark.filterwarnings("ignore")
+def test_transformers_reads_both_the_same(older: Path, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = load(older)
+    theirs = transformers.EsmForMaskedLM.from_pretrained(older).eval()
+    for parameter in theirs.parameters():
+        parameter.data = parameter.data.clone()
+    with torch.no_grad():
+        assert torch.equal(logits(model), theirs(IDS, MASK).logits)
+    folder = load(older, head="base").save_pretrained(tmp_path / "base")
+    again = transformers.EsmModel.from_pretrained(folder, add_pooling_layer=False).eval()
+    with torch.no_grad():
+        found = again(IDS, MASK).last_hidden_state
+    torch.testing.assert_close(load(older, head="base").eval()(IDS, MASK)[0], found, rtol=0, atol=1e-6)
+
+
+def test_packed_texts_scale_by_their_own_masked_tokens(older: Path) -> None:
+    model = load(older).eval()
+    ids = IDS.clone()
+    ids[1, 1] = 4
+    with torch.no_grad():
+        padded = model(ids, MASK)[0]
+        packed = model.graph(torch.cat([ids[0], ids[1, :3]]), layout=Packed.of([7, 3]))
+    torch.testing.assert_close(packed, torch.cat([padded[0], padded[1, :3]]), rtol=0, atol=1e-5)
+
+
+TEXTS = ["MKTVRQ", "M K T V", "MK<mask>TV", "MJJTab", "  M.-K\n", "<null_1>A", "", "mkt", "<cls>MA"]
+
+
+def vocabulary() -> dict[str, bytes]:
+    return {"vocab.txt": "\n".join(WORDS).encode()}
+
+
+def test_tokens_are_found_wherever_they_stand() -> None:
+    tokenizer = Tokenizer.from_files(vocabulary(), model_type="esm")
+    assert tokenizer("MJJT<mask> A").tokens() == ["<cls>", "M", "<unk>", "T", "<mask>", "A", "<eos>"]
+    assert tokenizer("M", "K").tokens() == ["<cls>", "M", "<eos>", "K", "<eos>"]
+    assert tokenizer.mask_token_id == 32
+    assert tokenizer.sep_token is None
+    with pytest.raises(TokenizerError, match="eos_token"):
+        Tokenizer.from_files({"vocab.txt": "\n".join(WORDS[:2] + WORDS[3:]).encode()}, model_type="esm")
+
+
+@pytest.mark.transformers
+def test_ids_are_those_of_transformers(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    (tmp_path / "vocab.txt").write_bytes(vocabulary()["vocab.txt"])
+    theirs = transformers.EsmTokenizer(str(tmp_path / "vocab.txt"))
+    ours = Tokenizer.from_files(vocabulary(), model_type="esm")
+    for text in TEXTS:
+        assert ours(text).input_ids == theirs(text)["input_ids"], text
+        assert ours(text, "KT").input_ids == theirs(text, "KT")["input_ids"], text
+        ids = ours(text).input_ids
+        assert ours.decode(ids) == theirs.decode(ids), text
