@@ -4,6 +4,7 @@ Each function takes vectors and truth; nothing here runs a model.
 """
 
 from flodl_hf.vectors.judging.groups import clustering_figures, v_measure
+from flodl_hf.vectors.judging.mined import mining_figures
 from flodl_hf.vectors.judging.pairs import binary_figures, similarity_figures, triplet_figures
 from flodl_hf.vectors.judging.ranked import ranking_figures, reranking_figures
 from flodl_hf.vectors.judging.retrieval import retrieval_figures
@@ -13,6 +14,7 @@ __all__ = [
     "binary_figures",
     "clustering_figures",
     "matryoshka_curve",
+    "mining_figures",
     "ranking_figures",
     "reranking_figures",
     "retrieval_figures",

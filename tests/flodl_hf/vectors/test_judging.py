@@ -17,6 +17,7 @@ from flodl_hf.vectors.judging import (
     binary_figures,
     clustering_figures,
     matryoshka_curve,
+    mining_figures,
     ranking_figures,
     reranking_figures,
     retrieval_figures,
@@ -200,5 +201,38 @@ def test_as_the_evaluators_of_sentence_transformers() -> None:
     for evaluator, pattern, ours in evaluators:
         theirs = evaluator(model)
         assert ours == pytest.approx({name: float(theirs[pattern.format(name)]) for name in ours}, abs=1e-7)
+    said = [(i, i + 3) for i in range(0, COUNT - 3, 4)]
+    everything = {name: name for name in a}
+    mined = library.ParaphraseMiningEvaluator(everything, [(a[i], a[j]) for i, j in said], top_k=60, write_csv=False)
+    assert mining_figures(A, said, top_k=60) == pytest.approx(mined(model), abs=1e-6)
     accuracy = library.TripletEvaluator(a, b, c, write_csv=False)(model)["cosine_accuracy"]
     assert triplet_figures(A, B, C)["triplet_accuracy"] == pytest.approx(accuracy, abs=1e-7)
+
+
+def test_mined_pairs_by_hand() -> None:
+    vectors = F.normalize(torch.tensor([[1.0, 0.0], [1.0, 0.1], [0.0, 1.0], [0.3, 1.0], [-1.0, 0.2]]), dim=-1)
+    found = mining_figures(vectors, [(1, 0), (2, 3), (0, 4)])  # the first two are the most alike, the third the least
+    assert (found["precision"], found["recall"]) == (1.0, pytest.approx(2 / 3))
+    assert found["f1"] == pytest.approx(0.8)
+    assert found["average_precision"] == pytest.approx((1 + 1 + 3 / 10) / 3)
+    assert 0.3 < found["threshold"] < 0.95
+    with pytest.raises(DataError, match="no duplicates"):
+        mining_figures(vectors, [])
+
+
+def test_as_pytrec_eval() -> None:
+    library = pytest.importorskip("pytrec_eval")
+    vectors = torch.randn(3 * COUNT, SIZE, generator=torch.Generator().manual_seed(8))  # no two scores alike
+    queries, corpus = vectors[:COUNT], vectors[COUNT:]
+    scores = F.normalize(queries, dim=-1) @ F.normalize(corpus, dim=-1).T
+    truth = {f"q{i}": {f"d{k}": 1 for k in places} for i, places in enumerate(RELEVANT)}
+    ranked = {f"q{i}": {f"d{k}": float(score) for k, score in enumerate(row)} for i, row in enumerate(scores)}
+    measures = {"ndcg_cut.10", "map_cut.100", "recall.10", "P.5", "recip_rank"}
+    rows = library.RelevanceEvaluator(truth, measures).evaluate(ranked).values()
+    theirs = {name: np.mean([row[name] for row in rows]) for name in next(iter(rows))}
+    ours = retrieval_figures(
+        queries, corpus, RELEVANT, at={"ndcg": (10,), "map": (100,), "recall": (10,), "precision": (5,), "mrr": (80,)}
+    )
+    names = {"ndcg@10": "ndcg_cut_10", "recall@10": "recall_10", "precision@5": "P_5", "mrr@80": "recip_rank"}
+    assert {name: ours[name] for name in names} == pytest.approx({n: theirs[t] for n, t in names.items()}, abs=1e-6)
+    assert ours["map@100"] == pytest.approx(theirs["map_cut_100"], abs=1e-6)
