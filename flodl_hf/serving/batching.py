@@ -2,8 +2,8 @@
 
 Decides which rows run next: of the key that has had least, those of the request that is least far (start-time fair
 queueing, Goyal, Vin and Cheng 1996, first among keys and then among a key's requests). So neither a long request nor a
-key with many of them keeps others waiting. Rows of the same model, options and work join a batch up to a number of
-tokens; requests that were given up leave it.
+key with many of them keeps others waiting; priorities decide among a key's requests alone. Rows of the same model,
+options and work join a batch up to a number of tokens; requests that were given up leave it.
 
 On an accelerator, rows that come while nothing waits and nothing runs are run at once by the thread that brings them: a
 request alone is not handed from thread to thread.
@@ -43,6 +43,8 @@ AHEAD = 2
 ALONE = 2048
 # Threads that may run what comes alone: each has a workspace of the accelerator's libraries.
 CALLERS = 4
+# How many requests of its key, at most, one of high priority goes before, and one of low priority lets pass.
+PASSES = 1000
 
 
 class DeadlineError(PredictError):
@@ -60,6 +62,7 @@ class Ticket:
     Attributes:
         key: whose it is.
         until: when its time is over, by ``time.monotonic``.
+        priority: 1 goes before others of its key, -1 behind them.
         gone: whether its client gave it up.
         tokens: tokens of all rows it has sent.
         rows: rows likewise.
@@ -70,6 +73,7 @@ class Ticket:
 
     key: str = ""
     until: float = float("inf")
+    priority: int = 0
     gone: bool = False
     tokens: int = 0
     rows: int = 0
@@ -175,7 +179,7 @@ class Batcher:
         self.queued_tokens = 0
         self._models: dict[Any, tuple[Any, RunOptions]] = {}
         self._engines: dict[Any, Engine] = {}
-        self._waiting: dict[Any, dict[str, list[tuple[float, int, _Sent]]]] = {}
+        self._waiting: dict[Any, dict[str, list[tuple[float, float, _Sent]]]] = {}
         self._active: Counter[str] = Counter()
         self._numbers = count()
         # How many tokens each key has had, counted from where the others were when it came; and how far its requests
@@ -233,7 +237,9 @@ class Batcher:
             sent = _Sent(ticket, table, places, pending, ends, self._far.get(key, 0.0))
             self._models[id(model), options] = (model, options)
             group = self._waiting.setdefault((id(model), options, work), {})
-            heappush(group.setdefault(key, []), (sent.tag, next(self._numbers), sent))
+            # Never equal: the shift of each priority ends in a fraction of its own.
+            number = next(self._numbers) - (PASSES + 0.25) * ticket.priority
+            heappush(group.setdefault(key, []), (sent.tag, number, sent))
             self._changed.notify()
         return pending
 
@@ -314,7 +320,7 @@ class Batcher:
                     self._active[key] -= 1
             return work, taken
 
-    def _turn(self, waiting: tuple[str, list[Any]]) -> tuple[float, float, int]:
+    def _turn(self, waiting: tuple[str, list[Any]]) -> tuple[float, float, float]:
         key, heap = waiting
         return (self._had[key], *heap[0][:2])
 

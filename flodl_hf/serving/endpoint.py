@@ -109,6 +109,7 @@ class Endpoint:
                 key,
                 time.monotonic() + _timeout(headers, house.settings.timeout_s),
                 scope.get("path_params", {}).get("name"),
+                _priority(headers),
             )
             del body
             reply = await self._unless_gone(door.answer(call), receive)
@@ -242,6 +243,18 @@ def _parsed(body: bytes) -> Any:
         return from_json(body)
     except (ValueError, RecursionError) as fault:
         raise RefusedError(f"the body is no JSON: {str(fault)[:200]}", "body") from None
+
+
+_PRIORITIES = {"high": 1, "normal": 0, "low": -1}
+
+
+def _priority(headers: Mapping[str, str]) -> int:
+    given = headers.get("x-priority", "normal").strip().lower()
+    if given not in _PRIORITIES:
+        raise RefusedError(
+            f"x-priority is {given[:40]!r}; expected one of {', '.join(_PRIORITIES)}", "field", param="x-priority"
+        )
+    return _PRIORITIES[given]
 
 
 def _timeout(headers: Mapping[str, str], most: float) -> float:

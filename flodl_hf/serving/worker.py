@@ -143,7 +143,9 @@ def serve(descriptor: int) -> None:
     def read() -> tuple[dict[str, Any], Ticket] | None:
         while (message := stream.read()) is not None:
             if "cancel" not in message:
-                ticket = tickets[message["id"]] = Ticket(message["key"], time.monotonic() + message["left_s"])
+                ticket = tickets[message["id"]] = Ticket(
+                    message["key"], time.monotonic() + message["left_s"], message["priority"]
+                )
                 return message, ticket
             if (gone := tickets.get(message["cancel"])) is not None:
                 gone.give_up()

@@ -174,7 +174,16 @@ class Workers:
     # ---- asking ------------------------------------------------------------------------------------
 
     async def ask(
-        self, task: str, model: str, items: list[Any], options: dict[str, Any], *, key: str, until: float, weight: int
+        self,
+        task: str,
+        model: str,
+        items: list[Any],
+        options: dict[str, Any],
+        *,
+        key: str,
+        until: float,
+        weight: int,
+        priority: int = 0,
     ) -> Answer:
         """Return a worker's answer; cancelled, the request leaves its batch.
 
@@ -186,6 +195,7 @@ class Workers:
             key: whose request it is.
             until: when its time is over, by ``time.monotonic``.
             weight: about how many tokens it has.
+            priority: 1 goes before others of its key, -1 behind them.
 
         Raises:
             TaskError: it was refused, was too late, or its worker ended.
@@ -200,7 +210,7 @@ class Workers:
             process.writer.writelines(
                 packed(
                     {"id": number, "task": task, "model": model, "items": items, "options": options, "key": key,
-                     "left_s": left}
+                     "left_s": left, "priority": priority}
                 )
             )  # fmt: skip
             await process.writer.drain()

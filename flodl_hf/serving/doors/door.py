@@ -79,6 +79,7 @@ class Call:
         key: whose it is.
         until: when its time is over, by ``time.monotonic``.
         path_model: the model of its path, or None.
+        priority: 1 goes before others of its key, -1 behind them.
     """
 
     house: House
@@ -87,6 +88,7 @@ class Call:
     key: str = ""
     until: float = float("inf")
     path_model: str | None = None
+    priority: int = 0
     model: str = ""
     tokens: int = 0
     windows: int = 0
@@ -168,7 +170,14 @@ class Call:
         try:
             with admission.entering(self.key, weight):
                 found = await house.workers.ask(
-                    task, self.model, items, options or {}, key=self.key, until=self.until, weight=weight
+                    task,
+                    self.model,
+                    items,
+                    options or {},
+                    key=self.key,
+                    until=self.until,
+                    weight=weight,
+                    priority=self.priority,
                 )
         except OverloadedError as fault:
             raise RefusedError(fault.message, "overloaded", after_s=fault.after_s) from None

@@ -16,6 +16,7 @@ from flodl_hf.errors import PredictError
 from flodl_hf.runtime.options import RunOptions
 from flodl_hf.runtime.passes import Scores
 from flodl_hf.runtime.pending import Pending
+from flodl_hf.serving import batching
 from flodl_hf.serving.batching import Batcher, DeadlineError, GivenUpError, Ticket
 from flodl_hf.serving.turns import take_turns
 
@@ -164,6 +165,39 @@ def test_a_fault_is_its_own_request_s_alone(engine: Engine) -> None:
     with pytest.raises(PredictError, match="a bad row"):
         bad.wait()
     assert send(batcher, rows(2, first=3)).stacked().tolist() == [6.0]
+
+
+def test_priorities_order_the_requests_of_a_key(engine: Engine) -> None:
+    batcher = Batcher(torch.device("cpu"), 10)
+    engine.may.clear()
+    running = send(batcher, rows(10))
+    time.sleep(0.05)
+    low = send(batcher, rows(10, first=300), Ticket(priority=-1))
+    normal = [send(batcher, rows(10, first=400 + i)) for i in range(3)]
+    high = [send(batcher, rows(10, first=500 + i), Ticket(priority=1)) for i in range(2)]
+    other = send(batcher, rows(10, first=600), Ticket("other", priority=-1))
+    engine.may.set()
+    for pending in (running, low, *normal, *high, other):
+        pending.wait()
+    order = [batch[0] for batch in engine.batches]
+    # Another key has its turn whatever its priority.
+    assert order.index(600) <= 2
+    order.remove(600)
+    assert order == [1, 500, 501, 400, 401, 402, 300]
+
+
+def test_low_priority_does_not_wait_for_ever(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batching, "PASSES", 3)
+    batcher = Batcher(torch.device("cpu"), 10)
+    engine.may.clear()
+    running = send(batcher, rows(10))
+    time.sleep(0.05)
+    all_of_them = [send(batcher, rows(10, first=300), Ticket(priority=-1))]
+    all_of_them += [send(batcher, rows(10, first=400 + i)) for i in range(8)]
+    engine.may.set()
+    for pending in (running, *all_of_them):
+        pending.wait()
+    assert [batch[0] for batch in engine.batches] == [1, 400, 401, 402, 300, 403, 404, 405, 406, 407]
 
 
 def test_what_comes_alone_is_run_by_who_brings_it(engine: Engine) -> None:

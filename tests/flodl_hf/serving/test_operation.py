@@ -58,6 +58,15 @@ def test_keys(guarded: tuple[Any, Any]) -> None:
         assert client.get(path).status_code == 200
 
 
+def test_priorities_are_a_header(guarded: tuple[Any, Any]) -> None:
+    client, _ = guarded
+    for word in ("high", "Normal", "low"):
+        assert client.post("/embed", json={"inputs": "a"}, headers={**FIRST, "x-priority": word}).status_code == 200
+    refused = client.post("/embed", json={"inputs": "a"}, headers={**FIRST, "x-priority": "9"})
+    assert refused.status_code == 422
+    assert "high, normal, low" in refused.json()["error"]
+
+
 def test_too_many_are_refused_at_once_and_the_rest_answered(guarded: tuple[Any, Any]) -> None:
     client, app = guarded
     body = {"inputs": ["the cat sat on the mat and the dog ran"] * 200}
