@@ -1,4 +1,6 @@
-"""The pages of ``docs/reference``, written from the tables that the program runs on: ``python -m docs.generate``.
+"""The pages of ``docs/reference``, and the table of families on ``docs/which-models.md``: ``python -m docs.generate``.
+
+Written from the tables that the program runs on.
 
 Nothing is said here that a table does not say; a test compares the committed pages with what this writes.
 """
@@ -23,6 +25,7 @@ from flodl_hf.heads import HEADS
 from flodl_hf.keys import KeyRow
 
 FOLDER = Path(__file__).parent / "reference"
+MODELS = FOLDER.parent / "which-models.md"
 METHODS = (
     "embed",
     "embed_tokens",
@@ -92,6 +95,24 @@ def families_page() -> str:
         "## Refused in every family",
         table(("key", "because"), ((code(entry.key), entry.what) for entry in FOREIGN)),
     )
+
+
+def with_overview(page: str) -> str:
+    """Return the page of models with its table of families as the families' records say it."""
+    start, end = "<!-- families: written by `make docs` -->", "<!-- end of families -->"
+    before, _, rest = page.partition(start)
+    _, _, after = rest.partition(end)
+    rows = (
+        (
+            code(family.model_type),
+            ", ".join(code(head.short) for head in HEADS if head.name == "base" or head.name in family.heads),
+            ", ".join(map(code, dict.fromkeys(family.checkpoints.values()))) or "-",
+            "transformers, to the bit" if family.tiny else "the file's other names, or float64 written out",
+        )
+        for family in FAMILIES
+    )
+    overview = table(("`model_type`", "heads", "checkpoints of `verify-matrix --live`", "compared with"), rows)
+    return f"{before}{start}\n\n{overview}\n\n{end}{after}"
 
 
 def family_section(family: Family) -> str:
@@ -323,6 +344,10 @@ def main() -> None:
         if not path.exists() or path.read_text("utf-8") != text:
             path.write_text(text, "utf-8")
             print(f"docs/reference/{name}")
+    page = MODELS.read_text("utf-8")
+    if page != with_overview(page):
+        MODELS.write_text(with_overview(page), "utf-8")
+        print("docs/which-models.md")
 
 
 if __name__ == "__main__":

@@ -33,10 +33,10 @@ _SHARED_ROWS = (
 )
 # Names that people bring and that are no misspellings of ours.
 _OTHERS = {
-    "deberta": "DeBERTa v1", "xlnet": "XLNet",
+    "xlnet": "XLNet",
     "longformer": "Longformer", "big-bird": "BigBird", "xlm": "XLM", "roformer": "RoFormer",
     "ernie": "ERNIE",
-    "mobilebert": "MobileBERT", "squeezebert": "SqueezeBERT", "flaubert": "FlauBERT", "funnel": "Funnel", "esm": "ESM",
+    "mobilebert": "MobileBERT", "squeezebert": "SqueezeBERT", "flaubert": "FlauBERT", "funnel": "Funnel",
     "neobert": "NeoBERT", "megatron-bert": "Megatron-BERT",
     "convbert": "ConvBERT", "rembert": "RemBERT", "ibert": "I-BERT", "luke": "LUKE", "layoutlm": "LayoutLM",
     "gpt2": "GPT-2, which generates text", "t5": "T5, which generates text", "bart": "BART, which generates text",

@@ -12,13 +12,20 @@ from flodl_hf.families import FAMILIES
 from flodl_hf.heads import HEADS
 
 ROOT = Path(__file__).parents[2]
-PAGES = runpy.run_path(str(ROOT / "docs" / "generate.py"))["pages"]()
+TOOLS = runpy.run_path(str(ROOT / "docs" / "generate.py"))
+PAGES = TOOLS["pages"]()
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_the_committed_page_is_what_is_generated(name: str) -> None:
     committed = (ROOT / "docs" / "reference" / name).read_text("utf-8")
     assert committed == PAGES[name], f"docs/reference/{name} is out of date: make docs"
+
+
+def test_the_table_of_families_is_what_is_generated() -> None:
+    page = (ROOT / "docs" / "which-models.md").read_text("utf-8")
+    assert page == TOOLS["with_overview"](page), "docs/which-models.md is out of date: make docs"
+    assert all(f"| `{family.model_type}` |" in page for family in FAMILIES)
 
 
 def test_no_page_is_left_over() -> None:
