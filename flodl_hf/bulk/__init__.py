@@ -13,6 +13,7 @@ results    what a run tells of itself
 counting   tokens, for rates
 vectors    what parts hold of vectors in few bytes, and what becomes of them
 file       `predict_file` and `encode_file`: what a call means
+partitions rows of tables that other engines hold
 worker     the process of a further rank
 """
 

@@ -65,10 +65,11 @@ def test_onnx(make: Make, tmp_path: Path, model_type: str, head: str) -> None:
     answers = session.run(input_ids=ids, attention_mask=mask, token_type_ids=torch.zeros_like(ids))
     assert set(expected.keys()) == set(answers)
     for name, value in expected.items():
-        torch.testing.assert_close(torch.from_numpy(answers[name]), value, rtol=1e-4, atol=1e-4)
+        real = mask.bool() if "tokens" in found.outputs[name] else ...
+        torch.testing.assert_close(torch.from_numpy(answers[name])[real], value[real], rtol=1e-4, atol=1e-4)
 
 
-@cells(("bert", "question_answering"), ("modernbert", "base"))
+@cells(("bert", "question_answering"))
 def test_torch_export(make: Make, tmp_path: Path, model_type: str, head: str) -> None:
     model = make(model_type, head, **WINDOW.get(model_type, {}))
     found = export_program(model, tmp_path / "program")

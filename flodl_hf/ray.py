@@ -1,0 +1,144 @@
+"""Ray: a dataset answered by actors that hold the model, and a file answered by a cluster in resumable parts.
+
+Two ways to outputs in which no row is missing or doubled:
+
+* `answers` adds columns to a Ray dataset. Ray runs a batch again where an actor is lost, and each batch's rows are in
+  the dataset once; whether a job's files are all there is for the job to say (Ray writes them without a last step).
+* `predict_file` answers a file in the parts of `flodl_hf.predict_file`, one rank a worker, on a file system that all
+  see: a part counts when its record is there, the output appears in one step, and the same call goes on after any end.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from flodl_hf.bulk.partitions import Partitions
+from flodl_hf.bulk.results import FileResult
+from flodl_hf.errors import PredictError
+
+__all__ = ["Answers", "answers", "predict_file"]
+
+
+class Answers:
+    """The class that Ray's actors hold: a model, loaded once, that is called with Arrow tables.
+
+    Args:
+        model: a folder or Hub name that every node can read.
+        **words: as in `flodl_hf.bulk.partitions.Partitions`.
+    """
+
+    def __init__(self, model: str, **words: Any) -> None:
+        self._model, self._words = model, words
+        self._partitions: Partitions | None = None
+
+    def __call__(self, table: Any) -> Any:
+        """Return the table with the answers' columns."""
+        if self._partitions is None:
+            self._partitions = Partitions(self._model, table.schema.names, **self._words)
+        return self._partitions.arrow(table)
+
+
+def answers(
+    dataset: Any,
+    model: str | os.PathLike[str],
+    *,
+    workers: int = 1,
+    num_gpus: float = 0,
+    num_cpus: float = 1,
+    batch_size: int = 2048,
+    **words: Any,
+) -> Any:
+    """Return a Ray dataset with the answers' columns behind its own: those of `flodl_hf.predict_file`.
+
+    Args:
+        dataset: with a column of texts.
+        model: a folder or Hub name that every node can read.
+        workers: actors that hold the model.
+        num_gpus: of each actor; one that has any loads the model on its GPU.
+        num_cpus: of each actor.
+        batch_size: rows that an actor gets at a time.
+        **words: as in `flodl_hf.bulk.partitions.Partitions`: columns, ``on_error``, options of the model's method.
+
+    Raises:
+        PredictError: Ray is not installed.
+    """
+    data = _ray("data")
+    given = {"device": "cuda" if num_gpus else None, **words}
+    return dataset.map_batches(
+        Answers, fn_constructor_args=(os.fspath(model),), fn_constructor_kwargs=given, batch_format="pyarrow",
+        batch_size=batch_size, compute=data.ActorPoolStrategy(size=workers), num_gpus=num_gpus, num_cpus=num_cpus,
+    )  # fmt: skip
+
+
+def predict_file(
+    model: str | os.PathLike[str],
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    workers: int = 1,
+    num_gpus: float = 0,
+    num_cpus: float = 1,
+    **options: Any,
+) -> FileResult:
+    """Answer a file by a cluster; see `flodl_hf.predict_file`, of whose ranks each worker is one.
+
+    Model, source and target are paths that every node sees. A worker that is lost is started again by Ray, and goes on
+    from the parts that are there.
+
+    Args:
+        model: a folder or Hub name.
+        source: the file of texts.
+        target: the file of answers.
+        workers: tasks that run at the same time.
+        num_gpus: of each worker.
+        num_cpus: of each worker.
+        **options: of `flodl_hf.predict_file`.
+
+    Raises:
+        PredictError: Ray is not installed, or the cluster has no room for so many workers at once.
+    """
+    ray = _ray("")
+    need = {"CPU": num_cpus, **({"GPU": num_gpus} if num_gpus else {})}
+    if not ray.is_initialized():
+        ray.init()
+    short = [name for name, each in need.items() if ray.cluster_resources().get(name, 0) < each * workers]
+    if short:
+        raise PredictError(
+            f"predict_file: {workers} workers at once need {need} each, and the cluster has "
+            f"{ {name: ray.cluster_resources().get(name, 0) for name in need} }; expected room for all, because they "
+            "share the file's parts; ask for fewer workers",
+            problems=short,
+        )
+    job = {**options, "model": os.fspath(model), "source": os.fspath(source), "target": os.fspath(target)}
+    task = ray.remote(_rank).options(num_cpus=num_cpus, num_gpus=num_gpus, max_retries=3)
+    return ray.get([task.remote(job, rank, workers) for rank in range(workers)])[0]
+
+
+def _rank(job: dict[str, Any], rank: int, world: int) -> FileResult:
+    """Return what came of one rank; Ray shows a task its own devices alone, of which it takes the first."""
+    from flodl_hf.bulk import predict_file
+
+    said = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": "0"}
+    os.environ.update(said)
+    try:
+        return predict_file(**job)
+    finally:  # Ray uses its processes again
+        for name in said:
+            os.environ.pop(name, None)
+
+
+def _ray(part: str) -> Any:
+    """Return Ray, or a part of it.
+
+    Raises:
+        PredictError: it is not installed.
+    """
+    from importlib import import_module
+
+    try:
+        return import_module(f"ray.{part}" if part else "ray")
+    except ImportError as error:
+        raise PredictError(
+            f"flodl_hf.ray: {error}; expected Ray with its data library: pip install 'flodl-hf[ray]'", problems=["ray"]
+        ) from error
