@@ -144,7 +144,7 @@ class ModelConfig:
         )
         notes += decide(source, fields, problems, ignore_config_keys, strict=strict_config)
         if not problems:
-            _consistent(fields, source, problems)
+            _consistent(fields, source, family.rows, problems)
         if problems:
             raise refuse(problems, where, family.model_type)
         try:
@@ -444,12 +444,17 @@ def _labels(source: Mapping[str, Any], problems: list[str], notes: list[str]) ->
     return [by_id.get(i, f"LABEL_{i}") for i in range(size)]
 
 
-def _consistent(fields: Mapping[str, Any], source: Mapping[str, Any], problems: list[str]) -> None:
+def _consistent(fields: Mapping[str, Any], source: Mapping[str, Any], rows: Sequence[Row], problems: list[str]) -> None:
     """Append what single values cannot show: heads that do not divide the width, ids outside the vocabulary."""
+
+    def key(field: str) -> str:
+        keys = [name for row in rows if row.field == field for name in (row.key, *row.aliases)]
+        return next((name for name in keys if name in source), field)
+
     hidden, heads = fields.get("hidden_size"), fields.get("num_heads")
     if hidden and heads and hidden % heads:
         problems.append(
-            f"num_attention_heads: found {heads}; expected a divisor of the hidden size {hidden} (hidden_size)"
+            f"{key('num_heads')}: found {heads}; expected a divisor of the hidden size {hidden} ({key('hidden_size')})"
         )
     pad, vocab = fields.get("pad_token_id"), fields.get("vocab_size")
     if pad is not None and vocab is not None and pad >= vocab:

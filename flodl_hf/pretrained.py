@@ -302,8 +302,17 @@ def plan_folder(
         ConfigError: the family has no such head.
     """
     pooler = any("pooler" in name for name in stored)
-    with torch.device("meta"), _WithoutInitialisation():
-        graph = build_graph(config, head, pooler=pooler)
+    try:
+        with torch.device("meta"), _WithoutInitialisation():
+            graph = build_graph(config, head, pooler=pooler)
+    except RuntimeError as fault:
+        # A Ctrl-C while torch had its modes in its hands: it finds none to put back, and says that instead.
+        before = fault.__context__
+        while before is not None and not isinstance(before, KeyboardInterrupt):
+            before = before.__context__
+        if before is not None and "mode stack" in str(fault):
+            raise KeyboardInterrupt from None
+        raise
     spec = None if head == "base" else config.family.heads[head]
     architectures = config.source.get("architectures")
     written = head_of(config.family, architectures, head)

@@ -26,8 +26,8 @@ def check_rows(input_ids: Tensor) -> None:
         raise PredictError(f"input_ids has shape {shape}; expected (batch, seq)", shape=shape)
     if shape[1] == 0:
         raise PredictError(
-            f"input_ids has shape {shape}; expected at least one token in a row. A tokenizer that puts no special "
-            "tokens around texts gives none for an empty one; leave such texts out.",
+            f"input_ids has shape {shape}; expected at least one token in a row. A tokenizer.json that puts no "
+            "special tokens around texts (post_processor) gives none for an empty one; leave such texts out.",
             shape=shape,
         )
 

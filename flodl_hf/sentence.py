@@ -260,9 +260,11 @@ def _prompts(said: Mapping[str, Any], where: Path) -> tuple[dict[str, str], str 
     prompts, usual = said.get("prompts") or {}, said.get("default_prompt_name")
     if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
         raise _wrong(where, f"prompts is {shown(prompts, 60)}", "texts by name")
-    if usual is not None and usual not in prompts:
+    if usual is not None and (not isinstance(usual, str) or usual not in prompts):
         raise _wrong(
-            where, f"default_prompt_name is {shown(usual, 60)}", f"one of {', '.join(prompts) or 'no prompts'}"
+            where,
+            f"default_prompt_name is {shown(usual, 60)}",
+            f"one of {', '.join(map(printable, prompts)) or 'no prompts'}",
         )
     return prompts, usual
 

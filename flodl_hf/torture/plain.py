@@ -72,17 +72,20 @@ def _block(w: Weights, names: Mapping[str, str], x: Tensor, heads: int, curve: C
     return _norm(w, names["norm2"], x + _linear(w, names["down"], curve(_linear(w, names["up"], x))), eps)
 
 
-def _embedded(w: Weights, prefix: str, ids: Tensor, first_position: int, eps: float, *, types: bool) -> Tensor:
-    places = torch.arange(ids.shape[1]) + first_position
+def _embedded(w: Weights, prefix: str, ids: Tensor, places: Tensor, eps: float, *, types: bool) -> Tensor:
     x = w[f"{prefix}.word_embeddings.weight"][ids] + w[f"{prefix}.position_embeddings.weight"][places]
     if types:
         x = x + w[f"{prefix}.token_type_embeddings.weight"][0]
     return _norm(w, f"{prefix}.LayerNorm", x, eps)
 
 
-def _bert_stack(c: Mapping[str, Any], w: Weights, ids: Tensor, prefix: str, first_position: int) -> Tensor:
+def _in_order(ids: Tensor) -> Tensor:
+    return torch.arange(ids.shape[1]).expand_as(ids)
+
+
+def _bert_stack(c: Mapping[str, Any], w: Weights, ids: Tensor, prefix: str, places: Tensor) -> Tensor:
     eps, curve = c.get("layer_norm_eps", 1e-12), _CURVES[c.get("hidden_act", "gelu")]
-    x = _embedded(w, f"{prefix}.embeddings", ids, first_position, eps, types=True)
+    x = _embedded(w, f"{prefix}.embeddings", ids, places, eps, types=True)
     for layer in range(c["num_hidden_layers"]):
         at = f"{prefix}.encoder.layer.{layer}"
         names = {
@@ -95,15 +98,14 @@ def _bert_stack(c: Mapping[str, Any], w: Weights, ids: Tensor, prefix: str, firs
 
 
 def _bert(c: Mapping[str, Any], w: Weights, ids: Tensor) -> Tensor:
-    x = _bert_stack(c, w, ids, "bert", 0)
+    x = _bert_stack(c, w, ids, "bert", _in_order(ids))
     return _linear(w, "classifier", torch.tanh(_linear(w, "bert.pooler.dense", x[:, 0])))
 
 
 def _roberta(c: Mapping[str, Any], w: Weights, ids: Tensor) -> Tensor:
     padding = c.get("pad_token_id", 1)
-    if bool((ids == padding).any()):
-        return torch.full((1, 1), torch.nan)  # positions skip it, which is not computed here
-    x = _bert_stack(c, w, ids, "roberta", padding + 1)
+    others = (ids != padding).long()  # padding is skipped in counting, and has its own place
+    x = _bert_stack(c, w, ids, "roberta", others.cumsum(1) * others + padding)
     return _linear(w, "classifier.out_proj", torch.tanh(_linear(w, "classifier.dense", x[:, 0])))
 
 
@@ -111,7 +113,7 @@ def _distilbert(c: Mapping[str, Any], w: Weights, ids: Tensor) -> Tensor:
     def stated(*keys: str) -> Any:
         return next(c[key] for key in keys if key in c)
 
-    x = _embedded(w, "distilbert.embeddings", ids, 0, 1e-12, types=False)
+    x = _embedded(w, "distilbert.embeddings", ids, _in_order(ids), 1e-12, types=False)
     curve = _CURVES[c.get("activation", "gelu")]
     for layer in range(stated("n_layers", "num_hidden_layers")):
         at = f"distilbert.transformer.layer.{layer}"
@@ -126,7 +128,7 @@ def _distilbert(c: Mapping[str, Any], w: Weights, ids: Tensor) -> Tensor:
 
 def _albert(c: Mapping[str, Any], w: Weights, ids: Tensor) -> Tensor:
     eps, curve = c.get("layer_norm_eps", 1e-12), _CURVES[c.get("hidden_act", "gelu_new")]
-    x = _embedded(w, "albert.embeddings", ids, 0, eps, types=True)
+    x = _embedded(w, "albert.embeddings", ids, _in_order(ids), eps, types=True)
     x = _linear(w, "albert.encoder.embedding_hidden_mapping_in", x)
     layers, groups = c["num_hidden_layers"], c.get("num_hidden_groups", 1)
     for layer in range(layers):

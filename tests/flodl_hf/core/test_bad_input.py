@@ -186,7 +186,7 @@ CONFIG_CASES = [
     Case("dropout of one", settings(hidden_dropout_prob=1.0), ConfigError, ("hidden_dropout_prob: found 1.0", r"expected a number in \[0, 1\)")),
     Case("a negative epsilon", settings(layer_norm_eps=-1e-12), ConfigError, ("layer_norm_eps: found", r"expected a number in \(0")),
     Case("an unknown activation", settings(hidden_act="gellu"), ConfigError, ("hidden_act: found", "gellu", "expected one of .*'gelu'")),
-    Case("heads that do not divide", settings(num_attention_heads=3), ConfigError, ("num_attention_heads: found 3", "divisor of the hidden size 16")),
+    Case("heads that do not divide", settings(num_attention_heads=3), ConfigError, ("num_attention_heads: found 3", r"divisor of the hidden size 16 \(hidden_size\)")),
     Case("padding outside the table", settings(pad_token_id=500), ConfigError, ("pad_token_id: found 500", "below vocab_size")),
     Case("several faults at once", settings("vocab_size", hidden_size=-1, hidden_act="x", rope_theta=3), ConfigError, ("4 problem", "vocab_size: missing", "hidden_size: found", "hidden_act: found", "rope_theta: found")),
     Case("an unknown table", settings(wavelets={"levels": 3}), ConfigError, ("wavelets: found .*levels", "not understood", "ignore_config_keys")),

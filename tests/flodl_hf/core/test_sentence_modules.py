@@ -102,6 +102,10 @@ def test_prompts_go_by_their_names(dense: Path) -> None:
     write(dense, {"config_sentence_transformers.json": {"prompts": {"a": 1}}})
     with pytest.raises(ConfigError, match="prompts is"):
         load(dense)
+    for usual in ("other", [], {}, ["query"], 3):
+        write(dense, {"config_sentence_transformers.json": {**said, "default_prompt_name": usual}})
+        with pytest.raises(ConfigError, match="default_prompt_name is"):
+            load(dense)
 
 
 def test_tokens_of_a_prompt_may_be_left_out_of_the_pooling(dense: Path) -> None:

@@ -79,3 +79,25 @@ def test_a_count_without_a_line_interrupts_nothing() -> None:
         sorted([3, 1, 2], key=lambda number: -number)
     assert counted.lines == 3
     assert not counted.where
+
+
+def test_ctrl_c_while_torch_exchanges_its_modes_is_still_ctrl_c(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from torch.overrides import _len_torch_function_stack, _pop_mode
+
+    from flodl_hf import load, pretrained
+    from flodl_hf.torture.checkpoints import checkpoint, write_files
+
+    def struck(*_: object, **__: object) -> None:
+        for _mode in range(_len_torch_function_stack()):
+            _pop_mode()
+        raise KeyboardInterrupt
+
+    write_files(tmp_path / "it", checkpoint())
+    with monkeypatch.context() as patch:
+        patch.setattr(pretrained, "build_graph", struck)
+        with pytest.raises(KeyboardInterrupt):
+            load(tmp_path / "it")
+    assert _len_torch_function_stack() == 0
+    assert load(tmp_path / "it").predict("the cat sat.")

@@ -76,4 +76,21 @@ def test_a_head_of_a_file_that_says_it_is_an_encoder_is_taken_where_it_is_asked_
     scores = [load(tmp_path / name, head="sequence_classification")(input_ids=IDS)[0] for name in ("whole", "named")]
     assert torch.equal(*scores)
     assert load(tmp_path / "named").head == "base"
-    assert not load(tmp_path / "named", head="sequence_classification").load_report.new
+    report = load(tmp_path / "named", head="sequence_classification").load_report
+    assert report is not None
+    assert not report.new
+
+
+@pytest.mark.parametrize("pad", [1, 3, 7])
+def test_the_second_computation_counts_positions_past_padding(pad: int, tmp_path: Path) -> None:
+    from flodl_hf.torture.checkpoints import tensors_in
+    from flodl_hf.torture.plain import plain_scores
+
+    files = dict(checkpoint("roberta"))
+    config = {**json.loads(files["config.json"]), "pad_token_id": pad}
+    write_files(tmp_path / "it", {**files, "config.json": json.dumps(config).encode()})
+    with torch.no_grad():
+        scores = load(tmp_path / "it", head="sequence_classification")(input_ids=IDS)[0]
+    plain = plain_scores(config, tensors_in(files["model.safetensors"]), IDS)
+    assert plain is not None
+    assert torch.allclose(scores.double(), plain, atol=1e-5)
