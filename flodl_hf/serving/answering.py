@@ -1,4 +1,4 @@
-"""Answers as bytes: JSON, or what the client says it takes: an array as ``.npy``, anything as MessagePack."""
+"""Answers as bytes: JSON, or what the client says it takes: an array as ``.npy`` or Arrow, anything as MessagePack."""
 
 from __future__ import annotations
 
@@ -29,6 +29,21 @@ def _npy(reply: Reply) -> bytes:
     return file.getvalue()
 
 
+def _arrow(reply: Reply) -> bytes:
+    """Return vectors as an Arrow stream: one column, ``vector``, of lists of one length."""
+    if reply.vectors is None:
+        raise RefusedError("this answer is no array; ask for application/json or application/msgpack", "accept")
+    import pyarrow as pa
+
+    numbers = pa.array(np.ascontiguousarray(reply.vectors).reshape(-1))
+    column = pa.FixedSizeListArray.from_arrays(numbers, reply.vectors.shape[1])
+    batch = pa.record_batch([column], names=["vector"])
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    return sink.getvalue().to_pybytes()
+
+
 def _msgpack(reply: Reply) -> bytes:
     import msgpack
 
@@ -46,6 +61,7 @@ _FORMS: dict[str, Callable[[Reply], bytes]] = {
     JSON: _json,
     "application/x-npy": _npy,
     "application/npy": _npy,
+    "application/vnd.apache.arrow.stream": _arrow,
     "application/msgpack": _msgpack,
     "application/x-msgpack": _msgpack,
 }
@@ -61,17 +77,19 @@ def accepted(header: str) -> str:
     asked = [part.partition(";")[0].strip().lower() for part in header.split(",")[:32]]
     # What is named comes before what is meant by a star; JSON where nothing is.
     for form in asked:
-        if form in _FORMS and (form.endswith("msgpack") is False or _has_msgpack()):
+        if form in _FORMS and _there(form):
             return form
     if not asked or any(form in _ANY for form in asked) or any(form.startswith("text/") for form in asked):
         return JSON
     raise RefusedError(f"accept is {header[:80]!r}; expected one of {', '.join(_FORMS)}", "accept")
 
 
-def _has_msgpack() -> bool:
+def _there(form: str) -> bool:
+    """Return whether the library that a form needs is installed."""
     from importlib.util import find_spec
 
-    return find_spec("msgpack") is not None
+    library = "msgpack" if form.endswith("msgpack") else "pyarrow" if "arrow" in form else None
+    return library is None or find_spec(library) is not None
 
 
 def written(reply: Reply, form: str) -> bytes:

@@ -27,7 +27,7 @@ ONLY_IN = {
     "huggingface_hub": ("flodl_hf/hub.py", "flodl_hf/upload.py"),
     "typer": ("flodl_hf/cli/",),
     "rich": ("flodl_hf/cli/", "flodl/progress.py"),
-    "pyarrow": ("flodl/data/",),
+    "pyarrow": ("flodl/data/", "flodl_hf/serving/answering.py"),
     "starlette": ("flodl_hf/serving/",),
     "uvicorn": ("flodl_hf/serving/",),
     "httpx": ("flodl_hf/client.py",),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import importlib.util
 import io
 from typing import Any
 
@@ -264,6 +265,18 @@ def test_binary_answers(http: Any) -> None:
     npy = http.post("/embed", json={"model": "embed", "inputs": TEXTS}, headers={"accept": "application/x-npy"})
     assert npy.headers["content-type"] == "application/x-npy"
     assert np.abs(np.load(io.BytesIO(npy.content)) - expected).max() < CLOSE
+    arrow = {"accept": "application/vnd.apache.arrow.stream"}
+    if importlib.util.find_spec("pyarrow") is None:
+        assert http.post("/embed", json={"model": "embed", "inputs": TEXTS}, headers=arrow).status_code == 406
+    else:
+        import pyarrow as pa
+
+        answer = http.post("/embed", json={"model": "embed", "inputs": TEXTS}, headers=arrow)
+        assert answer.headers["content-type"] == arrow["accept"]
+        table = pa.ipc.open_stream(answer.content).read_all()
+        assert table.column_names == ["vector"]
+        assert np.abs(np.array(table["vector"].to_pylist()) - expected).max() < CLOSE
+        assert http.post("/v1/entities", json={"inputs": "a"}, headers=arrow).status_code == 406
     msgpack = pytest.importorskip("msgpack")
     found = msgpack.unpackb(
         http.post("/embed", json={"model": "embed", "inputs": TEXTS}, headers={"accept": "application/msgpack"}).content
