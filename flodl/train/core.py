@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import random
 import time
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from flodl.distributed.average import model_tensors
 from flodl.distributed.group import Ranks
 from flodl.distributed.local_steps import LocalSteps
 from flodl.distributed.policy import choose_policy, make_policy
+from flodl.distributed.sharded import shard_model, spread
 from flodl.distributed.sync import Sync
 from flodl.distributed.timeline import Timeline
 from flodl.errors import TrainError
@@ -33,6 +35,7 @@ from flodl.train.optim.rates import Rates
 from flodl.train.precision import Precision
 from flodl.train.saving.identity import check_same_model, identity
 from flodl.train.settings import Settings
+from flodl.train.sharding import check_sharding
 from flodl.train.signals import StopSignals
 from flodl.train.step import Step, TrainStep
 from flodl.train.steplog import StepLog
@@ -71,16 +74,24 @@ class TrainerCore:
         self.callbacks = callbacks or Callbacks()
         self.events = Events(ranks.rank)
         ranks.phase("model build")
-        self.model = model.to(ranks.device)
+        check_sharding(settings, self.callbacks)
+        self.sharded = settings.shard is not None and not ranks.solo
+        # What is to be cut is moved by layers.
+        self.model = model if self.sharded else model.to(ranks.device)
         check_same_model(ranks, model)
         ranks.phase("first broadcast")
-        with torch.no_grad():
-            ranks.copy_from(0, model_tensors(model))
+        if self.sharded:
+            spread(model, ranks)
+        else:
+            with torch.no_grad():
+                ranks.copy_from(0, model_tensors(model))
         seed_all(settings.seed + ranks.rank)
         if settings.deterministic:
             torch.use_deterministic_algorithms(True)
         if settings.checkpoint_activations is not None:
             settings.checkpoint_activations(model)
+        if self.sharded:
+            shard_model(model, ranks)
         self.observing = Observing(model, ranks, settings)
         self.optimizer = self.observing.optimizer(lambda: make_optimizer(model, optimizer, settings.parameter_groups))
         self.precision = Precision(settings.precision, ranks.device)
@@ -100,7 +111,8 @@ class TrainerCore:
             WeightAverage(model, settings.ema, warmup=settings.ema_warmup) if settings.ema is not None else None
         )
         self.graphs = self.observing.graphs
-        self.use_policy(choose_policy(ranks, settings.policy, settings.slowdown.get(ranks.rank, 1.0)))
+        wanted = "sync" if self.sharded else settings.policy
+        self.use_policy(choose_policy(ranks, wanted, settings.slowdown.get(ranks.rank, 1.0)))
         self.train_step = train_step
         self.timeline = _timeline(ranks) if settings.timeline else None
         if self.timeline is not None:
@@ -117,7 +129,9 @@ class TrainerCore:
             TrainError: the policy cannot keep an average of the weights.
         """
         settings, ranks = self.settings, self.ranks
-        self.policy: Sync | LocalSteps = make_policy(name, ranks, self.model, settings.knobs)
+        # Ranks that hold different parts have nothing to compare.
+        knobs = replace(settings.knobs, check_every=0) if self.sharded else settings.knobs
+        self.policy: Sync | LocalSteps = make_policy(name, ranks, self.model, knobs)
         if isinstance(self.policy, LocalSteps):
             self.policy.due = lambda steps, flags: any(flags) or self._due()
         self.step_ = Step(
@@ -132,6 +146,7 @@ class TrainerCore:
             sum_of_means=settings.sum_of_means,
             slowdown=settings.slowdown.get(ranks.rank, 1.0),
             reduce_on_cpu=settings.knobs.backend == "cpu",
+            sharded=self.sharded,
         )
         self.step_.hooks = self.hooks if self.hooks.around else None
         self.step_.accumulator.watching = self.observing.watching

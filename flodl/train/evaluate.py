@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from flodl.distributed.group import Ranks
+from flodl.distributed.sharded import is_sharded
 from flodl.distributed.shares import deal
 from flodl.errors import TrainError, nearest
 from flodl.train.events import EpochMetrics
@@ -159,10 +160,15 @@ class Evaluator:
         """Return means over the whole evaluation set, whose batches the ranks divide by their speeds."""
         owners = deal([1.0] * data.turns(0), speeds)
         sums: dict[str, list[Any]] = {}
-        for _, batches in data.work(0, [turn for turn, owner in enumerate(owners) if owner == ranks.rank], None):
+        # In shards a pass needs every rank, so each passes over all and counts what is its own.
+        every = is_sharded(model)
+        turns = [turn for turn, owner in enumerate(owners) if every or owner == ranks.rank]
+        for turn, batches in data.work(0, turns, None):
             for batch in batches:
                 with precision.context():
                     given = eval_step(model, batch)
+                if owners[turn] != ranks.rank:
+                    continue
                 if not isinstance(given, Mapping):
                     loss = as_loss(given, batch_len(batch))
                     given = {"eval_loss": loss.totals().unbind(), **loss.metrics}

@@ -18,6 +18,7 @@ from flodl.distributed.group import Ranks
 from flodl.distributed.rounds import Round
 from flodl.distributed.sync import Sync
 from flodl.distributed.timeline import Timeline
+from flodl.errors import TrainError
 from flodl.train.core import TrainerCore
 from flodl.train.evaluate import Callbacks
 from flodl.train.events import RunDone
@@ -117,6 +118,8 @@ class Loop(TrainerCore):
 
     def _serve_snapshots(self) -> None:
         """Take a snapshot if somebody asked for one."""
+        if self.sharded:
+            return
         average = self.average.tensors() if self.average is not None else {}
         losses = self.log.losses
         metrics = {**({"loss": losses[-1]} if losses else {}), **self.evaluator.found}
@@ -130,6 +133,8 @@ class Loop(TrainerCore):
         Raises:
             TrainError: the run is over.
         """
+        if self.sharded:
+            raise TrainError("snapshot: the weights are sharded; expected them whole. Save, and read the checkpoint.")
         return self.snapshots.ask()
 
     def _decide(self) -> None:

@@ -36,6 +36,8 @@ class Settings:
         drop_last: leave out the ragged last batch; off, since nothing is dropped unasked.
         seed: decides the order of data and, with the rank, all random generators.
         policy: ``"sync"``, ``"cadence"``, ``"async"``; None chooses by the devices.
+        shard: ``"fsdp"`` cuts weights, gradients and the optimiser's state into a part for each rank
+            (`flodl.distributed.sharded`); with one rank it changes nothing. None has all of them on every rank.
         knobs: settings of the policy.
         precision: ``"fp32"``, ``"tf32"``, ``"bf16"`` or ``"fp16"``.
         max_grad_norm: clip the whole gradient to this 2-norm.
@@ -110,6 +112,7 @@ class Settings:
     drop_last: bool = False
     seed: int = 42
     policy: str | None = None
+    shard: str | None = None
     knobs: Knobs = field(default_factory=Knobs)
     precision: str = "fp32"
     max_grad_norm: float | None = None
@@ -180,6 +183,8 @@ class Settings:
             "lr_scale_ratio",
         )
         values = {name: getattr(self, name) for name in names} | dict(self.identity)
+        if self.shard is not None:
+            values["shard"] = self.shard
         if self.sum_of_means:
             values["sum_of_means"] = True
         if self.ema is not None:

@@ -20,6 +20,7 @@ from torch import Tensor
 from flodl.data.batch import Batch
 from flodl.data.collate import Where
 from flodl.distributed.group import Ranks
+from flodl.distributed.sharded import is_sharded
 from flodl.distributed.shares import deal
 from flodl.errors import ConfigError, nearest
 from flodl.metrics import merged
@@ -84,15 +85,27 @@ class Evaluation:
         costs = [float(sum(self.prepared.rows.lengths[rows].max() * len(rows) for _, rows in unit)) for unit in units]
         owners = deal(costs, speeds)
         mine = [batch for unit, owner in zip(units, owners, strict=True) if owner == ranks.rank for batch in unit]
-        losses, scorer = self._judge(model, mine)
+        more = 0
+        if is_sharded(model):
+            # A pass over shards needs every rank, so all take as many as the one with the most.
+            more = int(max(row[0] for row in ranks.table([float(len(mine))]))) - len(mine)
+        losses, scorer = self._judge(model, mine, more)
         parts = ranks.gather({"losses": losses, "metrics": [metric.state_dict() for metric in scorer.metrics()]})
         whole = self.scorer()
         for i, metric in enumerate(whole.metrics()):
             merged(metric, [part["metrics"][i] for part in parts])
         return self._figures([loss for part in parts for loss in part["losses"]], whole)
 
-    def _judge(self, model: Any, batches: Sequence[Numbered]) -> tuple[list[tuple[int, float, float]], Scorer]:
-        """Return number, sum and count of each batch's loss, and a scorer that has seen the batches."""
+    def _judge(
+        self, model: Any, batches: Sequence[Numbered], more: int = 0
+    ) -> tuple[list[tuple[int, float, float]], Scorer]:
+        """Return number, sum and count of each batch's loss, and a scorer that has seen the batches.
+
+        Args:
+            model: to be judged.
+            batches: number and rows of each.
+            more: passes whose scores are for nothing, which other ranks need.
+        """
         rows, scorer = self.prepared.rows, self.scorer()
         device = model.device
         precision = Precision(self.precision if self.precision != "fp16" else "fp32", device)
@@ -100,12 +113,14 @@ class Evaluation:
         windows = np.bincount(rows.owners)
         totals: list[Tensor] = []
         with torch.no_grad():
-            for number, indices in batches:
+            for turn, (number, indices) in enumerate([*batches, *[self.units()[0][0]] * more]):
                 where = Where(self.seed, 0, number, tuple(indices.tolist()))
                 given = Batch(self.collate([rows.get(int(i)) for i in indices], where), len(indices))
                 batch = given.to(device)
                 with precision.context():
                     scores = self.objective.score(model, batch)
+                    if turn >= len(batches):
+                        continue
                     totals.append(self.objective.of(scores, batch).totals())
                 if self.task.kind == "words":  # the loss says it all, and the scores are large
                     continue

@@ -100,6 +100,7 @@ class FinetuneOptions(TypedDict, total=False):
     allow_change: Sequence[str]
     devices: Any
     policy: str | None
+    shard: str | None
     backend: str | None
     revision: str | None
     local_files_only: bool

@@ -258,6 +258,9 @@ class Options:
     policy: str | None = _opt(
         None, "sync, cadence or async; by default as the devices suit.", among=("sync", "cadence", "async")
     )
+    shard: str | None = _opt(
+        None, "fsdp: weights, gradients and optimiser state in a part for each device.", among=("fsdp",)
+    )
     backend: str | None = _opt(None, "nccl or cpu: how parameters are averaged.", among=("nccl", "cpu"))
 
     revision: str | None = _opt(None, "Branch, tag or commit of the model on the Hub.")

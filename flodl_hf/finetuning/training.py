@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from flodl.errors import ConfigError
 from flodl.train import Profiler, Trainer, adamw, parameter_groups, sgd
 from flodl.train.optim.optimizers import layerwise_decay
 from flodl_hf.finetuning.factory import FixedModel, ModelFactory, checkpoint_layers, restore_layers, set_dropout
@@ -146,6 +147,14 @@ def make_builder(
         builder.devices(options.places)
     if options.policy is not None:
         builder.policy(options.policy)
+    if options.shard is not None and job.task.kind == "vectors":
+        raise ConfigError(
+            "shard='fsdp': vectors are compared over whole batches, which ranks with shards do not pass together; "
+            "expected another task, or no shard",
+            problems=["shard"],
+        )
+    if options.shard is not None:
+        builder.set(shard=options.shard)
     if options.backend is not None:
         builder.backend(options.backend)
     return builder
@@ -173,7 +182,8 @@ def _fuse(dtype: torch.dtype, model: Any) -> Callable[[], None]:
 
 def _factory(job: Job, stack: ExitStack) -> Any:
     """Return what gives each rank its model: the one at hand where ranks are this process."""
-    if job.options.places is None or job.options.ranks == 1:
+    # What is sharded is taken apart, so it is opened again and the model at hand stays whole.
+    if (job.options.places is None or job.options.ranks == 1) and not (job.options.shard and job.options.ranks > 1):
         job_model = job.model
         _ready(job, job_model, stack)
         return FixedModel(job_model)

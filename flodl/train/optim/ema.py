@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from flodl.errors import TrainError
-from flodl.train.saving.state import fixed_names
+from flodl.train.saving.state import fixed_names, whole_model
 
 __all__ = ["WeightAverage", "averaged_state"]
 
@@ -84,7 +84,7 @@ def averaged_state(tensors: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[st
     Args:
         tensors: ``tensors`` of a `flodl.train.saving.keeper.Checkpoint`.
     """
-    state = dict(tensors["model"])
+    state = whole_model(tensors)
     return state | {name: tensor.to(state[name].dtype) for name, tensor in tensors.get("ema", {}).items()}
 
 

@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 
+from flodl.distributed.sharded import local, whole_parts
 from flodl.errors import TrainError, capped
 from flodl.train.core import TrainerCore
 from flodl.train.events import Past, Warned
 from flodl.train.saving.keeper import Checkpoint
 from flodl.train.saving.state import (
+    MODEL,
     check_fits,
     learned_tensors,
     load_model,
@@ -23,11 +25,14 @@ from flodl.train.saving.state import (
     load_random,
     optimizer_state,
     random_state,
+    whole_model,
 )
 from flodl.train.saving.tensor_stream import copies
 from flodl.train.tally import Tally
 
 __all__ = ["past_of", "restore", "snapshot"]
+
+OPTIMIZER = "shard/optimizer/"  # before the names of parts that a rank saves
 
 
 def recipe(trainer: TrainerCore) -> dict[str, Any]:
@@ -65,7 +70,14 @@ def snapshot(trainer: TrainerCore, past: Past, best: Any) -> dict[str, Any]:
         "observing": trainer.observing.own_state(),
     }
     files: dict[str, Any] = {}
-    if not shared or rank == 0:
+    if trainer.sharded:
+        # Each rank writes its part of what is sharded, and rank 0 what is not.
+        tensors, rest = optimizer_state(trainer.model, trainer.optimizer)
+        parts = {**{f"{OPTIMIZER}{k}": v for k, v in tensors.items()}, **_sharded(trainer)}
+        own_tensors |= copies({name: local(tensor) for name, tensor in parts.items()})
+        files |= {"optimizer-options": rest} if rank == 0 else {}
+        own["precision"] = trainer.precision.state_dict()
+    elif not shared or rank == 0:
         tensors, rest = optimizer_state(trainer.model, trainer.optimizer)
         tensors = copies(tensors)
         if shared:
@@ -76,7 +88,10 @@ def snapshot(trainer: TrainerCore, past: Past, best: Any) -> dict[str, Any]:
             own["optimizer"] = rest
         own["precision"] = trainer.precision.state_dict()
     if rank == 0:
-        files["model"] = copies(learned_tensors(trainer.model))
+        learned = learned_tensors(trainer.model)
+        if trainer.sharded:
+            learned = {name: tensor for name, tensor in learned.items() if f"{MODEL}{name}" not in own_tensors}
+        files["model"] = copies(learned) or {"empty": torch.zeros(0)}
         if trainer.average is not None:
             files["ema"] = copies(trainer.average.tensors())
         files["run"] = {
@@ -93,6 +108,11 @@ def snapshot(trainer: TrainerCore, past: Past, best: Any) -> dict[str, Any]:
         files["losses"] = {"losses": torch.tensor(past.losses, dtype=torch.float64)}
         files["past"] = {"evaluations": past.evaluations, "seconds": past.seconds, "changes": past.changes}
     return {**files, f"rank-{rank}": own_tensors, f"rank-{rank}-state": own}
+
+
+def _sharded(trainer: TrainerCore) -> dict[str, torch.Tensor]:
+    learned = learned_tensors(trainer.model)
+    return {f"{MODEL}{name}": tensor for name, tensor in learned.items() if local(tensor) is not tensor}
 
 
 def past_of(saved: Checkpoint) -> Past:
@@ -116,7 +136,7 @@ def restore(trainer: TrainerCore, saved: Checkpoint) -> list[dict[str, object]]:
     policy = run["recipe"]["policy"]
     if trainer.settings.policy is None and not trainer.ranks.solo and policy != trainer.policy.name:
         trainer.use_policy(policy)
-    check_fits(trainer.model, saved.tensors["model"])
+    check_fits(trainer.model, whole_model(saved.tensors))
     changes = _compare(trainer, run["recipe"], saved)
     if policy != trainer.policy.name and not _between_epochs(run["policy"]):
         raise TrainError(
@@ -128,7 +148,7 @@ def restore(trainer: TrainerCore, saved: Checkpoint) -> list[dict[str, object]]:
     if trainer.ranks.rank >= world:
         trainer.events.emit(_new_rank(trainer, world))
     tensors = saved.tensors[f"rank-{mine}"]
-    load_model(trainer.model, saved.tensors["model"])
+    load_model(trainer.model, whole_model(saved.tensors))
     trainer.hooks.load_state_dict(run.get("callbacks", []))
     if trainer.average is not None:
         trainer.average.load_state_dict(saved.tensors.get("ema", saved.tensors["model"]))
@@ -136,7 +156,8 @@ def restore(trainer: TrainerCore, saved: Checkpoint) -> list[dict[str, object]]:
         part = {name.removeprefix("optimizer/"): t for name, t in tensors.items() if name.startswith("optimizer/")}
         load_optimizer(trainer.model, trainer.optimizer, part, own[mine]["optimizer"])
     else:
-        part = {name: t for name, t in saved.tensors["optimizer"].items() if name != "empty"}
+        stored = saved.tensors.get("optimizer") or whole_parts(saved.tensors, OPTIMIZER)
+        part = {name: t for name, t in stored.items() if name != "empty"}
         load_optimizer(trainer.model, trainer.optimizer, part, saved.values["optimizer-options"])
     trainer.precision.load_state_dict(own[mine].get("precision", own[0]["precision"]))
     trainer.rates.load_state_dict(run["schedule"])

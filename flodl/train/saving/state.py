@@ -15,10 +15,12 @@ import numpy as np
 import torch
 from torch import nn
 
+from flodl.distributed.sharded import like, put, whole, whole_parts
 from flodl.errors import CheckpointError, TrainError, capped
 from flodl.train.saving.tensor_stream import to_cpu
 
 __all__ = [
+    "MODEL",
     "check_fits",
     "fixed_names",
     "learned_tensors",
@@ -29,18 +31,21 @@ __all__ = [
     "model_tensors",
     "optimizer_state",
     "random_state",
+    "whole_model",
 ]
 
 Tensors = dict[str, torch.Tensor]
+MODEL = "shard/model/"
+"""Before the names of parts of weights that a rank saves."""
 
 
 def model_state(model: nn.Module) -> Tensors:
-    """Return copies of what training may change by name, in host memory: see `learned_tensors`.
+    """Return copies of what training may change by name, in host memory: see `learned_tensors`; of shards, the whole.
 
     Raises:
         TrainError: the model keeps something other than tensors in its ``state_dict``.
     """
-    return {name: to_cpu(value) for name, value in learned_tensors(model).items()}
+    return {name: to_cpu(whole(value)) for name, value in learned_tensors(model).items()}
 
 
 def learned_tensors(model: nn.Module) -> Tensors:
@@ -79,6 +84,12 @@ def model_tensors(model: nn.Module) -> Tensors:
     return dict(state)
 
 
+def whole_model(tensors: Mapping[str, Mapping[str, torch.Tensor]]) -> Tensors:
+    """Return the weights in a checkpoint by name, parts that ranks saved joined; ``tensors`` are by file."""
+    held = {name: tensor for name, tensor in tensors["model"].items() if name != "empty"}
+    return held | whole_parts(tensors, MODEL)
+
+
 def load_model(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
     """Copy ``tensors`` into the model, after checking that names, shapes and dtypes are the same.
 
@@ -88,7 +99,7 @@ def load_model(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
     check_fits(model, tensors)
     with torch.no_grad():
         for name, tensor in learned_tensors(model).items():
-            tensor.copy_(tensors[name])
+            put(tensor, tensors[name])
 
 
 def check_fits(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -192,7 +203,8 @@ def load_optimizer(
         group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
         counter = entry == "step" and not (group.get("fused") or group.get("capturable"))
         device = torch.device("cpu") if counter else parameter.device
-        state.setdefault(parameter, {})[entry] = tensor.clone().to(device)
+        found = tensor.clone().to(device) if entry == "step" else like(parameter, tensor)
+        state.setdefault(parameter, {})[entry] = tensor.clone().to(device) if found is tensor else found
     for name, entries in rest["plain"].items():
         state.setdefault(known[name], {}).update({k: _unjson(v) for k, v in entries.items()})
     optimizer.state.clear()

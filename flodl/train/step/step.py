@@ -22,6 +22,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from flodl.distributed.average import BufferMean
 from flodl.distributed.gradients import GradientSum
 from flodl.distributed.group import Ranks
+from flodl.distributed.sharded import whole
 from flodl.errors import TrainError
 from flodl.train.callback import Hooks
 from flodl.train.loss import Loss, batch_len
@@ -51,6 +52,8 @@ class Step:
             accumulation times processes. For recipes that were tuned to it.
         slowdown: this rank sleeps so that its compute takes this many times as long; for experiments.
         reduce_on_cpu: sum gradients through host memory whatever the device.
+        sharded: weights are sharded, so gradients are summed over ranks by the backward pass itself, and every rank
+            takes as many passes as the others.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class Step:
         sum_of_means: bool = False,
         slowdown: float = 1.0,
         reduce_on_cpu: bool = False,
+        sharded: bool = False,
     ) -> None:
         if on_nan not in ("stop", "skip"):
             raise TrainError(f"Step: found on_nan={on_nan!r}; expected 'stop' or 'skip'.", on_nan=on_nan)
@@ -74,7 +78,8 @@ class Step:
         self.ranks, self.precision = ranks, precision
         self.share_gradients = share_gradients and not ranks.solo
         self.max_grad_norm, self.on_nan, self.slowdown = max_grad_norm, on_nan, slowdown
-        self.sum_of_means = sum_of_means
+        self.sum_of_means, self.sharded = sum_of_means, sharded
+        self._spare: Any = None
         self._reduce = GradientSum(ranks, model, on_cpu=reduce_on_cpu)
         self._buffers = (
             BufferMean(ranks, model) if self.share_gradients and any(True for _ in model.buffers()) else None
@@ -124,6 +129,8 @@ class Step:
             strict: raise where steps turn out not to be capturable.
             num_rows: whether the step may read `flodl.data.Batch.num_rows`.
         """
+        if self.sharded:
+            return "the weights are sharded"
         if self.share_gradients and self._reduce.on_cpu:
             return "gradients travel through host memory"
         if self.precision.scaler is not None:
@@ -215,12 +222,13 @@ class Step:
             return self._run_on_device(batches, step, flags)
         if not batches:
             self._agree_on_unit(0.0)
+        more = self._passes_more(batches) if self.sharded else 0
 
         @contextlib.contextmanager
         def backward(last: bool) -> Iterator[None]:
             self.ranks.phase("backward")
             with self._reduce.reducing_in_backward(
-                last and self.share_gradients
+                last and self.share_gradients and not self.sharded
             ):  # nothing is added after the last pass
                 yield
             if not last:
@@ -235,7 +243,26 @@ class Step:
                 around=backward,
                 counted=self._agree_on_unit,
             )
+            for _ in range(more):
+                # For the others, whose passes wait for this rank's part of the weights; it counts for nothing.
+                (self.accumulator.loss_of(self.train_step, self._spare).as_sum() * 0.0).backward()
         return self.update(step=step, flags=flags)
+
+    def _passes_more(self, batches: Sequence[Any]) -> int:
+        """Return how many passes other ranks take more than this one.
+
+        Raises:
+            TrainError: a rank has none of its own, and never had a batch to pass in its place; on all ranks alike.
+        """
+        self._spare = batches[-1] if batches else self._spare
+        rows = self.ranks.table([float(len(batches)), float(self._spare is None)])
+        if any(row[1] for row in rows) and any(row[0] for row in rows):
+            raise TrainError(
+                "shard: the first batch has fewer rows than there are ranks, and each of them has to pass some. "
+                f"Expected at least {self.ranks.world}; give larger batches.",
+                world=self.ranks.world,
+            )
+        return int(max(row[0] for row in rows)) - len(batches)
 
     def _agree_on_unit(self, count: Any) -> None:
         """Choose, once, the power of two that keeps scaled float16 sums about as small as means."""
@@ -273,7 +300,7 @@ class Step:
         totals = torch.cat([part.pair(device), rest])
         if self.share_gradients:
             self.ranks.phase("reduce")
-            totals = self._reduce(totals)
+            totals = self.ranks.sum_(totals) if self.sharded else self._reduce(totals)
             if self._buffers is not None:
                 self._buffers(float(part.samples))
         self.ranks.phase("optimiser")
@@ -311,7 +338,7 @@ class Step:
             self.hooks.call("before_optimizer_step")
             grads = [p.grad for p in self._parameters() if p.grad is not None]
         norm = get_total_norm(grads)
-        result.grad_norm = float(norm)
+        result.grad_norm = float(whole(norm))
         if scaler is not None and math.isfinite(result.loss) and not math.isfinite(result.grad_norm):
             self._overflow(result, step)
             return
@@ -349,7 +376,7 @@ class Step:
         named = [
             name
             for name, p in self.model.named_parameters()
-            if p.grad is not None and not bool(torch.isfinite(p.grad).all())
+            if p.grad is not None and not bool(whole(torch.isfinite(p.grad).all()))
         ]
         where = f" (first in {named[0]})" if named else ""
         result.applied, result.reason = False, f"{what} is not finite{where}"

@@ -1,0 +1,137 @@
+"""Weights cut into shards, one on each rank: torch's own FSDP2 (`torch.distributed.fsdp.fully_shard`).
+
+Decides which modules are gathered together (the numbered layers of a model, and all that is left), that gradients are
+sums and not means, and how one tensor is told from its parts. A rank holds its part of weights, gradients and optimiser
+state; a layer is whole on it while it computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flodl.distributed.average import model_tensors
+from flodl.distributed.group import Ranks
+from flodl.errors import TrainError
+
+__all__ = ["is_sharded", "like", "local", "put", "shard_model", "spread", "whole", "whole_parts"]
+
+
+def shard_model(model: nn.Module, ranks: Ranks) -> None:
+    """Cut the parameters of a model into a part for each rank, in place; they are on the ranks' devices then.
+
+    Args:
+        model: the same on all ranks, in host memory; a layer at a time is moved.
+        ranks: at least two.
+
+    Raises:
+        TrainError: there is nothing to cut.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    if not any(True for _ in model.parameters()):
+        raise TrainError("shard: the model has no parameters; expected some to cut into a part for each rank.")
+    root = _root(model)
+    mesh = init_device_mesh(ranks.device.type, (ranks.world,))
+    for module in [*_layers(root), root]:
+        # The root too, or its parameters would be whole after an evaluation, and others than the optimiser's.
+        sharded: Any = fully_shard(module, mesh=mesh, reshard_after_forward=True)
+        # Sums over ranks, which the step divides by what all of them counted.
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)
+    model.to(ranks.device)
+
+
+def _root(model: nn.Module) -> nn.Module:
+    """Return the innermost module that holds all parameters: what wraps it may be passed by."""
+    inside = [child for child in model.children() if any(True for _ in child.parameters())]
+    own = any(True for _ in model.parameters(recurse=False))
+    return _root(inside[0]) if len(inside) == 1 and not own and _is_callable(inside[0]) else model
+
+
+def _is_callable(module: nn.Module) -> bool:
+    return not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict))
+
+
+def _layers(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the layers of a model: children that are numbered, of which there are several."""
+    children = dict(module.named_children())
+    numbered = [child for name, child in children.items() if name.isdecimal() and any(True for _ in child.parameters())]
+    if len(numbered) > 1 and all(map(_is_callable, numbered)):
+        yield from dict.fromkeys(numbered)
+        return
+    for child in children.values():
+        yield from _layers(child)
+
+
+@torch.no_grad()
+def spread(model: nn.Module, ranks: Ranks) -> None:
+    """Give every rank rank 0's numbers, a tensor at a time; what is the same already is not written to."""
+    for tensor in model_tensors(model):
+        given = tensor.detach().clone()
+        ranks.copy_from(0, [given])
+        if not torch.equal(given, tensor):
+            tensor.copy_(given)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether a model's weights are cut into shards."""
+    return any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor; one that is whole, itself."""
+    sharded: Any = tensor
+    return sharded.to_local() if hasattr(tensor, "full_tensor") else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a tensor with the parts of all ranks, which all call this; one that is whole, itself."""
+    sharded: Any = tensor
+    return sharded.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def _part(tensor: Any, value: Tensor) -> Tensor:
+    """Return what of a whole value belongs to this rank's part of a sharded tensor."""
+    parts = value.chunk(tensor.device_mesh.size(), 0)
+    place = tensor.device_mesh.get_local_rank()
+    return parts[place] if place < len(parts) else value[:0]
+
+
+@torch.no_grad()
+def put(tensor: Tensor, value: Tensor) -> None:
+    """Copy a whole value into a tensor, or into this rank's part of it."""
+    local(tensor).copy_(_part(tensor, value) if hasattr(tensor, "full_tensor") else value)
+
+
+def like(parameter: Tensor, value: Tensor) -> Tensor:
+    """Return a whole value of a parameter's shape, cut and placed as the parameter is."""
+    sharded: Any = parameter
+    if not hasattr(parameter, "full_tensor") or value.shape != parameter.shape:
+        return value
+    from torch.distributed.tensor import DTensor
+
+    part = _part(sharded, value).clone().to(parameter.device)
+    return DTensor.from_local(
+        part, sharded.device_mesh, sharded.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
+
+
+def whole_parts(tensors: Mapping[str, Mapping[str, Tensor]], mark: str) -> dict[str, Tensor]:
+    """Return tensors joined from the parts that ranks saved, by name without the mark.
+
+    Args:
+        tensors: of a checkpoint, by file.
+        mark: what the names of the parts begin with, in files ``rank-0``, ``rank-1``, ...
+    """
+    files = sorted((name for name in tensors if name.startswith("rank-")), key=lambda name: int(name.split("-")[1]))
+    found: dict[str, list[Tensor]] = {}
+    for file in files:
+        for name, tensor in tensors[file].items():
+            if name.startswith(mark):
+                found.setdefault(name.removeprefix(mark), []).append(tensor)
+    return {name: parts[0] if parts[0].dim() == 0 else torch.cat(parts) for name, parts in found.items()}
