@@ -99,6 +99,8 @@ def test_attentions_hidden_states_and_sizes_are_those_of_transformers(family: st
 @pytest.mark.transformers
 @cells
 def test_embeddings_in_place_of_ids(family: str, head: str, saved: Saved) -> None:
+    if family == "esm":
+        pytest.skip("transformers takes what is given as what its embeddings give, without their scale and mask")
     folder = saved(family, head)
     ours: Any = load(folder)
     inputs = batch(ours)
@@ -154,6 +156,8 @@ def test_weights_that_a_kernel_never_has_are_refused(make: Maker) -> None:
 @cells
 @pytest.mark.parametrize("change", [5, -3])
 def test_a_resized_table_is_saved_and_loaded(family: str, head: str, change: int, saved: Saved, tmp_path: Path) -> None:
+    if (family, head) == ("esm", "masked_lm"):
+        pytest.skip("the bias of its word scores stands alone and keeps its rows, as in transformers")
     folder = saved(family, head)
     model: Any = load(folder)
     table = model.get_input_embeddings()
