@@ -16,11 +16,16 @@ from torch import Tensor, nn
 
 from flodl.errors import ConfigError, nearest
 from flodl_hf.adapters.lora import AdaptedLinear, LoraPart
-from flodl_hf.adapters.settings import Lora
+from flodl_hf.adapters.scaled import ScaledLinear, ScalePart
+from flodl_hf.adapters.settings import IA3, Lora
 from flodl_hf.adapters.targets import Site, chosen
 from flodl_hf.graph_model import GraphModel
 
 __all__ = ["Adapter", "Adapters", "adapters_of", "kept_names", "new_adapter"]
+
+
+Part = LoraPart | ScalePart
+"""What an adapter holds of one projection."""
 
 
 @dataclass
@@ -38,9 +43,9 @@ class Adapter:
         stored: settings of the file it came from.
     """
 
-    settings: Lora
+    settings: Lora | IA3
     sites: dict[str, Site]
-    parts: dict[str, LoraPart]
+    parts: dict[str, Part]
     kept: dict[str, nn.Parameter]
     untrained: dict[str, int] = field(default_factory=dict)
     labels: tuple[str, ...] | None = None
@@ -79,7 +84,7 @@ class Adapters:
     active: str | None = None
     merged: bool = False
     _before: _Before | None = None
-    _weights: dict[str, Tensor] = field(default_factory=dict)
+    _weights: dict[str, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
 
     def named(self, name: str) -> Adapter:
         """Return an adapter.
@@ -129,7 +134,7 @@ class Adapters:
             owner, leaf = _owner(graph, path)
             linear: Any = graph.get_submodule(path)
             before.linears[path] = linear
-            setattr(owner, leaf, AdaptedLinear(linear, part.train(linear.training)))
+            setattr(owner, leaf, _with(linear, part.train(linear.training)))
         for tensor, parameter in adapter.kept.items():
             before.tensors[tensor] = named[tensor]
             _set(graph, tensor, parameter)
@@ -178,8 +183,10 @@ class Adapters:
             owner, leaf = _owner(graph, path)
             adapted: Any = graph.get_submodule(path)
             linear: Any = self._before.linears[path]
-            self._weights[path] = adapted.weight.data
+            self._weights[path] = adapted.weight.data, None if adapted.bias is None else adapted.bias.data
             adapted.weight.data = part.merged(adapted.weight)
+            if adapted.bias is not None:
+                adapted.bias.data = part.merged_bias(adapted.bias.data)
             linear._parameters.update(weight=adapted.weight, bias=adapted.bias)
             setattr(owner, leaf, linear.train(adapted.training))
         self.merged = True
@@ -192,8 +199,12 @@ class Adapters:
         for path, part in self.known[self.active].parts.items():
             owner, leaf = _owner(graph, path)
             linear: Any = graph.get_submodule(path)
-            linear.weight.data = self._weights.pop(path).to(linear.weight.device)
-            setattr(owner, leaf, AdaptedLinear(linear, part.to(linear.weight.device).train(linear.training)))
+            home = linear.weight.device
+            weight, bias = self._weights.pop(path)
+            linear.weight.data = weight.to(home)
+            if bias is not None:
+                linear.bias.data = bias.to(home)
+            setattr(owner, leaf, _with(linear, part.to(home).train(linear.training)))
         self.merged = False
 
     def settle(self, model: GraphModel) -> None:
@@ -247,8 +258,10 @@ def kept_names(model: GraphModel) -> list[str]:
     return [name for name, _ in graph.named_parameters() if (heads and name.startswith("head.")) or name in fresh]
 
 
-def new_adapter(model: GraphModel, settings: Lora) -> Adapter:
-    """Return a fresh adapter: ``down`` drawn as peft draws it, ``up`` zero, the head a copy of the model's.
+def new_adapter(model: GraphModel, settings: Lora | IA3) -> Adapter:
+    """Return a fresh adapter, which changes nothing yet: ``down`` drawn as peft draws it, ``up`` zero, scales one.
+
+    The head is a copy of the model's.
 
     Raises:
         ConfigError: targets that the model does not have.
@@ -256,8 +269,11 @@ def new_adapter(model: GraphModel, settings: Lora) -> Adapter:
     kept = kept_names(model)
     sites = chosen(model, settings, kept)
     graph = model.graph
-    parts: dict[str, LoraPart] = {}
+    parts: dict[str, Part] = {}
     for site in sites:
+        if isinstance(settings, IA3):
+            parts |= _unscaled(graph, site, settings.on_input(*site.names))
+            continue
         rank, scale = settings.rank_of(*site.names), settings.scale_of(*site.names)
         linears: list[Any] = [graph.get_submodule(path) for path in site.paths]
         home = linears[0].weight.device
@@ -274,6 +290,23 @@ def new_adapter(model: GraphModel, settings: Lora) -> Adapter:
     held = {name: nn.Parameter(graph.get_parameter(name).detach().clone()) for name in kept}
     untrained = {name: held[name]._version for name in kept if name in fresh}
     return Adapter(settings, {site.theirs: site for site in sites}, parts, held, untrained)
+
+
+def _unscaled(graph: nn.Module, site: Site, on_input: bool) -> dict[str, ScalePart]:
+    """Return scales of one; those of inputs are shared by projections of one matrix."""
+    linears: list[Any] = [graph.get_submodule(path) for path in site.paths]
+    home = linears[0].weight.device
+    if on_input:
+        shared = nn.Parameter(torch.ones(linears[0].in_features, device=home))
+        return {path: ScalePart(shared, True) for path in site.paths}
+    return {
+        path: ScalePart(nn.Parameter(torch.ones(linear.out_features, device=home)), False, site.bias_apart)
+        for path, linear in zip(site.paths, linears, strict=True)
+    }
+
+
+def _with(linear: nn.Linear, part: Part) -> nn.Linear:
+    return AdaptedLinear(linear, part) if isinstance(part, LoraPart) else ScaledLinear(linear, part)
 
 
 def _owner(graph: nn.Module, path: str) -> tuple[nn.Module, str]:

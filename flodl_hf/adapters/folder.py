@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from flodl.errors import CheckpointError, ConfigError, capped, printable
-from flodl_hf.adapters.attach import Adapter
+from flodl_hf.adapters.attach import Adapter, Part
 from flodl_hf.adapters.lora import LoraPart
 from flodl_hf.adapters.peft_file import of_pattern, read_settings, targeted, task_of
-from flodl_hf.adapters.settings import Lora
+from flodl_hf.adapters.scaled import ScalePart
+from flodl_hf.adapters.settings import IA3, Lora
 from flodl_hf.adapters.targets import Names, Site, sites_of
 from flodl_hf.checkpoint.members import Folder, is_entry, read_member
 from flodl_hf.checkpoint.shard import SafetensorsShard, Shard
@@ -42,6 +43,7 @@ ENDS = {
     ".lora_B.weight": "up",
     ".lora_magnitude_vector": "magnitude",
     ".lora_magnitude_vector.weight": "magnitude",
+    ".ia3_l": "scales",
 }
 PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -61,7 +63,7 @@ class AdapterFolder:
 
     path: Path
     values: Mapping[str, Any]
-    settings: Lora
+    settings: Lora | IA3
     head: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
 
@@ -145,17 +147,21 @@ class AdapterFolder:
             else:
                 kept[inner.replace(".modules_to_save.", ".")] = tensor
         wanted = targeted(self.values, sites, str(self.path / CONFIG))
+        first = "ia3_l" if isinstance(self.settings, IA3) else "lora_A.weight"
         for path in sorted((wanted or set()) - set(found)):
-            problems.append(f"{PREFIX}{path}.lora_A.weight: missing, although target_modules means it")
+            problems.append(f"{PREFIX}{path}.{first}: missing, although target_modules means it")
         for path in sorted(set(found) - wanted if wanted is not None else ()):
-            problems.append(f"{PREFIX}{path}.lora_A.weight: there, although target_modules does not mean it")
-        parts: dict[str, LoraPart] = {}
+            problems.append(f"{PREFIX}{path}.{first}: there, although target_modules does not mean it")
+        parts: dict[str, Part] = {}
         for path, tensors in found.items():
-            parts |= self._parts(model, sites[path], tensors, problems)
+            if isinstance(self.settings, IA3):
+                parts |= self._scales(model, sites[path], tensors, self.settings, problems)
+            else:
+                parts |= self._parts(model, sites[path], tensors, self.settings, problems)
         held, strange = _kept(model, kept, self.values.get("modules_to_save") or ())
         problems += strange
         if not found:
-            problems.append("no tensors of LoRA")
+            problems.append(f"no tensors of {'IA3' if isinstance(self.settings, IA3) else 'LoRA'}")
         headless = [name for name in model.untrained if name not in held]
         if headless:
             problems.append(
@@ -179,14 +185,14 @@ class AdapterFolder:
         )  # fmt: skip
 
     def _parts(
-        self, model: GraphModel, site: Site, tensors: Mapping[str, Tensor], problems: list[str]
+        self, model: GraphModel, site: Site, tensors: Mapping[str, Tensor], settings: Lora, problems: list[str]
     ) -> dict[str, LoraPart]:
         """Return the parts of one projection by our paths; what is wrong is added to ``problems``."""
         linears: list[Any] = [model.graph.get_submodule(path) for path in site.paths]
         out, into = sum(linear.out_features for linear in linears), linears[0].in_features
-        rank = of_pattern(self.values.get("rank_pattern"), site.theirs, self.settings.rank)
-        alpha = of_pattern(self.values.get("alpha_pattern"), site.theirs, self.settings.alpha_of())
-        shapes = {"down": (rank, into), "up": (out, rank)} | ({"magnitude": (out,)} if self.settings.dora else {})
+        rank = of_pattern(self.values.get("rank_pattern"), site.theirs, settings.rank)
+        alpha = of_pattern(self.values.get("alpha_pattern"), site.theirs, settings.alpha_of())
+        shapes = {"down": (rank, into), "up": (out, rank)} | ({"magnitude": (out,)} if settings.dora else {})
         wrong = [
             f"{PREFIX}{site.theirs} ({name}): "
             + ("missing" if name not in tensors else f"shape {tuple(tensors[name].shape)}, expected {shape}")
@@ -197,15 +203,37 @@ class AdapterFolder:
         problems += wrong
         if wrong:
             return {}
-        scale = alpha / (rank**0.5 if self.settings.rslora else rank)
+        scale = alpha / (rank**0.5 if settings.rslora else rank)
         down = nn.Parameter(tensors["down"].contiguous())
         marks = [part_of(mark) for mark in site.marks] or [None]
         found = {}
         for path, mark in zip(site.paths, marks, strict=True):
             cut = {n: t if mark is None else split(t, mark) for n, t in tensors.items() if n != "down"}
-            magnitude = nn.Parameter(cut["magnitude"].clone()) if self.settings.dora else None
-            found[path] = LoraPart(down, nn.Parameter(cut["up"].clone()), scale, self.settings.dropout, magnitude)
+            magnitude = nn.Parameter(cut["magnitude"].clone()) if settings.dora else None
+            found[path] = LoraPart(down, nn.Parameter(cut["up"].clone()), scale, settings.dropout, magnitude)
         return found
+
+    def _scales(
+        self, model: GraphModel, site: Site, tensors: Mapping[str, Tensor], settings: IA3, problems: list[str]
+    ) -> dict[str, ScalePart]:
+        """Return the scales of one projection by our paths; what is wrong is added to ``problems``."""
+        linears: list[Any] = [model.graph.get_submodule(path) for path in site.paths]
+        inside = settings.on_input(site.theirs)
+        shape = (1, linears[0].in_features) if inside else (sum(linear.out_features for linear in linears), 1)
+        held = tensors.get("scales")
+        if held is None or tuple(held.shape) != shape or len(tensors) > 1:
+            found = "missing" if held is None else f"shape {tuple(held.shape)}, expected {shape}, and nothing besides"
+            problems.append(f"{PREFIX}{site.theirs}.ia3_l: {found}")
+            return {}
+        flat = held.flatten()
+        if inside:
+            shared = nn.Parameter(flat.contiguous())
+            return {path: ScalePart(shared, True) for path in site.paths}
+        marks = [part_of(mark) for mark in site.marks] or [None]
+        return {
+            path: ScalePart(nn.Parameter((flat if mark is None else split(flat, mark)).clone()), False, site.bias_apart)
+            for path, mark in zip(site.paths, marks, strict=True)
+        }
 
 
 def _known(path: str, sites: Mapping[str, Site], model: GraphModel) -> str | None:

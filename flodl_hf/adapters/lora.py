@@ -14,6 +14,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from flodl_hf.adapters.scaled import ScaledLinear
+
 __all__ = ["AdaptedLinear", "LoraPart", "beside", "folded", "joined_products", "plain_linear"]
 
 
@@ -50,6 +52,10 @@ class LoraPart(nn.Module):
             if self.magnitude is not None:
                 total *= (self.magnitude.double() / torch.linalg.norm(total, dim=1)).view(-1, 1)
             return total.to(weight.dtype)
+
+    def merged_bias(self, bias: Tensor | None) -> Tensor | None:
+        """Return what the bias becomes: itself."""
+        return bias
 
     def extra_repr(self) -> str:
         """Show rank and scale in ``print(model)``."""
@@ -168,13 +174,14 @@ def beside(result: Tensor, x: Tensor, part: LoraPart, down_half: Tensor, up_half
     return _Beside.apply(result, x, part.down, part.up, down_half, up_half, part.scale)  # type: ignore[return-value]
 
 
-def plain_linear(adapted: AdaptedLinear, weight: Tensor) -> nn.Linear:
-    """Return an ordinary projection with this weight and the same bias."""
+def plain_linear(adapted: nn.Linear, weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    """Return an ordinary projection with this weight and bias."""
     found = nn.Linear.__new__(nn.Linear)
     nn.Module.__init__(found)
     found.in_features, found.out_features = adapted.in_features, adapted.out_features
     found.weight = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, requires_grad=False)
-    found.bias = adapted.bias
+    fixed = bias is None or isinstance(bias, nn.Parameter)
+    found.bias = bias if fixed else nn.Parameter(bias, requires_grad=False)  # type: ignore[assignment]
     return found.train(adapted.training)
 
 
@@ -188,8 +195,10 @@ def folded(graph: nn.Module, *, merge: bool = True) -> int:
     made: dict[int, nn.Linear] = {}
     for module in list(graph.modules()):
         for name, child in list(module.named_children()):
-            if isinstance(child, AdaptedLinear):
+            if isinstance(child, (AdaptedLinear, ScaledLinear)):
                 if id(child) not in made:
-                    made[id(child)] = plain_linear(child, child.lora.merged(child.weight) if merge else child.weight)
+                    part = child.lora if isinstance(child, AdaptedLinear) else child.ia3
+                    weight = part.merged(child.weight) if merge else child.weight
+                    made[id(child)] = plain_linear(child, weight, part.merged_bias(child.bias) if merge else child.bias)
                 setattr(module, name, made[id(child)])
     return len(made)

@@ -93,7 +93,7 @@ class Mixed:
         inside = (path for adapter in chosen for path in adapter.parts if path.startswith("encoder."))
         for path in dict.fromkeys(inside):
             owner, _, leaf = path.rpartition(".")
-            parts = [adapter.parts.get(path) for adapter in chosen]
+            parts: Any = [adapter.parts.get(path) for adapter in chosen]
             setattr(self.graph.get_submodule(owner), leaf, _MixedLinear(linears[path], parts, self._where))
         self._bodies = [self._body(adapter) for adapter in chosen]
 
@@ -151,6 +151,8 @@ class Mixed:
 
 def _check(model: GraphModel, chosen: Sequence[Adapter], names: Sequence[str]) -> None:
     problems = []
+    if any(not isinstance(part, LoraPart) for adapter in chosen for part in adapter.parts.values()):
+        problems.append("an adapter scales states (IA3), and only sums of LoRA are mixed")
     if model.head not in ("sequence_classification", "token_classification"):
         problems.append(f"the task is {model.head}, and only labels of texts and tokens are mixed")
     if any(isinstance(module, DisentangledAttention) for module in model.graph.modules()):

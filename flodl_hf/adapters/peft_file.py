@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from flodl.errors import ConfigError, capped, printable
-from flodl_hf.adapters.settings import ALL_LINEAR, Lora
+from flodl_hf.adapters.settings import ALL_LINEAR, IA3, Lora
 
-__all__ = ["TASKS", "config_values", "of_pattern", "read_settings", "targeted", "task_of"]
+__all__ = ["TASKS", "config_values", "ia3_values", "of_pattern", "read_settings", "targeted", "task_of"]
 
 TASKS = {
     "SEQ_CLS": "sequence_classification",
@@ -27,6 +27,10 @@ UNDERSTOOD = (
     *("rank_pattern", "alpha_pattern", "target_modules", "exclude_modules", "modules_to_save", "layers_to_transform"),
     *("layers_pattern", "init_lora_weights", "bias"),
 )
+UNDERSTOOD_IA3 = (
+    *("peft_type", "task_type", "base_model_name_or_path", "target_modules", "exclude_modules", "feedforward_modules"),
+    *("modules_to_save", "init_ia3_weights"),
+)
 CHANGES_NOTHING = (
     *("auto_mapping", "revision", "inference_mode", "peft_version", "runtime_config", "fan_in_fan_out"),
     *("megatron_core", "ensure_weight_tying", "qalora_group_size", "eva_config", "velora_config"),
@@ -38,7 +42,7 @@ CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "pissa_niter")
 """Ways to begin that also changed the base's weights, which are then none of the base's files."""
 
 
-def read_settings(values: Mapping[str, Any], where: str) -> Lora:
+def read_settings(values: Mapping[str, Any], where: str) -> Lora | IA3:
     """Return what a file says an adapter is.
 
     Args:
@@ -49,9 +53,11 @@ def read_settings(values: Mapping[str, Any], where: str) -> Lora:
         ConfigError: another kind of adapter, or settings that change numbers and are not understood; all are listed.
     """
     kind = values.get("peft_type")
+    if kind == "IA3":
+        return _read_ia3(values, where)
     if kind != "LORA":
         raise ConfigError(
-            f"{where}: peft_type is {printable(str(kind), 60)}; expected LORA, the kind of adapter that is read here. "
+            f"{where}: peft_type is {printable(str(kind), 60)}; expected LORA or IA3, the kinds that are read here. "
             "Merge it with peft (merge_and_unload), save the model and load that",
             where=where,
             problems=["peft_type"],
@@ -102,6 +108,33 @@ def read_settings(values: Mapping[str, Any], where: str) -> Lora:
         raise ConfigError(
             f"{where}: {fault.message}; fetch the file again", where=where, problems=fault.problems
         ) from None
+
+
+def _read_ia3(values: Mapping[str, Any], where: str) -> IA3:
+    problems = [
+        f"{printable(name, 60)}: {printable(repr(value), 80)}, which changes numbers and is not understood"
+        for name, value in values.items()
+        if name not in (*UNDERSTOOD_IA3, *CHANGES_NOTHING) and value not in (None, False, "", [], {}, ())
+    ]
+    wanted, inside = values.get("target_modules"), values.get("feedforward_modules")
+    wrong = [
+        _wrong("target_modules", wanted, "names", lambda v: bool(v) and _names(v)),
+        # Ends of paths, as ours are; a pattern is none.
+        _wrong("feedforward_modules", inside, "a list", lambda v: v is None or (isinstance(v, list) and _names(v))),
+        *(_wrong(name, values.get(name), "names", lambda v: v is None or _names(v)) for name in
+          ("exclude_modules", "modules_to_save")),
+        _wrong("task_type", values.get("task_type"), "a task", lambda v: v is None or isinstance(v, str)),
+        _wrong("base_model_name_or_path", values.get("base_model_name_or_path"), "a name", _named),
+    ]  # fmt: skip
+    problems += [problem for problem in wrong if problem]
+    if problems:
+        raise ConfigError(
+            f"{where}: {len(problems)} settings cannot be followed:\n{capped(problems)}\nexpected an ordinary IA3; "
+            "merge the adapter with peft (merge_and_unload), save the model and load that, or fetch the file again",
+            where=where,
+            problems=problems,
+        )
+    return IA3(targets=_listed(values["target_modules"]), inputs=tuple(inside or ()))
 
 
 def _wrong(name: str, value: Any, expected: str, fine: Any) -> str | None:
@@ -252,5 +285,40 @@ def config_values(
         "task_type": task,
         "use_dora": settings.dora,
         "use_rslora": settings.rslora,
+    }
+    return dict(stored) or made
+
+
+def ia3_values(
+    targets: Sequence[str],
+    inside: Sequence[str],
+    kept: Sequence[str],
+    *,
+    base: str | None,
+    head: str,
+    stored: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return what ``adapter_config.json`` says of learned scales.
+
+    Args:
+        targets: transformers' paths of projections, or ends of them.
+        inside: those of them whose inputs are scaled.
+        kept: transformers' paths of modules that are held whole.
+        base: folder or name of the base.
+        head: our word for the task.
+        stored: settings of the file it came from, which are written again.
+    """
+    made = {
+        "auto_mapping": None,
+        "base_model_name_or_path": base,
+        "fan_in_fan_out": False,
+        "feedforward_modules": list(inside),
+        "inference_mode": True,
+        "init_ia3_weights": True,
+        "modules_to_save": list(kept) or None,
+        "peft_type": "IA3",
+        "revision": None,
+        "target_modules": list(targets),
+        "task_type": next((theirs for theirs, ours in TASKS.items() if ours == head), None),
     }
     return dict(stored) or made

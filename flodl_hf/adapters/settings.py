@@ -1,4 +1,4 @@
-"""What an adapter is asked to be: rank, scale, dropout and where it goes. Needs no torch."""
+"""What an adapter is asked to be: rank, scale, dropout and where it goes, or what it scales. Needs no torch."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Any
 
 from flodl.errors import ConfigError
 
-__all__ = ["ALL_LINEAR", "DEFAULT_TARGETS", "Lora", "fits"]
+__all__ = ["ALL_LINEAR", "IA3", "Lora", "adapter_words", "fits"]
 
 ALL_LINEAR = "all-linear"
-DEFAULT_TARGETS = ("query", "value")
 MOST_RANK = 65_536
 
 
@@ -65,7 +65,12 @@ class Lora:
     @property
     def wanted(self) -> tuple[str, ...]:
         """The targets as a tuple; empty for the usual ones."""
-        return (self.targets,) if isinstance(self.targets, str) else tuple(self.targets)
+        return _listed(self.targets)
+
+    @property
+    def usual(self) -> tuple[str, ...]:
+        """The targets where none are named."""
+        return ("query", "value")
 
     def rank_of(self, *names: str) -> int:
         """Return the rank of a projection that has these names."""
@@ -82,8 +87,79 @@ class Lora:
         return self.alpha_of(*names) / (math.sqrt(rank) if self.rslora else rank)
 
 
+@dataclass(frozen=True)
+class IA3:
+    """Learned scales of what projections give, or of what goes into them (Liu et al. 2022): ``s * (W x + b)``.
+
+    Args:
+        targets: which projections, as `Lora` has them. By default key, value and the last of the feed-forward part; the
+            whole matrix where a family has one for query, key and value.
+        inputs: those of them whose inputs are scaled, ``W (s * x) + b``. By default the last of the feed-forward part.
+
+    Raises:
+        ConfigError: names that are none.
+    """
+
+    targets: str | Sequence[str] = ()
+    inputs: str | Sequence[str] = ("feed_forward.down",)
+
+    def __post_init__(self) -> None:
+        wrong = [
+            f"{name} {value!r}"
+            for name, value in (("targets", self.targets), ("inputs", self.inputs))
+            if not isinstance(value, str) and not all(isinstance(one, str) and one for one in value)
+        ]
+        if wrong:
+            raise ConfigError(f"IA3: found {', '.join(wrong)}; expected names of projections", problems=wrong)
+
+    @property
+    def wanted(self) -> tuple[str, ...]:
+        """The targets as a tuple; empty for the usual ones."""
+        return _listed(self.targets)
+
+    @property
+    def usual(self) -> tuple[str, ...]:
+        """The targets where none are named."""
+        return ("key", "value", "feed_forward.down")
+
+    def on_input(self, *names: str) -> bool:
+        """Return whether what goes into a projection that has these names is scaled, rather than what it gives."""
+        return any(fits(wanted, name) for wanted in _listed(self.inputs) for name in names)
+
+
+def _listed(names: str | Sequence[str]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
 def _is_rank(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST_RANK
+
+
+def adapter_words(adapter: Lora | IA3 | None) -> dict[str, Any]:
+    """Return the options of a fine-tuning run that say what an adapter is; none for None.
+
+    Raises:
+        ConfigError: it has ranks or alphas by name, or inputs of its own, which options cannot say.
+    """
+    if adapter is None:
+        return {}
+    if isinstance(adapter, IA3):
+        if adapter.inputs != IA3().inputs:
+            raise ConfigError(
+                "adapter: inputs of your own are no option of a run; add_adapter it to the model, and give that",
+                problems=["inputs"],
+            )
+        return {"ia3": adapter.wanted or ("usual",)}
+    if adapter.ranks or adapter.alphas:
+        raise ConfigError(
+            "adapter: ranks and alphas by name are no options of a run; add_adapter it to the model, and give that",
+            problems=["ranks" if adapter.ranks else "alphas"],
+        )
+    kinds = [name for name in ("rslora", "dora") if getattr(adapter, name)]
+    return {
+        "lora": adapter.rank, "lora_alpha": adapter.alpha, "lora_dropout": adapter.dropout,
+        "lora_targets": adapter.wanted, "lora_kinds": kinds,
+    }  # fmt: skip
 
 
 def fits(wanted: str, name: str) -> bool:

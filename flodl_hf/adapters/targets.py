@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from flodl.errors import ConfigError, capped, nearest
-from flodl_hf.adapters.settings import ALL_LINEAR, DEFAULT_TARGETS, Lora, fits
+from flodl_hf.adapters.settings import ALL_LINEAR, IA3, Lora, fits
 from flodl_hf.graph_model import GraphModel
-from flodl_hf.parts import as_whole
+from flodl_hf.parts import as_whole, part_of
 
 __all__ = ["Names", "Site", "chosen", "sites_of"]
 
@@ -23,11 +23,13 @@ class Site:
         theirs: the module's path in transformers' model.
         paths: ours; several where one matrix holds several projections.
         marks: which part of the matrix each is, as a key row says; empty where it is the whole.
+        bias_apart: whether a bias of theirs stands beside the module rather than in it, so that scales spare it.
     """
 
     theirs: str
     paths: tuple[str, ...]
     marks: tuple[str, ...] = ()
+    bias_apart: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -57,19 +59,25 @@ def sites_of(model: GraphModel) -> dict[str, Site]:
     """Return every projection of a model, by transformers' path, in the order of the graph."""
     names = Names(model)
     found: dict[str, list[tuple[str, str]]] = {}
+    apart: set[str] = set()
     for path, module in model.graph.named_modules():
         if isinstance(module, nn.Linear):
             marked = names.theirs(f"{path}.weight")
             whole = as_whole(marked)
             mark = "" if whole == marked else marked
-            found.setdefault(whole.rpartition(".")[0], []).append((path, mark))
+            place = whole.rpartition(".")[0]
+            found.setdefault(place, []).append((path, mark))
+            if (part := part_of(marked)) is not None and part.groups > 1:
+                apart.add(place)  # where parts alternate by head, biases stand beside the module
     return {
-        theirs: Site(theirs, tuple(path for path, _ in parts), tuple(mark for _, mark in parts if mark))
+        theirs: Site(
+            theirs, tuple(path for path, _ in parts), tuple(mark for _, mark in parts if mark), theirs in apart
+        )
         for theirs, parts in found.items()
     }
 
 
-def chosen(model: GraphModel, settings: Lora, kept: Sequence[str]) -> list[Site]:
+def chosen(model: GraphModel, settings: Lora | IA3, kept: Sequence[str]) -> list[Site]:
     """Return the projections that an adapter goes to.
 
     Args:
@@ -86,7 +94,7 @@ def chosen(model: GraphModel, settings: Lora, kept: Sequence[str]) -> list[Site]
     usual = not settings.wanted
     found: dict[str, Site] = {}
     problems: list[str] = []
-    for wanted in settings.wanted or DEFAULT_TARGETS:
+    for wanted in settings.wanted or settings.usual:
         if wanted == ALL_LINEAR:
             found |= {theirs: site for theirs, site in sites.items() if not site.paths[0].startswith("head.")}
             continue

@@ -11,7 +11,10 @@ from torch import Tensor
 
 from flodl_hf.adapters.attach import Adapter
 from flodl_hf.adapters.folder import CONFIG, HEAD, PREFIX, WEIGHTS
-from flodl_hf.adapters.peft_file import config_values
+from flodl_hf.adapters.lora import LoraPart
+from flodl_hf.adapters.peft_file import config_values, ia3_values
+from flodl_hf.adapters.scaled import ScalePart
+from flodl_hf.adapters.settings import IA3
 from flodl_hf.adapters.targets import Names, Site
 from flodl_hf.checksums import write_checksums
 from flodl_hf.export.publish import publish_folder
@@ -30,9 +33,15 @@ def stored_adapter(model: GraphModel, adapter: Adapter) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for site in adapter.sites.values():
         place = PREFIX + site.theirs
-        parts = [adapter.parts[path] for path in site.paths]
         marks = [part_of(mark) for mark in site.marks]
         groups = marks[0].groups if marks and marks[0] is not None else 1
+        scales = [part for path in site.paths if isinstance(part := adapter.parts[path], ScalePart)]
+        if scales:
+            inside = scales[0].on_input
+            whole = scales[0].scales if inside else join([part.scales.detach() for part in scales], groups)
+            found[f"{place}.ia3_l"] = whole.detach().view((1, -1) if inside else (-1, 1))
+            continue
+        parts = [part for path in site.paths if isinstance(part := adapter.parts[path], LoraPart)]
         found[f"{place}.lora_A.weight"] = parts[0].down.detach()
         found[f"{place}.lora_B.weight"] = join([part.up.detach() for part in parts], groups)
         lengths = [part.magnitude.detach() for part in parts if part.magnitude is not None]
@@ -98,6 +107,8 @@ def _json(values: Mapping[str, Any]) -> bytes:
 def _settings(model: GraphModel, adapter: Adapter) -> dict[str, Any]:
     settings = adapter.settings
     names = Names(model)
+    if isinstance(settings, IA3):
+        return _ia3_settings(model, adapter, settings)
     ranks, alphas = {}, {}
     for site in adapter.sites.values():
         if (rank := settings.rank_of(*site.names)) != settings.rank:
@@ -109,6 +120,18 @@ def _settings(model: GraphModel, adapter: Adapter) -> dict[str, Any]:
         settings, _ends(model, adapter.sites), _modules(model, [names.theirs(ours) for ours in adapter.kept]),
         base=None if source is None else source.name, head=model.head, stored=adapter.stored, ranks=ranks,
         alphas=alphas,
+    )  # fmt: skip
+
+
+def _ia3_settings(model: GraphModel, adapter: Adapter, settings: IA3) -> dict[str, Any]:
+    names = Names(model)
+    inside = {place: site for place, site in adapter.sites.items() if settings.on_input(*site.names)}
+    ends = _ends(model, inside)
+    rest = _ends(model, {place: site for place, site in adapter.sites.items() if place not in inside})
+    source = model.source
+    return ia3_values(
+        sorted({*ends, *rest}), ends, _modules(model, [names.theirs(ours) for ours in adapter.kept]),
+        base=None if source is None else source.name, head=model.head, stored=adapter.stored,
     )  # fmt: skip
 
 
@@ -150,7 +173,9 @@ def _modules(model: GraphModel, kept: Sequence[str]) -> list[str]:
 def _all_modules(model: GraphModel) -> list[str]:
     names = Names(model)
     return [
-        names.theirs(name) for name, _ in model.graph.named_parameters(remove_duplicate=False) if ".lora." not in name
+        names.theirs(name)
+        for name, _ in model.graph.named_parameters(remove_duplicate=False)
+        if ".lora." not in name and ".ia3." not in name
     ]
 
 

@@ -42,11 +42,11 @@ GROUPS = {
 """Groups of options in help, each by the option that begins it."""
 IN_PARTS = (
     *("columns", "schedule_options", "loss_options", "matryoshka", "class_weights", "labels", "freeze", "lora_targets"),
-    *("lora_kinds", "allow_change"),
+    *("lora_kinds", "ia3", "allow_change"),
     "devices",
 )
 """Options that may be given several times, a bit each."""
-LISTS = ("labels", "freeze", "lora_targets", "lora_kinds", "allow_change", "trackers", "watch", "matryoshka")
+LISTS = ("labels", "freeze", "lora_targets", "lora_kinds", "ia3", "allow_change", "trackers", "watch", "matryoshka")
 SHORT = {"epochs": "-e", "batch_size": "-b", "devices": "--device"}
 
 

@@ -49,6 +49,7 @@ class FinetuneOptions(TypedDict, total=False):
     lora_dropout: float
     lora_targets: Sequence[str]
     lora_kinds: Sequence[str]
+    ia3: Sequence[str]
     neftune: float | None
     ema: float | None
     ema_warmup: bool

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, get_args, get_type_hints
 
 from flodl.errors import ConfigError, capped, nearest
-from flodl_hf.adapters.settings import Lora
+from flodl_hf.adapters.settings import IA3, Lora
 from flodl_hf.finetuning.words import translated
 
-__all__ = ["TASKS", "Options", "adapter_words", "make_options", "task_named"]
+__all__ = ["TASKS", "Options", "make_options", "task_named"]
 
 TASKS = (
     *("sequence_classification", "token_classification", "question_answering", "masked_lm"),
@@ -146,6 +146,10 @@ class Options:
         (), "lora: rslora (scale by the root of the rank), dora (learned lengths of rows).", each=("rslora", "dora")
     )
 
+    ia3: Sequence[str] = _opt(
+        (), "Train scales (IA3) of these projections and the head; 'usual' for key, value and the feed-forward part."
+    )
+
     neftune: float | None = _opt(
         None, "Noise on word embeddings in training, alpha of arXiv:2310.05914 (5 is usual).", least=0.0
     )
@@ -267,8 +271,10 @@ class Options:
     local_files_only: bool = _opt(False, "Open no connection.")
 
     @property
-    def adapter(self) -> Lora | None:
+    def adapter(self) -> Lora | IA3 | None:
         """The adapter that is trained; None where all weights are."""
+        if self.ia3:
+            return IA3() if tuple(self.ia3) == ("usual",) else IA3(self.ia3)
         if self.lora is None:
             return None
         return Lora(
@@ -307,26 +313,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(v) for v in value]
     return value
-
-
-def adapter_words(adapter: Lora | None) -> dict[str, Any]:
-    """Return the options that say what an adapter is; none for None.
-
-    Raises:
-        ConfigError: it has other ranks or alphas for some projections, which options cannot say.
-    """
-    if adapter is None:
-        return {}
-    if adapter.ranks or adapter.alphas:
-        raise ConfigError(
-            "adapter: ranks and alphas by name are no options of a run; add_adapter it to the model, and give that",
-            problems=["ranks" if adapter.ranks else "alphas"],
-        )
-    kinds = [name for name in ("rslora", "dora") if getattr(adapter, name)]
-    return {
-        "lora": adapter.rank, "lora_alpha": adapter.alpha, "lora_dropout": adapter.dropout,
-        "lora_targets": adapter.wanted, "lora_kinds": kinds,
-    }  # fmt: skip
 
 
 def task_named(name: str) -> str:

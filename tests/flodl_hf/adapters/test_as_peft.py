@@ -16,7 +16,8 @@ from flodl_hf.parity.cell import Bench, Cell, all_cells
 
 peft = pytest.importorskip("peft")
 pytest.importorskip("transformers")
-pytestmark = pytest.mark.transformers
+# Warnings of transformers, which peft calls by older names.
+pytestmark = [pytest.mark.transformers, pytest.mark.filterwarnings("ignore")]
 
 TASKS = {
     "sequence_classification": "SEQ_CLS", "token_classification": "TOKEN_CLS", "question_answering": "QUESTION_ANS",
