@@ -423,6 +423,8 @@ def _number(value: Any, fraction: bool) -> int | float:
 def _together(options: Options) -> list[str]:
     """Return what is wrong with choices that are right by themselves."""
     problems = []
+    if options.ia3 and options.lora is not None:
+        problems.append("ia3 and lora: expected one of the two")
     schedule = options.schedule
     if isinstance(schedule, str):
         if schedule not in SCHEDULES:
