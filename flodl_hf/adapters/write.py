@@ -95,7 +95,7 @@ def save_adapter(
 def _recipe(model: GraphModel) -> dict[str, bytes]:
     """Return what says how vectors are made, which training may have changed."""
     recipe = model.sentence_recipe
-    if recipe is None or model.head not in ("base", "masked_lm"):
+    if recipe is None or recipe.late is not None or model.head not in ("base", "masked_lm"):
         return {}
     return dict(recipe.files) or recipe_files(recipe, model.config.encoder.hidden_size)
 

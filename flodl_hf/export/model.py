@@ -210,4 +210,6 @@ def _recipe(model: GraphModel) -> dict[str, bytes]:
     recipe = model.sentence_recipe
     if recipe is None:
         return {}
+    if recipe.late is not None:
+        return dict(recipe.files)
     return dict(recipe.files) or recipe_files(recipe, model.config.encoder.hidden_size)
