@@ -100,10 +100,12 @@ def _of_columns(
     found, wrong = [], []
     for i, row in enumerate(rows):
         texts, labels = row.get(documents), row.get(label or "")
-        right = (
-            isinstance(texts, (list, tuple)) and isinstance(labels, (list, tuple)) and isinstance(row[question], str)
-        )
-        if not right or not texts or len(texts) != len(labels) or not all(isinstance(text, str) for text in texts):
+        if (
+            not (isinstance(texts, (list, tuple)) and isinstance(labels, (list, tuple)) and texts)
+            or not isinstance(row[question], str)
+            or len(texts) != len(labels)
+            or not all(isinstance(text, str) for text in texts)
+        ):
             counts = [len(part) if isinstance(part, (list, tuple)) else type(part).__name__ for part in (texts, labels)]
             wrong.append(f"row {i}: {counts[0]} documents, {counts[1]} labels")
             continue

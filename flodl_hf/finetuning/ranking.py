@@ -229,7 +229,8 @@ class _Scorer:
         for example in sorted(self.kept.items):
             found = (self.kept.items[example][0], self.grades[example])
             groups.setdefault(self.questions[example], []).append(found)
-        return _figures(*([[pair[k] for pair in group] for group in groups.values()] for k in (0, 1)), 0.5)
+        scores, worth = ([[pair[k] for pair in group] for group in groups.values()] for k in (0, 1))
+        return _figures(scores, worth, 0.5)
 
 
 def _figures(scores: Sequence[Sequence[float]], worth: Sequence[Sequence[float]], least: float) -> dict[str, float]:
