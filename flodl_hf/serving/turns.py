@@ -56,6 +56,9 @@ class _Turns:
                 request = self._read()
             except OSError:
                 request = None
+            except BaseException:
+                self._end.set()  # nobody would read on
+                raise
             if request is None:
                 self._end.set()
                 return

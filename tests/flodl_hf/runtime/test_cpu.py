@@ -171,7 +171,9 @@ def test_int8_answers_stay_within_a_twentieth_of_their_range(model_type: str, he
     cpu.prepare_cpu(graph, "int8")
     ids, layout = next(batches())
     wanted, found = run(model.graph, ids, layout), run(graph, ids, layout)
-    assert float((found - wanted).abs().max()) <= 0.05 * float(wanted.max() - wanted.min())
+    # From zero on: a head that gives one number a text gives nearly the same one to all texts of a random model.
+    width = float(wanted.max().clamp(min=0) - wanted.min().clamp(max=0))
+    assert float((found - wanted).abs().max()) <= 0.05 * width
     assert not torch.equal(found, wanted)
 
 
