@@ -41,3 +41,24 @@ def test_two_ranks_with_shards_train_as_one_and_write_the_same_folder(
     texts = [row["text"] for row in ROWS]
     assert load(out).predict(texts) == shared.model.predict(texts)
     assert not any(hasattr(parameter, "full_tensor") for parameter in shared.model.parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.transformers
+def test_what_shards_wrote_is_what_transformers_reads(base: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    parted = tmp_path / "parted"
+    load(base).save_pretrained(parted, max_shard_size=20_000)
+    out = tmp_path / "out"
+    trained = finetune(
+        parted, train=ROWS[:20], devices=["cpu", "cpu"], shard="fsdp", out=out, **OPTIONS | {"metric": None}
+    )
+    assert len(list(out.glob("model-*.safetensors"))) > 1
+    theirs = AutoModelForSequenceClassification.from_pretrained(out).state_dict()
+    ours = load(out, mapped=False)
+    assert trained.model.predict(["a text"]) == ours.predict(["a text"])
+    names = ours.config.family.key_map(ours.config.encoder, ours.head).names(list(dict(ours.graph.named_parameters())))
+    assert set(names.values()) == set(theirs)
+    for name, parameter in ours.graph.named_parameters():
+        assert torch.equal(parameter.detach(), theirs[names[name]]), name
