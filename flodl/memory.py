@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -115,10 +116,12 @@ def live_tensors(device: str | torch.device | None = None) -> tuple[int, int]:
         device: count those there only; "cuda" stands for all CUDA devices.
     """
     wanted = None if device is None else torch.device(device)
+    tracing = sys.modules.get("torch._subclasses.fake_tensor")
+    shapes_alone = tracing.FakeTensor if tracing is not None else ()  # what a tracer left behind has no memory
     count, storages = 0, {}
     for one in gc.get_objects():
         # Asking other objects for their class may run code of theirs.
-        if not issubclass(type(one), torch.Tensor):
+        if not issubclass(type(one), torch.Tensor) or issubclass(type(one), shapes_alone):
             continue
         if wanted is not None and (
             one.device.type != wanted.type or (wanted.index is not None and one.device.index != wanted.index)

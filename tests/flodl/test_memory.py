@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flodl import devices
 from flodl.devices import hardware_summary, probe_device, usable_devices
@@ -69,6 +70,11 @@ def test_tensors_that_live_are_counted_and_storages_once():
     count, _ = live_tensors("meta")
     kept = torch.zeros(4, device="meta")
     assert live_tensors("meta")[0] == count + kept.is_meta
+    with FakeTensorMode():
+        traced = torch.zeros(4)
+    before = live_tensors()
+    del traced
+    assert live_tensors() == before
 
 
 def test_what_spills_is_what_torch_keeps_beyond_the_device():

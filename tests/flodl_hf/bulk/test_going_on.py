@@ -343,7 +343,8 @@ def wait_for(what: Callable[[], bool], process: subprocess.Popen[str]) -> None:
         time.sleep(0.005)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_finish_the_part_and_say_how_to_go_on(
     number: signal.Signals, folder: Any, model: Any, numbered: Any, tmp_path: Path
 ) -> None:

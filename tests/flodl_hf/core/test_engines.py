@@ -91,6 +91,7 @@ TEXTS = ["the cat sat on the mat", "", "a dog", "good film " * 30]
 
 
 @with_onnx
+@pytest.mark.slow
 def test_vectors_of_texts_by_the_command(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = make("mpnet")
     model.sentence_recipe = SentenceRecipe(pooling=("cls", "mean"), normalize=True)

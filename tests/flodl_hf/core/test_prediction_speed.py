@@ -540,7 +540,7 @@ def test_a_fault_of_a_stale_graph_is_not_told_and_any_other_is(make: Make, monke
     model: Any = make("bert", "sequence_classification")
     monkeypatch.setattr("flodl_hf.runtime.session.works_by_itself", lambda device: True)
     first = model.predict("a good cat")
-    stale = holder(model)._made[(None, None)]
+    stale = holder(model)._made[(None, None, False)]
     plain = Engine.start
 
     def start(self: Engine, *args: Any) -> Any:

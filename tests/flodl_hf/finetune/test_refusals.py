@@ -22,7 +22,7 @@ def pairs_of(names: tuple[str, ...], count: int) -> list[dict[str, Any]]:
     return [dict(zip(names, (TEXTS[i], TEXTS[i + 1], TEXTS[i + 2]), strict=False)) for i in range(count)]
 
 
-@pytest.mark.parametrize("count", [2, 8, 60])
+@pytest.mark.parametrize("count", [4, 8, 60])
 @pytest.mark.parametrize(
     "names", [("anchor", "positive"), ("anchor", "positive", "negative"), ("Anchor", "Positive"), ("query", "positive")]
 )
