@@ -243,9 +243,8 @@ def _select(request: HubRequest, names: Iterable[str]) -> list[str]:
                 f"no {_WEIGHTS}, {_WEIGHTS}.index.json or pytorch_model.bin"
                 + (f" in {request.subfolder}/" if request.subfolder else "")
                 + (f"; other weight files are\n{capped(others, 8)}\n" if others else ""),
-                "set subfolder, choose a repository with PyTorch weights, or make model.safetensors from "
-                "a local "
-                "file with `flodl-hf convert`",
+                "expected one of them: set subfolder, choose a repository with PyTorch weights, or make "
+                "model.safetensors from a local file with `flodl-hf convert`",
                 others=others,
             )
         chosen |= set(weights)
@@ -265,7 +264,7 @@ def _from_cache(request: HubRequest, why: str) -> Resolved:
     commit = request.revision
     if not _COMMIT.fullmatch(commit):
         try:
-            commit = (request.storage / "refs" / request.revision).read_text("ascii").strip()
+            commit = read_regular(request.storage / "refs" / request.revision, 1 << 10).decode("ascii").strip()
         except (OSError, ValueError):
             commit = ""
     snapshot = request.storage / "snapshots" / commit

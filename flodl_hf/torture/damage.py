@@ -138,16 +138,17 @@ ENTRIES = (
 """What may stand where a regular file is expected."""
 
 
-def put_entry(folder: Path, name: str, kind: str) -> None:
+def put_entry(folder: Path, name: str, kind: str, outside: Path | None = None) -> None:
     """Replace a file of a folder by another kind of entry.
 
     Args:
-        folder: the folder; ``outside`` stands beside it.
+        folder: the folder.
         name: of the file; what it holds is moved where a link leads to it.
         kind: one of `ENTRIES`.
+        outside: a folder to which links lead; None is ``outside`` beside the folder.
     """
     place = folder / name
-    outside = folder.parent / "outside"
+    outside = folder.parent / "outside" if outside is None else outside
     data = place.read_bytes() if place.is_file() else b"{}"
     if place.is_dir() and not place.is_symlink():
         shutil.rmtree(place)
@@ -161,7 +162,7 @@ def put_entry(folder: Path, name: str, kind: str) -> None:
         place.symlink_to(outside)
     elif kind == "through-parent":
         target.write_bytes(data)
-        place.symlink_to(Path("..") / "outside" / target.name)
+        place.symlink_to(os.path.relpath(target, folder))
     elif kind == "dangling":
         place.symlink_to(folder / "nowhere")
     elif kind == "loop":

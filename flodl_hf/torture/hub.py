@@ -315,9 +315,9 @@ def _damage_cache(kept: Path, what: Mapping[str, Any]) -> None:
         blob.write_bytes(data)
         return
     place = {"blob": blob, "link": link, "ref": storage / "refs" / "main"}[what["cached"]]
-    with suppress(FileNotFoundError):
-        (kept.parent / "outside").mkdir()
-    put_entry(place.parent, place.name, what["entry"])
+    outside = kept.parent / "outside"
+    outside.mkdir(exist_ok=True)
+    put_entry(place.parent, place.name, what["entry"], outside)
 
 
 def _killed_midway(call: Callable[[], Any], hub: Hub) -> None:

@@ -326,6 +326,16 @@ def test_offline_opens_no_socket(hub: Hub, tmp_path: Path, monkeypatch: pytest.M
     assert "hf download ada/other" in str(caught.value)
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes")
+def test_a_pipe_in_place_of_a_revision_is_not_waited_for(hub: Hub, tmp_path: Path) -> None:
+    resolve("ada/tiny", cache_dir=tmp_path)
+    [ref] = (tmp_path / "models--ada--tiny" / "refs").iterdir()
+    ref.unlink()
+    os.mkfifo(ref)
+    with pytest.raises(HubError, match="not in the cache"):
+        resolve("ada/tiny", cache_dir=tmp_path, local_files_only=True)
+
+
 def test_the_socket_watch_sees_a_connection(hub: Hub, tmp_path: Path) -> None:
     global _events
     _events = []
