@@ -92,4 +92,13 @@ def command(
     with beginning(model, {"device": device if devices is None else None}):
         if devices is None:
             said["device"] = device_said(device)
-        file_to_file(encode_file, model, source, out, said, json_output, "encoding")
+        file_to_file(
+            encode_file,
+            model,
+            source,
+            out,
+            said,
+            json_output,
+            "encoding",
+            empty="they have the vector of an empty text",
+        )

@@ -323,6 +323,7 @@ def file_to_file(
     said: dict[str, Any],
     json_output: bool,
     doing: str,
+    empty: str = "their answers are null",
 ) -> None:
     """Have ``run`` (`predict_file`, `encode_file`) make a file of a file; with a bar, and leave as the signals say."""
     from flodl.train.signals import StopSignals
@@ -338,7 +339,7 @@ def file_to_file(
     if is_first and json_output:
         emit_json(result.to_dict())
     elif is_first:
-        _tell(result)
+        _tell(result, empty)
     if signals.number and not result.is_whole:
         if is_first:
             say(f"stopped: {result.parts} parts are kept in {out.name}.parts; {Parts(out, '').again} to go on")
@@ -384,7 +385,7 @@ def _bar(bar: Any, signals: Any, doing: str) -> Callable[[Progress], None]:
     return update
 
 
-def _tell(result: FileResult) -> None:
+def _tell(result: FileResult, empty: str) -> None:
     figures = result.to_dict()
     if result.is_whole:
         tell(
@@ -394,7 +395,7 @@ def _tell(result: FileResult) -> None:
     if result.resumed:
         say(f"{result.resumed} of {result.parts} parts were there from an earlier run")
     if result.empty:
-        say(f"{result.empty:,} rows are empty; their answers are null")
+        say(f"empty rows: {result.empty:,}; {empty}")
     if result.faulty:
         left = result.rows - result.written
         what = f"{left:,} left out" if left else "written without an answer"
