@@ -41,6 +41,8 @@ __all__ = ["Batcher", "DeadlineError", "GivenUpError", "Ticket"]
 AHEAD = 2
 # Most tokens that run at once when they come alone: with more, the next batch would not be prepared meanwhile.
 ALONE = 2048
+# Tokens of a request that run in one turn, at least: a row at a time costs the interpreter more than the device.
+QUANTUM = 512
 # Threads that may run what comes alone: each has a workspace of the accelerator's libraries.
 CALLERS = 4
 # How many requests of its key, at most, one of high priority goes before, and one of low priority lets pass.
@@ -143,23 +145,26 @@ class _Sent:
     def _ran(self) -> int:
         return int(self.ends[self.at - 1]) if self.at else 0
 
-    def take(self, room: int, tag: float) -> _Taken:
-        """Return the rows that fit into ``room`` tokens before the turn of a flow at ``tag``; one at least."""
+    def take(self, room: int, tag: float) -> int:
+        """Take the rows that fit into ``room`` tokens before the turn of a flow at ``tag``; return their tokens.
+
+        One row at least, and a quantum where there is room.
+        """
         before = self._ran
-        fit = int(np.searchsorted(self.ends, before + room, side="right"))
-        turn = int(np.searchsorted(self.ends, tag - self.start, side="right")) + 1
-        first, self.at = self.at, max(self.at + 1, min(fit, turn, len(self.ends)))
-        return _Taken(self, first, self.at, self._ran - before)
+        fit, turn, turns = np.searchsorted(
+            self.ends, (before + room, tag - self.start, before + QUANTUM), side="right"
+        ).tolist()
+        self.at = max(self.at + 1, min(fit, max(turn + 1, turns), len(self.ends)))
+        return self._ran - before
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class _Taken:
     """Rows of one call that run next: from the first to before the last."""
 
     sent: _Sent
     first: int
     last: int
-    tokens: int
 
 
 class Batcher:
@@ -261,7 +266,7 @@ class Batcher:
     def _run_alone(self, sent: _Sent, of: tuple[Any, RunOptions], work: Work) -> None:
         started = time.perf_counter()
         key = (id(of[0]), of[1])
-        taken = [_Taken(sent, 0, len(sent.ends), int(sent.ends[-1]))]
+        taken = [_Taken(sent, 0, len(sent.ends))]
         try:
             self._models[key] = of
             _share_out(taken, self._engine(key).start(sent.table, work, sent.places))
@@ -298,7 +303,7 @@ class Batcher:
                 self._changed.wait()
             self._starting = True
             work, group = min(self._waiting.items(), key=lambda waiting: min(map(self._turn, waiting[1].items())))
-            room, taken = self.max_tokens, []
+            room, taken = self.max_tokens, dict[_Sent, _Taken]()
             while room > 0 and self._cleaned(group):
                 key, heap = min(group.items(), key=self._turn)
                 tag, number, sent = heap[0]
@@ -307,18 +312,20 @@ class Batcher:
                 heappop(heap)
                 self._far[key] = max(self._far.get(key, 0.0), tag)
                 self._now = max(self._now, self._had[key])
-                rows = sent.take(room // len(group), heap[0][0] if heap else float("inf"))
-                self._had[key] += rows.tokens
-                room -= rows.tokens
-                self.queued_tokens -= rows.tokens
-                taken.append(rows)
-                if not rows.first:
+                if not sent.at:
                     sent.ticket.waited_s += time.perf_counter() - sent.since
+                # What a request had in earlier turns of this batch, and what it has now, is one range of rows.
+                rows = taken.setdefault(sent, _Taken(sent, sent.at, sent.at))
+                tokens = sent.take(room // len(group), heap[0][0] if heap else float("inf"))
+                rows.last = sent.at
+                self._had[key] += tokens
+                room -= tokens
+                self.queued_tokens -= tokens
                 if sent.at < len(sent.ends):
                     heappush(heap, (sent.tag, number, sent))
                 else:
                     self._active[key] -= 1
-            return work, taken
+            return work, list(taken.values())
 
     def _turn(self, waiting: tuple[str, list[Any]]) -> tuple[float, float, float]:
         key, heap = waiting
@@ -426,19 +433,19 @@ def _share_out(taken: list[_Taken], found: Pending) -> None:
     owner = np.repeat(np.arange(len(taken)), counts)
     offset = np.concatenate([np.arange(part.first, part.last) for part in taken])
     for rows, sizes, values in found.arrays():
-        ends = np.cumsum(sizes)
-        for place, sent in enumerate(part.sent for part in taken):
-            mine = np.flatnonzero(owner[rows] == place)
-            if not len(mine):
-                continue
-            own = sizes[mine]
-            if len(mine) == len(rows):
-                part = values
-            else:
-                starts = ends[mine] - own
-                part = values[np.repeat(starts - (np.cumsum(own) - own), own) + np.arange(int(own.sum()))]
-            sent.pending.add(offset[rows[mine]], own, torch.from_numpy(part), None)
-    for sent, done in zip((part.sent for part in taken), counts, strict=True):
-        sent.pending.left -= done
-        if not sent.pending.left:
-            sent.pending.here.set()
+        if len(taken) > 1:
+            # All results change places at once, so that those of a call stand together.
+            order = np.argsort(owner[rows], kind="stable")
+            starts = (np.cumsum(sizes) - sizes)[order]
+            rows, sizes = rows[order], sizes[order]
+            values = values[np.repeat(starts - (np.cumsum(sizes) - sizes), sizes) + np.arange(len(values))]
+        bounds = np.searchsorted(owner[rows], np.arange(len(taken) + 1)).tolist()
+        ends = [0, *np.cumsum(sizes).tolist()]
+        places = offset[rows]
+        for part, a, b in zip(taken, bounds[:-1], bounds[1:], strict=True):
+            if a < b:
+                part.sent.pending.add(places[a:b], sizes[a:b], torch.from_numpy(values[ends[a] : ends[b]]), None)
+    for part, done in zip(taken, counts, strict=True):
+        part.sent.pending.left -= done
+        if not part.sent.pending.left:
+            part.sent.pending.here.set()
