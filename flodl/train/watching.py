@@ -8,9 +8,11 @@ whoever asked (`flodl.train`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from flodl.errors import GraphError, GraphPathError
@@ -43,6 +45,8 @@ class Watching:
         self._seen = Seen()
         self._before: Seen | None = None
         self._inside = False
+        self._side: torch.cuda.Stream | None = None
+        self._running: Seen | None = None
         for text in wanted:
             self._watch(text)
         self.refresh()
@@ -113,17 +117,39 @@ class Watching:
             self._inside, self._before = False, None
 
     def take(self) -> dict[str, Pair]:
-        """Return what was told or watched inside, by name, as sums and weights."""
+        """Return what was told or watched inside, by name, as sums and weights.
+
+        While a step is recorded, the device computes them beside what is recorded next, the backward pass, which leaves
+        it room between its large products; they may be used after `meet`.
+        """
         seen, self._seen = self._seen, Seen()
         told = set(seen.pairs)
-        for _, graph, tags in self._tags:
-            captured = graph._captured
-            for tag, name, how in tags:
-                value = captured.get(tag)
-                if name not in told and isinstance(value, (Tensor, float, int)):
-                    _add(seen, name, value, how)
-            graph._captured = {tag: v.detach() if isinstance(v, Tensor) else v for tag, v in captured.items()}
-        return seen.pack()
+        with self._beside(seen):
+            for _, graph, tags in self._tags:
+                captured = graph._captured
+                for tag, name, how in tags:
+                    value = captured.get(tag)
+                    if name not in told and isinstance(value, (Tensor, float, int)):
+                        _add(seen, name, value, how)
+                graph._captured = {tag: v.detach() if isinstance(v, Tensor) else v for tag, v in captured.items()}
+            return seen.pack()
+
+    def _beside(self, seen: Seen) -> AbstractContextManager[Any]:
+        """Return a context whose work runs beside what follows it, where a step is recorded."""
+        if not (self._tags and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+            return nullcontext()
+        if self._side is None:
+            self._side = torch.cuda.Stream()
+        # What is read must stay where it is meanwhile: graphs hold the values of their tags, and this what was told.
+        self._side.wait_stream(torch.cuda.current_stream())
+        self._running = seen
+        return torch.cuda.stream(self._side)
+
+    def meet(self) -> None:
+        """Have the device wait for what `take` left running beside."""
+        if self._running is not None and self._side is not None:
+            torch.cuda.current_stream().wait_stream(self._side)
+        self._running = None
 
     def holding(self) -> Callable[[], object] | None:
         """Return what puts the present values of tags back, so that they can be asked for after a replay."""
