@@ -37,6 +37,17 @@ def command(
         bool, typer.Option("--batch-invariant", help="Let an answer depend on its text alone, bit for bit; slower.")
     ] = False,
     head: Head = HeadWord.auto,
+    adapters: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--adapters",
+            metavar="DIR",
+            help="Serve every adapter in DIR by its folder's name; NAME=DIR: of that model.",
+        ),
+    ] = None,
+    mix_adapters: Annotated[
+        bool, typer.Option("--mix-adapters", help="Let adapters of a base share batches, without merged weights.")
+    ] = False,
     api_key: Annotated[
         list[str] | None,
         typer.Option("--api-key", help="A key that clients need; again for more. Or FLODL_HF_API_KEYS, with commas."),
@@ -88,6 +99,8 @@ def command(
         here=lambda url: say(f"ready: {url}", always=True),
         devices=tuple(device or ["auto"]),
         precision=precision,
+        adapters=tuple(adapters or ()),
+        mix_adapters=mix_adapters,
         batch_invariant=batch_invariant,
         local_files_only=local,
         api_keys=tuple(keys),

@@ -12,6 +12,8 @@ admission  which requests are let in
 workers    the processes that hold the models, seen from the doors
 frames     messages between doors and workers
 worker     such a process
+adapters   which adapters there are
+adapted    adapters as models, on the tensors of their bases
 turns      its threads
 batching   rows of many requests through one device
 tasks      what is done for a request

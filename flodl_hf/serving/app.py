@@ -156,7 +156,7 @@ def _told(house: House) -> list[Route]:
 
 def _models(house: House) -> dict[str, Any]:
     data = [
-        {"id": name, "object": "model", "created": 0, "owned_by": "flodl-hf", **info}
+        {"id": name, "object": "model", "created": 0, "owned_by": "flodl-hf", "parent": info.get("base"), **info}
         for name, info in house.workers.models.items()
     ]
     return {"object": "list", "data": data}

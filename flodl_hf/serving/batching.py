@@ -34,6 +34,7 @@ from flodl_hf.runtime.batch import check_rows
 from flodl_hf.runtime.engine import Engine, Pending
 from flodl_hf.runtime.options import RunOptions
 from flodl_hf.runtime.passes import Work
+from flodl_hf.serving.adapted import Together
 
 __all__ = ["Batcher", "DeadlineError", "GivenUpError", "Ticket"]
 
@@ -183,7 +184,7 @@ class Batcher:
         self._ran: deque[tuple[int, int, float]] = deque(maxlen=10_000)
         self.queued_tokens = 0
         self._models: dict[Any, tuple[Any, RunOptions]] = {}
-        self._engines: dict[Any, Engine] = {}
+        self._engines: dict[Any, Engine | Together] = {}
         self._waiting: dict[Any, dict[str, list[tuple[float, float, _Sent]]]] = {}
         self._active: Counter[str] = Counter()
         self._numbers = count()
@@ -290,10 +291,11 @@ class Batcher:
                 found.append(self._ran.popleft())
         return found
 
-    def _engine(self, key: Any) -> Engine:
+    def _engine(self, key: Any) -> Engine | Together:
         # Models that are served do not change: their graphs are prepared once and never compared again.
         if key not in self._engines:
-            self._engines[key] = Engine.of(*self._models[key])
+            model, options = self._models[key]
+            self._engines[key] = model if isinstance(model, Together) else Engine.of(model, options)
         return self._engines[key]
 
     def _next(self) -> tuple[Any, list[_Taken]]:

@@ -215,8 +215,10 @@ class Endpoint:
         if word:
             said["why"] = word
         if call is not None:
+            if call.model:
+                metrics.add("flodl_requests_total", model=call.model, status=str(status))
             if status == 200:
-                self._count_answered(call)
+                self._count_answered(call, seconds)
             said |= {"model": call.model, "texts": call.texts, "tokens": call.tokens, "dropped": call.dropped}
             if call.key:
                 said["key"] = call.key
@@ -224,8 +226,10 @@ class Endpoint:
                 said["fields"] = dict(call.fields)
         LOG.info("request", extra={"said": said})
 
-    def _count_answered(self, call: Call) -> None:
+    def _count_answered(self, call: Call, seconds: float) -> None:
         metrics = self.house.metrics
+        metrics.observe("flodl_request_seconds", seconds, model=call.model)
+        metrics.add("flodl_texts_total", call.texts, model=call.model)
         metrics.observe("te_request_queue_duration", call.waited_s)
         metrics.observe("te_request_inference_duration", call.inferred_s)
         metrics.observe("te_request_input_length", call.tokens)

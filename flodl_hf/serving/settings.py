@@ -5,7 +5,7 @@ Decides defaults and what makes sense. Nothing here imports a server or torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -37,6 +37,10 @@ class Settings:
         models: what is served; nothing else is ever loaded.
         devices: one worker process for each, "auto" is the best there is.
         precision: see `flodl_hf.runtime.Precision`; None is that of the weights.
+        adapters: directories that hold a folder for each adapter, each served by its folder's name; ``NAME=DIR`` says
+            of which model. They are listed when models are loaded.
+        mix_adapters: adapters of one base share batches where they can; no merged weights are kept, and answers are
+            those of each adapter alone up to the order of sums.
         batch_invariant: answers never depend on what else is in the batch, bit for bit; slower.
         local_files_only: open no connection to the Hub.
         api_keys: who may ask; none is everybody.
@@ -61,6 +65,8 @@ class Settings:
     models: tuple[Served, ...]
     devices: tuple[str, ...] = ("auto",)
     precision: str | None = None
+    adapters: tuple[str, ...] = ()
+    mix_adapters: bool = False
     batch_invariant: bool = False
     local_files_only: bool = False
     api_keys: tuple[str, ...] = ()
@@ -93,16 +99,28 @@ class Settings:
         for field, value in asdict(self).items():
             if isinstance(value, (int, float)) and not isinstance(value, bool) and value <= 0:
                 wrong.append(f"{field}={value}")
+        if self.mix_adapters and (self.batch_invariant or self.precision not in (None, "exact")):
+            raise ConfigError(
+                "serve: mix_adapters runs the weights as they are, and answers depend on their batch to the last bit; "
+                "leave out precision and batch_invariant, or mix_adapters"
+            )
         if wrong:
             raise ConfigError(
                 f"serve: found {'; '.join(wrong)}; expected at least one model, names that differ, and limits above 0",
                 problems=wrong,
             )
 
-    def of_worker(self, device: str) -> dict[str, Any]:
-        """Return what a worker on a device is told, as JSON types."""
+    def of_worker(self, device: str, adapters: Sequence[Mapping[str, str]] = ()) -> dict[str, Any]:
+        """Return what a worker on a device is told, as JSON types.
+
+        Args:
+            device: its device.
+            adapters: name, folder and base of each.
+        """
         return {
             "models": [asdict(model) for model in self.models],
+            "adapters": list(adapters),
+            "mix_adapters": self.mix_adapters,
             "device": device,
             "precision": self.precision,
             "batch_invariant": self.batch_invariant,

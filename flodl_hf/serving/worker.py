@@ -20,6 +20,7 @@ import numpy as np
 
 from flodl.errors import FlodlError
 from flodl_hf.errors import TokenizerError
+from flodl_hf.serving.adapted import Together, open_adapters, put_together
 from flodl_hf.serving.batching import Batcher, DeadlineError, GivenUpError, Ticket
 from flodl_hf.serving.frames import HEAD, packed, unpacked
 from flodl_hf.serving.tasks import TASKS, describe, warm_items
@@ -76,13 +77,23 @@ class Worker:
         }  # fmt: skip
         if cuda:
             run["token_budget"] = self.max_tokens
-        self.models: dict[str, Any] = {}
-        for model in given["models"]:
-            loaded = load(
-                model["source"], head=model["head"], device=str(self.device), local_files_only=given["local_files_only"]
-            )
-            loaded.eval()
-            self.models[model["name"]] = loaded.runtime(**run)
+        sources = {model["name"]: model["source"] for model in given["models"]}
+
+        def opened(name: str, head: str, adapter: str | None = None) -> Any:
+            options: Any = {"device": str(self.device), "local_files_only": given["local_files_only"]}
+            if adapter is not None:
+                options["adapter"] = adapter
+            return load(sources[name], head=head, **options).eval().runtime(**run)
+
+        self.models: dict[str, Any] = {model["name"]: opened(model["name"], model["head"]) for model in given["models"]}
+        self.bases: dict[str, str] = {}
+        self.together: dict[str, tuple[Together, int]] = {}
+        if listed := given.get("adapters"):
+            adapted = open_adapters(listed, self.models, opened)
+            self.bases = {one["name"]: one["base"] for one in listed}
+            self.models |= adapted
+            if given["mix_adapters"]:
+                self.together = put_together(listed, adapted, opened)
         self.batcher = Batcher(self.device, self.max_tokens)
 
     def warm(self) -> None:
@@ -95,11 +106,23 @@ class Worker:
                 asked = items[:1] if count == 1 else items * count
                 self.answer({"model": name, "task": task, "items": asked}, Ticket())
 
+    def describe(self, name: str) -> dict[str, Any]:
+        """Return what is said of a model; of an adapter also its base, and which share its batches."""
+        found = describe(self.models[name])
+        if name in self.bases:
+            found["base"] = self.bases[name]
+            found["together"] = list(self.together[name][0].names) if name in self.together else []
+        return found
+
     def answer(self, message: dict[str, Any], ticket: Ticket) -> tuple[Any, list[np.ndarray]]:
         """Return the answer to a request."""
         from flodl_hf.runtime.session import SENDING
 
+        mixed = self.together.get(message["model"])
+
         def send(model: Any, options: Any, table: Any, work: Any, places: Any) -> Any:
+            if mixed is not None:
+                model, places = mixed[0], [(mixed[1],)] * len(table)
             return self.batcher.send(ticket, model, options, table, work, places)
 
         model = self.models[message["model"]]
@@ -129,7 +152,7 @@ def serve(descriptor: int) -> None:
         started = time.perf_counter()
         worker = Worker(given)
         worker.warm()
-        infos = {name: describe(model) for name, model in worker.models.items()}
+        infos = {name: worker.describe(name) for name in worker.models}
         stream.write(
             {"ready": infos, "device": str(worker.device), "warm_s": time.perf_counter() - started,
              "max_batch_tokens": worker.max_tokens, "pid": os.getpid()}

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from flodl.errors import FlodlError
+from flodl_hf.serving.adapters import find_adapters
 from flodl_hf.serving.frames import HEAD, packed, unpacked
 from flodl_hf.serving.settings import Settings
 
@@ -107,6 +108,7 @@ class Workers:
         self.max_batch_tokens = 0
         self.restarts = 0
         self._heard = heard
+        self._adapters: list[dict[str, str]] = []
         self._here: list[_Process] = []
         self._ready = asyncio.Event()
         self._numbers = count()
@@ -129,12 +131,14 @@ class Workers:
 
         Raises:
             WorkersError: a model cannot be served; the text says why.
+            ConfigError: likewise of a directory of adapters.
         """
         self._here = await self._started()
         self._ready.set()
 
     async def _started(self) -> list[_Process]:
-        made = [asyncio.ensure_future(self._one(device)) for device in self.settings.devices]
+        adapters = find_adapters(self.settings)
+        made = [asyncio.ensure_future(self._one(device, adapters)) for device in self.settings.devices]
         done = await asyncio.gather(*made, return_exceptions=True)
         faults = [fault for fault in done if isinstance(fault, BaseException)]
         for process in done:
@@ -145,9 +149,10 @@ class Workers:
                     await self._let_go(process)
         if faults:
             raise faults[0]
+        self._adapters = adapters
         return [process for process in done if isinstance(process, _Process)]
 
-    async def _one(self, device: str) -> _Process:
+    async def _one(self, device: str, adapters: list[dict[str, str]]) -> _Process:
         ours, theirs = socket.socketpair()
         os.set_inheritable(theirs.fileno(), True)
         code = _PROGRAM.format(path=sys.path, descriptor=theirs.fileno())
@@ -158,7 +163,7 @@ class Workers:
         theirs.close()
         reader, writer = await asyncio.open_connection(sock=ours, limit=1 << 22)
         found = _Process(device, process, reader, writer)
-        writer.writelines(packed(self.settings.of_worker(device)))
+        writer.writelines(packed(self.settings.of_worker(device, adapters)))
         try:
             message, _ = await _read(reader)
         except (EOFError, OSError):
@@ -281,7 +286,7 @@ class Workers:
                 LOG.error("worker given up", extra={"said": {"device": process.device}})
                 return
             try:
-                again = await self._one(process.device)
+                again = await self._one(process.device, self._adapters)
             except WorkersError as fault:
                 LOG.error("worker not started", extra={"said": {"device": process.device, "fault": str(fault)}})
                 await asyncio.sleep(min(30.0, 2.0**self._deaths))
@@ -296,6 +301,7 @@ class Workers:
 
         Raises:
             WorkersError: a model cannot be loaded any more; the old workers go on.
+            ConfigError: likewise of a directory of adapters.
         """
         before, self._here = self._here, await self._started()
         self._ready.set()
