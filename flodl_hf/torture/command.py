@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import tempfile
 import time
@@ -35,6 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--subject", action="append", help=f"{' or '.join(SUBJECTS)}; may be repeated")
     parser.add_argument("--workers", type=int, default=1, help="processes at once")
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="give up what is not finished then, suite by suite"
+    )
     parser.add_argument("--json", type=Path, help="write counts, costs and bad cases to this file")
     parser.add_argument("--only", type=int, help="run the case of this number alone and show what it does")
     parser.add_argument("--place", type=Path, help="a folder to work in, on the file system to be tested")
@@ -58,7 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"{name}: {subject.name} has nothing of the kind")
                 continue
             count = given.cases or DEFAULT_CASES[name]
-            report = run_suite(name, subject, count, given.seed, workers=given.workers, place=given.place)
+            report = run_suite(
+                name, subject, count, given.seed, workers=given.workers, place=given.place, seconds=given.seconds
+            )
             print(as_text(report), flush=True)
             reports.append(report)
             if given.json:
@@ -69,7 +75,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_suite(
-    name: str, subject: Subject, count: int, seed: int = 0, *, workers: int = 1, place: Path | None = None
+    name: str,
+    subject: Subject,
+    count: int,
+    seed: int = 0,
+    *,
+    workers: int = 1,
+    place: Path | None = None,
+    seconds: float = math.inf,
 ) -> Report:
     """Return the report of one suite with one subject.
 
@@ -80,6 +93,7 @@ def run_suite(
         seed: of the run.
         workers: processes at once.
         place: a folder to work in.
+        seconds: what is not finished then is given up and not counted.
     """
     suite = load_suite(name)
     report = Report(name, subject.name, seed)
@@ -93,7 +107,7 @@ def run_suite(
             sys.stderr.write(f"\r{name} ({subject.name}): {finished:,} of {count:,}\x1b[K")
 
     for case, verdict in run_cases(
-        suite, list(suite.cases(seed, count)), subject, workers=workers, place=place, told=told
+        suite, list(suite.cases(seed, count)), subject, workers=workers, place=place, told=told, seconds=seconds
     ):
         report.add(case, verdict)
     if sys.stderr.isatty():

@@ -27,7 +27,7 @@ from flodl_hf.torture.ctrl_c import CtrlC
 from flodl_hf.torture.judging import judge
 from flodl_hf.torture.subjects import Subject
 
-__all__ = ["NAME", "SUBJECTS", "cases", "run"]
+__all__ = ["NAME", "SUBJECTS", "cases", "run", "together"]
 
 NAME = "interrupts"
 SUBJECTS = ("ours", "transformers")
@@ -195,6 +195,11 @@ KINDS = tuple(_kind(name) for name in ACTS)
 def cases(seed: int, count: int) -> Iterator[Case]:
     """Yield cases."""
     return dealt(NAME, KINDS, seed, count)
+
+
+def together(case: Case) -> str:
+    """Return what cases share that are best run by one process: the call, done undisturbed."""
+    return case.kind
 
 
 # --- judging ----------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ or ran out of memory where that is what the system said.
 from __future__ import annotations
 
 import json
+import math
 import os
 import select
 import shutil
@@ -30,6 +31,8 @@ __all__ = ["RigError", "default_place", "load_suite", "run_cases"]
 
 BLOCK = 250
 """Cases in one process; enough that starting it costs nothing beside them."""
+LITTLE_ROOM = 2 << 30
+"""Bytes; a folder in memory that has less free is not worked in."""
 
 
 class RigError(RuntimeError):
@@ -55,7 +58,9 @@ class _Worker:
 def default_place() -> Path | None:
     """Return a folder that lies in memory, or None where there is none: most cases are about bytes, not about disks."""
     memory = Path("/dev/shm")
-    return memory if memory.is_dir() and os.access(memory, os.W_OK | os.X_OK) else None
+    if not memory.is_dir() or not os.access(memory, os.W_OK | os.X_OK):
+        return None
+    return memory if shutil.disk_usage(memory).free > LITTLE_ROOM else None
 
 
 def load_suite(name: str) -> ModuleType:
@@ -71,6 +76,7 @@ def run_cases(
     workers: int = 1,
     place: Path | None = None,
     told: Callable[[int], None] | None = None,
+    seconds: float = math.inf,
 ) -> Iterator[tuple[Case, Verdict]]:
     """Yield each case with its verdict, in no fixed order.
 
@@ -81,20 +87,22 @@ def run_cases(
         workers: processes at once.
         place: a folder to work in; memory, where the system offers it as a folder, by default.
         told: called with the number of cases as they are finished.
+        seconds: what is not finished then is given up, without a verdict.
 
     Raises:
         RigError: a suite failed by itself.
     """
+    until = time.monotonic() + seconds
     subject.prepare()
     prepare = getattr(suite, "prepare", None)
     if prepare is not None:
         prepare(subject)
-    waiting = deque(cases[start : start + BLOCK] for start in range(0, len(cases), BLOCK))
+    waiting = deque(_blocks(suite, cases, workers))
     running: dict[int, _Worker] = {}
     finished = 0
     with tempfile.TemporaryDirectory(prefix="flodl-torture-", dir=place or default_place()) as top:
         try:
-            while waiting or running:
+            while (waiting or running) and time.monotonic() < until:
                 while waiting and len(running) < workers:
                     worker = _start(suite, waiting.popleft(), subject, Path(top))
                     running[worker.lines] = worker
@@ -120,6 +128,19 @@ def run_cases(
         finally:
             for worker in running.values():
                 _kill(worker)
+
+
+def _blocks(suite: ModuleType, cases: Sequence[Case], workers: int) -> Iterator[Sequence[Case]]:
+    """Yield what one process does: enough blocks for all workers, and in one those that share a preparation."""
+    together: Callable[[Case], str] = getattr(suite, "together", lambda _case: "")
+    groups: dict[str, list[Case]] = {}
+    for case in cases:
+        groups.setdefault(together(case), []).append(case)
+    most = BLOCK if workers == 1 else max(1, min(BLOCK, len(cases) // (4 * workers)))
+    for group in groups.values():
+        size = -(-len(group) // -(-len(group) // most))
+        for start in range(0, len(group), size):
+            yield group[start : start + size]
 
 
 def _start(suite: ModuleType, cases: Sequence[Case], subject: Subject, top: Path) -> _Worker:

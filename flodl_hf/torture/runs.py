@@ -27,7 +27,7 @@ from flodl_hf.torture.ctrl_c import CtrlC
 from flodl_hf.torture.subjects import Subject
 from flodl_hf.torture.vocabularies import WORDS
 
-__all__ = ["KINDS", "NAME", "cases", "run"]
+__all__ = ["KINDS", "NAME", "cases", "run", "together"]
 
 NAME = "runs"
 ROWS, HELD_OUT = 22, 6
@@ -102,6 +102,11 @@ KINDS = tuple(_kind(number) for number in range(40))
 def cases(seed: int, count: int) -> Iterator[Case]:
     """Yield cases."""
     return dealt(NAME, KINDS, seed, count)
+
+
+def together(case: Case) -> str:
+    """Return what cases share that are best run by one process: the run that nobody disturbs."""
+    return case.kind
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------

@@ -22,6 +22,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
+import torch
+
 from flodl_hf.torture.case import Case, Verdict
 from flodl_hf.torture.judging import start_watch
 from flodl_hf.torture.subjects import Subject
@@ -62,6 +64,8 @@ def run_block(suite: ModuleType, cases: Sequence[Case], subject: Subject, root: 
 
 def run_one(suite: ModuleType, case: Case, subject: Subject, root: Path) -> Verdict:
     """Return the verdict on one case."""
+    # Workers share the machine, and a process that a case forks computes with one thread: bits depend on their number.
+    torch.set_num_threads(1)
     folder = root / "case"
     folder.mkdir()
     try:

@@ -12,11 +12,12 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from flodl.errors import CheckpointError
 from flodl_hf.torture.case import GOOD, Case, Fault, Grade, Kind, Verdict, dealt, right
 from flodl_hf.torture.judging import judge
-from flodl_hf.torture.runner import RigError, load_suite, run_cases
+from flodl_hf.torture.runner import RigError, _blocks, load_suite, run_cases
 from flodl_hf.torture.subjects import Ours, subject_named
 from flodl_hf.torture.suites import SUITES
 
@@ -140,3 +141,37 @@ def test_subjects_are_found_by_name_or_refused() -> None:
 def test_the_scale_has_three_good_grades() -> None:
     assert {grade.value for grade in GOOD} == {"right", "stated", "refused"}
     assert len(Grade) == 11
+
+
+@linux
+def test_what_is_not_finished_in_time_is_given_up_and_not_counted() -> None:
+    suite = suite_of(lambda kind, folder: time.sleep(60) if kind == "waits" else None, {"quick": {}, "waits": {}})
+    started = time.monotonic()
+    found = list(run_cases(suite, list(suite.cases(0, 2)), Ours(), seconds=2.0))
+    assert time.monotonic() - started < 50
+    assert "waits" not in {case.kind for case, _ in found}
+
+
+def test_cases_that_share_a_preparation_go_to_one_process_and_all_workers_have_some() -> None:
+    suite = suite_of(lambda kind, folder: None, {name: {} for name in "abcd"})
+    cases = list(suite.cases(0, 800))
+    assert [len(block) for block in _blocks(suite, cases, 1)] == [200, 200, 200, 200]
+    assert [len(block) for block in _blocks(suite, cases, 8)] == [25] * 32
+    suite.together = lambda case: case.kind
+    for workers in (1, 3, 8):
+        blocks = list(_blocks(suite, cases, workers))
+        assert all(len({case.kind for case in block}) == 1 for block in blocks)
+        assert sorted((c for block in blocks for c in block), key=lambda c: c.number) == cases
+
+
+@linux
+def test_bits_of_a_case_do_not_depend_on_how_many_threads_torch_has() -> None:
+    before = torch.get_num_threads()
+    suite = suite_of(lambda kind, folder: None, {"a": {}})
+    suite.run = lambda case, folder, subject: Verdict(Grade.RIGHT, str(torch.get_num_threads()))
+    try:
+        torch.set_num_threads(2)
+        [(_, verdict)] = run_cases(suite, list(suite.cases(0, 1)), Ours())
+    finally:
+        torch.set_num_threads(before)
+    assert verdict.text == "1"
