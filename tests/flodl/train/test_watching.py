@@ -363,3 +363,19 @@ def test_what_cannot_be_told_is_refused(name, value, text):
     with pytest.raises(GraphError, match=text):
         run(make_model(), telling).run()
     observe.log("name", torch.ones(2))  # where nobody listens nothing is looked at
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("settings", [{}, {"accumulate": 2}, {"precision": "bf16"}], ids=str)
+def test_on_a_gpu_recorded_steps_tell_the_values_of_ordinary_ones(settings):
+    """Of the same steps, to the bit; what is computed beside the backward pass is read when it is there."""
+
+    def told(capture):
+        builder = run(make_model(), num_epochs=8, batch_size=2, devices="cuda", watch=WATCH, **settings)
+        seen, _ = watched(builder.set(capture=capture))
+        assert not [event for event in seen if isinstance(event, Warned)]
+        return values(seen, "step"), values(seen, "epoch")
+
+    recorded, ordinary = told(True), told(False)
+    assert recorded == ordinary
+    assert len(recorded[0]) >= 40
