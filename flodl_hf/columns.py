@@ -121,7 +121,8 @@ def infer_columns(rows: Sequence[Mapping[str, Any]], **said: str | None) -> Colu
     raise DataError(
         f"columns: what these columns are for cannot be told:\n{capped(kinds)}\nexpected text and label, words and "
         f"tags, "
-        "text and spans, or question, context and answers; rename them, or say which is which (text=..., label=...)",
+        "text and spans, or question, context and answers; rename them, or say which is which: "
+        "columns={'text': ..., 'label': ...}",
         names=names,
         problems=kinds,
     )
@@ -143,8 +144,8 @@ def _refuse_pairs(names: Sequence[str]) -> None:
             f"columns: {list(names)} look like texts that belong together (anchor, positive, negative; chosen, "
             "rejected), and none of these columns is a label. Rows of anchor and positive train vectors: "
             "task='embedding'; there is no task for preferences. Expected text and label, words and tags, text and "
-            "spans, or question, context and answers; where a column is a label after all, say which is which "
-            "(text=..., label=...)",
+            "spans, or question, context and answers; where a column is a label after all, say which is which: "
+            "columns={'text': ..., 'label': ...}",
             names=list(names),
         )
 

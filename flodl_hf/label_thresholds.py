@@ -53,7 +53,7 @@ def tuned_thresholds(
     """
     if threshold != "tuned":
         raise PredictError(
-            f"predict: threshold={printable(threshold, 40)!r}; expected a number, numbers by label, or 'tuned'",
+            f"predict: threshold={printable(threshold, 40)}; expected a number, numbers by label, or 'tuned'",
             threshold=threshold,
         )
     if kept is None:

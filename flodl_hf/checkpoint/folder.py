@@ -247,12 +247,12 @@ def _choose(folder: Folder, layout: str | None, allow_bin: bool) -> str | ShardI
                 problems=[f"{single} and {index_name} side by side"],
             )
         return index
-    found = (
-        sorted(entry.name for entry in folder.path.iterdir()) if layout is None else [f"nothing for layout={layout!r}"]
-    )
+    found = sorted(entry.name for entry in folder.path.iterdir())
+    wanted = {None: (SAFETENSORS, SAFETENSORS_INDEX, BIN, BIN_INDEX), "bin": (BIN, BIN_INDEX)}
+    names = wanted.get(layout, (SAFETENSORS, SAFETENSORS_INDEX))
     raise CheckpointError(
-        f"{folder.path}: holds no weights; expected {SAFETENSORS}, {SAFETENSORS_INDEX}, {BIN} "
-        f"or {BIN_INDEX}; found {', '.join(map(printable, found[:12])) or 'an empty folder'}; "
+        f"{folder.path}: holds no {'' if layout is None else f'.{layout} '}weights; expected {', '.join(names[:-1])} "
+        f"or {names[-1]}; found {', '.join(map(printable, found[:12])) or 'an empty folder'}; "
         f"give the folder with the weights, or complete the download",
         path=str(folder.path),
         problems=["no weights"],

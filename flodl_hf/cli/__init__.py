@@ -18,6 +18,9 @@ def main() -> None:
     except ImportError as missing:
         sys.stderr.write(f"flodl-hf needs {missing.name} for its command line: pip install 'flodl-hf[cli]'\n")
         raise SystemExit(2) from None
-    from flodl_hf.cli.app import app
+    try:
+        from flodl_hf.cli.app import app
 
-    app()
+        app()
+    except KeyboardInterrupt:  # before a command has begun, which would have said so itself
+        raise SystemExit(130) from None

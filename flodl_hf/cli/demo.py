@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from flodl_hf.cli.shared import Json, emit_json, progress, reporting, say, tell
+from flodl_hf.cli.spelling import command_line
 from flodl_hf.cli.verify_export import MARKS
 
 NAME = "demo"
@@ -59,7 +60,7 @@ def command(
     else:
         for check in result.checks:
             tell(f"   {MARKS[check.status]}  {check.name}: {check.detail}")
-        tell(NEXT.format(out=out))
+        tell(NEXT.format(out=command_line(out)))
     raise typer.Exit(0 if result.passed and right == len(texts) else 1)
 
 

@@ -10,6 +10,7 @@ import typer
 
 from flodl_hf.cli.choices import DtypeWord, EngineWord, Head, HeadWord
 from flodl_hf.cli.shared import Json, Local, Revision, emit_json, reporting, say, tell
+from flodl_hf.cli.spelling import command_line
 
 if TYPE_CHECKING:
     from flodl_hf.export.engine import EngineFile
@@ -66,7 +67,7 @@ def command(
         structure = "for this structure" if found.checked else "without saying for which structure"
         say(f"{found.tensors} tensors with names of {'a graph' if found.names == 'ours' else found.names}, {structure}")
         _show(found.folder, found.head, json_output)
-        say(f"check it with: flodl-hf verify-export {out} --no-source")
+        say("check it with: " + command_line("flodl-hf", "verify-export", out, "--no-source"))
         return
     if like is not None or labels is not None:
         raise typer.BadParameter(f"--like and --labels are for a graph's checkpoint, and {model} is none")
@@ -81,7 +82,7 @@ def command(
     if format != EngineWord.safetensors:
         from flodl_hf.export.engine import OPSET, export_onnx, export_program
 
-        asked = " ".join(["flodl-hf", *sys.argv[1:]])
+        asked = command_line("flodl-hf", *sys.argv[1:])
         if format == EngineWord.onnx:
             made = export_onnx(loaded, out, opset=opset or OPSET, overwrite=force, command=asked)
         else:
@@ -91,7 +92,7 @@ def command(
     written = loaded.save_pretrained(out, overwrite=force, max_shard_size=max_shard_size)
     _show(written, loaded.head, json_output)
     if not json_output:
-        say(f"check it with: flodl-hf verify-export {out} --source {model}")
+        say("check it with: " + command_line("flodl-hf", "verify-export", out, "--source", model))
 
 
 def _show(folder: Path, head: str, json_output: bool) -> None:

@@ -20,6 +20,7 @@ from flodl.errors import ConfigError
 from flodl.verbosity import Verbosity, verbosity
 from flodl_hf.cli.choices import choice
 from flodl_hf.cli.shared import emit_json, reporting, say, tell, training_said
+from flodl_hf.cli.spelling import command_line
 from flodl_hf.finetuning.options import SCHEDULES, TASK_WORDS, TASKS, Options
 
 NAME = "finetune"
@@ -107,6 +108,9 @@ def run(
         on_event=partial(_say_how_to_go_on, kept),
         **values,
     )
+    record = getattr(monitor, "folder", None)
+    if record is not None:
+        say("look at this run again: " + command_line("flodl-hf", "runs", "serve", record))
     if json_output:
         emit_json(
             {
@@ -126,9 +130,10 @@ def run(
     else:
         tell(f"written to {result.folder} (step {result.best_step} of {result.steps}, {result.seconds:.0f} s)")
         if result.model.active_adapter is not None:
-            say(f"the adapter and its head alone; for a whole model: flodl-hf merge {name} {result.folder} --out DIR")
+            merge = command_line("flodl-hf", "merge", name, result.folder, "--out", "DIR")
+            say(f"the adapter and its head alone; for a whole model: {merge}")
         else:
-            say(f"check it: flodl-hf verify-export {result.folder} --no-source")
+            say("check it: " + command_line("flodl-hf", "verify-export", result.folder, "--no-source"))
 
 
 def _try(trial: str, model: str, data: Mapping[str, Any], values: Mapping[str, Any], json_output: bool) -> None:

@@ -56,6 +56,7 @@ def command(
 ) -> None:
     """Find negatives for pairs: texts near to an anchor that do not belong to it, to train vectors and rankers with."""
     from flodl.data import load_rows
+    from flodl.errors import DataError
     from flodl.files import write_atomically
     from flodl_hf.cli.finetune import parse
     from flodl_hf.cli.vectors import check_target, encoder, texts_of
@@ -64,6 +65,11 @@ def command(
 
     check_target(Path(out), (".jsonl",))
     table = read_table(load_rows(source), parse("columns", columns), source)
+    if table.width < 2:
+        raise DataError(
+            f"{source}: one column alone holds texts; expected pairs, an anchor and a positive in each "
+            "row. Name the columns: columns={'anchor': ..., 'positive': ...}"
+        )
     pairs = [(row[0], row[1]) for row in table.texts]
     candidates: list[str] = [positive for _, positive in pairs]
     if corpus:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from flodl_hf.cli.shared import Json, emit_json, reporting, say, tell
+from flodl_hf.cli.spelling import command_line
 
 NAME = "new"
 
@@ -30,4 +31,4 @@ def command(
         return
     for path in files:
         tell(str(path))
-    say(f"next: cd {folder}; flodl-hf finetune --recipe recipe.yaml --dry-run")
+    say(f"next: {command_line('cd', folder)}; flodl-hf finetune --recipe recipe.yaml --dry-run")

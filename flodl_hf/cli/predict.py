@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flodl.errors import ConfigError
 from flodl_hf.cli.choices import AggregationWord, FaultWord, FormatWord, Head, HeadWord, PrecisionWord
 from flodl_hf.cli.shared import (
     Json,
@@ -29,6 +30,7 @@ from flodl_hf.cli.shared import (
     progress,
     reporting,
     say,
+    stdin_lines,
     tell,
 )
 from flodl_hf.early import beginning
@@ -187,7 +189,10 @@ def command(
 
     if text is None and sys.stdin.isatty():
         say("reading texts from standard input, one a line (Ctrl-D ends)")
-    texts = iter(text) if text is not None else (line.rstrip("\n") for line in sys.stdin)
+    if page is not None and (page.is_dir() or not page.parent.is_dir()):
+        what = "is a folder; expected a file" if page.is_dir() else "its folder does not exist; make it first"
+        raise ConfigError(f"--html: {page}: {what}", problems=["html"])
+    texts = iter(text) if text is not None else stdin_lines()
     with beginning(model, {"device": device}):
         on = device_said(device)
         loaded = load(model, head=head, revision=revision, local_files_only=local_files_only, device=on)
@@ -197,7 +202,9 @@ def command(
         else answer(loaded, texts, question=question, options={k: v for k, v in options.items() if v is not None})
     )
     drawn: list[tuple[str, Any]] = []
+    answered = False
     for given, found in answers:
+        answered = True
         if page is not None and len(drawn) < MOST_DRAWN:
             drawn.append((given, found))
         if json_output:
@@ -208,6 +215,8 @@ def command(
         else:
             tell(given, bold=True)
             tell(show(found))
+    if not answered:
+        say("no texts were given: as arguments, or one a line on standard input")
     if page is not None:
         from flodl_hf.report.answers import write_page
 
@@ -324,8 +333,12 @@ def file_to_file(
     json_output: bool,
     doing: str,
     empty: str = "their answers are null",
+    called: str | None = None,
 ) -> None:
-    """Have ``run`` (`predict_file`, `encode_file`) make a file of a file; with a bar, and leave as the signals say."""
+    """Have ``run`` (`predict_file`, `encode_file`) make a file of a file; with a bar, and leave as the signals say.
+
+    ``called`` is what the output is called where that is not its path.
+    """
     from flodl.train.signals import StopSignals
     from flodl_hf.bulk.parts import Parts
     from flodl_hf.bulk.ranks import Rank
@@ -339,18 +352,20 @@ def file_to_file(
     if is_first and json_output:
         emit_json(result.to_dict())
     elif is_first:
-        _tell(result, empty)
+        _tell(result, empty, called or str(result.target))
     if signals.number and not result.is_whole:
         if is_first:
             say(f"stopped: {result.parts} parts are kept in {out.name}.parts; {Parts(out, '').again} to go on")
         raise typer.Exit(128 + signals.number)
 
 
-def predict_to_file(model: str, source: str, out: Path, said: dict[str, Any], json_output: bool) -> None:
+def predict_to_file(
+    model: str, source: str, out: Path, said: dict[str, Any], json_output: bool, called: str | None = None
+) -> None:
     """Answer a file into a file, with a bar, and leave as the signals say."""
     from flodl_hf.bulk import predict_file
 
-    file_to_file(predict_file, model, source, out, said, json_output, "predicting")
+    file_to_file(predict_file, model, source, out, said, json_output, "predicting", called=called)
 
 
 def predict_to_output(model: str, source: str, said: dict[str, Any]) -> None:
@@ -358,7 +373,7 @@ def predict_to_output(model: str, source: str, said: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory(prefix="flodl-hf-") as folder:
         target = Path(folder) / "answers.jsonl"
         with redirect_stdout(sys.stderr):
-            predict_to_file(model, source, target, said, json_output=False)
+            predict_to_file(model, source, target, said, json_output=False, called="standard output")
         with target.open("rb") as answers:
             shutil.copyfileobj(answers, sys.stdout.buffer)
         sys.stdout.buffer.flush()
@@ -385,11 +400,11 @@ def _bar(bar: Any, signals: Any, doing: str) -> Callable[[Progress], None]:
     return update
 
 
-def _tell(result: FileResult, empty: str) -> None:
+def _tell(result: FileResult, empty: str, called: str) -> None:
     figures = result.to_dict()
     if result.is_whole:
         tell(
-            f"{result.target}: {result.written:,} rows in {result.seconds:.1f} s "
+            f"{called}: {result.written:,} rows in {result.seconds:.1f} s "
             f"({figures['rows_per_s']:,.0f} rows/s, {figures['tokens_per_s']:,.0f} tokens/s)"
         )
     if result.resumed:

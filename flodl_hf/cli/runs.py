@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -37,7 +38,8 @@ def serve(
         count = len(runs.runs.records)
         say(f"{count} run{'s' * (count != 1)} below {folder}")
         tell(url)
-        runs.wait()
+        with suppress(KeyboardInterrupt):  # which is how this ends
+            runs.wait()
 
 
 @app.command(name="list")

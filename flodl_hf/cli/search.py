@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated
 
 import typer
 
 from flodl_hf.cli.choices import PrecisionWord
-from flodl_hf.cli.shared import Json, Local, Model, Revision, emit_json, reporting, tell
+from flodl_hf.cli.shared import Json, Local, Model, Revision, emit_json, reporting, say, stdin_lines, tell
 
 NAME = "search"
 
@@ -41,7 +40,9 @@ def command(
     from flodl_hf.vectors.quantize import binary_search, byte_search
     from flodl_hf.vectors.search import semantic_search
 
-    queries = query or [line.rstrip("\n") for line in sys.stdin if line.strip()]
+    queries = query or [line for line in stdin_lines() if line.strip()]
+    if not queries:
+        say("no query was given: as arguments, or one a line on standard input")
     texts, _ = texts_of(corpus, text_column)
     encode = encoder(model, revision, local_files_only, device, precision)
     kept = encode(texts) if vectors is None else read_vectors(vectors)

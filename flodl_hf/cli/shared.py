@@ -8,14 +8,15 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, is_dataclass
-from functools import wraps
-from typing import Annotated, Any, ParamSpec, TypeVar
+from functools import partial, wraps
+from typing import Annotated, Any, NoReturn, ParamSpec, TypeVar
 
 import typer
 
-from flodl.errors import FlodlError, visible
+from flodl.errors import DataError, FlodlError, printable, visible
 from flodl.verbosity import Verbosity, verbosity
 from flodl_hf.cli.choices import words_of
+from flodl_hf.cli.spelling import in_options, option_names
 
 __all__ = [
     "Json",
@@ -28,6 +29,7 @@ __all__ = [
     "progress",
     "reporting",
     "say",
+    "stdin_lines",
     "tell",
     "track",
     "training_said",
@@ -46,20 +48,20 @@ Local = Annotated[bool, typer.Option("--local-files-only", help="Open no connect
 
 
 def reporting(command: Callable[P, R]) -> Callable[P, R]:
-    """Return ``command`` with our errors as one message on stderr and exit status 1, and Ctrl-C as 130."""
+    """Return ``command`` with our errors and those of files as one message on stderr and status 1, and Ctrl-C as 130.
+
+    Messages name options as the command line does.
+    """
 
     @wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         said = {name: words_of(value) for name, value in kwargs.items()}
         with warnings.catch_warnings():
-            warnings.showwarning = _warn
+            warnings.showwarning = partial(_warn, command)
             try:
                 return command(*args, **said)  # type: ignore[arg-type]
             except FlodlError as fault:
-                if kwargs.get("json_output"):
-                    emit_json({"error": type(fault).__name__, "message": str(fault)})
-                say(f"{type(fault).__name__}: {fault}", always=True, fg="red")
-                raise typer.Exit(1) from None
+                _failed(command, type(fault).__name__, str(fault), bool(kwargs.get("json_output")))
             except KeyboardInterrupt:
                 say("interrupted", always=True)
                 raise typer.Exit(130) from None
@@ -67,12 +69,26 @@ def reporting(command: Callable[P, R]) -> Callable[P, R]:
                 # The reader of our output has seen enough.
                 sys.stderr.close()
                 raise typer.Exit(0) from None
+            except OSError as fault:
+                if fault.filename is None:
+                    raise
+                reason = fault.strerror or type(fault).__name__
+                text = f"{printable(str(fault.filename), 400)}: {reason}"
+                _failed(command, "OSError", text, bool(kwargs.get("json_output")))
 
     return run
 
 
-def _warn(message: Warning | str, category: type[Warning], *_: Any) -> None:
-    say(f"warning: {message}", always=True, fg="yellow")
+def _failed(command: Callable[..., Any], kind: str, text: str, json_output: bool) -> NoReturn:
+    text = in_options(text, option_names(command))
+    if json_output:
+        emit_json({"error": kind, "message": text})
+    say(f"{kind}: {text}", always=True, fg="red")
+    raise typer.Exit(1) from None
+
+
+def _warn(command: Callable[..., Any], message: Warning | str, category: type[Warning], *_: Any) -> None:
+    say(f"warning: {in_options(str(message), option_names(command))}", always=True, fg="yellow")
 
 
 def plain(value: Any) -> Any:
@@ -116,6 +132,26 @@ def say(text: str, *, always: bool = False, **style: Any) -> None:
     if not always and verbosity() == Verbosity.QUIET:
         return
     typer.echo(painted(visible(text), sys.stderr, **style), err=True)
+
+
+def stdin_lines() -> Iterator[str]:
+    """Yield the lines of standard input, which is UTF-8 whatever the locale says, unless somebody types.
+
+    Raises:
+        DataError: a line is not UTF-8.
+    """
+    if sys.stdin.isatty():
+        yield from (line.rstrip("\n") for line in sys.stdin)
+        return
+    for number, line in enumerate(sys.stdin.buffer, 1):
+        try:
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as fault:
+            raise DataError(
+                f"standard input, line {number}: byte 0x{line[fault.start]:02x} at position {fault.start + 1}; "
+                "expected UTF-8 text. Convert it first, for example with iconv -f LATIN1 -t UTF-8."
+            ) from None
+        yield text.rstrip("\r\n")
 
 
 def painted(text: str, stream: Any, **style: Any) -> str:

@@ -162,7 +162,7 @@ def _check_target(place: Path, overwrite: bool, replaceable: Callable[[str], boo
         raise refuse("the current folder, or one above it", "choose a folder inside it, or start elsewhere")
     files = sorted(_files(place))
     if files and not overwrite:
-        raise refuse(f"a folder with {len(files)} files", "choose another, or allow overwriting")
+        raise refuse(f"a folder with {len(files)} files", "choose another, or allow it: overwrite=True")
     strange = [name for name in files if not replaceable(name)]
     if strange:
         shown = [printable(name) for name in strange]

@@ -17,7 +17,7 @@ import numpy as np
 
 from flodl.data import infer_targets, load_rows
 from flodl.errors import ConfigError, DataError
-from flodl_hf.columns import Columns, infer_columns
+from flodl_hf.columns import NAMES, Columns, infer_columns
 from flodl_hf.finetuning.answers import AnswerTask
 from flodl_hf.finetuning.masked import MaskedTask
 from flodl_hf.finetuning.options import Options, task_named
@@ -29,8 +29,10 @@ from flodl_hf.finetuning.vectors.sparse import SparseTask
 from flodl_hf.finetuning.vectors.tables import are_pairs
 from flodl_hf.finetuning.vectors.task import plan_embedding
 
-__all__ = ["Known", "Tables", "choose_task", "is_several", "read_tables"]
+__all__ = ["HEADED", "Known", "Tables", "choose_task", "guessed_columns", "is_several", "read_tables"]
 
+HEADED = (SequenceTask, TokenTask, AnswerTask, MaskedTask)
+"""Tasks of models with a head, whose columns may be read off their values."""
 LOOKED_AT = 200  # rows from which the meaning of columns is inferred
 
 _KINDS = {
@@ -213,6 +215,25 @@ def _columns_for(named: str, columns: Columns, row: Mapping[str, Any]) -> Column
         "(columns={'text': ..., 'label': ...}) or leave the task out",
         problems=["task"],
     )
+
+
+def guessed_columns(columns: Columns, said: Mapping[str, str] | None) -> list[str]:
+    """Return, as notes, the columns whose meaning was read off their values, since no name tells it.
+
+    Args:
+        columns: what the columns are taken for.
+        said: columns that the caller named, by role.
+    """
+    roles = {role: getattr(columns, role) for role in NAMES}
+    guessed = {
+        role: name
+        for role, name in roles.items()
+        if name is not None and role not in (said or {}) and name.lower() not in NAMES[role]
+    }
+    if not guessed:
+        return []
+    read = " and ".join(f"{name!r} as the {role}" for role, name in guessed.items())
+    return [f"no column has a known name: {read} (columns={guessed!r} would say so)"]
 
 
 def _same_columns(columns: Columns, rows: Sequence[Mapping[str, Any]], where: str) -> None:

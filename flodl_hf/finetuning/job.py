@@ -19,7 +19,7 @@ import torch
 from flodl.data import LengthGroupedBatches, RandomSampler, TokenBudgetBatches
 from flodl.data.batches import FixedBatches
 from flodl.errors import ConfigError
-from flodl_hf.finetuning.data import Known, Tables, choose_task, read_tables
+from flodl_hf.finetuning.data import HEADED, Known, Tables, choose_task, guessed_columns, read_tables
 from flodl_hf.finetuning.evaluation import Evaluation, Evaluations
 from flodl_hf.finetuning.factory import FixedModel, ModelFactory
 from flodl_hf.finetuning.options import Options
@@ -207,6 +207,8 @@ def plan_job(
     _need_evaluation(options, evaluation)
     if options.tune_thresholds:
         check_tunable(task)
+    if isinstance(task, HEADED):
+        notes = [*notes, *guessed_columns(task.columns, options.columns)]
     notes = [*notes, *_cut_texts(prepared, limits, task)]
     filled = replace(options, task=name_of(task), labels=task.labels, problem_type=task.problem_type)
     job = Job(

@@ -269,7 +269,7 @@ def _check_free(target: Path, overwrite: bool) -> None:
         )
     if target.is_dir() and any(target.iterdir()) and not overwrite:
         raise ExportError(
-            f"{target} is not empty; expected a new folder. Give another, or overwrite=True (--overwrite) to replace "
+            f"{target} is not empty; expected a new folder. Give another, or overwrite=True to replace "
             "the model there.",
             path=str(target),
         )

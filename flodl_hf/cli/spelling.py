@@ -1,0 +1,80 @@
+"""The library's messages in the words of the command line: ``text_column="review"`` as ``--text-column review``."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Mapping
+from typing import Any, get_type_hints
+
+from typer.models import OptionInfo
+
+__all__ = ["command_line", "in_options", "option_names"]
+
+_VALUE = r"""(?:'[^']*'|"[^"]*"|\{[^{}]*\}|\[[^\[\]]*\]|\.\.\.|[\w+-]+(?:\.[\w+-]+)*)"""
+_QUOTED = r"""(?<![\w=])(?:'[^']*'|"[^"]*")"""
+
+
+def command_line(*words: Any) -> str:
+    """Return words as a line that can be pasted into a shell, paths with spaces included."""
+    return shlex.join(str(word) for word in words)
+
+
+def option_names(command: Callable[..., Any]) -> dict[str, tuple[str, str | None]]:
+    """Return the options of a command by their Python names: how each is said, and how the opposite of a switch is.
+
+    Args:
+        command: a function whose parameters are annotated with ``typer.Option``.
+    """
+    named: dict[str, tuple[str, str | None]] = {}
+    for name, hint in get_type_hints(command, include_extras=True).items():
+        for option in getattr(hint, "__metadata__", ()):
+            if isinstance(option, OptionInfo):
+                flag = f"--{name.replace('_', '-')}"
+                # typer takes the first word for a default until it reads the annotation.
+                said = (option.default, *(option.param_decls or ()))
+                words = next((word for word in said if isinstance(word, str) and word.startswith("--")), flag)
+                yes, _, no = words.partition("/")
+                named[name] = yes, no or None
+                named.setdefault(yes[2:].replace("-", "_"), named[name])
+    if "force" in named:
+        named.setdefault("overwrite", named["force"])
+    return named
+
+
+def in_options(text: str, options: Mapping[str, tuple[str, str | None]]) -> str:
+    """Return ``text`` with keywords of Python calls as options; what is quoted stays as it is.
+
+    Args:
+        text: a message of the library.
+        options: what `option_names` returns.
+    """
+    if not options:
+        return text
+    names = "|".join(sorted(map(re.escape, options), key=len, reverse=True))
+
+    def said(found: re.Match[str]) -> str:
+        if found["name"] is None:
+            return found[0]
+        (yes, no), value = options[found["name"]], found["value"]
+        if value in ("True", "False"):
+            return yes if value == "True" else no or found[0]
+        return yes if value is None else f"{yes} {_plain(value)}"
+
+    # Where a message gives both spellings already, one is enough.
+    text = re.sub(rf"{_QUOTED}|(?<![\w.=/-])(?P<name>{names})=(?P<value>{_VALUE})?", said, text)
+    return re.sub(r"(--[\w-]+) \((\1(?: \S+)?)\)", r"\2", text)
+
+
+def _plain(value: str) -> str:
+    """Return a Python value as a shell takes it: without quotes, maps as ``a=1,b=2``, lists as ``a,b``."""
+    if value[0] not in "{[":
+        return shlex.quote(_bare(value))
+    parts = [part.partition(":") for part in value[1:-1].split(",")]
+    return shlex.quote(
+        ",".join("=".join(_bare(side) for side in (name, worth) if side.strip()) for name, _, worth in parts)
+    )
+
+
+def _bare(value: str) -> str:
+    return value.strip().strip("'\"")

@@ -1,0 +1,101 @@
+"""What a person at a shell is told: messages in options, hints that can be pasted, faults of files as one line."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+typer_testing = pytest.importorskip("typer.testing")
+
+from flodl_hf.cli import export, finetune, predict  # noqa: E402
+from flodl_hf.cli.app import app  # noqa: E402
+from flodl_hf.cli.spelling import in_options, option_names  # noqa: E402
+
+SPELLED = [
+    (predict, "keep other columns (keep=text), or", "keep other columns (--keep text), or"),
+    (predict, "cannot be told; say text_column=. The", "cannot be told; say --text-column. The"),
+    (predict, "strict=False or strict=True", "--no-strict or --strict"),
+    (predict, "a column 'keep=3' of transformers' files", "a column 'keep=3' of transformers' files"),
+    (predict, "begin anew with --restart (restart=True), which", "begin anew with --restart, which"),
+    (predict, "batch_invariant=False has no opposite", "batch_invariant=False has no opposite"),
+    (predict, "format='tsv' is read", "--format tsv is read"),
+    (finetune, "(new_head=False would keep it)", "(--no-new-head would keep it)"),
+    (finetune, "columns={'text': 'my text', 'label': ...}", "--columns 'text=my text,label=...'"),
+    (finetune, "lr=3e-05.", "--lr 3e-05."),
+    (finetune, "unknown=3", "unknown=3"),
+    (export, "or allow it: overwrite=True", "or allow it: --force"),
+    (export, "give it with like= (--like FOLDER)", "give it with --like FOLDER"),
+]
+
+
+@pytest.mark.parametrize(("module", "said", "shown"), SPELLED)
+def test_messages_name_options_as_the_command_line_does(module: Any, said: str, shown: str) -> None:
+    command = module.command.__wrapped__
+    assert in_options(said, option_names(command)) == shown
+
+
+def run(*arguments: Any, code: int, **more: Any) -> Any:
+    done = typer_testing.CliRunner().invoke(app, [str(a) for a in arguments], **more)
+    assert done.exit_code == code, done.output
+    return done
+
+
+@pytest.fixture
+def folder(saved: Callable[..., Path]) -> Path:
+    return saved("bert", "sequence_classification", labels=["bad", "good"])
+
+
+def test_a_labelled_file_is_told_which_option_keeps_the_rest(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "a b.csv").write_text("text,label\nthe cat,good\n")
+    files = ["--in", tmp_path / "a b.csv", "--out", tmp_path / "out.csv"]
+    assert "(--keep text)" in run("predict", folder, *files, code=1).stderr
+    told = json.loads(run("predict", folder, *files, "--json", code=1).stdout)
+    assert told["error"] == "DataError"
+    assert "--keep text" in told["message"]
+    assert "out.csv: 1 rows" in run("predict", folder, *files, "--keep", "text", code=0).stdout
+    onto = run("predict", folder, "--in", tmp_path / "a b.csv", "--out", "-", "--keep", "text", code=0).stderr
+    assert "standard output: 1 rows" in onto
+    assert ".jsonl" not in onto
+
+
+def test_hints_can_be_pasted_where_paths_have_spaces(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "my export"
+    hint = run("export", folder, "--out", out, code=0).stderr.strip().rpartition("check it with: ")[2]
+    assert shlex.split(hint) == ["flodl-hf", "verify-export", str(out), "--source", str(folder)]
+    assert "--force" in run("export", folder, "--out", out, code=1).stderr
+
+
+def test_standard_input_is_utf_8(folder: Path) -> None:
+    assert "no texts were given" in run("predict", folder, input=b"", code=0).stderr
+    done = run("predict", folder, "--json", input="\ufeffthe cat\r\nGrüße\n".encode(), code=0)
+    assert [json.loads(line)["text"] for line in done.stdout.splitlines()] == ["the cat", "Grüße"]
+    wrong = run("predict", folder, input=b"the cat\nGr\xfc\xdfe\n", code=1).stderr
+    assert "standard input, line 2: byte 0xfc at position 3; expected UTF-8" in wrong
+
+
+def test_a_place_that_cannot_be_written_is_one_line(folder: Path, tmp_path: Path) -> None:
+    absent = tmp_path / "absent" / "page.html"
+    assert "its folder does not exist" in run("predict", folder, "the cat", "--html", absent, code=1).stderr
+    (tmp_path / "runs").mkdir()
+    done = run("runs", "save", tmp_path / "runs", "--out", absent, code=1)
+    assert done.stderr.startswith("OSError: ")
+    assert str(absent.parent) in done.stderr
+
+
+def test_mining_needs_pairs(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "texts.jsonl").write_text('{"text": "the cat", "label": "good"}\n')
+    done = run("mine", folder, "--in", tmp_path / "texts.jsonl", "--out", tmp_path / "out.jsonl", code=1)
+    assert "expected pairs" in done.stderr
+    assert "--columns anchor=...,positive=..." in done.stderr
+
+
+def test_a_search_for_nothing_says_so(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "texts.txt").write_text("the cat\na dog\n")
+    done = run("search", folder, "--in", tmp_path / "texts.txt", "--json", input=b"\n", code=0)
+    assert json.loads(done.stdout) == []
+    assert "no query was given" in done.stderr
