@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -78,6 +79,15 @@ def _rerank(query: str, documents: Sequence[str], model: str | None, top_k: int 
     )
 
 
+def _traced(headers: dict[str, str]) -> dict[str, str]:
+    """Return headers with the trace that the program is in, where it uses OpenTelemetry."""
+    if "opentelemetry.trace" in sys.modules:
+        from opentelemetry.propagate import inject
+
+        inject(headers)
+    return headers
+
+
 _MODELS = _Ask("v1/models", None, lambda answer: {row["id"]: row for row in answer.json()["data"]})
 
 
@@ -93,7 +103,7 @@ class _Asking:
     @staticmethod
     def _request(ask: _Ask) -> dict[str, Any]:
         method = "GET" if ask.body is None else "POST"
-        return {"method": method, "url": ask.path, "json": ask.body, "headers": {"accept": ask.accept}}
+        return {"method": method, "url": ask.path, "json": ask.body, "headers": _traced({"accept": ask.accept})}
 
     def _again_after(self, answer: httpx.Response, tried: int) -> float | None:
         """Return when to ask again, or None where the answer stands."""

@@ -74,6 +74,10 @@ def command(
     log_texts: Annotated[
         bool, typer.Option("--log-texts", help="Let the log say what was asked; by default it holds no texts.")
     ] = False,
+    otlp_endpoint: Annotated[
+        str | None,
+        typer.Option("--otlp-endpoint", metavar="URL", help="Send traces to this OpenTelemetry collector, over HTTP."),
+    ] = None,
     local: Local = False,
 ) -> None:
     """Serve models over HTTP: every head, the doors of TEI, OpenAI, Cohere, Jina and vLLM, and a page to try them.
@@ -115,4 +119,5 @@ def command(
         timeout_s=timeout,
         drain_s=drain,
         log_texts=log_texts,
+        otlp_endpoint=otlp_endpoint,
     )

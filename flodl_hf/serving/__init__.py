@@ -18,6 +18,8 @@ turns      its threads
 batching   rows of many requests through one device
 tasks      what is done for a request
 metrics    what Prometheus is told
+timeline   when what of a request happened in its worker
+traces     spans for OpenTelemetry
 openapi    the OpenAPI document
 page       the page to try each head
 

@@ -30,6 +30,7 @@ from flodl_hf.serving.metrics import Metrics
 from flodl_hf.serving.openapi import openapi
 from flodl_hf.serving.page import page
 from flodl_hf.serving.settings import Settings
+from flodl_hf.serving.traces import Traces
 from flodl_hf.serving.workers import Workers
 
 __all__ = ["create_app", "reload_on"]
@@ -48,6 +49,9 @@ def create_app(settings: Settings) -> Starlette:
 
     Args:
         settings: what is served, and how.
+
+    Raises:
+        ConfigError: traces cannot be sent.
     """
     metrics = Metrics()
     admission = Admission(settings)
@@ -61,7 +65,8 @@ def create_app(settings: Settings) -> Starlette:
             metrics.observe("flodl_batch_seconds", seconds)
             metrics.set("flodl_batch_fill", tokens / house.workers.max_batch_tokens)
 
-    house = House(settings, Workers(settings, heard), admission, metrics)
+    traces = None if settings.otlp_endpoint is None else Traces(settings.otlp_endpoint)
+    house = House(settings, Workers(settings, heard), admission, metrics, traces)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -71,6 +76,8 @@ def create_app(settings: Settings) -> Starlette:
             yield
         finally:
             await house.workers.close()
+            if traces is not None:
+                await asyncio.to_thread(traces.close)
 
     app = Starlette(routes=[*_told(house), *_answered(house)], lifespan=lifespan)
     app.router.redirect_slashes = False

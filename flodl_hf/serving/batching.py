@@ -35,6 +35,7 @@ from flodl_hf.runtime.engine import Engine, Pending
 from flodl_hf.runtime.options import RunOptions
 from flodl_hf.runtime.passes import Work
 from flodl_hf.serving.adapted import Together
+from flodl_hf.serving.timeline import Timeline
 
 __all__ = ["Batcher", "DeadlineError", "GivenUpError", "Ticket"]
 
@@ -72,6 +73,7 @@ class Ticket:
         longest: most tokens of a row.
         dropped: tokens that were cut off.
         waited_s: how long its rows waited before the first of them ran.
+        timeline: when what happened, where it is traced.
     """
 
     key: str = ""
@@ -83,6 +85,7 @@ class Ticket:
     longest: int = 0
     dropped: int = 0
     waited_s: float = 0.0
+    timeline: Timeline | None = None
     waits: list[Event] = field(default_factory=list)
 
     def give_up(self) -> None:
@@ -115,6 +118,8 @@ class _Awaited(Pending):
             raise DeadlineError("the answer was not there in time; ask for less at once, or allow more time")
         if ticket.gone and self.left:
             raise GivenUpError("the request was given up")
+        if ticket.timeline is not None:
+            ticket.timeline.arrived()
         return super().parts()
 
 
@@ -224,6 +229,8 @@ class Batcher:
             places: see `Engine.start`.
         """
         check_rows(table)
+        if ticket.timeline is not None:
+            ticket.timeline.sent()
         pending = _Awaited(len(table), work.per_text, ticket)
         if not len(table):
             return pending
@@ -270,6 +277,7 @@ class Batcher:
         taken = [_Taken(sent, 0, len(sent.ends))]
         try:
             self._models[key] = of
+            _note(taken, sent.table, started)
             _share_out(taken, self._engine(key).start(sent.table, work, sent.places))
         except Exception as fault:
             self._failed(taken, fault)
@@ -366,6 +374,7 @@ class Batcher:
         started = time.perf_counter()
         try:
             table, places = _joined(taken)
+            _note(taken, table, started)
             found = self._engine(key[:2]).start(table, key[2], places)
             if self.device.type == "cuda":
                 with self._changed:
@@ -429,6 +438,13 @@ def _joined(taken: list[_Taken]) -> tuple[TokenTable, list[Sequence[int]] | None
     return found, places
 
 
+def _note(taken: list[_Taken], table: TokenTable, started: float) -> None:
+    """Tell the calls that are traced which batch they are in."""
+    for part in taken:
+        if part.sent.ticket.timeline is not None:
+            part.sent.ticket.timeline.taken(started, len(table), int(table.lengths.sum()))
+
+
 def _share_out(taken: list[_Taken], found: Pending) -> None:
     """Hand each call its rows' results."""
     counts = [part.last - part.first for part in taken]
@@ -448,6 +464,8 @@ def _share_out(taken: list[_Taken], found: Pending) -> None:
             if a < b:
                 part.sent.pending.add(places[a:b], sizes[a:b], torch.from_numpy(values[ends[a] : ends[b]]), None)
     for part, done in zip(taken, counts, strict=True):
+        if part.sent.ticket.timeline is not None:
+            part.sent.ticket.timeline.ran()
         part.sent.pending.left -= done
         if not part.sent.pending.left:
             part.sent.pending.here.set()

@@ -95,6 +95,7 @@ class Endpoint:
         house, door = self.house, self.door
         started = time.perf_counter()
         house.metrics.add("te_request_count", method=door.path)
+        trace = None if house.traces is None else house.traces.begin(scope, door.path)
         call: Call | None = None
         status, word = 200, ""
         try:
@@ -110,9 +111,12 @@ class Endpoint:
                 time.monotonic() + _timeout(headers, house.settings.timeout_s),
                 scope.get("path_params", {}).get("name"),
                 _priority(headers),
+                trace,
             )
             del body
             reply = await self._unless_gone(door.answer(call), receive)
+            if trace is not None:
+                trace.answering()
             data = written(reply, form)
             await send_whole(send, 200, form, data, self._figures(call, started))
         except RefusedError as fault:
@@ -124,6 +128,8 @@ class Endpoint:
             LOG.exception("a request failed")
             status, word = 500, "internal"
             await fault_answer(send, RefusedError("the server failed; see its log", "internal"), door.style)
+        if trace is not None:
+            trace.end(status, word, call)
         # The answer leaves when the loop turns, and is counted behind that.
         took = time.perf_counter() - started
         asyncio.get_running_loop().call_soon(self._count, call, status, word, took)
@@ -202,7 +208,7 @@ class Endpoint:
         }
         if call.dropped:
             found["x-flodl-dropped-tokens"] = str(call.dropped)
-        return found
+        return found if call.trace is None else found | call.trace.headers
 
     def _count(self, call: Call | None, status: int, word: str, seconds: float) -> None:
         metrics, path = self.house.metrics, self.door.path
@@ -222,6 +228,8 @@ class Endpoint:
             said |= {"model": call.model, "texts": call.texts, "tokens": call.tokens, "dropped": call.dropped}
             if call.key:
                 said["key"] = call.key
+            if call.trace is not None:
+                said["trace"] = call.trace.id
             if self.house.settings.log_texts:
                 said["fields"] = dict(call.fields)
         LOG.info("request", extra={"said": said})

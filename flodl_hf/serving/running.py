@@ -115,12 +115,13 @@ def run(settings: Settings, host: str, port: int, here: Any = lambda url: None) 
 
     Raises:
         WorkersError: a model cannot be served.
+        ConfigError: traces cannot be sent, or a directory of adapters holds what is none.
         DeviceError: the address cannot be had.
     """
     logger = logging.getLogger("flodl_hf.serving")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(Log())
-    for each in (logger, logging.getLogger("uvicorn.error")):
+    for each in (logger, logging.getLogger("uvicorn.error"), logging.getLogger("opentelemetry")):
         each.handlers, each.propagate = [handler], False
     logger.setLevel(logging.INFO)
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
@@ -142,6 +143,7 @@ def running(settings: Settings, host: str = "127.0.0.1", port: int = 0) -> Itera
 
     Raises:
         WorkersError: a model cannot be served.
+        ConfigError: traces cannot be sent, or a directory of adapters holds what is none.
         DeviceError: the address cannot be had.
     """
     held = _bound(host, port)

@@ -60,6 +60,7 @@ class Settings:
         drain_s: how long requests may still run once the server is told to stop.
         max_connections: most connections at a time.
         log_texts: whether logs say what was asked.
+        otlp_endpoint: the address of an OpenTelemetry collector that is sent traces; None sends none.
     """
 
     models: tuple[Served, ...]
@@ -86,6 +87,7 @@ class Settings:
     drain_s: float = 30.0
     max_connections: int = 4096
     log_texts: bool = False
+    otlp_endpoint: str | None = None
 
     def __post_init__(self) -> None:
         names = [model.name for model in self.models]

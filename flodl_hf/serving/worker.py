@@ -24,6 +24,7 @@ from flodl_hf.serving.adapted import Together, open_adapters, put_together
 from flodl_hf.serving.batching import Batcher, DeadlineError, GivenUpError, Ticket
 from flodl_hf.serving.frames import HEAD, packed, unpacked
 from flodl_hf.serving.tasks import TASKS, describe, warm_items
+from flodl_hf.serving.timeline import Timeline
 from flodl_hf.serving.turns import take_turns
 
 __all__ = ["serve"]
@@ -169,6 +170,8 @@ def serve(descriptor: int) -> None:
                 ticket = tickets[message["id"]] = Ticket(
                     message["key"], time.monotonic() + message["left_s"], message["priority"]
                 )
+                if "traced" in message:
+                    ticket.timeline = Timeline()
                 return message, ticket
             if (gone := tickets.get(message["cancel"])) is not None:
                 gone.give_up()
@@ -190,6 +193,8 @@ def serve(descriptor: int) -> None:
             "waited_s": ticket.waited_s, "took_s": time.perf_counter() - started,
             "queued": worker.batcher.queued_tokens, "ran": worker.batcher.drained(),
         }  # fmt: skip
+        if ticket.timeline is not None:
+            reply["timeline"] = ticket.timeline.told()
         with suppress(OSError):
             # Without the doors nobody reads it, and reading ends too.
             stream.write(reply, arrays)

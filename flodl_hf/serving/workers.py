@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -63,6 +63,7 @@ class Answer:
         dropped: tokens that were cut off.
         waited_s: how long the first row waited for its batch.
         took_s: all of it, in the worker.
+        timeline: what it did when, where that was asked for.
     """
 
     data: Any
@@ -72,6 +73,7 @@ class Answer:
     dropped: int
     waited_s: float
     took_s: float
+    timeline: Sequence[Any] = ()
 
 
 @dataclass(eq=False)
@@ -189,6 +191,7 @@ class Workers:
         until: float,
         weight: int,
         priority: int = 0,
+        traced: bool = False,
     ) -> Answer:
         """Return a worker's answer; cancelled, the request leaves its batch.
 
@@ -201,6 +204,7 @@ class Workers:
             until: when its time is over, by ``time.monotonic``.
             weight: about how many tokens it has.
             priority: 1 goes before others of its key, -1 behind them.
+            traced: whether to say what is done when.
 
         Raises:
             TaskError: it was refused, was too late, or its worker ended.
@@ -215,7 +219,7 @@ class Workers:
             process.writer.writelines(
                 packed(
                     {"id": number, "task": task, "model": model, "items": items, "options": options, "key": key,
-                     "left_s": left, "priority": priority}
+                     "left_s": left, "priority": priority, **({"traced": True} if traced else {})}
                 )
             )  # fmt: skip
             await process.writer.drain()
@@ -259,7 +263,8 @@ class Workers:
                     future.set_exception(TaskError(fault["message"], kind=fault["kind"]))
                     continue
                 names = ("tokens", "rows", "dropped", "waited_s", "took_s")
-                future.set_result(Answer(message["data"], arrays, **{name: message[name] for name in names}))
+                said = {name: message[name] for name in names}
+                future.set_result(Answer(message["data"], arrays, **said, timeline=message.get("timeline", ())))
         await self._ended(process)
 
     # ---- ends --------------------------------------------------------------------------------------

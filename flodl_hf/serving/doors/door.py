@@ -15,6 +15,7 @@ from flodl_hf.serving.doors.fields import Field
 from flodl_hf.serving.faults import RefusedError, Style
 from flodl_hf.serving.metrics import Metrics
 from flodl_hf.serving.settings import Settings
+from flodl_hf.serving.traces import Trace, Traces
 from flodl_hf.serving.workers import Answer, TaskError, Workers
 
 __all__ = ["MODEL", "Call", "Door", "House", "Reply"]
@@ -66,6 +67,7 @@ class House:
     workers: Workers
     admission: Admission
     metrics: Metrics
+    traces: Traces | None = None
 
 
 @dataclass
@@ -80,6 +82,7 @@ class Call:
         until: when its time is over, by ``time.monotonic``.
         path_model: the model of its path, or None.
         priority: 1 goes before others of its key, -1 behind them.
+        trace: of OpenTelemetry, where there is one.
     """
 
     house: House
@@ -89,6 +92,7 @@ class Call:
     until: float = float("inf")
     path_model: str | None = None
     priority: int = 0
+    trace: Trace | None = None
     model: str = ""
     tokens: int = 0
     windows: int = 0
@@ -178,11 +182,14 @@ class Call:
                     until=self.until,
                     weight=weight,
                     priority=self.priority,
+                    traced=self.trace is not None and self.trace.recording,
                 )
         except OverloadedError as fault:
             raise RefusedError(fault.message, "overloaded", after_s=fault.after_s) from None
         except TaskError as fault:
             raise RefusedError(fault.message, fault.kind, after_s=1.0 if fault.kind == "ended" else None) from None
+        if self.trace is not None:
+            self.trace.worked(found.timeline)
         if task not in ("tokenize", "decode"):
             admission.learn(characters, found.tokens)
         self.tokens += found.tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import numpy as np
@@ -76,3 +77,25 @@ def test_hugging_faces(served: tuple[str, Any], local: dict[str, Any]) -> None:
     assert [one.label for one in zero] == [one.label for one in local["nli"].zero_shot(TEXTS[0], ["city", "animal"])]
     alike = client("embed").sentence_similarity(TEXTS[0], TEXTS[1:3])
     assert alike == pytest.approx(local["embed"].similarity(TEXTS[:1], TEXTS[1:3])[0].tolist(), abs=CLOSE)
+
+
+def test_langchains(served: tuple[str, Any], local: dict[str, Any]) -> None:
+    langchain = pytest.importorskip("langchain_openai")
+    httpx = pytest.importorskip("httpx")
+    expected = local["embed"].embed(TEXTS).numpy()
+    given = {"base_url": f"{served[0]}/v1", "api_key": "none", "model": "embed", "check_embedding_ctx_length": False}
+
+    async def awaited() -> Any:
+        async with httpx.AsyncClient() as connections:
+            embeddings = langchain.OpenAIEmbeddings(**given, http_client=client, http_async_client=connections)
+            return await embeddings.aembed_documents(TEXTS[:3])
+
+    with httpx.Client() as client:
+        embeddings = langchain.OpenAIEmbeddings(**given, http_client=client)
+        assert np.abs(np.array(embeddings.embed_documents(TEXTS)) - expected).max() < CLOSE
+        assert np.abs(np.array(embeddings.embed_query(TEXTS[0])) - expected[0]).max() < CLOSE
+        # In requests of its own size, put together again.
+        assert np.abs(np.array(embeddings.embed_documents(TEXTS, chunk_size=2)) - expected).max() < CLOSE
+        assert np.abs(np.array(asyncio.run(awaited())) - expected[:3]).max() < CLOSE
+        shorter = langchain.OpenAIEmbeddings(**given, dimensions=8, http_client=client)
+        assert len(shorter.embed_query("a cat")) == 8
