@@ -232,14 +232,23 @@ def graph_of(module: nn.Module) -> GraphCore | None:
     return None if wrapped is None else wrapped()
 
 
-def nearest_graphs(module: nn.Module) -> Iterator[GraphCore]:
-    """Yield the outermost graphs at or below a module."""
+def nearest_graphs(module: nn.Module) -> list[GraphCore]:
+    """Return the outermost graphs at or below a module."""
+    found: list[GraphCore] = []
+    _find_nearest(module, found)
+    return found
+
+
+def _find_nearest(module: nn.Module, found: list[GraphCore]) -> None:
+    # Trees are walked at each end of an epoch, so this goes by the dict that holds the children.
     graph = graph_of(module)
     if graph is not None:
-        yield graph
+        found.append(graph)
         return
-    for child in module.children():
-        yield from nearest_graphs(child)
+    if module._modules:
+        for child in dict.fromkeys(module._modules.values()):
+            if child is not None:
+                _find_nearest(child, found)
 
 
 def labelled_children(module: nn.Module) -> Iterator[tuple[str, GraphCore]]:

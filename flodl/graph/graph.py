@@ -53,8 +53,7 @@ class Graph(GraphCore):
 
     def end_epoch(self) -> None:
         """Close an epoch: flush observations and timings, and count it."""
-        self.observe.flush()
-        self.observe.flush_timings()
+        self.observe.end_epoch()
         self._epoch_count += 1
 
     def step_count(self) -> int:

@@ -88,20 +88,30 @@ def named_graphs(model: nn.Module) -> list[tuple[str, GraphCore]]:
 
 def _below(graph: GraphCore, path: str) -> Iterator[tuple[str, GraphCore]]:
     yield path, graph
-    labels = {id(child): label for label, child in graph.tree_children().items()}
-    for name, child in graph.named_children():
-        for inside, inner in _graphs_in(child, name):
-            step = labels.get(id(inner), inside)
-            yield from _below(inner, f"{path}.{step}" if path else step)
+    inside = [found for name, child in graph.named_children() for found in _graphs_in(child, name)]
+    labels = {id(child): label for label, child in graph.tree_children().items()} if inside else {}
+    for name, inner in inside:
+        step = labels.get(id(inner), name)
+        yield from _below(inner, f"{path}.{step}" if path else step)
 
 
-def _graphs_in(module: nn.Module, name: str) -> Iterator[tuple[str, GraphCore]]:
-    """Yield the outermost graphs at or below a module, with their names."""
+def _graphs_in(module: nn.Module, name: str) -> list[tuple[str, GraphCore]]:
+    """Return the outermost graphs at or below a module, with their names."""
+    found: list[tuple[str, GraphCore]] = []
+    _find_graphs(module, name, found)
+    return found
+
+
+def _find_graphs(module: nn.Module, name: str, found: list[tuple[str, GraphCore]]) -> None:
     if isinstance(module, GraphCore):
-        yield name, module
+        found.append((name, module))
         return
-    for below, child in module.named_children():
-        yield from _graphs_in(child, f"{name}.{below}" if name else below)
+    if module._modules:
+        seen: set[int] = set()
+        for below, child in module._modules.items():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                _find_graphs(child, f"{name}.{below}" if name else below, found)
 
 
 def _outermost(model: nn.Module) -> Iterator[tuple[str, GraphCore]]:

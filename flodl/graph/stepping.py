@@ -33,7 +33,7 @@ class GraphSteps:
     def refresh(self) -> None:
         """Note that the model, or what is watched in it, may have changed."""
         self._graphs = list(_outermost(self.model))
-        self._keeping = [graph for graph in self._graphs if any(map(_keeps, graph.modules()))]
+        self._keeping = [graph for graph in self._graphs if _keeps(graph)]
 
     @property
     def remembers(self) -> bool:
@@ -102,7 +102,9 @@ def _outermost(module: nn.Module) -> Iterator[Graph]:
 
 
 def _keeps(module: nn.Module) -> bool:
-    """Return whether a module keeps values from one call to the next."""
+    """Return whether a module, or one inside of it, keeps values from one call to the next."""
     if isinstance(module, Graph):
-        return module.has_state()  # values of watched tags lose their history where they are collected
-    return offered(module, "detach_state") is not None
+        own = module.has_state()  # values of watched tags lose their history where they are collected
+    else:
+        own = offered(module, "detach_state") is not None
+    return own or any(_keeps(child) for child in module._modules.values() if child is not None)

@@ -169,6 +169,13 @@ class Observer:
         for child in self._graph.tree_children().values():
             observer_of(child).flush()
 
+    def end_epoch(self) -> None:
+        """Do what ``flush`` and ``flush_timings`` do."""
+        self.flush_local()
+        self._timings.flush()
+        for child in self._graph.tree_children().values():
+            observer_of(child).end_epoch()
+
     def flush_local(self, *tags: Names) -> None:
         """Do what ``flush`` does, here only."""
         self._flush_count += self._metrics.flush(self._expanded(tags) if tags else None)

@@ -83,9 +83,10 @@ class Watching:
 
     def refresh(self) -> None:
         """Note that the model, or what is watched in it, may have changed."""
-        self._owners = {id(graph): name for name, graph in named_graphs(self.model)}
+        self._graphs = named_graphs(self.model)
+        self._owners = {id(graph): name for name, graph in self._graphs}
         self._tags: list[tuple[str, GraphCore, list[tuple[str, str, Reduce]]]] = []
-        for name, graph in named_graphs(self.model):
+        for name, graph in self._graphs:
             prefix = f"{name}." if name else ""
             tags = sorted(graph.watched)
             observer = graph._observer
@@ -167,7 +168,7 @@ class Watching:
 
     def hand_back_all(self, epochs: Sequence[Mapping[str, float]]) -> None:
         """Give the observers of graphs their values of epochs that lie behind, unless they have any."""
-        owners = [observer_of(graph) for _, graph in named_graphs(self.model)]
+        owners = [observer_of(graph) for _, graph in self._graphs]
         if any(observer.trends() for observer in owners):
             return
         for values in epochs:
@@ -177,7 +178,7 @@ class Watching:
 
     def hand_back(self, values: Iterable[tuple[str, float]]) -> None:
         """Give the observers of graphs their values of an epoch."""
-        owners = sorted(named_graphs(self.model), key=lambda pair: -len(pair[0]))
+        owners = sorted(self._graphs, key=lambda pair: -len(pair[0]))
         for name, value in values:
             for prefix, graph in owners:
                 if not prefix or name.startswith(f"{prefix}."):

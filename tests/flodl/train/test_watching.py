@@ -371,8 +371,8 @@ def test_on_a_gpu_recorded_steps_tell_the_values_of_ordinary_ones(settings):
     """Of the same steps, to the bit; what is computed beside the backward pass is read when it is there."""
 
     def told(capture):
-        builder = run(make_model(), num_epochs=8, batch_size=2, devices="cuda", watch=WATCH, **settings)
-        seen, _ = watched(builder.set(capture=capture))
+        builder = run(make_model(), num_epochs=8, batch_size=2, watch=WATCH, capture=capture, **settings)
+        seen, _ = watched(builder.devices("cuda"))
         assert not [event for event in seen if isinstance(event, Warned)]
         return values(seen, "step"), values(seen, "epoch")
 
