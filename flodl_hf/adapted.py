@@ -11,7 +11,7 @@ from flodl_hf.graph_model import GraphModel
 
 if TYPE_CHECKING:
     from flodl_hf.adapters.attach import Adapters
-    from flodl_hf.adapters.settings import IA3, Lora
+    from flodl_hf.adapters.settings import Settings
 
 __all__ = ["Adapted"]
 
@@ -28,7 +28,7 @@ class Adapted(GraphModel):
         return adapters_of(self)
 
     @property
-    def adapters(self) -> dict[str, Lora | IA3]:
+    def adapters(self) -> dict[str, Settings]:
         """What each adapter is, by name."""
         return {name: adapter.settings for name, adapter in self._held_adapters.known.items()}
 
@@ -38,19 +38,20 @@ class Adapted(GraphModel):
         held = self.__dict__.get("_adapters")
         return None if held is None else held.active
 
-    def add_adapter(self, adapter: Lora | IA3 | None = None, name: str = "default") -> Self:
+    def add_adapter(self, adapter: Settings | None = None, name: str = "default") -> Self:
         """Add a fresh adapter with a copy of the head, and have the model compute with it; returns the model.
 
-        It changes nothing before it is trained. Only the adapter and its head learn from then on.
+        A `Lora` and an `IA3` change nothing before they are trained. Only the adapter and its head learn from then on.
 
         Args:
-            adapter: a `flodl_hf.adapters.Lora` (rank, scale, where it goes) or `IA3`; None for the usual `Lora`.
+            adapter: a `flodl_hf.adapters.Lora` (rank, scale, where it goes), `IA3`, `Prompt` or `Prefix`; None for the
+                usual `Lora`.
             name: what it is called.
 
         Raises:
-            ConfigError: the name is taken, or a target names no projection.
+            ConfigError: the name is taken, a target names no projection, or the model takes no such adapter.
         """
-        from flodl_hf.adapters.attach import new_adapter
+        from flodl_hf.adapters.fresh import new_adapter
         from flodl_hf.adapters.settings import Lora
 
         held = self._held_adapters

@@ -137,7 +137,12 @@ class SelfAttention(nn.Module):
             scale=scale,
             divides=not self.fused,
             seen=self.seen,
+            lead=self.lead(),
         )
+
+    def lead(self) -> tuple[Tensor, Tensor] | None:
+        """Return keys and values that stand before those of each text, ``(count, N*H)`` each; None for none."""
+        return None
 
     def placed(self, query: Tensor, key: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
         """Return queries and keys that know their places, where it is attention that tells them."""
@@ -161,6 +166,7 @@ def attend(
     scale: float | None = None,
     divides: bool = False,
     seen: Sequence[list[Tensor]] = (),
+    lead: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Return ``softmax(q k^T / sqrt(H) + bias) v`` within each text, all heads side by side.
 
@@ -177,11 +183,14 @@ def attend(
         scale: what scores are multiplied by; None for ``1 / sqrt(H)``.
         divides: eager scores are divided by ``sqrt(H)`` instead, which rounds differently.
         seen: each takes the weights of eager attention, ``(B, N, S, S)``.
+        lead: keys and values that every token of a text attends to besides, ``(count, N*H)`` each, as wide as their
+            heads; with neither bias nor window.
     """
+    assert lead is None or (bias is None and window is None)
     kv_heads = kv_heads or num_heads
     width = query.shape[-1] // num_heads
     factor = width**-0.5 if scale is None else scale
-    if isinstance(layout, Packed) and implementation == "sdpa" and bias is None and query.is_cuda:
+    if isinstance(layout, Packed) and implementation == "sdpa" and bias is None and lead is None and query.is_cuda:
         q, k, v = (x.view(x.shape[0], n, -1) for x, n in ((query, num_heads), (key, kv_heads), (value, kv_heads)))
         if _has_flash(q):
             return _flash(q, k, v, layout, dropout, window, factor).reshape(query.shape)
@@ -195,6 +204,14 @@ def attend(
             x.view(*x.shape[:-1], n, -1).transpose(1, 2)
             for x, n in ((query, num_heads), (key, kv_heads), (value, kv_heads))
         )
+        if lead is not None:
+            k, v = (
+                torch.cat(
+                    [own.to(x.dtype).view(-1, kv_heads, x.shape[-1]).transpose(0, 1).expand(len(x), -1, -1, -1), x], 2
+                )
+                for own, x in zip(lead, (k, v), strict=True)
+            )
+            keep = None if keep is None else torch.cat([keep.new_ones(len(keep), len(lead[0])), keep], 1)
         mask = _mask(keep, window, q)
         added = None if bias is None else bias(q.shape[0], q.shape[2], q.dtype, q.device)
         return kernel(q, k, v, mask, added, dropout, factor).transpose(1, 2).reshape(query.shape)

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from flodl.graph import Graph
+from flodl_hf.adapters.prefixes import ShiftedPositions
+from flodl_hf.adapters.prompts import lead_of
 from flodl_hf.attention import check_implementation
 from flodl_hf.config import ModelConfig
 from flodl_hf.errors import PredictError
@@ -86,11 +88,17 @@ class GraphModel(nn.Module):
         if not torch.compiler.is_compiling():
             check_rows(input_ids)
             entered()
-        given: dict[str, Any] = {
-            "token_type_ids": token_type_ids,
-            "position_ids": position_ids,
-            "layout": Padded.of(attention_mask),
-        }
+        layout, lead, ids = Padded.of(attention_mask), lead_of(self.graph), input_ids
+        types, led = token_type_ids, layout
+        if lead is not None:
+            if position_ids is not None:
+                raise PredictError(
+                    "position_ids: the adapter puts virtual tokens before each text and counts places itself; leave "
+                    "them out"
+                )
+            ids, types, led = lead.rows(ids, types, layout)
+            embeds = None if embeds is None else lead.embedded(self.graph, embeds)
+        given: dict[str, Any] = {"token_type_ids": types, "position_ids": position_ids, "layout": led}
         seen: dict[str, list[Tensor]] = {}
         with ExitStack() as stack:
             if embeds is not None:
@@ -100,11 +108,14 @@ class GraphModel(nn.Module):
                 seen = stack.enter_context(inside)
             try:
                 if outputs:
-                    result, named = self.graph(input_ids, **given, outputs=list(outputs))
+                    result, named = self.graph(ids, **given, outputs=list(outputs))
                 else:
-                    result, named = self.graph(input_ids, **given), {}
+                    result, named = self.graph(ids, **given), {}
             except IndexError as fault:
-                raise beyond_tables(self.config, input_ids, token_type_ids, position_ids) or fault from fault
+                taken = self.virtual_tokens
+                raise beyond_tables(self.config, input_ids, token_type_ids, position_ids, taken) or fault from fault
+        if lead is not None and not self.per_text:
+            result = layout.behind(lead.count, result)
         return result, named, {name: tuple(values) for name, values in seen.items()}
 
     def set_attention(self, implementation: str) -> Self:
@@ -165,8 +176,16 @@ class GraphModel(nn.Module):
     @property
     def max_tokens(self) -> int | None:
         """The longest row of tokens that the model and its tokenizer allow; None where nothing bounds it."""
-        bounds = [self.config.max_tokens, self.tokenizer.model_max_length if self.tokenizer else None]
+        places = self.config.max_tokens
+        bounds = [places and places - self.virtual_tokens, self.tokenizer.model_max_length if self.tokenizer else None]
         return min((bound for bound in bounds if bound), default=None)
+
+    @property
+    def virtual_tokens(self) -> int:
+        """How many places the adapter that is in takes before each text: those of a prompt or a prefix."""
+        lead = lead_of(self.graph)
+        table = dict(self.graph.get_submodule("encoder.embeddings").named_children()).get("position")
+        return lead.count if lead is not None else table.prefix.count if isinstance(table, ShiftedPositions) else 0
 
     @property
     def weights_on_disk(self) -> OnDisk | None:

@@ -112,6 +112,20 @@ class Padded:
         """Return what ``call`` makes of rows of texts, ``(batch, seq, ...)`` in and out."""
         return call(self.mask, *tensors)
 
+    def led(self, count: int) -> Padded:
+        """Return the layout of the same texts with ``count`` tokens before each."""
+        if self.mask is None:
+            return Padded()
+        return Padded(torch.cat([self.mask.new_ones(self.mask.shape[0], count), self.mask], 1))
+
+    def before(self, lead: Tensor, values: Tensor) -> Tensor:
+        """Return values of tokens, ``(batch, seq)``, with those of ``lead``, ``(count,)``, before each text's."""
+        return torch.cat([lead.to(values).expand(values.shape[0], -1), values], 1)
+
+    def behind(self, count: int, values: Tensor) -> Tensor:
+        """Return what `before` put ``count`` tokens before, ``(batch, seq, ...)``, without them."""
+        return values[:, count:].contiguous()
+
     def row_ends(self) -> Tensor | None:
         """Return the places up to each row's last real token, ``(batch,)``, int32; None where nothing is padding."""
         if self.mask is None:
@@ -245,6 +259,38 @@ class Packed:
     def length(self, hidden: Tensor) -> int:
         """Return an upper bound of a text's tokens."""
         return self.max_length
+
+    def led(self, count: int) -> Packed:
+        """Return the layout of the same texts with ``count`` tokens before each, slots without tokens included."""
+        shifts = torch.arange(self.num_texts + 1, device=self.offsets.device, dtype=self.offsets.dtype)
+        offsets = self.offsets + count * shifts
+        lengths = tuple(length + count for length in self.lengths)
+        if lengths:
+            lengths += (count,) * (self.num_texts - len(lengths))
+        longest = self.longest + count if self.longest else 0
+        if self.places is None:
+            return Packed(offsets, lengths, longest, real=self.real)
+        counted = torch.arange(count, device=self.places.device)
+        places = self.before(counted, self.places + count)
+        return Packed(offsets, lengths, longest, places, offsets[:-1].long(), self.real)
+
+    def before(self, lead: Tensor, values: Tensor) -> Tensor:
+        """Return values of tokens, ``(tokens,)``, with those of ``lead``, ``(count,)``, before each text's."""
+        count, texts = len(lead), self.num_texts
+        found = values.new_empty(len(values) + count * texts)
+        found[self._behind(count, len(values))] = values
+        starts = self.offsets[:-1, None] + count * torch.arange(texts, device=values.device)[:, None]
+        found[starts + torch.arange(count, device=values.device)] = lead.to(values)
+        return found
+
+    def behind(self, count: int, values: Tensor) -> Tensor:
+        """Return what `before` put ``count`` tokens before, ``(tokens, ...)``, without them."""
+        return values[self._behind(count, len(values) - count * self.num_texts)]
+
+    def _behind(self, count: int, num_tokens: int) -> Tensor:
+        """Return where each token stands once ``count`` others stand before each text."""
+        owners = self._owners(num_tokens).clamp(max=self.num_texts - 1)
+        return torch.arange(num_tokens, device=self.offsets.device) + count * (owners + 1)
 
     def segment_ends(self) -> Tensor:
         """Return the index after the last token of each token's text, ``(tokens,)``, int32."""

@@ -33,9 +33,21 @@ def check_rows(input_ids: Tensor) -> None:
 
 
 def beyond_tables(
-    config: ModelConfig, input_ids: Tensor, token_type_ids: Tensor | None, position_ids: Tensor | None
+    config: ModelConfig,
+    input_ids: Tensor,
+    token_type_ids: Tensor | None,
+    position_ids: Tensor | None,
+    taken: int = 0,
 ) -> PredictError | None:
-    """Return the error that says which indices have no row in a table, or None where all have one."""
+    """Return the error that says which indices have no row in a table, or None where all have one.
+
+    Args:
+        config: whose tables.
+        input_ids: of the call.
+        token_type_ids: of the call, or None.
+        position_ids: of the call, or None.
+        taken: places that an adapter takes before each text.
+    """
     encoder: Any = config.encoder
     tables = [
         ("input_ids", input_ids, encoder.vocab_size, "words"),
@@ -49,7 +61,7 @@ def beyond_tables(
         low, high = int(given.min()), int(given.max())
         if low < 0 or high >= rows:
             faults.append(f"{name} holds {low if low < 0 else high}, and the table of {table} has rows 0 to {rows - 1}")
-    longest = config.max_tokens
+    longest = config.max_tokens and config.max_tokens - taken
     if position_ids is None and longest is not None and input_ids.shape[1] > longest:
         faults.append(f"a row has {input_ids.shape[1]} tokens, and the table of positions is for {longest}")
     if not faults:

@@ -1,8 +1,8 @@
 """Adapters: small parts that learn beside weights which stay as they are, and the head that belongs to them.
 
-`settings` says what an adapter is asked to be, `lora` and `scaled` compute, `attach` puts one into a model and takes it
-out again, `folder` reads and writes peft's files, whose settings `peft_file` understands. An adapter always holds the
-head that was trained with it.
+`settings` says what an adapter is asked to be; `lora`, `scaled`, `prompts` and `prefixes` compute; `fresh` makes one,
+`attach` puts one into a model and takes it out again; `folder` and `write` read and write peft's files, whose settings
+`peft_file` understands. An adapter always holds the head that was trained with it.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flodl_hf.adapters.settings import IA3, Lora
+    from flodl_hf.adapters.settings import IA3, Lora, Prefix, Prompt
 
-__all__ = ["IA3", "Lora"]
+__all__ = ["IA3", "Lora", "Prefix", "Prompt"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,12 +1,11 @@
 """Adapters in a model: made, put in, taken out, merged; the base's weights stay the same tensors with the same bits.
 
-Putting one in exchanges the projections it goes to for ones with a part beside them, and the tensors it holds whole
+Putting one in exchanges the modules it goes to for ones with a part beside them, and the tensors it holds whole
 (the head) for its own; taking it out puts the model's own back. One adapter is in at a time; the others wait outside.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,16 +15,25 @@ from torch import Tensor, nn
 
 from flodl.errors import ConfigError, nearest
 from flodl_hf.adapters.lora import AdaptedLinear, LoraPart
+from flodl_hf.adapters.prefixes import PrefixedAttention, PrefixPart, ShiftedPositions, ShiftPart
+from flodl_hf.adapters.prompts import PromptedEmbedding, PromptPart
 from flodl_hf.adapters.scaled import ScaledLinear, ScalePart
-from flodl_hf.adapters.settings import IA3, Lora
-from flodl_hf.adapters.targets import Site, chosen
+from flodl_hf.adapters.settings import Settings
+from flodl_hf.adapters.targets import Site
 from flodl_hf.graph_model import GraphModel
 
-__all__ = ["Adapter", "Adapters", "adapters_of", "kept_names", "new_adapter"]
+__all__ = ["Adapter", "Adapters", "Part", "adapters_of"]
 
-
-Part = LoraPart | ScalePart
-"""What an adapter holds of one projection."""
+Part = LoraPart | ScalePart | PromptPart | PrefixPart | ShiftPart
+"""What an adapter holds of one module."""
+KINDS: Mapping[type[nn.Module], Any] = {
+    LoraPart: AdaptedLinear,
+    ScalePart: ScaledLinear,
+    PromptPart: PromptedEmbedding,
+    PrefixPart: PrefixedAttention,
+    ShiftPart: ShiftedPositions,
+}
+"""What a module becomes with each kind of part beside it."""
 
 
 @dataclass
@@ -35,7 +43,7 @@ class Adapter:
     Attributes:
         settings: what it was asked to be.
         sites: where it goes, by transformers' path.
-        parts: its parts by our path of the projection.
+        parts: its parts by our path of the module.
         kept: tensors that it holds whole, by our name.
         untrained: those of them that hold random values, with how often they had been written to then.
         labels: names of the head's labels; None for the model's.
@@ -43,7 +51,7 @@ class Adapter:
         stored: settings of the file it came from.
     """
 
-    settings: Lora | IA3
+    settings: Settings
     sites: dict[str, Site]
     parts: dict[str, Part]
     kept: dict[str, nn.Parameter]
@@ -63,7 +71,7 @@ class Adapter:
 class _Before:
     """What a model was without the adapter that is in."""
 
-    linears: dict[str, nn.Module]
+    modules: dict[str, nn.Module]
     tensors: dict[str, nn.Parameter]
     learned: list[nn.Parameter]
     untouched: dict[str, int]
@@ -132,9 +140,9 @@ class Adapters:
                 parameter.data = parameter.data.to(home)
         for path, part in adapter.parts.items():
             owner, leaf = _owner(graph, path)
-            linear: Any = graph.get_submodule(path)
-            before.linears[path] = linear
-            setattr(owner, leaf, _with(linear, part.train(linear.training)))
+            module: Any = graph.get_submodule(path)
+            before.modules[path] = module
+            setattr(owner, leaf, _with(module, part.train(module.training)))
         for tensor, parameter in adapter.kept.items():
             before.tensors[tensor] = named[tensor]
             _set(graph, tensor, parameter)
@@ -153,12 +161,14 @@ class Adapters:
             return
         graph, adapter = model.graph, self.known[self.active]
         adapter.untrained = {n: v for n, v in model._untouched.items() if n in adapter.kept}
-        for path, linear in before.linears.items():
+        for path, module in before.modules.items():
             owner, leaf = _owner(graph, path)
             # The weights may have been exchanged meanwhile, as moving a model to a device can.
             now: Any = graph.get_submodule(path)
-            linear._parameters.update(weight=now.weight, bias=now.bias)
-            setattr(owner, leaf, linear.train(now.training))
+            module._parameters.update({name: getattr(now, name) for name in module._parameters})
+            if hasattr(module, "implementation"):
+                module.implementation = now.implementation
+            setattr(owner, leaf, module.train(now.training))
         for tensor, parameter in before.tensors.items():
             parameter.data = parameter.data.to(next(graph.parameters()).device)
             _set(graph, tensor, parameter)
@@ -177,12 +187,19 @@ class Adapters:
             raise ConfigError("merge_adapter: no adapter is in the model; set_adapter one first", problems=["adapter"])
         if self.merged:
             return
+        if len(_mergeable(self.known[self.active])) < len(self.known[self.active].parts):
+            kind = type(self.known[self.active].settings).__name__
+            raise ConfigError(
+                f"merge_adapter: {self.active!r} is a {kind}, which adds tokens or keys and values to each text, and "
+                "no weights come to the same; keep it as an adapter, or train a Lora",
+                problems=[kind],
+            )
         assert self._before is not None
         graph = model.graph
-        for path, part in self.known[self.active].parts.items():
+        for path, part in _mergeable(self.known[self.active]):
             owner, leaf = _owner(graph, path)
             adapted: Any = graph.get_submodule(path)
-            linear: Any = self._before.linears[path]
+            linear: Any = self._before.modules[path]
             self._weights[path] = adapted.weight.data, None if adapted.bias is None else adapted.bias.data
             adapted.weight.data = part.merged(adapted.weight)
             if adapted.bias is not None:
@@ -196,7 +213,7 @@ class Adapters:
         if not self.merged or self.active is None:
             return
         graph = model.graph
-        for path, part in self.known[self.active].parts.items():
+        for path, part in _mergeable(self.known[self.active]):
             owner, leaf = _owner(graph, path)
             linear: Any = graph.get_submodule(path)
             home = linear.weight.device
@@ -246,67 +263,13 @@ def adapters_of(model: GraphModel) -> Adapters:
     return model.__dict__.setdefault("_adapters", Adapters())
 
 
-def kept_names(model: GraphModel) -> list[str]:
-    """Return our names of the tensors that an adapter of this model holds whole.
-
-    That is the head of a task, and what else is new and untrained behind the encoder: without them answers would be
-    random. A masked-word head comes with its encoder, and stays with it.
-    """
-    graph = model.graph
-    fresh = {name for name in model.untrained if not name.startswith("encoder.")}
-    heads = model.head != "base" and not model.config.family.heads[model.head].ties
-    return [name for name, _ in graph.named_parameters() if (heads and name.startswith("head.")) or name in fresh]
+def _mergeable(adapter: Adapter) -> list[tuple[str, LoraPart | ScalePart]]:
+    """Return the parts that come to one weight with their projection, by path."""
+    return [(path, part) for path, part in adapter.parts.items() if isinstance(part, (LoraPart, ScalePart))]
 
 
-def new_adapter(model: GraphModel, settings: Lora | IA3) -> Adapter:
-    """Return a fresh adapter, which changes nothing yet: ``down`` drawn as peft draws it, ``up`` zero, scales one.
-
-    The head is a copy of the model's.
-
-    Raises:
-        ConfigError: targets that the model does not have.
-    """
-    kept = kept_names(model)
-    sites = chosen(model, settings, kept)
-    graph = model.graph
-    parts: dict[str, Part] = {}
-    for site in sites:
-        if isinstance(settings, IA3):
-            parts |= _unscaled(graph, site, settings.on_input(*site.names))
-            continue
-        rank, scale = settings.rank_of(*site.names), settings.scale_of(*site.names)
-        linears: list[Any] = [graph.get_submodule(path) for path in site.paths]
-        home = linears[0].weight.device
-        down = nn.Parameter(torch.empty(rank, linears[0].in_features))
-        nn.init.kaiming_uniform_(down, a=math.sqrt(5))
-        down.data = down.data.to(home)
-        for path, linear in zip(site.paths, linears, strict=True):
-            up = nn.Parameter(torch.zeros(linear.out_features, rank, device=home))
-            magnitude = None
-            if settings.dora:
-                magnitude = nn.Parameter(torch.linalg.norm(linear.weight.detach().float(), dim=1))
-            parts[path] = LoraPart(down, up, scale, settings.dropout, magnitude)
-    fresh = set(model.untrained)
-    held = {name: nn.Parameter(graph.get_parameter(name).detach().clone()) for name in kept}
-    untrained = {name: held[name]._version for name in kept if name in fresh}
-    return Adapter(settings, {site.theirs: site for site in sites}, parts, held, untrained)
-
-
-def _unscaled(graph: nn.Module, site: Site, on_input: bool) -> dict[str, ScalePart]:
-    """Return scales of one; those of inputs are shared by projections of one matrix."""
-    linears: list[Any] = [graph.get_submodule(path) for path in site.paths]
-    home = linears[0].weight.device
-    if on_input:
-        shared = nn.Parameter(torch.ones(linears[0].in_features, device=home))
-        return {path: ScalePart(shared, True) for path in site.paths}
-    return {
-        path: ScalePart(nn.Parameter(torch.ones(linear.out_features, device=home)), False, site.bias_apart)
-        for path, linear in zip(site.paths, linears, strict=True)
-    }
-
-
-def _with(linear: nn.Linear, part: Part) -> nn.Linear:
-    return AdaptedLinear(linear, part) if isinstance(part, LoraPart) else ScaledLinear(linear, part)
+def _with(module: nn.Module, part: Part) -> nn.Module:
+    return KINDS[type(part)](module, part)
 
 
 def _owner(graph: nn.Module, path: str) -> tuple[nn.Module, str]:

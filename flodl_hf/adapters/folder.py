@@ -10,17 +10,19 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from flodl.errors import CheckpointError, ConfigError, capped, printable
 from flodl_hf.adapters.attach import Adapter, Part
+from flodl_hf.adapters.fresh import check_places, prefix_parts
 from flodl_hf.adapters.lora import LoraPart
 from flodl_hf.adapters.peft_file import of_pattern, read_settings, targeted, task_of
+from flodl_hf.adapters.prompts import WORDS, PromptPart
 from flodl_hf.adapters.scaled import ScalePart
-from flodl_hf.adapters.settings import IA3, Lora
+from flodl_hf.adapters.settings import IA3, Lora, Prefix, Prompt, Settings
 from flodl_hf.adapters.targets import Names, Site, sites_of
 from flodl_hf.checkpoint.members import Folder, is_entry, read_member
 from flodl_hf.checkpoint.shard import SafetensorsShard, Shard
@@ -33,11 +35,13 @@ from flodl_hf.graph_model import GraphModel
 from flodl_hf.loading import head_of
 from flodl_hf.parts import as_whole, part_of, split
 
-__all__ = ["CONFIG", "HEAD", "PREFIX", "WEIGHTS", "AdapterFolder", "open_adapter"]
+__all__ = ["CONFIG", "HEAD", "PREFIX", "VIRTUAL", "WEIGHTS", "AdapterFolder", "open_adapter", "prefix_of"]
 
 WEIGHTS, BIN, HEAD = "adapter_model.safetensors", "adapter_model.bin", "head_config.json"
 FILES = (CONFIG, WEIGHTS, BIN, HEAD, "checksums.json")
 PREFIX = "base_model.model."
+VIRTUAL = "prompt_embeddings"
+"""The tensor of virtual tokens: a vector for each, or the keys and values of all layers."""
 ENDS = {
     ".lora_A.weight": "down",
     ".lora_B.weight": "up",
@@ -63,9 +67,14 @@ class AdapterFolder:
 
     path: Path
     values: Mapping[str, Any]
-    settings: Lora | IA3
+    settings: Settings
     head: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
+
+    @property
+    def prefix(self) -> str:
+        """What names of the base's tensors begin with in the file."""
+        return prefix_of(self.settings)
 
     @property
     def base(self) -> str:
@@ -100,7 +109,7 @@ class AdapterFolder:
         spec = None if head == "base" else config.family.heads.get(head)
         if spec is None or spec.classifier is None:
             return None
-        name = PREFIX + config.family.key_map(config.encoder, head).theirs(f"{spec.classifier}.weight")
+        name = self.prefix + config.family.key_map(config.encoder, head).theirs(f"{spec.classifier}.weight")
         held = self.tensors.get(name)
         if held is None or held.ndim != 2 or held.shape[0] == config.num_labels:
             return None
@@ -131,13 +140,17 @@ class AdapterFolder:
         sites, problems = sites_of(model), []
         found: dict[str, dict[str, Tensor]] = {}
         kept: dict[str, Tensor] = {}
+        virtual = isinstance(self.settings, (Prompt, Prefix))
         for name, tensor in self.tensors.items():
-            inner = name.removeprefix(PREFIX)
-            end = next((end for end in ENDS if inner.endswith(end)), None)
-            if not name.startswith(PREFIX) or tensor.dtype not in FLOATS:
+            inner = name.removeprefix(self.prefix)
+            end = None if virtual else next((end for end in ENDS if inner.endswith(end)), None)
+            known = name == VIRTUAL if virtual else False
+            if not (known or name.startswith(self.prefix)) or tensor.dtype not in FLOATS:
                 problems.append(f"{printable(name)}: {tensor.dtype}, no tensor of an adapter")
             elif not bool(torch.isfinite(tensor).all()):
                 problems.append(f"{printable(name)}: holds values that are not finite")
+            elif known:
+                continue
             elif end is not None:
                 path = _known(inner.removesuffix(end), sites, model)
                 if path is None:
@@ -146,22 +159,13 @@ class AdapterFolder:
                     found.setdefault(path, {})[ENDS[end]] = tensor.float()
             else:
                 kept[inner.replace(".modules_to_save.", ".")] = tensor
-        wanted = targeted(self.values, sites, str(self.path / CONFIG))
-        first = "ia3_l" if isinstance(self.settings, IA3) else "lora_A.weight"
-        for path in sorted((wanted or set()) - set(found)):
-            problems.append(f"{PREFIX}{path}.{first}: missing, although target_modules means it")
-        for path in sorted(set(found) - wanted if wanted is not None else ()):
-            problems.append(f"{PREFIX}{path}.{first}: there, although target_modules does not mean it")
         parts: dict[str, Part] = {}
-        for path, tensors in found.items():
-            if isinstance(self.settings, IA3):
-                parts |= self._scales(model, sites[path], tensors, self.settings, problems)
-            else:
-                parts |= self._parts(model, sites[path], tensors, self.settings, problems)
-        held, strange = _kept(model, kept, self.values.get("modules_to_save") or ())
+        if isinstance(self.settings, (Prompt, Prefix)):
+            parts = self._virtual(model, self.settings, problems)
+        else:
+            parts = self._beside(model, sites, found, self.settings, problems)
+        held, strange = _kept(model, kept, self.values.get("modules_to_save") or (), self.prefix)
         problems += strange
-        if not found:
-            problems.append(f"no tensors of {'IA3' if isinstance(self.settings, IA3) else 'LoRA'}")
         headless = [name for name in model.untrained if name not in held]
         if headless:
             problems.append(
@@ -183,6 +187,48 @@ class AdapterFolder:
             self.settings, {path: sites[path] for path in sites if path in found}, parts, own, {},
             None if labels is None else tuple(labels), self.problem_type, dict(self.values),
         )  # fmt: skip
+
+    def _virtual(self, model: GraphModel, settings: Prompt | Prefix, problems: list[str]) -> dict[str, Part]:
+        """Return the parts that hold virtual tokens; what is wrong is added to ``problems``."""
+        encoder, words = cast("Any", model.config.encoder), cast("Any", model.graph.get_submodule(WORDS))
+        width = words.embedding_dim if isinstance(settings, Prompt) else 2 * encoder.num_layers * encoder.hidden_size
+        whole, shape = self.tensors.get(VIRTUAL), (settings.tokens, width)
+        if whole is None or tuple(whole.shape) != shape:
+            problems.append(
+                f"{VIRTUAL}: {'missing' if whole is None else f'shape {tuple(whole.shape)}'}, expected {shape}"
+            )
+            return {}
+        if whole.dtype not in FLOATS:
+            return {}
+        check_places(model, settings.tokens)
+        if isinstance(settings, Prompt):
+            return {WORDS: PromptPart(nn.Parameter(whole.float().contiguous()))}
+        return prefix_parts(model, whole.float())
+
+    def _beside(
+        self,
+        model: GraphModel,
+        sites: Mapping[str, Site],
+        found: Mapping[str, Mapping[str, Tensor]],
+        settings: Lora | IA3,
+        problems: list[str],
+    ) -> dict[str, Part]:
+        """Return the parts beside projections; what is wrong is added to ``problems``."""
+        wanted = targeted(self.values, sites, str(self.path / CONFIG))
+        first = "ia3_l" if isinstance(settings, IA3) else "lora_A.weight"
+        for path in sorted((wanted or set()) - set(found)):
+            problems.append(f"{PREFIX}{path}.{first}: missing, although target_modules means it")
+        for path in sorted(set(found) - wanted if wanted is not None else ()):
+            problems.append(f"{PREFIX}{path}.{first}: there, although target_modules does not mean it")
+        if not found:
+            problems.append(f"no tensors of {'IA3' if isinstance(settings, IA3) else 'LoRA'}")
+        parts: dict[str, Part] = {}
+        for path, tensors in found.items():
+            if isinstance(settings, IA3):
+                parts |= self._scales(model, sites[path], tensors, settings, problems)
+            else:
+                parts |= self._parts(model, sites[path], tensors, settings, problems)
+        return parts
 
     def _parts(
         self, model: GraphModel, site: Site, tensors: Mapping[str, Tensor], settings: Lora, problems: list[str]
@@ -236,6 +282,12 @@ class AdapterFolder:
         }
 
 
+def prefix_of(settings: Settings) -> str:
+    """Return what names of a base's tensors begin with in the file of an adapter."""
+    # peft wraps the model once more where parts stand beside modules.
+    return "base_model." if isinstance(settings, (Prompt, Prefix)) else PREFIX
+
+
 def _known(path: str, sites: Mapping[str, Site], model: GraphModel) -> str | None:
     """Return the path of a projection that a file's is, with or without the prefix of a task model."""
     prefix = model.config.family.base_prefix + "."
@@ -243,9 +295,10 @@ def _known(path: str, sites: Mapping[str, Site], model: GraphModel) -> str | Non
 
 
 def _kept(
-    model: GraphModel, kept: Mapping[str, Tensor], modules: str | Sequence[str]
+    model: GraphModel, kept: Mapping[str, Tensor], modules: str | Sequence[str], begin: str
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Return whole tensors by our name, and what is wrong with them; ``modules`` are those that have to be there."""
+    """Return whole tensors by our name, and what is wrong with them; ``modules`` have to be there,
+    ``begin`` is how names in the file begin."""
     names, held, problems = Names(model), {}, []
     taken: set[str] = set()
     spec = None if model.head == "base" else model.config.family.heads[model.head]
@@ -258,7 +311,7 @@ def _kept(
         place = next((p for p in (whole, whole.removeprefix(prefix), prefix + whole) if p in kept), None)
         if place is None:
             if ours not in tied and _means(modules, whole):
-                problems.append(f"{printable(PREFIX + whole)}: missing, although modules_to_save names its module")
+                problems.append(f"{printable(begin + whole)}: missing, although modules_to_save names its module")
             continue
         taken.add(place)
         part = part_of(marked)
@@ -270,9 +323,9 @@ def _kept(
         if classifier is not None and ours.startswith(classifier + "."):
             shape = (model.config.num_labels, *shape[1:])
         if tuple(tensor.shape) != shape:
-            problems.append(f"{printable(PREFIX + place)}: shape {tuple(tensor.shape)}, expected {shape}")
+            problems.append(f"{printable(begin + place)}: shape {tuple(tensor.shape)}, expected {shape}")
         held[ours] = tensor
-    problems += [f"{printable(PREFIX + name)}: the model has no such tensor" for name in kept if name not in taken]
+    problems += [f"{printable(begin + name)}: the model has no such tensor" for name in kept if name not in taken]
     return held, problems
 
 

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from flodl.graph import Graph
 from flodl_hf.adapters.attach import Adapter, Adapters
 from flodl_hf.adapters.lora import LoraPart
+from flodl_hf.adapters.settings import IA3, Lora, Prefix, Prompt
 from flodl_hf.disentangled.attention import DisentangledAttention
 from flodl_hf.errors import PredictError
 from flodl_hf.graph_model import GraphModel
@@ -30,6 +31,8 @@ from flodl_hf.runtime.plan import plan_batches, usual_budget
 from flodl_hf.runtime.prepared import shadow
 
 __all__ = ["Mixed"]
+
+DOES = {IA3: "scales states", Prompt: "puts tokens before texts", Prefix: "puts keys and values before texts"}
 
 
 class _Where:
@@ -106,6 +109,7 @@ class Mixed:
         for path, part in adapter.parts.items():
             if not path.startswith("encoder."):
                 linear: Any = body.get_submodule(path)
+                assert isinstance(part, LoraPart)
                 linear.weight = nn.Parameter(part.to(home.device).merged(linear.weight), requires_grad=False)
         return body
 
@@ -151,8 +155,10 @@ class Mixed:
 
 def _check(model: GraphModel, chosen: Sequence[Adapter], names: Sequence[str]) -> None:
     problems = []
-    if any(not isinstance(part, LoraPart) for adapter in chosen for part in adapter.parts.values()):
-        problems.append("an adapter scales states (IA3), and only sums of LoRA are mixed")
+    kinds = {type(adapter.settings) for adapter in chosen} - {Lora}
+    if kinds:
+        does = " and ".join(sorted(f"{DOES[kind]} ({kind.__name__})" for kind in kinds))
+        problems.append(f"an adapter {does}, and only sums of LoRA are mixed")
     if model.head not in ("sequence_classification", "token_classification"):
         problems.append(f"the task is {model.head}, and only labels of texts and tokens are mixed")
     if any(isinstance(module, DisentangledAttention) for module in model.graph.modules()):
@@ -160,8 +166,8 @@ def _check(model: GraphModel, chosen: Sequence[Adapter], names: Sequence[str]) -
     if any(name.startswith("encoder.") for adapter in chosen for name in adapter.kept):
         problems.append("an adapter holds whole tensors of the encoder")
     own = model.config
-    kinds = {(tuple(a.labels or own.labels), a.problem_type or own.problem_type) for a in chosen}
-    if len(kinds) > 1:
+    labels = {(tuple(a.labels or own.labels), a.problem_type or own.problem_type) for a in chosen}
+    if len(labels) > 1:
         problems.append("their labels differ")
     if problems:
         raise PredictError(

@@ -11,9 +11,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from flodl.errors import ConfigError, capped, printable
-from flodl_hf.adapters.settings import ALL_LINEAR, IA3, Lora
+from flodl_hf.adapters.settings import ALL_LINEAR, IA3, Lora, Prefix, Prompt, Settings
 
-__all__ = ["TASKS", "config_values", "ia3_values", "of_pattern", "read_settings", "targeted", "task_of"]
+__all__ = [
+    "TASKS",
+    "every_value",
+    "ia3_values",
+    "lora_values",
+    "of_pattern",
+    "read_settings",
+    "targeted",
+    "task_of",
+    "virtual_values",
+]
 
 TASKS = {
     "SEQ_CLS": "sequence_classification",
@@ -31,6 +41,17 @@ UNDERSTOOD_IA3 = (
     *("peft_type", "task_type", "base_model_name_or_path", "target_modules", "exclude_modules", "feedforward_modules"),
     *("modules_to_save", "init_ia3_weights"),
 )
+UNDERSTOOD_VIRTUAL = (
+    *("peft_type", "task_type", "base_model_name_or_path", "num_virtual_tokens", "token_dim", "modules_to_save"),
+    *("num_transformer_submodules", "num_attention_heads", "num_layers"),
+)
+BEGUN = (
+    *("prompt_tuning_init", "prompt_tuning_init_text", "tokenizer_name_or_path", "tokenizer_kwargs", "init_weights"),
+    *("prefix_projection", "encoder_hidden_size", "encoder_reparameterization_type", "encoder_num_layers"),
+    "encoder_dropout",
+)
+"""How virtual tokens were begun, and what made them while they learned: files hold what it made."""
+VIRTUAL = {"PROMPT_TUNING": Prompt, "P_TUNING": Prompt, "PREFIX_TUNING": Prefix}
 CHANGES_NOTHING = (
     *("auto_mapping", "revision", "inference_mode", "peft_version", "runtime_config", "fan_in_fan_out"),
     *("megatron_core", "ensure_weight_tying", "qalora_group_size", "eva_config", "velora_config"),
@@ -42,7 +63,7 @@ CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "pissa_niter")
 """Ways to begin that also changed the base's weights, which are then none of the base's files."""
 
 
-def read_settings(values: Mapping[str, Any], where: str) -> Lora | IA3:
+def read_settings(values: Mapping[str, Any], where: str) -> Settings:
     """Return what a file says an adapter is.
 
     Args:
@@ -53,24 +74,57 @@ def read_settings(values: Mapping[str, Any], where: str) -> Lora | IA3:
         ConfigError: another kind of adapter, or settings that change numbers and are not understood; all are listed.
     """
     kind = values.get("peft_type")
-    if kind == "IA3":
-        return _read_ia3(values, where)
-    if kind != "LORA":
+    read = {"LORA": _read_lora, "IA3": _read_ia3, **dict.fromkeys(VIRTUAL, _read_virtual)}
+    if not isinstance(kind, str) or kind not in read:
         raise ConfigError(
-            f"{where}: peft_type is {printable(str(kind), 60)}; expected LORA or IA3, the kinds that are read here. "
-            "Merge it with peft (merge_and_unload), save the model and load that",
+            f"{where}: peft_type is {printable(str(kind), 60)}; expected {', '.join(read)}, the kinds that are read "
+            "here. Merge it with peft (merge_and_unload), save the model and load that",
             where=where,
             problems=["peft_type"],
         )
+    try:
+        return read[kind](values, where)
+    except ConfigError as fault:
+        if getattr(fault, "where", None) == where:
+            raise
+        raise ConfigError(
+            f"{where}: {fault.message}; fetch the file again", where=where, problems=fault.problems
+        ) from None
+
+
+def _check(
+    values: Mapping[str, Any], where: str, kind: str, understood: Sequence[str], wrong: Sequence[str | None]
+) -> None:
+    """Raise for settings that are not understood and change numbers, and for values that are ``wrong``.
+
+    Raises:
+        ConfigError: there are such; all are listed.
+    """
     problems = [
         f"{printable(name, 60)}: {printable(repr(value), 80)}, which changes numbers and is not understood"
         for name, value in values.items()
-        if name not in UNDERSTOOD and name not in CHANGES_NOTHING and value not in (None, False, "", [], {}, ())
+        if name not in understood and name not in CHANGES_NOTHING and value not in (None, False, "", [], {}, ())
     ]
+    common = [
+        _wrong("modules_to_save", values.get("modules_to_save"), "names", _maybe_names),
+        _wrong("task_type", values.get("task_type"), "a task", _named),
+        _wrong("base_model_name_or_path", values.get("base_model_name_or_path"), "a name", _named),
+    ]
+    problems += [problem for problem in (*wrong, *common) if problem]
+    if problems:
+        raise ConfigError(
+            f"{where}: {len(problems)} settings cannot be followed:\n{capped(problems)}\nexpected an ordinary {kind}; "
+            "merge the adapter with peft (merge_and_unload), save the model and load that, or fetch the file again",
+            where=where,
+            problems=problems,
+        )
+
+
+def _read_lora(values: Mapping[str, Any], where: str) -> Lora:
     begun = values.get("init_lora_weights", True)
-    if isinstance(begun, str) and begun.lower().startswith(CHANGED_BASE):
-        problems.append(f"init_lora_weights: {printable(begun, 60)}, which changed the base's weights too")
+    changed = isinstance(begun, str) and begun.lower().startswith(CHANGED_BASE)
     wrong = [
+        f"init_lora_weights: {printable(begun, 60)}, which changed the base's weights too" if changed else None,
         _wrong("r", values.get("r", 8), "a whole number", _whole),
         _wrong("lora_alpha", values.get("lora_alpha", 8), "a number", _number),
         _wrong("lora_dropout", values.get("lora_dropout", 0.0), "a number", _number),
@@ -78,63 +132,49 @@ def read_settings(values: Mapping[str, Any], where: str) -> Lora | IA3:
         _wrong("rank_pattern", values.get("rank_pattern"), "ranks by name", lambda v: _table(v, _whole)),
         _wrong("alpha_pattern", values.get("alpha_pattern"), "alphas by name", lambda v: _table(v, _number)),
         _wrong("target_modules", values.get("target_modules"), "names", lambda v: bool(v) and _names(v)),
-        *(_wrong(name, values.get(name), "names", lambda v: v is None or _names(v)) for name in
-          ("exclude_modules", "modules_to_save", "layers_pattern")),
+        *(_wrong(name, values.get(name), "names", _maybe_names) for name in ("exclude_modules", "layers_pattern")),
         _wrong("layers_to_transform", values.get("layers_to_transform"), "numbers of layers", _layers),
         _wrong("bias", values.get("bias", "none"), "none, all or lora_only", BIASES.__contains__),
-        _wrong("task_type", values.get("task_type"), "a task", lambda v: v is None or isinstance(v, str)),
-        _wrong("base_model_name_or_path", values.get("base_model_name_or_path"), "a name", _named),
-    ]  # fmt: skip
-    problems += [problem for problem in wrong if problem]
-    if problems:
-        raise ConfigError(
-            f"{where}: {len(problems)} settings cannot be followed:\n{capped(problems)}\nexpected an ordinary LoRA; "
-            "merge the adapter with peft (merge_and_unload), save the model and load that, or fetch the file again",
-            where=where,
-            problems=problems,
-        )
-    try:
-        return Lora(
-            rank=values.get("r", 8),
-            alpha=values.get("lora_alpha", 8),
-            dropout=values.get("lora_dropout", 0.0),
-            targets=_listed(values["target_modules"]),
-            rslora=bool(values.get("use_rslora")),
-            dora=bool(values.get("use_dora")),
-            ranks=values.get("rank_pattern") or {},
-            alphas=values.get("alpha_pattern") or {},
-        )
-    except ConfigError as fault:
-        raise ConfigError(
-            f"{where}: {fault.message}; fetch the file again", where=where, problems=fault.problems
-        ) from None
+    ]
+    _check(values, where, "LoRA", UNDERSTOOD, wrong)
+    return Lora(
+        rank=values.get("r", 8),
+        alpha=values.get("lora_alpha", 8),
+        dropout=values.get("lora_dropout", 0.0),
+        targets=_listed(values["target_modules"]),
+        rslora=bool(values.get("use_rslora")),
+        dora=bool(values.get("use_dora")),
+        ranks=values.get("rank_pattern") or {},
+        alphas=values.get("alpha_pattern") or {},
+    )
 
 
 def _read_ia3(values: Mapping[str, Any], where: str) -> IA3:
-    problems = [
-        f"{printable(name, 60)}: {printable(repr(value), 80)}, which changes numbers and is not understood"
-        for name, value in values.items()
-        if name not in (*UNDERSTOOD_IA3, *CHANGES_NOTHING) and value not in (None, False, "", [], {}, ())
-    ]
-    wanted, inside = values.get("target_modules"), values.get("feedforward_modules")
+    inside = values.get("feedforward_modules")
     wrong = [
-        _wrong("target_modules", wanted, "names", lambda v: bool(v) and _names(v)),
+        _wrong("target_modules", values.get("target_modules"), "names", lambda v: bool(v) and _names(v)),
         # Ends of paths, as ours are; a pattern is none.
         _wrong("feedforward_modules", inside, "a list", lambda v: v is None or (isinstance(v, list) and _names(v))),
-        *(_wrong(name, values.get(name), "names", lambda v: v is None or _names(v)) for name in
-          ("exclude_modules", "modules_to_save")),
-        _wrong("task_type", values.get("task_type"), "a task", lambda v: v is None or isinstance(v, str)),
-        _wrong("base_model_name_or_path", values.get("base_model_name_or_path"), "a name", _named),
-    ]  # fmt: skip
-    problems += [problem for problem in wrong if problem]
-    if problems:
-        raise ConfigError(
-            f"{where}: {len(problems)} settings cannot be followed:\n{capped(problems)}\nexpected an ordinary IA3; "
-            "merge the adapter with peft (merge_and_unload), save the model and load that, or fetch the file again",
-            where=where,
-            problems=problems,
-        )
+        _wrong("exclude_modules", values.get("exclude_modules"), "names", _maybe_names),
+    ]
+    _check(values, where, "IA3", UNDERSTOOD_IA3, wrong)
     return IA3(targets=_listed(values["target_modules"]), inputs=tuple(inside or ()))
+
+
+def _read_virtual(values: Mapping[str, Any], where: str) -> Prompt | Prefix:
+    kind = str(values["peft_type"])
+    count, parts = values.get("num_virtual_tokens"), values.get("num_transformer_submodules", 1)
+    sizes = ("token_dim", "num_attention_heads", "num_layers")
+    wrong = [
+        _wrong("num_virtual_tokens", count, "a whole number", _whole),
+        _wrong("num_transformer_submodules", parts, "1", lambda v: v is None or (_whole(v) and v == 1)),
+        *(_wrong(name, values.get(name), "a whole number", lambda v: v is None or _whole(v)) for name in sizes),
+    ]
+    _check(values, where, kind, (*UNDERSTOOD_VIRTUAL, *BEGUN), wrong)
+    width = values.get("encoder_hidden_size") if kind == "P_TUNING" else None
+    if VIRTUAL[kind] is Prefix:
+        return Prefix(tokens=values["num_virtual_tokens"])
+    return Prompt(tokens=values["num_virtual_tokens"], encoder=width)
 
 
 def _wrong(name: str, value: Any, expected: str, fine: Any) -> str | None:
@@ -159,6 +199,10 @@ def _named(value: Any) -> bool:
 
 def _names(value: Any) -> bool:
     return isinstance(value, str) or (isinstance(value, list) and all(isinstance(name, str) for name in value))
+
+
+def _maybe_names(value: Any) -> bool:
+    return value is None or _names(value)
 
 
 def _table(value: Any, of: Any) -> bool:
@@ -239,86 +283,91 @@ def _layer(path: str, below: Sequence[str]) -> int | None:
     return None if found is None else int(found[1])
 
 
-def config_values(
-    settings: Lora,
-    targets: Sequence[str],
-    kept: Sequence[str],
-    *,
-    base: str | None,
-    head: str,
-    stored: Mapping[str, Any],
-    ranks: Mapping[str, int],
-    alphas: Mapping[str, float],
+def lora_values(
+    settings: Lora, targets: Sequence[str], ranks: Mapping[str, int], alphas: Mapping[str, float]
 ) -> dict[str, Any]:
-    """Return what ``adapter_config.json`` says of an adapter.
+    """Return what ``adapter_config.json`` says of low-rank sums, besides what it says of every adapter.
 
     Args:
-        settings: what it is.
-        targets: transformers' paths of its projections, or ends of them.
-        kept: transformers' paths of modules that it holds whole.
-        base: folder or name of the base.
-        head: our word for the task.
-        stored: settings of the file it came from, which are written again.
+        settings: what they are.
+        targets: transformers' paths of projections, or ends of them.
         ranks: other ranks by transformers' path.
         alphas: other alphas likewise.
     """
-    task = next((theirs for theirs, ours in TASKS.items() if ours == head), None)
     alpha = settings.rank if settings.alpha is None else settings.alpha
-    made = {
+    return {
         "alpha_pattern": dict(alphas),
-        "auto_mapping": None,
-        "base_model_name_or_path": base,
         "bias": "none",
         "fan_in_fan_out": False,
-        "inference_mode": True,
         "init_lora_weights": True,
         "layers_pattern": None,
         "layers_to_transform": None,
         "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha,
         "lora_dropout": settings.dropout,
-        "modules_to_save": list(kept) or None,
         "peft_type": "LORA",
         "r": settings.rank,
         "rank_pattern": dict(ranks),
-        "revision": None,
         "target_modules": list(targets),
-        "task_type": task,
         "use_dora": settings.dora,
         "use_rslora": settings.rslora,
     }
-    return dict(stored) or made
 
 
-def ia3_values(
-    targets: Sequence[str],
-    inside: Sequence[str],
-    kept: Sequence[str],
-    *,
-    base: str | None,
-    head: str,
-    stored: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Return what ``adapter_config.json`` says of learned scales.
+def ia3_values(targets: Sequence[str], inside: Sequence[str]) -> dict[str, Any]:
+    """Return what ``adapter_config.json`` says of learned scales, besides what it says of every adapter.
 
     Args:
         targets: transformers' paths of projections, or ends of them.
         inside: those of them whose inputs are scaled.
+    """
+    return {
+        "fan_in_fan_out": False,
+        "feedforward_modules": list(inside),
+        "init_ia3_weights": True,
+        "peft_type": "IA3",
+        "target_modules": list(targets),
+    }
+
+
+def virtual_values(settings: Prompt | Prefix, width: int, heads: int, layers: int) -> dict[str, Any]:
+    """Return what ``adapter_config.json`` says of virtual tokens, besides what it says of every adapter.
+
+    Args:
+        settings: what they are.
+        width: of a vector, or of a layer's keys.
+        heads: of attention.
+        layers: of the encoder.
+    """
+    found: dict[str, Any] = {
+        "num_attention_heads": heads,
+        "num_layers": layers,
+        "num_transformer_submodules": 1,
+        "num_virtual_tokens": settings.tokens,
+        "token_dim": width,
+    }
+    if isinstance(settings, Prefix):
+        return found | {"encoder_hidden_size": None, "peft_type": "PREFIX_TUNING", "prefix_projection": False}
+    if settings.encoder is not None:
+        made = {"encoder_hidden_size": settings.encoder, "encoder_reparameterization_type": "MLP"}
+        return found | made | {"peft_type": "P_TUNING", "encoder_dropout": 0.0, "encoder_num_layers": 2}
+    return found | {"peft_type": "PROMPT_TUNING", "prompt_tuning_init": "RANDOM"}
+
+
+def every_value(values: Mapping[str, Any], kept: Sequence[str], *, base: str | None, head: str) -> dict[str, Any]:
+    """Return all that ``adapter_config.json`` says, sorted by name.
+
+    Args:
+        values: what it says of this kind of adapter.
         kept: transformers' paths of modules that are held whole.
         base: folder or name of the base.
         head: our word for the task.
-        stored: settings of the file it came from, which are written again.
     """
-    made = {
+    common = {
         "auto_mapping": None,
         "base_model_name_or_path": base,
-        "fan_in_fan_out": False,
-        "feedforward_modules": list(inside),
         "inference_mode": True,
-        "init_ia3_weights": True,
         "modules_to_save": list(kept) or None,
-        "peft_type": "IA3",
         "revision": None,
-        "target_modules": list(targets),
         "task_type": next((theirs for theirs, ours in TASKS.items() if ours == head), None),
     }
-    return dict(stored) or made
+    return dict(sorted({**values, **common}.items()))

@@ -1,4 +1,7 @@
-"""What an adapter is asked to be: rank, scale, dropout and where it goes, or what it scales. Needs no torch."""
+"""What an adapter is asked to be: rank, scale, dropout and where it goes, what it scales, how many virtual tokens.
+
+Needs no torch.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,22 @@ from typing import Any
 
 from flodl.errors import ConfigError
 
-__all__ = ["ALL_LINEAR", "IA3", "Lora", "adapter_words", "fits"]
+__all__ = [
+    "ALL_LINEAR",
+    "IA3",
+    "Lora",
+    "Prefix",
+    "Prompt",
+    "Settings",
+    "adapter_faults",
+    "adapter_of",
+    "adapter_words",
+    "fits",
+]
 
 ALL_LINEAR = "all-linear"
 MOST_RANK = 65_536
+MOST_TOKENS = 4_096
 
 
 @dataclass(frozen=True)
@@ -127,6 +142,61 @@ class IA3:
         return any(fits(wanted, name) for wanted in _listed(self.inputs) for name in names)
 
 
+@dataclass(frozen=True)
+class Prompt:
+    """Vectors that learn and stand before each text in the place of words (prompt tuning, Lester et al. 2021).
+
+    Args:
+        tokens: how many.
+        text: whose words they begin as, repeated or cut to so many; None for words drawn from the vocabulary.
+        encoder: width of a network of three layers that makes them while they are trained (P-tuning, Liu et al. 2021);
+            files hold what it made. None for none.
+
+    Raises:
+        ConfigError: a value that cannot be; all are listed.
+    """
+
+    tokens: int = 20
+    text: str | None = None
+    encoder: int | None = None
+
+    def __post_init__(self) -> None:
+        problems = [] if _is_count(self.tokens) else [f"tokens {self.tokens!r}"]
+        problems += [] if self.text is None or (isinstance(self.text, str) and self.text) else [f"text {self.text!r}"]
+        problems += [] if self.encoder is None or _is_rank(self.encoder) else [f"encoder {self.encoder!r}"]
+        if problems:
+            raise ConfigError(
+                f"Prompt: found {', '.join(problems)}; expected 1 to {MOST_TOKENS:,} tokens, a text that is not empty, "
+                f"and a width from 1 to {MOST_RANK:,}",
+                problems=problems,
+            )
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """Keys and values that learn and stand before each text's in every layer (prefix tuning, Li and Liang 2021).
+
+    Args:
+        tokens: how many.
+
+    Raises:
+        ConfigError: a number that cannot be.
+    """
+
+    tokens: int = 20
+
+    def __post_init__(self) -> None:
+        if not _is_count(self.tokens):
+            raise ConfigError(
+                f"Prefix: found tokens {self.tokens!r}; expected 1 to {MOST_TOKENS:,} tokens",
+                problems=[f"tokens {self.tokens!r}"],
+            )
+
+
+Settings = Lora | IA3 | Prompt | Prefix
+"""What an adapter is asked to be."""
+
+
 def _listed(names: str | Sequence[str]) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names)
 
@@ -135,7 +205,11 @@ def _is_rank(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST_RANK
 
 
-def adapter_words(adapter: Lora | IA3 | None) -> dict[str, Any]:
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST_TOKENS
+
+
+def adapter_words(adapter: Settings | None) -> dict[str, Any]:
     """Return the options of a fine-tuning run that say what an adapter is; none for None.
 
     Raises:
@@ -143,6 +217,10 @@ def adapter_words(adapter: Lora | IA3 | None) -> dict[str, Any]:
     """
     if adapter is None:
         return {}
+    if isinstance(adapter, Prefix):
+        return {"prefix_tokens": adapter.tokens}
+    if isinstance(adapter, Prompt):
+        return {"prompt_tokens": adapter.tokens, "prompt_text": adapter.text, "prompt_encoder": adapter.encoder}
     if isinstance(adapter, IA3):
         if adapter.inputs != IA3().inputs:
             raise ConfigError(
@@ -160,6 +238,36 @@ def adapter_words(adapter: Lora | IA3 | None) -> dict[str, Any]:
         "lora": adapter.rank, "lora_alpha": adapter.alpha, "lora_dropout": adapter.dropout,
         "lora_targets": adapter.wanted, "lora_kinds": kinds,
     }  # fmt: skip
+
+
+def adapter_of(options: Any) -> Settings | None:
+    """Return the adapter that the options of a fine-tuning run ask for; None where all weights are trained."""
+    if options.prompt_tokens is not None:
+        return Prompt(options.prompt_tokens, options.prompt_text, options.prompt_encoder)
+    if options.prefix_tokens is not None:
+        return Prefix(options.prefix_tokens)
+    if options.ia3:
+        return IA3() if tuple(options.ia3) == ("usual",) else IA3(options.ia3)
+    if options.lora is None:
+        return None
+    return Lora(
+        options.lora, options.lora_alpha, options.lora_dropout, options.lora_targets,
+        rslora="rslora" in options.lora_kinds, dora="dora" in options.lora_kinds,
+    )  # fmt: skip
+
+
+def adapter_faults(options: Any) -> list[str]:
+    """Return what is wrong with a run's options of adapters that are right by themselves."""
+    problems = []
+    asked = [name for name in ("lora", "ia3", "prompt_tokens", "prefix_tokens") if getattr(options, name)]
+    if len(asked) > 1:
+        problems.append(f"{' and '.join(asked)}: expected one of them")
+    lone = [name for name in ("prompt_text", "prompt_encoder") if getattr(options, name) is not None]
+    if lone and options.prompt_tokens is None:
+        problems.append(f"{' and '.join(lone)}: expected prompt_tokens besides")
+    if options.prompt_tokens is not None and options.neftune:
+        problems.append("neftune: prompt_tokens learns embeddings of its own; expected no noise")
+    return problems
 
 
 def fits(wanted: str, name: str) -> bool:

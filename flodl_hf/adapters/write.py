@@ -7,14 +7,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from flodl_hf.adapters.attach import Adapter
-from flodl_hf.adapters.folder import CONFIG, HEAD, PREFIX, WEIGHTS
+from flodl_hf.adapters.folder import CONFIG, HEAD, VIRTUAL, WEIGHTS, prefix_of
 from flodl_hf.adapters.lora import LoraPart
-from flodl_hf.adapters.peft_file import config_values, ia3_values
+from flodl_hf.adapters.peft_file import every_value, ia3_values, lora_values, virtual_values
+from flodl_hf.adapters.prefixes import PrefixPart
+from flodl_hf.adapters.prompts import WORDS, PromptPart
 from flodl_hf.adapters.scaled import ScalePart
-from flodl_hf.adapters.settings import IA3
+from flodl_hf.adapters.settings import IA3, Prefix, Prompt
 from flodl_hf.adapters.targets import Names, Site
 from flodl_hf.checksums import write_checksums
 from flodl_hf.export.publish import publish_folder
@@ -26,13 +29,18 @@ from flodl_hf.sentence import recipe_files
 
 __all__ = ["save_adapter", "stored_adapter"]
 
+PARTS = (".lora.", ".ia3.", ".prompt.", ".prefix.")
+"""Where modules hold their parts."""
+
 
 def stored_adapter(model: GraphModel, adapter: Adapter) -> dict[str, Tensor]:
     """Return every tensor of an adapter under the name it gets in the file, in the order of the names."""
-    names = Names(model)
+    names, prefix = Names(model), prefix_of(adapter.settings)
     found: dict[str, Tensor] = {}
+    if (virtual := _virtual(adapter)) is not None:
+        found[VIRTUAL] = virtual
     for site in adapter.sites.values():
-        place = PREFIX + site.theirs
+        place = prefix + site.theirs
         marks = [part_of(mark) for mark in site.marks]
         groups = marks[0].groups if marks and marks[0] is not None else 1
         scales = [part for path in site.paths if isinstance(part := adapter.parts[path], ScalePart)]
@@ -48,8 +56,19 @@ def stored_adapter(model: GraphModel, adapter: Adapter) -> dict[str, Tensor]:
         if lengths:
             found[f"{place}.lora_magnitude_vector"] = join(lengths, groups)
     kept = joined({names.theirs(ours): value.detach() for ours, value in adapter.kept.items()})
-    found |= {PREFIX + theirs: value for theirs, value in kept.items()}
+    found |= {prefix + theirs: value for theirs, value in kept.items()}
     return dict(sorted(found.items()))
+
+
+def _virtual(adapter: Adapter) -> Tensor | None:
+    """Return what virtual tokens are in a file, ``(tokens, ...)``; None for other adapters."""
+    found: list[Tensor] = []
+    for part in adapter.parts.values():
+        if isinstance(part, PromptPart):
+            found.append(part.made().detach())
+        elif isinstance(part, PrefixPart):
+            found += [part.keys.detach(), part.values.detach()]
+    return torch.cat(found, 1) if found else None
 
 
 def save_adapter(
@@ -105,34 +124,33 @@ def _json(values: Mapping[str, Any]) -> bytes:
 
 
 def _settings(model: GraphModel, adapter: Adapter) -> dict[str, Any]:
-    settings = adapter.settings
-    names = Names(model)
+    if adapter.stored:
+        return dict(adapter.stored)
+    names, source = Names(model), model.source
+    kept = _modules(model, [names.theirs(ours) for ours in adapter.kept])
+    return every_value(_of_kind(model, adapter), kept, base=None if source is None else source.name, head=model.head)
+
+
+def _of_kind(model: GraphModel, adapter: Adapter) -> dict[str, Any]:
+    """Return the settings that adapters of this kind have."""
+    settings, sites = adapter.settings, adapter.sites
+    if isinstance(settings, (Prompt, Prefix)):
+        encoder: Any = model.config.encoder
+        words: Any = model.graph.get_submodule(WORDS)
+        width = words.embedding_dim if isinstance(settings, Prompt) else encoder.hidden_size
+        return virtual_values(settings, width, encoder.num_heads, encoder.num_layers)
     if isinstance(settings, IA3):
-        return _ia3_settings(model, adapter, settings)
+        inside = {place: site for place, site in sites.items() if settings.on_input(*site.names)}
+        ends = _ends(model, inside)
+        rest = _ends(model, {place: site for place, site in sites.items() if place not in inside})
+        return ia3_values(sorted({*ends, *rest}), ends)
     ranks, alphas = {}, {}
-    for site in adapter.sites.values():
+    for site in sites.values():
         if (rank := settings.rank_of(*site.names)) != settings.rank:
             ranks[site.theirs] = rank
         if (alpha := settings.alpha_of(*site.names)) != settings.alpha_of():
             alphas[site.theirs] = int(alpha) if alpha.is_integer() else alpha
-    source = model.source
-    return config_values(
-        settings, _ends(model, adapter.sites), _modules(model, [names.theirs(ours) for ours in adapter.kept]),
-        base=None if source is None else source.name, head=model.head, stored=adapter.stored, ranks=ranks,
-        alphas=alphas,
-    )  # fmt: skip
-
-
-def _ia3_settings(model: GraphModel, adapter: Adapter, settings: IA3) -> dict[str, Any]:
-    names = Names(model)
-    inside = {place: site for place, site in adapter.sites.items() if settings.on_input(*site.names)}
-    ends = _ends(model, inside)
-    rest = _ends(model, {place: site for place, site in adapter.sites.items() if place not in inside})
-    source = model.source
-    return ia3_values(
-        sorted({*ends, *rest}), ends, _modules(model, [names.theirs(ours) for ours in adapter.kept]),
-        base=None if source is None else source.name, head=model.head, stored=adapter.stored,
-    )  # fmt: skip
+    return lora_values(settings, _ends(model, sites), ranks, alphas)
 
 
 def _head(model: GraphModel, adapter: Adapter) -> dict[str, Any]:
@@ -175,7 +193,7 @@ def _all_modules(model: GraphModel) -> list[str]:
     return [
         names.theirs(name)
         for name, _ in model.graph.named_parameters(remove_duplicate=False)
-        if ".lora." not in name and ".ia3." not in name
+        if not any(part in name for part in PARTS)
     ]
 
 

@@ -23,9 +23,9 @@ def command(
     local_files_only: Local = False,
     json_output: Json = False,
 ) -> None:
-    """Write a model with an adapter's sum in its weights, and the adapter's head.
+    """Write a model with an adapter's sum or scales in its weights, and the adapter's head.
 
-    Each weight is summed in float64 and rounded once.
+    Each weight is summed in float64 and rounded once. Prompts and prefixes come to no weights and are refused.
     """
     from flodl_hf.auto import load
 

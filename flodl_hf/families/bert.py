@@ -187,6 +187,7 @@ FAMILY = Family(
     model_type="bert",
     class_prefix="Bert",
     base_prefix="bert",
+    takes_prefix=True,
     config=BertConfig,
     rows=CONFIG,
     keys=KEYS,

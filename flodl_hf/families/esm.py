@@ -169,7 +169,8 @@ class EsmEmbeddings(Embeddings):
         """Return the embedded tokens, ``(..., size)``; ``token_type_ids`` are not read."""
         assert layout is not None
         states = self.word(input_ids)
-        if self.mask_token_id is not None:
+        # The reference gets embeddings, not ids, from a table with virtual tokens, and counts no masks then.
+        if self.mask_token_id is not None and type(self.word) is nn.Embedding:
             masked = (input_ids == self.mask_token_id).unsqueeze(-1)
             share = layout.spread(layout.mean(masked.float()))
             states = states.masked_fill(masked, 0.0) * (1 - MASKED_IN_TRAINING) / (1 - share)

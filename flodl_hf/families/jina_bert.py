@@ -86,5 +86,6 @@ TASKS = ("sequence_classification", "token_classification", "question_answering"
 FAMILY = bert.FAMILY.renamed(
     "jina_bert", "JinaBert", config=JinaBertConfig, rows=CONFIG, inert=INERT, keys=KEYS, encoder=encoder,
     heads={task: bert.HEADS[task] for task in TASKS}, pretraining={}, tiny={}, real={},
+    takes_prefix=False,
     claims=lambda source: source.get("model_type") == "bert" and source.get("position_embedding_type") == "alibi",
 )  # fmt: skip

@@ -106,7 +106,7 @@ TASKS = ("sequence_classification", "token_classification", "question_answering"
 FAMILY = bert.FAMILY.renamed(
     "jina_embeddings_v3", "JinaEmbeddingsV3", base_prefix="roberta", config=JinaEmbeddingsV3Config, rows=CONFIG,
     keys=KEYS, also=ALSO, ignored=(), encoder=encoder, heads={task: roberta.HEADS[task] for task in TASKS},
-    pretraining={}, uses_token_types=False, tokenizer=xlm_roberta.TOKENIZER,
+    pretraining={}, uses_token_types=False, takes_prefix=False, tokenizer=xlm_roberta.TOKENIZER,
     tiny={"base": {}, "one type": {"type_vocab_size": 1}},
     real={"base": {"vocab_size": 250002, "max_position_embeddings": 8194, "type_vocab_size": 1, "pad_token_id": 1}},
     checkpoints={"base": "jinaai/jina-embeddings-v3-hf"},

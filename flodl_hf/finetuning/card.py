@@ -26,6 +26,7 @@ SHOWN = (
     *("epochs", "max_steps", "batch_size", "accumulate", "tokens_per_batch", "layout", "max_length", "optimizer"),
     *("lr", "schedule", "schedule_options", "warmup", "weight_decay", "max_grad_norm", "layerwise_decay", "freeze"),
     *("lora", "lora_alpha", "lora_dropout", "lora_targets", "lora_kinds", "ia3"),
+    *("prompt_tokens", "prompt_text", "prompt_encoder", "prefix_tokens"),
     *("class_weights", "label_smoothing", "dropout", "neftune", "ema", "precision", "seed"),
     *("concatenate", "whole_words", "mask_probability"),
     *("vector_loss", "loss_options", "matryoshka", "adaptive_layers", "guide", "pooling", "normalize", "cache_tokens"),

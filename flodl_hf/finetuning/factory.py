@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from flodl_hf.freezing import freeze
 
 if TYPE_CHECKING:
-    from flodl_hf.adapters.settings import IA3, Lora
+    from flodl_hf.adapters.settings import Settings
     from flodl_hf.model import EncoderModel
 
 __all__ = ["ModelFactory", "checkpoint_layers", "restore_layers", "set_dropout"]
@@ -50,7 +50,7 @@ class ModelFactory:
     dropout: float | None
     options: dict[str, Any]
     new_head: bool = False
-    adapter: Lora | IA3 | None = None
+    adapter: Settings | None = None
     seed: int | None = None
 
     def __call__(self, device: torch.device) -> EncoderModel:

@@ -50,6 +50,10 @@ class FinetuneOptions(TypedDict, total=False):
     lora_targets: Sequence[str]
     lora_kinds: Sequence[str]
     ia3: Sequence[str]
+    prompt_tokens: int | None
+    prompt_text: str | None
+    prompt_encoder: int | None
+    prefix_tokens: int | None
     neftune: float | None
     ema: float | None
     ema_warmup: bool

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, get_args, get_type_hints
 
 from flodl.errors import ConfigError, capped, nearest
-from flodl_hf.adapters.settings import IA3, Lora
+from flodl_hf.adapters.settings import Settings, adapter_faults, adapter_of
 from flodl_hf.finetuning.words import translated
 
 __all__ = ["TASKS", "Options", "make_options", "task_named"]
@@ -150,6 +150,15 @@ class Options:
         (), "Train scales (IA3) of these projections and the head; 'usual' for key, value and the feed-forward part."
     )
 
+    prompt_tokens: int | None = _opt(
+        None, "Train so many vectors before each text (prompt tuning) and the head.", least=1
+    )
+    prompt_text: str | None = _opt(None, "prompt_tokens: the text whose words they begin as; else drawn words.")
+    prompt_encoder: int | None = _opt(None, "prompt_tokens: width of a network that makes them (P-tuning).", least=1)
+    prefix_tokens: int | None = _opt(
+        None, "Train so many keys and values before each text in every layer (prefix tuning) and the head.", least=1
+    )
+
     neftune: float | None = _opt(
         None, "Noise on word embeddings in training, alpha of arXiv:2310.05914 (5 is usual).", least=0.0
     )
@@ -271,16 +280,9 @@ class Options:
     local_files_only: bool = _opt(False, "Open no connection.")
 
     @property
-    def adapter(self) -> Lora | IA3 | None:
+    def adapter(self) -> Settings | None:
         """The adapter that is trained; None where all weights are."""
-        if self.ia3:
-            return IA3() if tuple(self.ia3) == ("usual",) else IA3(self.ia3)
-        if self.lora is None:
-            return None
-        return Lora(
-            self.lora, self.lora_alpha, self.lora_dropout, self.lora_targets,
-            rslora="rslora" in self.lora_kinds, dora="dora" in self.lora_kinds,
-        )  # fmt: skip
+        return adapter_of(self)
 
     @property
     def places(self) -> int | str | list[str] | None:
@@ -422,9 +424,7 @@ def _number(value: Any, fraction: bool) -> int | float:
 
 def _together(options: Options) -> list[str]:
     """Return what is wrong with choices that are right by themselves."""
-    problems = []
-    if options.ia3 and options.lora is not None:
-        problems.append("ia3 and lora: expected one of the two")
+    problems = adapter_faults(options)
     schedule = options.schedule
     if isinstance(schedule, str):
         if schedule not in SCHEDULES:

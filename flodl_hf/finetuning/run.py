@@ -23,7 +23,7 @@ from flodl.train import Callback, EvalDone, RunDone, RunStarted, StepDone
 from flodl.train.events import Past
 from flodl.train.saving.keeper import list_checkpoints
 from flodl.train.trackers import Tracker, make_tracker
-from flodl_hf.adapters.settings import IA3, Lora, adapter_words
+from flodl_hf.adapters.settings import Settings, adapter_words
 from flodl_hf.errors import ExportError
 from flodl_hf.export.publish import is_model_file
 from flodl_hf.finetuning.best import Best, take_best
@@ -59,7 +59,7 @@ def finetune(
     loss: Callable[..., Any] | str | None = None,
     metrics: Any = None,
     callbacks: Sequence[Callback] = (),
-    adapter: Lora | IA3 | None = None,
+    adapter: Settings | None = None,
     **options: Unpack[FinetuneWords],
 ) -> FinetuneResult:
     """Return ``model`` trained on ``train``, written to ``out`` as a Hugging Face folder if that is given.

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flodl.train import Loss
+from flodl_hf.adapters.prompts import lead_of
 from flodl_hf.finetuning.noise import noisy
 from flodl_hf.finetuning.own_loss import LossFunction, own_loss
 from flodl_hf.layout import Packed, Padded
@@ -32,18 +33,22 @@ _PROBLEM = {
 
 def score(model: Any, batch: Any) -> Tensor:
     """Return the head's scores of a batch, in the layout that the batch has."""
-    types = batch.get("token_type_ids")
+    ids, types = batch["input_ids"], batch.get("token_type_ids")
     if "places" in batch:
         layout = Packed(batch["cu_seqlens"], (), batch["longest"], batch["places"], batch["opens"])
-        return model.graph(batch["input_ids"], token_type_ids=types, layout=layout)
-    if "cu_seqlens" in batch:
+    elif "cu_seqlens" in batch:
         layout = Packed(batch["cu_seqlens"], tuple(batch["row_lengths"]))
-        return model.graph(batch["input_ids"], token_type_ids=types, layout=layout)
-    mask = batch["attention_mask"]
-    if mask.is_cuda:
+    elif batch["attention_mask"].is_cuda:
         # Asking whether all is real would make the host wait; the mask is kept instead.
-        return model.graph(batch["input_ids"], token_type_ids=types, layout=Padded(mask != 0))
-    return model.run_graph(batch["input_ids"], mask, types, None)[0]
+        layout = Padded(batch["attention_mask"] != 0)
+    else:
+        return model.run_graph(ids, batch["attention_mask"], types, None)[0]
+    lead = lead_of(model.graph)
+    if lead is None:
+        return model.graph(ids, token_type_ids=types, layout=layout)
+    ids, types, led = lead.rows(ids, types, layout)
+    scores = model.graph(ids, token_type_ids=types, layout=led)
+    return scores if model.per_text else layout.behind(lead.count, scores)
 
 
 def rows_of_scores(scores: Tensor, batch: Any, *, per_row: bool) -> list[Tensor]:

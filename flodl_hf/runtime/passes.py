@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from flodl_hf.adapters.prompts import Lead
 from flodl_hf.layout import Layout, Padded
 
 if TYPE_CHECKING:
     from flodl.graph import Graph
     from flodl_hf.sparse import SpladePooling
 
-__all__ = ["BestAt", "Pooled", "Related", "Scores", "ScoresAt", "Splade", "States", "Work", "encoded", "scored"]
+__all__ = ["BestAt", "Led", "Pooled", "Related", "Scores", "ScoresAt", "Splade", "States", "Work", "encoded", "scored"]
 
 
 def encoded(graph: Graph, ids: Tensor, types: Tensor | None, layout: Layout) -> Tensor:
@@ -154,7 +155,32 @@ class BestAt(ScoresAt):
         return torch.cat([scores, index.float(), torch.isfinite(found).all(1, keepdim=True).float()], 1)
 
 
-Work = Scores | States | Pooled | Related | Splade | ScoresAt
+@dataclass(frozen=True)
+class Led:
+    """Another pass over rows that begin with an adapter's virtual tokens; results of those are left out.
+
+    Args:
+        work: the pass.
+        lead: the virtual tokens.
+    """
+
+    work: Scores | States | Pooled | Related | Splade | ScoresAt
+    lead: Lead
+
+    @property
+    def per_text(self) -> bool:
+        """Whether there is one result a text rather than one a token."""
+        return self.work.per_text
+
+    def __call__(self, graph: Graph, ids: Tensor, types: Tensor | None, layout: Layout, at: Tensor | None) -> Tensor:
+        """Return what the pass gives for the text's own tokens."""
+        own = None if self.per_text else self.lead.own(layout, ids)
+        chosen = at if at is None or own is None else own[at]
+        found = self.work(graph, *self.lead.rows(ids, types, layout), chosen)
+        return found if own is None or at is not None else found.index_select(0, own)
+
+
+Work = Scores | States | Pooled | Related | Splade | ScoresAt | Led
 
 
 def _flat(values: Tensor, layout: Layout) -> Tensor:

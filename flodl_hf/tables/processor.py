@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from flodl_hf.adapters.prefixes import PrefixedAttention
 from flodl_hf.attention import SelfAttention, attend_first
 from flodl_hf.disentangled.attention import DisentangledAttention
 from flodl_hf.encoder_layer import FeedForward
@@ -42,6 +43,8 @@ def plain_parts(layer: Layer, also: type[nn.Module] = nn.Linear) -> str | None:
         layer: a layer.
         also: a kind of projection that the asker computes besides ordinary ones.
     """
+    if isinstance(layer.attention, PrefixedAttention):
+        return "its attention has learned keys and values (prefix tuning), which have no kernel"
     if type(layer.attention) not in (SelfAttention, DisentangledAttention):
         return f"its attention is a {type(layer.attention).__name__}"
     if type(layer.feed_forward) is not FeedForward:

@@ -98,7 +98,7 @@ def test_a_folder_without_its_head_is_refused_where_answers_would_be_random(fold
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"peft_type": "PREFIX_TUNING"}, "peft_type"),
+        ({"peft_type": "ADALORA"}, "peft_type"),
         ({"use_qalora": True}, "use_qalora"),
         ({"layer_replication": [[0, 2]]}, "layer_replication"),
         ({"some_new_way": "fast"}, "some_new_way"),

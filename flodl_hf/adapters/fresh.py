@@ -1,0 +1,175 @@
+"""A fresh adapter for a model: which modules it goes to, what its parts begin as, and the head that it holds."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flodl.errors import ConfigError
+from flodl_hf.adapters.attach import Adapter, Part
+from flodl_hf.adapters.lora import LoraPart
+from flodl_hf.adapters.prefixes import PrefixPart, ShiftPart
+from flodl_hf.adapters.prompts import WORDS, PromptPart
+from flodl_hf.adapters.scaled import ScalePart
+from flodl_hf.adapters.settings import IA3, Lora, Prefix, Prompt, Settings
+from flodl_hf.adapters.targets import Site, chosen
+from flodl_hf.graph_model import GraphModel
+
+__all__ = ["check_places", "kept_names", "new_adapter", "prefix_parts"]
+
+PREFIX_STD = 0.02
+POSITIONS = "encoder.embeddings.position"
+
+
+def kept_names(model: GraphModel) -> list[str]:
+    """Return our names of the tensors that an adapter of this model holds whole.
+
+    That is the head of a task, and what else is new and untrained behind the encoder: without them answers would be
+    random. A masked-word head comes with its encoder, and stays with it.
+    """
+    graph = model.graph
+    fresh = {name for name in model.untrained if not name.startswith("encoder.")}
+    heads = model.head != "base" and not model.config.family.heads[model.head].ties
+    return [name for name, _ in graph.named_parameters() if (heads and name.startswith("head.")) or name in fresh]
+
+
+def new_adapter(model: GraphModel, settings: Settings) -> Adapter:
+    """Return a fresh adapter with a copy of the model's head.
+
+    LoRA and IA3 change nothing yet: ``down`` is drawn as peft draws it, ``up`` is zero, scales are one. A prompt begins
+    as words; a prefix as small numbers.
+
+    Raises:
+        ConfigError: targets that the model does not have, or a model that takes no such adapter.
+    """
+    kept = kept_names(model)
+    graph = model.graph
+    sites: list[Site] = []
+    if isinstance(settings, Prompt):
+        parts: dict[str, Part] = {WORDS: _prompt(model, settings)}
+    elif isinstance(settings, Prefix):
+        width, layers = _prefixed(model, settings.tokens)
+        home = next(graph.parameters()).device
+        drawn = torch.randn(settings.tokens, layers * 2 * width, device=home) * PREFIX_STD
+        parts = prefix_parts(model, drawn)
+    else:
+        sites = chosen(model, settings, kept)
+        parts = {}
+        for site in sites:
+            parts |= _beside(graph, site, settings)
+    fresh = set(model.untrained)
+    held = {name: nn.Parameter(graph.get_parameter(name).detach().clone()) for name in kept}
+    untrained = {name: held[name]._version for name in kept if name in fresh}
+    return Adapter(settings, {site.theirs: site for site in sites}, parts, held, untrained)
+
+
+def _beside(graph: nn.Module, site: Site, settings: Lora | IA3) -> dict[str, Part]:
+    """Return the parts beside the projections of one matrix."""
+    if isinstance(settings, IA3):
+        return {**_unscaled(graph, site, settings.on_input(*site.names))}
+    rank, scale = settings.rank_of(*site.names), settings.scale_of(*site.names)
+    linears: list[Any] = [graph.get_submodule(path) for path in site.paths]
+    home = linears[0].weight.device
+    down = nn.Parameter(torch.empty(rank, linears[0].in_features))
+    nn.init.kaiming_uniform_(down, a=math.sqrt(5))
+    down.data = down.data.to(home)
+    parts: dict[str, Part] = {}
+    for path, linear in zip(site.paths, linears, strict=True):
+        up = nn.Parameter(torch.zeros(linear.out_features, rank, device=home))
+        magnitude = None
+        if settings.dora:
+            magnitude = nn.Parameter(torch.linalg.norm(linear.weight.detach().float(), dim=1))
+        parts[path] = LoraPart(down, up, scale, settings.dropout, magnitude)
+    return parts
+
+
+def _prompt(model: GraphModel, settings: Prompt) -> PromptPart:
+    table: Any = model.graph.get_submodule(WORDS)
+    words = table.weight.detach()
+    check_places(model, settings.tokens)
+    if settings.text is None:
+        ids = torch.randint(len(words), (settings.tokens,))
+    else:
+        if model.tokenizer is None:
+            raise ConfigError(
+                "Prompt: the model has no tokenizer to read the text with; put its tokenizer files beside the weights, "
+                "or leave text out",
+                problems=["text"],
+            )
+        # With special tokens, as peft reads it.
+        read = model.tokenizer.encode_rows([settings.text], max_tokens=None)[0][0].ids
+        ids = torch.tensor((list(read) * (settings.tokens // len(read) + 1))[: settings.tokens])
+    vectors = nn.Parameter(words[ids.to(words.device)].float().clone())
+    return PromptPart(vectors, None if settings.encoder is None else _encoder(words.shape[1], settings.encoder, words))
+
+
+def _encoder(width: int, inner: int, like: Tensor) -> nn.Module:
+    """Return the network of P-tuning, drawn as torch draws linear layers."""
+    layers = [nn.Linear(width, inner), nn.ReLU(), nn.Linear(inner, inner), nn.ReLU(), nn.Linear(inner, width)]
+    return nn.Sequential(*layers).to(like.device)
+
+
+def prefix_parts(model: GraphModel, whole: Tensor) -> dict[str, Part]:
+    """Return the parts of a prefix by our paths.
+
+    Args:
+        model: that it is for.
+        whole: keys and values of all layers side by side, ``(tokens, layers * 2 * width)``.
+
+    Raises:
+        ConfigError: the model takes none.
+    """
+    width, layers = _prefixed(model, len(whole))
+    parts: dict[str, Part] = {}
+    for number, (keys, values) in enumerate(whole.view(len(whole), layers, 2, width).permute(1, 2, 0, 3)):
+        own = [nn.Parameter(each.contiguous()) for each in (keys, values)]
+        parts[f"encoder.layers.{number}.attention"] = PrefixPart(*own)
+    return parts | {POSITIONS: ShiftPart(len(whole))}
+
+
+def _prefixed(model: GraphModel, tokens: int) -> tuple[int, int]:
+    """Return the width of a layer's keys, and how many layers there are.
+
+    Raises:
+        ConfigError: the model takes no prefix.
+    """
+    family = model.config.family
+    if not family.takes_prefix:
+        raise ConfigError(
+            f"Prefix: transformers' {family.class_prefix} models take no keys and values before those of a text, so "
+            "that peft has no prefix for them; expected a Prompt, a Lora or an IA3, which every family has",
+            problems=["Prefix"],
+        )
+    check_places(model, tokens)
+    encoder: Any = model.config.encoder
+    return encoder.hidden_size, encoder.num_layers
+
+
+def check_places(model: GraphModel, tokens: int) -> None:
+    """Raise unless a text still has room behind so many virtual tokens.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    most = model.config.max_tokens
+    if most is not None and tokens > most // 2:
+        raise ConfigError(
+            f"found {tokens} virtual tokens, and the model has {most} places; expected at most {most // 2}",
+            problems=["tokens"],
+        )
+
+
+def _unscaled(graph: nn.Module, site: Site, on_input: bool) -> dict[str, ScalePart]:
+    """Return scales of one; those of inputs are shared by projections of one matrix."""
+    linears: list[Any] = [graph.get_submodule(path) for path in site.paths]
+    home = linears[0].weight.device
+    if on_input:
+        shared = nn.Parameter(torch.ones(linears[0].in_features, device=home))
+        return {path: ScalePart(shared, True) for path in site.paths}
+    return {
+        path: ScalePart(nn.Parameter(torch.ones(linear.out_features, device=home)), False, site.bias_apart)
+        for path, linear in zip(site.paths, linears, strict=True)
+    }

@@ -1,0 +1,91 @@
+"""Keys and values that learn and stand before those of each text in every layer (prefix tuning).
+
+Rows stay as they are; each token attends to so many places more, and the places of tokens are counted after them, as
+transformers counts them behind keys and values of earlier texts.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from flodl_hf.attention import SelfAttention
+
+__all__ = ["PrefixPart", "PrefixedAttention", "ShiftPart", "ShiftedPositions"]
+
+
+class PrefixPart(nn.Module):
+    """Keys and values of one layer.
+
+    Args:
+        keys: ``(count, width)``, heads side by side.
+        values: alike.
+    """
+
+    def __init__(self, keys: nn.Parameter, values: nn.Parameter) -> None:
+        super().__init__()
+        self.keys = keys
+        self.values = values
+
+    def extra_repr(self) -> str:
+        """Show how many there are in ``print(model)``."""
+        return f"tokens={len(self.keys)}"
+
+
+class PrefixedAttention(SelfAttention):
+    """Attention to learned keys and values besides those of the text; its projections are those it was made of.
+
+    Args:
+        attention: whose projections and settings.
+        part: the keys and values.
+    """
+
+    def __init__(self, attention: SelfAttention, part: PrefixPart) -> None:
+        nn.Module.__init__(self)
+        for name, value in vars(attention).items():
+            if name not in vars(self):
+                setattr(self, name, value)
+        for name, child in attention.named_children():
+            self.add_module(name, child)
+        self.prefix = part
+        self.train(attention.training)
+
+    def lead(self) -> tuple[Tensor, Tensor]:
+        """Return the learned keys and values."""
+        return self.prefix.keys, self.prefix.values
+
+
+class ShiftPart(nn.Module):
+    """By how much places are counted on.
+
+    Args:
+        count: how many keys and values stand before a text.
+    """
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+
+
+class ShiftedPositions(nn.Embedding):
+    """A position table that counts after what stands before a text; places of padding stay where they are.
+
+    Args:
+        table: the table, which stays as it is.
+        part: by how much.
+    """
+
+    def __init__(self, table: nn.Embedding, part: ShiftPart) -> None:
+        nn.Module.__init__(self)
+        for name in table.__constants__:
+            setattr(self, name, getattr(table, name))
+        self.weight = table.weight
+        self.prefix = part
+        self.train(table.training)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the embeddings of places."""
+        shifted = input + self.prefix.count
+        if self.padding_idx is not None:
+            shifted = shifted.masked_fill(input == self.padding_idx, self.padding_idx)
+        return F.embedding(shifted, self.weight, self.padding_idx)
