@@ -103,8 +103,6 @@ def _outermost(module: nn.Module) -> Iterator[Graph]:
 
 def _keeps(module: nn.Module) -> bool:
     """Return whether a module, or one inside of it, keeps values from one call to the next."""
-    if isinstance(module, Graph):
-        own = module.has_state()  # values of watched tags lose their history where they are collected
-    else:
-        own = offered(module, "detach_state") is not None
+    # Values of watched tags lose their history where they are collected.
+    own = module.has_state() if isinstance(module, Graph) else offered(module, "detach_state") is not None
     return own or any(_keeps(child) for child in module._modules.values() if child is not None)
