@@ -371,6 +371,9 @@ def _batches(options: Options, rows: EncodedRows, layout: str) -> Any:
 
 
 def _count_steps(options: Options, batches: Any) -> int:
+    if isinstance(batches, (FixedBatches, LengthGroupedBatches)):  # as many in each epoch, whatever its order
+        steps = options.epochs * -(-len(batches.plan(0)) // options.accumulate)
+        return steps if options.max_steps is None else min(steps, options.max_steps)
     steps = 0
     for epoch in range(options.epochs):
         steps += -(-len(batches.plan(epoch)) // options.accumulate)

@@ -61,20 +61,20 @@ def test_a_run_cut_at_every_rename_goes_on(
 
     monkeypatch.setattr(os, "replace", counted)
     cut_at = 0
-    predict_file(model(), source, wanted, part_rows=8)
+    predict_file(model(), source, wanted, part_rows=16)
     every = range(1, calls + 1)
-    assert len(every) >= 1 + 2 * 5 + 1  # the manifest, a part and its record five times, the output
+    assert len(every) >= 1 + 2 * 3 + 1  # the manifest, a part and its record three times, the output
     resumed = 0
     for cut_at in every:
         out, calls = tmp_path / f"cut{cut_at}.{suffix}", 0
         try:
-            predict_file(model(), source, out, part_rows=8)
+            predict_file(model(), source, out, part_rows=16)
         except Cut:
             cut_at, calls = 0, 0
-            resumed += predict_file(model(), source, out, part_rows=8).resumed
+            resumed += predict_file(model(), source, out, part_rows=16).resumed
         assert same(out, wanted)
         assert not folder_of(out).exists()
-    assert resumed > len(every)
+    assert resumed >= len(every)
 
 
 DRIVER = """
@@ -90,7 +90,7 @@ while not out.exists() or out.with_name(out.name + ".parts").exists():
     if child == 0:
         predict_file(model, source, out, part_rows=16)
         os._exit(0)
-    if kills < 25:
+    if kills < 12:
         time.sleep(chance.uniform(0.02, 0.25))
         os.kill(child, signal.SIGKILL)
     kills += os.waitpid(child, 0)[1] == signal.SIGKILL
@@ -103,7 +103,7 @@ print(kills, runs)
 def test_a_run_killed_at_random_goes_on(suffix: str, folder: Any, model: Any, numbered: Any, tmp_path: Path) -> None:
     if suffix == "parquet":
         pytest.importorskip("pyarrow")
-    source, wanted, out = numbered(600), tmp_path / f"wanted.{suffix}", tmp_path / f"out.{suffix}"
+    source, wanted, out = numbered(320), tmp_path / f"wanted.{suffix}", tmp_path / f"out.{suffix}"
     predict_file(model(), source, wanted, part_rows=16)
     done = subprocess.run(
         [sys.executable, "-c", DRIVER, str(folder(HEAD)), str(source), str(out), "7"],
@@ -386,7 +386,7 @@ def test_several_processes_write_what_one_writes(folder: Any, model: Any, number
 
 def test_a_rank_that_dies_is_named_and_the_run_goes_on(folder: Any, model: Any, numbered: Any, tmp_path: Path) -> None:
     pytest.importorskip("typer")
-    source, wanted, out = numbered(400), tmp_path / "wanted.jsonl", tmp_path / "out.jsonl"
+    source, wanted, out = numbered(100), tmp_path / "wanted.jsonl", tmp_path / "out.jsonl"
     predict_file(model(), source, wanted, part_rows=16)
     # Part 1 is rank 1's, and holds a row that rank 1 refuses.
     rows = source.read_text().splitlines()
@@ -401,10 +401,10 @@ def test_a_rank_that_dies_is_named_and_the_run_goes_on(folder: Any, model: Any, 
     assert "row 21 (line 21): invalid JSON" in said
     # Rank 0's parts are done, and one process alone goes on with all of it.
     result = predict_file(model(), broken, out, on_error="skip")
-    assert (result.is_whole, result.rows, result.written, result.faulty) == (True, 401, 400, 1)
-    assert result.resumed >= 13
+    assert (result.is_whole, result.rows, result.written, result.faulty) == (True, 101, 100, 1)
+    assert result.resumed >= 4
     assert result.faults[0].startswith("row 21 (line 21): invalid JSON")
-    assert [json.loads(line)["id"] for line in out.read_text().splitlines()] == list(range(400))
+    assert [json.loads(line)["id"] for line in out.read_text().splitlines()] == list(range(100))
 
 
 def test_a_silent_rank_is_given_up(model: Any, numbered: Any, tmp_path: Path, monkeypatch: Any) -> None:
@@ -463,7 +463,7 @@ def rows(count):
 model, folder = load(sys.argv[1]), Path(sys.argv[2])
 model.predict = lambda texts, top_k=None: ([Classification("a", 0.5)] for _ in texts)  # the file's way alone
 peaks = []
-for name, count in (("small", 6000), ("big", 150000)):
+for name, count in (("small", 6000), ("big", 100000)):
     with (folder / f"{name}.jsonl").open("w") as file:
         file.writelines(row + "\\n" for row in rows(count))
     predict_file(model, folder / f"{name}.jsonl", folder / f"{name}-out.{sys.argv[3]}", part_rows=2048)
@@ -487,6 +487,6 @@ def test_memory_does_not_grow_with_the_file(suffix: str, folder: Any, tmp_path: 
     assert done.returncode == 0, done.stderr
     small, big = map(int, done.stdout.split())
     size = (tmp_path / "big.jsonl").stat().st_size / 1e6
-    assert size > 40
+    assert size > 25
     # A joined Parquet file holds one group of rows at a time besides.
     assert big - small < (15 if suffix == "jsonl" else 60), (small, big, size)

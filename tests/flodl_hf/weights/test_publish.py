@@ -320,7 +320,7 @@ def test_killed_at_any_moment_a_reader_sees_old_or_new(tmp_path: Path) -> None:
     target = good(tmp_path / "out", "old")
     moments = random.Random(5)
     outcome = {"old": 0, "new": 0}
-    for round in range(60):
+    for round in range(30):
         replace(target, "old" * 3000)
         child = in_child(partial(replace, target, "new" * 3000))
         if round % 6:
