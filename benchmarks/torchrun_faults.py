@@ -31,6 +31,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from flodl.data import Batch, DataLoader, Where
 from flodl.distributed.group import Ranks
 from flodl.train import Loss, Trainer, adamw
 from flodl.train.saving.keeper import list_checkpoints, read_checkpoint
@@ -55,7 +56,7 @@ SLOW_S = 3.0
 
 
 class Rows:
-    """Rows whose augmentation draws at random."""
+    """Rows that are made when they are asked for."""
 
     def __init__(self) -> None:
         g = torch.Generator().manual_seed(1)
@@ -65,7 +66,13 @@ class Rows:
         return 32
 
     def get(self, i: int) -> dict[str, Any]:
-        return {"x": self.x[i] + torch.randn(6) * 0.1 + random.random() * 0.1, "y": self.y[i]}
+        return {"x": self.x[i], "y": self.y[i]}
+
+
+def jitter(batch: Batch, where: Where) -> Batch:
+    """Change a batch by numbers drawn from its address, as augmentation should: batches are made ahead."""
+    noise = torch.from_numpy(where.rng("jitter").normals(batch.num_rows * 6)).reshape(-1, 6)
+    return batch.with_parts(x=batch["x"] + 0.1 * noise.to(batch["x"]))
 
 
 def train_step(model: nn.Module, batch: Any) -> Loss:
@@ -94,7 +101,9 @@ def rank_main(folder: Path) -> None:
     made = Trainer.builder(
         lambda device: nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.3), nn.Linear(16, 3)), adamw(1e-2), train_step
     )
-    made.dataset(Rows()).batch_size(8).num_epochs(3).checkpoints(str(folder / "run"), every=SAVE_EVERY, resume=True)
+    made.dataset(DataLoader(Rows(), 8, transform=jitter, seed=11)).num_epochs(3).checkpoints(
+        str(folder / "run"), every=SAVE_EVERY, resume=True
+    )
     made.set(seed=11, max_grad_norm=1.0, schedule=Cosine(1e-2, 1e-4, STEPS), policy="sync")
     if os.environ["BACKEND"] == "nccl":
         made.set(capture=True)
@@ -132,6 +141,14 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
+def different(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> str:
+    """Return which tensors differ, and by how much."""
+    if a.keys() != b.keys():
+        return f"tensors {sorted(a.keys() ^ b.keys())} are in one alone"
+    found = {name: float((a[name].double() - b[name].double()).abs().max()) for name in a if a[name].numel()}
+    return ", ".join(f"{name} {by:.1e}" for name, by in found.items() if by)
+
+
 def named(line: str, victim: int, phase: str, step: str) -> bool:
     """Return whether a survivor's line says which rank it was, in which phase and at which step."""
     return bool(re.search(rf"rank {victim}: .*phase '{phase}', step {step}\b", line))
@@ -157,8 +174,12 @@ def tried(
         when, step = (folder / "fell").read_text().split()
         hits = [at - float(when) for at, text in lines if named(text, victim, phase, step)]
         told, after = (status == 0 if kind == "slow" else bool(hits)), next(iter(hits), None)
-    again, _ = job(folder, ranks, backend)
+    again, lines = job(folder, ranks, backend)
     equal = again == 0 and same(finished(folder), whole)
+    if not equal:
+        place = f"{kind} of rank {victim} in {phase!r}, the {number}th time"
+        why = "\n".join(text for _, text in lines[-12:]) if again else different(finished(folder), whole)
+        print(f"not equal: {place}: {why}", file=sys.stderr, flush=True)
     shutil.rmtree(folder)
     return Try(struck, told, equal, after)
 
