@@ -20,7 +20,7 @@ from flodl.errors import ConfigError, printable, shown
 from flodl_hf.checkpoint import Checkpoint
 from flodl_hf.checkpoint.members import is_entry, read_member
 
-__all__ = ["Dense", "dense_files", "read_dense"]
+__all__ = ["Dense", "dense", "dense_files", "read_dense"]
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "Identity": lambda values: values,
@@ -51,12 +51,19 @@ class Dense:
 
     def __call__(self, values: Tensor) -> Tensor:
         """Return ``(..., out)`` of ``(..., in)``, in float32."""
-        return _ACTIVATIONS[self.activation](F.linear(values.float(), self.weight, self.bias))
+        return dense(values, self.weight, self.bias, self.activation)
 
     @property
     def size(self) -> int:
         """How many features come out."""
         return len(self.weight)
+
+
+def dense(values: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    """Return ``(..., out)`` of ``(..., in)``, in float32, where the values are."""
+    place = values.device
+    found = F.linear(values.float(), weight.to(place), None if bias is None else bias.to(place))
+    return _ACTIVATIONS[activation](found)
 
 
 def read_dense(root: Path, part: str) -> tuple[Dense, dict[str, bytes]]:

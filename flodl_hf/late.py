@@ -8,22 +8,33 @@ from __future__ import annotations
 
 import json
 import string
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flodl.errors import ConfigError, shown
+from flodl.errors import ConfigError, printable, shown
 from flodl_hf.checkpoint import Checkpoint
 from flodl_hf.checkpoint.members import is_entry, read_member
-from flodl_hf.dense import Dense
+from flodl_hf.dense import Dense, dense_files
 from flodl_hf.errors import PredictError
 from flodl_hf.pickle_free import read_bin
 
-__all__ = ["LateRecipe", "colbert_recipe", "m3_layer", "max_sim", "pylate_recipe"]
+__all__ = [
+    "LateRecipe",
+    "colbert_recipe",
+    "m3_layer",
+    "marked",
+    "marker_id",
+    "max_sim",
+    "pylate_files",
+    "pylate_recipe",
+]
+
+PYLATE_DENSE = "pylate.models.Dense.Dense"
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +42,7 @@ class LateRecipe:
     """How a folder makes the vectors of a text's tokens.
 
     Args:
-        projections: what makes a token's vector of its state, one after another.
+        projections: what makes a token's vector of its state, one after another; `Dense`, or modules that learn.
         query_marker: the token that stands behind the first one of a query; None for none.
         document_marker: the same of a document.
         query_length: tokens of a query, special ones and marker included; None: as the model takes.
@@ -42,7 +53,7 @@ class LateRecipe:
         first: whether the first token, which stands for the whole text, has a vector.
     """
 
-    projections: tuple[Dense, ...]
+    projections: tuple[Callable[[Tensor], Tensor], ...]
     query_marker: str | None = None
     document_marker: str | None = None
     query_length: int | None = None
@@ -68,6 +79,11 @@ def _length(said: Mapping[str, Any], key: str, usual: int, where: str) -> int:
             problems=[key],
         )
     return value
+
+
+def _marker(said: Mapping[str, Any], key: str, usual: str, where: str) -> str | None:
+    """Return the token that marks texts; None where the file says that there is none."""
+    return None if said.get(key, usual) in (None, "") else _text(said, key, usual, where)
 
 
 def _text(said: Mapping[str, Any], key: str, usual: str, where: str) -> str:
@@ -132,14 +148,50 @@ def pylate_recipe(said: Mapping[str, Any], projections: Sequence[Dense], where: 
         raise ConfigError(f"{where}: skiplist_words is {shown(skipped, 60)}; expected a list of words", where=where)
     return LateRecipe(
         tuple(projections),
-        _text(said, "query_prefix", "[Q] ", where),
-        _text(said, "document_prefix", "[D] ", where),
+        _marker(said, "query_prefix", "[Q] ", where),
+        _marker(said, "document_prefix", "[D] ", where),
         _length(said, "query_length", 32, where),
         _length(said, "document_length", 180, where),
         expanded=said.get("do_query_expansion") is not False,
         attended=said.get("attend_to_expansion_tokens") is True,
         skipped=tuple(skipped),
     )
+
+
+def pylate_files(late: LateRecipe) -> dict[str, bytes]:
+    """Return the small files of a folder whose weights lie at its root, as PyLate writes them.
+
+    sentence-transformers' MultiVectorEncoder reads them too.
+
+    Args:
+        late: what they say; its projections are `Dense`.
+    """
+    layers = [layer for layer in late.projections if isinstance(layer, Dense)]
+    kinds = [("", "sentence_transformers.models.Transformer")]
+    kinds += [(f"{place}_Dense", PYLATE_DENSE) for place in range(1, len(layers) + 1)]
+    modules = [{"idx": i, "name": str(i), "path": path, "type": kind} for i, (path, kind) in enumerate(kinds)]
+    said = {
+        "model_type": "ColBERT",
+        "prompts": {},
+        "default_prompt_name": None,
+        "similarity_fn_name": "MaxSim",
+        "query_prefix": late.query_marker or "",
+        "document_prefix": late.document_marker or "",
+        "query_length": late.query_length,
+        "document_length": late.document_length,
+        "do_query_expansion": late.expanded,
+        "attend_to_expansion_tokens": late.attended,
+        "skiplist_words": list(late.skipped),
+    }
+    files = {
+        "modules.json": modules,
+        "config_sentence_transformers.json": said,
+        "sentence_bert_config.json": {"max_seq_length": late.document_length, "do_lower_case": False},
+    }
+    found = {name: (json.dumps(value, indent=2) + "\n").encode() for name, value in files.items()}
+    for place, layer in enumerate(layers, 1):
+        found |= dense_files(f"{place}_Dense", layer)
+    return found
 
 
 def m3_layer(root: Path, name: str) -> tuple[Dense, bytes]:
@@ -157,6 +209,33 @@ def m3_layer(root: Path, name: str) -> tuple[Dense, bytes]:
             where=str(root / name),
         )
     return Dense(weight.float(), None if bias is None else bias.float()), read_member(root, name, 1 << 30)
+
+
+def marked(row: Any, mark: int) -> Any:
+    """Return a row of tokens with a marker behind its first one."""
+    return replace(
+        row, ids=[row.ids[0], mark, *row.ids[1:]], type_ids=[row.type_ids[0], *row.type_ids],
+        sequence_ids=[row.sequence_ids[0], None, *row.sequence_ids[1:]],
+        special=[row.special[0], True, *row.special[1:]],
+    )  # fmt: skip
+
+
+def marker_id(tokenizer: Any, token: str, *missing: Any) -> Any:
+    """Return the id of a token, which may be written with a space around.
+
+    Raises:
+        PredictError: there is none, and nothing is given for that.
+    """
+    for name in (token, token.strip()):
+        found = tokenizer.convert_tokens_to_ids(name)
+        if found is not None and (found != tokenizer.unk_token_id or name == tokenizer.unk_token):
+            return int(found)
+    if missing:
+        return missing[0]
+    raise PredictError(
+        f"embed_tokens: the tokenizer has no token {printable(token)}, which marks texts; add it to tokenizer.json",
+        token=token,
+    )
 
 
 def max_sim(queries: Sequence[Tensor], documents: Sequence[Tensor]) -> Tensor:

@@ -24,6 +24,7 @@ from flodl_hf.export.publish import publish_folder
 from flodl_hf.export.write import WrittenFile, verify_files, write_bytes, write_safetensors
 from flodl_hf.graph_model import GraphModel
 from flodl_hf.head_names import names_of
+from flodl_hf.late import pylate_files
 from flodl_hf.parts import join, joined, part_of
 from flodl_hf.sentence import recipe_files
 
@@ -114,8 +115,10 @@ def save_adapter(
 def _recipe(model: GraphModel) -> dict[str, bytes]:
     """Return what says how vectors are made, which training may have changed."""
     recipe = model.sentence_recipe
-    if recipe is None or recipe.late is not None or model.head not in ("base", "masked_lm"):
+    if recipe is None or model.head not in ("base", "masked_lm"):
         return {}
+    if recipe.late is not None and "modules.json" not in recipe.files:
+        return pylate_files(recipe.late)  # ColBERT's class has its projection among the base's weights
     return dict(recipe.files) or recipe_files(recipe, model.config.encoder.hidden_size)
 
 

@@ -42,7 +42,8 @@ GROUPS = {
 }
 """Groups of options in help, each by the option that begins it."""
 IN_PARTS = (
-    *("columns", "schedule_options", "loss_options", "matryoshka", "class_weights", "labels", "freeze", "lora_targets"),
+    *("columns", "schedule_options", "loss_options", "projection", "matryoshka", "class_weights", "labels", "freeze"),
+    "lora_targets",
     *("lora_kinds", "ia3", "allow_change"),
     "devices",
 )
@@ -233,7 +234,7 @@ def parse(name: str, text: Any) -> Any:
         return [word.strip() for part in parts for word in part.split(",") if word.strip()] or None
     if not isinstance(text, str):
         return text
-    if name in ("columns", "schedule_options", "loss_options") or (name == "vector_loss" and "=" in text):
+    if name in ("columns", "schedule_options", "loss_options", "projection") or (name == "vector_loss" and "=" in text):
         return dict(_pairs(name, text))
     if name == "class_weights":
         if "=" in text:

@@ -122,7 +122,7 @@ def stored_tensors(model: GraphModel) -> dict[str, Tensor]:
         for also, kept in by_tie.items():
             names = [name for name in source.manifest.tensors if _canonical(model, name) == _theirs(model, also)]
             result |= {name: state[kept] for name in names if name not in result}
-        return joined(result) | dict(source.carried)
+        return joined(result) | dict(source.carried) | _late_weight(model, source.carried)
     names = canonical_names(
         model.config.family, model.config.family.key_map(model.config.encoder, model.head),
         [name for name in state if name not in tied], bare=model.head == "base",
@@ -135,6 +135,16 @@ def stored_tensors(model: GraphModel) -> dict[str, Tensor]:
     bare = model.config.family.base_prefix + "." if model.head == "base" else ""
     kept = {} if source is None else source.kept
     return joined(result) | {name.removeprefix(bare): value for name, value in kept.items()}
+
+
+def _late_weight(model: GraphModel, carried: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return ColBERT's projection, which lies among the weights of its class, where it was trained."""
+    late = None if model.sentence_recipe is None else model.sentence_recipe.late
+    name = next((name for name in ("linear.weight", "module.linear.weight") if name in carried), None)
+    weight = getattr(late.projections[0], "weight", None) if late is not None else None
+    if name is None or weight is None or torch.equal(weight, carried[name].float()):
+        return {}
+    return {name: weight}
 
 
 def stored_ties(model: GraphModel) -> dict[str, str]:

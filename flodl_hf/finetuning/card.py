@@ -30,6 +30,7 @@ SHOWN = (
     *("class_weights", "label_smoothing", "dropout", "neftune", "ema", "precision", "seed"),
     *("concatenate", "whole_words", "mask_probability"),
     *("vector_loss", "loss_options", "matryoshka", "adaptive_layers", "guide", "pooling", "normalize", "cache_tokens"),
+    "projection",
 )
 MASKING = ("concatenate", "whole_words", "mask_probability", "mask_padding")
 

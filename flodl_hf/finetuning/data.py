@@ -25,15 +25,18 @@ from flodl_hf.finetuning.ranking import plan_ranking
 from flodl_hf.finetuning.sequence import SequenceTask
 from flodl_hf.finetuning.task import Task
 from flodl_hf.finetuning.tokens import TokenTask, tag_names
+from flodl_hf.finetuning.vectors.multivector import MultiVectorTask
 from flodl_hf.finetuning.vectors.sparse import SparseTask
 from flodl_hf.finetuning.vectors.tables import are_pairs
-from flodl_hf.finetuning.vectors.task import plan_embedding
+from flodl_hf.finetuning.vectors.task import EmbeddingTask, plan_embedding
 
 __all__ = ["HEADED", "Known", "Tables", "choose_task", "guessed_columns", "is_several", "read_tables"]
 
 HEADED = (SequenceTask, TokenTask, AnswerTask, MaskedTask)
 """Tasks of models with a head, whose columns may be read off their values."""
 LOOKED_AT = 200  # rows from which the meaning of columns is inferred
+
+OTHER_VECTORS: dict[str, type[EmbeddingTask]] = {"sparse": SparseTask, "multivector": MultiVectorTask}
 
 _KINDS = {
     "single_label_classification": "single_label",
@@ -163,10 +166,14 @@ def choose_task(tables: Tables, options: Options, known: Known, own: Any = None)
     """
     named = task_named(options.task) if options.task else None
     pairs = are_pairs(list(tables.train[0])) and not options.columns
+    if options.projection is not None and named != "multivector":
+        raise ConfigError(
+            "projection: only vectors of tokens have one; expected task='multivector'", problems=["projection"]
+        )
     if named == "embedding" or (named is None and (pairs or tables.parts)):
         return plan_embedding(tables.parts or {"": tables.train}, options, own)
-    if named == "sparse":
-        return plan_embedding(tables.parts or {"": tables.train}, options, own, SparseTask)
+    if named in OTHER_VECTORS:
+        return plan_embedding(tables.parts or {"": tables.train}, options, own, OTHER_VECTORS[named])
     if named == "rank" and not tables.parts:
         return plan_ranking(tables.train, options), options
     if tables.parts:

@@ -6,7 +6,7 @@ in `flodl_hf.pretrained`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -40,6 +40,7 @@ class ModelFactory:
         new_head: draw the head anew, though the source has one.
         adapter: added, to learn in place of the base; None for none.
         seed: of what is drawn; None leaves the generator as it is.
+        start: gives the model further parts that learn; None for none.
     """
 
     name: str | Path
@@ -52,6 +53,7 @@ class ModelFactory:
     new_head: bool = False
     adapter: Settings | None = None
     seed: int | None = None
+    start: Callable[[EncoderModel], Any] | None = None
 
     def __call__(self, device: torch.device) -> EncoderModel:
         """Return the model, on the CPU: the trainer moves it."""
@@ -78,6 +80,8 @@ class ModelFactory:
             initialise(model.graph, drawn, float(model.config.source.get("initializer_range", 0.02)))
         if self.adapter is not None:
             model.add_adapter(self.adapter)
+        if self.start is not None:
+            self.start(model)
         return model
 
     def ready(self, model: EncoderModel) -> EncoderModel:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Job", "plan_job"]
 
-ONE_ROW = ("embedding", "rank", "sparse")
+ONE_ROW = ("embedding", "rank", "sparse", "multivector")
 """Tasks whose texts are one row each, however long."""
 LONG_EPOCH = 256
 """Batches from which rows of similar length come together unasked: what that saves is time, which short runs have, and
@@ -142,9 +142,8 @@ def plan_job(
     bounds = [n for n in (opened.max_tokens, options.max_length or usual) if n]
     vectors = task if isinstance(task, EmbeddingTask) else None
     if vectors is not None:
-        vectors.settle(opened)
-        recipe = opened.sentence_recipe
-        bounds += [recipe.max_tokens] if recipe is not None and recipe.max_tokens is not None else []
+        notes = [*notes, *vectors.settle(opened)]
+        bounds += vectors.bounds(opened)
     config = opened.config
     types = config.uses_token_types and tokenizer.settings.type_ids
     limits = LengthLimits(min(bounds, default=None), options.stride, types, options.long_texts == "windows")
@@ -266,6 +265,7 @@ def _open(model: Any, task: Task, options: Options) -> tuple[EncoderModel, Model
         factory = ModelFactory(
             os.fspath(model), task.head, task.labels, task.problem_type, options.freeze, options.dropout,
             {"attention": options.attention, **_hub(options)}, bool(options.new_head), options.adapter, options.seed,
+            task.start if isinstance(task, EmbeddingTask) else None,
         )  # fmt: skip
         return factory.open(), factory
     wrong = ["a new head is made of a folder or name alone"] if options.new_head else []

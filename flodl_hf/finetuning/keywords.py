@@ -87,6 +87,7 @@ class FinetuneOptions(TypedDict, total=False):
     guide: str | None
     pooling: str | None
     normalize: bool | None
+    projection: Mapping[str, Any] | None
     no_duplicates: bool
     mixing: str
     cache_tokens: int | None

@@ -24,6 +24,7 @@ PIPELINES = {
     "embedding": "sentence-similarity",
     "rank": "text-ranking",
     "sparse": "feature-extraction",
+    "multivector": "feature-extraction",
 }
 KINDS = {"mcc": "matthews_correlation", "pearson": "pearsonr", "spearman": "spearmanr", "eval_loss": "loss"}
 """Names that the Hub has for figures, where they are not ours."""
@@ -48,6 +49,7 @@ def head_of_card(job: Job, result: FinetuneResult) -> str:
     head: dict[str, Any] = {"base_model": base} if isinstance(base, (str, list)) else {}
     further = {
         "sparse": ["sentence-transformers", "sparse-encoder", "sparse", "splade"],
+        "multivector": ["sentence-transformers", "multi-vector", "ColBERT", "PyLate", "feature-extraction"],
         "embedding": ["sentence-transformers", "sentence-similarity", "feature-extraction"],
         "rank": ["sentence-transformers", "cross-encoder", "reranker"],
     }

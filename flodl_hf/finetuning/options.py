@@ -19,7 +19,7 @@ __all__ = ["TASKS", "Options", "make_options", "task_named"]
 
 TASKS = (
     *("sequence_classification", "token_classification", "question_answering", "masked_lm"),
-    *("embedding", "rank", "sparse"),
+    *("embedding", "rank", "sparse", "multivector"),
 )
 TASK_WORDS = {
     "seqcls": "sequence_classification",
@@ -30,6 +30,8 @@ TASK_WORDS = {
     "mlm": "masked_lm",
     "fill_mask": "masked_lm",
     "splade": "sparse",
+    "colbert": "multivector",
+    "multi_vector": "multivector",
 }
 TRACKERS = ("csv", "jsonl", "mlflow", "tensorboard", "wandb")
 """Those of `flodl.train.trackers`, which is imported when a run begins."""
@@ -63,7 +65,8 @@ class Options:
     """The choices of one run; each field's ``help`` says what it is."""
 
     task: str | None = _opt(
-        None, "seqcls, tokcls (ner), qa, mlm, embedding, sparse or rank; by default the data's columns tell."
+        None,
+        "seqcls, tokcls (ner), qa, mlm, embedding, sparse, multivector or rank; by default the data's columns tell.",
     )
     columns: Mapping[str, str] | None = _opt(None, "Which column holds what, by role: text=headline.")
     labels: Sequence[str] | None = _opt(
@@ -207,12 +210,12 @@ class Options:
 
     vector_loss: Any = _opt(  # noqa: RUF009
         None,
-        "embedding, sparse, rank: the loss, by sentence-transformers' name (MultipleNegativesRankingLoss, CoSENTLoss, "
-        "LambdaLoss, ...), or one for each table by its name; by default as the columns suit.",
+        "embedding, sparse, multivector, rank: the loss, by sentence-transformers' name (MultipleNegativesRankingLoss, "
+        "CoSENTLoss, LambdaLoss, ...), or one for each table by its name; by default as the columns suit.",
     )
     loss_options: Mapping[str, Any] | None = _opt(
         None,
-        "embedding, sparse, rank: settings of the loss: scale=50, margin=0.2, directions=query_to_doc+doc_to_query.",
+        "embedding, sparse, multivector, rank: settings of the loss: scale=50, margin=0.2, directions=query_to_doc.",
     )
     matryoshka: Sequence[str] = _opt(
         (), "embedding: sizes that vectors may be cut to; the loss is learned at each of them."
@@ -228,6 +231,11 @@ class Options:
     )
     normalize: bool | None = _opt(
         None, "embedding: scale vectors to length 1; by default as the folder says, else yes."
+    )
+    projection: Mapping[str, Any] | None = _opt(
+        None,
+        "multivector: of a start without one: size=128, query_length=32, document_length=180, query_marker, "
+        "document_marker, expanded=yes, attended=no, punctuation=no (of which documents keep no vector).",
     )
     no_duplicates: bool = _opt(True, "embedding: no text comes twice in a batch where others of it are negatives.")
     mixing: str = _opt(

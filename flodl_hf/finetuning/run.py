@@ -37,6 +37,7 @@ from flodl_hf.finetuning.result import FinetuneResult
 from flodl_hf.finetuning.task import name_of
 from flodl_hf.finetuning.thresholds import tune_thresholds
 from flodl_hf.finetuning.training import CHECKPOINTS, make_builder, settings_of_torch, train_job
+from flodl_hf.finetuning.vectors.task import EmbeddingTask
 from flodl_hf.finetuning.watched import monitor_of_job
 from flodl_hf.report.held_out import Judged, judge
 
@@ -121,6 +122,7 @@ def finetune(
     recipe = {"model": _named(model), "train": _named(train), "eval": _named(eval), **_recipe(job)}
     with ExitStack() as stack:
         stack.enter_context(settings_of_torch())
+        stack.callback(_conclude, job, job.model)
         for tracker in trackers:
             stack.callback(tracker.end)
         folder = _checkpoint_folder(job, target, stack)
@@ -134,6 +136,7 @@ def finetune(
             trained = train_job(job, notes, stack, folder, progress=progress, trackers=trackers, monitor=watched)
         seconds = notes.past.seconds + time.perf_counter() - began
         best_step, metrics = _take_best(job, trained, folder, notes)
+    _conclude(job, trained)
     trained.eval()
     judged = _judged(job, trained, target)
     tuned = None
@@ -240,6 +243,12 @@ def _take_best(job: Job, model: EncoderModel, folder: Path | None, notes: _Notes
     elif folder is not None and job.metric is not None and job.options.keep_best and _is_first_rank():
         taken = take_best(job.metric, folder, model, notes.history, notes.steps)
     return (notes.steps, last) if taken is None else taken
+
+
+def _conclude(job: Job, model: EncoderModel) -> None:
+    """Put what was learned beside the graph where the model has it."""
+    if isinstance(job.task, EmbeddingTask):
+        job.task.conclude(model)
 
 
 def _under_torchrun() -> bool:

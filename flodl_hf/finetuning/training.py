@@ -23,6 +23,7 @@ from flodl_hf.finetuning.identity import identity_of
 from flodl_hf.finetuning.job import Job
 from flodl_hf.finetuning.observed import observed_of
 from flodl_hf.finetuning.options import Options
+from flodl_hf.finetuning.vectors.task import EmbeddingTask
 
 if TYPE_CHECKING:
     from flodl.train.builder import TrainerBuilder
@@ -196,7 +197,10 @@ def _factory(job: Job, stack: ExitStack) -> Any:
         opening["adapter"] = job.model.save_adapter(room / "adapter")
     with job.model.without_adapter() as base:
         base.save_pretrained(room / "model")
-    return ModelFactory(room / "model", job.task.head, None, None, job.options.freeze, job.options.dropout, opening)
+    start = job.task.start if isinstance(job.task, EmbeddingTask) else None
+    return ModelFactory(
+        room / "model", job.task.head, None, None, job.options.freeze, job.options.dropout, opening, start=start
+    )
 
 
 def _ready(job: Job, model: EncoderModel, stack: ExitStack) -> None:

@@ -7,15 +7,15 @@ Decides how a folder's recipe (`flodl_hf.sentence`) becomes calls of the runtime
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from flodl.errors import printable
 from flodl_hf.errors import PredictError
+from flodl_hf.late import marked as marked_row
+from flodl_hf.late import marker_id
 from flodl_hf.sparse import SparseVectors, SpladePooling, from_dense, from_tokens
 
 if TYPE_CHECKING:
@@ -126,58 +126,32 @@ def token_vectors(
     limit = min(
         (n for n in (late.query_length if query else late.document_length, model.max_tokens) if n), default=None
     )
-    mark = None if marker is None else _id_of(tokenizer, marker)
+    mark = None if marker is None else marker_id(tokenizer, marker)
     room = None if limit is None else limit - (mark is not None)
 
     def marked(chunk: list[str]) -> Encoded:
         groups = tokenizer.encode_rows(chunk, max_tokens=room, overflow="truncate", offsets=False)
-        rows = [group[0] if mark is None else _marked(group[0], mark) for group in groups]
+        rows = [group[0] if mark is None else marked_row(group[0], mark) for group in groups]
         return Encoded(table_of(rows, range(len(rows)), offsets=False), len(rows), rows)
 
     if query and late.expanded:
         found = _expanded(model, late, marked(asked), limit) if asked else []
         return found[0] if isinstance(given, str) else found
-    skipped = set() if query else {_id_of(tokenizer, word, None) for word in late.skipped} - {None}
+    skipped = set() if query else {marker_id(tokenizer, word, None) for word in late.skipped} - {None}
 
     def finish(chunk: list[str], encoded: Encoded, states: Pending) -> list[Tensor]:
         vectors = []
         for row, own in zip(encoded.rows, states.placed().rows(encoded.table), strict=True):
             keep = torch.tensor([token not in skipped for token in row.ids])
             keep[0] &= late.first
-            vectors.append(late.vectors(own)[keep])
+            with torch.no_grad():  # a projection may be learning meanwhile
+                vectors.append(late.vectors(own)[keep])
         return vectors
 
     session = Session(model, run)
     if isinstance(given, str):
         return session.answer(given, marked, States(), finish, single=True, what="embed_tokens")
     return list(session.answer(asked, marked, States(), finish, what="embed_tokens"))
-
-
-def _marked(row: Any, mark: int) -> Any:
-    """Return a row with a marker behind its first token."""
-    return replace(
-        row, ids=[row.ids[0], mark, *row.ids[1:]], type_ids=[row.type_ids[0], *row.type_ids],
-        sequence_ids=[row.sequence_ids[0], None, *row.sequence_ids[1:]],
-        special=[row.special[0], True, *row.special[1:]],
-    )  # fmt: skip
-
-
-def _id_of(tokenizer: Any, token: str, *missing: Any) -> Any:
-    """Return the id of a token, which may be written with a space around.
-
-    Raises:
-        PredictError: there is none, and nothing is given for that.
-    """
-    for name in (token, token.strip()):
-        found = tokenizer.convert_tokens_to_ids(name)
-        if found is not None and (found != tokenizer.unk_token_id or name == tokenizer.unk_token):
-            return int(found)
-    if missing:
-        return missing[0]
-    raise PredictError(
-        f"embed_tokens: the tokenizer has no token {printable(token)}, which marks texts; add it to tokenizer.json",
-        token=token,
-    )
 
 
 def _expanded(model: EncoderModel, late: LateRecipe, encoded: Encoded, width: int | None) -> list[Tensor]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["gather", "shares_of_ranks"]
+__all__ = ["gather", "most_of_ranks", "shares_of_ranks"]
 
 
 def shares_of_ranks(count: int, device: torch.device) -> list[int]:
@@ -18,6 +19,14 @@ def shares_of_ranks(count: int, device: torch.device) -> list[int]:
     counts[dist.get_rank()] = count
     dist.all_reduce(counts)
     return counts.tolist()
+
+
+def most_of_ranks(numbers: Sequence[int], device: torch.device) -> list[int]:
+    """Return the largest of each of some numbers that every rank has."""
+    place = torch.device("cpu") if "gloo" in dist.get_backend() else device
+    found = torch.tensor(list(numbers), dtype=torch.int64, device=place)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return found.tolist()
 
 
 def gather(own: Tensor, shares: list[int]) -> Tensor:

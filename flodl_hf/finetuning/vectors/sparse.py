@@ -41,6 +41,7 @@ class SparseTask(EmbeddingTask):
     head: str = "masked_lm"
 
     usual: ClassVar[Mapping[Any, str]] = SPARSE_USUAL
+    table: ClassVar[Mapping[str, Any]] = SPARSE_LOSSES
     refused: ClassVar[tuple[str, ...]] = ("matryoshka", "adaptive_layers", "pooling", "normalize", "guide")
     bucketed: ClassVar[bool] = False
 
@@ -54,13 +55,14 @@ class SparseTask(EmbeddingTask):
             raise ConfigError(f"loss_options of SpladeLoss: {'; '.join(problems)}", problems=problems)
         return loss
 
-    def settle(self, model: EncoderModel) -> None:
+    def settle(self, model: EncoderModel) -> list[str]:
         """Have the model make sparse vectors, as its folder says or as SPLADE does."""
         before = model.sentence_recipe
         if before is None or before.splade is None:
             before = SentenceRecipe(max_tokens=self.options.max_length, splade=SpladePooling())
         model.sentence_recipe = before
         self._guides["recipe"] = before
+        return []
 
     def objective(self) -> SparseObjective:
         """Return the loss of training."""

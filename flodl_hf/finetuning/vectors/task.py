@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -14,14 +14,22 @@ from flodl_hf.columns import Columns
 from flodl_hf.decode.pooling import check_pooling
 from flodl_hf.finetuning.options import Options
 from flodl_hf.finetuning.rows import CollateRows, EncodedRows, RowBuilder
-from flodl_hf.finetuning.task import CHUNK, Examples, LengthLimits, Prepared
+from flodl_hf.finetuning.task import CHUNK, Examples, LengthLimits, Prepared, Scorer
 from flodl_hf.finetuning.vectors.batches import TextBatches
 from flodl_hf.finetuning.vectors.rows import PARTS, CollateTexts, TextRows
 from flodl_hf.finetuning.vectors.scorer import MAIN, HeldOut, VectorScorer
 from flodl_hf.finetuning.vectors.step import VectorObjective
 from flodl_hf.finetuning.vectors.tables import TextTable, read_table
 from flodl_hf.sentence import SentenceRecipe
-from flodl_hf.vectors.losses import CACHED, USUAL, AdaptiveLayerLoss, MatryoshkaLoss, loss_named, make_loss
+from flodl_hf.vectors.losses import (
+    CACHED,
+    LOSSES,
+    USUAL,
+    AdaptiveLayerLoss,
+    MatryoshkaLoss,
+    loss_named,
+    make_loss,
+)
 from flodl_hf.vectors.losses.teachers import MSELoss
 
 if TYPE_CHECKING:
@@ -57,13 +65,14 @@ class EmbeddingTask:
     _guides: dict[str, Any] = field(default_factory=dict, compare=False)
 
     usual: ClassVar[Mapping[Any, str]] = USUAL
+    table: ClassVar[Mapping[str, Any]] = LOSSES
     refused: ClassVar[tuple[str, ...]] = ()
     bucketed: ClassVar[bool] = True
 
     @classmethod
     def loss_named(cls, word: str, options: Options) -> Any:
         """Return the loss of a name, with the settings of the run."""
-        return make_loss(word, options.loss_options)
+        return make_loss(word, options.loss_options, cls.table)
 
     @property
     def columns(self) -> Columns:
@@ -89,7 +98,7 @@ class EmbeddingTask:
         for table in tables:
             double = table.form == "texts"  # a text and itself, with another dropout (Gao et al. 2021)
             rows = [row * 2 for row in table.texts] if double else table.texts
-            part, short = _encode(rows, tokenizer, limits, lower=self._lower)
+            part, short = self.encode(rows, tokenizer, limits)
             values = {} if table.labels is None else {"labels": table.labels}
             if self.options.guide is not None:
                 name = "labels" if table.form in ("texts", "pairs") and self._teaches else "guide"
@@ -100,6 +109,12 @@ class EmbeddingTask:
             cut += short
         truth = None if training else HeldOut(tables[0].form, texts[0], tables[0].labels)
         return Prepared(TextRows(parts, texts), truth, cut)  # type: ignore[arg-type]
+
+    def encode(
+        self, rows: Sequence[Sequence[str]], tokenizer: Tokenizer, limits: LengthLimits
+    ) -> tuple[EncodedRows, int]:
+        """Return rows of tokens with the lengths of their texts, and how many texts were cut."""
+        return _encode(rows, tokenizer, limits, lower=self._lower)
 
     @property
     def _lower(self) -> bool:
@@ -122,7 +137,7 @@ class EmbeddingTask:
         vectors: Any = self._guides["model"].embed(list(known), truncate=True)
         return vectors.float().numpy()[np.asarray(places)]
 
-    def scorer(self, prepared: Prepared) -> VectorScorer:
+    def scorer(self, prepared: Prepared) -> Scorer:
         """Return a scorer that has seen nothing."""
         return VectorScorer(prepared.truth)
 
@@ -132,8 +147,13 @@ class EmbeddingTask:
 
     # --- the run ------------------------------------------------------------------------------------------------
 
-    def settle(self, model: EncoderModel) -> None:
-        """Have the model make vectors as the options say, and keep it with it.
+    @property
+    def start(self) -> Callable[[EncoderModel], Any] | None:
+        """What gives a model further parts that learn, on every rank; None where there are none."""
+        return
+
+    def settle(self, model: EncoderModel) -> list[str]:
+        """Have the model make vectors as the options say, and keep it with it; return what is to be said of it.
 
         Raises:
             ConfigError: a pooling, or a size of vectors, that cannot be.
@@ -168,6 +188,15 @@ class EmbeddingTask:
             made = before
         model.sentence_recipe = made
         self._guides["recipe"] = made
+        return []
+
+    def bounds(self, model: EncoderModel) -> list[int]:
+        """Return the most tokens of a text, as far as the folder says."""
+        recipe = model.sentence_recipe
+        return [recipe.max_tokens] if recipe is not None and recipe.max_tokens is not None else []
+
+    def conclude(self, model: EncoderModel) -> None:
+        """Put what was learned where the model has it."""
 
     @property
     def _dims(self) -> list[int]:
@@ -290,7 +319,7 @@ def plan_embedding(
             continue
         loss: Any = _Own(own) if own is not None and not hasattr(own, "forms") else own
         if loss is None and isinstance(word, str):
-            cached = cached or (kind is EmbeddingTask and loss_named(word) in CACHED)
+            cached = cached or (word not in kind.usual.values() and loss_named(word, kind.table) in CACHED)
             loss = kind.loss_named(word, options)
         elif loss is None:
             loss = word

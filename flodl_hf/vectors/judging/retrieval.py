@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 from flodl.errors import DataError
 from flodl_hf.vectors.search import as_vectors, semantic_search
 
-__all__ = ["retrieval_figures"]
+__all__ = ["figures_of_found", "retrieval_figures"]
 
 AT = {"accuracy": (1, 3, 5, 10), "precision": (1, 3, 5, 10), "recall": (1, 3, 5, 10), "mrr": (10,), "ndcg": (10,),
       "map": (100,)}  # fmt: skip
@@ -53,11 +53,24 @@ def retrieval_figures(
     found = semantic_search(
         asked[known], corpus, top_k=deepest, measure=measure, corpus_chunk_size=corpus_chunk_size, device=device
     )
-    hits = np.array([[place in sets[i] for place in row] for i, row in zip(known, found.indices.tolist(), strict=True)])
-    hits = hits.reshape(len(known), -1)
-    counts = np.array([len(sets[i]) for i in known])
+    return figures_of_found(found.indices.tolist(), [sets[i] for i in known], wanted)
+
+
+def figures_of_found(
+    found: Sequence[Sequence[int]], relevant: Sequence[Collection[int]], at: Mapping[str, Sequence[int]]
+) -> dict[str, float]:
+    """Return figures such as ``ndcg@10`` of what was found, however it was searched.
+
+    Args:
+        found: for each query places in the corpus, the best first.
+        relevant: for each query those that belong to it, one at least.
+        at: for each figure the numbers of first texts that it looks at.
+    """
+    hits = np.array([[place in mine for place in row] for mine, row in zip(relevant, found, strict=True)])
+    hits = hits.reshape(len(relevant), -1)
+    counts = np.array([len(mine) for mine in relevant])
     figures = {}
-    for name, numbers in wanted.items():
+    for name, numbers in at.items():
         for k in numbers:
             figures[f"{name}@{k}"] = float(_FIGURES[name](hits[:, :k], counts, k).mean())
     return figures

@@ -50,6 +50,7 @@ CACHED = {
     "CachedMultipleNegativesRankingLoss": "MultipleNegativesRankingLoss",
     "CachedMultipleNegativesSymmetricRankingLoss": "MultipleNegativesSymmetricRankingLoss",
     "CachedGISTEmbedLoss": "GISTEmbedLoss",
+    "CachedMultiVectorMultipleNegativesRankingLoss": "MultiVectorMultipleNegativesRankingLoss",
 }
 """Names of losses whose batch goes through the model in parts, which any loss can have here."""
 
@@ -75,10 +76,10 @@ def loss_named(word: str, table: Mapping[str, Any] = LOSSES) -> str:
         ConfigError: there is none of this name.
     """
     plain = word.lower().replace("_", "").replace("-", "").removesuffix("loss")
-    known = (*table, *CACHED) if table is LOSSES else tuple(table)
+    known = (*table, *(name for name, whole in CACHED.items() if whole in table))
     for name in known:
         own = name.lower().removesuffix("loss")
-        if plain in (own, own.removeprefix("sparse").removeprefix("multivector")):
+        if plain in (own, own.removeprefix("sparse").replace("multivector", "")):
             return name
     raise ConfigError(
         f"vector_loss: found {word!r}{nearest(word, known)}; expected one of {', '.join(known)}",
