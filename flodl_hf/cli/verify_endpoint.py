@@ -14,7 +14,9 @@ NAME = "verify-endpoint"
 
 @reporting
 def command(
-    target: Annotated[str, typer.Argument(metavar="TARGET", help="A URL, or a folder of sentence-transformers.")],
+    target: Annotated[
+        str, typer.Argument(metavar="TARGET", help="A URL, a folder of sentence-transformers, or an ONNX file.")
+    ],
     source: Annotated[str, typer.Option(metavar="MODEL", help="The model it should answer as: a folder or Hub name.")],
     style: Annotated[
         StyleWord, typer.Option(help="What the endpoint speaks: text-embeddings-inference, OpenAI, Hugging Face.")

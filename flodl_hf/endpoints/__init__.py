@@ -3,6 +3,7 @@
 targets    what can be asked in place of a model
 http       endpoints over HTTP: text-embeddings-inference, OpenAI, Hugging Face
 folder     folders, as sentence-transformers or we read them
+onnx       ONNX files, run by ONNX Runtime
 opening    from an address to one of these
 reference  what the model itself gives, as it should be computed and with each known mistake
 checks     the comparisons, and which cause explains what was found

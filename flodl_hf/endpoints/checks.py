@@ -58,7 +58,7 @@ def verify_endpoint(
     """Return what an endpoint answers beside what its model should.
 
     Args:
-        target: a URL, or a folder.
+        target: a URL, a folder, or an ONNX file.
         source: the model: a local folder or a name of the Hub.
         tolerance: the largest difference that counts as equal, as a share of the largest number of the reference.
         local_files_only: open no connection to the Hub.

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +21,7 @@ from flodl_hf.auto import load
 from flodl_hf.cli.app import app
 from flodl_hf.endpoints import Report, TargetError, verify_endpoint
 from flodl_hf.errors import PredictError
+from flodl_hf.export import onnx_session
 
 PROMPT = "query: "
 
@@ -331,3 +335,107 @@ def test_the_command(sources: dict[str, Path], fake: tuple[str, Fake]) -> None:
     told = json.loads(done.stdout)
     assert not told["passed"]
     assert {"what": "vectors", "status": "differs"}.items() <= told["rows"][1].items()
+
+
+HAS_ONNX = all(find_spec(name) for name in ("onnx", "onnxscript", "onnxruntime"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_ONNX, reason="onnx, onnxscript or onnxruntime is not installed")
+@pytest.mark.parametrize("task", ["vectors", "labels", "ranking"])
+def test_an_onnx_file(task: str, sources: dict[str, Path], tmp_path: Path) -> None:
+    from flodl_hf.export.engine import export_onnx
+
+    out = export_onnx(load(sources[task]), tmp_path / "onnx").folder
+    for target in (out, out / "onnx" / "model.onnx"):
+        report = verify_endpoint(str(target), str(sources[task]))
+        assert report.passed, report.table()
+        assert "ONNX Runtime" in report.target
+        statuses = {row.what: row.status for row in report.rows}
+        assert statuses.pop("token ids") == "equal"
+        assert set(statuses.values()) == {"equal"}, report.table()
+        assert ("prompt query" in statuses) == (task == "vectors")
+    # Long texts are cut where the model ends.
+    assert report.rows[-1].cause == "it is cut to 64 tokens"
+    wrong = load(changed(sources[task], tmp_path / "tanh", hidden_act="gelu_new"))
+    out = export_onnx(wrong, tmp_path / "wrong").folder
+    what = {"vectors": "vectors", "labels": "scores of labels", "ranking": "scores of documents"}[task]
+    assert causes(verify_endpoint(str(out), str(sources[task])))[what] == "GELU is computed by its tanh form"
+
+
+class Runtime:
+    """In place of ONNX Runtime: a folder's model, asked as a session is."""
+
+    __version__ = "0"
+    model: Any = None
+
+    class SessionOptions:
+        pass
+
+    class InferenceSession:
+        def __init__(self, path: str, *_: Any, **__: Any) -> None:
+            self.model = Runtime.model
+            self.output = "last_hidden_state" if self.model.head == "base" else "logits"
+
+        def get_inputs(self) -> list[Any]:
+            return [
+                SimpleNamespace(name=name, type="tensor(int64)")
+                for name in ("input_ids", "attention_mask", "token_type_ids")
+            ]
+
+        def get_outputs(self) -> list[Any]:
+            axes = ("batch", "tokens", 32) if self.output == "last_hidden_state" else ("batch", 3)
+            return [SimpleNamespace(name=self.output, shape=axes)]
+
+        def run(self, _: Any, fed: dict[str, Any]) -> list[Any]:
+            import torch
+
+            with torch.inference_mode():
+                found = self.model(**{name: torch.from_numpy(value) for name, value in fed.items()})
+            return [found[self.output].numpy()]
+
+
+@pytest.mark.parametrize("task", ["vectors", "labels", "ranking"])
+def test_what_an_onnx_file_leaves_to_others_is_done_by_its_folder(
+    task: str, sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module: Any = Runtime
+    monkeypatch.setitem(sys.modules, "onnxruntime", module)
+    monkeypatch.setattr(onnx_session, "find_spec", lambda name: name)
+    what = {"vectors": "vectors", "labels": "scores of labels", "ranking": "scores of documents"}[task]
+    place = changed(sources[task], tmp_path / "onnx")
+    (place / "model.safetensors").unlink()
+    (place / "model.onnx").touch()
+    monkeypatch.setattr(Runtime, "model", load(sources[task]))
+    report = verify_endpoint(str(place), str(sources[task]))
+    assert report.passed, report.table()
+    assert {row.status for row in report.rows} == {"equal"}, report.table()
+    assert report.rows[-1].cause == "it is cut to 64 tokens"
+    monkeypatch.setattr(Runtime, "model", load(changed(sources[task], tmp_path / "tanh", hidden_act="gelu_new")))
+    assert causes(verify_endpoint(str(place), str(sources[task])))[what] == "GELU is computed by its tanh form"
+    if task == "vectors":
+        (place / "1_Pooling" / "config.json").write_text('{"pooling_mode_cls_token": true}')
+        assert "pooling is cls" in causes(verify_endpoint(str(place), str(sources[task])))[what]
+    other = "labels" if task == "vectors" else "vectors"
+    with pytest.raises(TargetError, match="the file gives"):
+        verify_endpoint(str(place), str(sources[other]))
+
+
+@pytest.mark.skipif(not HAS_ONNX, reason="onnx, onnxscript or onnxruntime is not installed")
+def test_onnx_files_that_cannot_be_asked(sources: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "model.onnx").write_bytes(b"no graph")
+    for target in (tmp_path, tmp_path / "model.onnx"):
+        with pytest.raises(TargetError, match="cannot read it"):
+            verify_endpoint(str(target), str(sources["vectors"]))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_a_folder_read_by_sentence_transformers(sources: dict[str, Path], tmp_path: Path) -> None:
+    pytest.importorskip("sentence_transformers")
+    report = verify_endpoint(str(sources["vectors"]), str(sources["vectors"]))
+    assert "read by sentence-transformers" in report.target
+    assert report.passed, report.table()
+    other = changed(sources["vectors"], tmp_path / "cls")
+    (other / "1_Pooling" / "config.json").write_text('{"pooling_mode_cls_token": true}')
+    assert causes(verify_endpoint(str(other), str(sources["vectors"])))["vectors"] == "pooling is cls"
