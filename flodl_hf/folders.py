@@ -14,6 +14,7 @@ __all__ = [
     "BIN_FILES",
     "CONFIG_NAME",
     "MODEL_FILES",
+    "RECIPE_FILES",
     "VOCABULARY_FILES",
     "holds_adapter",
     "resolve_folder",
@@ -31,6 +32,18 @@ VOCABULARY_FILES = (
     "spiece.model",
 )
 BIN_FILES = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
+RECIPE_FILES = (
+    "modules.json",
+    "*/config.json",
+    "sentence_bert_config.json",
+    "config_sentence_transformers.json",
+    "*_Dense/model.safetensors",
+    "*_Dense/pytorch_model.bin",
+    "artifact.metadata",
+    "colbert_linear.pt",
+    "sparse_linear.pt",
+)
+"""What says how states become vectors."""
 MODEL_FILES = (
     *VOCABULARY_FILES,
     "tokenizer_config.json",
@@ -39,16 +52,8 @@ MODEL_FILES = (
     "merges.txt",
     CONFIG_NAME,
     "model.safetensors",  # for the weights in whatever parts they come, pickled ones where there are no others
-    "modules.json",
-    "*/config.json",
-    "sentence_bert_config.json",
-    "config_sentence_transformers.json",
     "checksums.json",
-    "*_Dense/model.safetensors",
-    "*_Dense/pytorch_model.bin",
-    "artifact.metadata",
-    "colbert_linear.pt",
-    "sparse_linear.pt",
+    *RECIPE_FILES,
 )
 
 

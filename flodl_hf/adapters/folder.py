@@ -30,7 +30,7 @@ from flodl_hf.config import ModelConfig
 from flodl_hf.config_file import MAX_CONFIG_BYTES, read_json
 from flodl_hf.family import Family
 from flodl_hf.folders import ADAPTER_CONFIG as CONFIG
-from flodl_hf.folders import resolve_folder
+from flodl_hf.folders import RECIPE_FILES, resolve_folder
 from flodl_hf.graph_model import GraphModel
 from flodl_hf.loading import head_of
 from flodl_hf.parts import as_whole, part_of, split
@@ -38,7 +38,7 @@ from flodl_hf.parts import as_whole, part_of, split
 __all__ = ["CONFIG", "HEAD", "PREFIX", "VIRTUAL", "WEIGHTS", "AdapterFolder", "open_adapter", "prefix_of"]
 
 WEIGHTS, BIN, HEAD = "adapter_model.safetensors", "adapter_model.bin", "head_config.json"
-FILES = (CONFIG, WEIGHTS, BIN, HEAD, "checksums.json")
+FILES = (CONFIG, WEIGHTS, BIN, HEAD, "checksums.json", *RECIPE_FILES)
 PREFIX = "base_model.model."
 VIRTUAL = "prompt_embeddings"
 """The tensor of virtual tokens: a vector for each, or the keys and values of all layers."""

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from flodl_hf.adapters.scaled import ScaledLinear
+from flodl_hf.adapters.stand_in import stand_in_for
 
 __all__ = ["AdaptedLinear", "LoraPart", "beside", "folded", "joined_products", "plain_linear"]
 
@@ -72,13 +73,8 @@ class AdaptedLinear(nn.Linear):
     """
 
     def __init__(self, linear: nn.Linear, lora: LoraPart) -> None:
-        nn.Module.__init__(self)
-        self.in_features = linear.in_features
-        self.out_features = linear.out_features
-        self.weight = linear.weight
-        self.bias = linear.bias
+        stand_in_for(self, linear)
         self.lora = lora
-        self.train(linear.training)
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the projection with its part."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from flodl_hf.adapters.stand_in import stand_in_for
 from flodl_hf.attention import SelfAttention
 
 __all__ = ["PrefixPart", "PrefixedAttention", "ShiftPart", "ShiftedPositions"]
@@ -76,12 +77,8 @@ class ShiftedPositions(nn.Embedding):
     """
 
     def __init__(self, table: nn.Embedding, part: ShiftPart) -> None:
-        nn.Module.__init__(self)
-        for name in table.__constants__:
-            setattr(self, name, getattr(table, name))
-        self.weight = table.weight
+        stand_in_for(self, table)
         self.prefix = part
-        self.train(table.training)
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the embeddings of places."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from flodl_hf.adapters.stand_in import stand_in_for
 from flodl_hf.layout import Layout
 
 __all__ = ["FIRST", "WORDS", "Lead", "PromptPart", "PromptedEmbedding", "lead_of"]
@@ -54,12 +55,8 @@ class PromptedEmbedding(nn.Embedding):
     """
 
     def __init__(self, words: nn.Embedding, part: PromptPart) -> None:
-        nn.Module.__init__(self)
-        for name in words.__constants__:
-            setattr(self, name, getattr(words, name))
-        self.weight = words.weight
+        stand_in_for(self, words)
         self.prompt = part
-        self.train(words.training)
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the embeddings of ids, those of virtual tokens among them."""

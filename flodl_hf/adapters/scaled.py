@@ -8,6 +8,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from flodl_hf.adapters.stand_in import stand_in_for
+
 __all__ = ["ScalePart", "ScaledLinear"]
 
 
@@ -51,13 +53,8 @@ class ScaledLinear(nn.Linear):
     """
 
     def __init__(self, linear: nn.Linear, part: ScalePart) -> None:
-        nn.Module.__init__(self)
-        self.in_features = linear.in_features
-        self.out_features = linear.out_features
-        self.weight = linear.weight
-        self.bias = linear.bias
+        stand_in_for(self, linear)
         self.ia3 = part
-        self.train(linear.training)
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the projection, scaled."""

@@ -39,20 +39,24 @@ NAME = "adapters"
 SUBJECTS = ("ours",)
 WEIGHTS, CONFIG, HEAD = "adapter_model.safetensors", "adapter_config.json", "head_config.json"
 FILES = (WEIGHTS, CONFIG, HEAD)
+HEADED = "classifier"
 RANK, ALPHA = 2, 6
+OF = ("lora", "lora", "ia3", "prompt", "prefix")
+"""Kinds of adapters, as often as each is damaged."""
 
 
 @cache
-def files() -> Mapping[str, bytes]:
-    """Return the folder of an adapter with its head, for the base that `checkpoint` makes."""
-    from flodl_hf.adapters import Lora
+def files(of: str) -> Mapping[str, bytes]:
+    """Return the folder of an adapter of a kind with its head, for the base that `checkpoint` makes."""
+    from flodl_hf.adapters import IA3, Lora, Prefix, Prompt
     from flodl_hf.auto import AutoModelForSequenceClassification
 
     with tempfile.TemporaryDirectory() as place:
         base = Path(place) / "base"
         write_files(base, checkpoint())
         model: Any = AutoModelForSequenceClassification.from_pretrained(base)
-        model.add_adapter(Lora(rank=RANK, alpha=ALPHA))
+        settings = {"lora": Lora(rank=RANK, alpha=ALPHA), "ia3": IA3(), "prompt": Prompt(3), "prefix": Prefix(3)}
+        model.add_adapter(settings[of])
         draw = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for parameter in model.parameters():
@@ -65,14 +69,15 @@ def files() -> Mapping[str, bytes]:
 # --- damage -----------------------------------------------------------------------------------------------------------
 
 
-def _undamaged(_random: Random, _number: int) -> Fault:
-    return Fault()
+def _undamaged(_random: Random, number: int) -> Fault:
+    return Fault({"of": OF[number % len(OF)]})
 
 
 def _bytes(random: Random, number: int) -> Fault:
-    file = FILES[number % len(FILES)]
+    file, of = FILES[number % len(FILES)], random.choice(OF)
     way = ("flip", "put", "cut", "flip")[number // len(FILES) % 4]
-    return Fault({"file": file, **BYTE_DAMAGE[way](random, random.randrange(10**6), len(files()[file]))}, FILES)
+    damage = BYTE_DAMAGE[way](random, random.randrange(10**6), len(files(of)[file]))
+    return Fault({"of": of, "file": file, **damage}, FILES)
 
 
 KEYS = {
@@ -80,11 +85,14 @@ KEYS = {
         *("peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "target_modules", "task_type"),
         *("modules_to_save", "rank_pattern", "alpha_pattern", "bias", "init_lora_weights", "exclude_modules"),
         *("layers_to_transform", "layers_pattern", "base_model_name_or_path", "use_qalora", "new"),
+        *("feedforward_modules", "num_virtual_tokens", "token_dim", "num_layers", "num_transformer_submodules"),
+        *("prefix_projection", "encoder_hidden_size"),
     ),
     HEAD: ("architectures", "id2label", "problem_type", "new"),
 }
 OTHERS = (
-    "IA3", "pissa", "query", "all-linear", "(a+)+$", "[", ["query"], ["key"], ["query", "value", "key"], [[]],
+    "IA3", "LORA", "PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", ["output.dense"],
+    "pissa", "query", "all-linear", "(a+)+$", "[", ["query"], ["key"], ["query", "value", "key"], [[]],
     {"query": 1}, {"query": "x"}, {".*": 3}, {"0": "a", "1": "b", "2": "c"}, {"0": 1}, {"1": "a"}, 4, 6.5, True,
 )  # fmt: skip
 
@@ -93,21 +101,28 @@ def _value(random: Random, number: int) -> Fault:
     file = (CONFIG, HEAD)[number % 4 == 3]
     numbers = tuple(f"{RAW}{text}" for text in NUMBERS)
     value = random.choice((*VALUES, *numbers, *ESCAPES, *OTHERS))
-    return Fault({"file": file, "set": [[random.choice(KEYS[file]), value]]}, FILES)
+    return Fault({"of": random.choice(OF), "file": file, "set": [[random.choice(KEYS[file]), value]]}, FILES)
 
 
 TALES = (
     "drop", "rename", "extra", "reshape", "half", "whole-numbers", "not-finite", "headless", "head-of-another",
-    "swapped", "empty", "one-layer", "prefix", "rank", "dora",
+    "swapped", "empty", "one-layer", "prefix", "rank", "dora", "tokens", "kind",
 )  # fmt: skip
 
 
 def _tensors(random: Random, number: int) -> Fault:
-    return Fault({"tale": TALES[number % len(TALES)], "draw": random.randrange(2**32)}, FILES)
+    tale = TALES[number % len(TALES)]
+    return Fault({"of": random.choice(OF), "tale": tale, "draw": random.randrange(2**32)}, FILES)
 
 
-def _entry(_random: Random, number: int) -> Fault:
-    return Fault({"entry": [FILES[number // len(ENTRIES) % len(FILES)], ENTRIES[number % len(ENTRIES)]]}, FILES)
+def _entry(random: Random, number: int) -> Fault:
+    return Fault(
+        {
+            "of": random.choice(OF),
+            "entry": [FILES[number // len(ENTRIES) % len(FILES)], ENTRIES[number % len(ENTRIES)]],
+        },
+        FILES,
+    )
 
 
 KINDS = (
@@ -125,8 +140,9 @@ def cases(seed: int, count: int) -> Iterator[Case]:
 
 
 def prepare(_subject: Subject) -> None:
-    """Make the adapter before workers are forked."""
-    files()
+    """Make the adapters before workers are forked."""
+    for of in OF:
+        files(of)
 
 
 # --- what is written --------------------------------------------------------------------------------------------------
@@ -134,7 +150,7 @@ def prepare(_subject: Subject) -> None:
 
 def made(what: Mapping[str, Any]) -> dict[str, bytes]:
     """Return the files of a case."""
-    found = dict(files())
+    found = dict(files(what["of"]))
     if "how" in what:
         found[what["file"]] = damaged_bytes(found[what["file"]], what)
     elif "set" in what:
@@ -147,7 +163,7 @@ def made(what: Mapping[str, Any]) -> dict[str, bytes]:
 
 def _told(tensors: dict[str, Tensor], tale: str, random: Random) -> dict[str, Tensor]:
     name = random.choice(list(tensors))
-    heads = [name for name in tensors if "lora" not in name]
+    heads = [name for name in tensors if HEADED in name]
     if tale in ("drop", "rename"):
         moved = tensors.pop(name)
         if tale == "rename":
@@ -182,6 +198,14 @@ def _told(tensors: dict[str, Tensor], tale: str, random: Random) -> dict[str, Te
     elif tale == "dora":
         ups = {n.replace("lora_B.weight", "lora_magnitude_vector"): t for n, t in tensors.items() if "lora_B" in n}
         tensors |= {n: torch.ones(len(t)) for n, t in ups.items()}
+    elif tale == "tokens":
+        cut = slice(1, None) if random.random() < 0.5 else slice(0, 1)
+        tensors = {n: t[cut].contiguous() if HEADED not in n else t for n, t in tensors.items()}
+    elif tale == "kind":
+        # What belongs to an adapter of another kind, beside this one's or in its place.
+        other = tensors_in(files(random.choice(OF))[WEIGHTS])
+        kept = tensors if random.random() < 0.5 else {head: tensors[head] for head in heads}
+        tensors = {**other, **kept}
     return tensors
 
 
@@ -197,7 +221,7 @@ def run(case: Case, folder: Path, subject: Subject) -> Verdict:
     write_files(folder, found)
     if "entry" in case.what:
         put_entry(folder, *case.what["entry"])
-    return judge(case, subject, lambda: _opened(base, folder), lambda model: _right(model, found))
+    return judge(case, subject, lambda: _opened(base, folder), lambda model: _right(model, found, case.what["of"]))
 
 
 def _opened(base: Path, folder: Path) -> Any:
@@ -206,7 +230,7 @@ def _opened(base: Path, folder: Path) -> Any:
     return AutoModelForSequenceClassification.from_pretrained(base, adapter=folder)
 
 
-def _right(model: Any, found: Mapping[str, bytes]) -> Verdict:
+def _right(model: Any, found: Mapping[str, bytes], of: str) -> Verdict:
     from flodl_hf.adapters.attach import adapters_of
     from flodl_hf.adapters.write import stored_adapter
 
@@ -217,20 +241,23 @@ def _right(model: Any, found: Mapping[str, bytes]) -> Verdict:
         values = json.loads(found[CONFIG])
     except (ValueError, KeyError, TypeError, RecursionError):
         return silent("loaded, though a file cannot plainly be read")
-    clean = tensors_in(files()[WEIGHTS])
+    clean = tensors_in(files(of)[WEIGHTS])
     if held.keys() != clean.keys() or set(said) - set(held):
         return silent(f"other tensors than the folder had: {sorted(set(held) ^ set(clean))[:3]}")
-    heads = [name for name in clean if "lora" not in name]
+    heads = [name for name in clean if HEADED in name]
     plain = {name: said[name].to(held[name].dtype) for name in held if name in said}
     if plain.keys() != held.keys() or not all(torch.equal(plain[name], held[name]) for name in held):
         return silent("other numbers than the file holds")
-    rank, alpha = values.get("r", 8), values.get("lora_alpha", 8)
-    patterns = values.get("rank_pattern") or values.get("alpha_pattern")
-    scale = alpha / (rank**0.5 if values.get("use_rslora") else rank)
-    scales = {part.scale for part in adapter.parts.values()}
-    if not patterns and scales != {scale}:
-        return silent(f"scales {scales}, and the settings say {scale}")
     if model.untrained or len(heads) != 2:
         return silent("a head that nobody trained")
-    same = all(torch.equal(clean[name], held[name]) for name in held) and scales == {ALPHA / RANK}
+    usual = True
+    if of == "lora":
+        rank, alpha = values.get("r", 8), values.get("lora_alpha", 8)
+        patterns = values.get("rank_pattern") or values.get("alpha_pattern")
+        scale = alpha / (rank**0.5 if values.get("use_rslora") else rank)
+        scales = {getattr(part, "scale", None) for part in adapter.parts.values()}
+        if not patterns and scales != {scale}:
+            return silent(f"scales {scales}, and the settings say {scale}")
+        usual = scales == {ALPHA / RANK}
+    same = all(torch.equal(clean[name], held[name]) for name in held) and usual
     return right() if same else stated("as the files plainly say")

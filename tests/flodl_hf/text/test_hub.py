@@ -194,6 +194,46 @@ def test_a_repository_with_only_bin_weights_gives_those(hub: Hub, tmp_path: Path
     assert "pytorch_model.bin" in _names(resolve("ada/tiny", cache_dir=tmp_path).folder)
 
 
+def test_an_adapter_brings_its_pooling(hub: Hub, tmp_path: Path) -> None:
+    """A repository without these files fetched would give vectors, and other ones than its author's."""
+    from flodl_hf import AutoModel, demo
+    from flodl_hf.adapters import Lora
+
+    base = demo.demo_model(demo.learn_vocabulary()).save_pretrained(tmp_path / "base")
+    model: Any = AutoModel.from_pretrained(base).add_adapter(Lora(rank=2))
+    written = model.save_pretrained(tmp_path / "adapter")
+    hub.files = {name: (written / name).read_bytes() for name in _names(written)} | {
+        "modules.json": json.dumps([
+            {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
+            {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
+            {"idx": 2, "name": "2", "path": "2_Normalize", "type": "sentence_transformers.models.Normalize"},
+        ]).encode(),
+        "1_Pooling/config.json": b'{"word_embedding_dimension": 64, "pooling_mode_cls_token": true}',
+        "sentence_bert_config.json": b'{"max_seq_length": 12, "do_lower_case": false}',
+        "config_sentence_transformers.json": b'{"prompts": {"query": "q: "}}',
+        "README.md": b"# not needed",
+        "optimizer.pt": b"not needed",
+    }  # fmt: skip
+    del hub.files["checksums.json"]
+    found: Any = AutoModel.from_pretrained(base, adapter="ada/tiny", cache_dir=tmp_path / "cache")
+    recipe = found.sentence_recipe
+    assert (recipe.pooling, recipe.normalize, recipe.max_tokens, recipe.prompts) == (
+        ("cls",),
+        True,
+        12,
+        {"query": "q: "},
+    )
+    assert not any("README" in request or "optimizer" in request for request in hub.requests)
+    for name, data in hub.files.items():
+        if name not in ("README.md", "optimizer.pt"):
+            (tmp_path / "local" / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / "local" / name).write_bytes(data)
+    local: Any = AutoModel.from_pretrained(base, adapter=tmp_path / "local")
+    texts = ["a good film", "bad"]
+    assert found.embed(texts).equal(local.embed(texts))
+    assert not found.embed(texts).equal(AutoModel.from_pretrained(base).embed(texts))
+
+
 @pytest.mark.parametrize("parts", [1, 2])
 def test_a_model_whose_repository_has_only_bin_weights_is_loaded(hub: Hub, tmp_path: Path, parts: int) -> None:
     """Like SciBERT, FinBERT and many more; a safetensors file beside is taken instead, and the other not fetched."""

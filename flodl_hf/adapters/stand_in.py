@@ -1,0 +1,22 @@
+"""Modules that stand in the place of another and hold its very parameters, under their names."""
+
+from __future__ import annotations
+
+from torch import nn
+
+__all__ = ["stand_in_for"]
+
+
+def stand_in_for(module: nn.Module, other: nn.Module) -> None:
+    """Begin a module as another: its sizes, its parameters under their names, its mode.
+
+    Args:
+        module: not initialised yet; of a subclass of ``other``'s class.
+        other: a linear layer or a table, which stays as it is.
+    """
+    nn.Module.__init__(module)
+    for name in other.__constants__:
+        setattr(module, name, getattr(other, name))
+    for name, parameter in other._parameters.items():
+        module.register_parameter(name, parameter)
+    module.train(other.training)
