@@ -30,7 +30,7 @@ test-slow: $(VENV)/.ready ## run the full-size and long tests too
 test-isa: $(VENV)/.ready ## run the tests of arithmetic with the kernels of other processors, on one and two threads
 	JOBS=$(JOBS) $(BIN)/python -m tests.isa
 
-torture: $(VENV)/.ready ## damage files, settings, texts and runs, all of it (hours); `make torture-short` takes three minutes
+torture: $(VENV)/.ready ## damage files, settings, texts, runs and a server, all of it (hours); `make torture-short` takes some minutes
 	mkdir -p build
 	$(BIN)/python -m flodl_hf.torture all --workers $(JOBS) --json build/torture.json
 

@@ -47,6 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in names:
         if name not in SUITES:
             parser.error(f"no suite {name!r}{nearest(name, SUITES)}; expected all, or some of {', '.join(SUITES)}")
+    asked, names = names, [name for name in names if _can_run(name)]
+    if asked != names and given.suite != ["all"]:
+        return 2
     try:
         subjects = [subject_named(name) for name in given.subject or ["ours"]]
     except ValueError as fault:
@@ -72,6 +75,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if len(reports) > 1:
         print(as_markdown(reports))
     return 0 if not any(report.bad for report in reports) else 1
+
+
+def _can_run(name: str) -> bool:
+    """Return whether what a suite needs is installed, and say so where it is not."""
+    lacking: str | None = getattr(load_suite(name), "lacking", lambda: None)()
+    if lacking is not None:
+        print(f"{name}: left out; it needs {lacking}", flush=True)
+    return lacking is None
 
 
 def run_suite(

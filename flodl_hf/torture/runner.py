@@ -136,7 +136,8 @@ def _blocks(suite: ModuleType, cases: Sequence[Case], workers: int) -> Iterator[
     groups: dict[str, list[Case]] = {}
     for case in cases:
         groups.setdefault(together(case), []).append(case)
-    most = BLOCK if workers == 1 else max(1, min(BLOCK, len(cases) // (4 * workers)))
+    rounds: int = getattr(suite, "ROUNDS", 4)
+    most = BLOCK if workers == 1 else max(1, min(BLOCK, -(-len(cases) // (rounds * workers))))
     for group in groups.values():
         size = -(-len(group) // -(-len(group) // most))
         for start in range(0, len(group), size):

@@ -23,6 +23,7 @@ DEFAULT_CASES: Mapping[str, int] = {
     "runs": 600,
     "powerloss": 15_000,
     "disks": 3_600,
+    "serve": 4_000,
 }
 
 SUITES = tuple(DEFAULT_CASES)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from flodl.errors import nearest
+from flodl.errors import nearest, shown
 from flodl_hf.serving.admission import Admission, OverloadedError, weigh
 from flodl_hf.serving.doors.fields import Field
 from flodl_hf.serving.faults import RefusedError, Style
@@ -114,7 +114,8 @@ class Call:
         if named is not None:
             if named not in models:
                 raise RefusedError(
-                    f"no model {named!r} is served{nearest(named, list(models))}; expected one of {', '.join(models)}",
+                    f"no model {shown(named, 60)} is served{nearest(named, list(models))}; expected one of "
+                    f"{', '.join(models)}",
                     "model",
                     param="model",
                 )

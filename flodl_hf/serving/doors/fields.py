@@ -179,7 +179,7 @@ def read(fields: Sequence[Field], body: Any, *, strict: bool) -> dict[str, Any]:
     known = [field.name for field in fields]
     if strict and (unknown := [name for name in body if name not in known]):
         raise RefusedError(
-            f"unknown field {unknown[0]!r}{nearest(unknown[0], known)}; expected {', '.join(known)}", "field",
+            f"unknown field {shown(unknown[0], 60)}{nearest(unknown[0], known)}; expected {', '.join(known)}", "field",
             param=unknown[0],
         )  # fmt: skip
     return found

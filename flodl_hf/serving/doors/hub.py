@@ -5,8 +5,10 @@ What is meant follows from the model's head, as at endpoints of the Hub; `huggin
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from flodl.errors import shown
 from flodl_hf.serving.doors.door import MODEL, Call, Door, Reply
 from flodl_hf.serving.doors.fields import KINDS, Field
 from flodl_hf.serving.faults import RefusedError
@@ -14,17 +16,43 @@ from flodl_hf.serving.faults import RefusedError
 __all__ = ["DOORS"]
 
 
+_PARAMETERS = {
+    "top_k": "whole",
+    "function_to_apply": "activation",
+    "hypothesis_template": "text",
+    "multi_label": "flag",
+    "aggregation_strategy": "aggregation",
+    "ignore_labels": "texts",
+    "max_answer_len": "whole",
+    "handle_impossible_answer": "flag",
+    "targets": "texts",
+    "normalize": "flag",
+    "truncate": "flag",
+}
+"""What each of the parameters that are read is; others are passed over."""
+
+
 def _of(kind: str, value: Any, name: str) -> Any:
     _, words, check = KINDS[kind]
     found = check(value)
     if found is None:
-        raise RefusedError(f"{name}: expected {words}", "field", param=name)
+        raise RefusedError(f"{name} is {shown(value, 60)}; expected {words}", "field", param=name)
+    return found
+
+
+def _parameters(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parameters that are there, each checked."""
+    found = {}
+    for name, value in given.items():
+        if value is None:
+            continue
+        word = name == "function_to_apply" and isinstance(value, str)
+        found[name] = _of(_PARAMETERS[name], value.lower() if word else value, name) if name in _PARAMETERS else value
     return found
 
 
 async def _root(call: Call) -> Reply:
-    inputs, parameters = call.fields["inputs"], call.fields["parameters"] or {}
-    given = {name: value for name, value in {**parameters}.items() if value is not None}
+    inputs, given = call.fields["inputs"], _parameters(call.fields["parameters"] or {})
     if isinstance(inputs, dict) and "source_sentence" in inputs:
         sentences = _of("texts", inputs.get("sentences"), "sentences")
         found = await call.ask("similarity", [_of("text", inputs["source_sentence"], "source_sentence"), *sentences])
@@ -49,7 +77,7 @@ async def _classes(call: Call, inputs: Any, given: dict[str, Any], single: bool)
         labels = [label.strip() for label in labels.split(",")] if isinstance(labels, str) else labels
         options: dict[str, Any] = {"labels": _of("texts", labels, "candidate_labels")}
         if "hypothesis_template" in given:
-            options["template"] = _of("text", given["hypothesis_template"], "hypothesis_template")
+            options["template"] = given["hypothesis_template"]
         options["multi_label"] = given.get("multi_label") is True
         found = await call.ask("zero_shot", _of("texts", inputs, "inputs"), options)
         rows = [[{"label": one["label"], "score": one["score"]} for one in row] for row in found.data]

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from flodl.errors import shown
 from flodl_hf.serving.doors.door import MODEL, Call, Door, Reply
 from flodl_hf.serving.doors.fields import Field
 from flodl_hf.serving.faults import RefusedError
@@ -51,7 +52,7 @@ def prompted(call: Call) -> dict[str, Any]:
     prompts = call.house.workers.models[call.model]["prompts"]
     if name not in prompts:
         have = ", ".join(prompts) or "none, as the model has none"
-        raise RefusedError(f"prompt_name is {name!r}; expected one of {have}", "field", param="prompt_name")
+        raise RefusedError(f"prompt_name is {shown(name, 60)}; expected one of {have}", "field", param="prompt_name")
     return {"prompt": name}
 
 

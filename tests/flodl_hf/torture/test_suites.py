@@ -18,7 +18,7 @@ from flodl_hf.torture.runner import load_suite, run_cases
 from flodl_hf.torture.subjects import Ours
 from flodl_hf.torture.suites import SUITES
 
-ELSEWHERE = ("interrupts", "runs", "powerloss", "disks", "hub")
+ELSEWHERE = ("interrupts", "runs", "powerloss", "disks", "hub", "serve")
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
