@@ -84,7 +84,7 @@ def report_page(run: Run) -> str:
     ]
     if run.predictions is not None and len(run.predictions):
         where = f" of {run.held_out}" if run.held_out else ""
-        title = f"Held-out data: {len(run.predictions):,} examples{where}"
+        title = f"Held-out data: {len(run.predictions):,} example{'s' * (len(run.predictions) != 1)}{where}"
         parts.append(_section(title, _KINDS.get(run.kind, lambda run: [])(run)))
     parts.append(_section("Data", [_lengths(run), _data(run)]))
     if run.notes:
@@ -121,6 +121,10 @@ def _figures(metrics: Mapping[str, float]) -> str:
     return f'<ul class="figures">{cards}</ul>' if cards else "<p>Nothing was held out, so nothing is claimed.</p>"
 
 
+def _share(value: float) -> str:
+    return "–" if math.isnan(value) else f"{value:.4f}"
+
+
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     top = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in head)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
@@ -153,7 +157,7 @@ def _evaluations(run: Run) -> list[str]:
     if not lines:
         return []
     chart = line_chart(lines, title="Figures on held-out data", across="step", up="figure", dots=True)
-    rows = [[str(row["step"]), *(f"{row.get(n, math.nan):.4f}" for n in lines)] for row in run.history]
+    rows = [[str(row["step"]), *(_share(row.get(n, math.nan)) for n in lines)] for row in run.history]
     return [_figure("Figures on held-out data", chart, table=_table(["step", *lines], rows))]
 
 
@@ -207,7 +211,7 @@ def _single(run: Run) -> list[str]:
         right, said, there = counted[i, i], counted[:, i].sum(), counted[i].sum()
         precision, recall = right / said if said else math.nan, right / there if there else math.nan
         f1 = 2 * right / (said + there) if said + there else math.nan
-        rows.append([names[i], f"{precision:.4f}", f"{recall:.4f}", f"{f1:.4f}", f"{there:,}"])
+        rows.append([names[i], _share(precision), _share(recall), _share(f1), f"{there:,}"])
     by_label = _table(["label", "precision", "recall", "F1", "examples"], rows)
     cells = [[name, *map(str, row)] for name, row in zip(shown, table, strict=True)]
     shown_curves = [1] if len(names) == 2 else list(np.argsort(-counted.sum(1), kind="stable")[:6])
@@ -336,6 +340,8 @@ def _curves(curves: Mapping[str, Any]) -> str:
         for name, curve in curves.items()
         if not math.isnan(curve.average)
     }
+    if not lines:
+        return ""
     chart = line_chart(lines, title="Precision over recall", across="recall", up="precision", x=(0, 1), y=(0, 1))
     return _figure("Precision and recall", chart, "In brackets: average precision.")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -136,3 +137,12 @@ def test_it_is_written_beside_the_model(tmp_path: Path) -> None:
     again = finetune(model, train=rows[:40], epochs=1, out=folder, overwrite=True, report=False, progress=False)
     assert again.folder == folder
     assert not (folder / "report.html").exists()
+
+
+def test_a_label_without_examples_has_no_figures_and_no_curve() -> None:
+    run = replace(run_of("single_label"), labels=["a", "b"], predictions=np.array([[0.2, 0.9]]), truth=np.array([1]))
+    page = report_page(run)
+    assert "Held-out data: 1 example</h2>" in page
+    assert "<td>a</td><td>–</td><td>–</td><td>–</td><td>0</td>" in page
+    assert "nan" not in page
+    assert report_page(replace(run, labels=["b", "a"], truth=np.array([0]))).count("<svg") < page.count("<svg")
