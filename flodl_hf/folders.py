@@ -68,6 +68,8 @@ def resolve_folder(name_or_path: str | Path, hub: Mapping[str, Any], files: Sequ
 
     A folder that exists is taken as it is, without importing the Hub client.
     """
+    if not str(name_or_path):
+        raise ConfigError("model: found an empty name; expected a folder, or a name of the Hub", problems=["empty"])
     path = Path(os.path.expanduser(name_or_path))
     if os.path.isdir(path):  # no for a name that no folder can have, where Path.is_dir raises
         subfolder = str(hub.get("subfolder") or "")

@@ -16,11 +16,16 @@ __all__ = ["beyond_tables", "check_rows"]
 
 
 def check_rows(input_ids: Tensor) -> None:
-    """Raise for ids that are no rows of at least one token.
+    """Raise for what is no rows of at least one token.
 
     Raises:
-        PredictError: the shape is another.
+        PredictError: it is no tensor, or the shape is another.
     """
+    if not isinstance(input_ids, Tensor):
+        raise PredictError(
+            f"input_ids: found {type(input_ids).__name__}; expected a tensor of token ids, as model.tokenizer(texts, "
+            'padding=True, return_tensors="pt") gives. Texts go to the methods of the task: predict, embed, answer.'
+        )
     shape = tuple(input_ids.shape)
     if input_ids.dim() != 2:
         raise PredictError(f"input_ids has shape {shape}; expected (batch, seq)", shape=shape)

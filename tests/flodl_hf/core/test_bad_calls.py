@@ -189,6 +189,12 @@ def test_pairs_that_are_none_are_refused(pairs: Any, make: Maker) -> None:
         make("bert", "sequence_classification").predict(pairs)
 
 
+@pytest.mark.parametrize("given", ["a text", ["a", "list"]], ids=repr)
+def test_a_call_with_texts_is_told_where_texts_go(given: Any, make: Maker) -> None:
+    with pytest.raises(PredictError, match=r"expected a tensor of token ids.*predict, embed, answer"):
+        make("bert", "base")(given)
+
+
 def test_no_texts_give_no_answers(make: Maker) -> None:
     assert make("bert", "sequence_classification").predict([]) == []
     assert make("bert", "token_classification").predict([]) == []
