@@ -100,6 +100,10 @@ def load_reference(folder: Path, job: Job, *, dropout: bool = False) -> Any:
         "token_classification": transformers.AutoModelForTokenClassification,
         "question_answering": transformers.AutoModelForQuestionAnswering,
         "masked_lm": transformers.AutoModelForMaskedLM,
+        "multiple_choice": transformers.AutoModelForMultipleChoice,
+        "next_sentence": transformers.AutoModelForNextSentencePrediction,
+        "pretraining": transformers.AutoModelForPreTraining,
+        "replaced_tokens": transformers.AutoModelForPreTraining,
     }
     model = classes[job.task.head].from_pretrained(folder, attn_implementation=job.options.attention)
     for module in () if dropout else model.modules():
@@ -138,7 +142,8 @@ def plain_loop(model: Any, job: Job) -> list[float]:
     epoch = 0
     while len(losses) < job.steps:
         for batch in loader.epoch(epoch):
-            inputs = {name: batch[name].to(device) for name in batch.names if name != "row_lengths"}
+            inputs = their_inputs(job, {name: batch[name] for name in batch.names})
+            inputs = {name: part.to(device) for name, part in inputs.items()}
             loss = model(**inputs).loss
             loss.backward()
             if options.max_grad_norm:
@@ -151,6 +156,18 @@ def plain_loop(model: Any, job: Job) -> list[float]:
                 break
         epoch += 1
     return [float(loss) for loss in losses]
+
+
+def their_inputs(job: Job, batch: dict[str, Any]) -> dict[str, Any]:
+    """Return the parts of a batch as transformers' classes name and shape them."""
+    inputs = {name: part for name, part in batch.items() if isinstance(part, torch.Tensor) and name != "slots"}
+    if job.task.head == "multiple_choice":
+        shape = batch["slots"].shape
+        return {name: part if name == "labels" else part.view(*shape, -1) for name, part in inputs.items()}
+    if "related" in inputs:
+        ordered = job.model.config.family.heads["pretraining"].relation_output == "sop_logits"
+        inputs["sentence_order_label" if ordered else "next_sentence_label"] = inputs.pop("related")
+    return inputs
 
 
 def write_demo(folder: Path) -> tuple[Path, list[dict[str, str]]]:

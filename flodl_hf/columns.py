@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from flodl.errors import DataError, capped
 
-__all__ = ["NAMES", "Columns", "infer_columns"]
+__all__ = ["NAMES", "Columns", "infer_columns", "pair_columns"]
 
 Task = Literal["sequence-classification", "token-classification", "question-answering", "masked-lm", "embedding"]
 
@@ -127,6 +127,48 @@ def infer_columns(rows: Sequence[Mapping[str, Any]], **said: str | None) -> Colu
         problems=kinds,
     )
 
+
+def pair_columns(rows: Sequence[Mapping[str, Any]], said: Mapping[str, str] | None, where: str) -> Columns:
+    """Return which columns hold two texts that may belong together, and the label where there is one.
+
+    Args:
+        rows: the table.
+        said: columns by role: text, text_pair, label.
+        where: what asks, for the message.
+
+    Raises:
+        DataError: a named column is absent, or there are no two texts.
+    """
+    names, asked = list(rows[0]), dict(said or {})
+    wrong = [f"{role}={name!r}" for role, name in asked.items() if role not in PAIR_NAMES or name not in names]
+    if wrong:
+        raise DataError(
+            f"columns: {'; '.join(wrong)}; the data has columns {names}, and the roles are {', '.join(PAIR_NAMES)}",
+            names=names,
+            problems=wrong,
+        )
+    found: dict[str, str | None] = {}
+    for role, known in PAIR_NAMES.items():
+        free = {name.lower(): name for name in names if name not in found.values()}
+        found[role] = asked.get(role) or next((free[name] for name in known if name in free), None)
+    texts = [name for name in names if _kind(rows[:100], name) == "text" and name != found["label"]]
+    if len(texts) == 2 and not (found["text"] and found["text_pair"]):
+        found |= {"text": texts[0], "text_pair": texts[1]}
+    if found["text"] is None or found["text_pair"] is None:
+        raise DataError(
+            f"{where}: which of the columns {names} hold two texts cannot be told; expected text and text_pair (or "
+            "sentence1 and sentence2, sentence_a and sentence_b), with a label or without; or say which is which: "
+            "columns={'text': ..., 'text_pair': ...}",
+            names=names,
+        )
+    return Columns(task="sequence-classification", **found)
+
+
+PAIR_NAMES = {
+    "text": (*NAMES["text"], "sentence_a", "first", "anchor"),
+    "text_pair": (*NAMES["text_pair"], "sentence_b", "second", "positive", "next"),
+    "label": (*NAMES["label"], "next_sentence_label", "sentence_order_label"),
+}
 
 _PAIRS = (("anchor",), ("positive",), ("negative",), ("chosen", "rejected"))
 

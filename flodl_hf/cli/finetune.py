@@ -307,7 +307,7 @@ def _command() -> Callable[..., None]:
         text = row.metadata["help"] + (f" (default {shown})" if shown else "")
         option = typer.Option(
             *flags, help=text, show_default=False, rich_help_panel=group,
-            metavar="seqcls|tokcls|qa|mlm|embedding|rank" if name == "task" else None,
+            metavar="seqcls|tokcls|qa|mlm|choice|..." if name == "task" else None,
         )  # fmt: skip
         parameters.append(_parameter(name, kind | None, option))
     parameters.append(
@@ -344,7 +344,7 @@ def _default(value: Any) -> str:
 HELP = (
     "Train a model on your data and write it as a Hugging Face folder.\n\n"
     "The columns of the data say what is learned (a text and a label, words and tags, a question with context and "
-    "answers, plain text), and labels are read off the data. The folder has a model card, the recipe that reproduces "
+    "answers, a prompt with choices, plain text), and labels are read off the data. The folder has a model card, the recipe that reproduces "
     "it, and every figure."
 )
 

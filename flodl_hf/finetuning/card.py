@@ -32,6 +32,7 @@ SHOWN = (
     *("vector_loss", "loss_options", "matryoshka", "adaptive_layers", "guide", "pooling", "normalize", "cache_tokens"),
     "projection",
 )
+MASKED = ("masked_lm", "pretraining", "replaced_tokens")
 MASKING = ("concatenate", "whole_words", "mask_probability", "mask_padding")
 
 
@@ -76,7 +77,7 @@ def report(job: Job, result: FinetuneResult, judged: Judged | None) -> str:
             title=f"{hub_name(job.name) or Path(job.name).name}, fine-tuned",
             task=result.task,
             kind=job.task.kind,
-            labels=job.task.labels or (),
+            labels=getattr(job.task, "names", None) or job.task.labels or (),
             metrics=result.metrics,
             best_step=result.best_step,
             losses=result.losses,
@@ -153,7 +154,7 @@ def card(job: Job, result: FinetuneResult) -> str:
     lines += ["| choice | value |", "|---|---|"]
     for name in SHOWN:
         value = result.recipe.get(name)
-        if value not in (None, [], (), {}, 0) and (result.task == "masked_lm" or name not in MASKING):
+        if value not in (None, [], (), {}, 0) and (result.task in MASKED or name not in MASKING):
             lines.append(f"| {name} | {_cell(value)} |")
     lines += ["", "All choices stand in `recipe.yaml`:", "", "```", "flodl-hf finetune --recipe recipe.yaml --out DIR"]
     lines += ["```", "", "## Versions", ""]

@@ -19,9 +19,12 @@ from flodl.data import infer_targets, load_rows
 from flodl.errors import ConfigError, DataError
 from flodl_hf.columns import NAMES, Columns, infer_columns
 from flodl_hf.finetuning.answers import AnswerTask
+from flodl_hf.finetuning.choices import choice_columns, plan_choices
 from flodl_hf.finetuning.masked import MaskedTask
 from flodl_hf.finetuning.options import Options, task_named
+from flodl_hf.finetuning.pairs import plan_pairs
 from flodl_hf.finetuning.ranking import plan_ranking
+from flodl_hf.finetuning.replaced import plan_replaced
 from flodl_hf.finetuning.sequence import SequenceTask
 from flodl_hf.finetuning.task import Task
 from flodl_hf.finetuning.tokens import TokenTask, tag_names
@@ -47,10 +50,13 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Known:
-    """What the starting model already says: its head, and the names of its labels if it was trained with any."""
+    """What the starting model already says: its head, the names of its labels if it was trained with any, and whether
+    its family learns the order of two texts (ALBERT) rather than whether one follows the other.
+    """
 
     head: str | None = None
     labels: tuple[str, ...] = ()
+    ordered: bool = False
 
 
 @dataclass(frozen=True)
@@ -182,7 +188,21 @@ def choose_task(tables: Tables, options: Options, known: Known, own: Any = None)
             "mixes several",
             problems=["train"],
         )
-    return _with_head(tables, options, known, named), options
+    task = _of_its_own(named, tables, options, known)
+    if task is not None and own is not None and task.kind in ("choices", "pairs"):
+        raise ConfigError(f"loss: {task.head} has none beside its own; expected nothing", problems=["loss"])
+    return task or _with_head(tables, options, known, named), options
+
+
+def _of_its_own(named: str | None, tables: Tables, options: Options, known: Known) -> Task | None:
+    """Return a task that has columns of its own; None for others."""
+    if named in ("next_sentence", "pretraining"):
+        return plan_pairs(named, tables.train, options, ordered=known.ordered)
+    if named == "replaced_tokens":
+        return plan_replaced(tables.train[:LOOKED_AT], options)
+    if named == "multiple_choice" or (named is None and not options.columns and choice_columns(tables.train[0])):
+        return plan_choices(tables.train, options)
+    return None
 
 
 def _with_head(tables: Tables, options: Options, known: Known, named: str | None) -> Task:

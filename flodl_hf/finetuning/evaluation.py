@@ -26,6 +26,7 @@ from flodl.errors import ConfigError, nearest
 from flodl.metrics import merged
 from flodl.train.precision import Precision
 from flodl_hf.finetuning.own import OwnScorer
+from flodl_hf.finetuning.pairs import PretrainingObjective
 from flodl_hf.finetuning.rows import CollateRows
 from flodl_hf.finetuning.step import Objective, rows_of_scores
 from flodl_hf.finetuning.task import Prepared, Scorer, Task
@@ -122,6 +123,8 @@ class Evaluation:
                     if turn >= len(batches):
                         continue
                     totals.append(self.objective.of(scores, batch).totals())
+                if isinstance(self.objective, PretrainingObjective):
+                    scores = self.objective.by_row(scores, batch)
                 if self.task.kind == "words":  # the loss says it all, and the scores are large
                     continue
                 per_row = rows_of_scores(scores.float().cpu(), given, per_row=self.task.per_row)

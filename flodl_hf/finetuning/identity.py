@@ -106,7 +106,8 @@ def _digest(rows: EncodedRows, further: Any) -> str:
 
 def _answers(task: Any, rows: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
     columns = task.columns
-    names = [getattr(columns, role) for role in columns.__dataclass_fields__ if role != "task"]
+    found = [getattr(columns, role) for role in columns.__dataclass_fields__ if role != "task"]
+    names = [name for part in found for name in (part if isinstance(part, tuple) else (part,))]
     return [[row.get(name) for name in names if name is not None] for row in rows]
 
 

@@ -19,13 +19,16 @@ import torch
 from flodl.data import LengthGroupedBatches, RandomSampler, TokenBudgetBatches
 from flodl.data.batches import FixedBatches
 from flodl.errors import ConfigError
+from flodl_hf.finetuning.choices import ChoiceTask
 from flodl_hf.finetuning.data import HEADED, Known, Tables, choose_task, guessed_columns, read_tables
 from flodl_hf.finetuning.evaluation import Evaluation, Evaluations
 from flodl_hf.finetuning.factory import FixedModel, ModelFactory
 from flodl_hf.finetuning.options import Options
 from flodl_hf.finetuning.own import Own
+from flodl_hf.finetuning.pairs import PretrainingObjective
 from flodl_hf.finetuning.ranking import RankTask
 from flodl_hf.finetuning.rates import make_schedule
+from flodl_hf.finetuning.replaced import ReplacedTask
 from flodl_hf.finetuning.rows import CollateRows, EncodedRows, Masking
 from flodl_hf.finetuning.shapes import choose_shapes
 from flodl_hf.finetuning.step import Objective
@@ -39,7 +42,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Job", "plan_job"]
 
-ONE_ROW = ("embedding", "rank", "sparse", "multivector")
+ONE_ROW = (
+    *("embedding", "rank", "sparse", "multivector"),
+    *("multiple_choice", "next_sentence", "pretraining"),
+)
 """Tasks whose texts are one row each, however long."""
 LONG_EPOCH = 256
 """Batches from which rows of similar length come together unasked: what that saves is time, which short runs have, and
@@ -149,8 +155,8 @@ def plan_job(
     limits = LengthLimits(min(bounds, default=None), options.stride, types, options.long_texts == "windows")
     prepared = {"train": task.prepare(tables.train, tokenizer, limits, training=True)}
     rows = prepared["train"].rows
-    masking = None
-    if task.kind == "words":
+    masking: Any = task.drawing(tokenizer) if isinstance(task, ReplacedTask) else None
+    if task.kind in ("words", "pairs"):
         if tokenizer.mask_token_id is None:
             raise ConfigError(f"{where}: the tokenizer has no mask token, so nothing can be masked", problems=["mask"])
         masking = Masking(tokenizer.mask_token_id, tokenizer.vocab_size, options.mask_probability, options.whole_words)
@@ -167,7 +173,8 @@ def plan_job(
         ]
     texts: Any = rows
     # examples of several rows: vectors, and lists of a question's candidates
-    several: Any = vectors or (task if isinstance(task, RankTask) and task.loss is not None else None)
+    listed = isinstance(task, ChoiceTask) or (isinstance(task, RankTask) and task.loss is not None)
+    several: Any = vectors or (task if listed else None)
     batches = _batches(options, rows, layout) if vectors is None else vectors.batches(texts)
     collate = CollateRows(tokenizer.pad_token_id or 0, layout, masking, noise=bool(options.neftune))
     if layout == "bucketed":
@@ -180,7 +187,8 @@ def plan_job(
             collate = replace(collate, shapes_for=shapes)
     weights = _weights(options, task, rows)
     own.check(task, weights, options.label_smoothing)
-    objective: Any = Objective(
+    make = PretrainingObjective if task.kind == "pairs" else Objective
+    objective: Any = make(
         task.kind, weights, options.label_smoothing, options.mask_padding, own.loss, options.neftune or None
     )
     if several is not None:
@@ -194,7 +202,7 @@ def plan_job(
             (part := prepared[f"eval {name}".strip()]),
             judging,
             # how wide a batch is padded says nothing of a model
-            Objective(task.kind, mask_padding=True, own=own.loss) if several is None else several.of_held_out(part),
+            make(task.kind, mask_padding=True, own=own.loss) if several is None else several.of_held_out(part),
             options.eval_batch_size or micro or options.batch_size,
             options.precision,
             options.seed,
@@ -231,14 +239,19 @@ def _cut_texts(prepared: Mapping[str, Prepared], limits: LengthLimits, task: Tas
 def _known(model: Any, options: Options) -> Known:
     """Return the head and labels that the starting model has."""
     if not isinstance(model, (str, os.PathLike)):
-        return Known(model.head, tuple(model.config.labels))
+        return Known(model.head, tuple(model.config.labels), _ordered(model.config.family))
     from flodl_hf.config import read_config
     from flodl_hf.loading import head_of
 
     config = read_config(os.fspath(model), **_hub(options))
     head = head_of(config.family, config.source.get("architectures"))
     unnamed = all(name == f"LABEL_{i}" for i, name in enumerate(config.labels))
-    return Known(head, () if unnamed else tuple(config.labels))
+    return Known(head, () if unnamed else tuple(config.labels), _ordered(config.family))
+
+
+def _ordered(family: Any) -> bool:
+    """Return whether a family's pairs are learned by their order, as ALBERT's are."""
+    return "pretraining" in family.heads and family.heads["pretraining"].relation_output == "sop_logits"
 
 
 def _hub(options: Options) -> dict[str, Any]:

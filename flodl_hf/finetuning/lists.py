@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from flodl.data.collate import Where
@@ -28,7 +29,7 @@ from flodl_hf.finetuning.vectors.tables import ANCHORS, LABELS, POSITIVES, read_
 if TYPE_CHECKING:
     from flodl_hf.tokenizer import Tokenizer
 
-__all__ = ["Candidates", "ListObjective", "collate_lists", "has_lists", "prepare_lists", "read_lists"]
+__all__ = ["Candidates", "CollateLists", "ListObjective", "collate_lists", "has_lists", "prepare_lists", "read_lists"]
 
 DOCUMENTS = (*POSITIVES, "documents", "docs", "passages", "candidates", "texts")
 
@@ -125,8 +126,17 @@ def _of_columns(
     return found, Columns(task="embedding", text=question, text_pair=documents, label=label)
 
 
-def prepare_lists(lists: Sequence[Candidates], tokenizer: Tokenizer, limits: LengthLimits) -> tuple[TextRows, int]:
-    """Return lists as rows of tokens, and how many texts were cut."""
+def prepare_lists(
+    lists: Sequence[Candidates], tokenizer: Tokenizer, limits: LengthLimits, right: NDArray[np.int64] | None = None
+) -> tuple[TextRows, int]:
+    """Return lists as rows of tokens, and how many texts were cut.
+
+    Args:
+        lists: each is an example.
+        tokenizer: of the model.
+        limits: how long a text with its question may be.
+        right: the number of the right text of each, which is its label then, in place of the grades of all.
+    """
     builder, cut, lengths = RowBuilder(limits.types), 0, []
     flat = [(one.question, text) for one in lists for text in one.texts]
     for start in range(0, len(flat), CHUNK):
@@ -144,9 +154,10 @@ def prepare_lists(lists: Sequence[Candidates], tokenizer: Tokenizer, limits: Len
     parts = np.zeros(there.shape, np.int64)
     labels = np.zeros(there.shape, np.float32)
     parts[there] = lengths
-    labels[there] = [grade for one in lists for grade in one.grades]
+    if right is None:
+        labels[there] = [grade for one in lists for grade in one.grades]
     columns = builder.build().columns
-    rows = EncodedRows(columns, parts.sum(1).tolist(), {PARTS: parts, "labels": labels})
+    rows = EncodedRows(columns, parts.sum(1).tolist(), {PARTS: parts, "labels": labels if right is None else right})
     return TextRows([rows], [np.zeros((len(lists), 0), np.int64)]), cut
 
 

@@ -21,7 +21,7 @@ from flodl_hf.finetuning.task import CHUNK, Examples, LengthLimits, Prepared, ch
 if TYPE_CHECKING:
     from flodl_hf.tokenizer import Tokenizer
 
-__all__ = ["MaskedTask"]
+__all__ = ["MaskedTask", "words_of"]
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class MaskedTask:
             for group in windows:
                 for row in group:
                     if not all(row.special):
-                        builder.add(row, owner, {"words": _words(row)})
+                        builder.add(row, owner, {"words": words_of(row)})
                         owner += 1
         return Prepared(builder.build(), None if training else ())
 
@@ -135,7 +135,7 @@ def _lines_end_to_end(texts: Sequence[str], tokenizer: Tokenizer) -> Iterator[li
             yield line
 
 
-def _words(row: object) -> list[int]:
+def words_of(row: object) -> list[int]:
     """Return the word of each token; tokens of the text that are in no word are words of their own."""
     words: list[int] = []
     extra = 1_000_000  # beyond the words of any row

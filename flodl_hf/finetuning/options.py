@@ -19,6 +19,7 @@ __all__ = ["TASKS", "Options", "make_options", "task_named"]
 
 TASKS = (
     *("sequence_classification", "token_classification", "question_answering", "masked_lm"),
+    *("multiple_choice", "next_sentence", "pretraining", "replaced_tokens"),
     *("embedding", "rank", "sparse", "multivector"),
 )
 TASK_WORDS = {
@@ -29,6 +30,10 @@ TASK_WORDS = {
     "qa": "question_answering",
     "mlm": "masked_lm",
     "fill_mask": "masked_lm",
+    "choice": "multiple_choice",
+    "nsp": "next_sentence",
+    "pretrain": "pretraining",
+    "replaced": "replaced_tokens",
     "splade": "sparse",
     "colbert": "multivector",
     "multi_vector": "multivector",
@@ -66,7 +71,8 @@ class Options:
 
     task: str | None = _opt(
         None,
-        "seqcls, tokcls (ner), qa, mlm, embedding, sparse, multivector or rank; by default the data's columns tell.",
+        "seqcls, tokcls (ner), qa, mlm, choice, nsp, pretrain, replaced, embedding, sparse, multivector or rank; by "
+        "default the data's columns tell.",
     )
     columns: Mapping[str, str] | None = _opt(None, "Which column holds what, by role: text=headline.")
     labels: Sequence[str] | None = _opt(
@@ -201,8 +207,10 @@ class Options:
     early_stopping: int | None = _opt(None, "Stop after so many evaluations without a better figure.", least=1)
 
     concatenate: bool = _opt(False, "mlm: put lines end to end, with a separator between, and cut them into full rows.")
-    whole_words: bool = _opt(False, "mlm: mask whole words.")
-    mask_probability: float = _opt(0.15, "mlm: share of the tokens that are masked.", least=0.0, most=1.0)
+    whole_words: bool = _opt(False, "mlm, pretrain: mask whole words.")
+    mask_probability: float = _opt(
+        0.15, "mlm, pretrain: share of the tokens that are masked; replaced: that are replaced.", least=0.0, most=1.0
+    )
     mask_padding: bool = _opt(
         False,
         "qa: leave padding out of the loss, which is then the same however a batch is cut; transformers does not.",

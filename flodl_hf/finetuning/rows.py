@@ -21,7 +21,10 @@ from flodl_hf.buckets import FILLER, fill
 from flodl_hf.finetuning.noise import SEEDS, row_seeds
 from flodl_hf.finetuning.shapes import Shapes
 
-__all__ = ["CollateRows", "EncodedRows", "Masking", "RowBuilder", "TakenRows"]
+__all__ = ["RELATED", "CollateRows", "EncodedRows", "Masking", "RowBuilder", "TakenRows"]
+
+RELATED = "related"
+"""The label of a pair of texts beside labels of its words: 0 where they belong together."""
 
 
 class EncodedRows:
@@ -133,16 +136,25 @@ class RowBuilder:
         self._values: dict[str, list[Any]] = {}
         self._owners: list[int] = []
 
-    def add(self, row: Any, owner: int, columns: Mapping[str, Sequence[int]] | None = None, **values: Any) -> None:
+    def add(
+        self,
+        row: Any,
+        owner: int,
+        columns: Mapping[str, Sequence[int]] | None = None,
+        *,
+        ids: Any = None,
+        **values: Any,
+    ) -> None:
         """Take in one window.
 
         Args:
             row: a `flodl_hf.tokenization.rows.Row`.
             owner: the example that it is a window of.
             columns: further values, one for each token.
+            ids: token ids in place of the row's.
             **values: one value, or one line of values, for the row.
         """
-        self._put("input_ids", row.ids, np.int32)
+        self._put("input_ids", row.ids if ids is None else ids, np.int32)
         if self.types:
             self._put("token_type_ids", row.type_ids, np.uint8)
         for name, column in (columns or {}).items():
@@ -215,7 +227,7 @@ class CollateRows:
     Args:
         pad_id: the padding token.
         layout: how the rows lie.
-        masking: hides tokens, for masked language models.
+        masking: hides or replaces tokens, for what learns from plain text.
         shapes: bucketed: what batches are filled up to.
         noise: give each row a seed for the noise on its embeddings.
         shapes_for: chooses shapes for another ``micro_batch_size``, where that is found out later.
@@ -223,7 +235,7 @@ class CollateRows:
 
     pad_id: int
     layout: Literal["padded", "packed", "bucketed"] = "padded"
-    masking: Masking | None = None
+    masking: Callable[[Mapping[str, Any], Where, int], dict[str, Any]] | None = None
     shapes: Shapes = field(default_factory=Shapes)
     noise: bool = False
     shapes_for: Callable[..., Shapes] | None = None
@@ -273,7 +285,7 @@ class CollateRows:
                 parts[name] = column
                 continue
             filler = bucket.longest if name.endswith("_positions") else 0
-            if name == "labels" and column.dtype.kind != "f":
+            if name in ("labels", RELATED) and column.dtype.kind != "f":
                 filler = IGNORE
             parts[name] = whole = np.full((bucket.texts, *column.shape[1:]), filler, column.dtype)
             whole[: len(column)] = column

@@ -6,6 +6,7 @@ loop to the bit. How sums and counts become a step is decided in `flodl.train.st
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
@@ -21,9 +22,11 @@ from flodl_hf.finetuning.own_loss import LossFunction, own_loss
 from flodl_hf.layout import Packed, Padded
 from flodl_hf.losses import IGNORED_LABEL, classification_loss, span_loss, token_loss
 
-__all__ = ["Objective", "rows_of_scores", "score"]
+__all__ = ["Objective", "rows_of_scores", "run_model", "score"]
 
-Kind = Literal["single_label", "multi_label", "regression", "tokens", "words", "spans", "vectors"]
+Kind = Literal[
+    "single_label", "multi_label", "regression", "tokens", "words", "spans", "vectors", "choices", "pairs", "replaced"
+]
 _PROBLEM = {
     "single_label": "single_label_classification",
     "multi_label": "multi_label_classification",
@@ -33,6 +36,11 @@ _PROBLEM = {
 
 def score(model: Any, batch: Any) -> Tensor:
     """Return the head's scores of a batch, in the layout that the batch has."""
+    return run_model(model, batch)[0]
+
+
+def run_model(model: Any, batch: Any, outputs: Sequence[str] = ()) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the head's scores of a batch, in the layout that the batch has, and the graph's outputs of these names."""
     ids, types = batch["input_ids"], batch.get("token_type_ids")
     if "places" in batch:
         layout = Packed(batch["cu_seqlens"], (), batch["longest"], batch["places"], batch["opens"])
@@ -42,13 +50,15 @@ def score(model: Any, batch: Any) -> Tensor:
         # Asking whether all is real would make the host wait; the mask is kept instead.
         layout = Padded(batch["attention_mask"] != 0)
     else:
-        return model.run_graph(ids, batch["attention_mask"], types, None)[0]
-    lead = lead_of(model.graph)
-    if lead is None:
-        return model.graph(ids, token_type_ids=types, layout=layout)
-    ids, types, led = lead.rows(ids, types, layout)
-    scores = model.graph(ids, token_type_ids=types, layout=led)
-    return scores if model.per_text else layout.behind(lead.count, scores)
+        return model.run_graph(ids, batch["attention_mask"], types, None, outputs)[:2]
+    lead, led = lead_of(model.graph), layout
+    if lead is not None:
+        ids, types, led = lead.rows(ids, types, layout)
+    if outputs:
+        scores, named = model.graph(ids, token_type_ids=types, layout=led, outputs=list(outputs))
+    else:
+        scores, named = model.graph(ids, token_type_ids=types, layout=led), {}
+    return scores if lead is None or model.per_text else layout.behind(lead.count, scores), named
 
 
 def rows_of_scores(scores: Tensor, batch: Any, *, per_row: bool) -> list[Tensor]:
@@ -85,9 +95,9 @@ class Objective:
     def __call__(self, model: Any, batch: Any) -> Loss:
         """Return the loss of a batch."""
         if self.noise is None:
-            return self.of(score(model, batch), batch)
+            return self.of(self.score(model, batch), batch)
         with noisy(model, self.noise, batch):
-            scores = score(model, batch)
+            scores = self.score(model, batch)
         return self.of(scores, batch)
 
     def score(self, model: Any, batch: Any) -> Tensor:
@@ -99,6 +109,8 @@ class Objective:
         if self.kind == "spans":
             return self._spans(scores, batch)
         labels = batch["labels"]
+        if self.kind == "replaced":
+            return self._replaced(scores.reshape(-1), labels.reshape(-1), settled="places" in batch or scores.is_cuda)
         if self.own is not None:
             flat = scores.reshape(-1, scores.shape[-1])
             whole = labels if self.kind in ("regression", "multi_label") else labels.reshape(-1)
@@ -114,6 +126,21 @@ class Objective:
             return Loss.mean(self._texts(scores, labels), count)
         counted = (labels != IGNORED_LABEL).sum()
         return Loss.mean(token_loss(scores, labels, upcast=self.kind == "words"), counted)
+
+    def _replaced(self, scores: Tensor, labels: Tensor, *, settled: bool) -> Loss:
+        """Return the loss of tokens that are no padding.
+
+        Args:
+            settled: shapes must not depend on values, as on a device.
+        """
+        if self.own is not None:
+            return own_loss(self.own, scores, labels, len(scores))
+        counted = labels != IGNORED_LABEL
+        if settled:
+            each = F.binary_cross_entropy_with_logits(scores, labels.clamp(min=0).to(scores.dtype), reduction="none")
+            return Loss((each * counted).sum(), counted.sum())
+        wanted = labels[counted].to(scores.dtype)
+        return Loss.mean(F.binary_cross_entropy_with_logits(scores[counted], wanted), len(wanted))
 
     def _texts(self, scores: Tensor, labels: Tensor) -> Tensor:
         if self.kind == "multi_label" and self.weights is not None:
