@@ -56,6 +56,7 @@ def predict_file(
     device: str | None = None,
     revision: str | None = None,
     local_files_only: bool = False,
+    weights: Literal["memory", "disk"] | None = None,
     on_progress: Callable[[Progress], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
     parent: int | None = None,
@@ -93,6 +94,8 @@ def predict_file(
         device: where to load it.
         revision: branch, tag or commit on the Hub.
         local_files_only: open no connection.
+        weights: where the model is a name: "disk" reads it layer by layer from its files, "memory" holds it; None as
+            there is room.
         on_progress: called some times a second.
         should_stop: asked after each part; True ends the run with what is done.
         parent: end with this process; for ranks that another one started.
@@ -122,7 +125,7 @@ def predict_file(
         from flodl_hf.auto import load
 
         hub = {"revision": revision, "local_files_only": local_files_only}
-        model = load(str(model), head=head, device=device or rank.device, **hub)
+        model = load(str(model), head=head, device=device or rank.device, weights=weights, **hub)
     model.ready("predict_file", untrained=bool(options.get("untrained")))
     said = ColumnArgs(**{name: job[name] for name in ColumnArgs.__dataclass_fields__})
     rows = open_rows(source, format, header)

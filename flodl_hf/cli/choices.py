@@ -18,6 +18,7 @@ __all__ = [
     "PrecisionWord",
     "SizeWord",
     "StyleWord",
+    "WeightsWord",
     "choice",
     "words_of",
 ]
@@ -110,6 +111,13 @@ class FaultWord(StrEnum):
     stop = "stop"
     skip = "skip"
     null = "null"
+
+
+class WeightsWord(StrEnum):
+    """Where weights stay while a model predicts."""
+
+    memory = "memory"
+    disk = "disk"
 
 
 class SizeWord(StrEnum):

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from flodl_hf.cli.choices import FaultWord, FormatWord, PrecisionWord
+from flodl_hf.cli.choices import FaultWord, FormatWord, PrecisionWord, WeightsWord
 from flodl_hf.cli.shared import Json, Local, Model, Revision, device_said, reporting
 
 NAME = "encode"
@@ -63,6 +63,13 @@ def command(
         typer.Option("--devices", help="How many processes, or their devices: 2, cuda:0,cuda:1, or auto for all."),
     ] = None,
     precision: Annotated[PrecisionWord | None, typer.Option("--precision", help="Of the arithmetic.")] = None,
+    weights: Annotated[
+        WeightsWord | None,
+        typer.Option(
+            "--weights",
+            help="disk leaves them in their files and reads layer after layer; by default where memory has no room.",
+        ),
+    ] = None,
     device: Annotated[
         str, typer.Option("--device", help="cpu, cuda, cuda:1, mps, or auto for the best device there is.")
     ] = "auto",
@@ -85,11 +92,11 @@ def command(
     said: dict[str, Any] = {
         "text_column": text_column, "format": input_format, "keep": keep, "store": str(store), "truncate_dim": dim,
         "prompt": prompt or None, "prompt_name": prompt_name, "part_rows": part_rows, "devices": devices,
-        "precision": precision, "revision": revision,
+        "precision": precision, "revision": revision, "weights": weights,
     }  # fmt: skip
     said = {name: value for name, value in said.items() if value is not None}
     said |= {"on_error": on_error, "restart": restart, "local_files_only": local_files_only}
-    with beginning(model, {"device": device if devices is None else None}):
+    with beginning(model, {"device": device if devices is None else None, "weights": weights}):
         if devices is None:
             said["device"] = device_said(device)
         file_to_file(

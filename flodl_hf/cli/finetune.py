@@ -344,8 +344,8 @@ def _default(value: Any) -> str:
 HELP = (
     "Train a model on your data and write it as a Hugging Face folder.\n\n"
     "The columns of the data say what is learned (a text and a label, words and tags, a question with context and "
-    "answers, a prompt with choices, plain text), and labels are read off the data. The folder has a model card, the recipe that reproduces "
-    "it, and every figure."
+    "answers, a prompt with choices, plain text), and labels are read off the data. The folder has a model card, the "
+    "recipe that reproduces it, and every figure."
 )
 
 command = reporting(_command())

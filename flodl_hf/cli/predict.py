@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flodl.errors import ConfigError
-from flodl_hf.cli.choices import AggregationWord, FaultWord, FormatWord, Head, HeadWord, PrecisionWord
+from flodl_hf.cli.choices import AggregationWord, FaultWord, FormatWord, Head, HeadWord, PrecisionWord, WeightsWord
 from flodl_hf.cli.shared import (
     Json,
     Local,
@@ -97,6 +97,13 @@ def command(
         bool,
         _running_option("--batch-invariant", says="Let an answer depend on its text alone, bit for bit; slower."),
     ] = False,
+    weights: Annotated[
+        WeightsWord | None,
+        _running_option(
+            "--weights",
+            says="disk leaves them in their files and reads layer after layer; by default where memory has no room.",
+        ),
+    ] = None,
     source: Annotated[
         str | None,
         _file_option("--in", "-i", says="CSV, TSV, JSON lines, Parquet, Arrow or text file; - is standard input."),
@@ -169,10 +176,11 @@ def command(
     if source is not None and out is not None and not text:
         said = {name: value for name, value in files.items() if value is not None}
         said |= {"question": question, "query": query, "on_error": on_error, "restart": restart, "head": head}
-        with beginning(model, {"device": device if devices is None else None}):
+        with beginning(model, {"device": device if devices is None else None, "weights": weights}):
             if devices is None:
                 said["device"] = device_said(device)
             said |= {"revision": revision, "local_files_only": local_files_only}
+            said |= {} if weights is None else {"weights": weights}
             if str(out) == "-":
                 predict_to_output(model, source, {**said, **options})
             else:
@@ -193,9 +201,9 @@ def command(
         what = "is a folder; expected a file" if page.is_dir() else "its folder does not exist; make it first"
         raise ConfigError(f"--html: {page}: {what}", problems=["html"])
     texts = iter(text) if text is not None else stdin_lines()
-    with beginning(model, {"device": device}):
-        on = device_said(device)
-        loaded = load(model, head=head, revision=revision, local_files_only=local_files_only, device=on)
+    hub = {"revision": revision, "local_files_only": local_files_only}
+    with beginning(model, {"device": device, "weights": weights}):
+        loaded = load(model, head=head, **hub, device=device_said(device), weights=weights)
     answers = (
         ranked(loaded, list(texts), query, {k: v for k, v in options.items() if v is not None})
         if query is not None

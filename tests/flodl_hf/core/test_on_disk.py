@@ -181,3 +181,38 @@ def test_layers_that_are_no_chain_are_told_apart() -> None:
     split = FlowBuilder(torch.nn.Linear(2, 2), name="0").fork(torch.nn.Linear(2, 2), name="1").tag("a").build()
     assert "its layer" in str(_steps_of(split)) or "more than the last" in str(_steps_of(split))
     assert "Sequential" in str(_steps_of(torch.nn.Sequential()))
+
+
+def test_commands_take_where_weights_stay(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    testing = pytest.importorskip("typer.testing")
+    from flodl_hf import graph_model
+    from flodl_hf.cli.app import app
+
+    folder, source = saved("bert", "sequence_classification"), tmp_path / "texts.txt"
+    source.write_text("\n".join(TEXTS))
+    seen: list[bool] = []
+    ready = graph_model.GraphModel.ready
+
+    def noted(self: Any, *given: Any, **how: Any) -> Any:
+        seen.append(self.weights_on_disk is not None)
+        return ready(self, *given, **how)
+
+    monkeypatch.setattr(graph_model.GraphModel, "ready", noted)
+
+    def said(*arguments: Any) -> str:
+        done = testing.CliRunner().invoke(app, [*map(str, arguments), "--device", "cpu"])
+        assert done.exit_code == 0, done.output
+        return done.stdout
+
+    for weights in ("memory", "disk"):
+        there = ["--weights", weights]
+        said("predict", folder, "--in", source, "--out", tmp_path / f"{weights}.jsonl", *there)
+        said("encode", folder, "--in", source, "--out", tmp_path / f"{weights}.npy", *there)
+    told = [said("predict", folder, *TEXTS, "--json", "--weights", weights) for weights in ("memory", "disk")]
+    assert told[0] == told[1] != ""
+    assert seen.count(True) == seen.count(False) > 2
+    for suffix in ("jsonl", "npy"):
+        assert (tmp_path / f"memory.{suffix}").read_bytes() == (tmp_path / f"disk.{suffix}").read_bytes()
+    wrong = testing.CliRunner().invoke(app, ["predict", str(folder), "a", "--weights", "disc"])
+    assert wrong.exit_code == 2
+    assert "memory" in wrong.output
