@@ -18,7 +18,7 @@ from pathlib import Path
 
 from flodl.errors import nearest
 from flodl_hf.errors import ExportError
-from flodl_hf.finetuning.options import TASK_WORDS
+from flodl_hf.finetuning.task_names import TASK_WORDS
 
 __all__ = ["DATA", "new_project"]
 

@@ -21,7 +21,8 @@ from flodl.verbosity import Verbosity, verbosity
 from flodl_hf.cli.choices import choice
 from flodl_hf.cli.shared import emit_json, reporting, say, tell, training_said
 from flodl_hf.cli.spelling import command_line
-from flodl_hf.finetuning.options import SCHEDULES, TASK_WORDS, TASKS, Options
+from flodl_hf.finetuning.options import SCHEDULES, Options
+from flodl_hf.finetuning.task_names import TASK_WORDS, TASKS
 
 NAME = "finetune"
 ANY_PORT = "any"

@@ -203,7 +203,9 @@ def command(
     texts = iter(text) if text is not None else stdin_lines()
     hub = {"revision": revision, "local_files_only": local_files_only}
     with beginning(model, {"device": device, "weights": weights}):
-        loaded = load(model, head=head, **hub, device=device_said(device), weights=weights)
+        loaded = load(
+            model, head=head, **hub, device=device_said(device), weights=weights.value if weights is not None else None
+        )
     answers = (
         ranked(loaded, list(texts), query, {k: v for k, v in options.items() if v is not None})
         if query is not None

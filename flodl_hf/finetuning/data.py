@@ -21,12 +21,13 @@ from flodl_hf.columns import NAMES, Columns, infer_columns
 from flodl_hf.finetuning.answers import AnswerTask
 from flodl_hf.finetuning.choices import choice_columns, plan_choices
 from flodl_hf.finetuning.masked import MaskedTask
-from flodl_hf.finetuning.options import Options, task_named
+from flodl_hf.finetuning.options import Options
 from flodl_hf.finetuning.pairs import plan_pairs
 from flodl_hf.finetuning.ranking import plan_ranking
 from flodl_hf.finetuning.replaced import plan_replaced
 from flodl_hf.finetuning.sequence import SequenceTask
 from flodl_hf.finetuning.task import Task
+from flodl_hf.finetuning.task_names import task_named
 from flodl_hf.finetuning.tokens import TokenTask, tag_names
 from flodl_hf.finetuning.vectors.multivector import MultiVectorTask
 from flodl_hf.finetuning.vectors.sparse import SparseTask

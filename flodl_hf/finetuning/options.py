@@ -15,29 +15,8 @@ from flodl.errors import ConfigError, capped, nearest
 from flodl_hf.adapters.settings import Settings, adapter_faults, adapter_of
 from flodl_hf.finetuning.words import translated
 
-__all__ = ["TASKS", "Options", "make_options", "task_named"]
+__all__ = ["Options", "make_options"]
 
-TASKS = (
-    *("sequence_classification", "token_classification", "question_answering", "masked_lm"),
-    *("multiple_choice", "next_sentence", "pretraining", "replaced_tokens"),
-    *("embedding", "rank", "sparse", "multivector"),
-)
-TASK_WORDS = {
-    "seqcls": "sequence_classification",
-    "text_classification": "sequence_classification",
-    "tokcls": "token_classification",
-    "ner": "token_classification",
-    "qa": "question_answering",
-    "mlm": "masked_lm",
-    "fill_mask": "masked_lm",
-    "choice": "multiple_choice",
-    "nsp": "next_sentence",
-    "pretrain": "pretraining",
-    "replaced": "replaced_tokens",
-    "splade": "sparse",
-    "colbert": "multivector",
-    "multi_vector": "multivector",
-}
 TRACKERS = ("csv", "jsonl", "mlflow", "tensorboard", "wandb")
 """Those of `flodl.train.trackers`, which is imported when a run begins."""
 SCHEDULES: dict[str, dict[str, type]] = {
@@ -331,22 +310,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(v) for v in value]
     return value
-
-
-def task_named(name: str) -> str:
-    """Return our word for a task.
-
-    Raises:
-        ConfigError: there is no such task.
-    """
-    word = name.lower().replace("-", "_")
-    word = TASK_WORDS.get(word, word)
-    if word not in TASKS:
-        known = [*TASKS, *TASK_WORDS]
-        raise ConfigError(
-            f"task: found {name!r}{nearest(name, known)}; expected one of {', '.join(known)}", problems=[name]
-        )
-    return word
 
 
 def make_options(given: Mapping[str, Any], where: str = "finetune") -> Options:

@@ -131,7 +131,7 @@ def test_a_run_that_was_ended_goes_on_and_its_best_model_is_written(
     family: str, task: str, starts: dict[str, Path], tmp_path: Path
 ) -> None:
     rows = TABLES[task](20)
-    given: dict[str, Any] = {"train": rows[:16], "eval": rows[16:], "task": task, **FIXED, "epochs": 2, "save_every": 1}
+    given: Any = {"train": rows[:16], "eval": rows[16:], "task": task, **FIXED, "epochs": 2, "save_every": 1}
     whole = finetune(starts[family], **given)
 
     def stop(event: Any) -> None:
@@ -152,17 +152,20 @@ def test_a_run_that_was_ended_goes_on_and_its_best_model_is_written(
 
 def test_what_is_learned_of_choices_and_pairs_is_what_is_predicted(starts: dict[str, Path]) -> None:
     rows = choices(24)
-    result = finetune(starts["bert"], train=rows, eval=rows, **{**FIXED, "epochs": 4})  # the columns say the task
+    options: Any = {**FIXED, "epochs": 4}
+    result = finetune(starts["bert"], train=rows, eval=rows, **options)  # the columns say the task
+    model: Any = result.model
     asked = [(row["question"], row["choices"]) for row in rows]
-    right = sum(found[0].index == row["label"] for found, row in zip(result.model.predict(asked), rows, strict=True))
+    right = sum(found[0].index == row["label"] for found, row in zip(model.predict(asked), rows, strict=True))
     assert result.metrics["accuracy"] == right / 24 > 0
     labelled = [
         {"text": row["question"], "text_pair": text, "label": "follows" if k == row["label"] else "other"}
         for row in rows
         for k, text in enumerate(row["choices"])
     ]
-    told = finetune(starts["bert"], train=labelled, eval=labelled, task="nsp", **{**FIXED, "epochs": 2})
-    said = told.model.predict([(row["text"], row["text_pair"]) for row in labelled])
+    told = finetune(starts["bert"], train=labelled, eval=labelled, task="nsp", **options)
+    model = told.model
+    said = model.predict([(row["text"], row["text_pair"]) for row in labelled])
     right = sum(found[0].label == row["label"] for found, row in zip(said, labelled, strict=True))
     assert told.metrics["accuracy"] == right / len(labelled) > 0
 
