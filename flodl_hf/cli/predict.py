@@ -201,10 +201,10 @@ def command(
         what = "is a folder; expected a file" if page.is_dir() else "its folder does not exist; make it first"
         raise ConfigError(f"--html: {page}: {what}", problems=["html"])
     texts = iter(text) if text is not None else stdin_lines()
-    hub = {"revision": revision, "local_files_only": local_files_only}
+    how: dict[str, Any] = {"revision": revision, "local_files_only": local_files_only, "weights": weights}
     with beginning(model, {"device": device, "weights": weights}):
         loaded = load(
-            model, head=head, **hub, device=device_said(device), weights=weights.value if weights is not None else None
+            model, head=head, **how, device=device_said(device), weights=weights.value if weights is not None else None
         )
     answers = (
         ranked(loaded, list(texts), query, {k: v for k, v in options.items() if v is not None})
