@@ -203,9 +203,7 @@ def command(
     texts = iter(text) if text is not None else stdin_lines()
     how: dict[str, Any] = {"revision": revision, "local_files_only": local_files_only, "weights": weights}
     with beginning(model, {"device": device, "weights": weights}):
-        loaded = load(
-            model, head=head, **how, device=device_said(device), weights=weights.value if weights is not None else None
-        )
+        loaded = load(model, head=head, **how, device=device_said(device))
     answers = (
         ranked(loaded, list(texts), query, {k: v for k, v in options.items() if v is not None})
         if query is not None
