@@ -31,7 +31,7 @@ def _npy(reply: Reply) -> bytes:
 
 @lru_cache(maxsize=256)
 def _npy_head(kind: str, shape: tuple[int, ...]) -> bytes:
-    """Return what stands before the numbers in a ``.npy`` file; `numpy.save` takes longer than a short answer's rest."""
+    """Return what stands before the numbers in a ``.npy`` file; `numpy.save` takes longer than all else does."""
     file = io.BytesIO()
     np.lib.format.write_array_header_1_0(file, {"descr": kind, "fortran_order": False, "shape": shape})
     return file.getvalue()
