@@ -68,5 +68,7 @@ class FolderTarget:
         return self._ours.encode(list(items))
 
     def token_ids(self, texts: Sequence[str]) -> list[list[int]] | None:
-        """Return the ids of texts, as the folder's tokenizer has them."""
+        """Return the ids of texts, as whoever reads the folder has them."""
+        if self._theirs is not None:
+            return [list(self._theirs.tokenizer(text)["input_ids"]) for text in texts]
         return [list(row.ids) for (row,) in self._ours.tokenizer.encode_rows(list(texts), offsets=False)]

@@ -43,7 +43,9 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     place = found["vectors"]
     (place / "modules.json").write_text(json.dumps(chain))
     (place / "1_Pooling").mkdir()
-    (place / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
+    (place / "1_Pooling" / "config.json").write_text(
+        '{"word_embedding_dimension": 32, "pooling_mode_mean_tokens": true}'
+    )
     (place / "config_sentence_transformers.json").write_text(json.dumps({"prompts": {"query": PROMPT}}))
     return found
 
@@ -433,9 +435,16 @@ def test_onnx_files_that_cannot_be_asked(sources: dict[str, Path], tmp_path: Pat
 @pytest.mark.filterwarnings("default")
 def test_a_folder_read_by_sentence_transformers(sources: dict[str, Path], tmp_path: Path) -> None:
     pytest.importorskip("sentence_transformers")
-    report = verify_endpoint(str(sources["vectors"]), str(sources["vectors"]))
+    # It reads capitals by another file than tokenizer.json, which is seen in the ids.
+    found = causes(verify_endpoint(str(sources["vectors"]), str(sources["vectors"])))
+    assert "tokenizer" in found["token ids"] or "lower case" in found["token ids"]
+    same = changed(sources["vectors"], tmp_path / "same")
+    settings = json.loads((same / "tokenizer_config.json").read_text())
+    (same / "tokenizer_config.json").write_text(json.dumps({**settings, "do_lower_case": False}))
+    report = verify_endpoint(str(same), str(sources["vectors"]))
     assert "read by sentence-transformers" in report.target
     assert report.passed, report.table()
-    other = changed(sources["vectors"], tmp_path / "cls")
-    (other / "1_Pooling" / "config.json").write_text('{"pooling_mode_cls_token": true}')
+    other = changed(same, tmp_path / "cls")
+    told = '{"word_embedding_dimension": 32, "pooling_mode_cls_token": true, "pooling_mode_mean_tokens": false}'
+    (other / "1_Pooling" / "config.json").write_text(told)
     assert causes(verify_endpoint(str(other), str(sources["vectors"])))["vectors"] == "pooling is cls"
