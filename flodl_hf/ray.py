@@ -1,4 +1,4 @@
-"""Ray: a dataset answered by actors that hold the model, and a file answered by a cluster in resumable parts.
+"""Ray: a dataset answered by actors, a file answered by a cluster in resumable parts, and every head over HTTP by many.
 
 Two ways to outputs in which no row is missing or doubled:
 
@@ -6,18 +6,21 @@ Two ways to outputs in which no row is missing or doubled:
   the dataset once; whether a job's files are all there is for the job to say (Ray writes them without a last step).
 * `predict_file` answers a file in the parts of `flodl_hf.predict_file`, one rank a worker, on a file system that all
   see: a part counts when its record is there, the output appears in one step, and the same call goes on after any end.
+
+`deployment` is for Ray Serve: each replica is the application of `flodl-hf serve`, with all its paths.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from flodl_hf.bulk.partitions import Partitions
 from flodl_hf.bulk.results import FileResult
 from flodl_hf.errors import PredictError
 
-__all__ = ["Answers", "answers", "predict_file"]
+__all__ = ["Answers", "answers", "deployment", "predict_file"]
 
 
 class Answers:
@@ -115,6 +118,54 @@ def predict_file(
     return ray.get([task.remote(job, rank, workers) for rank in range(workers)])[0]
 
 
+def deployment(
+    models: str | Iterable[str],
+    *,
+    replicas: int = 1,
+    num_gpus: float = 0,
+    num_cpus: float = 1,
+    options: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> Any:
+    """Return an application for ``ray.serve.run``: replicas that answer what `flodl-hf serve` answers.
+
+    Ray's proxies take the requests and choose a replica; batching, limits and metrics are those of each.
+
+    Args:
+        models: folders or Hub names that every node can read; ``"NAME=FOLDER"`` says what clients call one.
+        replicas: how many there are.
+        num_gpus: of each replica; one that has any runs on its GPU.
+        num_cpus: of each replica.
+        options: further options of ``ray.serve.deployment``, such as ``autoscaling_config`` (leave out ``replicas``).
+        **settings: of `flodl_hf.serving.Settings`.
+
+    Raises:
+        PredictError: Ray Serve is not installed.
+        ConfigError: settings that make no sense.
+    """
+    from flodl_hf.serving.settings import Settings, served
+
+    ray_serve = _ray("serve")
+    listed = [models] if isinstance(models, str) else models
+    given: dict[str, Any] = {"devices": ("cuda",) if num_gpus else ("cpu",), **settings}
+    said = Settings(models=served(listed), **given)
+
+    def application() -> Any:
+        from flodl_hf.serving.app import create_app
+
+        return create_app(said)
+
+    class Heads:
+        pass
+
+    resources = {"num_cpus": num_cpus, "num_gpus": num_gpus}
+    words: dict[str, Any] = {"max_ongoing_requests": said.max_concurrent, "ray_actor_options": resources}
+    words |= dict(options or {})
+    if "autoscaling_config" not in words:
+        words["num_replicas"] = replicas
+    return ray_serve.deployment(name="flodl-hf", **words)(ray_serve.ingress(application)(Heads)).bind()
+
+
 def _rank(job: dict[str, Any], rank: int, world: int) -> FileResult:
     """Return what came of one rank; Ray shows a task its own devices alone, of which it takes the first."""
     from flodl_hf.bulk import predict_file
@@ -140,5 +191,6 @@ def _ray(part: str) -> Any:
         return import_module(f"ray.{part}" if part else "ray")
     except ImportError as error:
         raise PredictError(
-            f"flodl_hf.ray: {error}; expected Ray with its data library: pip install 'flodl-hf[ray]'", problems=["ray"]
+            f"flodl_hf.ray: {error}; expected Ray with its data and serve libraries: pip install 'flodl-hf[ray]'",
+            problems=["ray"],
         ) from error

@@ -1,0 +1,5 @@
+"""What Triton's Python backend runs; everything is said in config.pbtxt."""
+
+from flodl_hf.triton_server import TritonPythonModel
+
+__all__ = ["TritonPythonModel"]
