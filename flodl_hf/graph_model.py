@@ -45,7 +45,7 @@ class GraphModel(nn.Module):
         load_report: what became of every tensor, or None for a model made from a configuration.
         source: what it was read from, or None.
         sentence_recipe: how its states become the vector of a text, where the folder says so.
-        token_projection: the recipe's projection of token vectors while it learns.
+        beside: what learns beside the graph in a run: a projection of token vectors, a decoder.
     """
 
     head: ClassVar[str] = "base"
@@ -64,7 +64,7 @@ class GraphModel(nn.Module):
         self.source: Source | None = None
         self._tokenizer: Tokenizer | None = None
         self.sentence_recipe: SentenceRecipe | None = None
-        self.token_projection: nn.Module | None = None
+        self.beside: nn.Module | None = None
         self._on_disk: OnDisk | None = None
         self._untouched: dict[str, int] = {}
         self._run_options: RunOptions | None = None

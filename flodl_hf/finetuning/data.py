@@ -29,10 +29,12 @@ from flodl_hf.finetuning.sequence import SequenceTask
 from flodl_hf.finetuning.task import Task
 from flodl_hf.finetuning.task_names import task_named
 from flodl_hf.finetuning.tokens import TokenTask, tag_names
+from flodl_hf.finetuning.vectors.denoising import DenoisingTask
 from flodl_hf.finetuning.vectors.multivector import MultiVectorTask
 from flodl_hf.finetuning.vectors.sparse import SparseTask
 from flodl_hf.finetuning.vectors.tables import are_pairs
 from flodl_hf.finetuning.vectors.task import EmbeddingTask, plan_embedding
+from flodl_hf.vectors.losses.denoising import denoises
 
 __all__ = ["HEADED", "Known", "Tables", "choose_task", "guessed_columns", "is_several", "read_tables"]
 
@@ -177,6 +179,9 @@ def choose_task(tables: Tables, options: Options, known: Known, own: Any = None)
         raise ConfigError(
             "projection: only vectors of tokens have one; expected task='multivector'", problems=["projection"]
         )
+    if denoises(options.vector_loss) and named in (None, "embedding") and not tables.parts:
+        options = replace(options, vector_loss="DenoisingAutoEncoderLoss", fused=False)
+        return plan_embedding({"": tables.train}, options, own, DenoisingTask)
     if named == "embedding" or (named is None and (pairs or tables.parts)):
         return plan_embedding(tables.parts or {"": tables.train}, options, own)
     if named in OTHER_VECTORS:

@@ -70,7 +70,7 @@ def identity_of(job: Job) -> dict[str, Any]:
     asked = {name: _plain(value) for name, value in job.options.to_dict().items() if name not in passed}
     start = hashlib.sha256(repr(job.model.config.encoder).encode())
     if job.named:
-        beside = job.model.token_projection
+        beside = job.model.beside
         for name, tensor in [*job.model.graph.state_dict().items(), *(beside.state_dict().items() if beside else ())]:
             start.update(name.encode())
             start.update(memoryview(tensor.detach().contiguous().view(-1).view(_BYTES).numpy()))

@@ -21,7 +21,7 @@ from flodl_hf.buckets import FILLER, fill
 from flodl_hf.finetuning.noise import SEEDS, row_seeds
 from flodl_hf.finetuning.shapes import Shapes
 
-__all__ = ["RELATED", "CollateRows", "EncodedRows", "Masking", "RowBuilder", "TakenRows"]
+__all__ = ["RELATED", "SPECIAL", "CollateRows", "EncodedRows", "Masking", "RowBuilder", "TakenRows"]
 
 RELATED = "related"
 """The label of a pair of texts beside labels of its words: 0 where they belong together."""
@@ -303,4 +303,4 @@ def _tensor(part: Any) -> Any:
     return torch.from_numpy(part) if isinstance(part, np.ndarray) else part
 
 
-_PER_TOKEN = ("input_ids", "token_type_ids", "labels")
+_PER_TOKEN = ("input_ids", "token_type_ids", "labels", "words")

@@ -136,9 +136,9 @@ def finetune(
             trained = train_job(job, notes, stack, folder, progress=progress, trackers=trackers, monitor=watched)
         seconds = notes.past.seconds + time.perf_counter() - began
         best_step, metrics = _take_best(job, trained, folder, notes)
+        trained.eval()
+        judged = _judged(job, trained, target)
     _conclude(job, trained)
-    trained.eval()
-    judged = _judged(job, trained, target)
     tuned = None
     if chosen.tune_thresholds and judged is not None:
         tuned = tune_thresholds(judged, tuple(trained.config.labels))

@@ -36,6 +36,7 @@ class MultiVectorTask(EmbeddingTask):
     table: ClassVar[Mapping[str, Any]] = MULTIVECTOR_LOSSES
     refused: ClassVar[tuple[str, ...]] = ("matryoshka", "adaptive_layers", "pooling", "normalize", "guide")
     bucketed: ClassVar[bool] = False
+    recorded: ClassVar[bool] = False
 
     @property
     def start(self) -> LateStart:

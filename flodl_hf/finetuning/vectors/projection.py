@@ -92,7 +92,7 @@ class LateStart:
         Raises:
             ConfigError: settings for a model that has a projection, or that cannot be.
         """
-        there: Any = model.token_projection
+        there: Any = model.beside
         if there is not None:
             return there.notes
         recipe, notes = model.sentence_recipe, []
@@ -106,7 +106,7 @@ class LateStart:
                 problems=["projection"],
             )
         layers = [Learning(layer) for layer in late.projections]
-        model.token_projection = Projections(layers, notes)
+        model.beside = Projections(layers, notes)
         assert recipe is not None
         model.sentence_recipe = replace(recipe, late=replace(late, projections=tuple(layers)))
         return notes
@@ -175,10 +175,10 @@ def _settings(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 def take_out(model: EncoderModel) -> None:
     """Keep what was learned in the model's recipe, and take the part that learned out of the model."""
-    if model.token_projection is None:
+    if model.beside is None:
         return
-    layers: Any = list(model.token_projection.children())
-    model.token_projection = None
+    layers: Any = list(model.beside.children())
+    model.beside = None
     recipe = model.sentence_recipe
     assert recipe is not None
     assert recipe.late is not None

@@ -68,6 +68,7 @@ class EmbeddingTask:
     table: ClassVar[Mapping[str, Any]] = LOSSES
     refused: ClassVar[tuple[str, ...]] = ()
     bucketed: ClassVar[bool] = True
+    recorded: ClassVar[bool] = True
 
     @classmethod
     def loss_named(cls, word: str, options: Options) -> Any:
@@ -346,7 +347,7 @@ def plan_embedding(
         options = replace(options, policy="sync", capture=False)
     if options.adaptive_layers:
         options = replace(options, fused=False)
-    if options.cache_tokens is not None:
+    if options.cache_tokens is not None or not kind.recorded:
         options = replace(options, capture=False)
     guide = None if options.guide is None else os.fspath(options.guide)
     options = replace(options, guide=guide)

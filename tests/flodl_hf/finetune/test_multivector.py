@@ -128,7 +128,7 @@ def far(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 def plain_steps(base: Path) -> dict[str, Tensor]:
     """Return the weights after the steps of a loop that knows nothing of ours but batches and the first weights."""
     job: Any = plan_job(base, ROWS, None, make_options(EXACT))
-    model, weight = job.model, job.model.token_projection[0].weight.detach().clone().requires_grad_()
+    model, weight = job.model, job.model.beside[0].weight.detach().clone().requires_grad_()
     tokenizer, to_id = model.tokenizer, model.tokenizer.convert_tokens_to_ids
     marks = {id_ for id_ in map(to_id, "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~") if id_ != tokenizer.unk_token_id}
     set_dropout(model, 0.0)
@@ -234,7 +234,7 @@ def test_folders_are_trained_and_read_again_with_equal_vectors(kind: str, base: 
     model: Any = result.model
     weight = model.sentence_recipe.late.projections[0].weight
     assert not weight.requires_grad
-    assert model.token_projection is None
+    assert model.beside is None
     assert before is None or not torch.equal(weight, before)
     same_vectors(model, load(tmp_path / "out"))
     assert all((tmp_path / "out" / name).is_file() for name in FILES[kind])
