@@ -64,7 +64,8 @@ class Decoder(nn.Module):
         super().__init__()
         config: Any = model.config
         parts = dict(head.named_children())
-        self.crossings = nn.ModuleList(Crossing(layer.attention, config.encoder.norm_eps) for layer in layers_of(model))
+        layers = layers_of(model)
+        self.crossings = nn.ModuleList(Crossing(layer.attention, layer.attention_norm.eps) for layer in layers)
         self.dense, self.activation, self.norm = parts["dense"], parts["activation"], parts["norm"]
         self.bias = nn.Parameter(parts["decoder"].bias.detach().clone())  # type: ignore[union-attr]
         scale = float(config.source.get("initializer_range", 0.02))

@@ -16,9 +16,12 @@ from flodl.data.collate import Where
 from flodl.data.rng import Rng
 from flodl.errors import ConfigError
 from flodl_hf import load
+from flodl_hf.auto import head_named
+from flodl_hf.config import ModelConfig
 from flodl_hf.finetuning import finetune, plan_job
 from flodl_hf.finetuning.factory import set_dropout
 from flodl_hf.finetuning.options import make_options
+from flodl_hf.finetuning.vectors.decoder import DecoderStart
 from flodl_hf.finetuning.vectors.denoising import _kept
 
 TEXTS = sentences()
@@ -160,8 +163,6 @@ def test_loss_and_gradients_are_those_of_sentence_transformers(base: Path, tmp_p
 
 
 def _with_words_head(base: Path, folder: Path) -> Path:
-    from flodl_hf.auto import head_named
-
     kind: Any = head_named("masked_lm").model
     torch.manual_seed(3)
     model = kind.from_pretrained(base)
@@ -233,5 +234,38 @@ def test_what_does_not_fit_is_refused(base: Path, tmp_path: Path) -> None:
     for options, said in cases:
         with pytest.raises(ConfigError, match=said):
             finetune(base, train=ALONE, **{**ONE, **options})
-    with pytest.raises(ConfigError, match="has no loss of classes"):
+    with pytest.raises(ConfigError, match="takes texts, pairs"):
         finetune(base, train=[{"text": text, "label": i % 3} for i, text in enumerate(TEXTS[:9])], **ONE)
+
+
+SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+FAMILIES: dict[str, dict[str, int]] = {
+    "distilbert": {"dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 32},
+    "roberta": {**SIZES, "type_vocab_size": 1},
+    "data2vec-text": {**SIZES, "type_vocab_size": 1},
+    "electra": {**SIZES, "type_vocab_size": 2, "embedding_size": 8},
+    "mpnet": SIZES,
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_decode_from_the_left_or_are_refused(family: str) -> None:
+    config = ModelConfig.for_model(family, **FAMILIES[family], vocab_size=60, max_position_embeddings=40)
+    kind: Any = head_named("base").model
+    model = kind.from_config(config).eval()
+    if family in ("electra", "mpnet"):
+        with pytest.raises(ConfigError, match=f"layers of {family} cannot decode"):
+            DecoderStart(1)(model)
+        return
+    DecoderStart(1)(model)
+    model.eval()
+    ids = torch.tensor([[2, 7, 8, 9], [2, 7, 8, 30]])
+    batch = {"target_ids": ids, "target_mask": torch.ones(2, 4, dtype=torch.bool), "target_places": torch.tensor([1, 5]),
+             "target_labels": torch.tensor([8, 8]), "target_texts": torch.tensor([0, 1])}  # fmt: skip
+    found = model.beside(model, torch.ones(2, 16), batch)
+    assert found[:, 1].tolist() == [1, 1]
+    assert found[0, 0] == found[1, 0]  # what comes later is not seen
+    assert model.beside(model, -torch.ones(2, 16), batch)[0, 0] != found[0, 0]
+    with torch.no_grad():
+        model.beside.bias[8] += 1
+    assert (model.beside(model, torch.ones(2, 16), batch)[:, 0] < found[:, 0]).all()
