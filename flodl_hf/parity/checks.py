@@ -6,60 +6,24 @@ Bounds are one for each dtype for the whole project and are never widened for a 
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flodl_hf.layout import Packed
+from flodl_hf.parity.adapters import adapters
 from flodl_hf.parity.cell import Bench
+from flodl_hf.parity.evidence import REORDERED, Evidence, Status, gap, verdict
 from flodl_hf.parts import as_whole
 
 __all__ = ["CHECKS", "Evidence", "Status"]
 
-Status = Literal["pass", "fail", "unsupported", "not run"]
-
-# Sums in another order: some hundred fp32 additions of numbers near one; larger ones are rounded at their own size.
-REORDERED = 1e-5
 HALF = {torch.bfloat16: 0.15, torch.float16: 0.03}
 STEPS = 10
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """What one check of one cell found.
-
-    Attributes:
-        check: its name.
-        status: one of four words.
-        detail: what was compared, or why it was not.
-        measured: the largest difference; None where nothing is measured.
-        where: the first module or tensor where the sides part.
-    """
-
-    check: str
-    status: Status
-    detail: str
-    measured: float | None = None
-    where: str | None = None
-
-
-def _gap(a: Tensor, b: Tensor) -> float:
-    return 0.0 if torch.equal(a, b) else float((a.double() - b.double()).abs().max())
-
-
-def _verdict(check: str, gaps: Mapping[str, float], what: str, bound: float = 0.0) -> Evidence:
-    """Return the evidence for named differences, all of which must be within ``bound``."""
-    worst = max(gaps, key=lambda name: gaps[name] if gaps[name] == gaps[name] else float("inf"), default=None)
-    measured = gaps[worst] if worst is not None else 0.0
-    good = bool(gaps) and all(gap <= bound for gap in gaps.values())
-    said = "equal to the bit" if measured == 0.0 else f"largest difference {measured:.3g} in {worst}"
-    return Evidence(check, "pass" if good else "fail", f"{len(gaps)} {what}, {said}", measured, None if good else worst)
 
 
 def config_triage(bench: Bench) -> Evidence:
@@ -125,9 +89,9 @@ def forward(bench: Bench) -> Evidence:
             with torch.no_grad():
                 found = ours(**batch.inputs)
             for name, value in expected.items():
-                gaps[f"{attention}, {batch.name}, {name}"] = _gap(found[name], value)
+                gaps[f"{attention}, {batch.name}, {name}"] = gap(found[name], value)
     bench.ours.set_attention("sdpa")
-    return _verdict("forward", gaps, "outputs")
+    return verdict("forward", gaps, "outputs")
 
 
 def layouts(bench: Bench) -> Evidence:
@@ -146,9 +110,9 @@ def layouts(bench: Bench) -> Evidence:
         for i, row in enumerate(rows):
             expected = together[i] if model.per_text else together[i, : len(row)]
             size = max(1.0, float(expected.abs().max()))
-            gaps[f"row {i} alone"] = _gap(_scores(model(input_ids=row[None]))[0], expected) / size
-            gaps[f"row {i} packed"] = _gap(parts[i], expected) / size
-    return _verdict("padded = alone = packed", gaps, "rows", REORDERED)
+            gaps[f"row {i} alone"] = gap(_scores(model(input_ids=row[None]))[0], expected) / size
+            gaps[f"row {i} packed"] = gap(parts[i], expected) / size
+    return verdict("padded = alone = packed", gaps, "rows", REORDERED)
 
 
 def _scores(output: Any) -> Tensor:
@@ -177,7 +141,7 @@ def train_mode(bench: Bench) -> Evidence:
     ]  # fmt: skip
     if without:
         return Evidence("train mode", "fail", f"{len(without)} tensors get no gradient", None, without[0])
-    return _verdict("train mode", {"loss under dropout": _gap(found.detach(), expected.detach())}, "loss with dropout")
+    return verdict("train mode", {"loss under dropout": gap(found.detach(), expected.detach())}, "loss with dropout")
 
 
 def gradients(bench: Bench) -> Evidence:
@@ -190,13 +154,13 @@ def gradients(bench: Bench) -> Evidence:
     mine, other = bench.loss(found, labels), bench.loss(expected, labels)
     mine.backward()
     other.backward()
-    gaps = {"loss": _gap(mine.detach(), other.detach())}
+    gaps = {"loss": gap(mine.detach(), other.detach())}
     for name, a, b in bench.gradients(ours, theirs):
         if a is None or b is None:
             gaps[name] = 0.0 if a is b else float("nan")
         else:
-            gaps[name] = _gap(a, b)
-    return _verdict("loss and gradients", gaps, "tensors")
+            gaps[name] = gap(a, b)
+    return verdict("loss and gradients", gaps, "tensors")
 
 
 def training_steps(bench: Bench) -> Evidence:
@@ -213,8 +177,8 @@ def training_steps(bench: Bench) -> Evidence:
             bench.loss(side(**batch, **labels), labels).backward()
             _clip(bench, side, sides)
             optimizer.step()
-    gaps = {name: _gap(a.detach(), b.detach()) for name, a, b in bench.parameters(sides[0], sides[1])}
-    return _verdict(f"{STEPS} training steps", gaps, "tensors")
+    gaps = {name: gap(a.detach(), b.detach()) for name, a, b in bench.parameters(sides[0], sides[1])}
+    return verdict(f"{STEPS} training steps", gaps, "tensors")
 
 
 def _clip(bench: Bench, side: Any, sides: list[Any]) -> None:
@@ -253,56 +217,8 @@ def reload(bench: Bench) -> Evidence:
         expected = theirs(batch.inputs)
         with torch.no_grad():
             found = model(**batch.inputs)
-        gaps |= {f"{batch.name}, {name}": _gap(found[name], value) for name, value in expected.items()}
-    return _verdict("reload", gaps, "outputs after 0 missing, 0 unexpected keys")
-
-
-def adapters(bench: Bench) -> Evidence:
-    """An adapter's file says what transformers' own weights become: summed there by its names, with the head in it."""
-    from flodl_hf.adapters.settings import Lora
-    from flodl_hf.checkpoint.shard import SafetensorsShard
-
-    model = bench.load()
-    before = {name: value.clone() for name, value in model.graph.named_parameters()}
-    model.add_adapter(Lora(rank=3, alpha=6, targets="all-linear"))
-    draw = torch.Generator().manual_seed(bench.seed)
-    with torch.no_grad():
-        for parameter in (p for p in model.parameters() if p.requires_grad):
-            parameter.add_(torch.randn(parameter.shape, generator=draw) * 0.05)
-    out = model.save_pretrained(bench.room / "adapter", overwrite=True)
-    place = out / "adapter_model.safetensors"
-    shard = SafetensorsShard(os.open(place, os.O_RDONLY), place.name, str(place))
-    try:
-        shard.parse()
-        names = list(shard.entries)
-        stored = {n.removeprefix("base_model.model."): t for n, t in zip(names, shard.read(names), strict=True)}
-    finally:
-        shard.close()
-    theirs = bench.load_theirs()
-    with torch.no_grad():
-        for name, tensor in stored.items():
-            module, _, leaf = name.partition(".lora_")
-            if leaf == "A.weight":
-                weight = theirs.model.get_parameter(f"{module}.weight")
-                weight += (2.0 * stored[f"{module}.lora_B.weight"].double() @ tensor.double()).to(weight.dtype)
-            elif not leaf:
-                theirs.model.get_parameter(name).copy_(tensor)
-    again = type(model).from_pretrained(bench.folder, adapter=out)
-    whole = type(model).from_pretrained(bench.folder, adapter=out).merge_and_unload()
-    gaps: dict[str, float] = {}
-    for batch in bench.batches():
-        with torch.no_grad():
-            found, back, merged = (m.eval()(**batch.inputs) for m in (model, again, whole))
-        for name, value in theirs(batch.inputs).items():
-            if not torch.equal(found[name], back[name]):
-                return Evidence("adapters", "fail", f"{batch.name}: {name} after reading the file again", None, name)
-            size = max(1.0, float(value.abs().max()))
-            gaps |= {f"{batch.name}, {name}": max(_gap(value, each[name]) for each in (found, merged)) / size}
-    model.remove_adapter()
-    lost = [name for name, value in model.graph.named_parameters() if not torch.equal(value, before[name])]
-    if lost:
-        return Evidence("adapters", "fail", f"the base changed: {', '.join(lost[:3])}", None, lost[0])
-    return _verdict("adapters", gaps, "outputs beside transformers' weights with the sums in them", REORDERED)
+        gaps |= {f"{batch.name}, {name}": gap(found[name], value) for name, value in expected.items()}
+    return verdict("reload", gaps, "outputs after 0 missing, 0 unexpected keys")
 
 
 TEXTS = (
@@ -323,7 +239,7 @@ def predictions(bench: Bench) -> Evidence:
         if not _same_answers(mine, other):
             return Evidence("predictions", "fail", f"text {i}: {mine[0]} and {other[0]}", None, f"text {i}")
         gaps[f"text {i}"] = max((abs(a - b) for a, b in zip(mine[1], other[1], strict=True)), default=0.0)
-    return _verdict("predictions", gaps, "texts with equal answers; scores", REORDERED)
+    return verdict("predictions", gaps, "texts with equal answers; scores", REORDERED)
 
 
 def _same_answers(mine: tuple[Any, list[float]], other: tuple[Any, list[float]]) -> bool:

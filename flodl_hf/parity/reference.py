@@ -83,6 +83,19 @@ class Reference:
         with torch.no_grad():
             return dict(self.model(**inputs).items())
 
+    def keys_before(self, held: Tensor, rows: int) -> Any:
+        """Return keys and values that stand before those of each row, as the model takes them for one call.
+
+        Args:
+            held: those of all layers side by side, ``(tokens, layers * 2 * width)``, keys before values.
+            rows: how many rows the call has.
+        """
+        config = self.model.config
+        layers, heads = config.num_hidden_layers, config.num_attention_heads
+        parts = held.view(len(held), layers, 2, heads, -1).permute(1, 2, 3, 0, 4)
+        pairs = [tuple(part.expand(rows, -1, -1, -1) for part in layer) for layer in parts]
+        return _transformers().DynamicCache(pairs)
+
 
 def load_reference(
     folder: str | Path,
