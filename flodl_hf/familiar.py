@@ -51,6 +51,26 @@ class Familiar(GraphModel):
         """Return how many bytes parameters and buffers take."""
         return sum(t.numel() * t.element_size() for t in (*self.parameters(), *self.buffers()))
 
+    # --- proteins -------------------------------------------------------------------------------
+
+    def predict_contacts(self, tokens: Any, attention_mask: Tensor | None = None) -> Any:
+        """Return how probably residues of proteins touch, as ESM's files know; load with ``attention="eager"``.
+
+        Args:
+            tokens: ids ``(batch, seq)``, which give ``(batch, seq - 2, seq - 2)``; or a protein as text, which gives
+                ``(residues, residues)``, or several in a list.
+            attention_mask: of ids: 1 for tokens to keep, ``(batch, seq)``; None keeps all.
+
+        Raises:
+            PredictError: the model has no such head, or its attention weights are never there.
+        """
+        from flodl_hf.contacts import contacts_of_texts, contacts_of_tokens
+
+        if isinstance(tokens, Tensor):
+            return contacts_of_tokens(self, tokens, attention_mask)
+        found = contacts_of_texts(self, [tokens] if isinstance(tokens, str) else list(tokens))
+        return found[0] if isinstance(tokens, str) else found
+
     # --- words ----------------------------------------------------------------------------------
 
     def get_input_embeddings(self) -> nn.Embedding:

@@ -131,7 +131,7 @@ IGNORED = (
 )
 # Older files have one a layer, those of transformers 5.23 a name with a star.
 OLDER = tuple(f"esm.encoder.layer.{i}.attention.self.rotary_embeddings.inv_freq" for i in "0*")
-_CONTACTS = "scores contacts from attention weights, which is no head here"
+_CONTACTS = "scores contacts from attention weights (predict_contacts)"
 KEPT = (
     Kept(
         "esm.rotary_embeddings.inv_freq", "frequencies of rotations, taken as they are",

@@ -13,7 +13,7 @@ from flodl.errors import CheckpointError
 from flodl_hf import load
 from flodl_hf.auto import head_named
 from flodl_hf.config import ModelConfig
-from flodl_hf.errors import TokenizerError
+from flodl_hf.errors import PredictError, TokenizerError
 from flodl_hf.families import named
 from flodl_hf.layout import Packed
 from flodl_hf.parity.shapes import settings_of
@@ -98,6 +98,51 @@ def test_transformers_reads_both_the_same(older: Path, tmp_path: Path) -> None:
     with torch.no_grad():
         found = again(IDS, MASK).last_hidden_state
     torch.testing.assert_close(load(older, head="base").eval()(IDS, MASK)[0], found, rtol=0, atol=1e-6)
+
+
+def _contacts(folder: Path) -> Path:
+    """Make the regression's numbers differ, and give the folder a tokenizer."""
+    tensors = load_file(folder / "model.safetensors")
+    tensors["esm.contact_head.regression.weight"] = torch.linspace(-9, 8, 8)[None]
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "vocab.txt").write_bytes(vocabulary()["vocab.txt"])
+    return folder
+
+
+@pytest.mark.transformers
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("head", ["base", "mlm"])
+def test_contacts_are_those_of_transformers_to_the_bit(head: str, older: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder = _contacts(older)
+    theirs = transformers.EsmForMaskedLM.from_pretrained(folder, attn_implementation="eager").eval()
+    for parameter in theirs.parameters():
+        parameter.data = parameter.data.clone()
+    with torch.no_grad():
+        expected = theirs.predict_contacts(IDS, MASK)
+    model = load(folder, head=head, attention="eager")
+    found = model.predict_contacts(IDS, MASK)
+    kept = torch.isfinite(expected)  # of padding alone there is nothing to compare with
+    assert torch.equal(torch.isfinite(found), kept)
+    assert torch.equal(found[kept], expected[kept])
+    assert found[0].std() > 0.01
+
+
+def test_contacts_of_texts_are_of_their_residues_and_what_lacks_them_is_refused(older: Path, tmp_path: Path) -> None:
+    model = load(_contacts(older), attention="eager")
+    one, both = model.predict_contacts("MKTVRQ"), model.predict_contacts(["MKTVRQ", "MKT"])
+    assert [tuple(part.shape) for part in both] == [(6, 6), (3, 3)]
+    assert torch.equal(one, both[0])
+    ids = torch.tensor([model.tokenizer.encode("MKTVRQ")])
+    assert torch.equal(model.predict_contacts(ids)[0], one)
+    assert torch.allclose(one, one.T)
+    with pytest.raises(PredictError, match="set_attention"):
+        load(older).predict_contacts("MKT")
+    config = ModelConfig.for_model("esm", **settings_of(model.config.family, "tiny"))
+    with pytest.raises(PredictError, match=r"found no contact_head\.regression\."):
+        head_named("base").model.from_config(config).predict_contacts(ids)
+    with pytest.raises(PredictError, match="longer than"):
+        model.predict_contacts(["M" * 2000])
 
 
 def test_packed_texts_scale_by_their_own_masked_tokens(older: Path) -> None:
