@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from flodl_hf.errors import PredictError
 
@@ -45,10 +44,10 @@ def contacts_of_tokens(model: GraphModel, tokens: Tensor, attention_mask: Tensor
         both = maps + maps.transpose(-1, -2)
         # What a pair shares is compared with what its two residues share with all others.
         usual = both.sum(-1, keepdim=True) * both.sum(-2, keepdim=True) / both.sum((-1, -2), keepdim=True)
-        # Copies: products of numbers that a file shows, at any place in memory, are added up in another order.
-        weight, bias = (part.to(maps, copy=True) for part in (weight, bias))
-        scores = F.linear((both - usual).permute(0, 2, 3, 1), weight, bias)
-        return scores.squeeze(3).sigmoid()
+        features = (both - usual).permute(0, 2, 3, 1)
+        # One product of rows, to which the bias is added, as torch has it for a layer that learns.
+        scores = features.reshape(-1, features.shape[-1]) @ weight.to(maps, copy=True).T + bias.to(maps)
+        return scores.view(features.shape[:-1]).sigmoid()
 
 
 def contacts_of_texts(model: GraphModel, texts: Sequence[str]) -> list[Tensor]:

@@ -129,7 +129,7 @@ def test_contacts_are_those_of_transformers_to_the_bit(head: str, older: Path) -
 
 
 def test_contacts_of_texts_are_of_their_residues_and_what_lacks_them_is_refused(older: Path, tmp_path: Path) -> None:
-    model = load(_contacts(older), attention="eager")
+    model: Any = load(_contacts(older), attention="eager")
     one, both = model.predict_contacts("MKTVRQ"), model.predict_contacts(["MKTVRQ", "MKT"])
     assert [tuple(part.shape) for part in both] == [(6, 6), (3, 3)]
     assert torch.equal(one, both[0])
