@@ -17,6 +17,7 @@ adapted    adapters as models, on the tensors of their bases
 turns      its threads
 batching   rows of many requests through one device
 tasks      what is done for a request
+peak       what a device could do, and what is asked of it
 metrics    what Prometheus is told
 timeline   when what of a request happened in its worker
 traces     spans for OpenTelemetry

@@ -147,6 +147,8 @@ def _told(house: House) -> list[Route]:
         metrics.set("te_queue_size", house.admission.inside)
         metrics.set("flodl_queue_seconds", house.admission.wait_s)
         metrics.set("flodl_tokens_per_second", house.admission.rate)
+        metrics.set("flodl_device_peak_operations", workers.peak)
+        metrics.set("flodl_device_share", metrics.operations.now() / workers.peak if workers.peak else 0.0)
         metrics.set("flodl_worker_restarts_total", workers.restarts)
         metrics.set("flodl_workers", len(workers.pids))
         metrics.set("flodl_ready", float(workers.ready))

@@ -243,6 +243,10 @@ class Endpoint:
         metrics.observe("te_request_input_length", call.tokens)
         metrics.add("flodl_tokens_total", call.tokens, model=call.model)
         metrics.add("flodl_rows_total", call.windows, model=call.model)
+        if (info := self.house.workers.models.get(call.model)) is not None:
+            operations = call.tokens * info["operations"]
+            metrics.add("flodl_operations_total", operations, model=call.model)
+            metrics.operations.add(operations)
         if call.dropped:
             metrics.add("flodl_dropped_tokens_total", call.dropped, model=call.model)
         for word, name in (("embed", "te_embed_count"), ("rerank", "te_rerank_count"), ("predict", "te_predict_count")):

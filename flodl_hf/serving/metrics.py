@@ -8,6 +8,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
+from flodl_hf.serving.peak import Rate
+
 __all__ = ["Metrics"]
 
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -40,6 +42,9 @@ _KNOWN: dict[str, tuple[str, str, Sequence[float]]] = {
     "flodl_queue_tokens": ("gauge", "tokens that wait in the last worker that spoke", ()),
     "flodl_queue_seconds": ("gauge", "seconds that what is inside takes, about", ()),
     "flodl_tokens_per_second": ("gauge", "tokens a second while batches run", ()),
+    "flodl_operations_total": ("counter", "operations of the encoders' projections, by model", ()),
+    "flodl_device_peak_operations": ("gauge", "operations a second that the devices reached in a product at start", ()),
+    "flodl_device_share": ("gauge", "operations of about the last ten seconds as a share of that peak", ()),
     "flodl_worker_restarts_total": ("counter", "workers that ended and were replaced", ()),
     "flodl_workers": ("gauge", "workers that answer", ()),
     "flodl_ready": ("gauge", "1 where requests are answered", ()),
@@ -63,6 +68,8 @@ class Metrics:
     def __init__(self) -> None:
         self._numbers: dict[str, dict[Labels, float]] = {}
         self._histograms: dict[str, dict[Labels, _Histogram]] = {}
+        self.operations = Rate()
+        """Of the encoders' projections."""
 
     def add(self, name: str, value: float = 1, **labels: str) -> None:
         """Add to a counter."""

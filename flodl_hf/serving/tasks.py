@@ -13,6 +13,7 @@ import numpy as np
 
 from flodl_hf.errors import PredictError, TokenizerError
 from flodl_hf.serving.batching import Ticket
+from flodl_hf.serving.peak import operations_of_token
 
 __all__ = ["TASKS", "Done", "describe", "warm_items"]
 
@@ -335,6 +336,7 @@ def describe(model: Any) -> dict[str, Any]:
         "model_type": config.family.model_type,
         "dtype": str(model.dtype).removeprefix("torch."),
         "max_tokens": _limit(model),
+        "operations": operations_of_token(model),
         "width": _width(model),
         "labels": list(config.labels) if model.head in ("sequence_classification", "token_classification") else [],
         "pooling": list(recipe.pooling) if recipe else ["mean"],

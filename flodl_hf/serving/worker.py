@@ -23,6 +23,7 @@ from flodl_hf.errors import TokenizerError
 from flodl_hf.serving.adapted import Together, open_adapters, put_together
 from flodl_hf.serving.batching import Batcher, DeadlineError, GivenUpError, Ticket
 from flodl_hf.serving.frames import HEAD, packed, unpacked
+from flodl_hf.serving.peak import peak_of
 from flodl_hf.serving.tasks import TASKS, describe, warm_items
 from flodl_hf.serving.timeline import Timeline
 from flodl_hf.serving.turns import take_turns
@@ -70,6 +71,7 @@ class Worker:
         from flodl_hf.auto import load
 
         self.device = find_device(given["device"])
+        self.precision: str | None = given["precision"]
         cuda = self.device.type == "cuda"
         self.max_tokens = given["max_batch_tokens"] or (CUDA_TOKENS if cuda else CPU_TOKENS)
         run: dict[str, Any] = {
@@ -115,6 +117,13 @@ class Worker:
             found["together"] = list(self.together[name][0].names) if name in self.together else []
         return found
 
+    def peak(self) -> float:
+        """Return the operations a second that the device reaches in the dtype that models compute in."""
+        from flodl_hf.runtime.precision import dtype_of
+
+        precision: Any = self.precision
+        return peak_of(self.device, dtype_of(precision) or next(iter(self.models.values())).dtype)
+
     def answer(self, message: dict[str, Any], ticket: Ticket) -> tuple[Any, list[np.ndarray]]:
         """Return the answer to a request."""
         from flodl_hf.runtime.session import SENDING
@@ -156,7 +165,7 @@ def serve(descriptor: int) -> None:
         infos = {name: worker.describe(name) for name in worker.models}
         stream.write(
             {"ready": infos, "device": str(worker.device), "warm_s": time.perf_counter() - started,
-             "max_batch_tokens": worker.max_tokens, "pid": os.getpid()}
+             "max_batch_tokens": worker.max_tokens, "peak": worker.peak(), "pid": os.getpid()}
         )  # fmt: skip
     except Exception as fault:
         stream.write({"broken": f"{type(fault).__name__}: {fault}"})

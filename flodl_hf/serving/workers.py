@@ -128,6 +128,11 @@ class Workers:
         """The processes that answer now."""
         return [process.process.pid for process in self._here]
 
+    @property
+    def peak(self) -> float:
+        """Operations a second that the devices of those reach, together; see `flodl_hf.serving.peak`."""
+        return sum(process.info["peak"] for process in self._here)
+
     async def start(self) -> None:
         """Start a worker for each device and return when all are warm.
 

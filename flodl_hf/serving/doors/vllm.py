@@ -31,8 +31,28 @@ def _whole(call: Call, kind: str, data: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def _cut(call: Call, *tasks: str) -> dict[str, Any]:
+    """Return how long texts are read: in windows, or cut to the model's window where that is asked for.
+
+    Raises:
+        RefusedError: they are to be cut anywhere else.
+    """
+    size = call.fields["truncate_prompt_tokens"]
+    if size is None:
+        return {}
+    limit = call.info(*tasks)["max_tokens"]
+    if type(size) is not int or not (size == -1 or (limit is not None and size >= limit)):
+        raise RefusedError(
+            f"truncate_prompt_tokens is {size!r}; expected -1, which is the model's length"
+            f"{f' of {limit}' if limit else ''}. Leave it out to have all of a text read.",
+            "field",
+            param="truncate_prompt_tokens",
+        )
+    return {"truncate": True}
+
+
 async def _classify(call: Call) -> Reply:
-    found = await call.ask("classify", call.fields["input"], {})
+    found = await call.ask("classify", call.fields["input"], _cut(call, "classify"))
     labels = call.house.workers.models[call.model]["labels"]
     data = []
     for index, row in enumerate(found.data):
@@ -51,7 +71,7 @@ async def _score(call: Call) -> Reply:
             f"text_1 has {len(first)} texts and text_2 {len(second)}; expected one, or as many", "field", param="text_1"
         )
     firsts = first * len(second) if len(first) == 1 else first
-    found = await call.ask("score", [[a, b] for a, b in zip(firsts, second, strict=True)])
+    found = await call.ask("score", [[a, b] for a, b in zip(firsts, second, strict=True)], _cut(call, "score"))
     data = [{"index": i, "object": "score", "score": score} for i, score in enumerate(found.data)]
     return Reply(_whole(call, "score", data))
 
@@ -60,10 +80,10 @@ async def _pooling(call: Call) -> Reply:
     """The states of all tokens of an encoder; of a model with a head its raw scores."""
     info = call.info("embed_all", "classify")
     if "embed_all" in info["tasks"]:
-        found = await call.ask("embed_all", call.fields["input"])
+        found = await call.ask("embed_all", call.fields["input"], _cut(call, "embed_all"))
         rows: list[Any] = np.split(found.arrays[0], np.cumsum(found.data["lengths"])[:-1])
     else:
-        found = await call.ask("classify", call.fields["input"], {"raw": True})
+        found = await call.ask("classify", call.fields["input"], {"raw": True, **_cut(call, "classify")})
         scores = [{one["label"]: one["score"] for one in row} for row in found.data]
         rows = [[row[label] for label in info["labels"]] if row else [] for row in scores]
     return Reply(
@@ -71,10 +91,11 @@ async def _pooling(call: Call) -> Reply:
     )  # fmt: skip
 
 
+_TRUNCATE = Field("truncate_prompt_tokens", "any", "-1 cuts at the model's length; else long texts are read in windows")
 _INPUT = Field("input", "texts", "one text or several", True)
 
 DOORS = tuple(
-    Door(path, says, (MODEL, *fields), answer, style="openai", group="vLLM")
+    Door(path, says, (MODEL, *fields, _TRUNCATE), answer, style="openai", group="vLLM")
     for path, says, fields, answer in (
         ("/classify", "the best label and all probabilities", (_INPUT,), _classify),
         (

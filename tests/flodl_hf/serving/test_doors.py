@@ -341,6 +341,27 @@ def test_faults_say_what_is_wrong(http: Any, path: str, body: Any, status: int, 
         assert set(told) == {"error", "error_type"}
 
 
+def test_vllms_word_for_cutting(http: Any, local: dict[str, Any]) -> None:
+    long, model = "good film " * 60, local["classes"]
+    for size, expected in ((None, model.predict([long])), (-1, model.predict([long], truncate=True))):
+        answer = http.post("/classify", json={"input": [long], "model": "classes", "truncate_prompt_tokens": size})
+        (found,) = answer.json()["data"]
+        scores = {one.label: one.score for one in expected[0]}
+        assert found["probs"] == pytest.approx([scores[label] for label in model.config.labels], abs=CLOSE)
+        assert (int(answer.headers.get("x-flodl-dropped-tokens", 0)) > 0) == (size == -1)
+        assert (answer.json()["usage"]["dropped_tokens"] > 0) == (size == -1)
+    assert model.predict([long])[0][0].score != model.predict([long], truncate=True)[0][0].score
+    for path, fields in (
+        ("/score", {"text_1": "a", "text_2": long, "model": "ranker"}),
+        ("/pooling", {"input": long, "model": "embed"}),
+    ):
+        cut = http.post(path, json={**fields, "truncate_prompt_tokens": -1})
+        assert int(cut.headers["x-flodl-dropped-tokens"]) > 0
+        refused = http.post(path, json={**fields, "truncate_prompt_tokens": 10})
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "truncate_prompt_tokens"
+
+
 def test_what_is_said_of_the_server(http: Any, served: tuple[str, Any]) -> None:
     from flodl_hf.serving.doors import DOORS
 
@@ -358,8 +379,13 @@ def test_what_is_said_of_the_server(http: Any, served: tuple[str, Any]) -> None:
     asked(http, "/embed", inputs="a")
     metrics = http.get("/metrics").text
     for name in ("te_request_count", "te_request_success", "te_request_duration_bucket", "te_batch_next_tokens_sum",
-                 "te_queue_size", "flodl_tokens_total", "flodl_batch_fill"):  # fmt: skip
+                 "te_queue_size", "flodl_tokens_total", "flodl_batch_fill", "flodl_operations_total"):  # fmt: skip
         assert f"\n{name}" in metrics
+    gauges = dict(line.split() for line in metrics.splitlines() if line.startswith("flodl_device"))
+    assert float(gauges["flodl_device_peak_operations"]) > 1e6
+    assert 0 < float(gauges["flodl_device_share"]) < 1
+    # Of two layers: query, key, value and output of 32 x 32, up and down of 32 x 48; a pooler has no part in it.
+    assert info["models"]["embed"]["operations"] == 2 * 2 * (4 * 32 * 32 + 2 * 32 * 48)
     for line in metrics.splitlines():
         assert line.startswith("#") or (len(line.split()) == 2 and float(line.split()[1]) >= 0)
     page = http.get("/")

@@ -1,0 +1,74 @@
+"""What a device could do and what is asked of it: how fast it multiplies, and how many operations a token takes.
+
+The peak is measured where the server runs, by a product of two matrices, so that no table of devices has to be true.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+__all__ = ["Rate", "operations_of_token", "peak_of"]
+
+# Large enough for a device to be busy, small enough to be done before anybody notices.
+CUDA_SIZE, CPU_SIZE = 4096, 512
+TRIES = 5
+
+
+def peak_of(device: Any, dtype: Any) -> float:
+    """Return the operations a second of a product of matrices, the best of a few; a multiplication and a sum are two.
+
+    Args:
+        device: where.
+        dtype: what they hold.
+    """
+    import torch
+
+    cuda = device.type == "cuda"
+    size, times = (CUDA_SIZE, 10) if cuda else (CPU_SIZE, 1)
+    wait = torch.cuda.synchronize if cuda else (lambda: None)
+    best = math.inf
+    with torch.inference_mode():
+        matrix = torch.ones(size, size, device=device, dtype=dtype)
+        product = torch.empty_like(matrix)
+        for _ in range(TRIES):
+            wait()
+            started = time.perf_counter()
+            for _ in range(times):
+                torch.mm(matrix, matrix, out=product)
+            wait()
+            best = min(best, time.perf_counter() - started)
+    return 2.0 * size**3 * times / best
+
+
+def operations_of_token(model: Any) -> int:
+    """Return the operations that the projections of a model's encoder take for a token, without those of attention."""
+    from torch import nn
+
+    encoder = model.graph.get_submodule("encoder")
+    return 2 * sum(part.weight.numel() for part in encoder.modules() if isinstance(part, nn.Linear))
+
+
+class Rate:
+    """How much there was a second, lately: what is older counts for less.
+
+    Args:
+        over_s: how far back, about.
+    """
+
+    def __init__(self, over_s: float = 10.0) -> None:
+        self.over_s = over_s
+        self._rate = 0.0
+        self._at = time.monotonic()
+
+    def add(self, amount: float) -> None:
+        """Count something that is done now."""
+        self._rate = self.now() + amount / self.over_s
+
+    def now(self) -> float:
+        """Return how much there is a second."""
+        at = time.monotonic()
+        self._rate *= math.exp((self._at - at) / self.over_s)
+        self._at = at
+        return self._rate
