@@ -21,8 +21,11 @@ from flodl.graph.parts import Part, named_graphs, parts_at
 from flodl.observe import live
 from flodl.observe.live import Pair, Reduce, Seen, reduce_named
 from flodl.observe.record import observer_of
+from flodl.train.step.tensor_sums import TensorSums
 
 __all__ = ["Watching"]
+
+_ADDED = (Reduce.MEAN, Reduce.SUM, Reduce.NORM)
 
 
 class Watching:
@@ -47,6 +50,7 @@ class Watching:
         self._inside = False
         self._side: torch.cuda.Stream | None = None
         self._running: Seen | None = None
+        self._sums: TensorSums | None = None
         for text in wanted:
             self._watch(text)
         self.refresh()
@@ -95,6 +99,9 @@ class Watching:
             named = [(tag, prefix + value_name(tag, how), how) for tag in tags for how in ways[tag]]
             if named:
                 self._tags.append((name, graph, named))
+        place = next((p.device for p in self.model.parameters()), None) if self._tags else None
+        if place is not None and place.type == "cuda" and (self._sums is None or self._sums.device != place):
+            self._sums = TensorSums(place)  # tries its kernels, for which the device is waited for
 
     def signature(self) -> tuple[Any, ...]:
         """Return what a captured step depends on: the names of what is collected."""
@@ -125,15 +132,39 @@ class Watching:
         """
         seen, self._seen = self._seen, Seen()
         told = set(seen.pairs)
+        large: dict[torch.dtype, list[tuple[str, Tensor, Reduce]]] = {}
         with self._beside(seen):
             for _, graph, tags in self._tags:
                 captured = graph._captured
                 for tag, name, how in tags:
                     value = captured.get(tag)
-                    if name not in told and isinstance(value, (Tensor, float, int)):
+                    if name in told or not isinstance(value, (Tensor, float, int)):
+                        continue
+                    if isinstance(value, Tensor) and how in _ADDED and self._sums_of(value) is not None:
+                        large.setdefault(value.dtype, []).append((name, value.detach(), how))
+                    else:
                         _add(seen, name, value, how)
                 graph._captured = {tag: v.detach() if isinstance(v, Tensor) else v for tag, v in captured.items()}
+            for values in large.values():
+                self._add_together(seen, values)
             return seen.pack()
+
+    def _sums_of(self, value: Tensor) -> TensorSums | None:
+        """Return what adds up several tensors at once, if it takes this one."""
+        return self._sums if self._sums is not None and self._sums.takes(value) else None
+
+    def _add_together(self, seen: Seen, values: Sequence[tuple[str, Tensor, Reduce]]) -> None:
+        assert self._sums is not None
+        found = self._sums([value for _, value, _ in values], [how is Reduce.NORM for _, _, how in values])
+        for place, (name, value, how) in enumerate(values):
+            if found is None:
+                _add(seen, name, value, how)
+            else:
+                seen.add(name, found[place], float(value.numel()) if how is Reduce.MEAN else 1.0)
+
+    def finish_capture(self) -> object:
+        """Complete what was captured since the last call; the answer must be held as long as that is replayed."""
+        return None if self._sums is None else self._sums.finish_capture()
 
     def _beside(self, seen: Seen) -> AbstractContextManager[Any]:
         """Return a context whose work runs beside what follows it, where a step is recorded."""
