@@ -24,30 +24,23 @@ from flodl_hf.encoder import Embeddings, Repeated, chain, pooler, post_norm_bloc
 from flodl_hf.encoder_layer import EncoderLayer, FeedForward
 from flodl_hf.family import Family, FamilyHead, FamilyTokenizer, Ignored
 from flodl_hf.keys import KeyRow, Tie
+from flodl_hf.sizes import SIZES, EncoderSizes
 
 __all__ = ["FAMILY", "AlbertConfig"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class AlbertConfig:
+class AlbertConfig(EncoderSizes):
     """The settings of an ALBERT encoder."""
 
-    vocab_size: int
-    """Rows of the word table."""
     embedding_size: int
     """Width of the tables."""
-    hidden_size: int
-    """Width of a token's state."""
     num_layers: int
     """How often a group of blocks is applied."""
     num_groups: int = 1
     """Groups of blocks with weights of their own."""
     blocks_per_group: int = 1
     """Blocks in a group."""
-    num_heads: int
-    """Attention heads of a block; divides ``hidden_size``."""
-    intermediate_size: int
-    """Width inside the feed-forward part."""
     max_positions: int
     """Rows of the position table: the longest row of tokens."""
     type_vocab_size: int
@@ -68,14 +61,10 @@ class AlbertConfig:
 
 # fmt: off
 CONFIG = (
-    Row("vocab_size",         "vocab_size",                   count(most=10_000_000)),
+    *SIZES,
     Row("embedding_size",     "embedding_size",               count()),
-    Row("hidden_size",        "hidden_size",                  count()),
-    Row("num_layers",         "num_hidden_layers",            count(most=1024)),
     Row("num_groups",         "num_hidden_groups",            count(most=1024), 1),
     Row("blocks_per_group",   "inner_group_num",              count(most=64), 1),
-    Row("num_heads",          "num_attention_heads",          count(most=4096)),
-    Row("intermediate_size",  "intermediate_size",            count(most=1_000_000)),
     Row("max_positions",      "max_position_embeddings",      count(most=1_000_000)),
     Row("type_vocab_size",    "type_vocab_size",              count()),
     Row("activation",         "hidden_act",                   activation(), "gelu_new"),

@@ -17,24 +17,15 @@ from flodl_hf.config_rows import Row, activation, count, epsilon, fraction, opti
 from flodl_hf.encoder import Embeddings, bert_block, chain, pooler, stack
 from flodl_hf.family import Family, FamilyHead, FamilyTokenizer, Ignored
 from flodl_hf.keys import KeyRow, Tie
+from flodl_hf.sizes import SIZES, EncoderSizes
 
 __all__ = ["FAMILY", "BertConfig"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class BertConfig:
+class BertConfig(EncoderSizes):
     """The settings of a BERT encoder."""
 
-    vocab_size: int
-    """Rows of the word table."""
-    hidden_size: int
-    """Width of a token's state."""
-    num_layers: int
-    """Blocks in the stack."""
-    num_heads: int
-    """Attention heads of a block; divides ``hidden_size``."""
-    intermediate_size: int
-    """Width inside the feed-forward part."""
     max_positions: int
     """Rows of the position table: the longest row of tokens."""
     type_vocab_size: int
@@ -55,11 +46,7 @@ class BertConfig:
 
 # fmt: off
 CONFIG = (
-    Row("vocab_size",         "vocab_size",                   count(most=10_000_000)),
-    Row("hidden_size",        "hidden_size",                  count()),
-    Row("num_layers",         "num_hidden_layers",            count(most=1024)),
-    Row("num_heads",          "num_attention_heads",          count(most=4096)),
-    Row("intermediate_size",  "intermediate_size",            count(most=1_000_000)),
+    *SIZES,
     Row("max_positions",      "max_position_embeddings",      count(most=1_000_000)),
     Row("type_vocab_size",    "type_vocab_size",              count(most=65_536)),
     Row("activation",         "hidden_act",                   activation(), "gelu"),
@@ -103,10 +90,10 @@ IGNORED = (
 # fmt: on
 
 
-def embeddings(c: BertConfig) -> Embeddings:
-    """Return the sum of words, token types and positions."""
+def embeddings(c: BertConfig, size: int | None = None) -> Embeddings:
+    """Return the sum of words, token types and positions, as wide as states or of this size."""
     return Embeddings(
-        c.vocab_size, c.hidden_size, c.norm_eps, c.hidden_dropout,
+        c.vocab_size, size or c.hidden_size, c.norm_eps, c.hidden_dropout,
         max_positions=c.max_positions, type_vocab_size=c.type_vocab_size, pad_token_id=c.pad_token_id,
     )  # fmt: skip
 

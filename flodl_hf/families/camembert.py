@@ -11,14 +11,8 @@ from flodl_hf.families import roberta
 
 __all__ = ["FAMILY"]
 
-TOKENIZER = replace(
-    roberta.TOKENIZER,
-    files=("sentencepiece.bpe.model",),
-    template="doubled",
-    mask_takes_space=True,
-    first=("<s>NOTUSED", "pad_token", "</s>NOTUSED", "unk_token", "<unk>NOTUSED"),
-    skipped=1,
-)
+FIRST = ("<s>NOTUSED", "pad_token", "</s>NOTUSED", "unk_token", "<unk>NOTUSED")
+TOKENIZER = replace(roberta.PIECES, first=FIRST, skipped=1)
 
 FAMILY = roberta.FAMILY.renamed(
     "camembert", "Camembert", tokenizer=TOKENIZER, real={"base": roberta.REAL | {"vocab_size": 32005}}

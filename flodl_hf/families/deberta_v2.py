@@ -43,24 +43,15 @@ from flodl_hf.encoder_layer import EncoderLayer, FeedForward
 from flodl_hf.family import Family, FamilyHead, FamilyTokenizer, Ignored
 from flodl_hf.keys import KeyRow, Tie
 from flodl_hf.losses import check_labels
+from flodl_hf.sizes import SIZES, EncoderSizes
 
 __all__ = ["FAMILY", "DebertaConfig"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class DebertaConfig:
+class DebertaConfig(EncoderSizes):
     """The settings of a DeBERTa-v2 encoder."""
 
-    vocab_size: int
-    """Rows of the word table."""
-    hidden_size: int
-    """Width of a token's state."""
-    num_layers: int
-    """Blocks in the stack."""
-    num_heads: int
-    """Attention heads of a block; divides ``hidden_size``."""
-    intermediate_size: int
-    """Width inside the feed-forward part."""
     head_size: int | None = None
     """Width of a head as some files state it; has to be ``hidden_size / num_heads``."""
     max_positions: int = 512
@@ -171,12 +162,8 @@ NORM = Check('"layer_norm" or "none"', _relative_norm)
 
 # fmt: off
 CONFIG = (
-    Row("vocab_size",             "vocab_size",                   count(most=10_000_000)),
-    Row("hidden_size",            "hidden_size",                  count()),
-    Row("num_layers",             "num_hidden_layers",            count(most=1024)),
-    Row("num_heads",              "num_attention_heads",          count(most=4096)),
+    *SIZES,
     Row("head_size",              "attention_head_size",          optional(count()), None),
-    Row("intermediate_size",      "intermediate_size",            count(most=1_000_000)),
     Row("max_positions",          "max_position_embeddings",      count(most=1_000_000), 512),
     Row("type_vocab_size",        "type_vocab_size",              count(0), 0),
     Row("embedding_size",         "embedding_size",               optional(count()), None),

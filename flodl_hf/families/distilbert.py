@@ -21,6 +21,7 @@ from flodl_hf.encoder_layer import EncoderLayer, FeedForward
 from flodl_hf.families import bert
 from flodl_hf.family import Family, FamilyHead, Ignored
 from flodl_hf.keys import KeyRow, Tie
+from flodl_hf.sizes import EncoderSizes
 
 __all__ = ["FAMILY", "DistilBertConfig"]
 
@@ -28,19 +29,9 @@ NORM_EPS = 1e-12  # fixed in the reference implementation, not in its configurat
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistilBertConfig:
+class DistilBertConfig(EncoderSizes):
     """The settings of a DistilBERT encoder."""
 
-    vocab_size: int
-    """Rows of the word table."""
-    hidden_size: int
-    """Width of a token's state."""
-    num_layers: int
-    """Blocks in the stack."""
-    num_heads: int
-    """Attention heads of a block; divides ``hidden_size``."""
-    intermediate_size: int
-    """Width inside the feed-forward part."""
     max_positions: int
     """Rows of the position table: the longest row of tokens."""
     activation: str = "gelu"

@@ -19,7 +19,7 @@ from flodl.graph import FlowBuilder, Graph
 from flodl_hf import bodies
 from flodl_hf.activations import Activation
 from flodl_hf.config_rows import Row, activation, boolean, count, fraction, one_of, optional
-from flodl_hf.encoder import Embeddings, bert_block, chain, stack
+from flodl_hf.encoder import bert_block, chain, stack
 from flodl_hf.families import bert
 from flodl_hf.family import FamilyHead, Ignored
 from flodl_hf.keys import KeyRow, Tie, rows_under
@@ -75,13 +75,11 @@ IGNORED = (
 
 def encoder(c: ElectraConfig) -> Graph:
     """Return the graph from ids to token states."""
-    embeddings = Embeddings(
-        c.vocab_size, c.embedding_size, c.norm_eps, c.hidden_dropout,
-        max_positions=c.max_positions, type_vocab_size=c.type_vocab_size, pad_token_id=c.pad_token_id,
-    )  # fmt: skip
     narrow = c.embedding_size != c.hidden_size
     projection = nn.Linear(c.embedding_size, c.hidden_size) if narrow else None
-    return chain(embeddings, stack(bert_block(c) for _ in range(c.num_layers)), projection=projection)
+    return chain(
+        bert.embeddings(c, c.embedding_size), stack(bert_block(c) for _ in range(c.num_layers)), projection=projection
+    )
 
 
 def _classification(c: ElectraConfig, num_labels: int) -> Graph:

@@ -39,6 +39,7 @@ from flodl_hf.family import Family, FamilyHead, FamilyTokenizer, Ignored, Kept
 from flodl_hf.keys import KeyRow, Tie, rows_under
 from flodl_hf.layout import Layout
 from flodl_hf.rotary import Rotary, StatedRotary, wavelength
+from flodl_hf.sizes import SIZES, EncoderSizes
 
 __all__ = ["FAMILY", "EsmConfig"]
 
@@ -49,19 +50,9 @@ GELU = "gelu_python"
 
 
 @dataclass(frozen=True, kw_only=True)
-class EsmConfig:
+class EsmConfig(EncoderSizes):
     """The settings of an ESM encoder."""
 
-    vocab_size: int
-    """Rows of the word table."""
-    hidden_size: int
-    """Width of a token's state."""
-    num_layers: int
-    """Blocks in the stack."""
-    num_heads: int
-    """Attention heads of a block; divides ``hidden_size``."""
-    intermediate_size: int
-    """Width inside the feed-forward part."""
     max_positions: int = 1026
     """Rows of the position table where there is one."""
     positions: str = "absolute"
@@ -90,11 +81,7 @@ class EsmConfig:
 
 # fmt: off
 CONFIG = (
-    Row("vocab_size",        "vocab_size",                   count(most=10_000_000)),
-    Row("hidden_size",       "hidden_size",                  count()),
-    Row("num_layers",        "num_hidden_layers",            count(most=1024)),
-    Row("num_heads",         "num_attention_heads",          count(most=4096)),
-    Row("intermediate_size", "intermediate_size",            count(most=1_000_000)),
+    *SIZES,
     Row("max_positions",     "max_position_embeddings",      count(most=1_000_000), 1026),
     Row("positions",         "position_embedding_type",      one_of("absolute", "rotary"), "absolute"),
     Row("theta",             "rope_theta",                   wavelength(), 10_000.0),

@@ -37,28 +37,19 @@ from flodl_hf.encoder_layer import EncoderLayer, FeedForward
 from flodl_hf.family import Family, FamilyHead, FamilyTokenizer
 from flodl_hf.keys import KeyRow, Tie
 from flodl_hf.rotary import Rotary, RotarySettings, rotary_rows
+from flodl_hf.sizes import SIZES, EncoderSizes
 
 __all__ = ["FAMILY", "EuroBertConfig"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class EuroBertConfig:
+class EuroBertConfig(EncoderSizes):
     """The settings of a EuroBERT encoder."""
 
-    vocab_size: int
-    """Rows of the word table."""
-    hidden_size: int
-    """Width of a token's state."""
-    num_layers: int
-    """Blocks in the stack."""
-    num_heads: int
-    """Attention heads of a block; divides ``hidden_size``."""
     kv_heads: int | None = None
     """Heads of keys and values; None for as many as of queries."""
     head_size: int | None = None
     """Width of a head as some files state it; has to be ``hidden_size / num_heads``."""
-    intermediate_size: int
-    """Width inside the feed-forward part."""
     max_positions: int = 8192
     """The longest row of tokens that the model was made for; no table bounds it."""
     activation: str = "silu"
@@ -94,13 +85,9 @@ class EuroBertConfig:
 
 # fmt: off
 CONFIG = (
-    Row("vocab_size",        "vocab_size",              count(most=10_000_000)),
-    Row("hidden_size",       "hidden_size",             count()),
-    Row("num_layers",        "num_hidden_layers",       count(most=1024)),
-    Row("num_heads",         "num_attention_heads",     count(most=4096)),
+    *SIZES,
     Row("kv_heads",          "num_key_value_heads",     optional(count(most=4096)), None),
     Row("head_size",         "head_dim",                optional(count()), None),
-    Row("intermediate_size", "intermediate_size",       count(most=1_000_000)),
     Row("max_positions",     "max_position_embeddings", count(most=10_000_000), 8192),
     Row("activation",        "hidden_act",              activation(), "silu"),
     Row("attention_dropout", "attention_dropout",       fraction(), 0.0),

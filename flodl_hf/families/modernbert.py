@@ -39,6 +39,7 @@ from flodl_hf.encoder_layer import EncoderLayer, FeedForward
 from flodl_hf.family import Family, FamilyHead, FamilyTokenizer
 from flodl_hf.keys import KeyRow, Tie
 from flodl_hf.rotary import Rotary, RotarySettings, rotary_settings, wavelength
+from flodl_hf.sizes import SIZES, EncoderSizes
 
 __all__ = ["FAMILY", "ModernBertConfig"]
 
@@ -46,19 +47,9 @@ GLOBAL, LOCAL = "full_attention", "sliding_attention"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModernBertConfig:
+class ModernBertConfig(EncoderSizes):
     """The settings of a ModernBERT encoder."""
 
-    vocab_size: int
-    """Rows of the word table."""
-    hidden_size: int
-    """Width of a token's state."""
-    num_layers: int
-    """Blocks in the stack."""
-    num_heads: int
-    """Attention heads of a block; divides ``hidden_size``."""
-    intermediate_size: int
-    """Width inside the feed-forward part."""
     max_positions: int = 8192
     """The longest row of tokens that the model was made for; no table bounds it."""
     layer_types: tuple[str, ...] | None = None
@@ -123,11 +114,7 @@ TYPES = optional(Check(f'a list of "{GLOBAL}" and "{LOCAL}"', _types))
 
 # fmt: off
 CONFIG = (
-    Row("vocab_size",            "vocab_size",                 count(most=10_000_000)),
-    Row("hidden_size",           "hidden_size",                count()),
-    Row("num_layers",            "num_hidden_layers",          count(most=1024)),
-    Row("num_heads",             "num_attention_heads",        count(most=4096)),
-    Row("intermediate_size",     "intermediate_size",          count(most=1_000_000)),
+    *SIZES,
     Row("max_positions",         "max_position_embeddings",    count(most=10_000_000), 8192),
     Row("layer_types",           "layer_types",                TYPES, None),
     Row("global_every",          "global_attn_every_n_layers", count(), 3),

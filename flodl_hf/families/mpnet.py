@@ -24,6 +24,7 @@ from flodl_hf.encoder_layer import EncoderLayer, FeedForward
 from flodl_hf.families import bert, roberta
 from flodl_hf.family import Family, FamilyHead, Ignored
 from flodl_hf.keys import KeyRow, rows_under
+from flodl_hf.sizes import SIZES, EncoderSizes
 
 __all__ = ["FAMILY", "MPNetConfig"]
 
@@ -32,19 +33,9 @@ BUCKETS = 32  # that distances are sorted into, likewise
 
 
 @dataclass(frozen=True, kw_only=True)
-class MPNetConfig:
+class MPNetConfig(EncoderSizes):
     """The settings of an MPNet encoder."""
 
-    vocab_size: int
-    """Rows of the word table."""
-    hidden_size: int
-    """Width of a token's state."""
-    num_layers: int
-    """Blocks in the stack."""
-    num_heads: int
-    """Attention heads of a block; divides ``hidden_size``."""
-    intermediate_size: int
-    """Width inside the feed-forward part."""
     max_positions: int
     """Rows of the position table: the longest row of tokens, and two."""
     relative_rows: int = BUCKETS
@@ -63,11 +54,7 @@ class MPNetConfig:
 
 # fmt: off
 CONFIG = (
-    Row("vocab_size",         "vocab_size",                     count(most=10_000_000)),
-    Row("hidden_size",        "hidden_size",                    count()),
-    Row("num_layers",         "num_hidden_layers",              count(most=1024)),
-    Row("num_heads",          "num_attention_heads",            count(most=4096)),
-    Row("intermediate_size",  "intermediate_size",              count(most=1_000_000)),
+    *SIZES,
     Row("max_positions",      "max_position_embeddings",        count(most=1_000_000)),
     Row("relative_rows",      "relative_attention_num_buckets", count(BUCKETS), BUCKETS),
     Row("activation",         "hidden_act",                     activation(), "gelu"),

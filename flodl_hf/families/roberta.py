@@ -116,6 +116,9 @@ TOKENIZER = FamilyTokenizer(
 # At the base size, where RoBERTa departs from BERT; the word table is each alias's own.
 REAL = {"max_position_embeddings": 514, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
 
+PIECES = replace(TOKENIZER, files=("sentencepiece.bpe.model",), template="doubled", mask_takes_space=True)
+"""Relatives that were trained on sentencepiece's pieces."""
+
 CHECKPOINTS = {
     "base": "FacebookAI/roberta-base",
     "sequence_classification": "cardiffnlp/twitter-roberta-base-sentiment-latest",

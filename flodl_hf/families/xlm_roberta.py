@@ -11,14 +11,7 @@ from flodl_hf.families import roberta
 
 __all__ = ["FAMILY"]
 
-TOKENIZER = replace(
-    roberta.TOKENIZER,
-    files=("sentencepiece.bpe.model",),
-    template="doubled",
-    mask_takes_space=True,
-    first=("bos_token", "pad_token", "eos_token", "unk_token"),
-    skipped=3,
-)
+TOKENIZER = replace(roberta.PIECES, first=("bos_token", "pad_token", "eos_token", "unk_token"), skipped=3)
 
 CHECKPOINTS = {
     "base": "FacebookAI/xlm-roberta-base",
