@@ -72,6 +72,23 @@ def _own(task: str, inputs: Any, model: str | None, more: Mapping[str, Any]) -> 
     return _Ask(f"v1/{task}", _said(inputs=_plain(inputs), model=model, **more), _results)
 
 
+def _sparse(texts: str | Sequence[str], model: str | None) -> _Ask:
+    def read(answer: httpx.Response) -> list[tuple[np.ndarray, np.ndarray]]:
+        return [
+            (np.array([one["index"] for one in row], np.int64), np.array([one["value"] for one in row], np.float32))
+            for row in answer.json()
+        ]
+
+    return _Ask("embed_sparse", _said(inputs=_plain(texts), model=model), read)
+
+
+def _tokens(texts: str | Sequence[str], query: bool, model: str | None) -> _Ask:
+    def read(answer: httpx.Response) -> list[np.ndarray]:
+        return [np.array(row["vectors"], np.float32) for row in _results(answer)]
+
+    return _Ask("v1/late-interaction", _said(inputs=_plain(texts), query=query, model=model), read)
+
+
 def _rerank(query: str, documents: Sequence[str], model: str | None, top_k: int | None) -> _Ask:
     body = _said(query=query, documents=list(documents), model=model, top_n=top_k)
     return _Ask(
@@ -184,6 +201,29 @@ class Client(_Asking):
             ServerError: the server did not answer.
         """
         return self._ask(_embed(texts, model, normalize, dimensions, truncate))
+
+    def embed_sparse(
+        self, texts: str | Sequence[str], *, model: str | None = None
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return for each text ids of words and their weights.
+
+        Args:
+            texts: one text or several.
+            model: which model; one of masked words, or with bge-m3's layers.
+        """
+        return self._ask(_sparse(texts, model))
+
+    def embed_tokens(
+        self, texts: str | Sequence[str], *, query: bool = False, model: str | None = None
+    ) -> list[np.ndarray]:
+        """Return for each text a vector for each token, ``(tokens, features)``, to be compared late.
+
+        Args:
+            texts: one text or several.
+            query: whether texts are what is looked for.
+            model: which model.
+        """
+        return self._ask(_tokens(texts, query, model))
 
     def classify(self, texts: Any, *, model: str | None = None, **more: Any) -> list[dict[str, Any]]:
         """Return for each text or pair its labels, ``{"labels": [{"label", "score", "windows"}], "empty"}``.
@@ -311,6 +351,18 @@ class AsyncClient(_Asking):
     ) -> np.ndarray:
         """Return a vector for each text; see `Client.embed`."""
         return await self._ask(_embed(texts, model, normalize, dimensions, truncate))
+
+    async def embed_sparse(
+        self, texts: str | Sequence[str], *, model: str | None = None
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """As `Client.embed_sparse`."""
+        return await self._ask(_sparse(texts, model))
+
+    async def embed_tokens(
+        self, texts: str | Sequence[str], *, query: bool = False, model: str | None = None
+    ) -> list[np.ndarray]:
+        """As `Client.embed_tokens`."""
+        return await self._ask(_tokens(texts, query, model))
 
     async def classify(self, texts: Any, *, model: str | None = None, **more: Any) -> list[dict[str, Any]]:
         """Return for each text or pair its labels; see `Client.classify`."""

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import json
+import shutil
+import subprocess
 from typing import Any
 
 import numpy as np
@@ -99,3 +103,17 @@ def test_langchains(served: tuple[str, Any], local: dict[str, Any]) -> None:
         assert np.abs(np.array(asyncio.run(awaited())) - expected[:3]).max() < CLOSE
         shorter = langchain.OpenAIEmbeddings(**given, dimensions=8, http_client=client)
         assert len(shorter.embed_query("a cat")) == 8
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
+def test_curl(served: tuple[str, Any], local: dict[str, Any]) -> None:
+    def curl(path: str, body: Any, *more: str) -> bytes:
+        given = ["-H", "content-type: application/json", "-d", json.dumps(body), *more, f"{served[0]}{path}"]
+        return subprocess.run(["curl", "-sS", "--fail", *given], check=True, capture_output=True).stdout
+
+    answer = json.loads(curl("/v1/classify", {"inputs": TEXTS[0], "model": "classes"}))
+    best = answer["results"][0]["labels"][0]["label"]
+    assert best == local["classes"].predict([TEXTS[0]])[0][0].label
+    array = curl("/embed", {"inputs": TEXTS, "model": "embed"}, "-H", "accept: application/x-npy")
+    found = np.load(io.BytesIO(array), allow_pickle=False)
+    assert np.abs(found - local["embed"].embed(TEXTS).numpy()).max() < CLOSE

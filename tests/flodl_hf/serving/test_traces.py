@@ -15,6 +15,7 @@ import pytest
 from serving_models import TEXTS
 
 from flodl.errors import ConfigError
+from flodl_hf.client import Client
 from flodl_hf.serving.running import running
 from flodl_hf.serving.settings import Served, Settings
 from flodl_hf.serving.timeline import MOST, Timeline
@@ -22,6 +23,7 @@ from flodl_hf.serving.traces import Traces
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 UNSAMPLED = PARENT[:-1] + "0"
+OWN = f"{77:032x}"
 SECRET = "the secret cat"
 
 
@@ -65,6 +67,9 @@ def told(folders: dict[str, Path]) -> Iterator[tuple[Collector, dict[str, Any]]]
 
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
     pytest.importorskip("opentelemetry.sdk.trace")
+    from opentelemetry import trace  # pyright: ignore[reportMissingImports]
+    from opentelemetry.context import attach, detach  # pyright: ignore[reportMissingImports]
+
     with Collector() as collector:
         thread = threading.Thread(target=collector.serve_forever, daemon=True)
         thread.start()
@@ -82,6 +87,12 @@ def told(folders: dict[str, Path]) -> Iterator[tuple[Collector, dict[str, Any]]]
                 "own": client.post("/v2/rerank", json=rank),
                 "refused": client.post("/embed", json={"inputs": SECRET, "model": "none"}),
             }
+            # Our client says which trace its program is in.
+            context = trace.SpanContext(int(OWN, 16), 5, is_remote=False, trace_flags=trace.TraceFlags(1))
+            token = attach(trace.set_span_in_context(trace.NonRecordingSpan(context)))
+            with Client(url) as ours:
+                ours.embed(TEXTS[0])
+            detach(token)
         yield collector, answers
         collector.shutdown()
         thread.join()
@@ -144,11 +155,16 @@ def test_who_sends_no_trace_gets_one(told: tuple[Collector, dict[str, Any]]) -> 
 def test_what_is_not_sampled_is_not_sent_and_what_is_refused_says_why(told: tuple[Collector, dict[str, Any]]) -> None:
     collector, answers = told
     routes = [span.name for span in collector.spans if span.kind == span.SPAN_KIND_SERVER]
-    assert sorted(routes) == ["POST /embed", "POST /v1/embeddings", "POST /v2/rerank"]
+    assert sorted(routes) == ["POST /embed", "POST /embed", "POST /v1/embeddings", "POST /v2/rerank"]
     assert answers["unsampled"].headers["traceresponse"].endswith("-00")
-    (refused,) = [span for span in collector.spans if span.name == "POST /embed"]
+    (refused,) = [span for span in collector.spans if span.name == "POST /embed" and span.trace_id.hex() != OWN]
     assert values(refused)["http.response.status_code"] == 404
     assert values(refused)["error.type"] == "model"
+
+
+def test_our_client_passes_its_trace_on(told: tuple[Collector, dict[str, Any]]) -> None:
+    (request,) = of_trace(told[0], OWN)["POST /embed"]
+    assert int(request.parent_span_id.hex(), 16) == 5
 
 
 def test_no_text_is_in_a_trace_and_the_service_has_a_name(told: tuple[Collector, dict[str, Any]]) -> None:
