@@ -32,6 +32,8 @@ __all__ = ["DamagedPart", "Parts"]
 MANIFEST = "manifest.json"
 JOINING = "joining"
 BLOCK_BYTES = 1 << 20
+MOST = 16 << 20
+"""Bytes of a manifest or a record."""
 # What manifests and records held before they were sealed: folders begun then are gone on with.
 OLD_MANIFEST = ("version", "input", "model", "options", "replace")
 OLD_RECORD = ("rows", "written", "faulty", "faults", "tokens", "digest", "time", "empty", "bytes")
@@ -68,7 +70,7 @@ class Parts:
             PredictError: the folder is there and is no such folder.
         """
         try:
-            return unseal(read_regular(self.folder / MANIFEST), OLD_MANIFEST)
+            return unseal(read_regular(self.folder / MANIFEST, MOST), OLD_MANIFEST)
         except FileNotFoundError:
             strays = [p.name for p in self.folder.iterdir()][:5] if self.folder.is_dir() else []
             if [name for name in strays if not name.startswith((".", "rank-"))]:
@@ -205,7 +207,7 @@ class Parts:
     def record(self, number: int) -> dict[str, Any] | None:
         """Return what is known of a finished part; None if it is not finished."""
         try:
-            record = unseal(read_regular(self._record(number)), OLD_RECORD)
+            record = unseal(read_regular(self._record(number), MOST), OLD_RECORD)
             whole = self._data(number).stat().st_size == record["bytes"]
         except (OSError, ValueError, KeyError):
             return None
@@ -318,7 +320,7 @@ class Parts:
     def told(self, rank: int) -> dict[str, Any]:
         """Return what a rank last said of itself."""
         try:
-            return unseal(read_regular(self.folder / f"rank-{rank:05d}.json"))
+            return unseal(read_regular(self.folder / f"rank-{rank:05d}.json", MOST))
         except (OSError, ValueError):
             return {}
 

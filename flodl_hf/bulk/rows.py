@@ -15,6 +15,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, get_args
 
@@ -30,6 +31,9 @@ from flodl.data.files import (
 from flodl.errors import DataError, nearest, printable
 
 __all__ = ["FORMATS", "Row", "RowFault", "Rows", "open_rows"]
+
+MOST_LINE = 1 << 26
+"""Bytes of a line."""
 
 FORMATS = ("csv", "tsv", "jsonl", "text", "parquet", "arrow")
 STDIN = "-"
@@ -164,7 +168,14 @@ class _TextRows(Rows):
         """Yield the lines with their numbers, from 1."""
         number = 0
         try:
-            for number, raw in enumerate(self._file, 1):
+            for number, raw in enumerate(iter(partial(self._file.readline, MOST_LINE + 1), b""), 1):
+                if len(raw) > MOST_LINE:
+                    raise DataError(
+                        f"{self._name}: line {number} has more than {MOST_LINE:,} bytes; expected a row on each line; "
+                        "split it, or check what the file is",
+                        path=self._name,
+                        line=number,
+                    )
                 if self._hash is not None:
                     self._hash.update(raw)
                 yield number, raw
@@ -234,8 +245,10 @@ class _LineRows(_TextRows):
             return Row(self.number, line, None, str(fault))
         except (ValueError, RecursionError) as error:
             return Row(
-                self.number, line, None, f"invalid JSON ({error}): {printable(raw.decode('utf-8', 'replace'), 60)}"
-            )
+                self.number, line, None,
+                f"invalid JSON ({error}), expected an object; correct the line: "
+                f"{printable(raw[:400].decode('utf-8', 'replace'), 60)}",
+            )  # fmt: skip
         if not isinstance(values, dict):
             return Row(self.number, line, None, f"found {type(values).__name__}, expected a JSON object")
         return Row(self.number, line, values, None, text)

@@ -10,12 +10,14 @@ from typing import Any
 
 from flodl_hf.serving.settings import Settings
 
-__all__ = ["MAX_HEAD", "MAX_HEADERS", "guarded"]
+__all__ = ["MAX_HEAD", "MAX_HEADERS", "MAX_WAITING", "guarded"]
 
 MAX_HEAD = 64 << 10
 """Most bytes of a request's line and headers."""
 MAX_HEADERS = 128
 """Most headers of a request."""
+MAX_WAITING = 128
+"""Most requests of a connection that wait for the answer to one before them."""
 
 
 def guarded(kind: type[Any], settings: Settings) -> type[Any]:
@@ -54,6 +56,8 @@ def guarded(kind: type[Any], settings: Settings) -> type[Any]:
 
         def on_message_begin(self) -> None:
             self._head_size = self._headers = 0
+            if len(getattr(self, "pipeline", ())) >= MAX_WAITING:
+                raise ValueError("too many requests at once")  # answered with 400, and the connection ends
             super().on_message_begin()
 
         def on_header(self, name: bytes, value: bytes) -> None:

@@ -1,7 +1,8 @@
 """The beginning of a very long text, when only its beginning is wanted: cut before it is tokenized.
 
 Tokens do not depend on what follows far behind them. So a prefix is tokenized, then one twice as long, and
-where both begin alike the shorter one is enough; a text of ten megabytes then costs what a page costs.
+where both begin alike the shorter one is enough; a text of ten megabytes then costs what a page costs. White space is
+the exception: a special token may take all that stands before it, however much, so a prefix never ends in it.
 
 Decides: how long a prefix suffices. Leaves to others: tokenization and truncation.
 """
@@ -32,12 +33,14 @@ def beginning(text: str, tokens: int, encode: Callable[[str], Sequence[int]]) ->
     """
     size = _CHARS * (tokens + _MARGIN)
     wanted = tokens + _MARGIN
-    short = encode(text[:size])
+    prefix = text[:size].rstrip()
+    short = encode(prefix)
     for _ in range(_DOUBLINGS):
         if 2 * size >= len(text):
             break
-        long = encode(text[: 2 * size])
+        longer = text[: 2 * size].rstrip()
+        long = encode(longer)
         if len(short) > wanted and list(short[:wanted]) == list(long[:wanted]):
-            return text[:size]
-        size, short = 2 * size, long
+            return prefix
+        size, prefix, short = 2 * size, longer, long
     return text

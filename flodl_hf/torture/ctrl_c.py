@@ -16,6 +16,8 @@ from typing import Any
 __all__ = ["CtrlC"]
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
+# Torch switches gradients in Python: an interrupt at the first line of that leaves them as they are, whoever asked.
+_PASSED = (_HERE, os.path.join("torch", "autograd", "grad_mode.py"))
 _LOOKS = ("CALL", "RESUME", "JUMP_BACKWARD")
 
 
@@ -49,7 +51,8 @@ class CtrlC:
         signal.signal(signal.SIGINT, self._before[1])
 
     def _called(self, frame: FrameType, _event: str, _arg: Any) -> Any:
-        if frame.f_code.co_filename.startswith(_HERE):
+        place = frame.f_code.co_filename
+        if place.startswith(_PASSED[0]) or place.endswith(_PASSED[1]):
             return None
         frame.f_trace_opcodes = self._due
         self._last = "RESUME"

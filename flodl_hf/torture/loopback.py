@@ -75,8 +75,8 @@ class Hub:
 
     @property
     def elsewhere(self) -> str:
-        """The other host."""
-        return f"http://127.0.0.1:{self.other.server_address[1]}"
+        """The other host: under another name, because a port alone is none for some versions of huggingface_hub."""
+        return f"http://localhost:{self.other.server_address[1]}"
 
     def take(self, fault: Mapping[str, Any]) -> None:
         """Answer with a fault from now on; answers that still drip end."""

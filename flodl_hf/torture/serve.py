@@ -111,7 +111,7 @@ def _table(kind: str) -> Any:
 
 SHARES = {"heads": 14, "lengths": 6, "chunks": 8, "own headers": 8, "pipelined": 3, "gone": 3, "slow": 1, "large": 1,
           "many": 1, "ended": 1}  # fmt: skip
-_LIMITS = {"cpu_s": 30.0, "wall_s": 100.0, "memory_mb": 600}
+_LIMITS = {"cpu_s": 30.0, "wall_s": 300.0, "memory_mb": 600}
 KINDS = (
     Kind("field", 24, _field, _LIMITS),
     Kind("option", 6, _option, _LIMITS),

@@ -128,10 +128,20 @@ def run(case: Case, folder: Path, subject: Subject) -> Verdict:
     if "no text" in what:
         given = NO_TEXTS[what["no text"]]()
 
-        def asked() -> Any:
-            return model.predict(given) if subject.name == "ours" else subject.answers(model, [given])
+        fails = what["no text"] == "an iterator that fails"
 
-        return judge(case, subject, asked, lambda found: silent(f"answered: {str(found)[:100]}"))
+        def asked() -> Any:
+            if not fails:
+                return model.predict(given) if subject.name == "ours" else subject.answers(model, [given])
+            try:
+                return list(model.predict(given)) if subject.name == "ours" else subject.answers(model, list(given))
+            except ZeroDivisionError:
+                return None  # the caller's own error, which is the caller's to see
+
+        return judge(
+            case, subject, asked,
+            lambda found: right() if fails and found is None else silent(f"answered: {str(found)[:100]}"),
+        )  # fmt: skip
 
     def act() -> tuple[list[list[int]], list[Tensor], Any]:
         texts = what["texts"]

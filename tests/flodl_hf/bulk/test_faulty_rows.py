@@ -13,6 +13,7 @@ import torch
 
 from flodl.errors import DataError
 from flodl_hf import predict_file
+from flodl_hf.bulk import rows
 from flodl_hf.decode import Classification
 
 GOOD = {"id": 0, "text": "a cat"}
@@ -254,3 +255,13 @@ def test_wrong_usage_is_status_2(args: list[str], says: str, folder: Any) -> Non
     done = from_cli.CliRunner().invoke(app, ["predict", str(folder("sequence_classification")), *args])
     assert done.exit_code == 2
     assert says in " ".join(done.stderr.replace("│", " ").split())
+
+
+def test_a_line_without_end_is_refused_before_it_is_in_memory(
+    model: Any, jsonl: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rows, "MOST_LINE", 1000)
+    source = jsonl([json.dumps(GOOD), "x" * 1001])
+    with pytest.raises(DataError, match="line 2 has more than 1,000 bytes; expected a row on each line") as caught:
+        predict_file(model("sequence_classification"), source, tmp_path / "out.jsonl", text_column="text")
+    assert caught.value.line == 2

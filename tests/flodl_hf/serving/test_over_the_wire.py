@@ -189,3 +189,10 @@ def test_requests_one_after_another_on_one_connection(wire: socket.socket) -> No
     last = post("/models/embed/-/embed", b'{"inputs": "a"}', "connection: close")
     wire.sendall(one * 4 + last)
     assert until_closed(wire).count(b"HTTP/1.1 200 OK") == 5
+
+
+def test_very_many_requests_at_once_on_one_connection_are_refused(wire: socket.socket) -> None:
+    wire.sendall(b"GET /live HTTP/1.1\r\nhost: here\r\n\r\n" * 1_000)
+    answers = until_closed(wire)
+    assert answers.count(b"HTTP/1.1 400") == 1
+    assert answers.count(b"HTTP/1.1 200") < 1_000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -187,3 +188,13 @@ def test_a_prefix_that_decides_nothing_is_not_used() -> None:
     text = "x" * 100_000
     assert beginning(text, 4, lambda prefix: [len(prefix)] * len(prefix)) == text
     assert len(beginning(text, 4, lambda prefix: [1] * len(prefix))) < 1000
+
+
+@pytest.mark.parametrize(
+    "text", [" " * 20_000 + "<mask>", "ab" + "\n" * 20_000 + "<mask>", "abcdef" * 2_000 + " <mask>"]
+)
+def test_a_special_token_may_take_all_white_space_before_it(text: str) -> None:
+    def ids(part: str) -> list[int]:
+        return [ord(letter) for letter in re.sub(r"\s*<mask>", "M", part)]
+
+    assert ids(beginning(text, 4, ids))[:4] == ids(text)[:4]

@@ -94,3 +94,12 @@ def test_the_second_computation_counts_positions_past_padding(pad: int, tmp_path
     plain = plain_scores(config, tensors_in(files["model.safetensors"]), IDS)
     assert plain is not None
     assert torch.allclose(scores.double(), plain, atol=1e-5)
+
+
+def test_definitions_nested_as_deeply_as_they_come_can_be_written() -> None:
+    from flodl_hf.torture import tokenizer
+
+    deep = [case for case in tokenizer.cases(41, 600) if case.what.get("edit") == "normalizer"]
+    assert deep
+    for case in deep:
+        assert tokenizer.damaged(case.what)
