@@ -1,4 +1,4 @@
-"""Several vectors a text, one a token, compared late: ColBERT's files, and bge-m3's.
+"""Several vectors a text, one a token, compared late: files of ColBERT, PyLate, sentence-transformers and bge-m3.
 
 Decides what such files say (projection, markers, expansion, what is left out), and the score of two texts: for each
 token of the query its best product with a token of the document, summed (Khattab and Zaharia 2020, arXiv 2004.12832).
@@ -30,6 +30,7 @@ __all__ = [
     "marked",
     "marker_id",
     "max_sim",
+    "multivector_recipe",
     "pylate_files",
     "pylate_recipe",
 ]
@@ -154,6 +155,60 @@ def pylate_recipe(said: Mapping[str, Any], projections: Sequence[Dense], where: 
         _length(said, "document_length", 180, where),
         expanded=said.get("do_query_expansion") is not False,
         attended=said.get("attend_to_expansion_tokens") is True,
+        skipped=tuple(skipped),
+    )
+
+
+def multivector_recipe(
+    said: Mapping[str, Any],
+    transformer: Mapping[str, Any],
+    mask: Mapping[str, Any],
+    projections: Sequence[Dense],
+    where: str,
+) -> LateRecipe:
+    """Return what a folder of sentence-transformers' MultiVectorEncoder says.
+
+    Args:
+        said: ``config_sentence_transformers.json``.
+        transformer: ``sentence_bert_config.json``.
+        mask: the settings of its module MultiVectorMask.
+        projections: its dense layers.
+        where: the folder.
+
+    Raises:
+        ConfigError: a setting makes no sense, or asks for what is not supported.
+    """
+    expansion, prompts = transformer.get("query_expansion"), said.get("prompts") or {}
+    skipped = mask.get("skiplist_words") or []
+    wrong = {
+        "query_expansion": expansion is not None
+        and not (isinstance(expansion, dict) and expansion.get("strategy") == "fixed" and not expansion.get("token")),
+        "skiplist_words": not isinstance(skipped, list) or not all(isinstance(word, str) for word in skipped),
+        "skiplist_tasks": mask.get("skiplist_tasks", ["document"]) != ["document"],
+        "keep_only_token_ids": mask.get("keep_only_token_ids") is not None,
+        "prompts": not isinstance(prompts, dict),
+        "similarity_fn_name": said.get("similarity_fn_name") not in (None, "maxsim", "MaxSim"),
+    }
+    problems = [name for name, is_wrong in wrong.items() if is_wrong]
+    if problems:
+        found = {**said, **transformer, **mask}
+        raise ConfigError(
+            f"{where}: {', '.join(f'{name} is {shown(found.get(name), 60)}' for name in problems)}; expected queries "
+            "filled up with mask tokens to one length or not at all, and words of which documents alone keep no vector",
+            where=where,
+            problems=problems,
+        )
+    lengths = {name: _length(transformer, name, 32, where) for name in ("query_length", "document_length")
+               if transformer.get(name) is not None}  # fmt: skip
+    filled = None if expansion is None else _length(expansion, "length", 32, where)
+    return LateRecipe(
+        tuple(projections),
+        _marker(prompts, "query", "", where),
+        _marker(prompts, "document", "", where),
+        filled or lengths.get("query_length"),
+        lengths.get("document_length"),
+        expanded=expansion is not None,
+        attended=expansion is not None and expansion.get("attend") is True,
         skipped=tuple(skipped),
     )
 

@@ -1,7 +1,8 @@
 """Folders of sentence-transformers: what their small files say about pooling, read and written.
 
 ``modules.json`` lists a transformer, a pooling, and perhaps dense layers and a normalisation; or SPLADE's two modules;
-or, of PyLate, a transformer and the dense layers of token vectors. Anything else would change vectors and is refused.
+or a transformer and the dense layers of token vectors, as PyLate and MultiVectorEncoder have them. Anything else would
+change vectors and is refused.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from flodl.errors import ConfigError, printable, shown
 from flodl_hf.checkpoint.members import is_entry, read_member
 from flodl_hf.dense import Dense, dense_files, read_dense
 from flodl_hf.errors import PredictError
-from flodl_hf.late import LateRecipe, m3_layer, pylate_recipe
+from flodl_hf.late import LateRecipe, m3_layer, multivector_recipe, pylate_recipe
 from flodl_hf.sparse import SpladePooling
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ _NEW_MODES = {
     "mean_sqrt_len_tokens": "mean_sqrt_len",
 }
 _LIMIT = 1_000_000
-_KNOWN = ("Transformer", "Pooling", "Dense", "Normalize", "MLMTransformer", "SpladePooling")
+_KNOWN = ("Transformer", "Pooling", "Dense", "Normalize", "MLMTransformer", "SpladePooling", "MultiVectorMask")
 _TRANSFORMERS = ("Transformer", "MLMTransformer")
 _LEAST_TOKENS = 3  # two special ones and one of the text
 _WEIGHTS = (
@@ -100,6 +101,14 @@ def _modules(root: Path) -> list[dict[str, Any]]:
             where=str(root / "modules.json"),
             problems=unknown,
         )
+    if "MultiVectorMask" in kinds:
+        dense = len(kinds) - 3
+        if dense < 1 or kinds != ["Transformer", *["Dense"] * dense, "MultiVectorMask", "Normalize"]:
+            raise _wrong(
+                root / "modules.json", f"found the modules {', '.join(kinds[:6])}",
+                "for vectors of tokens Transformer, Dense, MultiVectorMask and Normalize",
+            )  # fmt: skip
+        return value
     places = [_KNOWN.index(kind) for kind in kinds]
     dense = "Dense" in kinds and "Pooling" not in kinds and "Normalize" not in kinds
     late = dense and all(_of_tokens(root, module) for module in value if _kind(module) == "Dense")
@@ -204,6 +213,7 @@ def read_recipe(root: Path) -> SentenceRecipe | None:
     dense: list[Dense] = []
     more: dict[str, bytes] = {}
     splade: SpladePooling | None = None
+    mask: dict[str, Any] | None = None
     included = True
     modules = _modules(root)
     for module in modules:
@@ -226,8 +236,14 @@ def read_recipe(root: Path) -> SentenceRecipe | None:
             place = (_inside(root, module.get("path")) / "config.json").relative_to(root).as_posix()
             splade = _splade(root, place)
             read.append(place)
+        elif kind == "MultiVectorMask":
+            place = (_inside(root, module.get("path")) / "config.json").relative_to(root).as_posix()
+            mask = _settings(root, place) if is_entry(root, place) else {}
+            read.append(place)
         elif kind == "Normalize":
             normalize = True
+            if (settings_of := module.get("path")) and mask is not None:
+                read.append((_inside(root, settings_of) / "config.json").relative_to(root).as_posix())
     bounds = "sentence_bert_config.json"
     settings = _settings(root, bounds) if is_entry(root, bounds) else {}
     length, lower = settings.get("max_seq_length"), settings.get("do_lower_case")
@@ -239,7 +255,9 @@ def read_recipe(root: Path) -> SentenceRecipe | None:
     at_root = transformer_folder(root) == root
     said = _settings(root, read[2]) if is_entry(root, read[2]) else {}
     late = None
-    if dense and not any(_kind(module) == "Pooling" for module in modules):
+    if mask is not None:
+        late, dense, normalize = multivector_recipe(said, settings, mask, dense, str(root)), [], False
+    elif dense and not any(_kind(module) == "Pooling" for module in modules):
         late, dense = pylate_recipe(said, dense, str(root / read[2])), []
     lexical = None
     if is_entry(root, "sparse_linear.pt"):

@@ -255,7 +255,7 @@ class BaseModel(EncoderModel):
     ) -> Any:
         """Return a vector for each token of a text, ``(tokens, size)``, as the folder says; several in a list.
 
-        Folders of ColBERT, PyLate and bge-m3 do.
+        Folders of ColBERT, PyLate, sentence-transformers' MultiVectorEncoder and bge-m3 do.
 
         `flodl_hf.late.max_sim` compares them. Texts longer than the folder says are cut, as its own library does.
 

@@ -314,6 +314,63 @@ def test_pylates_folders_give_the_same_vectors(saved: Saved, tmp_path: Path) -> 
         load(folder).embed_tokens("a cat", query=True)  # type: ignore[attr-defined]
 
 
+def test_multivector_encoders_folders_give_the_same_vectors(saved: Saved, tmp_path: Path) -> None:
+    folder = colbert(saved("bert"), attended=False)
+    by_class: Any = load(folder)
+    held = load_file(folder / "model.safetensors")
+    weight = held.pop("linear.weight")
+    save_file(
+        {n.removeprefix("bert."): v for n, v in held.items()}, folder / "model.safetensors", metadata={"format": "pt"}
+    )
+    (folder / "artifact.metadata").unlink()
+    config = json.loads((folder / "config.json").read_text()) | {"architectures": ["BertModel"]}
+    tokens = {"module_input_name": "token_embeddings", "module_output_name": "token_embeddings"}
+    base = "sentence_transformers.base.modules."
+    chain = modules(
+        (base + "transformer.Transformer", ""), (base + "dense.Dense", "1_Dense"),
+        ("sentence_transformers.multi_vector_encoder.modules.multi_vector_mask.MultiVectorMask", "2_MultiVectorMask"),
+        (base + "normalize.Normalize", "3_Normalize"),
+    )  # fmt: skip
+    dense = {"in_features": 16, "out_features": 4, "bias": False,
+             "activation_function": "torch.nn.modules.linear.Identity", **tokens}  # fmt: skip
+    expansion = {"strategy": "fixed", "attend": False, "token": None, "length": 12}
+    mask = {"skiplist_words": list(".!,?"), "skiplist_tasks": ["document"], "keep_only_token_ids": None}
+    write(folder, {
+        "config.json": config, "modules.json": chain, "1_Dense/config.json": dense,
+        "1_Dense/model.safetensors": save({"linear.weight": weight}, {"format": "pt"}),
+        "2_MultiVectorMask/config.json": mask, "3_Normalize/config.json": tokens,
+        "config_sentence_transformers.json": {
+            "model_type": "MultiVectorEncoder", "prompts": {"query": "for ", "document": "in "},
+            "default_prompt_name": None, "similarity_fn_name": None,
+        },
+        "sentence_bert_config.json": {"document_length": 9, "query_expansion": expansion},
+    })  # fmt: skip
+    model: Any = load(folder)
+    for query in (True, False):
+        for mine, other in zip(
+            model.embed_tokens(TEXTS, query=query), by_class.embed_tokens(TEXTS, query=query), strict=True
+        ):
+            assert torch.equal(mine, other)
+    out = model.save_pretrained(tmp_path / "out")
+    for path in folder.rglob("*"):
+        if path.is_file() and path.name != "checksums.json":
+            assert (out / path.relative_to(folder)).read_bytes() == path.read_bytes(), path.name
+    for name, changed in (
+        ("sentence_bert_config.json", {"query_expansion": {"strategy": "minimum", "length": 12}}),
+        ("2_MultiVectorMask/config.json", {**mask, "skiplist_tasks": ["query", "document"]}),
+        ("2_MultiVectorMask/config.json", {**mask, "keep_only_token_ids": [3]}),
+    ):
+        kept = (folder / name).read_bytes()
+        write(folder, {name: changed})
+        with pytest.raises(ConfigError) as caught:
+            load(folder)
+        assert set(caught.value.problems) <= {"query_expansion", "skiplist_tasks", "keep_only_token_ids"}
+        write(folder, {name: kept})
+    write(folder, {"modules.json": chain[:3]})
+    with pytest.raises(ConfigError, match="MultiVectorMask and Normalize"):
+        load(folder)
+
+
 def test_plain_folders_have_no_vectors_of_tokens(saved: Saved) -> None:
     with pytest.raises(PredictError, match="vector for each token"):
         load(saved("bert")).embed_tokens("a cat")  # type: ignore[attr-defined]

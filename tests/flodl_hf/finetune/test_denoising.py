@@ -269,3 +269,13 @@ def test_layers_decode_from_the_left_or_are_refused(family: str) -> None:
     with torch.no_grad():
         model.beside.bias[8] += 1
     assert (model.beside(model, torch.ones(2, 16), batch)[:, 0] < found[:, 0]).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.filterwarnings("error")
+def test_texts_are_written_again_on_a_gpu(base: Path, precision: str) -> None:
+    given: dict[str, Any] = {**EXACT, "max_steps": 6, "lr": 0.05}
+    plain = finetune(base, train=ALONE, devices="cpu", **given)
+    fast = finetune(base, train=ALONE, eval=ALONE[:6], devices="cuda:0", precision=precision, **given)
+    assert fast.losses == pytest.approx(plain.losses, rel=1e-3 if precision == "fp32" else 0.1)

@@ -254,6 +254,14 @@ def test_sentence_transformers_loads_the_folder_with_equal_vectors(base: Path, t
         found = getattr(theirs, f"encode_{name}")(TEXTS[:6])
         for a, b in zip(model.embed_tokens(TEXTS[:6], query=name == "query"), found, strict=True):
             torch.testing.assert_close(a, torch.as_tensor(b), rtol=1e-5, atol=1e-6)
+    theirs.save(str(tmp_path / "native"))
+    same_vectors(model, load(tmp_path / "native"))
+    given: dict[str, Any] = {**ONE, "projection": None}
+    more: Any = finetune(tmp_path / "native", train=ROWS, out=tmp_path / "more", **given).model
+    same_vectors(more, load(tmp_path / "more"))
+    again = library.MultiVectorEncoder(str(tmp_path / "more"), device="cpu").encode_document(TEXTS[:2])
+    for a, b in zip(more.embed_tokens(TEXTS[:2]), again, strict=True):
+        torch.testing.assert_close(a, torch.as_tensor(b), rtol=1e-5, atol=1e-6)
 
 
 def test_an_adapter_keeps_the_projection(base: Path, tmp_path: Path) -> None:
