@@ -110,6 +110,8 @@ def infer_columns(rows: Sequence[Mapping[str, Any]], **said: str | None) -> Colu
         texts.sort(key=lambda n: sum(len(row[n]) for row in rows), reverse=True)
         text = texts[0] if texts else None
         label = label or next((n for n in names if n != text and _repeats(rows, n)), None)
+    elif "text" in found and label is None and len(names) == 2:
+        label = next((n for n in names if n != text and _repeats(rows, n)), None)
     if text and spans:
         return Columns(task="token-classification", text=text, spans=spans)
     if text and label:

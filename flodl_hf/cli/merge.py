@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from flodl_hf.cli.shared import Json, Local, Revision, emit_json, reporting, say, tell
+from flodl_hf.cli.spelling import command_line
 
 NAME = "merge"
 
@@ -35,4 +36,4 @@ def command(
         emit_json({"folder": str(out), "task": model.head})
         return
     tell(str(out))
-    say(f"check it: flodl-hf verify-export {out} --no-source")
+    say("check it: " + command_line("flodl-hf", "verify-export", out, "--no-source"))

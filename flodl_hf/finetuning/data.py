@@ -266,7 +266,8 @@ def guessed_columns(columns: Columns, said: Mapping[str, str] | None) -> list[st
     if not guessed:
         return []
     read = " and ".join(f"{name!r} as the {role}" for role, name in guessed.items())
-    return [f"no column has a known name: {read} (columns={guessed!r} would say so)"]
+    option = ",".join(f"{role}={name}" for role, name in guessed.items())
+    return [f"columns are read by what they hold: {read} (columns={guessed!r} or --columns {option!r} would say so)"]
 
 
 def _same_columns(columns: Columns, rows: Sequence[Mapping[str, Any]], where: str) -> None:

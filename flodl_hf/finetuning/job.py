@@ -269,7 +269,11 @@ def _settle_head(known: Known, task: Task, options: Options) -> tuple[Options, l
         return options, []
     kept = options.new_head is False
     pairs = ", ".join(f"{a} -> {b}" for a, b in list(zip(old, new, strict=True))[:8])
-    what = "goes on under these names (new_head=False)" if kept else "is drawn anew (new_head=False would keep it)"
+    what = (
+        "goes on under these names (new_head=False)"
+        if kept
+        else "is drawn anew (new_head=False or --no-new-head keeps it)"
+    )
     return replace(options, new_head=not kept), [f"the start was trained with other labels ({pairs}); its head {what}"]
 
 

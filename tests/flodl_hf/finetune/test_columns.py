@@ -37,6 +37,8 @@ def test_columns_can_be_said_and_doubts_are_not_guessed():
         infer_columns(rows)
     assert caught.value.problems == ["a: text", "b: text", "c: text"]
     assert infer_columns(rows, text="b", label="c") == Columns(task="sequence-classification", text="b", label="c")
+    two = [{"a": f"text {i}", "b": "xy"[i % 2]} for i in range(6)]
+    assert infer_columns(two, text="a") == Columns(task="sequence-classification", text="a", label="b")
     for said in ({"text": "q"}, {"txet": "a"}):
         with pytest.raises(DataError):
             infer_columns(rows, **said)
