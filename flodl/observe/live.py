@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextvars import ContextVar
 from enum import StrEnum
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -34,22 +34,59 @@ class Reduce(StrEnum):
     """The L2 norm of all elements."""
 
 
+_ADDED = (Reduce.MEAN, Reduce.SUM, Reduce.NORM)
+
+
+class Adder(Protocol):
+    """Adds up tensors on their device, together at the end."""
+
+    def takes(self, value: Tensor) -> bool:
+        """Return whether it adds up such a tensor."""
+        ...
+
+    def add(self, value: Tensor, *, squared: bool) -> tuple[bool, int]:
+        """Begin with a tensor, or its squares; return the place of the result."""
+        ...
+
+    def finish(self) -> Mapping[bool, Tensor]:
+        """Return sums, and norms by True, each ``(count,)``."""
+        ...
+
+    def clear(self) -> None:
+        """Forget what was begun."""
+        ...
+
+
 class Seen:
     """What was told of in one forward pass.
 
     Args:
         owners: the dotted name of each graph whose observer tells here, by ``id``.
+        adder: adds up tensors that it takes; without one torch does.
 
     Attributes:
         pairs: ``name: (sum, weight)``.
     """
 
-    def __init__(self, owners: Mapping[int, str] | None = None) -> None:
+    def __init__(self, owners: Mapping[int, str] | None = None, adder: Adder | None = None) -> None:
         self.owners = owners or {}
         self.pairs: dict[str, Pair] = {}
+        self._adder = adder
+        self._begun: list[tuple[str, float, tuple[bool, int]]] = []
+        if adder is not None:
+            adder.clear()  # of a forward pass that failed
+
+    def names(self) -> set[str]:
+        """Return what was told so far."""
+        return {*self.pairs, *(name for name, _, _ in self._begun)}
 
     def pack(self) -> dict[str, Pair]:
         """Return all pairs, tensors among them copied together, so that later writes do not reach them."""
+        if self._adder is not None and self._begun:
+            found = self._adder.finish()
+            for name, weight, (squared, place) in self._begun:
+                self.add(name, found[squared][place], weight)
+            self._begun.clear()
         kept: dict[Any, list[Tensor]] = {}
         for pair in self.pairs.values():
             for value in pair:
@@ -70,6 +107,9 @@ class Seen:
         """Take in a tensor reduced to one value; means are weighted by elements, so that uneven batches count right."""
         if value.numel() == 1:
             self.add(name, value.detach().reshape(()))
+        elif self._adder is not None and how in _ADDED and self._adder.takes(value):
+            weight = float(value.numel()) if how is Reduce.MEAN else 1.0
+            self._begun.append((name, weight, self._adder.add(value, squared=how is Reduce.NORM)))
         elif how is Reduce.MEAN:
             self.add(name, reduced(value, Reduce.SUM), float(value.numel()))
         else:

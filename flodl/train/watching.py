@@ -8,11 +8,9 @@ whoever asked (`flodl.train`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from flodl.errors import GraphError, GraphPathError
@@ -24,8 +22,6 @@ from flodl.observe.record import observer_of
 from flodl.train.step.tensor_sums import TensorSums
 
 __all__ = ["Watching"]
-
-_ADDED = (Reduce.MEAN, Reduce.SUM, Reduce.NORM)
 
 
 class Watching:
@@ -48,8 +44,6 @@ class Watching:
         self._seen = Seen()
         self._before: Seen | None = None
         self._inside = False
-        self._side: torch.cuda.Stream | None = None
-        self._running: Seen | None = None
         self._sums: TensorSums | None = None
         for text in wanted:
             self._watch(text)
@@ -64,7 +58,7 @@ class Watching:
             self._watch_part(part, reduce)
 
     def _watch_part(self, part: Part, how: Reduce) -> None:
-        if part.tag is not None and part.owner is not None:
+        if part.tag is not None and part.owner is not None and not _by_module(part):
             owner, tag = part.owner, part.tag
             new = tag not in owner.watched
             before = list(observer_of(owner).reductions.get(tag, ())) or ([] if new else [Reduce.MEAN])
@@ -99,9 +93,9 @@ class Watching:
             named = [(tag, prefix + value_name(tag, how), how) for tag in tags for how in ways[tag]]
             if named:
                 self._tags.append((name, graph, named))
-        place = next((p.device for p in self.model.parameters()), None) if self._tags else None
+        place = next((p.device for p in self.model.parameters()), None) if self._tags or self._undo else None
         if place is not None and place.type == "cuda" and (self._sums is None or self._sums.device != place):
-            self._sums = TensorSums(place)  # tries its kernels, for which the device is waited for
+            self._sums = TensorSums.of(place)
 
     def signature(self) -> tuple[Any, ...]:
         """Return what a captured step depends on: the names of what is collected."""
@@ -113,7 +107,7 @@ class Watching:
         """Collect from now on what this thread computes."""
         for _, graph, _ in self._tags:
             graph._captured = {}  # what an earlier call left is no value of this one
-        self._seen = Seen(self._owners)
+        self._seen = Seen(self._owners, self._sums)
         before = live.hear(self._seen)
         self._before, self._inside = self._before if self._inside else before, True
         return self
@@ -125,63 +119,17 @@ class Watching:
             self._inside, self._before = False, None
 
     def take(self) -> dict[str, Pair]:
-        """Return what was told or watched inside, by name, as sums and weights.
-
-        While a step is recorded, the device computes them beside what is recorded next, the backward pass, which leaves
-        it room between its large products; they may be used after `meet`.
-        """
+        """Return what was told or watched inside, by name, as sums and weights."""
         seen, self._seen = self._seen, Seen()
-        told = set(seen.pairs)
-        large: dict[torch.dtype, list[tuple[str, Tensor, Reduce]]] = {}
-        with self._beside(seen):
-            for _, graph, tags in self._tags:
-                captured = graph._captured
-                for tag, name, how in tags:
-                    value = captured.get(tag)
-                    if name in told or not isinstance(value, (Tensor, float, int)):
-                        continue
-                    if isinstance(value, Tensor) and how in _ADDED and self._sums_of(value) is not None:
-                        large.setdefault(value.dtype, []).append((name, value.detach(), how))
-                    else:
-                        _add(seen, name, value, how)
-                graph._captured = {tag: v.detach() if isinstance(v, Tensor) else v for tag, v in captured.items()}
-            for values in large.values():
-                self._add_together(seen, values)
-            return seen.pack()
-
-    def _sums_of(self, value: Tensor) -> TensorSums | None:
-        """Return what adds up several tensors at once, if it takes this one."""
-        return self._sums if self._sums is not None and self._sums.takes(value) else None
-
-    def _add_together(self, seen: Seen, values: Sequence[tuple[str, Tensor, Reduce]]) -> None:
-        assert self._sums is not None
-        found = self._sums([value for _, value, _ in values], [how is Reduce.NORM for _, _, how in values])
-        for place, (name, value, how) in enumerate(values):
-            if found is None:
-                _add(seen, name, value, how)
-            else:
-                seen.add(name, found[place], float(value.numel()) if how is Reduce.MEAN else 1.0)
-
-    def finish_capture(self) -> object:
-        """Complete what was captured since the last call; the answer must be held as long as that is replayed."""
-        return None if self._sums is None else self._sums.finish_capture()
-
-    def _beside(self, seen: Seen) -> AbstractContextManager[Any]:
-        """Return a context whose work runs beside what follows it, where a step is recorded."""
-        if not (self._tags and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
-            return nullcontext()
-        if self._side is None:
-            self._side = torch.cuda.Stream()
-        # What is read must stay where it is meanwhile: graphs hold the values of their tags, and this what was told.
-        self._side.wait_stream(torch.cuda.current_stream())
-        self._running = seen
-        return torch.cuda.stream(self._side)
-
-    def meet(self) -> None:
-        """Have the device wait for what `take` left running beside."""
-        if self._running is not None and self._side is not None:
-            torch.cuda.current_stream().wait_stream(self._side)
-        self._running = None
+        told = seen.names()
+        for _, graph, tags in self._tags:
+            captured = graph._captured
+            for tag, name, how in tags:
+                value = captured.get(tag)
+                if name not in told and isinstance(value, (Tensor, float, int)):
+                    _add(seen, name, value, how)
+            graph._captured = {tag: v.detach() if isinstance(v, Tensor) else v for tag, v in captured.items()}
+        return seen.pack()
 
     def holding(self) -> Callable[[], object] | None:
         """Return what puts the present values of tags back, so that they can be asked for after a replay."""
@@ -215,6 +163,17 @@ class Watching:
                 if not prefix or name.startswith(f"{prefix}."):
                     observer_of(graph).put(name[len(prefix) + 1 :] if prefix else name, value)
                     break
+
+
+def _by_module(part: Part) -> bool:
+    """Return whether a tag's value is the output of one module that nothing else calls in the graph.
+
+    Then it is read where it is made, and its memory is free for what comes next; a tag keeps it until the step is over.
+    """
+    owner, tag = part.owner, part.tag
+    if owner is None or tag is None or part.module is None or tag in owner.watched:
+        return False
+    return sum(owner._modules.get(node.name) is part.module for node in owner.plan.calls) == 1
 
 
 def value_name(path: str, how: Reduce) -> str:

@@ -161,14 +161,13 @@ class Accumulator:
         """
         part = Part()
         for number, batch in enumerate(batches, start=1):
-            watching = self.watching
-            with watching or nullcontext():
+            if self.watching is None:
                 loss = self.loss_of(train_step, batch)
-            seen = watching.take() if watching is not None else {}
+            else:
+                with self.watching:
+                    loss = self.loss_of(train_step, batch)
+                part.observe(self.watching.take())
             counted(loss.count)
             with around(number == len(batches)):
                 self.add(part, loss, batch_len(batch), alone=alone and len(batches) == 1)
-            if watching is not None:
-                watching.meet()
-                part.observe(seen)
         return part

@@ -18,10 +18,7 @@ import numpy as np
 import torch
 from torch.nn.utils import get_total_norm
 
-__all__ = [
-    "KEPT_ROWS", "KINDS", "BlockLayout", "GradientCheck", "StepDecision", "capturing", "find_faults", "is_dense",
-    "load_kernels", "sent",
-]  # fmt: skip
+__all__ = ["KEPT_ROWS", "GradientCheck", "StepDecision", "find_faults", "is_dense", "load_kernels"]
 
 KEPT_ROWS = 512
 
@@ -54,8 +51,8 @@ class StepDecision:
 
 
 @dataclass(frozen=True)
-class BlockLayout:
-    """Which program reads what: the same for all tensors of these sizes.
+class _BlockLayout:
+    """Who reads what: the same for all gradients of these shapes.
 
     ``spare`` is room for the addresses that a captured graph reads. What is allocated during capture shares its memory
     with other tensors of the graph, which overwrite it at each replay; so this room is made before.
@@ -68,15 +65,14 @@ class BlockLayout:
     spare: list[torch.Tensor]
 
     @classmethod
-    def of(cls, sizes: Sequence[int], device: torch.device) -> BlockLayout:
-        """Return the layout for tensors of so many elements each, none of them empty."""
+    def of(cls, sizes: Sequence[int], device: torch.device) -> _BlockLayout:
         span = BLOCK
         while sum(-(-size // span) for size in sizes) > max(MOST_PROGRAMS, len(sizes)):
             span *= 2
         which = np.repeat(np.arange(len(sizes)), [-(-size // span) for size in sizes])
         starts = np.concatenate([np.arange(0, size, span) for size in sizes])
         numbers = np.asarray(sizes)
-        return cls(sent(numbers, device), sent(which.astype(np.int32), device), sent(starts, device), span, [])
+        return cls(_sent(numbers, device), _sent(which.astype(np.int32), device), _sent(starts, device), span, [])
 
 
 class GradientCheck:
@@ -96,8 +92,8 @@ class GradientCheck:
         self.state = torch.zeros((), dtype=torch.float32, device=device)
         self._one = torch.ones((), dtype=torch.float32, device=device)
         self._kernels = _kernels(device) if device.type == "cuda" else None
-        self._layouts: dict[Any, BlockLayout] = {}
-        self._unknown: list[tuple[BlockLayout, torch.Tensor, list[int]]] = []
+        self._layouts: dict[Any, _BlockLayout] = {}
+        self._unknown: list[tuple[_BlockLayout, torch.Tensor, list[int]]] = []
         if self._kernels is not None:
             self._make_ring()
 
@@ -168,8 +164,8 @@ class GradientCheck:
             blocks.spare.append(torch.empty_like(table))
         return done
 
-    def _layout_of(self, grads: Sequence[torch.Tensor]) -> BlockLayout | None:
-        if grads[0].dtype not in KINDS or any(
+    def _layout_of(self, grads: Sequence[torch.Tensor]) -> _BlockLayout | None:
+        if grads[0].dtype not in _KINDS or any(
             g.dtype != grads[0].dtype or g.layout != torch.strided or g.device != self.device for g in grads
         ):
             return None
@@ -177,26 +173,26 @@ class GradientCheck:
         if not all(map(is_dense, grads)):
             return None
         blocks = self._layouts.get(sizes)
-        if capturing(self.device):
+        if _capturing(self.device):
             return blocks if blocks is not None and blocks.spare else None
         if blocks is None:
             if min(sizes) == 0:
                 return None
-            blocks = self._layouts[sizes] = BlockLayout.of(sizes, self.device)
+            blocks = self._layouts[sizes] = _BlockLayout.of(sizes, self.device)
         if not blocks.spare:
             blocks.spare.append(torch.empty(len(sizes), dtype=torch.int64, device=self.device))
         return blocks
 
-    def _table(self, blocks: BlockLayout, addresses: list[int]) -> torch.Tensor:
-        if not capturing(self.device):
-            return sent(np.asarray(addresses), self.device)
+    def _table(self, blocks: _BlockLayout, addresses: list[int]) -> torch.Tensor:
+        if not _capturing(self.device):
+            return _sent(np.asarray(addresses), self.device)
         # Nothing is brought to the device while it captures; addresses stay the same in all replays.
         table = blocks.spare.pop()
         self._unknown.append((blocks, table, addresses))
         return table
 
     def _by_kernels(
-        self, blocks: BlockLayout, grads: Sequence[torch.Tensor], loss: torch.Tensor, count: Any, summed: bool
+        self, blocks: _BlockLayout, grads: Sequence[torch.Tensor], loss: torch.Tensor, count: Any, summed: bool
     ) -> StepDecision:
         kernels: Any = self._kernels
         counts, clips = isinstance(count, torch.Tensor), self.max_grad_norm is not None
@@ -207,7 +203,7 @@ class GradientCheck:
         found = torch.empty_like(self.state) if counts else self.state
         scales = clips or summed
         scale = torch.empty_like(self.state) if scales else None
-        kind = getattr(kernels.tl, KINDS[grads[0].dtype])
+        kind = getattr(kernels.tl, _KINDS[grads[0].dtype])
         with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
             kernels.square_sums[(programs,)](
                 table, blocks.sizes, blocks.which, blocks.starts, sums, blocks.span, kind, BLOCK, num_warps=WARPS
@@ -217,7 +213,7 @@ class GradientCheck:
                 figures, self._ring, self._turn, float(self.max_grad_norm or 1.0), counts, self.sticky, clips, summed,
                 KEPT_ROWS, SUMS, num_warps=8,
             )  # fmt: skip
-        if capturing(self.device):
+        if _capturing(self.device):
             return StepDecision(found, scale, figures, 1, counts, partial(self._next_row, 3 if counts else 2))
         self._turns += 1
         return StepDecision(found, scale, figures, 1, counts)
@@ -240,7 +236,7 @@ def find_faults(tensors: Sequence[torch.Tensor], found: torch.Tensor, one: torch
         torch._amp_foreach_non_finite_check_and_unscale_(part, found, one)  # pyright: ignore[reportPrivateImportUsage]
 
 
-KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+_KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 def load_kernels() -> Any:
@@ -274,8 +270,7 @@ def _kernels(device: torch.device) -> Any:
     return kernels
 
 
-def capturing(device: torch.device) -> bool:
-    """Return whether a CUDA device captures a graph now."""
+def _capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
@@ -290,7 +285,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def sent(array: Any, device: torch.device) -> torch.Tensor:
+def _sent(array: Any, device: torch.device) -> torch.Tensor:
     """Return the numbers on the device, without making the host wait."""
     found = torch.from_numpy(array)
     return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found

@@ -1,4 +1,4 @@
-"""Triton kernels over many tensors at once: the gradient's norm and what follows from it, sums of what is watched.
+"""Triton kernels over whole tensors: the gradient's norm and what follows from it, sums of what is watched.
 
 Gradients lie wherever autograd left them, so the first kernel goes by a table of addresses; many programs read them,
 each a stretch of one gradient. The second is one program: it adds up, decides, and writes the step's figures. Sums are
@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["add_up", "decide", "square_sums", "stretch_sums"]
+__all__ = ["decide", "one_sum", "square_sums"]
 
 
 @triton.jit(do_not_specialize=["span"])
@@ -43,48 +43,28 @@ def square_sums(table, sizes, which, starts, sums, span, kind: tl.constexpr, blo
     tl.store(sums + program, tl.sum(total, 0))
 
 
-@triton.jit(do_not_specialize=["span"])
-def stretch_sums(table, sizes, which, starts, squares, sums, span, kind: tl.constexpr, block: tl.constexpr):
-    """Write the sum of each stretch of some tensors, or of their squares.
+@triton.jit(do_not_specialize=["size", "span"])
+def one_sum(values, sums, size, span, squared: tl.constexpr, block: tl.constexpr):
+    """Write the sum of each stretch of one tensor, or of its squares.
 
     Args:
-        squares: 1 for each tensor whose squares are added up, 0 for the others, int32 ``(tensors,)``.
-        table: and what follows is as for `square_sums`.
+        values: the tensor.
+        sums: float32, one for each program.
+        size: its number of elements.
+        span: elements of a stretch.
+        squared: whether squares are added up.
+        block: elements read at once.
     """
-    program = tl.program_id(0)
-    tensor = tl.load(which + program)
-    size = tl.load(sizes + tensor)
-    squared = tl.load(squares + tensor) != 0
-    values = tl.load(table + tensor).to(tl.pointer_type(kind))
-    places = tl.load(starts + program) + tl.arange(0, block)
+    program = tl.program_id(0).to(tl.int64)
+    places = program * span + tl.arange(0, block)
     total = tl.zeros([block], tl.float32)
     for offset in range(0, span, block):
         x = tl.load(values + places + offset, mask=places + offset < size, other=0.0).to(tl.float32)
-        total += tl.where(squared, x * x, x)
+        if squared:
+            total += x * x
+        else:
+            total += x
     tl.store(sums + program, tl.sum(total, 0))
-
-
-@triton.jit
-def add_up(sums, firsts, squares, found, block: tl.constexpr):
-    """Write each tensor's sum, or the root of its sum of squares, one program a tensor.
-
-    Args:
-        sums: what `stretch_sums` wrote.
-        firsts: the first program of each tensor, and behind the last one how many there are, int32 ``(tensors + 1,)``.
-        squares: as there.
-        found: float64 ``(tensors,)``.
-    """
-    tensor = tl.program_id(0)
-    first = tl.load(firsts + tensor)
-    last = tl.load(firsts + tensor + 1)
-    places = tl.arange(0, block)
-    total = tl.zeros([block], tl.float32)
-    for offset in range(first, last, block):
-        total += tl.load(sums + places + offset, mask=places + offset < last, other=0.0)
-    whole = tl.sum(total, 0)
-    if tl.load(squares + tensor) != 0:
-        whole = tl.sqrt_rn(whole)
-    tl.store(found + tensor, whole.to(tl.float64))
 
 
 @triton.jit(do_not_specialize=["number"])

@@ -158,8 +158,7 @@ class DeviceStep:
 
     def finish_capture(self) -> object:
         """Complete what was captured; the answer must be held as long as that is replayed."""
-        watching = self.accumulator.watching
-        return self.check.finish_capture(), watching.finish_capture() if watching is not None else None
+        return self.check.finish_capture()
 
     def _move(self, decision: StepDecision) -> None:
         """Move the parameters unless the decision says not to; clip on the way."""

@@ -1,15 +1,13 @@
-"""Sums and norms of several tensors in two launches on CUDA, also while a step is captured.
+"""Sums and norms of tensors on CUDA, each in one launch while the tensor is still in the device's cache.
 
-Torch takes a launch or two for each, and what is watched inside of a model is small work that comes in tens. The
-kernels go by a table of addresses (`flodl.train.step.norm_kernels`); sums are in an order that depends on sizes alone.
+Torch takes two or three launches for each, and what is watched inside of a model is small work that comes in tens. What
+the launches leave is added up for all tensors together, at the end. Sums are in an order that depends on sizes alone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -17,120 +15,94 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flodl.train.step.decide import KINDS, BlockLayout, capturing, is_dense, load_kernels, sent
+from flodl.train.step.decide import is_dense, load_kernels
 
 __all__ = ["TensorSums"]
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+PROGRAMS = 264  # two for each processor of a large device
 BLOCK = 2048  # elements that a program reads at once
-SUMS = 256
-WARPS = 4
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """Which program reads what, which tensors are squared, and where each tensor's sums begin."""
-
-    blocks: BlockLayout
-    squares: Tensor
-    firsts: Tensor
+ROWS = 32
+WARPS = 8
 
 
 class TensorSums:
-    """Adds up tensors of one CUDA device.
+    """Adds up tensors of one CUDA device; not to be shared by threads.
 
     Args:
         device: where they are.
+        kernels: those that add up; None where there are none, and nothing is taken.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, kernels: Any = None) -> None:
         self.device = device
-        self._kernels: Any = _kernels(device)
-        self._layouts: dict[Any, _Layout] = {}
-        self._unknown: list[tuple[BlockLayout, Tensor, list[int]]] = []
+        self._kernels = kernels
+        self._rows: dict[bool, list[Tensor]] = {False: [], True: []}
+        self._free: list[Tensor] = []
+
+    @classmethod
+    def of(cls, device: torch.device) -> TensorSums:
+        """Return what adds up tensors of a device with the kernels that hold there; the device is waited for."""
+        return cls(device, _kernels(device) if device.type == "cuda" else None)
 
     def takes(self, value: Tensor) -> bool:
         """Return whether a tensor can be added up here."""
         return (
             self._kernels is not None
-            and value.dtype in KINDS
+            and value.dtype in DTYPES
             and value.device == self.device
             and value.layout == torch.strided
             and value.numel() > 1
             and is_dense(value)
         )
 
-    def __call__(self, values: Sequence[Tensor], squares: Sequence[bool]) -> Tensor | None:
-        """Return the sum of each tensor, or its 2-norm where ``squares`` says so, float64 ``(len(values),)``.
+    def add(self, value: Tensor, *, squared: bool) -> tuple[bool, int]:
+        """Begin to add up a tensor that `takes` takes; return where `finish` has the result.
 
         Args:
-            values: of one dtype, each of which `takes` takes.
-            squares: one for each.
-
-        Returns:
-            None while a step is captured that has not run before with tensors of these sizes.
+            value: the tensor; what is written to it afterwards changes nothing.
+            squared: for the 2-norm instead of the sum.
         """
-        key = tuple(value.numel() for value in values), tuple(squares), values[0].dtype
-        layout = self._layout_of(*key)
-        if layout is None:
-            return None
-        kernels, blocks = self._kernels, layout.blocks
-        table = self._table(blocks, [value.data_ptr() for value in values])
-        programs = blocks.which.numel()
-        sums = torch.empty(programs, dtype=torch.float32, device=self.device)
-        found = torch.empty(len(values), dtype=torch.float64, device=self.device)
-        kind = getattr(kernels.tl, KINDS[values[0].dtype])
+        if not self._free:
+            self._free = list(torch.empty(ROWS, PROGRAMS, dtype=torch.float32, device=self.device).unbind())
+        row, rows = self._free.pop(0), self._rows[squared]
+        rows.append(row)
+        size = value.numel()
+        span = -(-size // (PROGRAMS * BLOCK)) * BLOCK
         with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
-            kernels.stretch_sums[(programs,)](
-                table, blocks.sizes, blocks.which, blocks.starts, layout.squares, sums, blocks.span, kind, BLOCK,
-                num_warps=WARPS,
-            )  # fmt: skip
-            kernels.add_up[(len(values),)](sums, layout.firsts, layout.squares, found, SUMS, num_warps=WARPS)
+            self._kernels.one_sum[(PROGRAMS,)](value.detach(), row, size, span, squared, BLOCK, num_warps=WARPS)
+        return squared, len(rows) - 1
+
+    def finish(self) -> dict[bool, Tensor]:
+        """Return what was begun since the last call: sums, float64 ``(count,)``, and norms by True."""
+        found = {squared: torch.stack(rows).sum(1, dtype=torch.float64) for squared, rows in self._rows.items() if rows}
+        if True in found:
+            found[True] = found[True].sqrt()
+        self.clear()
         return found
 
-    def finish_capture(self) -> object:
-        """Complete what was captured since the last call; the answer must be held as long as that is replayed."""
-        done, self._unknown = self._unknown, []
-        for blocks, table, addresses in done:
-            table.copy_(torch.tensor(addresses))
-            blocks.spare.append(torch.empty_like(table))
-        return done
-
-    def _layout_of(self, sizes: tuple[int, ...], squares: tuple[bool, ...], dtype: torch.dtype) -> _Layout | None:
-        layout = self._layouts.get((sizes, squares, dtype))
-        if capturing(self.device):
-            return layout if layout is not None and layout.blocks.spare else None
-        if layout is None:
-            blocks = BlockLayout.of(sizes, self.device)
-            programs = [-(-size // blocks.span) for size in sizes]
-            firsts = np.cumsum([0, *programs]).astype(np.int32)
-            layout = self._layouts[sizes, squares, dtype] = _Layout(
-                blocks, sent(np.asarray(squares, np.int32), self.device), sent(firsts, self.device)
-            )
-        if not layout.blocks.spare:
-            layout.blocks.spare.append(torch.empty(len(sizes), dtype=torch.int64, device=self.device))
-        return layout
-
-    def _table(self, blocks: BlockLayout, addresses: list[int]) -> Tensor:
-        if not capturing(self.device):
-            return sent(np.asarray(addresses), self.device)
-        table = blocks.spare.pop()
-        self._unknown.append((blocks, table, addresses))
-        return table
+    def clear(self) -> None:
+        """Forget what was begun."""
+        self._rows, self._free = {False: [], True: []}, []
 
 
 @lru_cache(maxsize=8)
 def _kernels(device: torch.device) -> Any:
     """Return the kernels; None where there is no Triton, or where they do not agree with torch on this device."""
-    kernels = load_kernels() if device.type == "cuda" else None
+    kernels = load_kernels()
     if kernels is None:
         return None
-    sums = TensorSums.__new__(TensorSums)
-    sums.device, sums._kernels, sums._layouts, sums._unknown = device, kernels, {}, []
+    sums = TensorSums(device, kernels)
     try:
-        values = [torch.linspace(0, 1, size, device=device) for size in (3, BLOCK + 1, 300 * BLOCK)]
-        found = sums(values, [False, True, False])
-        wanted = [float(values[0].sum()), float(values[1].norm()), float(values[2].sum())]
-        told = [] if found is None else found.tolist()
+        wanted, told = [], []
+        for dtype in DTYPES:
+            values = [torch.linspace(0, 1, size, device=device).to(dtype) for size in (3, PROGRAMS * BLOCK + 1)]
+            for value in values:
+                sums.add(value, squared=False)
+                sums.add(value, squared=True)
+            found = sums.finish()
+            told += [*found[False].tolist(), *found[True].tolist()]
+            wanted += [float(v.double().sum()) for v in values] + [float(v.double().norm()) for v in values]
         fault = None if np.allclose(told, wanted, rtol=1e-5) else f"found {told}, expected {wanted}"
     except Exception as error:  # compilers and drivers fail in many ways
         fault = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"

@@ -119,7 +119,7 @@ def test_figures_of_replays_are_kept_for_a_while_each_in_a_place_of_its_own(monk
     """On a processor capturing runs once, so what is captured stands for its first replay."""
     check = make_judge(kernels=True)
     told(check(gradients(), torch.tensor(0.0), 1.0, apart=True))  # an ordinary step goes before
-    monkeypatch.setattr(decide, "capturing", lambda device: True)
+    monkeypatch.setattr(decide, "_capturing", lambda device: True)
     monkeypatch.setattr(GradientCheck, "_table", lambda self, plan, addresses: torch.tensor(addresses))
     assert check(gradients()[1:], torch.tensor(0.0), 1.0, apart=True).next_row is None  # no ordinary step of this shape
     found = []
@@ -141,7 +141,7 @@ def test_room_for_the_addresses_of_a_capture_is_made_before_it(monkeypatch):
     told(check(gradients(), torch.tensor(0.0), 1.0, apart=True))
     (plan,) = check._layouts.values()
     (room,) = plan.spare
-    monkeypatch.setattr(decide, "capturing", lambda device: True)
+    monkeypatch.setattr(decide, "_capturing", lambda device: True)
     grads = gradients()
     assert check._table(plan, [g.data_ptr() for g in grads]) is room
     assert check._layout_of(grads) is None  # a second one has no room yet

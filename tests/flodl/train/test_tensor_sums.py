@@ -1,4 +1,4 @@
-"""Several tensors are added up at once, as torch adds up each."""
+"""Tensors are added up in a launch each, as torch adds up each."""
 
 import os
 from importlib.util import find_spec
@@ -6,38 +6,52 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+from flodl.observe.live import Reduce, Seen
 from flodl.train.step import tensor_sums
 from flodl.train.step.decide import load_kernels
-from flodl.train.step.tensor_sums import TensorSums
+from flodl.train.step.tensor_sums import PROGRAMS, TensorSums
 
 CPU = torch.device("cpu")
-SIZES = [(2,), (7, 5), (4096,), (3, 4097), (700, 4096), (33,)]
-SQUARES = [False, True, True, False, False, True]
+SIZES = [(2,), (7, 5), (4096,), (3, 4097), (33,)]
 
 
-def make_sums(device: torch.device) -> TensorSums:
-    sums = TensorSums(device)
-    if device.type == "cpu":
-        sums._kernels = load_kernels()
-    return sums
+class ByTorch:
+    """The kernel's arithmetic by a few operations of torch."""
+
+    class one_sum:
+        @classmethod
+        def __class_getitem__(cls, grid):
+            def run(values, sums, size, span, squared, block, num_warps):
+                flat = values.reshape(-1).float()
+                flat = flat * flat if squared else flat
+                parts = [flat[i * span : (i + 1) * span].sum() for i in range(grid[0])]
+                sums.copy_(torch.stack(parts))
+
+            return run
 
 
-def check(device: torch.device, dtype: torch.dtype) -> None:
-    sums = make_sums(device)
+def check(sums: TensorSums, dtype: torch.dtype) -> None:
     g = torch.Generator().manual_seed(1)
-    values = [(torch.randn(size, generator=g) + 0.5).to(device, dtype) for size in SIZES]
+    values = [(torch.randn(size, generator=g) + 0.5).to(sums.device, dtype) for size in SIZES]
     values.append(values[3].t())
     assert all(map(sums.takes, values))
-    found = sums(values, [*SQUARES, True])
-    assert found is not None
-    wanted = [
-        value.double().norm() if squared else value.double().sum()
-        for value, squared in zip(values, [*SQUARES, True], strict=True)
-    ]
-    assert found.tolist() == pytest.approx([float(value) for value in wanted], rel=1e-5)
-    again = sums(values, [*SQUARES, True])
-    assert again is not None
-    assert torch.equal(found, again)
+
+    def told() -> tuple[list[float], list[float]]:
+        places = [sums.add(value, squared=bool(i % 2)) for i, value in enumerate(values)]
+        assert places == [(bool(i % 2), i // 2) for i in range(len(values))]
+        found = sums.finish()
+        return found[False].tolist(), found[True].tolist()
+
+    plain, norms = told()
+    assert plain == pytest.approx([float(value.double().sum()) for value in values[::2]], rel=1e-5)
+    assert norms == pytest.approx([float(value.double().norm()) for value in values[1::2]], rel=1e-5)
+    assert told() == (plain, norms)
+    assert sums.finish() == {}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_the_launches_leave_is_added_up(dtype):
+    check(TensorSums(CPU, ByTorch), dtype)
 
 
 @pytest.mark.skipif(
@@ -45,40 +59,50 @@ def check(device: torch.device, dtype: torch.dtype) -> None:
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sums_and_norms_are_torchs(dtype):
-    check(CPU, dtype)
+    check(TensorSums(CPU, load_kernels()), dtype)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_sums_and_norms_are_torchs_on_a_gpu(dtype):
-    assert tensor_sums._kernels(torch.device("cuda", 0)) is not None
-    check(torch.device("cuda", 0), dtype)
+    device = torch.device("cuda", 0)
+    assert tensor_sums._kernels(device) is not None
+    check(TensorSums.of(device), dtype)
 
 
 @pytest.mark.parametrize(
     "value",
-    [torch.zeros(4, 4)[:, :2], torch.zeros(4, dtype=torch.float64), torch.zeros(1), torch.zeros(0), torch.zeros(3)],
-    ids=["gaps", "float64", "one", "none", "no kernels"],
+    [torch.zeros(4, 4)[:, :2], torch.zeros(4, dtype=torch.float64), torch.zeros(1), torch.zeros(0)],
+    ids=["gaps", "float64", "one", "none"],
 )
 def test_what_is_not_taken(value):
-    sums = TensorSums(CPU)
-    if value.numel() != 3:
-        sums._kernels = object()
-    assert not sums.takes(value)
+    assert not TensorSums(CPU, ByTorch).takes(value)
+    assert not TensorSums(CPU).takes(torch.zeros(3))
 
 
-def test_what_is_captured_reads_its_own_tensors(monkeypatch):
-    sums = TensorSums(CPU)
-    layout = sums._layout_of((4, 6), (True, False), torch.float32)
-    assert layout is not None
-    (room,) = layout.blocks.spare
-    assert layout.firsts.tolist() == [0, 1, 2]
-    assert layout.squares.tolist() == [1, 0]
-    monkeypatch.setattr(tensor_sums, "capturing", lambda device: True)
-    assert sums._layout_of((4, 6), (True, False), torch.float32) is layout
-    assert sums._table(layout.blocks, [8, 16]) is room
-    assert sums._layout_of((4, 6), (True, False), torch.float32) is None  # a second one has no room yet
-    assert sums._layout_of((4, 7), (True, False), torch.float32) is None  # it has not run before
-    sums.finish_capture()
-    assert room.tolist() == [8, 16]
-    assert layout.blocks.spare[0] is not room
+def test_values_of_a_forward_pass_are_told_as_torch_adds_them_up():
+    x, y = torch.arange(6.0).reshape(2, 3), torch.tensor([3.0, 4.0])
+    told = []
+    for adder in (None, TensorSums(CPU, ByTorch)):
+        seen = Seen({}, adder)
+        for how in Reduce:
+            seen.add_tensor(f"x:{how}", x, how)
+        seen.add_tensor("twice", x)
+        seen.add_tensor("twice", y)
+        seen.add_tensor("y", y, Reduce.NORM)
+        seen.add("z", 2.0, 4.0)
+        assert seen.names() == {*(f"x:{how}" for how in Reduce), "twice", "y", "z"}
+        told.append({name: (float(a), float(b)) for name, (a, b) in seen.pack().items()})
+    assert told[0].keys() == told[1].keys()
+    for name, pair in told[0].items():
+        assert pair == pytest.approx(told[1][name])
+    assert told[1]["twice"] == (22.0, 8.0)
+    assert told[1]["y"] == (5.0, 1.0)
+
+
+def test_a_forward_pass_that_failed_leaves_nothing():
+    sums = TensorSums(CPU, ByTorch)
+    Seen({}, sums).add_tensor("x", torch.ones(3))
+    seen = Seen({}, sums)
+    seen.add_tensor("y", torch.ones(PROGRAMS))
+    assert {name: float(pair[0]) for name, pair in seen.pack().items()} == {"y": PROGRAMS}
