@@ -16,6 +16,7 @@ from finetune_tables import sentences
 from flodl.data.batch import Batch
 from flodl.data.collate import Where
 from flodl.errors import ConfigError, DataError
+from flodl.train import Warned
 from flodl_hf import demo, load
 from flodl_hf.auto import head_named
 from flodl_hf.config import ModelConfig
@@ -27,7 +28,7 @@ BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "finetune_parity.py"
 Rows = list[dict[str, Any]]
 FIXED: dict[str, Any] = {"epochs": 9, "batch_size": 8, "lr": 1e-3, "max_length": 40}
 SIZES: dict[str, Any] = {
-    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48,
+    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128,
     "max_position_embeddings": 64, "type_vocab_size": 2, "attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.1,
 }  # fmt: skip
 
@@ -67,7 +68,7 @@ def starts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     tokenizer, found = demo.learn_vocabulary(), {}
     for family, head in (("bert", "pretraining"), ("albert", "pretraining"), ("electra", "replaced_tokens")):
         torch.manual_seed(3)
-        sizes = SIZES if family == "bert" else {**SIZES, "embedding_size": 24}
+        sizes = SIZES if family == "bert" else {**SIZES, "embedding_size": 32}
         config = ModelConfig.for_model(family, vocab_size=tokenizer.vocab_size, **sizes)
         model = head_named(head).model.from_config(config)
         model.tokenizer = tokenizer
@@ -115,8 +116,7 @@ def test_loss_and_figures_are_the_same_however_rows_lie(family: str, task: str, 
         job = planned(starts[family], task, TABLES[task](16), layout)
         job.model.eval()
         which = (3, 0, 9, 7, 12)
-        batch = Batch(job.collate(job.rows.__getitems__(which), Where(1, 0, 0, which)), 5)
-        loss = job.objective(job.model, batch)
+        loss = job.objective(job.model, batch_of(job, which))
         assert float(loss.count) == (5 if task != "replaced_tokens" else sum(job.rows.lengths[list(which)]))
         losses.append(float(loss.as_mean().detach()))
         figures.append(job.evaluation(job.model))
@@ -124,6 +124,34 @@ def test_loss_and_figures_are_the_same_however_rows_lie(family: str, task: str, 
     assert losses[1:] == pytest.approx([losses[0]] * 2, rel=1e-5)
     for other in figures[1:]:
         assert other == pytest.approx(figures[0], rel=1e-4)
+
+
+def batch_of(job: Any, which: tuple[int, ...]) -> Batch:
+    return Batch(job.collate(job.rows.__getitems__(which), Where(1, 0, 0, which)), len(which))
+
+
+@pytest.mark.parametrize(("family", "task"), [cell for cell in CELLS if cell[1] != "pretraining"])
+@torch.no_grad()
+def test_losses_of_parts_of_a_batch_add_up(family: str, task: str, starts: dict[str, Path]) -> None:
+    job = planned(starts[family], task, TABLES[task](16))
+    job.model.eval()
+    whole, *parts = (job.objective(job.model, batch_of(job, which)) for which in ((3, 0, 9, 7, 12), (3, 0), (9, 7, 12)))
+    total, count = sum(float(part.as_sum()) for part in parts), sum(float(part.count) for part in parts)
+    assert total / count == pytest.approx(float(whole.as_mean()), rel=1e-5)
+
+
+@torch.no_grad()
+def test_prompts_with_fewer_choices_than_others_are_told_apart_from_their_own_alone(starts: dict[str, Path]) -> None:
+    rows = choices(6)
+    assert {len(row["choices"]) for row in rows} == {2, 3}
+    job = planned(starts["bert"], "choice", rows)
+    job.model.eval()
+    each = []
+    for i, row in enumerate(rows):
+        scores = job.objective.score(job.model, batch_of(job, (i,)))[0, : len(row["choices"])]
+        each.append(-scores.log_softmax(0)[row["label"]])
+    loss = job.objective(job.model, batch_of(job, tuple(range(6))))
+    assert float(loss.as_mean()) == pytest.approx(float(torch.stack(each).mean()), rel=1e-5)
 
 
 @pytest.mark.parametrize(("family", "task"), CELLS[1:])
@@ -266,3 +294,25 @@ def test_what_cannot_be_learned_is_refused(
 def test_a_loss_beside_that_of_choices_is_refused(starts: dict[str, Path]) -> None:
     with pytest.raises(ConfigError, match="none beside its own"):
         finetune(starts["bert"], train=choices(4), loss=lambda scores, labels: scores.sum())
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
+@pytest.mark.parametrize(("family", "task"), CELLS)
+def test_on_a_gpu_steps_are_recorded_and_give_the_bits_of_ordinary_ones(
+    family: str, task: str, starts: dict[str, Path]
+) -> None:
+    options: Any = {**FIXED, "max_steps": 24, "precision": "bf16", "log_every": 5, "task": task}
+    found = []
+    for capture in (True, False):
+        told: list[str] = []
+
+        def note(event: Any, told: list[str] = told) -> None:
+            if isinstance(event, Warned):
+                told.append(event.message)
+
+        result = finetune(starts[family], train=TABLES[task](48), on_event=note, capture=capture, **options)
+        found.append((result.losses, {k: v.clone() for k, v in result.model.graph.state_dict().items()}, told))
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(tensor, found[1][1][name]) for name, tensor in found[0][1].items())
+    assert found[0][2] == []
