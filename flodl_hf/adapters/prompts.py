@@ -2,7 +2,7 @@
 
 They have ids of their own beyond every vocabulary, so that rows of tokens grow by them before the graph is called
 (`Lead`), and everything behind the word table sees ordinary tokens: positions, attention, the first token that a head
-reads. Results of tokens are the text's own; what is one for each text (a pooler, a mean) is of all tokens, as peft's.
+reads. Results of tokens are those of the text's own.
 """
 
 from __future__ import annotations
@@ -86,11 +86,6 @@ class Lead:
         """Return embeddings given in the place of words, ``(batch, seq, width)``, with those of the virtual tokens."""
         made = graph.get_submodule(WORDS).prompt.made().to(embeds)
         return torch.cat([made.expand(len(embeds), -1, -1), embeds], 1)
-
-    def own(self, layout: Layout, ids: Tensor) -> Tensor:
-        """Return which of all tokens, flat, are a text's own; ``layout`` and ``ids`` are those without the others."""
-        total = layout.before(torch.zeros(self.count, device=ids.device), ids)
-        return layout.behind(self.count, torch.arange(total.numel(), device=ids.device).view(total.shape)).flatten()
 
 
 def lead_of(graph: Any) -> Lead | None:

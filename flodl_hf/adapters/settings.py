@@ -265,6 +265,8 @@ def adapter_faults(options: Any) -> list[str]:
     lone = [name for name in ("prompt_text", "prompt_encoder") if getattr(options, name) is not None]
     if lone and options.prompt_tokens is None:
         problems.append(f"{' and '.join(lone)}: expected prompt_tokens besides")
+    if options.prompt_tokens is not None and options.adaptive_layers:
+        problems.append("adaptive_layers: layers' states hold those of prompt_tokens too; expected one of the two")
     if options.prompt_tokens is not None and options.neftune:
         problems.append("neftune: prompt_tokens learns embeddings of its own; expected no noise")
     return problems

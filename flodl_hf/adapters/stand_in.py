@@ -7,7 +7,7 @@ from torch import nn
 __all__ = ["stand_in_for"]
 
 
-def stand_in_for(module: nn.Module, other: nn.Module) -> None:
+def stand_in_for(module: nn.Module, other: nn.Linear | nn.Embedding) -> None:
     """Begin a module as another: its sizes, its parameters under their names, its mode.
 
     Args:

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from flodl_hf.adapters.prompts import lead_of
 from flodl_hf.buckets import Buffer, bucket_of
 from flodl_hf.decode.rows import TokenTable
 from flodl_hf.errors import PredictError
@@ -24,7 +22,7 @@ from flodl_hf.layout import Layout, Packed, Padded
 from flodl_hf.runtime.batch import Batch, batch_of, check_rows
 from flodl_hf.runtime.layered import Given
 from flodl_hf.runtime.options import RunOptions
-from flodl_hf.runtime.passes import Led, Work
+from flodl_hf.runtime.passes import Work
 from flodl_hf.runtime.pending import Pending
 from flodl_hf.runtime.plan import plan_batches, usual_budget
 from flodl_hf.runtime.precision import multiplying
@@ -53,7 +51,6 @@ class Engine:
     ) -> None:
         self.prepared = prepared
         self.graph = prepared.graph
-        self.lead = lead_of(prepared.graph)
         self.options = options
         self.types = types
         self.longest = longest
@@ -128,7 +125,7 @@ class Engine:
         layered, rest = self.prepared.layered, deque(batches)
         assert layered is not None
         while rest:
-            made = [self._batch(table, rows, work, places) for rows in rest]
+            made = [batch_of(table, rows, work, places, types=self.types) for rows in rest]
             try:
                 answers = layered.results((batch.work, self._given(batch)) for batch in made)
                 for batch, found in zip(made, answers, strict=True):
@@ -155,7 +152,7 @@ class Engine:
         alone: bool = False,
     ) -> None:
         """Run some rows; if memory runs out, their halves. ``alone``: small shapes like this one will come again."""
-        batch = self._batch(table, rows, work, places)
+        batch = batch_of(table, rows, work, places, types=self.types)
         try:
             values, event = self._run(batch, alone or self.options.batch_invariant)
         except torch.OutOfMemoryError:
@@ -168,12 +165,6 @@ class Engine:
         self._shrink(len(batch.ids))
         for half in np.array_split(rows, 2):
             self.send(pending, table, half, work, places)
-
-    def _batch(self, table: TokenTable, rows: np.ndarray, work: Work, places: Sequence[Sequence[int]] | None) -> Batch:
-        batch = batch_of(table, rows, work, places, types=self.types)
-        if self.lead is None or isinstance(batch.work, Led):
-            return batch
-        return replace(batch, work=Led(batch.work, self.lead))
 
     def _shrink(self, tokens: int) -> None:
         self.budget = max(1, min(self.budget, tokens) // 2)

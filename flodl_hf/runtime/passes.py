@@ -1,7 +1,8 @@
 """What one pass of a batch computes: scores, states, pooled vectors, or scores at chosen tokens.
 
 A pass is made of a prepared graph and is called with ids, token types and a layout. Everything in it depends
-on tensors and shapes alone, so it can be recorded.
+on tensors and shapes alone, so it can be recorded. Where an adapter puts virtual tokens before texts, a pass puts them
+there and gives what is the texts' own: vectors are pooled of those alone, as they are in training.
 """
 
 from __future__ import annotations
@@ -12,24 +13,43 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from flodl_hf.adapters.prompts import Lead
+from flodl_hf.adapters.prompts import lead_of
 from flodl_hf.layout import Layout, Padded
 
 if TYPE_CHECKING:
     from flodl.graph import Graph
     from flodl_hf.sparse import SpladePooling
 
-__all__ = ["BestAt", "Led", "Pooled", "Related", "Scores", "ScoresAt", "Splade", "States", "Work", "encoded", "scored"]
+__all__ = ["BestAt", "Pooled", "Related", "Scores", "ScoresAt", "Splade", "States", "Work", "encoded", "scored"]
 
 
 def encoded(graph: Graph, ids: Tensor, types: Tensor | None, layout: Layout) -> Tensor:
     """Return the token states."""
-    return graph.get_submodule("encoder")(ids, token_type_ids=types, layout=layout)
+    return _own(graph, layout, _whole(graph, ids, types, layout)[0])
 
 
-def scored(graph: Graph, ids: Tensor, types: Tensor | None, layout: Layout) -> Tensor:
-    """Return the head's scores."""
-    return graph(ids, token_type_ids=types, layout=layout)
+def scored(graph: Graph, ids: Tensor, types: Tensor | None, layout: Layout, *, per_text: bool) -> Tensor:
+    """Return the head's scores: one a text, or one a token."""
+    lead = lead_of(graph)
+    if lead is None:
+        return graph(ids, token_type_ids=types, layout=layout)
+    ids, types, led = lead.rows(ids, types, layout)
+    found = graph(ids, token_type_ids=types, layout=led)
+    return found if per_text else layout.behind(lead.count, found)
+
+
+def _whole(graph: Graph, ids: Tensor, types: Tensor | None, layout: Layout) -> tuple[Tensor, Layout]:
+    """Return the states of all tokens, an adapter's virtual ones included, and how they lie."""
+    lead = lead_of(graph)
+    if lead is not None:
+        ids, types, layout = lead.rows(ids, types, layout)
+    return graph.get_submodule("encoder")(ids, token_type_ids=types, layout=layout), layout
+
+
+def _own(graph: Graph, layout: Layout, states: Tensor) -> Tensor:
+    """Return of the states of all tokens those of the texts' own; ``layout`` is that of the texts alone."""
+    lead = lead_of(graph)
+    return states if lead is None else layout.behind(lead.count, states)
 
 
 def headed(graph: Graph, states: Tensor, layout: Layout) -> Tensor:
@@ -49,7 +69,7 @@ class Scores:
 
     def __call__(self, graph: Graph, ids: Tensor, types: Tensor | None, layout: Layout, at: Tensor | None) -> Tensor:
         """Return ``(texts, ...)`` or ``(tokens, ...)``."""
-        found = scored(graph, ids, types, layout)
+        found = scored(graph, ids, types, layout, per_text=self.per_text)
         return found if self.per_text else _flat(found, layout)
 
 
@@ -84,9 +104,9 @@ class Pooled:
         from flodl_hf.decode.pooling import finish_embeddings, length_of
         from flodl_hf.runtime.pool import pool
 
-        states = encoded(graph, ids, types, layout)
-        pooled = graph.get_submodule("pooler")(states, layout=layout) if "pooler" in self.names else None
-        found = finish_embeddings(pool(states, layout, self.names, pooled), truncate_dim=self.size)
+        whole, led = _whole(graph, ids, types, layout)
+        pooled = graph.get_submodule("pooler")(whole, layout=led) if "pooler" in self.names else None
+        found = finish_embeddings(pool(_own(graph, layout, whole), layout, self.names, pooled), truncate_dim=self.size)
         return torch.cat([found, length_of(found)], -1) if self.norm else found
 
 
@@ -105,7 +125,7 @@ class Splade:
         """Return ``(texts, words)``."""
         from flodl_hf.runtime.pool import over_texts
 
-        found = self.pooling.activated(scored(graph, ids, types, layout).float())
+        found = self.pooling.activated(scored(graph, ids, types, layout, per_text=False).float())
         return over_texts(found, layout, self.pooling.strategy)
 
 
@@ -117,8 +137,8 @@ class Related:
 
     def __call__(self, graph: Graph, ids: Tensor, types: Tensor | None, layout: Layout, at: Tensor | None) -> Tensor:
         """Return ``(texts, labels)``."""
-        states = encoded(graph, ids, types, layout)
-        pooled = graph.get_submodule("pooler")(states, layout=layout)
+        states, led = _whole(graph, ids, types, layout)
+        pooled = graph.get_submodule("pooler")(states, layout=led)
         return graph.get_submodule("relation")(states, pooled)
 
 
@@ -155,32 +175,7 @@ class BestAt(ScoresAt):
         return torch.cat([scores, index.float(), torch.isfinite(found).all(1, keepdim=True).float()], 1)
 
 
-@dataclass(frozen=True)
-class Led:
-    """Another pass over rows that begin with an adapter's virtual tokens; results of those are left out.
-
-    Args:
-        work: the pass.
-        lead: the virtual tokens.
-    """
-
-    work: Scores | States | Pooled | Related | Splade | ScoresAt
-    lead: Lead
-
-    @property
-    def per_text(self) -> bool:
-        """Whether there is one result a text rather than one a token."""
-        return self.work.per_text
-
-    def __call__(self, graph: Graph, ids: Tensor, types: Tensor | None, layout: Layout, at: Tensor | None) -> Tensor:
-        """Return what the pass gives for the text's own tokens."""
-        own = None if self.per_text else self.lead.own(layout, ids)
-        chosen = at if at is None or own is None else own[at]
-        found = self.work(graph, *self.lead.rows(ids, types, layout), chosen)
-        return found if own is None or at is not None else found.index_select(0, own)
-
-
-Work = Scores | States | Pooled | Related | Splade | ScoresAt | Led
+Work = Scores | States | Pooled | Related | Splade | ScoresAt
 
 
 def _flat(values: Tensor, layout: Layout) -> Tensor:

@@ -126,6 +126,41 @@ def test_results_of_tokens_are_the_texts_own(base: Path, kind: str) -> None:
         states = vectors.eval()(IDS).last_hidden_state
     assert states.shape[:2] == (2, 5)
     assert torch.allclose(vectors.embed(TEXTS), vectors.embed(TEXTS, precision="exact"), atol=1e-5)
+    row = torch.tensor([vectors.tokenizer.encode_rows([TEXTS[0]], max_tokens=None)[0][0].ids])
+    with torch.no_grad():
+        mean = vectors(row).last_hidden_state.mean(1)
+    found = vectors.embed(TEXTS[:1], pooling="mean", normalize=False)
+    assert torch.allclose(found, mean, atol=1e-5)
+    first = vectors.embed(TEXTS[:1], pooling="pooler", normalize=False)
+    with torch.no_grad():
+        assert torch.allclose(first, vectors(row).pooler_output, atol=1e-5)
+
+
+@pytest.mark.filterwarnings(FALLS_BACK)
+def test_vectors_are_those_that_were_trained(base: Path, kind: str, tmp_path: Path) -> None:
+    from flodl_hf.finetuning.vectors.step import VectorObjective
+
+    seen: list[torch.Tensor] = []
+    score = VectorObjective._vectors
+
+    def watched(self: Any, model: Any, part: Any) -> torch.Tensor:
+        found = score(self, model.eval(), part)
+        seen.append(found.detach())
+        return found
+
+    texts = [text for text, _ in demo.sentences()]
+    rows = [{"anchor": a, "positive": b} for a, b in zip(texts[:4], texts[4:8], strict=True)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(VectorObjective, "_vectors", watched)
+        model: Any = finetune(
+            base, train=rows, out=tmp_path / "out", task="embedding", adapter=KINDS[kind], batch_size=4, max_steps=1,
+            lr=1e-9, pooling="mean", layout="packed",
+        ).model  # fmt: skip
+    again: Any = load(tmp_path / "out")
+    found = again.embed([text for row in rows for text in row.values()])
+    trained = torch.cat([each.view(-1, each.shape[-1]) for each in seen])
+    assert torch.allclose((trained @ found.T).amax(1), torch.ones(len(trained)), atol=1e-4)
+    assert model.active_adapter is not None
 
 
 def test_layouts_agree_on_what_stands_before() -> None:
@@ -212,6 +247,18 @@ def test_what_cannot_be_is_refused_with_the_reason(base: Path, led: Any, kind: s
     for given, said in together:
         with pytest.raises(ConfigError, match=said):
             finetune(base, train=[{"text": "a", "label": "b"}], out="nowhere", **given)
+
+
+def test_merge_refuses_them_and_writes_nothing(base: Path, led: Any, tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from flodl_hf.cli.app import app
+
+    folder = led.save_pretrained(tmp_path / "led")
+    ran = CliRunner().invoke(app, ["merge", str(base), str(folder), "--out", str(tmp_path / "full")])
+    assert ran.exit_code != 0
+    assert "no weights come to the same" in " ".join(ran.output.split())
+    assert not (tmp_path / "full").exists()
 
 
 @pytest.mark.transformers
