@@ -1,6 +1,6 @@
 """The command line, ``flodl-hf``: one file a command, results on stdout, progress on stderr.
 
-Exit status: 0 done or passed, 1 failed, 2 wrong usage.
+Exit status: 0 done or passed, 1 failed, 2 wrong usage, 130 ended by Ctrl-C.
 """
 
 from __future__ import annotations
