@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -50,8 +51,8 @@ class Act:
 
 
 def inert(path: str) -> bool:
-    """Return whether steps on a path come and go by themselves: what a rank tells of itself each second."""
-    return "rank-" in path
+    """Return whether steps on a path come and go by themselves: what a rank of `predict_file` tells each second."""
+    return re.search(r"rank-\d{5}\.json", path) is not None
 
 
 # ---- what is written -------------------------------------------------------------------------------------
@@ -213,6 +214,35 @@ def _old_graph(root: Path) -> None:
 
 def _one_file(root: Path) -> None:
     write_atomically(root / "report.json", (bytes([65 + i]) * 100 for i in range(4)))
+
+
+@cache
+def _adapted(seed: int) -> Any:
+    """Return a model with an adapter; those of different seeds differ in every weight of it."""
+    from flodl_hf.adapters import Lora
+
+    model = _model(2 + seed)
+    torch.manual_seed(seed)
+    model.add_adapter(Lora(rank=2))
+    with torch.no_grad():
+        for parameter in model.graph.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(0.0, 0.3)
+    return model
+
+
+def _old_adapter(root: Path) -> None:
+    _adapted(1).save_adapter(root / "out")
+
+
+def _adapter(root: Path) -> None:
+    _adapted(0).save_adapter(root / "out", overwrite=True)
+
+
+def _vectors(root: Path, seed: int) -> None:
+    from flodl_hf.vectors.files import write_vectors
+
+    write_vectors(root / "vectors.npy", torch.randn(5, 4, generator=torch.Generator().manual_seed(seed)).numpy())
 
 
 # ---- training --------------------------------------------------------------------------------------------
@@ -385,6 +415,8 @@ ACTS: tuple[Act, ...] = (
     _whole_act("an export into folders to be made", _nothing, lambda root: _model(0).save_pretrained(
         root / "a" / "b", overwrite=True), (f"a{os.sep}b",)),
     _folder_act("a conversion", _pickled, _convert),
+    _folder_act("an adapter over an old one", _old_adapter, _adapter),
+    _whole_act("a file of vectors", lambda root: _vectors(root, 1), lambda root: _vectors(root, 0), ("vectors.npy",)),
     _whole_act("checksums", _unlisted, _list_again, (f"out{os.sep}checksums.json",)),
     _whole_act("a tokenizer", _nothing, lambda root: _model(0).tokenizer.save_pretrained(root),
                ("tokenizer.json", "tokenizer_config.json", "vocab.txt")),

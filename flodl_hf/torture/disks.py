@@ -26,13 +26,14 @@ __all__ = ["NAME", "WAYS", "all_faults", "cases", "prepare", "run"]
 
 NAME = "disks"
 # What promises no error of ours: it says so in its documentation, and whoever calls it makes one of it.
-PLAIN = ("one file", "checksums", "a graph's file")
+PLAIN = ("one file", "checksums", "a graph's file", "a file of vectors")
 
 
 # By how many faults there are: about a hundred for each one here.
 SHARES = {
     "an export": 3, "an export over an old one": 3, "an export where names cannot be exchanged": 3,
-    "an export into folders to be made": 3, "a conversion": 3, "checkpoints": 9, "a file of answers": 3,
+    "an export into folders to be made": 3, "an adapter over an old one": 3,
+    "a conversion": 3, "checkpoints": 9, "a file of answers": 3,
     "a file of answers, restart": 3,
 }  # fmt: skip
 

@@ -27,7 +27,8 @@ GONE_ON_WITH = 10  # one of so many states
 # By how many states there are: about two hundred for each one here.
 SHARES = {
     "an export": 10, "an export over an old one": 11, "an export where names cannot be exchanged": 11,
-    "an export into folders to be made": 10, "a conversion": 7, "checkpoints": 20, "a file of answers": 3,
+    "an export into folders to be made": 10, "an adapter over an old one": 10,
+    "a conversion": 7, "checkpoints": 20, "a file of answers": 3,
     "a file of answers, restart": 3,
 }  # fmt: skip
 

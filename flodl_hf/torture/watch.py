@@ -119,7 +119,8 @@ class Watch:
         if writing and not place.startswith("/dev/"):
             # Only names: asking the file system of each open would cost more than the case.
             full = os.path.abspath(place)
-            if not full.startswith(self._writes or ("\0",)) and not full.startswith(_scratch()):
+            compiled = "__pycache__" in full and not full.startswith(self.home)
+            if not compiled and not full.startswith((*(self._writes or ("\0",)), *_scratch())):
                 events.append(f"written: {place[:200]}")
         elif "/outside/" in place and os.path.realpath(place).startswith(self.outside):
             events.append(f"reached: {place[:200]}")
