@@ -363,3 +363,30 @@ def test_peft_reads_them_and_what_it_writes_is_read(cell: Cell, name: str, tmp_p
                     real = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
                     found, value = found[real], value[real]  # padding has other places there, and nothing reads it
                 assert torch.equal(found, value), (batch.name, output)
+
+
+# --- on a GPU ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings(FALLS_BACK)
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_predictions_on_a_gpu_are_those_of_a_processor(led: Any, precision: Any) -> None:
+    texts = TEXTS * 20
+    right = [{a.label: a.score for a in found} for found in led.predict(texts, precision="exact")]
+    model = led.to("cuda")
+    for _ in range(3):  # launched, recorded, replayed
+        for found, wanted in zip(model.predict(texts, precision=precision), right, strict=True):
+            near = 1e-4 if precision is None else 5e-2
+            assert {a.label: a.score for a in found} == pytest.approx(wanted, abs=near)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.* run on torch's own operations")
+def test_recorded_steps_train_them_as_launched_ones(base: Path, kind: str) -> None:
+    rows = [{"text": text, "label": demo.LABELS[label]} for text, label in demo.sentences()[:96]]
+    chosen: Any = {"epochs": 3, "batch_size": 16, "precision": "bf16", "dropout": 0.0, "lr": 1e-2}
+    recorded = finetune(base, train=rows, devices=["cuda:0"], adapter=KINDS[kind], **chosen)
+    launched = finetune(base, train=rows, devices=["cuda:0"], adapter=KINDS[kind], capture=False, fused=False, **chosen)
+    assert recorded.losses[-1] < recorded.losses[0]
+    assert recorded.losses == pytest.approx(launched.losses, rel=5e-2)
