@@ -62,7 +62,7 @@ def make_plan(
         DataError: the columns cannot be told, or clash with those of the answer.
         PredictError: the model has no such option.
     """
-    from flodl_hf.export.verify import own_version
+    from flodl_hf.version import own_version
 
     size = part_rows or (parts.known() or {}).get("options", {}).get("part_rows")
     size = size or (CUDA_PART if model.device.type == "cuda" else CPU_PART)

@@ -23,8 +23,9 @@ from flodl_hf.errors import ExportError
 from flodl_hf.export.onnx_session import OnnxModel, require
 from flodl_hf.export.publish import is_model_file, publish_folder
 from flodl_hf.export.traced import Traced, undisturbed
-from flodl_hf.export.verify import RECEIPT, Check, Verification, own_version
+from flodl_hf.export.verify import RECEIPT, Check, Verification
 from flodl_hf.export.write import WrittenFile, write_bytes
+from flodl_hf.version import own_version
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram

@@ -21,6 +21,7 @@ from torch import Tensor
 from flodl.errors import FlodlError
 from flodl_hf.checkpoint import Checkpoint
 from flodl_hf.config import read_config_file
+from flodl_hf.version import own_version
 
 if TYPE_CHECKING:
     from flodl_hf.model import EncoderModel
@@ -328,16 +329,6 @@ def _facts(run: _Run, command: str | None) -> dict[str, Any]:
         "command": command,
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
-
-
-def own_version() -> str:
-    """Return this package's version, or that it runs from a checkout."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("flodl-hf")
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def _sha256(path: Path) -> str:

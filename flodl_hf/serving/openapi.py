@@ -18,7 +18,7 @@ def openapi(doors: Sequence[Door], *, keys: bool) -> dict[str, Any]:
         doors: all doors.
         keys: whether requests need an API key.
     """
-    from flodl_hf.export.verify import own_version
+    from flodl_hf.version import own_version
 
     paths: dict[str, Any] = {door.path: {"post": _operation(door)} for door in doors}
     for path, says in (

@@ -95,7 +95,7 @@ def test_shells_complete_words(words: str, offered: list[str]) -> None:
 
 
 def test_the_version_is_said() -> None:
-    from flodl_hf.export.verify import own_version
+    from flodl_hf.version import own_version
 
     assert run("--version").stdout == run("-V").stdout == f"{own_version()}\n"
 
