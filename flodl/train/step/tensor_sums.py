@@ -20,8 +20,8 @@ from flodl.train.step.decide import is_dense, load_kernels
 __all__ = ["TensorSums"]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-PROGRAMS = 264  # two for each processor of a large device
-BLOCK = 2048  # elements that a program reads at once
+PROGRAMS = 1024  # enough for a large device to have all of a tensor under way at once
+BLOCK = 4096  # elements that a program reads at once
 ROWS = 32
 WARPS = 8
 
