@@ -116,7 +116,11 @@ def measured(family: Any, args: argparse.Namespace, device: torch.device, peak: 
     engine = Engine.of(ours.eval(), RunOptions(precision=args.precision, progress=False))
     tokens = int(lengths.sum())
     own = timed(lambda: engine.start(table, Pooled(("mean",))).stacked(), device)
-    other = timed(by_hand(theirs, table, device), device)
+    try:
+        other = timed(by_hand(theirs, table, device), device)
+    except RuntimeError as fault:  # DeBERTa's of transformers 5.17 mixes its dtypes in half precision
+        print(f"transformers' {family.model_type}: {str(fault)[:160]}", flush=True)
+        other = float("nan")
     return {
         "family": family.model_type,
         "tokens_per_s": tokens / own,

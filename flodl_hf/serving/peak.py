@@ -44,10 +44,19 @@ def peak_of(device: Any, dtype: Any) -> float:
 
 def operations_of_token(model: Any) -> int:
     """Return the operations that the projections of a model's encoder take for a token, without those of attention."""
-    from torch import nn
+    from flodl_hf.encoder_layer import EncoderLayer
 
     encoder = model.graph.get_submodule("encoder")
-    return 2 * sum(part.weight.numel() for part in encoder.modules() if isinstance(part, nn.Linear))
+    layers = [part for part in encoder.modules() if isinstance(part, EncoderLayer)]
+    # Layers that share their weights are one module, which is called as often as the configuration says.
+    again = model.config.num_layers / len(layers) - 1 if layers else 0
+    return round(_weights(encoder) + again * sum(map(_weights, layers))) * 2
+
+
+def _weights(module: Any) -> int:
+    from torch import nn
+
+    return sum(part.weight.numel() for part in module.modules() if isinstance(part, nn.Linear))
 
 
 class Rate:

@@ -55,8 +55,8 @@ def check_definition(data: bytes, where: str) -> None:
     for table in tables:
         with contextlib.suppress(ValueError):  # no base64 at all is the library's to refuse
             head = base64.b64decode(bytes(table[:8]).ljust(8, b"A"))
-            size = struct.unpack_from("<I", head)[0]
-            if size > len(table):
+            size = struct.unpack_from("<I", head)[0] if len(head) >= 4 else 0
+            if 0 < len(table) < 8 or size > len(table):
                 raise TokenizerError(
                     f"{where}: precompiled_charsmap announces a trie of {size:,} bytes and has "
                     f"{len(table):,} characters in all; expected a whole table; fetch the file again",

@@ -140,7 +140,7 @@ class Vocabulary:
                 continue
             text = (
                 f"{self._folder}: the template of tokenizer.json gives {'a text' if pairs is None else 'second texts'} "
-                f"the token type {highest}, and the model has types 0 to {rows - 1}; correct type_id in its "
+                f"the token type {highest}, expected 0 to {rows - 1}, which the model has; correct type_id in its "
                 "post_processor, or take the tokenizer that belongs to the model"
             )
             if pairs is None:

@@ -317,7 +317,8 @@ def _right(case: Case, made: Mapping[str, bytes], ids: list[list[int]], scores: 
     if any(not 0 <= number < rows for row in ids for number in row):
         return silent("an id without a row in the word table")
     clean = _library(files(what["sort"])[DEFINITION])
-    if what.get("built") and DEFINITION not in made:
+    absent = what.get("entry") == [DEFINITION, "absent"]
+    if (what.get("built") and DEFINITION not in made) or absent:
         clean = _library(plainly(what["sort"], files(what["sort"], built=True)).encode())
     if what.get("entry", [""])[0] == DEFINITION and ids != clean:
         return silent("other ids than those of tokenizer.json")

@@ -84,7 +84,7 @@ def test_templates_with_very_many_ids_are_refused() -> None:
 
 def test_types_without_a_row_are_refused() -> None:
     tokenizer = made(post_processor=template(first=7))
-    with pytest.raises(TokenizerError, match="type 7, and the model has types 0 to 1"):
+    with pytest.raises(TokenizerError, match="type 7, expected 0 to 1"):
         tokenizer.check_fits(30, 2)
     tokenizer.check_fits(30)
     pairs = made(post_processor=template(second=5))

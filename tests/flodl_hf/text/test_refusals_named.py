@@ -46,6 +46,13 @@ def precompiled(size: int) -> dict[str, str]:
     return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(table).decode()}
 
 
+@pytest.mark.parametrize("table", ["AA==", "AAA=", "AAAA"])
+def test_a_table_without_a_size_is_refused_before_the_library_fails_over_it(table: str) -> None:
+    data = definition(lambda d: d.update(normalizer={"type": "Precompiled", "precompiled_charsmap": table}))
+    with pytest.raises(TokenizerError, match=r"precompiled_charsmap .* expected a whole table"):
+        check_definition(data, "tokenizer.json")
+
+
 @pytest.mark.parametrize("hidden", [False, True])
 def test_a_table_that_announces_more_than_it_has_is_refused_before_memory_is_taken(
     tmp_path: Path, hidden: bool

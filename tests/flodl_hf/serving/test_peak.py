@@ -1,0 +1,21 @@
+"""What a token takes is counted as often as layers are called."""
+
+from typing import Any
+
+import pytest
+
+from flodl_hf.auto import head_named
+from flodl_hf.config import ModelConfig
+from flodl_hf.serving.peak import operations_of_token
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64,
+    "max_position_embeddings": 32, "type_vocab_size": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "more", "projection"), [("bert", {}, 0), ("albert", {"embedding_size": 16}, 512)])
+def test_operations_of_a_token(family: str, more: dict[str, Any], projection: int) -> None:
+    """ALBERT's three layers are one module; its embeddings are brought to the layers' width."""
+    model: Any = head_named("base").model.from_config(ModelConfig.for_model(family, **SIZES, **more))
+    assert operations_of_token(model) == 2 * (3 * (4 * 32 * 32 + 2 * 32 * 64) + projection)
