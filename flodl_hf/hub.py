@@ -116,7 +116,8 @@ def resolve(
     text = os.fspath(name_or_path)
     if not isinstance(text, str) or not text or any(ord(char) < 32 or ord(char) == 127 for char in text):
         raise HubError(
-            f"{printable(str(text))}: not a name; pass a folder, 'owner/name' or 'owner/name@revision'", name=str(text)
+            f"{printable(str(text))}: no name; pass what is expected, a folder, 'owner/name' or 'owner/name@revision'",
+            name=str(text),
         )
     if subfolder and not _plain(subfolder, _SUBFOLDER):
         raise HubError(

@@ -210,8 +210,7 @@ def _fairseq_numbers(source: Source) -> Tokenizer:
     if len(model.pieces) <= skip or any(piece.kind == NORMAL for piece in model.pieces[:3]) or model.unk_id != 0:
         raise TokenizerError(
             f"{where}: starts with {[piece.text for piece in model.pieces[:3]]}, expected the unknown "
-            "piece and two "
-            "control pieces; it belongs to another family: state the right tokenizer_class in "
+            "piece and two control pieces; it belongs to another family: correct tokenizer_class in "
             "tokenizer_config.json",
             where=where,
         )

@@ -216,7 +216,7 @@ def read_model(data: bytes, where: str) -> SentencePieceModel:
         unsupported.append("plain spaces in pieces (escape_whitespaces false)")
     if unsupported:
         raise TokenizerError(
-            f"{where}: uses {' and '.join(unsupported)}, which no supported family does; "
+            f"{where}: uses {' and '.join(unsupported)}, expected what a supported family has; "
             "save it as tokenizer.json with the tool that made it, and load that",
             where=where,
             found=unsupported,

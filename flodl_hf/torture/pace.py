@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -222,8 +223,12 @@ def _beside_half_open(server: Server, _path: str, draw: int) -> Verdict:
 def _more_than_allowed(server: Server, _path: str, draw: int) -> Verdict:
     random = Random(draw)
     paths = [random.choice(tuple(BODIES)) for _ in range(160)]
-    with ThreadPoolExecutor(160) as pool:
-        return _all_right(server, paths, list(pool.map(lambda path: _asks(server, path), paths)), 429)
+    before = threading.stack_size(1 << 19)  # a case may have so much memory, stacks of threads included
+    try:
+        with ThreadPoolExecutor(160) as pool:
+            return _all_right(server, paths, list(pool.map(lambda path: _asks(server, path), paths)), 429)
+    finally:
+        threading.stack_size(before)
 
 
 # --- ended ------------------------------------------------------------------------------------------------------------
