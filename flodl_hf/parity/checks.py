@@ -273,10 +273,11 @@ def _decode(model: Any, head: str, scores: Callable[[list[Any]], list[Tensor]] |
     """Return (what was answered, its scores) for each text, with the passes' scores replaced if given."""
     from flodl_hf.runtime import passes
 
-    saved = passes.scored, passes.encoded, passes.headed
+    saved = passes.scored, passes.all_states, passes.headed
     if scores is not None:
         replaced = partial(_replaced, scores, model.per_text)
-        passes.scored = passes.encoded = replaced
+        passes.scored = lambda *given, per_text: replaced(*given)
+        passes.all_states = lambda graph, ids, types, layout: (replaced(graph, ids, types, layout), layout)
         passes.headed = lambda graph, picked, layout: picked
     try:
         if head == "sequence_classification":
@@ -305,7 +306,7 @@ def _decode(model: Any, head: str, scores: Callable[[list[Any]], list[Tensor]] |
             return [([f.token_ids for f in found], [f.score for f in found]) for found in results]
         return [((), vector.tolist()) for vector in model.embed(list(TEXTS))]
     finally:
-        passes.scored, passes.encoded, passes.headed = saved
+        passes.scored, passes.all_states, passes.headed = saved
 
 
 def _replaced(

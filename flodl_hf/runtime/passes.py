@@ -20,12 +20,24 @@ if TYPE_CHECKING:
     from flodl.graph import Graph
     from flodl_hf.sparse import SpladePooling
 
-__all__ = ["BestAt", "Pooled", "Related", "Scores", "ScoresAt", "Splade", "States", "Work", "encoded", "scored"]
+__all__ = [
+    "BestAt",
+    "Pooled",
+    "Related",
+    "Scores",
+    "ScoresAt",
+    "Splade",
+    "States",
+    "Work",
+    "all_states",
+    "encoded",
+    "scored",
+]
 
 
 def encoded(graph: Graph, ids: Tensor, types: Tensor | None, layout: Layout) -> Tensor:
     """Return the token states."""
-    return _own(graph, layout, _whole(graph, ids, types, layout)[0])
+    return _own(graph, layout, all_states(graph, ids, types, layout)[0])
 
 
 def scored(graph: Graph, ids: Tensor, types: Tensor | None, layout: Layout, *, per_text: bool) -> Tensor:
@@ -38,7 +50,7 @@ def scored(graph: Graph, ids: Tensor, types: Tensor | None, layout: Layout, *, p
     return found if per_text else layout.behind(lead.count, found)
 
 
-def _whole(graph: Graph, ids: Tensor, types: Tensor | None, layout: Layout) -> tuple[Tensor, Layout]:
+def all_states(graph: Graph, ids: Tensor, types: Tensor | None, layout: Layout) -> tuple[Tensor, Layout]:
     """Return the states of all tokens, an adapter's virtual ones included, and how they lie."""
     lead = lead_of(graph)
     if lead is not None:
@@ -104,7 +116,7 @@ class Pooled:
         from flodl_hf.decode.pooling import finish_embeddings, length_of
         from flodl_hf.runtime.pool import pool
 
-        whole, led = _whole(graph, ids, types, layout)
+        whole, led = all_states(graph, ids, types, layout)
         pooled = graph.get_submodule("pooler")(whole, layout=led) if "pooler" in self.names else None
         found = finish_embeddings(pool(_own(graph, layout, whole), layout, self.names, pooled), truncate_dim=self.size)
         return torch.cat([found, length_of(found)], -1) if self.norm else found
@@ -137,7 +149,7 @@ class Related:
 
     def __call__(self, graph: Graph, ids: Tensor, types: Tensor | None, layout: Layout, at: Tensor | None) -> Tensor:
         """Return ``(texts, labels)``."""
-        states, led = _whole(graph, ids, types, layout)
+        states, led = all_states(graph, ids, types, layout)
         pooled = graph.get_submodule("pooler")(states, layout=led)
         return graph.get_submodule("relation")(states, pooled)
 

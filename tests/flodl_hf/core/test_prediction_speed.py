@@ -412,15 +412,17 @@ def test_memory_that_runs_out_halves_the_budget_and_goes_on(make: Make, monkeypa
     expected = scores_in(model.predict(texts, ignore_labels=()))
     plain = passes_module.scored
 
-    def scored(graph: Any, ids: torch.Tensor, types: Any, layout: Any) -> torch.Tensor:
+    def scored(graph: Any, ids: torch.Tensor, types: Any, layout: Any, **given: Any) -> torch.Tensor:
         if len(ids) > 50:
             raise torch.OutOfMemoryError("out of memory (made in a test)")
-        return plain(graph, ids, types, layout)
+        return plain(graph, ids, types, layout, **given)
 
     monkeypatch.setattr(passes_module, "scored", scored)
     assert scores_in(model.predict(texts, ignore_labels=())) == pytest.approx(expected, abs=1e-6)
     assert Session(model, {}).runner().budget <= 50  # type: ignore[union-attr]
-    monkeypatch.setattr(passes_module, "scored", lambda *a: (_ for _ in ()).throw(torch.OutOfMemoryError("never fits")))
+    monkeypatch.setattr(
+        passes_module, "scored", lambda *a, **b: (_ for _ in ()).throw(torch.OutOfMemoryError("never fits"))
+    )
     with pytest.raises(torch.OutOfMemoryError):
         model.predict(texts)
 
@@ -428,7 +430,7 @@ def test_memory_that_runs_out_halves_the_budget_and_goes_on(make: Make, monkeypa
 def test_a_fault_on_one_of_several_devices_is_raised(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = make("bert", "token_classification")
 
-    def scored(*_: Any) -> torch.Tensor:
+    def scored(*_: Any, **given: Any) -> torch.Tensor:
         raise RuntimeError("broken device")
 
     monkeypatch.setattr(passes_module, "scored", scored)
