@@ -23,6 +23,7 @@ from flodl_hf.families import FAMILIES
 from flodl_hf.family import Family
 from flodl_hf.heads import HEADS
 from flodl_hf.keys import KeyRow
+from flodl_hf.parity.published import checkpoints_of
 
 FOLDER = Path(__file__).parent / "reference"
 MODELS = FOLDER.parent / "which-models.md"
@@ -106,7 +107,7 @@ def with_overview(page: str) -> str:
         (
             code(family.model_type),
             ", ".join(code(head.short) for head in HEADS if head.name == "base" or head.name in family.heads),
-            ", ".join(map(code, dict.fromkeys(family.checkpoints.values()))) or "-",
+            ", ".join(map(code, dict.fromkeys(checkpoints_of(family).values()))) or "-",
             "transformers, to the bit" if family.tiny else "the file's other names, or float64 written out",
         )
         for family in FAMILIES

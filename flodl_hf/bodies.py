@@ -12,7 +12,17 @@ from flodl.graph import FlowBuilder, Graph
 from flodl_hf.activations import Activation
 from flodl_hf.encoder import FirstToken, MeanToken
 
-__all__ = ["Relation", "Squeezed", "first_token_mlp", "linear", "lm", "normed", "pooled"]
+__all__ = [
+    "Relation",
+    "Squeezed",
+    "first_token_mlp",
+    "linear",
+    "lm",
+    "normed",
+    "pooled",
+    "summary",
+    "token_score",
+]
 
 
 class Relation(nn.Module):
@@ -76,6 +86,36 @@ def first_token_mlp(
         .through(Activation(activation), name="activation")
         .through(nn.Dropout(dropout_out), name="dropout")
         .through(nn.Linear(hidden_size, num_labels), name="classifier")
+        .build()
+    )
+
+
+def summary(hidden_size: int, *, projection: bool, activation: str | None, dropout: float) -> Graph:
+    """Return one score of a text from its first token's state, as transformers' summaries are configured.
+
+    Args:
+        hidden_size: width of the states.
+        projection: whether one stands before the activation.
+        activation: before the score; None for none.
+        dropout: before the score.
+    """
+    flow = pooled("cls")
+    if projection:
+        flow = flow.through(nn.Linear(hidden_size, hidden_size), name="dense")
+    if activation is not None:
+        flow = flow.through(Activation(activation), name="activation")
+    flow = flow.through(nn.Dropout(dropout), name="dropout")
+    return flow.through(nn.Linear(hidden_size, 1), name="classifier").build()
+
+
+def token_score(hidden_size: int, activation: str) -> Graph:
+    """Return a projection, an activation and one score for each token."""
+    return (
+        FlowBuilder(nn.Linear(hidden_size, hidden_size), name="dense")
+        .input("layout")
+        .through(Activation(activation), name="activation")
+        .through(nn.Linear(hidden_size, 1), name="classifier")
+        .through(Squeezed(), name="squeezed")
         .build()
     )
 

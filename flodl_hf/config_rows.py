@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -27,6 +27,7 @@ __all__ = [
     "Triage",
     "activation",
     "boolean",
+    "changed",
     "count",
     "epsilon",
     "fraction",
@@ -73,6 +74,18 @@ class Row:
     check: Check
     default: Any = REQUIRED
     aliases: tuple[str, ...] = ()
+
+
+def changed(rows: Sequence[Row], changes: Mapping[str, Mapping[str, Any]]) -> tuple[Row, ...]:
+    """Return the rows of a relative: those of ``rows``, with other checks or defaults for some fields.
+
+    Raises:
+        KeyError: a field that no row has.
+    """
+    fields = {row.field for row in rows}
+    if unknown := [name for name in changes if name not in fields]:
+        raise KeyError(f"changed: no row has the field {unknown[0]!r}; expected one of {', '.join(sorted(fields))}")
+    return tuple(replace(row, **changes.get(row.field, {})) for row in rows)
 
 
 @dataclass(frozen=True)

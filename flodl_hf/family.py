@@ -149,7 +149,8 @@ class Family:
         tiny: variant -> settings beyond the common small sizes, in ``config.json``'s keys: what tests and
             ``verify-matrix`` prove. More than one where the family's files differ in kind.
         real: the same beyond the common base size, for ``verify-matrix --size real``.
-        checkpoints: task -> repository of the Hub on which ``verify-matrix --live`` proves it.
+        checkpoints: task -> repository of the Hub on which ``verify-matrix --live`` proves it, of families from
+            outside of the package; its own stand in `flodl_hf.parity.published`.
     """
 
     model_type: str

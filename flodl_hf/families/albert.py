@@ -206,14 +206,6 @@ GROUPS = TINY | {
     "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1,
 }  # fmt: skip
 
-CHECKPOINTS = {
-    "base": "albert/albert-base-v2",
-    "sequence_classification": "bhadresh-savani/albert-base-v2-emotion",
-    "token_classification": "ArBert/albert-base-v2-finetuned-ner",
-    "question_answering": "twmkn9/albert-base-v2-squad2",
-    "masked_lm": "albert/albert-base-v2",
-}
-
 FAMILY = Family(
     model_type="albert",
     class_prefix="Albert",
@@ -231,5 +223,4 @@ FAMILY = Family(
     tokenizer=TOKENIZER,
     tiny={"base": TINY, "groups": GROUPS},
     real={"base": {"vocab_size": 30000, "embedding_size": 128, "hidden_act": "gelu_new"}},
-    checkpoints=CHECKPOINTS,
 )

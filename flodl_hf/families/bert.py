@@ -162,14 +162,6 @@ TOKENIZER = FamilyTokenizer(
     lowercase=True,
 )
 
-CHECKPOINTS = {
-    "base": "google-bert/bert-base-uncased",
-    "sequence_classification": "nateraw/bert-base-uncased-emotion",
-    "token_classification": "dslim/bert-base-NER",
-    "question_answering": "csarron/bert-base-uncased-squad-v1",
-    "masked_lm": "google-bert/bert-base-uncased",
-}
-
 FAMILY = Family(
     model_type="bert",
     class_prefix="Bert",
@@ -184,5 +176,4 @@ FAMILY = Family(
     heads=HEADS,
     pretraining={"BertForPreTraining": "masked_lm", "HF_ColBERT": "base"},
     tokenizer=TOKENIZER,
-    checkpoints=CHECKPOINTS,
 )

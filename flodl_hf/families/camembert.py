@@ -5,15 +5,11 @@ An alias: architecture, tensor names and configuration are RoBERTa's; names and 
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from flodl_hf.families import roberta
 
 __all__ = ["FAMILY"]
 
 FIRST = ("<s>NOTUSED", "pad_token", "</s>NOTUSED", "unk_token", "<unk>NOTUSED")
-TOKENIZER = replace(roberta.PIECES, first=FIRST, skipped=1)
-
 FAMILY = roberta.FAMILY.renamed(
-    "camembert", "Camembert", tokenizer=TOKENIZER, real={"base": roberta.REAL | {"vocab_size": 32005}}
+    "camembert", "Camembert", tokenizer=roberta.pieces(FIRST, 1), real={"base": roberta.REAL | {"vocab_size": 32005}}
 )

@@ -119,5 +119,4 @@ FAMILY = deberta_v2.FAMILY.renamed(
     tokenizer=TOKENIZER,
     tiny={"base": TINY, "far and narrow": TINY | FAR},
     real={"base": TINY | {"pooler_hidden_size": 768, "vocab_size": 50265}},
-    checkpoints={"base": "microsoft/deberta-base", "sequence_classification": "microsoft/deberta-base-mnli"},
 )

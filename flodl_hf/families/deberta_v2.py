@@ -429,13 +429,6 @@ TINY = {
 REAL = TINY | {"position_buckets": 256, "pooler_hidden_size": 768, "vocab_size": 128100}
 CONVOLUTION = {"conv_kernel_size": 3, "conv_act": "gelu"}
 
-CHECKPOINTS = {
-    "base": "microsoft/deberta-v3-base",
-    "sequence_classification": "MoritzLaurer/DeBERTa-v3-base-mnli-fever-anli",
-    "token_classification": "blaze999/Medical-NER",
-    "question_answering": "deepset/deberta-v3-base-squad2",
-}
-
 FAMILY = Family(
     model_type="deberta-v2",
     class_prefix="DebertaV2",
@@ -450,5 +443,4 @@ FAMILY = Family(
     tokenizer=TOKENIZER,
     tiny={"base": TINY, "convolution": TINY | CONVOLUTION},
     real={"base": REAL, "convolution": REAL | CONVOLUTION},
-    checkpoints=CHECKPOINTS,
 )

@@ -142,14 +142,6 @@ HEADS = {
 }
 HEADS["multiple_choice"] = HEADS["sequence_classification"].scoring_choices()
 
-CHECKPOINTS = {
-    "base": "distilbert/distilbert-base-uncased",
-    "sequence_classification": "lxyuan/distilbert-base-multilingual-cased-sentiments-student",
-    "token_classification": "dslim/distilbert-NER",
-    "question_answering": "distilbert/distilbert-base-cased-distilled-squad",
-    "masked_lm": "distilbert/distilbert-base-uncased",
-}
-
 FAMILY = Family(
     model_type="distilbert",
     class_prefix="DistilBert",
@@ -164,5 +156,4 @@ FAMILY = Family(
     uses_token_types=False,
     tokenizer=replace(bert.TOKENIZER, type_ids=False),
     real={"base": {"n_layers": 6}},
-    checkpoints=CHECKPOINTS,
 )

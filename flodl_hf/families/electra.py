@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from flodl.errors import ConfigError
-from flodl.graph import FlowBuilder, Graph
+from flodl.graph import Graph
 from flodl_hf import bodies
-from flodl_hf.activations import Activation
 from flodl_hf.config_rows import Row, activation, boolean, count, fraction, one_of, optional
 from flodl_hf.encoder import bert_block, chain, stack
 from flodl_hf.families import bert
@@ -94,23 +93,8 @@ def _choices(c: ElectraConfig, _: int) -> Graph:
             "beside it. Correct config.json if the model was trained with the first token's state.",
             problems=["summary_type"],
         )
-    flow = bodies.pooled("cls")
-    if c.summary_projection:
-        flow = flow.through(nn.Linear(c.hidden_size, c.hidden_size), name="dense")
-    if c.summary_activation is not None:
-        flow = flow.through(Activation(c.summary_activation), name="activation")
-    flow = flow.through(nn.Dropout(c.summary_dropout), name="dropout")
-    return flow.through(nn.Linear(c.hidden_size, 1), name="classifier").build()
-
-
-def _replaced(c: ElectraConfig, _: int) -> Graph:
-    return (
-        FlowBuilder(nn.Linear(c.hidden_size, c.hidden_size), name="dense")
-        .input("layout")
-        .through(Activation(c.activation), name="activation")
-        .through(nn.Linear(c.hidden_size, 1), name="classifier")
-        .through(bodies.Squeezed(), name="squeezed")
-        .build()
+    return bodies.summary(
+        c.hidden_size, projection=c.summary_projection, activation=c.summary_activation, dropout=c.summary_dropout
     )
 
 
@@ -140,7 +124,7 @@ HEADS = {
         ),
     ),
     "replaced_tokens": FamilyHead(
-        body=_replaced,
+        body=lambda c, _: bodies.token_score(c.hidden_size, c.activation),
         keys=(
             KeyRow("head.dense", "discriminator_predictions.dense"),
             KeyRow("head.activation", "discriminator_predictions.activation"),
@@ -149,16 +133,8 @@ HEADS = {
     ),
 }
 
-CHECKPOINTS = {
-    "base": "google/electra-base-discriminator",
-    "sequence_classification": "cross-encoder/ms-marco-electra-base",
-    "question_answering": "deepset/electra-base-squad2",
-    "masked_lm": "google/electra-small-generator",
-}
-
 FAMILY = bert.FAMILY.renamed(
     "electra", "Electra", base_prefix="electra", config=ElectraConfig, rows=CONFIG, keys=KEYS,
     ignored=IGNORED, encoder=encoder, pooler=None, heads=HEADS, pretraining={},
     tiny={"base": {"embedding_size": 16}, "one width": {"embedding_size": 32}}, real={"base": {"embedding_size": 768}},
-    checkpoints=CHECKPOINTS,
 )  # fmt: skip

@@ -264,5 +264,4 @@ FAMILY = Family(
     tokenizer=TOKENIZER,
     tiny={"base": TINY, "first": FIRST},
     real={"base": TINY | {"vocab_size": 33, "max_position_embeddings": 1026, "mask_token_id": 32}},
-    checkpoints={"base": "facebook/esm2_t6_8M_UR50D", "masked_lm": "facebook/esm2_t6_8M_UR50D"},
 )

@@ -187,8 +187,6 @@ TOKENIZER = FamilyTokenizer(
     type_ids=False,
 )  # fmt: skip
 
-CHECKPOINTS = {"base": "EuroBERT/EuroBERT-210m", "masked_lm": "EuroBERT/EuroBERT-210m"}
-
 TINY = {"num_key_value_heads": 2, "pad_token_id": 0}
 
 FAMILY = Family(
@@ -212,5 +210,4 @@ FAMILY = Family(
         "first token": TINY | {"classifier_pooling": "bos", "attention_bias": True, "num_key_value_heads": 4},
     },
     real={"base": {"vocab_size": 128256, "num_key_value_heads": 12, "max_position_embeddings": 8192}},
-    checkpoints=CHECKPOINTS,
 )  # fmt: skip

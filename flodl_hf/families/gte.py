@@ -11,15 +11,15 @@ Files written for the code of another repository say ``model_type: new``; that i
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from flodl.graph import Graph
 from flodl_hf import bodies
 from flodl_hf.attention import SelfAttention
-from flodl_hf.config_rows import Inert, count
+from flodl_hf.config_rows import Inert, changed, count
 from flodl_hf.encoder import Embeddings, chain, pooler, post_norm_block, stack
 from flodl_hf.encoder_layer import EncoderLayer, FeedForward
-from flodl_hf.families import bert, xlm_roberta
+from flodl_hf.families import bert, roberta
 from flodl_hf.family import Family, FamilyHead
 from flodl_hf.keys import KeyRow, Tie
 from flodl_hf.rotary import Rotary, RotarySettings, rotary_rows
@@ -39,19 +39,15 @@ class GteConfig(bert.BertConfig):
     """How wavelengths are stretched, as older files state it."""
 
 
-DEFAULTS = {"max_positions": 8192, "type_vocab_size": 1, "attention_dropout": 0.0, "pad_token_id": 1}
-CONFIG = (
-    *(
-        replace(
-            row, default=DEFAULTS.get(row.field, row.default),
-            check=count(0, 65_536) if row.field == "type_vocab_size" else row.check,
-        )
-        for row in bert.CONFIG
-    ),
-    *rotary_rows(160_000.0),
-)  # fmt: skip
-
 # fmt: off
+CHANGED = {
+    "max_positions":     {"default": 8192},
+    "type_vocab_size":   {"default": 1, "check": count(0)},
+    "attention_dropout": {"default": 0.0},
+    "pad_token_id":      {"default": 1},
+}
+CONFIG = (*changed(bert.CONFIG, CHANGED), *rotary_rows(160_000.0))
+
 INERT = (
     Inert("position_embedding_type",        "positions are rotations", ("rope", "absolute", None)),
     Inert("layer_norm_type",                "the one that there is", ("layer_norm", None)),
@@ -128,8 +124,6 @@ HEADS = {
     ),
 }
 
-CHECKPOINTS = {"base": "alibaba-nlp-community/gte-multilingual-base"}
-
 FAMILY = Family(
     model_type="gte",
     class_prefix="Gte",
@@ -143,14 +137,12 @@ FAMILY = Family(
     pooler=lambda c: pooler(c.hidden_size),
     heads=HEADS,
     uses_token_types=False,
-    tokenizer=xlm_roberta.TOKENIZER,
+    tokenizer=roberta.PIECES,
     tiny={"base": {}, "no token types": {"type_vocab_size": 0, "attention_probs_dropout_prob": 0.1}},
     real={"base": {"vocab_size": 250048, "max_position_embeddings": 8192, "type_vocab_size": 1}},
-    checkpoints=CHECKPOINTS,
 )
 
 # Files of Alibaba's repositories, for code that is never run. transformers has no class of this name.
 NEW = FAMILY.renamed(
     "new", "New", base_prefix="new", prefixes=("gte",), tiny={}, real={},
-    checkpoints={"base": "Alibaba-NLP/gte-multilingual-base"},
 )  # fmt: skip

@@ -12,11 +12,11 @@ repository, which is not needed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from flodl.graph import Graph
 from flodl_hf.attention import SelfAttention
-from flodl_hf.config_rows import Inert, Row, one_of
+from flodl_hf.config_rows import Inert, Row, changed, one_of
 from flodl_hf.distances import SlopedBias
 from flodl_hf.encoder import Embeddings, chain, post_norm_block, stack
 from flodl_hf.encoder_layer import EncoderLayer, FeedForward
@@ -38,7 +38,7 @@ GATES = {"geglu": "gelu", "reglu": "relu"}
 
 # fmt: off
 CONFIG = (
-    *(replace(row, default=8192) if row.field == "max_positions" else row for row in bert.CONFIG),
+    *changed(bert.CONFIG, {"max_positions": {"default": 8192}}),
     Row("gate", "feed_forward_type", one_of(*GATES), "geglu"),
 )
 

@@ -13,15 +13,15 @@ task (`flodl_hf.task_adapters`); that is the family ``TASKED`` below.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from flodl.graph import Graph
 from flodl_hf.attention import SelfAttention
-from flodl_hf.config_rows import Check, Inert, Row, boolean, count, optional, token_id
+from flodl_hf.config_rows import Check, Inert, Row, boolean, changed, count, optional, token_id
 from flodl_hf.encoder import Embeddings, chain, post_norm_block, stack
 from flodl_hf.encoder_layer import EncoderLayer, FeedForward
-from flodl_hf.families import bert, roberta, xlm_roberta
+from flodl_hf.families import bert, roberta
 from flodl_hf.family import Ignored
 from flodl_hf.keys import KeyRow
 from flodl_hf.rotary import Rotary, RotarySettings, rotary_rows, wavelength
@@ -41,19 +41,15 @@ class JinaEmbeddingsV3Config(bert.BertConfig):
     """How wavelengths are stretched, as older files state it."""
 
 
-DEFAULTS = {"max_positions": 8194, "type_vocab_size": 1, "norm_eps": 1e-5, "pad_token_id": 1}
-CONFIG = (
-    *(
-        replace(
-            row, default=DEFAULTS.get(row.field, row.default),
-            check=optional(token_id()) if row.field == "pad_token_id" else row.check,
-        )
-        for row in bert.CONFIG
-    ),
-    *rotary_rows(20_000.0),
-)  # fmt: skip
-
 # fmt: off
+CHANGED = {
+    "max_positions":   {"default": 8194},
+    "type_vocab_size": {"default": 1},
+    "norm_eps":        {"default": 1e-5},
+    "pad_token_id":    {"default": 1, "check": optional(token_id())},
+}
+CONFIG = (*changed(bert.CONFIG, CHANGED), *rotary_rows(20_000.0))
+
 LAYER = "roberta.encoder.layers.{i}"
 KEYS = (
     KeyRow("encoder.embeddings.word",              "roberta.embeddings.word_embeddings"),
@@ -106,10 +102,9 @@ TASKS = ("sequence_classification", "token_classification", "question_answering"
 FAMILY = bert.FAMILY.renamed(
     "jina_embeddings_v3", "JinaEmbeddingsV3", base_prefix="roberta", config=JinaEmbeddingsV3Config, rows=CONFIG,
     keys=KEYS, also=ALSO, ignored=(), encoder=encoder, heads={task: roberta.HEADS[task] for task in TASKS},
-    pretraining={}, uses_token_types=False, takes_prefix=False, tokenizer=xlm_roberta.TOKENIZER,
+    pretraining={}, uses_token_types=False, takes_prefix=False, tokenizer=roberta.PIECES,
     tiny={"base": {}, "one type": {"type_vocab_size": 1}},
     real={"base": {"vocab_size": 250002, "max_position_embeddings": 8194, "type_vocab_size": 1, "pad_token_id": 1}},
-    checkpoints={"base": "jinaai/jina-embeddings-v3-hf"},
 )  # fmt: skip
 
 

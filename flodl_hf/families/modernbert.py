@@ -237,12 +237,6 @@ TOKENIZER = FamilyTokenizer(
     type_ids=False,
 )  # fmt: skip
 
-CHECKPOINTS = {
-    "base": "answerdotai/ModernBERT-base",
-    "sequence_classification": "Alibaba-NLP/gte-reranker-modernbert-base",
-    "masked_lm": "answerdotai/ModernBERT-base",
-}
-
 TINY = {"num_hidden_layers": 3, "local_attention": 8, "pad_token_id": 0}
 
 FAMILY = Family(
@@ -270,5 +264,4 @@ FAMILY = Family(
             "vocab_size": 50368, "num_hidden_layers": 22, "intermediate_size": 1152, "max_position_embeddings": 8192,
         }
     },
-    checkpoints=CHECKPOINTS,
 )  # fmt: skip

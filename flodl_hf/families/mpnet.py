@@ -128,8 +128,6 @@ TOKENIZER = replace(
     mask_takes_space=True,
 )
 
-CHECKPOINTS = {"base": "sentence-transformers/all-mpnet-base-v2", "masked_lm": "microsoft/mpnet-base"}
-
 FAMILY = Family(
     model_type="mpnet",
     class_prefix="MPNet",
@@ -146,5 +144,4 @@ FAMILY = Family(
     uses_token_types=False,
     tokenizer=TOKENIZER,
     real={"base": {"vocab_size": 30527, "max_position_embeddings": 514, "layer_norm_eps": 1e-5}},
-    checkpoints=CHECKPOINTS,
 )

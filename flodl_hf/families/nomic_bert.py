@@ -149,8 +149,6 @@ MASKED_LM = replace(
     ),
 )
 
-CHECKPOINTS = {"base": "nomic-ai/nomic-embed-text-v1.5"}
-
 FAMILY = gte.FAMILY.renamed(
     "nomic_bert",
     "NomicBert",
@@ -173,5 +171,4 @@ FAMILY = gte.FAMILY.renamed(
     tokenizer=bert.TOKENIZER,
     tiny={"base": {}, "with dropout": {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}},
     real={"base": {"vocab_size": 30528, "max_position_embeddings": 2048}},
-    checkpoints=CHECKPOINTS,
 )

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from flodl.graph import Graph
 from flodl_hf import bodies
-from flodl_hf.config_rows import count
+from flodl_hf.config_rows import changed, count
 from flodl_hf.encoder import Embeddings, bert_block, chain, stack
 from flodl_hf.families import bert
 from flodl_hf.family import FamilyHead, FamilyTokenizer, Ignored
@@ -38,9 +38,7 @@ PADDING = replace(
 )
 
 # fmt: off
-CONFIG = tuple(
-    replace(row, check=PADDING, default=1) if row.field == "pad_token_id" else row for row in bert.CONFIG
-)
+CONFIG = changed(bert.CONFIG, {"pad_token_id": {"check": PADDING, "default": 1}})
 
 KEYS = rows_under("roberta", bert.KEYS)
 
@@ -116,19 +114,19 @@ TOKENIZER = FamilyTokenizer(
 # At the base size, where RoBERTa departs from BERT; the word table is each alias's own.
 REAL = {"max_position_embeddings": 514, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
 
-PIECES = replace(TOKENIZER, files=("sentencepiece.bpe.model",), template="doubled", mask_takes_space=True)
-"""Relatives that were trained on sentencepiece's pieces."""
 
-CHECKPOINTS = {
-    "base": "FacebookAI/roberta-base",
-    "sequence_classification": "cardiffnlp/twitter-roberta-base-sentiment-latest",
-    "token_classification": "Jean-Baptiste/roberta-large-ner-english",
-    "question_answering": "deepset/roberta-base-squad2",
-    "masked_lm": "FacebookAI/roberta-base",
-}
+def pieces(first: tuple[str, ...], skipped: int) -> FamilyTokenizer:
+    """Return the tokenizer of a relative that was trained on sentencepiece's pieces, numbered after ``first``."""
+    return replace(
+        TOKENIZER, files=("sentencepiece.bpe.model",), template="doubled", mask_takes_space=True,
+        first=first, skipped=skipped,
+    )  # fmt: skip
+
+
+PIECES = pieces(("bos_token", "pad_token", "eos_token", "unk_token"), skipped=3)
 
 FAMILY = bert.FAMILY.renamed(
     "roberta", "Roberta", base_prefix="roberta", config=RobertaConfig, rows=CONFIG, keys=KEYS, ignored=IGNORED,
     encoder=encoder, heads=HEADS, pretraining={}, unused_positions=lambda c: c.pad_token_id + 1, uses_token_types=False,
-    tokenizer=TOKENIZER, real={"base": REAL | {"vocab_size": 50265}}, checkpoints=CHECKPOINTS,
+    tokenizer=TOKENIZER, real={"base": REAL | {"vocab_size": 50265}},
 )  # fmt: skip

@@ -10,13 +10,12 @@ RoBERTa's encoder with 3.5 and 10.7 billion parameters. It departs from RoBERTa 
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from torch import nn
 
 from flodl.graph import Graph
+from flodl_hf.config_rows import changed
 from flodl_hf.encoder import chain, pre_norm_block, stack
-from flodl_hf.families import roberta, xlm_roberta
+from flodl_hf.families import roberta
 from flodl_hf.families.roberta import RobertaConfig
 from flodl_hf.keys import KeyRow, rows_under
 
@@ -28,9 +27,7 @@ MOVED = {
     "encoder.layers.{i}.feed_forward_norm": "encoder.layer.{i}.LayerNorm",
 }
 KEYS = (*rows_under("roberta", roberta.KEYS, MOVED), KeyRow("encoder.norm", "roberta.encoder.LayerNorm"))
-
-
-ROWS = tuple(replace(row, default=1e-5) if row.field == "norm_eps" else row for row in roberta.FAMILY.rows)
+ROWS = changed(roberta.CONFIG, {"norm_eps": {"default": 1e-5}})
 
 
 def encoder(c: RobertaConfig) -> Graph:
@@ -51,6 +48,6 @@ FAMILY = roberta.FAMILY.renamed(
     rows=ROWS,
     keys=KEYS,
     encoder=encoder,
-    tokenizer=xlm_roberta.TOKENIZER,
+    tokenizer=roberta.PIECES,
     real={"base": REAL},
 )

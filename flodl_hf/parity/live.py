@@ -1,4 +1,4 @@
-"""The matrix on published checkpoints, each named by its family's record.
+"""The matrix on published checkpoints, those of `flodl_hf.parity.published`.
 
 Needs a network (or a cache that holds them); without one every cell says "not run" and why.
 """
@@ -11,6 +11,7 @@ from flodl.errors import FlodlError
 from flodl_hf.parity.cell import Bench, Cell
 from flodl_hf.parity.checks import CHECKS, Evidence
 from flodl_hf.parity.matrix import CellResult, _guarded
+from flodl_hf.parity.published import checkpoints_of
 
 __all__ = ["live_cells"]
 
@@ -24,8 +25,8 @@ def live_cells(cells: Iterable[Cell], checks: Sequence[str] = ()) -> Iterator[Ce
 
     chosen = [c for c in CHECKS if c.__name__ in (checks or LIVE_CHECKS)]
     for cell in cells:
-        name = cell.record.checkpoints.get(cell.head)
-        reason = "the family's record names no checkpoint for this cell"
+        name = checkpoints_of(cell.record).get(cell.head)
+        reason = "no published checkpoint is named for this cell"
         result = CellResult(cell)
         if name is not None and cell.variant == "base":
             try:

@@ -7,6 +7,7 @@ import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("flodl", "flodl_hf")
 SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 MAX_LINES = 500
+MEDIAN_OF_FAMILIES = 150
+LINES_OF_AN_ALIAS = 15
 if not SOURCES:
     pytest.skip("tested from a wheel: the repository is not here", allow_module_level=True)
 
@@ -139,6 +142,24 @@ def test_files_hold_one_idea(trees: dict[str, ast.Module]) -> None:
     assert [path for path in LONGER if lengths.get(path, 0) <= MAX_LINES] == [], "no longer an exception"
     assert [path for path in lengths if Path(path).name in ("utils.py", "util.py", "helpers.py", "misc.py")] == []
     assert [path for path, tree in trees.items() if not ast.get_docstring(tree) and tree.body] == []
+
+
+def test_a_family_is_a_page_and_another_name_for_one_some_lines(trees: dict[str, ast.Module]) -> None:
+    files = {
+        path: len((ROOT / path).read_text("utf-8").splitlines())
+        for path in trees
+        if path.startswith("flodl_hf/families/") and not path.endswith("__init__.py")
+    }
+    # An alias states what differs and computes nothing of its own: it defines neither function nor class.
+    aliases = {
+        path: lines
+        for path, lines in files.items()
+        if not any(isinstance(node, ast.FunctionDef | ast.ClassDef) for node in ast.walk(trees[path]))
+    }
+    assert len(files) >= 20
+    assert len(aliases) >= 3
+    assert median(files.values()) <= MEDIAN_OF_FAMILIES
+    assert {path: lines for path, lines in aliases.items() if lines > LINES_OF_AN_ALIAS} == {}
 
 
 def test_nothing_is_named_base_manager_or_mixin(nodes: dict[str, Nodes]) -> None:

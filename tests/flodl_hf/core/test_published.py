@@ -17,6 +17,8 @@ from flodl_hf.auto import head_named
 from flodl_hf.config import ModelConfig
 from flodl_hf.families import FAMILIES
 from flodl_hf.loading import head_of
+from flodl_hf.parity.published import PUBLISHED as CATALOGUE
+from flodl_hf.parity.published import checkpoints_of
 
 sys.path.insert(0, str(Path(__file__).parent))
 from published import PUBLISHED, REFUSED, shrunk
@@ -51,7 +53,11 @@ def test_another_model_under_a_familys_name_is_refused_by_its_key(name: str) -> 
 def test_the_list_is_long_and_holds_every_checkpoint_of_the_live_matrix() -> None:
     # Files for the code of a repository are tried in tests of their own.
     remote = {"gte", "new", "nomic_bert", "jina_bert", "jina_embeddings_v3", "jina_embeddings_v3_tasks"}
-    pinned = {name for family in FAMILIES if family.model_type not in remote for name in family.checkpoints.values()}
+    ours = [family for family in FAMILIES if family.model_type not in remote]
+    pinned = {name for family in ours for name in checkpoints_of(family).values()}
+    assert {family.model_type for family in FAMILIES if family.checkpoints} == set()
+    heads = {family.model_type: {"base", *family.heads} for family in FAMILIES}
+    assert all(set(named) <= heads[model_type] for model_type, named in CATALOGUE.items())
     assert len(PUBLISHED) >= 60
     assert {FAMILIES[0].model_type, *(source["model_type"] for source, _ in PUBLISHED.values())} == {
         family.model_type for family in FAMILIES
