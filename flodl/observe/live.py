@@ -44,12 +44,12 @@ class Adder(Protocol):
         """Return whether it adds up such a tensor."""
         ...
 
-    def add(self, value: Tensor, *, squared: bool) -> tuple[bool, int]:
-        """Begin with a tensor, or its squares; return the place of the result."""
+    def add(self, value: Tensor, *, squared: bool) -> None:
+        """Begin with a tensor, or with its norm where ``squared``."""
         ...
 
-    def finish(self) -> Mapping[bool, Tensor]:
-        """Return sums, and norms by True, each ``(count,)``."""
+    def finish(self) -> Tensor:
+        """Return sums and norms in the order of adding, float64 ``(count,)``, in memory of their own."""
         ...
 
     def clear(self) -> None:
@@ -72,31 +72,31 @@ class Seen:
         self.owners = owners or {}
         self.pairs: dict[str, Pair] = {}
         self._adder = adder
-        self._begun: list[tuple[str, float, tuple[bool, int]]] = []
+        self._begun: list[tuple[str, float]] = []  # in the adder's order
         if adder is not None:
             adder.clear()  # of a forward pass that failed
 
     def names(self) -> set[str]:
         """Return what was told so far."""
-        return {*self.pairs, *(name for name, _, _ in self._begun)}
+        return {*self.pairs, *(name for name, _ in self._begun)}
 
     def pack(self) -> dict[str, Pair]:
         """Return all pairs, tensors among them copied together, so that later writes do not reach them."""
-        if self._adder is not None and self._begun:
-            found = self._adder.finish()
-            for name, weight, (squared, place) in self._begun:
-                self.add(name, found[squared][place], weight)
-            self._begun.clear()
         kept: dict[Any, list[Tensor]] = {}
         for pair in self.pairs.values():
             for value in pair:
                 if isinstance(value, Tensor):
                     kept.setdefault((value.device, value.dtype), []).append(value)
         copies = {kind: iter(torch.stack(values).to(torch.float64).unbind()) for kind, values in kept.items()}
-        return {
+        self.pairs = {
             name: tuple(next(copies[v.device, v.dtype]) if isinstance(v, Tensor) else float(v) for v in pair)  # type: ignore[misc]
             for name, pair in self.pairs.items()
         }
+        if self._adder is not None and self._begun:
+            for (name, weight), total in zip(self._begun, self._adder.finish().unbind(), strict=True):
+                self.add(name, total, weight)
+            self._begun.clear()
+        return self.pairs
 
     def add(self, name: str, total: Any, weight: Any = 1.0) -> None:
         """Take in a value as a sum and its weight."""
@@ -109,7 +109,8 @@ class Seen:
             self.add(name, value.detach().reshape(()))
         elif self._adder is not None and how in _ADDED and self._adder.takes(value):
             weight = float(value.numel()) if how is Reduce.MEAN else 1.0
-            self._begun.append((name, weight, self._adder.add(value, squared=how is Reduce.NORM)))
+            self._adder.add(value, squared=how is Reduce.NORM)
+            self._begun.append((name, weight))
         elif how is Reduce.MEAN:
             self.add(name, reduced(value, Reduce.SUM), float(value.numel()))
         else:

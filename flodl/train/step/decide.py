@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -25,6 +25,7 @@ KEPT_ROWS = 512
 BLOCK = 2048  # elements that a program reads at once
 MOST_PROGRAMS = 1056  # so that all run at once, and one program can add up what they found
 SUMS = 1024
+MOST_FURTHER = 1024  # numbers besides loss, norm and count that one program copies
 WARPS = 4
 
 
@@ -35,9 +36,8 @@ class StepDecision:
     Attributes:
         found: float32, 1 where the step is to be left out.
         scale: float32, what gradients are to be divided by; None where nothing is clipped.
-        figures: the loss, norms that together are the gradient's, and the count where ``has_count``.
+        figures: the loss, norms that together are the gradient's, the count where that is a tensor, and the rest.
         norms: how many norms there are.
-        has_count: whether the count of items is among the figures.
         next_row: where this was captured: gives the figures of the next replay, which those after it leave alone for
             at least `KEPT_ROWS` steps.
     """
@@ -46,7 +46,6 @@ class StepDecision:
     scale: torch.Tensor | None
     figures: torch.Tensor
     norms: int
-    has_count: bool = False
     next_row: Callable[[], torch.Tensor] | None = None
 
 
@@ -99,17 +98,35 @@ class GradientCheck:
 
     def _make_ring(self) -> None:
         """Make room for figures of replays, which the device finds by a count of its own, and the host by the same."""
-        self._ring = torch.zeros(KEPT_ROWS, 3, dtype=torch.float64, device=self.device)
         self._turn = torch.zeros((), dtype=torch.int64, device=self.device)
         self._turns = 0
-        self._rows = {width: self._ring[:, :width].unbind() for width in (2, 3)}
+        self._rings: dict[int, torch.Tensor] = {}
+        self._rows: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}
 
-    def _next_row(self, width: int) -> torch.Tensor:
+    def _ring_of(self, further: int) -> torch.Tensor | None:
+        """Return the room for figures with so many further ones; None where there is none and it is too late."""
+        if further not in self._rings:
+            # A capture would take its memory for other things too.
+            if further > MOST_FURTHER or _capturing(self.device):
+                return None
+            self._rings[further] = torch.zeros(KEPT_ROWS, 3 + further, dtype=torch.float64, device=self.device)
+        return self._rings[further]
+
+    def _next_row(self, width: int, further: int) -> torch.Tensor:
         self._turns += 1
-        return self._rows[width][(self._turns - 1) % KEPT_ROWS]
+        if (width, further) not in self._rows:
+            self._rows[width, further] = self._rings[further][:, :width].unbind()
+        return self._rows[width, further][(self._turns - 1) % KEPT_ROWS]
 
     def __call__(
-        self, grads: Sequence[torch.Tensor], loss: torch.Tensor, count: Any, *, apart: bool, summed: bool = False
+        self,
+        grads: Sequence[torch.Tensor],
+        loss: torch.Tensor,
+        count: Any,
+        *,
+        apart: bool,
+        summed: bool = False,
+        rest: torch.Tensor | None = None,
     ) -> StepDecision:
         """Return the decision on a step.
 
@@ -119,10 +136,11 @@ class GradientCheck:
             count: items counted; only where it is a tensor may it turn out to be 0.
             apart: norms of its parts may be figures, unless the gradient is clipped.
             summed: the gradient is still to be divided by ``count``, a tensor, which the decision's scale then does.
+            rest: what else the step tells, float64; is added to the figures.
         """
         blocks = self._layout_of(grads) if self._kernels is not None else None
         if blocks is not None:
-            return self._by_kernels(blocks, grads, loss, count, summed)
+            return self._by_kernels(blocks, grads, loss, count, summed, rest)
         norm = None
         if apart and self.max_grad_norm is None and not summed:
             norms = torch._foreach_norm(list(grads))  # pyright: ignore[reportPrivateImportUsage]
@@ -133,7 +151,12 @@ class GradientCheck:
             norm = norm / _divisor(count).to(norm.dtype) if summed else norm
             norms = [norm]
         figures = torch.cat([loss.reshape(1).to(torch.float64), torch.stack(norms).to(torch.float64)])
-        return self._of_figures(figures, norm, count, summed)
+        decision = self._of_figures(figures, norm, count, summed)
+        known = [decision.figures, *([count.reshape(1)] if isinstance(count, torch.Tensor) else [])]
+        further = [] if rest is None else [rest]
+        if len(known) + len(further) == 1:
+            return decision
+        return replace(decision, figures=torch.cat([part.to(torch.float64) for part in (*known, *further)]))
 
     def _of_figures(self, figures: torch.Tensor, norm: torch.Tensor | None, count: Any, summed: bool) -> StepDecision:
         """Return the decision on a step whose loss and norms are known; they are written to."""
@@ -192,31 +215,45 @@ class GradientCheck:
         return table
 
     def _by_kernels(
-        self, blocks: _BlockLayout, grads: Sequence[torch.Tensor], loss: torch.Tensor, count: Any, summed: bool
+        self,
+        blocks: _BlockLayout,
+        grads: Sequence[torch.Tensor],
+        loss: torch.Tensor,
+        count: Any,
+        summed: bool,
+        rest: torch.Tensor | None,
     ) -> StepDecision:
+        further = 0 if rest is None else rest.numel()
+        ring = self._ring_of(further)
+        if ring is None:
+            assert rest is not None
+            decision = self._by_kernels(blocks, grads, loss, count, summed, None)
+            return replace(decision, figures=torch.cat([decision.figures, rest]), next_row=None)
         kernels: Any = self._kernels
         counts, clips = isinstance(count, torch.Tensor), self.max_grad_norm is not None
         table = self._table(blocks, [g.data_ptr() for g in grads])
         programs = blocks.which.numel()
         sums = torch.empty(programs, dtype=torch.float32, device=self.device)
-        figures = torch.empty(3 if counts else 2, dtype=torch.float64, device=self.device)
+        width = (3 if counts else 2) + further
+        figures = torch.empty(width, dtype=torch.float64, device=self.device)
         found = torch.empty_like(self.state) if counts else self.state
         scales = clips or summed
         scale = torch.empty_like(self.state) if scales else None
         kind = getattr(kernels.tl, _KINDS[grads[0].dtype])
+        room = max(16, 1 << (further - 1).bit_length()) if further else 0
         with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
             kernels.square_sums[(programs,)](
                 table, blocks.sizes, blocks.which, blocks.starts, sums, blocks.span, kind, BLOCK, num_warps=WARPS
             )
             kernels.decide[(1,)](
                 sums, programs, loss, count if counts else loss, self.state, found, scale if scales else self.state,
-                figures, self._ring, self._turn, float(self.max_grad_norm or 1.0), counts, self.sticky, clips, summed,
-                KEPT_ROWS, SUMS, num_warps=8,
+                figures, ring, self._turn, figures if rest is None else rest, further, float(self.max_grad_norm or 1.0),
+                counts, self.sticky, clips, summed, KEPT_ROWS, room, SUMS, num_warps=8,
             )  # fmt: skip
         if _capturing(self.device):
-            return StepDecision(found, scale, figures, 1, counts, partial(self._next_row, 3 if counts else 2))
+            return StepDecision(found, scale, figures, 1, partial(self._next_row, width, further))
         self._turns += 1
-        return StepDecision(found, scale, figures, 1, counts)
+        return StepDecision(found, scale, figures, 1)
 
 
 def _divisor(count: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["decide", "one_sum", "square_sums"]
+__all__ = ["decide", "finish_sums", "one_sum", "square_sums"]
 
 
 @triton.jit(do_not_specialize=["span"])
@@ -67,7 +67,24 @@ def one_sum(values, sums, size, span, squared: tl.constexpr, block: tl.constexpr
     tl.store(sums + program, tl.sum(total, 0))
 
 
-@triton.jit(do_not_specialize=["number"])
+@triton.jit(do_not_specialize=["norms"])
+def finish_sums(sums, found, norms, block: tl.constexpr):
+    """Add up what `one_sum` left of each tensor, one program for each.
+
+    Args:
+        sums: float32 ``(tensors, block)``.
+        found: float64, one for each tensor.
+        norms: a bit for each tensor, 1 where the result is the square root.
+        block: programs that added up each tensor.
+    """
+    tensor = tl.program_id(0)
+    total = tl.sum(tl.load(sums + tensor * block + tl.arange(0, block)).to(tl.float64), 0)
+    if ((norms >> tensor) & 1) != 0:
+        total = tl.sqrt(total)
+    tl.store(found + tensor, total)
+
+
+@triton.jit(do_not_specialize=["number", "further"])
 def decide(
     sums,
     number,
@@ -79,12 +96,15 @@ def decide(
     row,
     ring,
     turn,
+    rest,
+    further,
     max_norm,
     counts: tl.constexpr,
     sticky: tl.constexpr,
     clips: tl.constexpr,
     summed: tl.constexpr,
     rows: tl.constexpr,
+    room: tl.constexpr,
     block: tl.constexpr,
 ):
     """Decide whether a step counts, and write its figures.
@@ -97,11 +117,14 @@ def decide(
         state: float32, 1 after a fault; from earlier steps where ``sticky``.
         found: float32, is set to 1 where this step is to be left out; ``state`` itself unless ``counts``.
         scale: float32, is set to what gradients are divided by, where ``clips`` or ``summed``.
-        row: float64, is set to loss, norm, and the count where ``counts``.
-        ring: float64 ``(rows, 3)``, gets the same at the place that ``turn`` says.
+        row: float64, is set to loss, norm, the count where ``counts``, and the ``rest``.
+        ring: float64 ``(rows, 3 + further)``, gets the same at the place that ``turn`` says.
         turn: int64, how many rows went there; is counted up.
+        rest: float64, what else the step tells, where there is ``room`` for it.
+        further: how many numbers those are.
         max_norm: clip to this.
         summed: gradients are still to be divided by the count.
+        room: numbers of the rest that are copied at once, at least all; 0 for none.
     """
     total = tl.zeros([block], tl.float32)
     places = tl.arange(0, block)
@@ -120,7 +143,7 @@ def decide(
     if sticky:
         held = tl.load(state)
     turns = tl.load(turn)
-    place = ring + (turns % rows) * 3
+    place = ring + (turns % rows) * (3 + further)
     tl.store(turn, turns + 1)
     value = tl.load(loss).to(tl.float64)
     tl.store(row, value)
@@ -137,6 +160,11 @@ def decide(
         tl.store(found, tl.maximum(held, empty))
     else:
         held = tl.maximum(held, fault)
+    if room:
+        slots = tl.arange(0, room)
+        told = tl.load(rest + slots, mask=slots < further, other=0.0)
+        tl.store(row + slots + 2 + counts, told, mask=slots < further)
+        tl.store(place + slots + 2 + counts, told, mask=slots < further)
     tl.store(state, held)
     if clips:
         factor = tl.maximum((norm + 1e-6) / max_norm, 1.0)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch import nn
 from flodl.train.precision import Precision
 from flodl.train.step.accumulate import Accumulator
 from flodl.train.step.decide import GradientCheck, StepDecision
-from flodl.train.step.outcome import Outcome, outcome_of
+from flodl.train.step.outcome import Outcome, outcome_of, told_of
 
 __all__ = ["DeviceStep", "divide", "make_ready", "mean_of", "unfit"]
 
@@ -151,10 +150,11 @@ class DeviceStep:
         inside = inside and not divided
         if not divided and not inside:
             divide(grads, count)
-        decision = self.check(grads, loss, count, apart=apart, summed=inside)
+        told, rest = told_of(metrics, self.device)
+        decision = self.check(grads, loss, count, apart=apart, summed=inside, rest=rest)
         self._move(decision)
-        found = outcome_of(decision.figures, count, True, metrics, norms=decision.norms, has_count=decision.has_count)
-        return found if decision.next_row is None else replace(found, next_row=decision.next_row)
+        known = None if isinstance(count, torch.Tensor) else float(count)
+        return Outcome(decision.figures, known, told, norms=decision.norms, next_row=decision.next_row)
 
     def finish_capture(self) -> object:
         """Complete what was captured; the answer must be held as long as that is replayed."""

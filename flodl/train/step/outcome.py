@@ -15,7 +15,7 @@ import torch
 
 from flodl.errors import TrainError
 
-__all__ = ["OBSERVED", "Figures", "Outcome", "StepResult", "apart", "not_finite", "outcome_of"]
+__all__ = ["OBSERVED", "Figures", "Outcome", "StepResult", "apart", "not_finite", "outcome_of", "told_of"]
 
 OBSERVED = "\0"
 """Before the names of what was watched inside of the model, which travels with the metrics of a step."""
@@ -155,30 +155,43 @@ def outcome_of(
     moved: bool,
     metrics: Mapping[str, tuple[Any, Any]],
     lacking: tuple[int, ...] = (),
-    *,
-    norms: int = 1,
-    has_count: bool = False,
 ) -> Outcome:
-    """Return an outcome whose row begins with ``pair``: loss, norms, and the count where it ``has_count``.
+    """Return an outcome whose row begins with ``pair``, loss and norm; tensors of the rest come into it too."""
+    told, rest = told_of(metrics, pair.device)
+    parts = [pair]
+    if isinstance(count, torch.Tensor):
+        parts.append(count.detach().reshape(1).to(pair.device))
+    if rest is not None:
+        parts.append(rest)
+    row = torch.cat([part.to(torch.float64) for part in parts]) if len(parts) > 1 else pair
+    return Outcome(row, None if isinstance(count, torch.Tensor) else float(count), told, moved, lacking)
 
-    Tensors of the rest come into it too.
-    """
+
+def told_of(
+    metrics: Mapping[str, tuple[Any, Any]], device: torch.device
+) -> tuple[tuple[tuple[str, float | None, float | None], ...], torch.Tensor | None]:
+    """Return what `Outcome.metrics` says of metrics, and what of them is in the row, float64; None for nothing."""
     further: list[torch.Tensor] = []
 
     def kept(value: Any) -> float | None:
         if not isinstance(value, torch.Tensor):
             return float(value)
-        further.append(value.detach().reshape(()).to(pair.device))
+        further.append(value.detach().reshape(()).to(device))
         return None
 
-    known = None if has_count else kept(count)
     told = [(name, kept(total), kept(number)) for name, (total, number) in metrics.items()]
-    row = torch.cat([pair.to(torch.float64), _together(further)]) if further else pair
-    return Outcome(row, known, tuple(told), moved, lacking, norms)
+    return tuple(told), _together(further) if further else None
 
 
 def _together(values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return numbers of one tensor each as float64 ``(len(values),)``, cast at once where they are alike."""
+    """Return numbers of one tensor each as float64 ``(len(values),)``: as they lie, or cast at once where alike."""
+    first = values[0]
+    memory, start = first.untyped_storage().data_ptr(), first.storage_offset()
+    if all(
+        value.dtype == torch.float64 and (value.untyped_storage().data_ptr(), value.storage_offset()) == (memory, place)
+        for place, value in enumerate(values, start)
+    ):
+        return first.as_strided((len(values),), (1,))
     if any(value.dtype != values[0].dtype for value in values):
         values = [value.to(torch.float64) for value in values]
     return torch.stack(list(values)).to(torch.float64)

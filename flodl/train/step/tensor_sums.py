@@ -1,13 +1,15 @@
 """Sums and norms of tensors on CUDA, each in one launch while the tensor is still in the device's cache.
 
 Torch takes two or three launches for each, and what is watched inside of a model is small work that comes in tens. What
-the launches leave is added up for all tensors together, at the end. Sums are in an order that depends on sizes alone.
+the launches leave is added up for all tensors by one more, at the end, into one tensor that a step's row of figures is
+made of as it lies. Sums are in an order that depends on sizes alone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import warnings
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import Any
 
@@ -22,7 +24,7 @@ __all__ = ["TensorSums"]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PROGRAMS = 1024  # enough for a large device to have all of a tensor under way at once
 BLOCK = 4096  # elements that a program reads at once
-ROWS = 32
+ROWS = 24  # tensors that one launch finishes
 WARPS = 8
 
 
@@ -37,8 +39,7 @@ class TensorSums:
     def __init__(self, device: torch.device, kernels: Any = None) -> None:
         self.device = device
         self._kernels = kernels
-        self._rows: dict[bool, list[Tensor]] = {False: [], True: []}
-        self._free: list[Tensor] = []
+        self.clear()
 
     @classmethod
     def of(cls, device: torch.device) -> TensorSums:
@@ -56,34 +57,40 @@ class TensorSums:
             and is_dense(value)
         )
 
-    def add(self, value: Tensor, *, squared: bool) -> tuple[bool, int]:
-        """Begin to add up a tensor that `takes` takes; return where `finish` has the result.
+    def add(self, value: Tensor, *, squared: bool) -> None:
+        """Begin to add up a tensor that `takes` takes.
 
         Args:
             value: the tensor; what is written to it afterwards changes nothing.
             squared: for the 2-norm instead of the sum.
         """
-        if not self._free:
-            self._free = list(torch.empty(ROWS, PROGRAMS, dtype=torch.float32, device=self.device).unbind())
-        row, rows = self._free.pop(0), self._rows[squared]
-        rows.append(row)
+        if not self._begun or len(self._begun[-1][1]) == ROWS:
+            self._begun.append((torch.empty(ROWS, PROGRAMS, dtype=torch.float32, device=self.device), []))
+        parts, norms = self._begun[-1]
+        norms.append(squared)
         size = value.numel()
         span = -(-size // (PROGRAMS * BLOCK)) * BLOCK
-        with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
-            self._kernels.one_sum[(PROGRAMS,)](value.detach(), row, size, span, squared, BLOCK, num_warps=WARPS)
-        return squared, len(rows) - 1
+        with self._here():
+            self._kernels.one_sum[(PROGRAMS,)](
+                value.detach(), parts[len(norms) - 1], size, span, squared, BLOCK, num_warps=WARPS
+            )
 
-    def finish(self) -> dict[bool, Tensor]:
-        """Return what was begun since the last call: sums, float64 ``(count,)``, and norms by True."""
-        found = {squared: torch.stack(rows).sum(1, dtype=torch.float64) for squared, rows in self._rows.items() if rows}
-        if True in found:
-            found[True] = found[True].sqrt()
+    def finish(self) -> Tensor:
+        """Return the sums and norms that were begun since the last call, float64 ``(count,)``, in new memory."""
+        found = torch.empty(sum(len(norms) for _, norms in self._begun), dtype=torch.float64, device=self.device)
+        with self._here():
+            for (parts, norms), results in zip(self._begun, found.split(ROWS) if self._begun else (), strict=True):
+                bits = sum(1 << place for place, squared in enumerate(norms) if squared)
+                self._kernels.finish_sums[(len(norms),)](parts, results, bits, PROGRAMS, num_warps=WARPS)
         self.clear()
         return found
 
     def clear(self) -> None:
         """Forget what was begun."""
-        self._rows, self._free = {False: [], True: []}, []
+        self._begun: list[tuple[Tensor, list[bool]]] = []  # room for sums, and which of its rows become norms
+
+    def _here(self) -> AbstractContextManager[Any]:
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
 
 
 @lru_cache(maxsize=8)
@@ -100,9 +107,8 @@ def _kernels(device: torch.device) -> Any:
             for value in values:
                 sums.add(value, squared=False)
                 sums.add(value, squared=True)
-            found = sums.finish()
-            told += [*found[False].tolist(), *found[True].tolist()]
-            wanted += [float(v.double().sum()) for v in values] + [float(v.double().norm()) for v in values]
+                wanted += [float(value.double().sum()), float(value.double().norm())]
+            told += sums.finish().tolist()
         fault = None if np.allclose(told, wanted, rtol=1e-5) else f"found {told}, expected {wanted}"
     except Exception as error:  # compilers and drivers fail in many ways
         fault = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"

@@ -76,11 +76,12 @@ CASES = [
         "count": count,
         "dtype": dtype,
         "summed": summed,
+        "further": further,
     }
     for summed in (False, True)
     for sticky, clip in ((True, None), (False, 0.5))
     for bad, loss in ((None, 1.25), (math.nan, 1.25), (None, math.nan), (math.inf, 1.25))
-    for count, dtype in ((8.0, torch.float32), (8, torch.float32), (0, torch.bfloat16))
+    for count, dtype, further in ((8.0, torch.float32, 0), (8, torch.float32, 17), (0, torch.bfloat16, 3))
     if not summed or isinstance(count, int)
 ]
 
@@ -91,9 +92,11 @@ def follow(check, case, device):
     found = []
     for bad, loss in ((case["bad"], case["loss"]), (None, 0.75)):
         grads = gradients(bad, case["dtype"], device)
-        decision = check(grads, torch.tensor(loss, device=device), count, apart=False, summed=case["summed"])
+        further = torch.arange(case["further"], dtype=torch.float64, device=device) if case["further"] else None
+        given = {"apart": False, "summed": case["summed"], "rest": further}
+        decision = check(grads, torch.tensor(loss, device=device), count, **given)
         left_out, scale, *figures, rest = told(decision)
-        assert rest == ([float(case["count"])] if decision.has_count else [])
+        assert rest == [*([float(count)] if isinstance(count, torch.Tensor) else []), *range(case["further"])]
         found.append([left_out, scale or 1.0 if left_out == 0 else 0.0, *figures])
     return found
 
@@ -115,24 +118,42 @@ def test_kernels_decide_as_torch_does():
 
 
 @interpreted
-def test_figures_of_replays_are_kept_for_a_while_each_in_a_place_of_its_own(monkeypatch):
+@pytest.mark.parametrize("further", [0, 3])
+def test_figures_of_replays_are_kept_for_a_while_each_in_a_place_of_its_own(monkeypatch, further):
     """On a processor capturing runs once, so what is captured stands for its first replay."""
     check = make_judge(kernels=True)
-    told(check(gradients(), torch.tensor(0.0), 1.0, apart=True))  # an ordinary step goes before
+    rest = torch.zeros(further, dtype=torch.float64) if further else None
+    told(check(gradients(), torch.tensor(0.0), 1.0, apart=True, rest=rest))  # an ordinary step goes before
     monkeypatch.setattr(decide, "_capturing", lambda device: True)
     monkeypatch.setattr(GradientCheck, "_table", lambda self, plan, addresses: torch.tensor(addresses))
     assert check(gradients()[1:], torch.tensor(0.0), 1.0, apart=True).next_row is None  # no ordinary step of this shape
+    metrics = tuple((f"m{i}", None, 1.0) for i in range(further))
     found = []
     for number in range(5):
-        decision = check(gradients(), torch.tensor(float(number)), torch.tensor(7), apart=True)
+        rest = torch.arange(number, number + further, dtype=torch.float64) if further else None
+        decision = check(gradients(), torch.tensor(float(number)), torch.tensor(7), apart=True, rest=rest)
         assert decision.next_row is not None
-        replayed = Outcome(decision.figures, None, norms=1, next_row=decision.next_row).replayed()
+        replayed = Outcome(decision.figures, None, metrics, norms=1, next_row=decision.next_row).replayed()
         found.append(replayed)
         decision.figures.zero_()  # which the next replay writes to
-    assert [outcome.read(outcome.row.tolist()).loss for outcome in found] == [0.0, 1.0, 2.0, 3.0, 4.0]
-    assert {outcome.read(outcome.row.tolist()).count for outcome in found} == {7.0}
-    longer = Outcome(torch.arange(5.0), None, norms=1, next_row=decision.next_row).replayed()
-    assert longer.row.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+    figures = [outcome.read(outcome.row.tolist()) for outcome in found]
+    assert [one.loss for one in figures] == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert {one.count for one in figures} == {7.0}
+    assert [one.metrics for one in figures] == [{f"m{i}": (i + n, 1.0) for i in range(further)} for n in range(5)]
+    longer = Outcome(torch.arange(7.0), None, norms=1, next_row=decision.next_row).replayed()
+    assert longer.row.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+
+
+@interpreted
+def test_numbers_that_no_ordinary_step_told_come_after_the_figures_all_the_same(monkeypatch):
+    check, rest = make_judge(kernels=True), torch.tensor([5.0, 6.0], dtype=torch.float64)
+    told(check(gradients(), torch.tensor(0.0), 1.0, apart=True))
+    monkeypatch.setattr(decide, "_capturing", lambda device: True)
+    monkeypatch.setattr(GradientCheck, "_table", lambda self, plan, addresses: torch.tensor(addresses))
+    decision = check(gradients(), torch.tensor(0.5), 1.0, apart=True, rest=rest)
+    assert decision.next_row is None
+    assert decision.figures.tolist()[0::2] == [0.5, 5.0]
+    assert decision.figures.tolist()[3:] == [6.0]
 
 
 @interpreted
