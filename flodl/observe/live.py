@@ -88,10 +88,11 @@ class Seen:
                 if isinstance(value, Tensor):
                     kept.setdefault((value.device, value.dtype), []).append(value)
         copies = {kind: iter(torch.stack(values).to(torch.float64).unbind()) for kind, values in kept.items()}
-        self.pairs = {
-            name: tuple(next(copies[v.device, v.dtype]) if isinstance(v, Tensor) else float(v) for v in pair)  # type: ignore[misc]
-            for name, pair in self.pairs.items()
-        }
+
+        def copied(value: Any) -> Any:
+            return next(copies[value.device, value.dtype]) if isinstance(value, Tensor) else float(value)
+
+        self.pairs = {name: (copied(total), copied(weight)) for name, (total, weight) in self.pairs.items()}
         if self._adder is not None and self._begun:
             for (name, weight), total in zip(self._begun, self._adder.finish().unbind(), strict=True):
                 self.add(name, total, weight)

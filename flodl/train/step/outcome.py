@@ -186,10 +186,12 @@ def told_of(
 def _together(values: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return numbers of one tensor each as float64 ``(len(values),)``: as they lie, or cast at once where alike."""
     first = values[0]
-    memory, start = first.untyped_storage().data_ptr(), first.storage_offset()
+    memory = first.untyped_storage().data_ptr()
     if all(
-        value.dtype == torch.float64 and (value.untyped_storage().data_ptr(), value.storage_offset()) == (memory, place)
-        for place, value in enumerate(values, start)
+        value.dtype == torch.float64
+        and value.untyped_storage().data_ptr() == memory
+        and value.storage_offset() == first.storage_offset() + place
+        for place, value in enumerate(values)
     ):
         return first.as_strided((len(values),), (1,))
     if any(value.dtype != values[0].dtype for value in values):
