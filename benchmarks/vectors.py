@@ -1,7 +1,8 @@
 """Vectors: steps of training a second, texts embedded a second, and what a short training is worth.
 
-    python -m benchmarks.vectors train --model FOLDER --data FOLDER [--pairs 64 1024] [--device cuda:0] [--json FILE]
-    python -m benchmarks.vectors encode --model FOLDER --data FOLDER [--texts 20000] [--device cuda:0]
+    python -m benchmarks.vectors train --model FOLDER --data FOLDER [--pairs 64 1024 65536] [--json FILE]
+    python -m benchmarks.vectors train --model FOLDER --data FOLDER --kind sparse [--pairs 64]
+    python -m benchmarks.vectors encode --model FOLDER --data FOLDER [--texts 1000000 --peer-texts 50000]
     python -m benchmarks.vectors quality --model FOLDER --data FOLDER [--steps 40] [--seeds 1 2 3]
 
 ``--data`` holds the folders that `benchmarks.corpus` names. Contenders are ours, a plain loop of transformers' model
@@ -10,8 +11,10 @@ installed. All train in bf16 on CUDA and float32 on a processor, with multiple n
 
 * train: pairs are two runs of words of the mixed corpus, cut at 128 tokens; rounds go through the contenders in turn,
   and the median pass over the data counts, of those after kernels are chosen and steps recorded. sentence-transformers
-  comes as its model and loss in a loop, and as its trainer where datasets is installed.
-* encode: texts of the mixed corpus, after a pass over some of them.
+  comes as its model and loss in a loop, and as its trainer where datasets is installed. From 16,384 pairs on both go
+  through the model in parts, and an epoch is one step; sentence-transformers then takes one, after a small one.
+  Other kinds: token vectors, weights of words (of a model at random, the folder's sizes), texts written again.
+* encode: texts of the mixed corpus, after a pass over some of them; others with each size of batch that is named.
 * quality: questions of XQuAD's training articles with their paragraphs; held-out articles are searched by their
   questions, before and after.
 """
@@ -19,12 +22,12 @@ installed. All train in bf16 on CUDA and float32 on a processor, with multiple n
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import platform
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
@@ -34,37 +37,28 @@ from typing import Any
 import torch
 
 from benchmarks.corpus import mixed_texts
+from benchmarks.vector_peers import (
+    CACHED,
+    RATE,
+    TIMED,
+    WARM,
+    contenders,
+    half,
+    has_sentence_transformers,
+    has_trainer,
+    their_trainer,
+    wait,
+)
 from flodl.train import EpochMetrics
 from flodl_hf import load
+from flodl_hf.auto import AutoModelForMaskedLM
 from flodl_hf.finetuning import finetune
 from flodl_hf.vectors.judging import retrieval_figures
-
-WARM, TIMED = 2, 3  # epochs, or parts of a loop
-RATE, SCALE = 2e-5, 20.0
-
-
-def has_sentence_transformers() -> bool:
-    return importlib.util.find_spec("sentence_transformers") is not None
-
-
-def has_trainer() -> bool:
-    """Whether sentence-transformers' trainer can be made, which needs datasets."""
-    return has_sentence_transformers() and importlib.util.find_spec("datasets") is not None
-
-
-def wait(device: str) -> None:
-    if device.startswith("cuda"):
-        torch.cuda.synchronize(device)
-
-
-def half(device: str) -> bool:
-    return device.startswith("cuda")
-
 
 # --- steps a second ------------------------------------------------------------------------------------------------
 
 
-def our_steps(model: str, rows: list[dict[str, str]], pairs: int, device: str) -> list[float]:
+def our_steps(kind: str, model: str, rows: list[dict[str, str]], pairs: int, device: str) -> list[float]:
     """Return steps a second of each timed epoch."""
     marks: list[float] = []
 
@@ -73,145 +67,68 @@ def our_steps(model: str, rows: list[dict[str, str]], pairs: int, device: str) -
             wait(device)
             marks.append(perf_counter())
 
+    options: dict[str, Any] = {"task": "embedding" if kind == "denoising" else kind}
+    if kind == "denoising":
+        options["vector_loss"] = "DenoisingAutoEncoderLoss"
+    elif pairs >= CACHED:
+        options |= {"vector_loss": "CachedMultipleNegativesRankingLoss", "cache_tokens": 131_072}
     finetune(
-        model, train=rows, task="embedding", epochs=WARM + TIMED, batch_size=pairs, lr=RATE, max_length=128,
+        model, train=rows, epochs=WARM + TIMED, batch_size=pairs, lr=RATE, max_length=128,
         precision="bf16" if half(device) else "fp32", devices=device, on_event=note, progress=False,
-        schedule="constant", no_duplicates=False,
+        schedule="constant", no_duplicates=False, report=False, **options,
     )  # fmt: skip
     times = [b - a for a, b in pairwise(marks)][-TIMED:]
     return [len(rows) / pairs / seconds for seconds in times]
 
 
-def plain_steps(model: str, rows: list[dict[str, str]], pairs: int, device: str) -> list[float]:
-    """Return steps a second of transformers' model in a loop."""
-    from transformers import AutoModel, AutoTokenizer
-
-    tokenizer, network = AutoTokenizer.from_pretrained(model), AutoModel.from_pretrained(model).to(device).train()
-    optimizer = torch.optim.AdamW(network.parameters(), lr=RATE, fused=half(device))
-
-    def step(batch: list[dict[str, str]]) -> None:
-        columns = []
-        with torch.autocast("cuda", torch.bfloat16, enabled=half(device)):
-            for name in ("anchor", "positive"):
-                texts = [row[name] for row in batch]
-                given = tokenizer(texts, padding=True, truncation=True, max_length=128, return_tensors="pt").to(device)
-                states, mask = network(**given).last_hidden_state.float(), given["attention_mask"][:, :, None]
-                columns.append(torch.nn.functional.normalize((states * mask).sum(1) / mask.sum(1), dim=-1))
-        scores = SCALE * columns[0] @ columns[1].T
-        torch.nn.functional.cross_entropy(scores, torch.arange(len(scores), device=device)).backward()
-        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return timed(step, rows, pairs, device)
-
-
-def their_steps(model: str, rows: list[dict[str, str]], pairs: int, device: str) -> list[float]:
-    """Return steps a second of sentence-transformers' model and loss in a loop, without its trainer."""
-    from sentence_transformers import SentenceTransformer  # pyright: ignore[reportMissingImports]
-    from sentence_transformers.sentence_transformer import losses  # pyright: ignore[reportMissingImports]
-
-    network = SentenceTransformer(model, device=device).train()
-    network.max_seq_length = 128
-    loss = losses.MultipleNegativesRankingLoss(network, scale=SCALE)
-    optimizer = torch.optim.AdamW(network.parameters(), lr=RATE, fused=half(device))
-    prepare = getattr(network, "preprocess", None) or network.tokenize
-
-    def step(batch: list[dict[str, str]]) -> None:
-        columns = [prepare([row[name] for row in batch]) for name in ("anchor", "positive")]
-        given = [{k: v.to(device) if hasattr(v, "to") else v for k, v in column.items()} for column in columns]
-        with torch.autocast("cuda", torch.bfloat16, enabled=half(device)):
-            value = loss(given, None)
-        value.backward()
-        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return timed(step, rows, pairs, device)
-
-
-def timed(step: Callable[..., None], rows: list[dict[str, str]], pairs: int, device: str) -> list[float]:
-    """Return steps a second of passes over the rows, the first of which warms up."""
-    found = []
-    for part in range(3):
-        wait(device)
-        began = perf_counter()
-        for start in range(0, len(rows), pairs):
-            step(rows[start : start + pairs])
-        wait(device)
-        if part:
-            found.append(len(rows) / pairs / (perf_counter() - began))
-    return found
-
-
-def trainer_steps(model: str, rows: list[dict[str, str]], pairs: int, device: str) -> list[float]:
-    """Return steps a second of sentence-transformers' trainer."""
-    times: list[float] = []
-    with tempfile.TemporaryDirectory() as place:
-        trainer = their_trainer(model, rows, pairs, device, place, epochs=WARM + TIMED, times=times)
-        trainer.train()
-    steps = [b - a for a, b in pairwise(times)][-TIMED:]
-    return [len(rows) / pairs / seconds for seconds in steps]
-
-
-def their_trainer(
-    model: str, rows: list[dict[str, str]], pairs: int, device: str, place: str, *, times: list[float] | None = None,
-    seed: int = 42, **further: Any,
-) -> Any:  # fmt: skip
-    """Return sentence-transformers' trainer with our recipe."""
-    from datasets import Dataset  # pyright: ignore[reportMissingImports]
-    from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer  # pyright: ignore[reportMissingImports]
-    from sentence_transformers import SentenceTransformerTrainingArguments as Arguments  # pyright: ignore[reportMissingImports]
-    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss  # pyright: ignore[reportMissingImports]
-    from transformers import TrainerCallback
-
-    class Clock(TrainerCallback):
-        def on_epoch_end(self, *_: Any, **__: Any) -> None:
-            wait(device)
-            if times is not None:
-                times.append(perf_counter())
-
-    settings = {"num_train_epochs": further.pop("epochs", 1), **further}
-    arguments = Arguments(
-        place, per_device_train_batch_size=pairs, learning_rate=RATE, bf16=half(device), report_to=[], seed=seed,
-        save_strategy="no", logging_strategy="no", disable_tqdm=True, use_cpu=not half(device), warmup_steps=0,
-        lr_scheduler_type=settings.pop("schedule", "constant"), **settings,
-    )  # fmt: skip
-    network = SentenceTransformer(model, device=device)
-    network.max_seq_length = min(128 if times is not None else 256, network.max_seq_length or 512)
-    loss = MultipleNegativesRankingLoss(network, scale=SCALE)
-    return SentenceTransformerTrainer(
-        network, arguments, train_dataset=Dataset.from_list(rows), loss=loss, callbacks=[Clock()]
-    )
-
-
 def train(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    contenders: dict[str, Callable[..., list[float]]] = {"ours": our_steps, "plain loop": plain_steps}
-    if has_sentence_transformers():
-        contenders["sentence-transformers in a loop"] = their_steps
-    if has_trainer():
-        contenders["sentence-transformers' trainer"] = trainer_steps
-    else:
-        print("sentence-transformers' trainer is left out: it needs sentence-transformers and datasets", flush=True)
-    for pairs in given.pairs:
-        count = pairs * (given.steps if pairs < 256 else max(8, given.steps // 4))
-        texts = mixed_texts(given.data, 2 * count)
-        rows = [{"anchor": a, "positive": b} for a, b in zip(texts[:count], texts[count:], strict=True)]
-        rates: dict[str, list[float]] = {name: [] for name in contenders}
-        for number in range(given.rounds):
-            for name, measure in contenders.items():
-                try:
-                    found = measure(str(given.model), rows, pairs, given.device)
-                except Exception as fault:  # another library's version may differ; what was measured stays
-                    if name == "ours":
-                        raise
-                    print(f"{name}: no figure, {type(fault).__name__}: {fault}", flush=True)
-                    continue
-                rates[name] += found
-                shown = ", ".join(f"{rate:.2f}" for rate in found)
-                print(f"round {number + 1}, {pairs} pairs, {name}: {shown} steps/s", flush=True)
-        for name, found in ((name, found) for name, found in rates.items() if found):
-            yield {"pairs": pairs, "contender": name, "steps_s": round(median(found), 3), "all": found}
+    with tempfile.TemporaryDirectory() as place:
+        model = str(given.model) if given.kind != "sparse" else with_words(given.model, Path(place))
+        for pairs in given.pairs:
+            yield from trained(given, model, pairs)
+
+
+def trained(given: argparse.Namespace, model: str, pairs: int) -> Iterator[dict[str, Any]]:
+    kind = given.kind
+    ways: dict[str, Callable[..., list[float]]] = {"ours": lambda *data: our_steps(kind, *data)}
+    ways |= {} if given.alone else contenders(kind, pairs)
+    count = pairs * (1 if pairs >= CACHED else given.steps if pairs < 256 else max(8, given.steps // 4))
+    texts = mixed_texts(given.data, 2 * count)
+    rows = [{"anchor": a, "positive": b} for a, b in zip(texts[:count], texts[count:], strict=True)]
+    if kind == "denoising":
+        rows = [{"text": text} for text in texts[:count]]
+    rates: dict[str, list[float]] = {name: [] for name in ways}
+    most: dict[str, float] = {}
+    for number in range(given.rounds):
+        for name, measure in ways.items():
+            if half(given.device):
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
+            try:
+                found = measure(model, rows, pairs, given.device)
+            except Exception as fault:  # another library's version may differ; what was measured stays
+                if name == "ours":
+                    raise
+                print(f"{name}: no figure, {type(fault).__name__}: {fault}", flush=True)
+                continue
+            rates[name] += found
+            most[name] = torch.cuda.max_memory_allocated() / 2**30 if half(given.device) else 0.0
+            shown = ", ".join(f"{rate:.3g}" for rate in found)
+            print(f"round {number + 1}, {kind}, {pairs} a batch, {name}: {shown} steps/s", flush=True)
+    for name, found in ((name, found) for name, found in rates.items() if found):
+        times = round(median(rates["ours"]) / median(found), 2)
+        yield {
+            "kind": kind, "pairs": pairs, "contender": name, "steps_s": round(median(found), 4), "ours_times": times,
+            "peak_gib": round(most[name], 2), "all": found,
+        }  # fmt: skip
+
+
+def with_words(folder: Path, place: Path) -> str:
+    """Write a model of the sizes and vocabulary of a folder's, at random, with a head that finds words."""
+    like: Any = load(folder, head="base")
+    model: Any = AutoModelForMaskedLM.from_config(like.config)
+    model.tokenizer = like.tokenizer
+    return str(model.save_pretrained(place / "words"))
 
 
 # --- texts a second ------------------------------------------------------------------------------------------------
@@ -219,27 +136,33 @@ def train(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def encode(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     texts = mixed_texts(given.data, given.texts)
+    part = texts[: given.peer_texts or len(texts)]
     ours: Any = load(given.model, head="base").to(given.device)
     run = {"precision": "bf16"} if half(given.device) else {}
-    calls: dict[str, Callable[[list[str]], Any]] = {"ours": lambda part: ours.encode(part, **run)}
-    if has_sentence_transformers():
+    calls: dict[str, tuple[Callable[[list[str]], Any], list[str]]] = {"ours": (lambda x: ours.encode(x, **run), texts)}
+    if has_sentence_transformers() and not given.alone:
         from sentence_transformers import SentenceTransformer  # pyright: ignore[reportMissingImports]
 
         kind = {"model_kwargs": {"dtype": torch.bfloat16}} if half(given.device) else {}
         theirs = SentenceTransformer(str(given.model), device=given.device, **kind)
-        calls["sentence-transformers"] = lambda part: theirs.encode(part, batch_size=256, show_progress_bar=False)
-    for call in calls.values():
-        call(texts[: max(64, len(texts) // 10)])
+        for size in given.peer_batches:
+            call = partial(theirs.encode, batch_size=size, show_progress_bar=False)
+            calls[f"sentence-transformers, {size} a batch"] = (call, part)
+    for call, of in calls.values():
+        call(of[: max(64, min(10_000, len(of) // 10))])
     rates: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(given.rounds):
-        for name, call in calls.items():
+        for name, (call, of) in calls.items():
             wait(given.device)
             began = perf_counter()
-            call(texts)
+            call(of)
             wait(given.device)
-            rates[name].append(len(texts) / (perf_counter() - began))
+            rates[name].append(len(of) / (perf_counter() - began))
+            print(f"{name}, {len(of)} texts: {rates[name][-1]:.0f} texts/s", flush=True)
     for name, found in rates.items():
-        yield {"texts": len(texts), "contender": name, "texts_s": round(median(found), 1), "all": found}
+        times = round(median(rates["ours"]) / median(found), 2)
+        yield {"texts": len(calls[name][1]), "contender": name, "texts_s": round(median(found), 1),
+               "ours_times": times, "all": found}  # fmt: skip
 
 
 # --- what it is worth ----------------------------------------------------------------------------------------------
@@ -272,7 +195,8 @@ def quality(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for seed in given.seeds:
         tuned: Any = finetune(
             model, train=rows, task="embedding", max_steps=given.steps, epochs=99, batch_size=given.batch, lr=RATE,
-            seed=seed, schedule="linear", devices=given.device, progress=False, weight_decay=0.0,
+            seed=seed, schedule="linear", devices=given.device, progress=False, weight_decay=0.0, report=False,
+            precision="bf16" if half(given.device) else "fp32",
         ).model  # fmt: skip
         runs["ours"].append(judged(tuned.encode, held_out))
         print(f"seed {seed}, ours: {runs['ours'][-1]}", flush=True)
@@ -300,9 +224,13 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--pairs", type=int, nargs="+", default=[64, 1024])
+    parser.add_argument("--kind", choices=("embedding", "multivector", "sparse", "denoising"), default="embedding")
+    parser.add_argument("--alone", action="store_true", help="no other library")
     parser.add_argument("--steps", type=int, default=30, help="of an epoch; of the whole run for quality")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--texts", type=int, default=20_000)
+    parser.add_argument("--peer-texts", type=int, help="texts that others encode, where they take long; all otherwise")
+    parser.add_argument("--peer-batches", type=int, nargs="+", default=[256])
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--json", type=Path)

@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -123,9 +125,14 @@ class VectorObjective:
         if lengths is None or (self.cache_tokens is None and not columns):
             yield torch.arange(batch["examples"] * batch["width"]), batch
             return
+        known = np.asarray(lengths)
+        starts = known.cumsum() - known
         for rows in _cut(lengths, batch["width"] if columns else 1, self.cache_tokens, packed):
-            chosen = [lengths[row] for row in rows]
-            yield torch.tensor(rows), (_of_packed if packed else _of_padded)(batch, rows, chosen)
+            places = np.asarray(rows)
+            part = (
+                _of_packed(batch, starts[places], known[places]) if packed else _of_padded(batch, rows, known[places])
+            )
+            yield torch.from_numpy(places), part
 
 
 def _cut(lengths: list[int], columns: int, most: int | None, packed: bool) -> list[list[int]]:
@@ -149,17 +156,17 @@ def _cut(lengths: list[int], columns: int, most: int | None, packed: bool) -> li
     return parts
 
 
-def _of_padded(batch: Any, rows: list[int], lengths: list[int]) -> dict[str, Any]:
+def _of_padded(batch: Any, rows: list[int], lengths: NDArray[np.int64]) -> dict[str, Any]:
     places = torch.tensor(rows, device=batch["input_ids"].device)
     names = [name for name in ("input_ids", "token_type_ids", "attention_mask") if name in batch]
-    return {name: batch[name][places, : max(lengths)] for name in names}
+    return {name: batch[name][places, : int(lengths.max())] for name in names}
 
 
-def _of_packed(batch: Any, rows: list[int], lengths: list[int]) -> dict[str, Any]:
-    starts = torch.tensor(batch["row_lengths"]).cumsum(0) - torch.tensor(batch["row_lengths"])
-    places = torch.cat([torch.arange(n) + start for start, n in zip(starts[rows].tolist(), lengths, strict=True)])
+def _of_packed(batch: Any, starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> dict[str, Any]:
+    ends = lengths.cumsum()
+    places = torch.from_numpy(np.arange(ends[-1]) + np.repeat(starts - (ends - lengths), lengths))
     device = batch["input_ids"].device
-    offsets = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+    offsets = torch.from_numpy(np.concatenate([[0], ends])).to(device, torch.int32)
     names = [name for name in ("input_ids", "token_type_ids") if name in batch]
     taken = {name: batch[name][places.to(device)] for name in names}
-    return {**taken, "cu_seqlens": offsets, "row_lengths": lengths}
+    return {**taken, "cu_seqlens": offsets, "row_lengths": lengths.tolist()}
