@@ -107,8 +107,9 @@ class SelfAttention(nn.Module):
         return self.dropout(self.output(self.mixed(query, key, value, layout, bias)))
 
     def mixed(
-        self, query: Tensor, key: Tensor, value: Tensor, layout: Layout, bias: Bias | None = None, *, fast: bool = False
-    ) -> Tensor:
+        self, query: Tensor, key: Tensor, value: Tensor, layout: Layout, bias: Bias | None = None, *,
+        fast: bool = False, placed: bool = False,
+    ) -> Tensor:  # fmt: skip
         """Return the mixed values of projected states, ``(..., N*H)``, heads side by side.
 
         Args:
@@ -116,11 +117,13 @@ class SelfAttention(nn.Module):
             layout: which tokens belong together.
             bias: added to the scores; None for nothing.
             fast: take fused kernels where ``implementation`` leaves the choice.
+            placed: queries and keys know their places already.
         """
         scale = None
-        if self.scale_first:
-            scale, query = 1.0, query * (query.shape[-1] // self.num_heads) ** -0.5
-        query, key = self.placed(query, key, layout)
+        if not placed:
+            if self.scale_first:
+                scale, query = 1.0, query * (query.shape[-1] // self.num_heads) ** -0.5
+            query, key = self.placed(query, key, layout)
         chosen = self.implementation
         plain = chosen == "eager" or (chosen == "sdpa" and not self.fused and not fast)
         return attend(

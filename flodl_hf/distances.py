@@ -26,6 +26,7 @@ class DistanceBias:
     def __init__(self, values: Callable[[Tensor], Tensor]) -> None:
         self._values = values
         self._made: dict[tuple[str, str], Tensor] = {}
+        self._along: dict[int, Tensor] = {}
 
     def __call__(self, texts: int, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return the biases of texts of one length, ``(texts, N, length, length)``."""
@@ -37,6 +38,13 @@ class DistanceBias:
             found = self._values(places[None, :] - places[:, None]).permute(2, 0, 1)
             found = self._made[key] = found.to(dtype).expand(texts, -1, -1, -1)
         return found
+
+    def along(self, length: int, device: torch.device) -> Tensor:
+        """Return the biases of the distances in texts up to a length, ``(N, 2*length - 1)``, float32."""
+        if length not in self._along:
+            distances = torch.arange(1 - length, length, device=device)
+            self._along[length] = self._values(distances).float().t().contiguous()
+        return self._along[length]
 
 
 class RelativeBias(nn.Module):

@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from flodl_hf.kernels import rows, short_texts
+from flodl_hf.kernels import rotary, rows, short_texts
 
-__all__ = ["activated", "added_and_normed", "mix", "mixed", "norm_of_sum", "projected"]
+__all__ = ["activated", "added_and_normed", "gated", "mix", "mixed", "norm_of_sum", "projected", "turn", "turned"]
 
 # Tokens of a program, and tokens that it meets at a time; with what follows the fastest of those tried on an H200.
 TILE, MET = 64, 32
@@ -105,24 +105,29 @@ def projected(x: Tensor, weight: Tensor, bias: Tensor | None, weights: list[Tens
 
 
 def mix(
-    query: Tensor, key: Tensor, value: Tensor, places: Tensor, ends: Tensor, *, heads: int, window: int | None = None
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, places: Tensor, ends: Tensor, *, heads: int, kv_heads: int | None = None,
+    window: int | None = None, bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Return what attention within each text mixes, ``(T, N*H)``; without gradients.
 
     Args:
-        query: ``(T, N*H)``, fp16 or bf16, rows of one stride, H one of 16, 32, 64, 128; ``key`` and ``value`` alike.
-        key: see ``query``.
-        value: see ``query``.
+        query: ``(T, N*H)``, fp16 or bf16, rows of one stride, H one of 16, 32, 64, 128.
+        key: the same, as wide as its heads; ``value`` alike.
+        value: see ``key``.
         places: each token's place in its text, ``(T,)``, integers.
         ends: index after the last token of each token's text, ``(T,)``, int32.
         heads: N.
+        kv_heads: heads of keys and values; None for N.
         window: how many tokens to each side a token attends to; None for all.
+        bias: what scores are added by distance, ``(N, 2*L - 1)`` for texts up to L tokens, float32; None for nothing.
     """
     tokens, width = query.shape[0], query.shape[1] // heads
     out = torch.empty(tokens, heads * width, dtype=query.dtype, device=query.device)
     short_texts.mix[(triton.cdiv(tokens, TILE), heads)](
-        query, key, value, places, ends, places, out, out, tokens, query.stride(0), key.stride(0), value.stride(0),
-        width**-0.5, 0.0, 0, window or 0, heads, width, TILE, MET, False, False, window is not None, num_warps=4,
+        query, key, value, places, ends, places, places if bias is None else bias, out, out, tokens, query.stride(0),
+        key.stride(0), value.stride(0), width**-0.5, 0.0, 0, window or 0, 0 if bias is None else bias.shape[1] // 2,
+        heads, width, TILE, MET, heads // (kv_heads or heads), False, False, window is not None, bias is not None,
+        num_warps=4,
     )  # fmt: skip
     return out
 
@@ -138,8 +143,8 @@ class _Mixed(Function):
         lse = torch.empty(heads, tokens, dtype=torch.float32, device=qkv.device)
         strides = [qkv.stride(0)] * 3
         short_texts.mix[(triton.cdiv(tokens, TILE), heads)](
-            *qkv.chunk(3, 1), places, ends, seed, out, lse, tokens, *strides, width**-0.5, p, stream, window or 0,
-            heads, width, TILE, MET, p > 0, True, window is not None, num_warps=4,
+            *qkv.chunk(3, 1), places, ends, seed, lse, out, lse, tokens, *strides, width**-0.5, p, stream, window or 0,
+            0, heads, width, TILE, MET, 1, p > 0, True, window is not None, False, num_warps=4,
         )  # fmt: skip
         ctx.save_for_backward(qkv, places, ends, seed, out, lse)
         ctx.about = heads, p, stream, window
@@ -185,6 +190,59 @@ def mixed(
         window: how many tokens to each side a token attends to; None for all.
     """
     return _Mixed.apply(qkv, places, ends, seed, heads, p, stream, window)  # type: ignore[return-value]
+
+
+def _turn(
+    x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, heads: int, width: int, wide: bool, *, back: bool = False
+) -> None:
+    """Write rows of ``x`` into ``out`` with their first heads turned; what lies behind them is copied to another."""
+    rest = 0 if out is x else x.shape[1] - heads * width
+    wide = wide or cos.dtype == torch.float32
+    pairs = triton.next_power_of_2(heads * width // 2)
+    high = max(1, 2048 // pairs)
+    rotary.turn[(triton.cdiv(x.shape[0], high),)](
+        x, out, cos, sin, x.shape[0], x.stride(0), out.stride(0), cos.stride(0), heads, rest, width, high, pairs,
+        triton.next_power_of_2(rest) if rest else 0, wide, back, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor, *, heads: int, width: int, wide: bool) -> None:
+    """Turn queries and keys where they are; without gradients.
+
+    Args:
+        x: rows of one stride that begin with the heads to turn, side by side, ``(T, >= heads * width)``.
+        cos: cosines of each token, ``(T, ..., width)``, whose second half repeats the first; ``sin`` alike. In
+            float32 what is computed by them is so, too.
+        sin: see ``cos``.
+        heads: how many to turn, of queries and keys together.
+        width: H, of a head.
+        wide: whether states are turned in float32 and rounded once, rather than after each operation.
+    """
+    _turn(x, x, cos, sin, heads, width, wide)
+
+
+class _Turned(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, heads: int, width: int, wide: bool) -> Tensor:
+        out = torch.empty_like(x)
+        _turn(x, out, cos, sin, heads, width, wide)
+        ctx.save_for_backward(cos, sin)
+        ctx.about = heads, width, wide
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        cos, sin = ctx.saved_tensors
+        d_out = grads[0].contiguous()
+        d_x = torch.empty_like(d_out)
+        _turn(d_out, d_x, cos, sin, *ctx.about, back=True)
+        return d_x, None, None, None, None, None
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor, *, heads: int, width: int, wide: bool) -> Tensor:
+    """Return a copy of ``x``, contiguous, with its first heads turned, and its gradient; arguments as of `turn`."""
+    return _Turned.apply(x, cos, sin, heads, width, wide)  # type: ignore[return-value]
 
 
 def _warps(block: int) -> int:
@@ -308,3 +366,20 @@ def activated(x: Tensor, x_bias: Tensor | None, *, tanh: bool) -> Tensor:
         tanh: the approximation by tanh in the place of the error function.
     """
     return _Activated.apply(x, x_bias, tanh)  # type: ignore[return-value]
+
+
+def gated(x: Tensor, *, activation: str, tanh: bool) -> Tensor:
+    """Return ``activation(gate) * up``, ``(T, F)``, in their dtype; without gradients.
+
+    Args:
+        x: gate and up side by side, ``(T, 2*F)``, contiguous.
+        activation: "gelu" or "silu".
+        tanh: GELU's approximation by tanh in the place of the error function.
+    """
+    tokens, width = x.shape[0], x.shape[1] // 2
+    out = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
+    high, wide = 16, 128
+    rows.gate[(triton.cdiv(tokens, high), triton.cdiv(width, wide))](
+        x, out, tokens, width, high, wide, activation == "silu", tanh, num_warps=4
+    )
+    return out

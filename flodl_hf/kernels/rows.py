@@ -1,4 +1,4 @@
-"""What lies between the products of an encoder layer: dropout, sum and norm; GELU; sums of columns; their gradients.
+"""What lies between the products of an encoder layer: dropout, sum and norm; GELU, gates; sums of columns; gradients.
 
 What is dropped is a hash of a seed and of the place (`random`). Sums are float32 whatever the states are.
 Launching and gradients are `operations`'; importing this file needs Triton.
@@ -14,7 +14,7 @@ import triton.language as tl
 
 from flodl_hf.kernels.random import kept, keys_of
 
-__all__ = ["activate", "add_parts", "column_sums", "norm", "norm_backward"]
+__all__ = ["activate", "add_parts", "column_sums", "gate", "norm", "norm_backward"]
 
 
 @triton.jit
@@ -131,6 +131,24 @@ def activate(x, out, total, BLOCK: tl.constexpr, TANH: tl.constexpr):
     there = at < total
     value = tl.load(x + at, mask=there, other=0.0).to(tl.float32)
     tl.store(out + at, _gelu(value, TANH).to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def gate(x, out, rows, width, ROWS: tl.constexpr, COLS: tl.constexpr, SILU: tl.constexpr, TANH: tl.constexpr):
+    """Write the activation of the first half of each row of ``x``, ``(rows, 2*width)``, times the second half.
+
+    Between the two it is rounded, as it is where each is an operation of its own.
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    there = (row < rows)[:, None] & (cols < width)[None, :]
+    opened = row.to(tl.int64)[:, None] * (2 * width) + cols[None, :]
+    value = tl.load(x + opened, mask=there, other=0.0).to(tl.float32)
+    raised = tl.load(x + opened + width, mask=there, other=0.0).to(tl.float32)
+    value = value / (1.0 + tl.exp(-value)) if SILU else _gelu(value, TANH)
+    kind = out.dtype.element_ty
+    value = (value.to(kind).to(tl.float32) * raised).to(kind)
+    tl.store(out + row.to(tl.int64)[:, None] * width + cols[None, :], value, mask=there)
 
 
 @triton.jit

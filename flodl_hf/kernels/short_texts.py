@@ -41,12 +41,17 @@ def _block(places, ends, tokens, window, B: tl.constexpr, WINDOW: tl.constexpr):
 
 @triton.jit
 def mix(
-    q, k, v, places, ends, seed, out, lse, tokens, q_stride, k_stride, v_stride, scale, p, stream, window,
-    N: tl.constexpr, H: tl.constexpr, Q: tl.constexpr, K: tl.constexpr,
-    DROPOUT: tl.constexpr, LSE: tl.constexpr, WINDOW: tl.constexpr,
+    q, k, v, places, ends, seed, bias, out, lse, tokens, q_stride, k_stride, v_stride, scale, p, stream, window, reach,
+    N: tl.constexpr, H: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
+    DROPOUT: tl.constexpr, LSE: tl.constexpr, WINDOW: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Write the mixed values ``(tokens, N*H)``; with ``LSE`` the base-2 logarithms of rows' sums ``(N, tokens)``."""
+    """Write the mixed values ``(tokens, N*H)``; with ``LSE`` the base-2 logarithms of rows' sums ``(N, tokens)``.
+
+    Of keys and values each head serves ``GROUP`` of queries. With ``BIAS`` scores are added what ``bias``,
+    ``(N, 2*reach + 1)``, has for the distance from query to key, which is at most ``reach``.
+    """
     head = tl.program_id(1)
+    served = head // GROUP
     rows, live, start, end, low, high = _block(places, ends, tokens, window, Q, WINDOW)
     cols = tl.arange(0, H)
     if DROPOUT:
@@ -58,9 +63,12 @@ def mix(
     for at in range(low, high, K):
         places_of = at + tl.arange(0, K)
         seen = places_of < high
-        keys = tl.load(k + head * H + places_of[:, None] * k_stride + cols[None, :], mask=seen[:, None], other=0.0)
+        keys = tl.load(k + served * H + places_of[:, None] * k_stride + cols[None, :], mask=seen[:, None], other=0.0)
         scores = tl.dot(queries, tl.trans(keys)) * (scale * _LOG2E)
         own = (places_of[None, :] >= start[:, None]) & (places_of[None, :] < end[:, None])
+        if BIAS:
+            distance = places_of[None, :] - rows[:, None] + reach
+            scores += tl.load(bias + head * (2 * reach + 1) + distance, mask=own, other=0.0) * _LOG2E
         scores = tl.where(own, scores, float("-inf"))
         now = tl.maximum(most, tl.max(scores, 1))
         # A query may meet no key of its own in a block; its largest score is still minus infinity then.
@@ -70,7 +78,7 @@ def mix(
         total = total * shrink + tl.sum(weights, 1)
         if DROPOUT:
             weights = tl.where(kept(one, two, rows[:, None] * tokens + places_of[None, :], p), weights, 0.0)
-        values = tl.load(v + head * H + places_of[:, None] * v_stride + cols[None, :], mask=seen[:, None], other=0.0)
+        values = tl.load(v + served * H + places_of[:, None] * v_stride + cols[None, :], mask=seen[:, None], other=0.0)
         mixed = mixed * shrink[:, None] + tl.dot(weights.to(values.dtype), values)
         most = now
     if DROPOUT:

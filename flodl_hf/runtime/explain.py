@@ -17,8 +17,8 @@ from flodl_hf.adapters.lora import folded
 from flodl_hf.kernels.trust import trusted
 from flodl_hf.runtime.precision import Precision, check_precision, dtype_of
 from flodl_hf.runtime.prepared import shadow
-from flodl_hf.tables.arrange import layers_of, sizes_of
-from flodl_hf.tables.cuda import HEAD_WIDTHS, SHORT, CudaTable
+from flodl_hf.tables.arrange import layers_of, prediction_sizes
+from flodl_hf.tables.cuda import GATES, HEAD_WIDTHS, SHORT, CudaTable
 from flodl_hf.tables.processor import plain_parts
 from flodl_hf.tables.training import TrainingTable
 from flodl_hf.tables.trials import prediction
@@ -153,7 +153,7 @@ def _cuda(graph: Graph, device: torch.device, named: str, dtype: torch.dtype, pr
     table = CudaTable(kernels=False)
     groups = _grouped({path: table.lacks(layer) for path, layer in layers_of(graph)}, "cuda")
     half = dtype in (torch.float16, torch.bfloat16)
-    sizes = {found for _, layer in layers_of(graph) if (found := sizes_of(layer)) is not None}
+    sizes = prediction_sizes(graph)
     kernels: list[str] = []
     if not half:
         kernels.append(f"our kernels: none, they are for bf16 and fp16 and this is {named}")
@@ -164,8 +164,14 @@ def _cuda(graph: Graph, device: torch.device, named: str, dtype: torch.dtype, pr
     else:
         held = all(trusted("prediction", device, dtype, each, prediction) for each in sizes)
         kernels.append("our kernels: trusted on this device" if held else "our kernels: not trusted on this device")
-    if half:
+    if half and any(each.distances for each in sizes):
+        kernels.append("attention: one kernel, which reads what distances add from a table made once a pass")
+    elif half:
         kernels.append(f"attention: one kernel among texts up to {SHORT} tokens, torch's variable-length one above")
+    if half and any(each.turns for each in sizes):
+        kernels.append("rotary positions: one kernel, in the product of queries and keys")
+    if half and any(each.gated and each.activation in GATES for each in sizes):
+        kernels.append("gates: one product with what they open, one kernel for both")
     recorded = "yes: large batches at their first coming, single texts at their second"
     return Explanation(str(device), named, False, groups, tuple(kernels), recorded)
 

@@ -75,13 +75,12 @@ def _make_handles(device: torch.device) -> None:
 
 def _load_kernels(graph: Graph, device: torch.device, dtype: torch.dtype, before: tuple[Thread, ...]) -> None:
     from flodl_hf.kernels.trust import trusted
-    from flodl_hf.tables.arrange import layers_of, sizes_of
+    from flodl_hf.tables.arrange import prediction_sizes
     from flodl_hf.tables.trials import buckets, prediction
 
     for thread in before:
         thread.join()
-    sizes = dict.fromkeys(found for _, layer in layers_of(graph) if (found := sizes_of(layer)) is not None)
     where = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
-    for each in sizes:
+    for each in prediction_sizes(graph):
         trusted("prediction", where, dtype, each, prediction, rehearse=True)
         trusted("buckets", where, dtype, (each.heads, each.width // each.heads), buckets, rehearse=True)

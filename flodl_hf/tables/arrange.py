@@ -6,6 +6,7 @@ Layers that a table lacks stay with torch's operations, and the reason is given 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from flodl.graph import Graph
 from flodl_hf.attention import SelfAttention
 from flodl_hf.disentangled.attention import DisentangledAttention
+from flodl_hf.distances import RelativeBias, SlopedBias
 from flodl_hf.encoder import FirstToken
 from flodl_hf.encoder_layer import EncoderLayer, FeedForward
 from flodl_hf.kernels.trust import trusted
@@ -31,6 +33,7 @@ __all__ = [
     "arrange_training",
     "finish_first_tokens",
     "layers_of",
+    "prediction_sizes",
     "sizes_of",
 ]
 
@@ -59,15 +62,24 @@ def arrange_cuda(graph: nn.Module) -> dict[str, str]:
     """
     first = next(graph.parameters())
     half = first.dtype in (torch.float16, torch.bfloat16)
-    sizes = {found for _, layer in layers_of(graph) if (found := sizes_of(layer)) is not None}
+    sizes = prediction_sizes(graph)
     table = CudaTable(
-        kernels=half and all(trusted("prediction", first.device, first.dtype, each, prediction) for each in sizes)
+        kernels=half and all(trusted("prediction", first.device, first.dtype, each, prediction) for each in sizes),
+        distances=any(each.distances for each in sizes),
     )
     lacking = _arrange(graph, table)
     for _, layer in layers_of(graph):
         if layer.table is table:
             table.join(layer)
+    table.follow(layer for _, layer in layers_of(graph))
     return lacking
+
+
+def prediction_sizes(graph: nn.Module) -> set[LayerSizes]:
+    """Return what the kernels of a graph that predicts are compiled for."""
+    distances = any(isinstance(module, RelativeBias | SlopedBias) for module in graph.modules())
+    found = {sizes_of(layer) for _, layer in layers_of(graph)}
+    return {replace(sizes, distances=distances) for sizes in found if sizes is not None}
 
 
 def sizes_of(layer: EncoderLayer) -> LayerSizes | None:
@@ -89,6 +101,8 @@ def sizes_of(layer: EncoderLayer) -> LayerSizes | None:
         order=layer.order,
         bias=feed_forward.up.bias is not None,
         window=attention.window,
+        kv_heads=attention.kv_heads,
+        turns=None if attention.rotary is None else "wide" if attention.rotary.widened else "stepwise",
         dropout=any(dropped) or attention.attention_dropout > 0,
     )
 

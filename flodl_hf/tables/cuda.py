@@ -1,14 +1,16 @@
 """The table of a CUDA device for prediction: few kernels a layer.
 
-Query, key and value are one product. In half precision sums and norms are a kernel of ours, and so is attention among
-texts up to `SHORT` tokens; torch's variable-length attention serves longer ones. In bf16 an exact GELU becomes its tanh
-form, which the product computes on its way out: the two differ by at most 5e-4, less than bf16's step at the values
-where they do. In fp16 GELU stays exact. Inference only.
+Query, key and value are one product, and so are gate and up. In half precision sums and norms are a kernel of ours, and
+so are rotary positions, gates and attention among texts up to `SHORT` tokens, or among texts of any length whose scores
+are added something by distance; torch's variable-length attention serves other longer ones. In bf16 an exact GELU
+becomes its tanh form, which the product or the gate computes on its way out: the two differ by at most 5e-4, less than
+bf16's step at the values where they do. In fp16 GELU stays exact. Inference only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -16,18 +18,21 @@ from torch import Tensor, nn
 
 from flodl_hf.activations import GELUS
 from flodl_hf.attention import SelfAttention
+from flodl_hf.distances import DistanceBias
 from flodl_hf.layout import Layout, Packed
 from flodl_hf.norms import StepwiseNorm, normalised
 from flodl_hf.parts import joined_bias
 from flodl_hf.tables.processor import plain_parts
 from flodl_hf.tables.table import Layer, Table
 
-__all__ = ["HEAD_WIDTHS", "SHORT", "WIDEST", "CudaTable", "norm_kind", "short_layout"]
+__all__ = ["GATES", "HEAD_WIDTHS", "SHORT", "WIDEST", "CudaTable", "norm_kind", "short_layout"]
 
 # Up to here a block of tokens holds about a text, and walking over tokens beats walking over texts.
 SHORT = 128
 HEAD_WIDTHS = (16, 32, 64, 128)
 WIDEST = 8192
+GATES = {**dict.fromkeys(GELUS, "gelu"), "silu": "silu", "swish": "silu"}
+"""The activations of gates that a kernel computes, and by which curve."""
 
 
 class _Branch(NamedTuple):
@@ -58,27 +63,35 @@ class CudaTable(Table):
 
     Args:
         kernels: use our kernels, which are for half precision and for devices that are trusted with them.
+        distances: the same of attention whose scores are added something by distance.
     """
 
     name = "cuda"
 
-    def __init__(self, *, kernels: bool) -> None:
+    def __init__(self, *, kernels: bool, distances: bool = False) -> None:
         self.kernels = kernels
+        self.distances = kernels and distances
         self._joined: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self._follows: dict[int, nn.Module] = {}
 
     def lacks(self, layer: Layer) -> str | None:
         """Return why this table cannot run a layer."""
         return plain_parts(layer)
 
     def join(self, layer: Layer) -> None:
-        """Lay the weights of query, key and value end to end, so that one product gives all three.
+        """Lay the weights of query, key and value end to end, and those of gate and up: one product gives all of them.
 
         The layer's own parameters become views of the joined ones: no number is stored twice.
         """
         attention: Any = layer.attention
-        if id(attention) in self._joined:
+        feed_forward: Any = layer.feed_forward
+        self._join(attention, (attention.query, attention.key, attention.value))
+        if self.kernels and feed_forward.gate is not None and feed_forward.activation.name in GATES:
+            self._join(feed_forward, (feed_forward.gate, feed_forward.up))
+
+    def _join(self, owner: nn.Module, parts: tuple[Any, ...]) -> None:
+        if id(owner) in self._joined:
             return
-        parts = (attention.query, attention.key, attention.value)
         sizes = [part.out_features for part in parts]
         with torch.no_grad():
             weight, bias = torch.cat([part.weight for part in parts]), joined_bias(parts)
@@ -86,42 +99,78 @@ class CudaTable(Table):
             for part, piece in zip(parts, () if whole is None else whole.split(sizes), strict=False):
                 if getattr(part, leaf) is not None:
                     setattr(part, leaf, nn.Parameter(piece, requires_grad=False))
-        self._joined[id(attention)] = (weight, bias)
+        self._joined[id(owner)] = (weight, bias)
+
+    def follow(self, layers: Iterable[Layer]) -> None:
+        """Have the sum that ends a layer normalised beside it, as the layer after it will ask.
+
+        Args:
+            layers: in their order, those of other tables too.
+        """
+        for layer, after in pairwise(layers):
+            if self.kernels and layer.order == after.order == "pre":
+                self._follows[id(layer)] = after.attention_norm
 
     def attend(self, layer: Layer, hidden: Tensor, layout: Layout, given: Mapping[str, Any], first: bool) -> _Branch:
         """Return mixed values, whose output projection is still to come."""
         attention: Any = layer.attention
         weight, bias = self._joined[id(attention)]
         sizes = [part.out_features for part in (attention.query, attention.key, attention.value)]
-        query, key, value = nn.functional.linear(hidden, weight, bias).split(sizes, dim=-1)
-        if not given and self._short(attention, hidden, layout):
+        joined = nn.functional.linear(hidden, weight, bias)
+        ours = self._serves(attention, hidden, layout)
+        rotary = attention.rotary if ours else None
+        if rotary is not None:
+            from flodl_hf.kernels.operations import turn
+
+            cos, sin = rotary.angles(joined, layout)
+            heads = attention.num_heads + attention.kv_heads
+            turn(joined, cos, sin, heads=heads, width=rotary.width, wide=rotary.widened)
+        query, key, value = joined.split(sizes, dim=-1)
+        if ours and self._mixes(attention, layout, given):
             from flodl_hf.kernels.operations import mix
 
             assert isinstance(layout, Packed)
             assert layout.places is not None
-            query, key = attention.placed(query, key, layout)
+            distances = given.get("bias")
             mixed = mix(
                 query, key, value, layout.places, layout.segment_ends(), heads=attention.num_heads,
-                window=attention.window,
+                kv_heads=attention.kv_heads, window=attention.window,
+                bias=None if distances is None else distances.along(layout.max_length, hidden.device),
             )  # fmt: skip
         else:
-            mixed = attention.mixed(query, key, value, layout, **given, fast=True)
+            mixed = attention.mixed(query, key, value, layout, **given, fast=True, placed=rotary is not None)
         return _Branch(layout.first(mixed) if first else mixed, attention.output)
 
-    def _short(self, attention: Any, hidden: Tensor, layout: Layout) -> bool:
+    def _serves(self, attention: Any, hidden: Tensor, layout: Layout) -> bool:
+        """Return whether our kernels take queries and keys as they are."""
         return (
             self.kernels
             and type(attention) is SelfAttention
-            and attention.implementation != "eager"
-            and attention.kv_heads == attention.num_heads
             and hidden.shape[-1] // attention.num_heads in HEAD_WIDTHS
-            and short_layout(layout)
+            and isinstance(layout, Packed)
         )
+
+    def _mixes(self, attention: Any, layout: Layout, given: Mapping[str, Any]) -> bool:
+        """Return whether attention is a kernel of ours."""
+        if attention.implementation == "eager":
+            return False
+        if given.get("bias") is None:
+            return short_layout(layout) and not set(given) - {"bias"}
+        known = set(given) == {"bias"} and isinstance(given["bias"], DistanceBias)
+        return self.distances and known and isinstance(layout, Packed) and layout.places is not None
 
     def transform(self, layer: Layer, hidden: Tensor, layout: Layout) -> _Branch:
         """Return the widened states, whose last projection is still to come."""
         feed_forward: Any = layer.feed_forward
-        if feed_forward.gate is not None:
+        if id(feed_forward) in self._joined:
+            from flodl_hf.kernels.operations import gated
+
+            both = nn.functional.linear(hidden, *self._joined[id(feed_forward)])
+            name = feed_forward.activation.name
+            tanh = GELUS.get(name, False) or hidden.dtype == torch.bfloat16
+            wide = gated(both.view(-1, both.shape[-1]), activation=GATES[name], tanh=tanh)
+            wide = wide.view(*hidden.shape[:-1], -1)
+        elif feed_forward.gate is not None:
             wide = feed_forward.activation(feed_forward.gate(hidden)) * feed_forward.up(hidden)
         elif self._fuses_gelu(feed_forward, hidden):
             weight, bias = feed_forward.up.weight, feed_forward.up.bias
@@ -141,16 +190,25 @@ class CudaTable(Table):
         )
 
     def add(self, layer: Layer, branch: _Branch, residual: Tensor, layout: Layout) -> Tensor:
-        """Return ``residual`` plus the branch."""
-        return residual + branch.linear(branch.states)
+        """Return ``residual`` plus the branch; the norm that comes next is computed by the same kernel and kept."""
+        norm = self._follows.get(id(layer))
+        kind = None if norm is None else self._kind(norm, residual)
+        if kind is None:
+            return residual + branch.linear(branch.states)
+        total, normed = self._summed(branch, residual, kind, pre=True)
+        layout.memo["normed"] = (norm, total, normed)
+        return total
 
     def norm(self, norm: nn.Module, hidden: Tensor, layout: Layout) -> Tensor:
         """Return the normalised states."""
+        kept = layout.memo.pop("normed", None)
+        if kept is not None and kept[0] is norm and kept[1] is hidden:
+            return kept[2]
         return normalised(norm, hidden)
 
     def add_norm(self, layer: Layer, norm: nn.Module, branch: _Branch, residual: Tensor, layout: Layout) -> Tensor:
         """Return the normalised sum, by one kernel in half precision."""
-        kind = norm_kind(norm) if self.kernels and residual.shape[-1] <= WIDEST else None
+        kind = self._kind(norm, residual)
         if kind is None:
             return super().add_norm(layer, norm, branch, residual, layout)
         return self._summed(branch, residual, kind, pre=False)[1]
@@ -159,10 +217,13 @@ class CudaTable(Table):
         self, layer: Layer, norm: nn.Module, branch: _Branch, residual: Tensor, layout: Layout
     ) -> tuple[Tensor, Tensor]:
         """Return the sum, and it normalised, by one kernel in half precision."""
-        kind = norm_kind(norm) if self.kernels and residual.shape[-1] <= WIDEST else None
+        kind = self._kind(norm, residual)
         if kind is None:
             return super().add_then_norm(layer, norm, branch, residual, layout)
         return self._summed(branch, residual, kind, pre=True)
+
+    def _kind(self, norm: nn.Module, states: Tensor) -> tuple[Tensor, Tensor | None, float, bool] | None:
+        return norm_kind(norm) if self.kernels and states.shape[-1] <= WIDEST else None
 
     def _summed(
         self, branch: _Branch, residual: Tensor, kind: tuple[Tensor, Tensor | None, float, bool], *, pre: bool

@@ -203,8 +203,11 @@ class TrainingTable(Table):
         if type(attention) is DisentangledAttention:
             mixed = attention._joined(half.view(hidden.shape), layout, **given)
         else:
+            # In float32, as autocast has them; so before it is left.
+            rotary = attention.rotary if isinstance(layout, Packed) else None
+            angles = None if rotary is None else rotary.angles(half, layout)
             with torch.autocast(kind, enabled=False):
-                mixed = self._mixed(attention, half, hidden.shape, layout, given, carried, stream)
+                mixed = self._mixed(attention, half, hidden.shape, layout, given, carried, stream, angles)
         return _Branch(
             mixed.reshape(-1, hidden.shape[-1]), attention.output, carried.halves[id(attention.output)],
             attention.dropout, stream + AFTER_ATTENTION,
@@ -219,8 +222,9 @@ class TrainingTable(Table):
         given: Mapping[str, Any],
         carried: _Carried,
         stream: int,
+        angles: tuple[Tensor, Tensor] | None,
     ) -> Tensor:
-        from flodl_hf.kernels.operations import mixed, projected
+        from flodl_hf.kernels.operations import mixed, projected, turned
 
         parts = (attention.query, attention.key, attention.value)
         weight, bias = carried.halves["joined"]
@@ -231,18 +235,19 @@ class TrainingTable(Table):
             pieces = qkv.split(sizes, dim=-1)
             qkv = torch.cat(_adapted(pieces, half, parts, carried), -1)
         p = attention.attention_dropout if attention.training else 0.0
+        if angles is not None:
+            assert attention.rotary is not None
+            heads, width = attention.num_heads + attention.kv_heads, attention.rotary.width
+            qkv = turned(qkv, *angles, heads=heads, width=width, wide=attention.rotary.widened)
         if not given and short_layout(layout) and attention.kv_heads == attention.num_heads:
             assert isinstance(layout, Packed)
             assert layout.places is not None
-            if attention.rotary is not None:
-                query, key, value = qkv.split(sizes, dim=-1)
-                qkv = torch.cat([*attention.placed(query, key, layout), value], -1)
             return mixed(
                 qkv, layout.places, layout.segment_ends(), carried.seed, heads=attention.num_heads, p=p, stream=stream,
                 window=attention.window,
             )  # fmt: skip
         query, key, value = qkv.view(*shape[:-1], -1).split(sizes, dim=-1)
-        return attention.mixed(query, key, value, layout, **given, fast=True)
+        return attention.mixed(query, key, value, layout, **given, fast=True, placed=angles is not None)
 
     def transform(self, layer: Layer, hidden: Tensor, layout: Layout) -> _Branch:
         """Return the widened states, whose last projection is still to come."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -11,8 +12,10 @@ from torch import Tensor, nn
 
 from flodl_hf.attention import SelfAttention, attend
 from flodl_hf.buckets import Buffer, bucket_of
+from flodl_hf.distances import SlopedBias
 from flodl_hf.encoder_layer import EncoderLayer, FeedForward, Order
 from flodl_hf.layout import Packed
+from flodl_hf.rotary import Rotary
 from flodl_hf.tables.cuda import CudaTable
 from flodl_hf.tables.table import TORCH
 from flodl_hf.tables.training import TrainingTable
@@ -35,6 +38,9 @@ class LayerSizes:
         order: "post" or "pre".
         bias: whether projections have biases.
         window: of attention; None for none.
+        kv_heads: heads of keys and values; None for ``heads``.
+        turns: how rotary positions are rounded: once ("wide") or after each operation; None without them.
+        distances: whether scores are added something by distance.
         dropout: whether anything is dropped.
     """
 
@@ -46,6 +52,9 @@ class LayerSizes:
     order: Order = "post"
     bias: bool = True
     window: int | None = None
+    kv_heads: int | None = None
+    turns: Literal["wide", "stepwise"] | None = None
+    distances: bool = False
     dropout: bool = False
 
 
@@ -58,7 +67,10 @@ def small_layer(
     buffer = Buffer(bucket_of(lengths))
     buffer.write(np.zeros(int(lengths.sum()), np.int32), None, lengths)
     draw = torch.Generator().manual_seed(0)
-    attention = SelfAttention(sizes.width, sizes.heads, p, p, bias=sizes.bias, window=sizes.window)
+    rotary = None if sizes.turns is None else Rotary(sizes.width // sizes.heads, widened=sizes.turns == "wide")
+    attention = SelfAttention(
+        sizes.width, sizes.heads, p, p, bias=sizes.bias, window=sizes.window, kv_heads=sizes.kv_heads, rotary=rotary
+    )
     feed_forward = FeedForward(sizes.width, sizes.inner, sizes.activation, p, gated=sizes.gated, bias=sizes.bias)
     one, two = (nn.LayerNorm(sizes.width, bias=sizes.bias) for _ in range(2))
     layer = EncoderLayer(attention, feed_forward, one, two, order=sizes.order)
@@ -80,13 +92,14 @@ def prediction(device: torch.device, dtype: torch.dtype, sizes: LayerSizes) -> t
     """Compare a layer by `CudaTable` with the same layer by torch in float32."""
 
     layer, states, layout, real = small_layer(device, sizes)
+    given: dict[str, Any] = {"bias": SlopedBias(sizes.heads)(states, layout())} if sizes.distances else {}
     with torch.no_grad():
-        right = layer(states, layout=layout())[:real]
+        right = layer(states, layout=layout(), **given)[:real]
         layer = layer.to(dtype).eval()
         table = CudaTable(kernels=True)
         table.join(layer)
         layer.table = table
-        found = layer(states.to(dtype), layout=layout())[:real]
+        found = layer(states.to(dtype), layout=layout(), **given)[:real]
     return _distance(found, right), "a layer's result"
 
 

@@ -79,6 +79,8 @@ SHAPES = {
     "gated": LayerSizes(gated=True, activation="silu"),
     "gated without biases, norms first": LayerSizes(gated=True, bias=False, order="pre", window=9),
     "norms first": LayerSizes(order="pre"),
+    "turned, norms first": LayerSizes(turns="wide", gated=True, bias=False, order="pre", window=9),
+    "turned, heads of keys for two": LayerSizes(turns="stepwise", heads=4, kv_heads=2, gated=True, activation="silu"),
 }
 
 

@@ -1,0 +1,57 @@
+"""Queries and keys turned by their places (`flodl_hf.rotary`), where they lie side by side: read once, written once.
+
+Roundings are the reference's: of each product and of their sum, in the states' dtype, or in float32 with one at the
+end. Sums must not be contracted into fused multiply-adds, so launches ask for none. Launching and gradients are
+`operations`'; importing this file needs Triton. Names: N heads to turn, H width of a head.
+"""
+
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportIndexIssue=false
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["turn"]
+
+
+@triton.jit
+def turn(
+    x, out, cos, sin, tokens, x_stride, out_stride, angle_stride, heads, rest,
+    H: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, WIDE: tl.constexpr,
+    BACK: tl.constexpr,
+):  # fmt: skip
+    """Write the first N heads of each row turned, and with ``REST`` copy what lies behind them.
+
+    ``cos`` and ``sin`` have H numbers a row, of which the second half repeats the first. ``WIDE`` computes in float32
+    and rounds once; ``BACK`` turns the other way, as gradients do.
+    """
+    half: tl.constexpr = H // 2
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    pairs = tl.arange(0, PAIRS)
+    there = (rows < tokens)[:, None]
+    live = there & (pairs < heads * half)[None, :]
+    here = (pairs // half * H + pairs % half)[None, :]
+    at = rows.to(tl.int64)[:, None] * x_stride + here
+    to = rows.to(tl.int64)[:, None] * out_stride + here
+    angles = rows.to(tl.int64)[:, None] * angle_stride + (pairs % half)[None, :]
+    c = tl.load(cos + angles, mask=live, other=0.0).to(tl.float32)
+    s = tl.load(sin + angles, mask=live, other=0.0).to(tl.float32)
+    one = tl.load(x + at, mask=live, other=0.0).to(tl.float32)
+    two = tl.load(x + at + half, mask=live, other=0.0).to(tl.float32)
+    if BACK:
+        s = -s
+    one_c, one_s, two_c, two_s = one * c, one * s, two * c, two * s
+    kind = out.dtype.element_ty
+    if not WIDE:
+        one_c, one_s = one_c.to(kind).to(tl.float32), one_s.to(kind).to(tl.float32)
+        two_c, two_s = two_c.to(kind).to(tl.float32), two_s.to(kind).to(tl.float32)
+    tl.store(out + to, (one_c - two_s).to(kind), mask=live)
+    tl.store(out + to + half, (two_c + one_s).to(kind), mask=live)
+    if REST:
+        columns = tl.arange(0, REST)
+        kept = there & (columns < rest)[None, :]
+        behind = heads * H + columns[None, :]
+        found = tl.load(x + rows.to(tl.int64)[:, None] * x_stride + behind, mask=kept, other=0.0)
+        tl.store(out + rows.to(tl.int64)[:, None] * out_stride + behind, found, mask=kept)

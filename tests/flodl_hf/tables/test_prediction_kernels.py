@@ -1,0 +1,255 @@
+"""Kernels of prediction: rotations to the bit, gates, scores with what distances add, and families run by them.
+
+Kernels run on a CUDA device, or anywhere in Triton's interpreter (``TRITON_INTERPRET=1``); those tests are skipped
+elsewhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_one_layer import batch, real
+from test_training_kernels import DEVICE, DTYPES, NEAREST, distance, runs, tables
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from flodl_hf.attention import attend
+from flodl_hf.auto import head_named
+from flodl_hf.buckets import Buffer, bucket_of
+from flodl_hf.config import ModelConfig
+from flodl_hf.distances import DistanceBias, RelativeBias, SlopedBias
+from flodl_hf.encoder_layer import EncoderLayer
+from flodl_hf.families import FAMILIES
+from flodl_hf.kernels import trust
+from flodl_hf.layout import Packed
+from flodl_hf.parity.shapes import settings_of
+from flodl_hf.rotary import Rotary
+from flodl_hf.runtime.explain import explain_graph
+from flodl_hf.runtime.prepared import shadow
+from flodl_hf.tables import arrange, trials
+from flodl_hf.tables.arrange import arrange_cuda, layers_of
+from flodl_hf.tables.cuda import CudaTable
+from flodl_hf.tables.trials import LayerSizes
+
+LENGTHS = (33, 5, 1, 40, 12)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(3)
+
+
+def packed(lengths: tuple[int, ...] = LENGTHS) -> Packed:
+    buffer = Buffer(bucket_of(lengths))
+    buffer.write(np.zeros(sum(lengths), np.int64), None, np.array(lengths))
+    return buffer.on(buffer.packed.to(DEVICE))[2]
+
+
+@runs
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("widened", [True, False])
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(3, 3, 16), (4, 2, 64)])
+def test_rotations_are_the_reference_to_the_bit(
+    dtype: torch.dtype, widened: bool, heads: int, kv_heads: int, width: int
+) -> None:
+    from flodl_hf.kernels.operations import turn, turned
+
+    layout, rotary = packed(), Rotary(width, 1000.0, widened=widened)
+    tokens, both = layout.num_tokens, heads + kv_heads
+    given = torch.randn(tokens, (both + kv_heads) * width).to(DEVICE, dtype)
+    right = given.clone().requires_grad_()
+    query, key, value = right.split([heads * width, kv_heads * width, kv_heads * width], -1)
+    expected = torch.cat([rotary(query, layout, heads), rotary(key, layout, kv_heads), value], -1)
+    cos, sin = rotary.angles(given, layout)
+    about: dict[str, Any] = {"heads": both, "width": width, "wide": widened}
+    mine = given.clone().requires_grad_()
+    found = turned(mine, cos, sin, **about)
+    assert torch.equal(found, expected)
+    direction = torch.randn(found.shape).to(DEVICE, dtype)
+    (back,) = torch.autograd.grad(found, mine, direction)
+    (wanted,) = torch.autograd.grad(expected, right, direction)
+    assert torch.equal(back, wanted)
+    turn(given, cos, sin, **about)
+    assert torch.equal(given, expected)
+    exact = turned(mine, cos.float(), sin.float(), **about)
+    assert distance(exact, expected) < NEAREST[dtype]
+    assert not torch.equal(exact[:, : both * width], mine[:, : both * width])
+
+
+@runs
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("activation", "tanh"), [("gelu", False), ("gelu", True), ("silu", False)])
+@pytest.mark.parametrize("width", [96, 200])
+def test_gates_are_opened_by_one_kernel(dtype: torch.dtype, activation: str, tanh: bool, width: int) -> None:
+    from flodl_hf.kernels.operations import gated
+
+    x = torch.randn(70, 2 * width).to(DEVICE, dtype) * 3
+    opened, raised = x.chunk(2, -1)
+    wide = opened.float()
+    curve = F.silu(wide) if activation == "silu" else F.gelu(wide, approximate="tanh" if tanh else "none")
+    found = gated(x, activation=activation, tanh=tanh)
+    right = curve.to(dtype) * raised
+    assert distance(found, right) < 1e-4
+    assert float((found != right).float().mean()) < 0.1  # a last bit, where curves round otherwise
+
+
+@runs
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 2)])
+@pytest.mark.parametrize("way", ["none", "relative", "sloped"])
+@pytest.mark.parametrize("lengths", [LENGTHS, (150, 7, 64)])
+def test_distances_are_added_within_the_kernel(
+    dtype: torch.dtype, heads: int, kv_heads: int, way: str, lengths: tuple[int, ...]
+) -> None:
+    from flodl_hf.kernels.operations import mix
+
+    layout, width = packed(lengths), 16
+    bias: Any = None
+    if way != "none":
+        maker = RelativeBias(heads) if way == "relative" else SlopedBias(heads)
+        bias = maker.to(DEVICE)(torch.empty(0), layout)
+    tokens, inside = layout.num_tokens, sum(lengths)
+    query, key, value = (torch.randn(tokens, n * width).to(DEVICE, dtype) for n in (heads, kv_heads, kv_heads))
+    assert layout.places is not None
+    with torch.no_grad():
+        table = None if bias is None else bias.along(layout.max_length, DEVICE)
+        found = mix(query, key, value, layout.places, layout.segment_ends(), heads=heads, kv_heads=kv_heads, bias=table)
+        plain = Packed.of(lengths, DEVICE)
+        parts = (x[:inside].float() for x in (query, key, value))
+        right = attend(*parts, plain, num_heads=heads, kv_heads=kv_heads, bias=bias, implementation="eager")
+    assert distance(found[:inside], right) < NEAREST[dtype]
+
+
+def test_distances_are_read_from_one_table() -> None:
+    for maker in (RelativeBias(3), SlopedBias(3)):
+        bias = maker(torch.empty(0), Packed.of([9]))
+        with torch.no_grad():
+            whole, along = bias(1, 9, torch.float32, torch.device("cpu"))[0], bias.along(9, torch.device("cpu"))
+        assert along.shape == (3, 17)
+        for i in range(9):
+            assert torch.equal(along[:, 8 - i : 17 - i], whole[:, i])
+        assert bias.along(9, torch.device("cpu")) is along
+
+
+TURNING = ("modernbert", "nomic_bert", "gte", "eurobert", "jina_embeddings_v3", "esm")
+ADDING = ("mpnet",)
+
+
+def made(model_type: str) -> Any:
+    """Return a small model whose heads are as wide as our kernels take them."""
+    family = next(f for f in FAMILIES if f.model_type == model_type)
+    sizes = {row.field: row.key for row in family.rows}
+    settings = settings_of(family, "tiny") | {"num_labels": 3, sizes["hidden_size"]: 64, sizes["num_heads"]: 4}
+    if model_type == "eurobert":
+        settings |= {"num_key_value_heads": 2}
+    head = "tokcls" if "token_classification" in family.heads else "mlm"
+    model = head_named(head).model.from_config(ModelConfig.for_model(model_type, **settings))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.eval()
+
+
+@runs
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("model_type", [*TURNING, *ADDING])
+def test_families_are_run_by_them(model_type: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrange, "trusted", lambda *_: True)
+    model = made(model_type).to(DEVICE)
+    graph = shadow(model.graph)
+    for module in graph.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
+    assert arrange_cuda(graph) == {}
+    assert set(tables(graph)) == {"cuda"}
+    from flodl_hf.kernels import operations
+
+    called: list[str] = []
+    for name in ("turn", "mix", "gated"):
+        kernel = getattr(operations, name)
+
+        def counted(*args: Any, kernel: Any = kernel, name: str = name, **options: Any) -> Any:
+            called.append(name + "+" * (options.get("bias") is not None))
+            return kernel(*args, **options)
+
+        monkeypatch.setattr(operations, name, counted)
+    ids, layout = batch("bucketed", DEVICE)
+    with torch.inference_mode():
+        found = real(graph(ids, layout=layout), "bucketed", "token_classification")
+        right = real(model.graph(ids, layout=batch("bucketed", DEVICE)[1]), "bucketed", "token_classification")
+    assert distance(found, right) < {torch.float16: 2e-2, torch.bfloat16: 1e-1}[dtype]
+    depth = len(list(layers_of(graph)))
+    assert called.count("turn") == (depth if model_type in TURNING else 0)
+    assert called.count("mix+") == (depth if model_type in ADDING else 0)
+    assert called.count("mix") == (depth if model_type in TURNING else 0)
+    assert called.count("gated") == (0 if model_type in ("mpnet", "jina_embeddings_v3", "esm") else depth)
+
+
+def test_a_norm_is_kept_for_the_layer_that_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers: list[EncoderLayer] = []
+    for _ in range(3):
+        layer, states, layout, _ = trials.small_layer(torch.device("cpu"), LayerSizes(order="pre"))
+        layers.append(layer.eval())
+    table = CudaTable(kernels=True)
+    summed: list[bool] = []
+
+    def stand_in(self: Any, branch: Any, residual: Tensor, kind: Any, *, pre: bool) -> tuple[Tensor, Tensor]:
+        weight, bias, eps, _ = kind
+        total = residual + branch.linear(branch.states)
+        summed.append(pre)
+        return total, F.layer_norm(total, total.shape[-1:], weight, bias, eps)
+
+    monkeypatch.setattr(CudaTable, "_summed", stand_in)
+    monkeypatch.setattr(CudaTable, "_serves", lambda *_: False)
+    where = layout()
+    with torch.inference_mode():
+        right = states
+        for layer in layers:
+            right = layer(right, layout=where)
+        for layer in layers:
+            table.join(layer)
+            layer.table = table
+        table.follow(layers)
+        monkeypatch.setattr(CudaTable, "_fuses_gelu", lambda *_: False)
+        found = states
+        for at, layer in enumerate(layers):
+            found = layer(found, layout=where)
+            assert ("normed" in where.memo) == (at < 2)
+        # What was kept is for these states alone.
+        layers[0](states, layout=where)
+        other = layers[1](states, layout=where)
+        plain = layout()
+        assert torch.equal(other, layers[1](states, layout=plain))
+    torch.testing.assert_close(found, right)
+    assert len(summed) == 3 + 2 + 2 + 2 + 2
+
+
+@pytest.mark.parametrize("model_type", ["modernbert", "mpnet", "bert"])
+def test_what_runs_is_explained(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    graph = made(model_type).graph
+    said = "\n".join(explain_graph(graph, torch.device("cuda"), torch.bfloat16, "bf16").kernels)
+    assert ("rotary positions: one kernel" in said) == (model_type == "modernbert")
+    assert ("gates: one product" in said) == (model_type == "modernbert")
+    assert ("what distances add" in said) == (model_type == "mpnet")
+    assert ("one kernel among texts up to 128" in said) == (model_type != "mpnet")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device without the interpreter")
+@pytest.mark.parametrize("model_type", ["modernbert", "eurobert", "mpnet"])
+def test_a_device_is_asked_once_and_runs_them(model_type: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLODL_HF_CACHE", str(tmp_path))
+    trust.forget()
+    model = made(model_type).to(DEVICE)
+    graph = shadow(model.graph).to(torch.bfloat16)
+    assert arrange_cuda(graph) == {}
+    table: Any = next(layer.table for _, layer in layers_of(graph))
+    assert table.kernels
+    assert table.distances == (model_type == "mpnet")
+    assert isinstance(RelativeBias(2)(torch.empty(0), Packed.of([1])), DistanceBias)
+    trust.forget()
