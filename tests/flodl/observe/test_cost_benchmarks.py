@@ -28,11 +28,13 @@ def test_ten_values_are_watched_however_few_layers_there_are():
         assert len(set(chosen)) == observing.WATCHED
 
 
-def test_being_watched_by_a_monitor_and_readers(tmp_path):
+def test_being_watched_by_a_monitor_and_readers(tmp_path, capsys):
     given = ["--rounds", "1", "--steps", "40", "--width", "16", "--batch", "8", "--readers", "2", "--device", "cpu"]
     assert monitor_cost.main([*given, "--json", str(tmp_path / "x.json")]) == 0
     figures = json.loads((tmp_path / "x.json").read_text())
     assert figures["device"]
+    kinds = [figures["figures"][kind]["ratio"] for kind in monitor_cost.KINDS[1:]]
+    assert ("not held here" in capsys.readouterr().out) == (max(kinds) - 1 >= monitor_cost.LIMIT)
     assert figures["figures"]["unwatched_ms"] > 0
     for kind in monitor_cost.KINDS[1:]:
         assert figures["figures"][kind]["ratio"] > 0

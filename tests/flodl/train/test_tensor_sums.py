@@ -117,3 +117,32 @@ def test_a_forward_pass_that_failed_leaves_nothing():
     seen = Seen({}, sums)
     seen.add_tensor("y", torch.ones(PROGRAMS))
     assert {name: float(pair[0]) for name, pair in seen.pack().items()} == {"y": PROGRAMS}
+
+
+@pytest.mark.gpu
+def test_captured_sums_are_of_tensors_whose_memory_is_free_for_what_comes_next():
+    device = torch.device("cuda", 0)
+    sums = TensorSums.of(device)
+    x = torch.linspace(0, 1, 3 << 20, device=device)
+    factors = torch.arange(1.0, 13.0, device=device)
+
+    def forward() -> torch.Tensor:
+        for i, factor in enumerate(factors.unbind()):
+            made = x * factor
+            sums.add(made, squared=bool(i % 2))
+            del made
+            torch.full_like(x, 7.0)  # takes the memory of what is not kept
+        return sums.finish()
+
+    forward()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = forward()
+    for turn in range(1, 4):
+        graph.replay()
+        wanted = [
+            turn * f * float(x.double().norm() if i % 2 else x.double().sum()) for i, f in enumerate(range(1, 13))
+        ]
+        assert found.tolist() == pytest.approx(wanted, rel=1e-5)
+        assert torch.equal(found, forward())
+        factors.mul_((turn + 1) / turn)
