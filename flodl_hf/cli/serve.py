@@ -30,8 +30,11 @@ def command(
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", "-p", help="Port; 0 takes one that is free.", min=0, max=65535)] = 8080,
     device: Annotated[
-        list[str] | None, typer.Option("--device", help="Device, one worker each; again for more. By default the best.")
+        list[str] | None, typer.Option("--device", help="Device; again for more. By default the best.")
     ] = None,
+    processes: Annotated[
+        int, typer.Option("--processes", help="Worker processes for each device; each holds the models.", min=1)
+    ] = 1,
     precision: Annotated[PrecisionWord | None, typer.Option(help="By default that of the weights.")] = None,
     batch_invariant: Annotated[
         bool, typer.Option("--batch-invariant", help="Let an answer depend on its text alone, bit for bit; slower.")
@@ -102,6 +105,7 @@ def command(
         head=head,
         here=lambda url: say(f"ready: {url}", always=True),
         devices=tuple(device or ["auto"]),
+        processes=processes,
         precision=precision,
         adapters=tuple(adapters or ()),
         mix_adapters=mix_adapters,

@@ -16,6 +16,7 @@ adapters   which adapters there are
 adapted    adapters as models, on the tensors of their bases
 turns      its threads
 batching   rows of many requests through one device
+ticket     a request in its worker
 tasks      what is done for a request
 peak       what a device could do, and what is asked of it
 metrics    what Prometheus is told

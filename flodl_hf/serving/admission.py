@@ -1,7 +1,7 @@
 """Which requests are let in: what is refused is refused at once, with a time after which to come again.
 
 Tokens are counted before they are known, by the characters a token has had so far; how long the queue takes is
-reckoned from how fast batches have run.
+reckoned from how fast full batches have run.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Admission:
         self.tokens = 0
         """Tokens of all requests inside, about."""
         self.rate = 0.0
-        """Tokens a second while batches run."""
+        """Tokens a second that the devices run together when there is enough to run; 0 while nobody knows."""
         self._characters = CHARACTERS
         self._of_key: Counter[str] = Counter()
         self._spent: dict[str, tuple[float, float]] = {}
@@ -83,12 +83,6 @@ class Admission:
         """Note how many tokens some characters were."""
         if tokens > 16:
             self._characters += 0.05 * (min(20.0, max(0.5, characters / tokens)) - self._characters)
-
-    def ran(self, tokens: int, seconds: float) -> None:
-        """Note a batch."""
-        if seconds > 0:
-            found = tokens / seconds
-            self.rate = found if not self.rate else self.rate + 0.1 * (found - self.rate)
 
     @property
     def wait_s(self) -> float:

@@ -58,8 +58,8 @@ def create_app(settings: Settings) -> Starlette:
 
     def heard(ran: list[Any], queued: int) -> None:
         metrics.set("flodl_queue_tokens", queued)
+        admission.rate = house.workers.rate
         for rows, tokens, seconds in ran:
-            admission.ran(tokens, seconds)
             metrics.observe("te_batch_next_size", rows)
             metrics.observe("te_batch_next_tokens", tokens)
             metrics.observe("flodl_batch_seconds", seconds)

@@ -22,22 +22,22 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
 from queue import Queue
-from threading import Condition, Event, Thread, get_ident
+from threading import Condition, Thread, get_ident
 from typing import Any
 
 import numpy as np
 import torch
 
 from flodl_hf.decode.rows import TokenTable
-from flodl_hf.errors import PredictError
 from flodl_hf.runtime.batch import check_rows
 from flodl_hf.runtime.engine import Engine, Pending
 from flodl_hf.runtime.options import RunOptions
 from flodl_hf.runtime.passes import Work
 from flodl_hf.serving.adapted import Together
-from flodl_hf.serving.timeline import Timeline
+from flodl_hf.serving.peak import Pace
+from flodl_hf.serving.ticket import Awaited, Ticket
 
-__all__ = ["Batcher", "DeadlineError", "GivenUpError", "Ticket"]
+__all__ = ["Batcher"]
 
 # So many batches an accelerator may have before the first is finished: it never waits, and nothing is decided early.
 AHEAD = 2
@@ -51,78 +51,6 @@ CALLERS = 4
 PASSES = 1000
 
 
-class DeadlineError(PredictError):
-    """A request whose time was over before its answer was there."""
-
-
-class GivenUpError(PredictError):
-    """A request that its client gave up."""
-
-
-@dataclass(eq=False)
-class Ticket:
-    """One request.
-
-    Attributes:
-        key: whose it is.
-        until: when its time is over, by ``time.monotonic``.
-        priority: 1 goes before others of its key, -1 behind them.
-        gone: whether its client gave it up.
-        tokens: tokens of all rows it has sent.
-        rows: rows likewise.
-        longest: most tokens of a row.
-        dropped: tokens that were cut off.
-        waited_s: how long its rows waited before the first of them ran.
-        timeline: when what happened, where it is traced.
-    """
-
-    key: str = ""
-    until: float = float("inf")
-    priority: int = 0
-    gone: bool = False
-    tokens: int = 0
-    rows: int = 0
-    longest: int = 0
-    dropped: int = 0
-    waited_s: float = 0.0
-    timeline: Timeline | None = None
-    waits: list[Event] = field(default_factory=list)
-
-    def give_up(self) -> None:
-        """Let its rows leave the queue, and whoever waits for them go on."""
-        self.gone = True
-        for event in self.waits:
-            event.set()
-
-    @property
-    def over(self) -> bool:
-        """Whether nobody waits for the answer any more."""
-        return self.gone or time.monotonic() > self.until
-
-
-class _Awaited(Pending):
-    """Results that other threads bring."""
-
-    def __init__(self, rows: int, per_text: bool, ticket: Ticket) -> None:
-        super().__init__(rows, per_text)
-        self.left = rows
-        self.here = Event()
-        self._ticket = ticket
-        ticket.waits.append(self.here)
-        if not rows:
-            self.here.set()
-
-    def parts(self) -> Any:
-        ticket = self._ticket
-        if not self.here.wait(max(0.0, min(ticket.until - time.monotonic(), 1e6))):
-            raise DeadlineError("the answer was not there in time; ask for less at once, or allow more time")
-        if ticket.gone and self.left:
-            raise GivenUpError("the request was given up")
-        if ticket.timeline is not None:
-            ticket.timeline.arrived()
-        return super().parts()
-
-
 @dataclass(eq=False)
 class _Sent:
     """Rows of one call that wait."""
@@ -130,7 +58,7 @@ class _Sent:
     ticket: Ticket
     table: TokenTable
     places: Sequence[Sequence[int]] | None
-    pending: _Awaited
+    pending: Awaited
     ends: np.ndarray
     """Tokens up to and with each row, ``(rows,)``."""
     start: float
@@ -186,7 +114,9 @@ class Batcher:
     def __init__(self, device: torch.device, max_tokens: int, *, alone: bool | None = None) -> None:
         self.device = device
         self.max_tokens = max_tokens
+        self.pace = Pace()
         self._ran: deque[tuple[int, int, float]] = deque(maxlen=10_000)
+        self._ended = 0.0
         self.queued_tokens = 0
         self._models: dict[Any, tuple[Any, RunOptions]] = {}
         self._engines: dict[Any, Engine | Together] = {}
@@ -231,7 +161,7 @@ class Batcher:
         check_rows(table)
         if ticket.timeline is not None:
             ticket.timeline.sent()
-        pending = _Awaited(len(table), work.per_text, ticket)
+        pending = Awaited(len(table), work.per_text, ticket)
         if not len(table):
             return pending
         ends = np.cumsum(table.lengths)
@@ -405,7 +335,11 @@ class Batcher:
                 self._unfinished -= 1
 
     def _count(self, table: TokenTable, started: float) -> None:
-        self._ran.append((len(table), int(table.lengths.sum()), time.perf_counter() - started))
+        # While one batch runs the next is begun, and waits.
+        began, self._ended = max(started, self._ended), time.perf_counter()
+        tokens, seconds = int(table.lengths.sum()), self._ended - began
+        self._ran.append((len(table), tokens, seconds))
+        self.pace.ran(tokens, seconds, full=2 * tokens >= self.max_tokens or len(self._waiting) > 1)
 
     def _failed(self, taken: list[_Taken], fault: Exception) -> None:
         for rows in taken:

@@ -41,7 +41,7 @@ _KNOWN: dict[str, tuple[str, str, Sequence[float]]] = {
     "flodl_batch_fill": ("gauge", "tokens of the last batch as a share of the most", ()),
     "flodl_queue_tokens": ("gauge", "tokens that wait in the last worker that spoke", ()),
     "flodl_queue_seconds": ("gauge", "seconds that what is inside takes, about", ()),
-    "flodl_tokens_per_second": ("gauge", "tokens a second while batches run", ()),
+    "flodl_tokens_per_second": ("gauge", "tokens a second that the workers run when there is enough to run", ()),
     "flodl_operations_total": ("counter", "operations of the encoders' projections, by model", ()),
     "flodl_device_peak_operations": ("gauge", "operations a second that the devices reached in a product at start", ()),
     "flodl_device_share": ("gauge", "operations of about the last ten seconds as a share of that peak", ()),

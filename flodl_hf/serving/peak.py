@@ -9,7 +9,7 @@ import math
 import time
 from typing import Any
 
-__all__ = ["Rate", "operations_of_token", "peak_of"]
+__all__ = ["Pace", "Rate", "operations_of_token", "peak_of"]
 
 # Large enough for a device to be busy, small enough to be done before anybody notices.
 CUDA_SIZE, CPU_SIZE = 4096, 512
@@ -57,6 +57,34 @@ def _weights(module: Any) -> int:
     from torch import nn
 
     return sum(part.weight.numel() for part in module.modules() if isinstance(part, nn.Linear))
+
+
+class Pace:
+    """How many tokens a second a device runs when there is enough to run.
+
+    A batch of few tokens takes nearly as long as a larger one and says little of that, so it counts only where it was
+    faster than what is known, or where nothing larger could be made.
+    """
+
+    def __init__(self) -> None:
+        self._tokens = self._seconds = 0.0
+
+    @property
+    def now(self) -> float:
+        """Tokens a second; 0 before anything ran."""
+        return self._tokens / self._seconds if self._seconds else 0.0
+
+    def ran(self, tokens: int, seconds: float, *, full: bool) -> None:
+        """Note a batch.
+
+        Args:
+            tokens: how many it had.
+            seconds: how long the device took for it.
+            full: whether nothing larger could be made.
+        """
+        if seconds > 0 and (full or tokens > self.now * seconds):
+            self._tokens = 0.9 * self._tokens + tokens
+            self._seconds = 0.9 * self._seconds + seconds
 
 
 class Rate:

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from flodl_hf.errors import PredictError, TokenizerError
-from flodl_hf.serving.batching import Ticket
 from flodl_hf.serving.peak import operations_of_token
+from flodl_hf.serving.ticket import Ticket
 
 __all__ = ["TASKS", "Done", "describe", "warm_items"]
 

@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 from contextlib import suppress
-from threading import Lock
+from threading import Lock, Semaphore
 from typing import Any
 
 import numpy as np
@@ -21,10 +21,12 @@ import numpy as np
 from flodl.errors import FlodlError
 from flodl_hf.errors import TokenizerError
 from flodl_hf.serving.adapted import Together, open_adapters, put_together
-from flodl_hf.serving.batching import Batcher, DeadlineError, GivenUpError, Ticket
+from flodl_hf.serving.admission import weigh
+from flodl_hf.serving.batching import Batcher
 from flodl_hf.serving.frames import HEAD, packed, unpacked
 from flodl_hf.serving.peak import peak_of
 from flodl_hf.serving.tasks import TASKS, describe, warm_items
+from flodl_hf.serving.ticket import DeadlineError, GivenUpError, Ticket
 from flodl_hf.serving.timeline import Timeline
 from flodl_hf.serving.turns import take_turns
 
@@ -34,6 +36,11 @@ __all__ = ["serve"]
 WINDOW = 1 << 20
 CPU_TOKENS = 4096
 CUDA_TOKENS = 16_384
+# So many requests compute at a time in this process beside the batches, and as many of those with more characters than
+# that. The interpreter runs one thread at a time: with hundreds that want it, those that feed the device would wait
+# behind all of them whenever they let go of it.
+TURNS = 3
+LONG = 65_536
 _KINDS = {DeadlineError: "deadline", GivenUpError: "given_up", TokenizerError: "tokenizer", FlodlError: "refused"}
 
 
@@ -165,13 +172,15 @@ def serve(descriptor: int) -> None:
         infos = {name: worker.describe(name) for name in worker.models}
         stream.write(
             {"ready": infos, "device": str(worker.device), "warm_s": time.perf_counter() - started,
-             "max_batch_tokens": worker.max_tokens, "peak": worker.peak(), "pid": os.getpid()}
+             "max_batch_tokens": worker.max_tokens, "peak": worker.peak(), "rate": worker.batcher.pace.now,
+             "pid": os.getpid()}
         )  # fmt: skip
     except Exception as fault:
         stream.write({"broken": f"{type(fault).__name__}: {fault}"})
         return
     worker.batcher.drained()
     tickets: dict[int, Ticket] = {}
+    turns, long_turns = Semaphore(TURNS), Semaphore(TURNS)
 
     def read() -> tuple[dict[str, Any], Ticket] | None:
         while (message := stream.read()) is not None:
@@ -179,6 +188,8 @@ def serve(descriptor: int) -> None:
                 ticket = tickets[message["id"]] = Ticket(
                     message["key"], time.monotonic() + message["left_s"], message["priority"]
                 )
+                # Characters, not tokens: what is tokenised for long holds up only its like.
+                ticket.turn = turns if weigh(message["items"]) <= LONG else long_turns
                 if "traced" in message:
                     ticket.timeline = Timeline()
                 return message, ticket
@@ -190,17 +201,21 @@ def serve(descriptor: int) -> None:
         message, ticket = request
         started = time.perf_counter()
         number, reply, arrays = message["id"], {}, []
-        try:
-            reply["data"], arrays = worker.answer(message, ticket)
-        except Exception as fault:
-            reply["fault"] = _fault(fault)
-            if reply["fault"]["kind"] == "internal":
-                traceback.print_exc(file=sys.stderr)
+        assert ticket.turn is not None
+        with ticket.turn:
+            try:
+                ticket.check()
+                reply["data"], arrays = worker.answer(message, ticket)
+            except Exception as fault:
+                reply["fault"] = _fault(fault)
+                if reply["fault"]["kind"] == "internal":
+                    traceback.print_exc(file=sys.stderr)
         tickets.pop(number, None)
         reply |= {
             "id": number, "tokens": ticket.tokens, "rows": ticket.rows, "dropped": ticket.dropped,
             "waited_s": ticket.waited_s, "took_s": time.perf_counter() - started,
             "queued": worker.batcher.queued_tokens, "ran": worker.batcher.drained(),
+            "rate": worker.batcher.pace.now,
         }  # fmt: skip
         if ticket.timeline is not None:
             reply["timeline"] = ticket.timeline.told()

@@ -87,6 +87,7 @@ class _Process:
     asked: dict[int, asyncio.Future[Answer]] = field(default_factory=dict)
     weights: dict[int, int] = field(default_factory=dict)
     info: dict[str, Any] = field(default_factory=dict)
+    rate: float = 0.0
     leaving: bool = False
     listening: asyncio.Task[None] | None = None
 
@@ -129,9 +130,17 @@ class Workers:
         return [process.process.pid for process in self._here]
 
     @property
+    def rate(self) -> float:
+        """Tokens a second that those run, together, when there is enough to run."""
+        return sum(process.rate for process in self._here)
+
+    @property
     def peak(self) -> float:
         """Operations a second that the devices of those reach, together; see `flodl_hf.serving.peak`."""
-        return sum(process.info["peak"] for process in self._here)
+        peaks: dict[str, float] = {}
+        for process in self._here:
+            peaks[process.device] = max(peaks.get(process.device, 0.0), process.info["peak"])
+        return sum(peaks.values())
 
     async def start(self) -> None:
         """Start a worker for each device and return when all are warm.
@@ -145,7 +154,8 @@ class Workers:
 
     async def _started(self) -> list[_Process]:
         adapters = find_adapters(self.settings)
-        made = [asyncio.ensure_future(self._one(device, adapters)) for device in self.settings.devices]
+        devices = self.settings.devices * self.settings.processes
+        made = [asyncio.ensure_future(self._one(device, adapters)) for device in devices]
         done = await asyncio.gather(*made, return_exceptions=True)
         faults = [fault for fault in done if isinstance(fault, BaseException)]
         for process in done:
@@ -178,7 +188,7 @@ class Workers:
         if "broken" in message:
             await self._let_go(found)
             raise WorkersError(f"serve: {message['broken']}", device=device)
-        found.info = message
+        found.info, found.rate = message, message["rate"]
         found.listening = asyncio.ensure_future(self._listen(found))
         LOG.info("worker ready", extra={"said": {"device": message["device"], "pid": message["pid"]}})
         return found
@@ -258,6 +268,7 @@ class Workers:
         with contextlib.suppress(EOFError, OSError, asyncio.IncompleteReadError):
             while True:
                 message, arrays = await _read(process.reader)
+                process.rate = message["rate"]
                 self._heard(message["ran"], message["queued"])
                 self._deaths = 0
                 future = process.asked.get(message["id"])

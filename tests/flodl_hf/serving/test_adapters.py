@@ -17,9 +17,9 @@ from flodl.errors import ConfigError
 from flodl_hf.adapters import IA3, Lora
 from flodl_hf.auto import load
 from flodl_hf.serving.adapters import find_adapters
-from flodl_hf.serving.batching import Ticket
 from flodl_hf.serving.running import running
 from flodl_hf.serving.settings import Served, Settings
+from flodl_hf.serving.ticket import Ticket
 from flodl_hf.serving.worker import Worker
 
 LABELS = {"mood": ["sad", "glad"], "same": ["sad", "glad"], "topic": ["a", "b", "c", "d"]}

@@ -17,7 +17,8 @@ from flodl_hf.runtime.options import RunOptions
 from flodl_hf.runtime.passes import Scores
 from flodl_hf.runtime.pending import Pending
 from flodl_hf.serving import batching
-from flodl_hf.serving.batching import Batcher, DeadlineError, GivenUpError, Ticket
+from flodl_hf.serving.batching import Batcher
+from flodl_hf.serving.ticket import DeadlineError, GivenUpError, Ticket
 from flodl_hf.serving.turns import take_turns
 
 BAD = 999
@@ -151,6 +152,44 @@ def test_what_is_given_up_leaves_the_queue(engine: Engine) -> None:
     send(batcher, rows(10, first=5)).wait()
     assert [number for batch in engine.batches for number in batch] == [1, 5]
     assert batcher.queued_tokens == 0
+
+
+def test_who_waits_for_a_batch_keeps_no_turn(engine: Engine) -> None:
+    batcher = Batcher(torch.device("cpu"), 10)
+    turn = threading.Semaphore(1)
+    ticket = Ticket(turn=turn)
+    engine.may.clear()
+    waiting, done = threading.Event(), []
+
+    def request() -> None:
+        with turn:
+            pending = send(batcher, rows(10, first=3), ticket)
+            waiting.set()
+            done.append(pending.stacked().tolist())
+
+    thread = threading.Thread(target=request)
+    thread.start()
+    assert waiting.wait(10)
+    assert turn.acquire(timeout=10)  # it waits, and another has its turn
+    engine.may.set()
+    assert pending_is_over(ticket)
+    assert not done  # the batch has run, and its thread waits until the turn is given back
+    turn.release()
+    thread.join(10)
+    assert done == [[30.0]]
+    assert turn.acquire(blocking=False)
+
+
+def pending_is_over(ticket: Ticket) -> bool:
+    return ticket.waits[0].wait(10)
+
+
+def test_nothing_is_begun_for_who_does_not_wait() -> None:
+    Ticket().check()
+    with pytest.raises(GivenUpError):
+        Ticket(gone=True).check()
+    with pytest.raises(DeadlineError):
+        Ticket(until=time.monotonic() - 1).check()
 
 
 def test_a_fault_is_its_own_request_s_alone(engine: Engine) -> None:

@@ -226,7 +226,7 @@ def test_what_a_key_may_have() -> None:
         ):
             pass
     assert (admission.inside, admission.tokens) == (0, 0)
-    admission.ran(100, 1.0)
+    admission.rate = 100.0
     with (
         admission.entering("c", 590),
         pytest.raises(OverloadedError, match=r"takes 5\.9 s"),
@@ -253,3 +253,34 @@ def test_what_is_said_of_the_server_needs_no_torch() -> None:
         "openapi(DOORS, keys=True); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.slow
+def test_several_processes_of_a_device(folders: dict[str, Path]) -> None:
+    import httpx
+
+    from flodl_hf.auto import load
+
+    settings = Settings(models=(Served("embed", str(folders["embed"])),), devices=("cpu",), processes=2)
+    texts = [f"the cat sat on the mat {'and ran ' * i}" for i in range(40)]
+    model: Any = load(folders["embed"])
+    expected = model.embed(texts).numpy()
+    with running(settings) as (url, app), httpx.Client(base_url=url, timeout=60) as client:
+        workers = app.state.house.workers
+        first, second = workers.pids
+        with ThreadPoolExecutor(8) as pool:
+            answers = list(pool.map(lambda text: client.post("/embed", json={"inputs": text}).json()[0], texts))
+        assert np.abs(np.array(answers) - expected).max() < 2e-6
+        for pid in (first, second):
+            used = Path(f"/proc/{pid}/stat")
+            assert not used.exists() or int(used.read_text().rsplit(")", 1)[1].split()[11]) > 0
+        assert workers.peak == max(process.info["peak"] for process in workers._here)
+        os.kill(first, signal.SIGKILL)
+        until = time.monotonic() + 120
+        while (len(workers.pids) < 2 or first in workers.pids) and time.monotonic() < until:
+            # The other answers meanwhile.
+            assert client.post("/embed", json={"inputs": "a"}).status_code in (200, 503)
+            time.sleep(0.2)
+        assert second in workers.pids
+        assert len(workers.pids) == 2
+        assert client.post("/embed", json={"inputs": texts[3]}).json()[0] == pytest.approx(answers[3], abs=2e-6)

@@ -1,4 +1,4 @@
-"""What a token takes is counted as often as layers are called."""
+"""What a token takes is counted as often as layers are called; small batches say little of a device's pace."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import pytest
 
 from flodl_hf.auto import head_named
 from flodl_hf.config import ModelConfig
-from flodl_hf.serving.peak import operations_of_token
+from flodl_hf.serving.peak import Pace, operations_of_token
 
 SIZES: dict[str, Any] = {
     "vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64,
@@ -19,3 +19,22 @@ def test_operations_of_a_token(family: str, more: dict[str, Any], projection: in
     """ALBERT's three layers are one module; its embeddings are brought to the layers' width."""
     model: Any = head_named("base").model.from_config(ModelConfig.for_model(family, **SIZES, **more))
     assert operations_of_token(model) == 2 * (3 * (4 * 32 * 32 + 2 * 32 * 64) + projection)
+
+
+def test_the_pace_is_that_of_full_batches() -> None:
+    pace = Pace()
+    assert pace.now == 0.0
+    pace.ran(10, 0.002, full=False)  # all that is known
+    assert pace.now == pytest.approx(5000)
+    for _ in range(60):
+        pace.ran(16_000, 0.008, full=True)
+    assert pace.now == pytest.approx(2e6, rel=0.01)
+    known = pace.now
+    for _ in range(1000):
+        pace.ran(1300, 0.004, full=False)  # nothing else waits: a device could do more
+    assert pace.now == known
+    for _ in range(60):
+        pace.ran(16_000, 0.016, full=True)  # it has become slower
+    assert pace.now == pytest.approx(1e6, rel=0.01)
+    pace.ran(16_000, 0.0, full=True)
+    assert pace.now == pytest.approx(1e6, rel=0.01)
