@@ -4,22 +4,27 @@ Weights are random at real sizes, tokens too; rows have the log-normal lengths o
 Ours is the engine that ``embed`` uses, from tables of tokens to mean vectors; theirs is transformers' model with
 PyTorch's fused attention, rows sorted, batches of at most 32,768 tokens with padding, mean pooling. Neither tokenises.
 Tokens count without padding. The share is what the projections of the layers take (two operations a weight and token,
-attention itself left out), of a product of large matrices measured in the same process.
+attention itself left out), of a product of large matrices measured in the same process. A family that the installed
+transformers lacks, or cannot run so, has a figure without a peer, and the reason is said.
 
     python -m benchmarks.families [--only bert modernbert ...] [--rows 20000] [--device cuda:0] [--precision bf16]
-        [--length 0] [--seconds 120] [--json FILE]
+        [--length 0] [--seconds 120] [--json docs/families_measured.json]
 
-``--length 8192`` has all rows of one length instead. ``--seconds`` begins no further family after so many.
+``--length 8192`` has all rows of one length instead. ``--seconds`` begins no further family after so many. ``--json``
+puts the figures into a file in place of those that it had of the same families and length; from
+`docs/families_measured.json` the tables of the documents are written (`make docs`).
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import gc
 import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +32,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flodl.files import write_atomically
 from flodl_hf.auto import head_named
+from flodl_hf.config import ModelConfig
 from flodl_hf.decode.rows import TokenTable
 from flodl_hf.families import families
 from flodl_hf.parity.cell import Cell
@@ -40,6 +47,17 @@ from flodl_hf.serving.peak import operations_of_token, peak_of
 
 BUDGET = 32_768
 ROUNDS = 3
+# Sizes of files that transformers has no class for, as published; other families state theirs.
+PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
+    "jina_bert": (
+        "bert",
+        {
+            "position_embedding_type": "alibi", "feed_forward_type": "geglu", "vocab_size": 30528, "hidden_size": 768,
+            "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072, "type_vocab_size": 2,
+            "max_position_embeddings": 8192,
+        },
+    )
+}  # fmt: skip
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -101,32 +119,56 @@ def by_hand(model: Any, table: TokenTable, device: torch.device) -> Callable[[],
     return torch.inference_mode()(run)
 
 
-def measured(family: Any, args: argparse.Namespace, device: torch.device, peak: float) -> dict[str, Any]:
-    """Return the figures of one family."""
-    dtype = DTYPES[args.precision]
-    settings = settings_of(family, "real")
+def peer_of(model_type: str, settings: Mapping[str, Any], attention: str, dtype: torch.dtype) -> Any:
+    """Return transformers' model of these sizes, with random weights."""
+    architecture = Cell(model_type, "base").architecture
     with tempfile.TemporaryDirectory() as place:
-        architecture = Cell(family.model_type, "base").architecture
         folder = make_checkpoint(Path(place) / "model", architecture, settings)
-        ours: Any = head_named("base").model.from_pretrained(folder, device=str(device))
-        theirs = load_reference(folder, architecture, attention=args.attention, dtype=dtype).model.to(device)
+        return load_reference(folder, architecture, attention=attention, dtype=dtype).model
+
+
+def measured(model_type: str, args: argparse.Namespace, device: torch.device, peak: float) -> dict[str, Any]:
+    """Return the figures of one family; ``lacking`` says why there is no peer."""
+    dtype = DTYPES[args.precision]
+    if model_type in PUBLISHED:
+        stored, settings = PUBLISHED[model_type]
+    else:
+        stored, settings = model_type, settings_of(next(f for f in families() if f.model_type == model_type), "real")
+    torch.manual_seed(0)
+    ours: Any = head_named("base").model.from_config(ModelConfig.for_model(stored, **settings)).to(device)
     longest = min(ours.max_tokens or 512, 512)
     lengths = np.full(args.rows, args.length) if args.length else lengths_of(args.rows, longest)
     table = table_of(lengths, ours.config.vocab_size)
     engine = Engine.of(ours.eval(), RunOptions(precision=args.precision, progress=False))
     tokens = int(lengths.sum())
     own = timed(lambda: engine.start(table, Pooled(("mean",))).stacked(), device)
-    try:
-        other = timed(by_hand(theirs, table, device), device)
-    except RuntimeError as fault:  # DeBERTa's of transformers 5.17 mixes its dtypes in half precision
-        print(f"transformers' {family.model_type}: {str(fault)[:160]}", flush=True)
-        other = float("nan")
+    other, lacking = None, None
+    if model_type in PUBLISHED:
+        lacking = "transformers has no class for such files"
+    else:
+        try:
+            theirs = peer_of(model_type, settings, args.attention, dtype).to(device)
+            other = timed(by_hand(theirs, table, device), device)
+        except (
+            AttributeError,
+            RuntimeError,
+        ) as fault:  # no such class; dtypes mixed in half precision; too little memory
+            lacking = str(fault).splitlines()[0][:160]
     return {
-        "family": family.model_type,
+        "family": model_type,
+        "length": args.length,
         "tokens_per_s": tokens / own,
-        "transformers_tokens_per_s": tokens / other,
+        "transformers_tokens_per_s": None if other is None else tokens / other,
+        "lacking": lacking,
         "share_of_peak": tokens / own * operations_of_token(ours) / peak,
     }
+
+
+def put_in(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write rows into a file, in place of those of the same families and length."""
+    known = json.loads(path.read_text("utf-8")) if path.exists() else []
+    held = {(row["family"], row["length"]): row for row in [*known, *rows]}
+    write_atomically(path, [(json.dumps(list(held.values()), indent=1) + "\n").encode()])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -145,26 +187,36 @@ def main(argv: Sequence[str] | None = None) -> None:
     peak = peak_of(device, DTYPES[args.precision])
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "processor"
     print(f"{name}, torch {torch.__version__}, {args.precision}, peak {peak / 1e12:.0f} Tera-operations/s", flush=True)
-    for family in families():
-        if not family.real or (args.only and family.model_type not in args.only):
+    names = [family.model_type for family in families() if family.real] + list(PUBLISHED)
+    about = {
+        "device": name, "torch": torch.__version__, "precision": args.precision,
+        "date": datetime.date.today().isoformat(),
+    }  # fmt: skip
+    for model_type in names:
+        if args.only and model_type not in args.only:
             continue
         if time.perf_counter() - began > args.seconds:
             print(f"{args.seconds:.0f} s are over", flush=True)
             break
         try:
-            found = measured(family, args, device, peak)
+            found = measured(model_type, args, device, peak)
         except Exception as fault:  # one family that fails takes no other along
-            print(f"{family.model_type:22} {type(fault).__name__}: {str(fault)[:200]}", flush=True)
+            print(f"{model_type:22} {type(fault).__name__}: {str(fault)[:200]}", flush=True)
             continue
-        rows.append(found)
-        ratio = found["tokens_per_s"] / found["transformers_tokens_per_s"]
-        print(
-            f"{found['family']:22} {found['tokens_per_s'] / 1e3:10,.0f} ktok/s {found['share_of_peak']:6.1%} of peak, "
-            f"transformers {found['transformers_tokens_per_s'] / 1e3:8,.0f} ({ratio:.1f}x)",
-            flush=True,
+        finally:
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+        rows.append(found | about)
+        own, other = found["tokens_per_s"], found["transformers_tokens_per_s"]
+        peer = (
+            f"no peer: {found['lacking']}"
+            if other is None
+            else f"transformers {other / 1e3:8,.0f} ({own / other:.1f}x)"
         )
+        print(f"{model_type:22} {own / 1e3:10,.0f} ktok/s {found['share_of_peak']:6.1%} of peak, {peer}", flush=True)
     if args.json:
-        args.json.write_text(json.dumps({"device": name, "torch": torch.__version__, "rows": rows}, indent=1) + "\n")
+        put_in(args.json, rows)
 
 
 if __name__ == "__main__":

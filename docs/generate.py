@@ -1,4 +1,4 @@
-"""The pages of ``docs/reference``, and the table of families on ``docs/which-models.md``: ``python -m docs.generate``.
+"""The pages of ``docs/reference``, and tables of families on two other pages: ``python -m docs.generate``.
 
 Written from the tables that the program runs on.
 
@@ -7,7 +7,9 @@ Nothing is said here that a table does not say; a test compares the committed pa
 
 from __future__ import annotations
 
+import datetime
 import inspect
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from enum import StrEnum
@@ -27,6 +29,8 @@ from flodl_hf.parity.published import checkpoints_of
 
 FOLDER = Path(__file__).parent / "reference"
 MODELS = FOLDER.parent / "which-models.md"
+SPEED = FOLDER.parent / "performance.md"
+MEASURED = FOLDER.parent / "families_measured.json"
 METHODS = (
     "embed",
     "embed_tokens",
@@ -100,20 +104,58 @@ def families_page() -> str:
 
 def with_overview(page: str) -> str:
     """Return the page of models with its table of families as the families' records say it."""
-    start, end = "<!-- families: written by `make docs` -->", "<!-- end of families -->"
-    before, _, rest = page.partition(start)
-    _, _, after = rest.partition(end)
+    speeds = {row["family"]: speed_of(row) for row in measured() if not row["length"]}
     rows = (
         (
             code(family.model_type),
             ", ".join(code(head.short) for head in HEADS if head.name == "base" or head.name in family.heads),
             ", ".join(map(code, dict.fromkeys(checkpoints_of(family).values()))) or "-",
             "transformers, to the bit" if family.tiny else "the file's other names, or float64 written out",
+            speeds.get(family.model_type, "-"),
         )
         for family in FAMILIES
     )
-    overview = table(("`model_type`", "heads", "checkpoints of `verify-matrix --live`", "compared with"), rows)
-    return f"{before}{start}\n\n{overview}\n\n{end}{after}"
+    head = ("`model_type`", "heads", "checkpoints of `verify-matrix --live`", "compared with", "ktok/s")
+    return between(page, "families", table(head, rows))
+
+
+def measured() -> list[dict[str, Any]]:
+    """Return what `benchmarks.families` measured, a row for each family and length."""
+    return json.loads(MEASURED.read_text("utf-8"))
+
+
+def speed_of(row: Mapping[str, Any]) -> str:
+    """Return thousands of tokens a second, and how many times transformers' that is."""
+    other = row["transformers_tokens_per_s"]
+    own = f"{row['tokens_per_s'] / 1e3:,.0f}"
+    return own if other is None else f"{own} ({row['tokens_per_s'] / other:.1f}x)"
+
+
+def with_speeds(page: str) -> str:
+    """Return the page of figures with the table of families as it was measured."""
+    rows = measured()
+    lines, grounds = [], dict[str, list[str]]()
+    for row in rows:
+        name = row["family"] + (f", rows of {row['length']:,} tokens" if row["length"] else "")
+        own, other = row["tokens_per_s"], row["transformers_tokens_per_s"]
+        share = f"{row['share_of_peak'] * 100:.1f} %" + (", attention not counted" if row["length"] else "")
+        theirs = (row["lacking"], "-") if other is None else (f"{other / 1e3:,.0f}", f"{own / other:.1f}")
+        lines.append((name, f"{own / 1e3:,.0f}", share, *theirs))
+        day = datetime.date.fromisoformat(row["date"])
+        ground = f"{row['device']}, torch {row['torch']}, {row['precision']}, {day.day} {day:%B %Y}"
+        grounds.setdefault(ground, []).append(name)
+    told = [f"{ground}: {'; '.join(names) if len(grounds) > 1 else 'all'}." for ground, names in grounds.items()]
+    head = ("family", "ktok/s", "share of peak", "transformers, ktok/s", "times")
+    return between(page, "measured families", joined(table(head, lines), "\n".join(told)).strip())
+
+
+def between(page: str, name: str, text: str) -> str:
+    """Return a page with ``text`` between the marks of a part that is written here."""
+    start, end = f"<!-- {name}: written by `make docs` -->", f"<!-- end of {name} -->"
+    before, _, rest = page.partition(start)
+    _, found, after = rest.partition(end)
+    assert found, f"{end} is missing"
+    return f"{before}{start}\n\n{text}\n\n{end}{after}"
 
 
 def family_section(family: Family) -> str:
@@ -345,10 +387,11 @@ def main() -> None:
         if not path.exists() or path.read_text("utf-8") != text:
             path.write_text(text, "utf-8")
             print(f"docs/reference/{name}")
-    page = MODELS.read_text("utf-8")
-    if page != with_overview(page):
-        MODELS.write_text(with_overview(page), "utf-8")
-        print("docs/which-models.md")
+    for path, written in ((MODELS, with_overview), (SPEED, with_speeds)):
+        page = path.read_text("utf-8")
+        if page != written(page):
+            path.write_text(written(page), "utf-8")
+            print(f"docs/{path.name}")
 
 
 if __name__ == "__main__":

@@ -28,6 +28,20 @@ def test_the_table_of_families_is_what_is_generated() -> None:
     assert all(f"| `{family.model_type}` |" in page for family in FAMILIES)
 
 
+def test_speeds_are_those_that_were_measured() -> None:
+    page = (ROOT / "docs" / "performance.md").read_text("utf-8")
+    assert page == TOOLS["with_speeds"](page), "docs/performance.md is out of date: make docs"
+    models = (ROOT / "docs" / "which-models.md").read_text("utf-8")
+    rows = [row for row in TOOLS["measured"]() if not row["length"]]
+    assert {row["family"] for row in rows} <= {family.model_type for family in FAMILIES}
+    for row in rows:
+        (line,) = [line for line in models.splitlines() if line.startswith(f"| `{row['family']}` |")]
+        assert f"| {row['tokens_per_s'] / 1e3:,.0f}" in line
+    assert all((row["transformers_tokens_per_s"] is None) == bool(row["lacking"]) for row in rows)
+    with pytest.raises(AssertionError, match="is missing"):
+        TOOLS["between"]("a page without marks", "families", "text")
+
+
 def test_no_page_is_left_over() -> None:
     assert {path.name for path in (ROOT / "docs" / "reference").iterdir()} == set(PAGES)
 
