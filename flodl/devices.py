@@ -19,6 +19,7 @@ __all__ = [
     "all_devices",
     "best_device",
     "cuda_count",
+    "default_device",
     "described",
     "find_device",
     "hardware_summary",
@@ -41,6 +42,12 @@ def cuda_count() -> int:
 def has_mps() -> bool:
     """Return whether there is a device of Apple's that this process can use."""
     return torch.backends.mps.is_available()
+
+
+def default_device() -> torch.device | None:
+    """Return the device on which the program makes its tensors where none is named; None for the CPU, as is usual."""
+    device = torch.get_default_device()
+    return None if device.type == "cpu" else device
 
 
 def best_device() -> torch.device:

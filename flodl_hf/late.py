@@ -306,7 +306,7 @@ def max_sim(queries: Sequence[Tensor], documents: Sequence[Tensor]) -> Tensor:
     sizes = {int(vectors.shape[-1]) for vectors in (*queries, *documents)}
     if len(sizes) > 1:
         raise PredictError(f"max_sim: vectors of sizes {sorted(sizes)}; expected one size")
-    scores = torch.full((len(queries), len(documents)), float("-inf"))
+    scores = torch.full((len(queries), len(documents)), float("-inf"), dtype=torch.float32)
     kept = [place for place, vectors in enumerate(documents) if len(vectors)]
     if not kept:
         return scores

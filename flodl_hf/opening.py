@@ -82,7 +82,7 @@ class Opened:
             local_files_only: open no connection.
             dtype: cast the weights to this; None keeps what is stored, "auto" takes what ``config.json`` states, as
                 transformers does. Files of several dtypes are cast to one: the configuration's, else the first's.
-            device: where to put the model; None is the CPU, "auto" the best device there is.
+            device: where to put the model; None is torch's default device, usually the CPU, "auto" the best there is.
             attention: "sdpa" (fused kernels) or "eager" (plain products).
             labels: names of a new head's labels; a classifier of another size starts fresh.
             num_labels: the same by number alone.

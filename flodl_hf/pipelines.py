@@ -165,16 +165,34 @@ _RUNNING = ("batch_size", "num_workers", "precision", "progress", "padding")
 _OPTIONS: dict[str, tuple[str, ...]] = {
     "text-classification": ("top_k", "function_to_apply", "return_all_scores", "truncation", "max_length"),
     "token-classification": (
-        "aggregation_strategy", "ignore_labels", "stride", "is_split_into_words", "grouped_entities",
+        "aggregation_strategy", "ignore_labels", "stride", "is_split_into_words", "delimiter", "grouped_entities",
     ),
     "question-answering": (
         "question", "context", "top_k", "topk", "doc_stride", "max_answer_len", "max_seq_len", "max_question_len",
         "handle_impossible_answer", "align_to_words",
     ),
-    "fill-mask": ("top_k", "targets"),
-    "zero-shot-classification": ("candidate_labels", "hypothesis_template", "multi_label"),
-    "feature-extraction": ("truncation", "max_length", "return_tensors"),
+    "fill-mask": ("top_k", "targets", "tokenizer_kwargs"),
+    "zero-shot-classification": ("candidate_labels", "hypothesis_template", "multi_label", "truncation"),
+    "feature-extraction": ("truncation", "max_length", "return_tensors", "tokenize_kwargs"),
 }  # fmt: skip
+
+
+def _passed_on(task: str, name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the keywords that a pipeline hands to its tokenizer, taken out of its options.
+
+    Args:
+        task: the pipeline's task.
+        name: the option that holds them.
+        options: all options of a call.
+
+    Raises:
+        TypeError: something else is said.
+    """
+    given = dict(options.pop(name, None) or {})
+    wrong = [f"{key}={value!r}" for key, value in given.items() if key not in ("truncation", "max_length")]
+    if wrong:
+        raise TypeError(f"{task}: {name} has {', '.join(wrong)}; it takes truncation, max_length")
+    return given
 
 
 def _one(task: str, inputs: tuple[Any, ...]) -> Any:
@@ -185,6 +203,8 @@ def _one(task: str, inputs: tuple[Any, ...]) -> Any:
 
 def _classified(model: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
     texts = _one("text-classification", inputs)
+    # As there: a second text of a dictionary that is empty is none at all.
+    texts = [_unpaired(text) for text in texts] if isinstance(texts, list) else _unpaired(texts)
     everything = options.pop("return_all_scores", None)
     legacy = "top_k" not in options
     cut = {name: options.pop(name) for name in ("truncation", "max_length") if name in options}
@@ -202,6 +222,11 @@ def _classified(model: Any, inputs: tuple[Any, ...], options: dict[str, Any]) ->
     if single:
         return found if isinstance(texts, str) else found[0]
     return (row[0] for row in found) if isinstance(found, Iterator) else [row[0] for row in found]
+
+
+def _unpaired(text: Any) -> Any:
+    alone = isinstance(text, Mapping) and text.get("text_pair", "given") == ""
+    return {"text": text.get("text")} if alone else text
 
 
 def _cut_classes(model: Any, text: Any, cut: dict[str, Any], options: dict[str, Any]) -> list[Any]:
@@ -296,8 +321,22 @@ def _answered(model: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> A
 
 def _filled(model: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
     texts = _one("fill-mask", inputs)
+    cut = _passed_on("fill-mask", "tokenizer_kwargs", options)
+    if options.get("targets") is not None and not options["targets"]:
+        raise PredictError(
+            "fill-mask: no targets; expected words to choose from, or none said for the whole vocabulary"
+        )
+    if cut.get("truncation"):
+        most = cut.get("max_length") or model.max_tokens
+        texts = _cut_text(model, texts, most) if isinstance(texts, str) else [_cut_text(model, t, most) for t in texts]
     found = model.fill_mask(texts, compat="transformers", **options)
     return found[0] if isinstance(texts, list) and len(texts) == 1 else found
+
+
+def _cut_text(model: Any, text: str, most: int | None) -> str:
+    """Return the text up to the last of its tokens that a row of so many has room for."""
+    offsets = model.tokenizer(text, truncation=True, max_length=most, return_offsets_mapping=True)["offset_mapping"]
+    return text[: max(end for _, end in offsets)]
 
 
 def _zero_shot(model: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -306,6 +345,7 @@ def _zero_shot(model: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> 
     texts = _one("zero-shot-classification", inputs)
     if "candidate_labels" not in options:
         raise PredictError("zero-shot-classification: no labels; expected candidate_labels=[...]")
+    options.pop("truncation", None)  # passed over there: the text is cut where it has to be
     try:
         return model.zero_shot(texts, compat="transformers", **options)
     except TokenizerError:
@@ -334,6 +374,7 @@ def _features(model: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> A
     from flodl_hf.decode.compat import feature_extraction
 
     texts = _one("feature-extraction", inputs)
+    options = {**_passed_on("feature-extraction", "tokenize_kwargs", options), **options}
     model.ready("feature-extraction")
 
     def run(text: str) -> Any:

@@ -8,6 +8,7 @@ model is handed out only when all of it is there. What was read is remembered as
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,8 +18,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from flodl.collecting import gc_paused
-from flodl.devices import find_device
-from flodl.errors import CheckpointError, ConfigError, printable
+from flodl.devices import default_device, find_device
+from flodl.errors import CheckpointError, ConfigError, DeviceError, printable
 from flodl.graph import Graph
 from flodl_hf.adapters.attach import adapters_of
 from flodl_hf.attention import check_implementation
@@ -84,10 +85,12 @@ def load_model(
     """Return the filled model; see `EncoderModel.from_pretrained` for arguments and errors."""
     head = model_class.head
     given, attention = check_dtype(dtype), check_implementation(attention)
-    device = None if device is None else find_device(device)
+    around = default_device()
+    device = _asked(around) if device is None else find_device(device)
     labels = None if labels is None else listed_texts(labels, "labels")
     name_or_path, opened = _adapter(name_or_path, adapter, hub)
-    with gc_paused(settled=True):
+    # The default device is where the model goes, not where its parts are put together.
+    with gc_paused(settled=True), nullcontext() if around is None else torch.device("cpu"):
         model = _load(
             model_class, name_or_path, head, hub, given, device, attention, labels, problem_type, ignore_config_keys,
             strict_config, allow_nonfinite, mapped, weights, verified, opened,
@@ -98,6 +101,21 @@ def load_model(
             held.put(model, "default")
             model.sentence_recipe = read_recipe(opened.path) or model.sentence_recipe
     return model.eval()
+
+
+def _asked(around: torch.device | None) -> torch.device | None:
+    """Return where a model goes for which no device is named.
+
+    Raises:
+        DeviceError: the program's default device holds no values.
+    """
+    if around is not None and around.type == "meta":
+        raise DeviceError(
+            "device: found torch's default device 'meta', which holds no values; expected a device for the weights; "
+            "load outside of torch.device('meta'), or say device='cpu'",
+            device="meta",
+        )
+    return None if around is None else find_device(around)
 
 
 def _adapter(

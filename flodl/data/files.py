@@ -12,6 +12,7 @@ import gzip
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any, Literal, get_args
 
@@ -67,7 +68,8 @@ def read_rows(
         format: what the file is; by default its suffix says.
         columns: names of the columns, for CSV, TSV and CoNLL files without a header.
         header: whether the first line is a header; None decides by its looks.
-        delimiter: between the cells of CSV and TSV files; a comma or a tab by default.
+        delimiter: between the cells of CSV and TSV files; by default a tab in TSV files, and in CSV files a comma, or
+            the semicolon or tab that divides a header without commas.
 
     Raises:
         DataError: the file is absent, of no known format, or faulty; ``path``, ``line`` and ``problems``
@@ -92,7 +94,7 @@ def read_rows(
             format=kind,
         )
     if kind in ("csv", "tsv"):
-        return _read_cells(path, delimiter or ("," if kind == "csv" else "\t"), kind == "csv", columns, header)
+        return _read_cells(path, delimiter or ("" if kind == "csv" else "\t"), kind == "csv", columns, header)
     if kind == "conll":
         return _closing(path, lambda lines: read_conll(lines, path, columns=columns))
     if kind == "jsonl":
@@ -176,8 +178,11 @@ def _read_cells(
     if csv.field_size_limit() < _FIELD_BYTES:
         csv.field_size_limit(_FIELD_BYTES)
     with _open(path) as file:
+        texts = _texts(file, faults)
+        if not delimiter:
+            delimiter, texts = _separated(texts) if columns is None and header is not False else (",", texts)
         reader = csv.reader(
-            (text for _, text in _lines(file, faults)),
+            texts,
             delimiter=delimiter,
             quoting=csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE,
             strict=True,
@@ -208,6 +213,27 @@ def _read_cells(
             elif not faults.count:
                 yield dict(zip(names, cells, strict=True))
     faults.check(advice)
+
+
+def _texts(file: IO[bytes], faults: Faults) -> Iterator[str]:
+    return (text for _, text in _lines(file, faults))
+
+
+def _separated(texts: Iterator[str]) -> tuple[str, Iterator[str]]:
+    """Return what stands between the cells of a CSV file, by its header, and its lines, none of them lost.
+
+    That is a comma. Where a header has none, as in what spreadsheet programs write in countries with a decimal
+    comma, it is the semicolon or tab that makes several names of it.
+    """
+    first = []
+    for text in texts:
+        first.append(text)
+        if text.strip():
+            break
+    header = first[-1].strip() if first else ""
+    cells = {sign: next(csv.reader([header], delimiter=sign), []) for sign in (",", ";", "\t")}
+    found = [sign for sign in (";", "\t") if len(cells[sign]) > 1 and _looks_like_header(cells[sign])]
+    return found[0] if len(cells[","]) == 1 and len(found) == 1 else ",", chain(first, texts)
 
 
 def _looks_like_header(cells: Sequence[str]) -> bool:

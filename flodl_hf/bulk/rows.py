@@ -26,6 +26,7 @@ from flodl.data.files import (
     _format_of,
     _looks_like_header,
     _open,
+    _separated,
     _unnamed,
 )
 from flodl.errors import DataError, nearest, printable
@@ -255,7 +256,7 @@ class _LineRows(_TextRows):
 
 
 class _CellRows(_TextRows):
-    """Cells with commas or tabs between them, under a header."""
+    """Cells with commas, semicolons or tabs between them, under a header."""
 
     def __init__(
         self, file: IO[bytes], name: str, size: int | None, hashed: bool, quoted: bool, header: bool | None
@@ -264,9 +265,12 @@ class _CellRows(_TextRows):
         if csv.field_size_limit() < _FIELD_BYTES:
             csv.field_size_limit(_FIELD_BYTES)
         self._damaged: dict[int, str] = {}
+        delimiter, texts = "," if quoted else "\t", self._texts()
+        if quoted and header is not False:
+            delimiter, texts = _separated(texts)
         self._reader = csv.reader(
-            self._texts(),
-            delimiter="," if quoted else "\t",
+            texts,
+            delimiter=delimiter,
             quoting=csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE,
             strict=True,
         )

@@ -262,9 +262,9 @@ def _count(owners: Sequence[int] | np.ndarray) -> int:
 
 def _thresholds(threshold: float | Sequence[float] | Mapping[str, float] | None, labels: Sequence[str]) -> Tensor:
     if threshold is None:
-        return torch.full((len(labels),), -torch.inf)
+        return torch.full((len(labels),), -torch.inf, dtype=torch.float32)
     if isinstance(threshold, (int, float)):
-        return torch.full((len(labels),), float(threshold))
+        return torch.full((len(labels),), float(threshold), dtype=torch.float32)
     if isinstance(threshold, Mapping):
         unknown = [name for name in threshold if name not in labels]
         if unknown:
@@ -272,14 +272,14 @@ def _thresholds(threshold: float | Sequence[float] | Mapping[str, float] | None,
                 f"classification: thresholds for unknown labels {unknown}; expected names among {list(labels)}",
                 unknown=unknown,
             )
-        return torch.tensor([float(threshold.get(label, -np.inf)) for label in labels])
+        return torch.tensor([float(threshold.get(label, -np.inf)) for label in labels], dtype=torch.float32)
     if len(threshold) != len(labels):
         raise PredictError(
             f"classification: {len(threshold)} thresholds for {len(labels)} labels; expected one per label",
             found=len(threshold),
             labels=len(labels),
         )
-    return torch.tensor([float(value) for value in threshold])
+    return torch.tensor([float(value) for value in threshold], dtype=torch.float32)
 
 
 def entailment_id(labels: Sequence[str]) -> int:
@@ -402,7 +402,7 @@ def decode_ranking(
     if bool((windows == 0).any()):
         missing = np.flatnonzero(windows == 0).tolist()
         raise PredictError(f"ranking: documents {missing[:20]} have no row", missing=missing)
-    best = torch.full((count,), -torch.inf, device=values.device)
+    best = torch.full((count,), -torch.inf, dtype=values.dtype, device=values.device)
     best.scatter_reduce_(0, torch.from_numpy(owner).to(values.device), values, "amax")
     ordered, index = torch.sort(best, descending=True, stable=True)
     scores = torch.sigmoid(ordered) if activation == "sigmoid" else ordered

@@ -182,7 +182,7 @@ def decode_targets(
     token = torch.tensor([t for target in targets for t in target] * masks, device=values.device)
     group = torch.repeat_interleave(torch.tensor(wanted, device=values.device))
     log = values[row, token] - values.logsumexp(1)[row]
-    total = torch.zeros(len(wanted), device=values.device).index_add_(0, group, log)
+    total = torch.zeros(len(wanted), device=values.device, dtype=log.dtype).index_add_(0, group, log)
     total = total.view(masks, len(targets))
     ordered, index = torch.sort(total, dim=1, descending=True, stable=True)
     ordered, index = ordered[:, :top_k], index[:, :top_k]

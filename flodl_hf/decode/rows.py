@@ -246,7 +246,7 @@ def flat_logits(logits: Logits, rows: Rows, trailing: int) -> tuple[Tensor, np.n
         sizes = np.fromiter((part.shape[0] for part in parts), np.int64, len(parts))
         if len(parts) != len(rows) or bool((sizes < lengths).any()):
             raise _misfit([tuple(part.shape) for part in parts], lengths)
-        flat = torch.cat(parts) if parts else torch.zeros((0,) * (1 + trailing))
+        flat = torch.cat(parts) if parts else torch.zeros((0,) * (1 + trailing), dtype=torch.float32)
         return flat, np.cumsum(sizes) - sizes
     tensor = as_tensor(logits)
     if tensor.ndim == 2 + trailing:

@@ -145,7 +145,8 @@ class BaseModel(EncoderModel):
         session = Session(self, run)
         dense = recipe.dense if recipe and pooling is None else ()
         if isinstance(texts, Sequence) and not single and not len(texts):
-            return torch.zeros(0, truncate_dim or (dense[-1].size if dense else self.config.encoder.hidden_size))
+            width = truncate_dim or (dense[-1].size if dense else self.config.encoder.hidden_size)
+            return torch.zeros(0, width, dtype=torch.float32)
         if dense or (before and recipe and not recipe.include_prompt):
             from flodl_hf.heads.vectors import pooled_beyond
 

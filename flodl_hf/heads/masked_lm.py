@@ -116,7 +116,7 @@ class MaskedLM(ScoringModel):
         if compat is None:
             job = found_by(job, Fills)
         if isinstance(texts, str):
-            return job.alone([texts])[0]
+            return session.alone(texts, job)
         # Scores over a whole vocabulary take much memory.
         found = session.run(texts, job, rows=16, what="fill_mask")
         return results_of(found) if compat is None else found
@@ -204,7 +204,7 @@ class MaskedLM(ScoringModel):
 
         job: Job[str, Any] = found_by(Job(encode, start, finish), Fills)
         if isinstance(texts, str):
-            return job.alone([texts])[0]
+            return session.alone(texts, job)
         return results_of(session.run(texts, job, rows=4, what="fill_mask"))
 
     def _fill(

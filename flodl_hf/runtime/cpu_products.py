@@ -215,7 +215,7 @@ class Int8Linear:
         self._zeros = torch.zeros(weight.shape[0], dtype=torch.int32)
         self._sums = whole.sum(dim=1, dtype=torch.float32).mul_(self._scale)
         self._packed = torch.ops.onednn.qlinear_prepack(whole, None)
-        self._bias = torch.zeros(weight.shape[0]) if bias is None else bias.detach()
+        self._bias = torch.zeros(weight.shape[0], dtype=torch.float32) if bias is None else bias.detach()
 
     def __call__(self, x: Tensor, buffer: str = "") -> Tensor:
         """Return the product."""
@@ -298,8 +298,10 @@ def sums_in_32_bits() -> bool:
         return False
     with torch.inference_mode():
         # Ones quantise to 255 and 127, and 255 * 127 twice is more than 16 bits hold.
-        product = Int8Linear(torch.ones(32, 64), None, Scratch(), bits=8)
-        return all(float((product(torch.ones(rows, 64)) - 64.0).abs().max()) < 0.5 for rows in (1, 5, 64))
+        product = Int8Linear(torch.ones(32, 64, dtype=torch.float32), None, Scratch(), bits=8)
+        return all(
+            float((product(torch.ones(rows, 64, dtype=torch.float32)) - 64.0).abs().max()) < 0.5 for rows in (1, 5, 64)
+        )
 
 
 def _tried(make: Callable[[Tensor, Tensor], Product], dtype: torch.dtype, bound: float) -> bool:

@@ -70,6 +70,12 @@ def split_pairs(items: Sequence[Any], task: str) -> tuple[Sequence[str], list[st
     seconds: list[str | None] = []
     for place, item in enumerate(items):
         if isinstance(item, Mapping):
+            if "text" not in item:
+                raise PredictError(
+                    f"{task}: item {place} has the keys {[str(key) for key in item][:20]}; expected 'text', and "
+                    "'text_pair' for a pair; rename the key, or give the text alone",
+                    place=place,
+                )
             item = (item.get("text"), item.get("text_pair")) if "text_pair" in item else item.get("text")
         pair: Any = (item, None) if isinstance(item, str) else item
         valid = isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[0], str)

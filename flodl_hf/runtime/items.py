@@ -38,7 +38,8 @@ def several(items: Any, method: str, *, mapping: bool = False) -> Any:
             found=list(items),
         )
     if hasattr(items, "columns") or hasattr(items, "column_names"):
-        names = list(items.columns if hasattr(items, "columns") else items.column_names)[:20]
+        # pyarrow's `columns` are the columns themselves.
+        names = list(items.column_names if hasattr(items, "column_names") else items.columns)[:20]
         raise PredictError(
             f"{method}: found a whole table ({found} with columns {[str(n) for n in names]}); expected the texts; give "
             f"one of its columns",

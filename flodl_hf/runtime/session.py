@@ -24,6 +24,7 @@ from flodl_hf.runtime.passes import Work
 from flodl_hf.runtime.pending import COUNTED
 from flodl_hf.runtime.seen import seen
 from flodl_hf.runtime.stream import WINDOW, Job, stream
+from flodl_hf.runtime.surroundings import plainly, undisturbed
 
 if TYPE_CHECKING:
     from flodl_hf.graph_model import GraphModel
@@ -150,9 +151,13 @@ class Session:
         if kind is not None:
             job = found_by(job, kind, **words)
         if single:
-            return job.alone([items])[0]
+            return self.alone(items, job)
         found = self.run(items, job, rows=rows, what=what, call=call)
         return results_of(found) if kind is not None else found
+
+    def alone(self, item: Any, job: Job[Any, R]) -> R:
+        """Return the answer that a job gives to one item, which somebody waits for."""
+        return undisturbed(job).alone([item])[0]
 
     def run(
         self, items: Iterable[Any], job: Job[Any, R], *, rows: int = 1, what: str = "predict", call: Call | None = None
@@ -169,10 +174,10 @@ class Session:
             first = most = self.options.window or max(1, texts // rows)
 
         # A first call prepares the graph, for which no text has to be there.
-        meanwhile = self.runner if call is None or not call.ready else None
+        meanwhile = plainly(self.runner) if call is None or not call.ready else None
 
         def answers(job: Job[Any, R]) -> Any:
-            return stream(items, job, first=first, most=most, ahead=ahead, deep=deep, meanwhile=meanwhile)
+            return stream(items, undisturbed(job), first=first, most=most, ahead=ahead, deep=deep, meanwhile=meanwhile)
 
         return seen(items, job, answers, what=what, show=self.options.progress, by_batch=not ahead)
 

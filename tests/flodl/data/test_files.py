@@ -133,6 +133,30 @@ def test_headers_are_told_by_their_looks_or_said(write):
     assert load_rows(write("c.csv", "a;b\n1;2\n"), delimiter=";") == [{"a": "1", "b": "2"}]
 
 
+@pytest.mark.parametrize(
+    ("text", "rows"),
+    [
+        ("text;label\nking, queen;good\n", [{"text": "king, queen", "label": "good"}]),
+        ('\n"text";"label"\n"a;b";c\n', [{"text": "a;b", "label": "c"}]),
+        ("text\tlabel\nking, queen\tgood\n", [{"text": "king, queen", "label": "good"}]),
+        ("text,label;no\nking,a;b\n", [{"text": "king", "label;no": "a;b"}]),
+        ('"text; raw"\nking\n', [{"text; raw": "king"}]),
+        ("text\na;b\n", [{"text": "a;b"}]),
+        ("text;\nking\n", [{"text;": "king"}]),
+        ("", []),
+    ],
+)
+def test_a_header_says_what_stands_between_cells(text, rows, write):
+    path = write("c.csv", text)
+    assert list(read_rows(path)) == rows
+
+
+def test_a_file_without_a_header_has_commas(write):
+    path = write("c.csv", "king;queen\n")
+    assert load_rows(path, columns=["text"]) == [{"text": "king;queen"}]
+    assert load_rows(path, header=False) == [{"text": "king;queen"}]
+
+
 def test_a_field_longer_than_the_librarys_limit_is_read(write):
     assert len(load_rows(write("a.csv", "text,label\n" + "x" * 300_000 + ",1\n"))[0]["text"]) == 300_000
 

@@ -85,6 +85,25 @@ def writer(suffix: str, names: list[str], first: list[Row] | None = None) -> Any
     )
 
 
+@pytest.mark.parametrize(
+    ("text", "rows"),
+    [
+        ('\n"text";"label"\n"a;b";c\n"two\nlines";d\n', [["a;b", "c"], ["two\nlines", "d"]]),
+        ("text\tlabel\nking, queen\tgood\n", [["king, queen", "good"]]),
+        ("text,label;no\nking,a;b\n", [["king", "a;b"]]),
+    ],
+)
+def test_a_header_says_what_stands_between_cells(text: str, rows: list[list[str]], tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text(text, "utf-8")
+    rows_of = open_rows(path)
+    found = rows_of.take(9)
+    rows_of.close()
+    assert [list((row.values or {}).values()) for row in found] == rows
+    assert [row.values for row in found] == list(read_rows(path))
+    assert found[0].line == text.count("\n", 0, text.index("label")) + 2
+
+
 @BUDGET
 @given(texts=st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=8))
 @pytest.mark.parametrize("suffix", ["csv", "jsonl"])

@@ -31,6 +31,7 @@ HEADS = {
     "question-answering": ("question_answering", {}),
 }
 PAIR = {"text": TEXTS[0], "text_pair": TEXTS[1]}
+UNPAIRED = {"text": TEXTS[0], "text_pair": ""}
 LABELS = ["cat", "film", "corp"]
 # A task, its inputs, and the keywords of the call.
 CALLS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
@@ -43,6 +44,7 @@ CALLS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("text-classification", ([LONG, TEXTS[0]],), {"truncation": True, "max_length": 12, "top_k": None}),
     ("text-classification", ({"text": TEXTS[0], "text_pair": LONG},), {"truncation": True}),
     ("text-classification", (TEXTS,), {"batch_size": 2, "padding": True}),
+    *[("text-classification", (given,), options) for given in (UNPAIRED, [UNPAIRED, UNPAIRED]) for options in ({}, {"truncation": True})],
     *[
         ("token-classification", (given,), options)
         for given in (TEXTS[0], TEXTS, TEXTS[:1])
@@ -58,6 +60,11 @@ CALLS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("zero-shot-classification", ([LONG, TEXTS[0]],), {"candidate_labels": LABELS}),
     *[("fill-mask", (given,), options) for given in (*MASKED, MASKED, MASKED[:1]) for options in ({}, {"top_k": 2}, {"targets": ["cat", "##s"]})],
     ("fill-mask", (MASKED[0],), {"targets": "cat"}),
+    ("fill-mask", (MASKED[0] + " " + LONG,), {"tokenizer_kwargs": {"truncation": True}}),
+    ("fill-mask", (MASKED,), {"tokenizer_kwargs": {"truncation": True, "max_length": 8}}),
+    ("zero-shot-classification", (TEXTS[0],), {"candidate_labels": LABELS, "truncation": True}),
+    ("token-classification", (["ada", "lives"],), {"is_split_into_words": True, "delimiter": " "}),
+    ("feature-extraction", (LONG,), {"tokenize_kwargs": {"truncation": True, "max_length": 8}}),
     *[("feature-extraction", (given,), {}) for given in (TEXTS[0], TEXTS, TEXTS[:1])],
     ("feature-extraction", (LONG,), {"truncation": True}),
     ("feature-extraction", (TEXTS[0],), {"return_tensors": True}),
@@ -109,6 +116,14 @@ def test_calls_answer_as_transformers(
         if "top_k" not in options:
             same(pipeline(task, folder, device=-1, torch_dtype="float32", **options)(*inputs), expected)
     same(found, expected)
+
+
+def test_what_a_tokenizer_is_told_is_known(saved: Saved) -> None:
+    fill = pipeline("fill-mask", saved("bert", "masked_lm"))
+    with pytest.raises(TypeError, match=r"tokenizer_kwargs has foo=True; it takes truncation, max_length"):
+        fill(MASKED[0], tokenizer_kwargs={"foo": True})
+    with pytest.raises(PredictError, match="no targets"):
+        fill(MASKED[0], targets=[])
 
 
 @pytest.mark.parametrize("task", HEADS)

@@ -150,6 +150,17 @@ def test_a_whole_table_is_refused_by_the_names_of_its_columns(head: str, name: s
         ASK[head](make("bert", head), table)
 
 
+def test_a_table_whose_columns_are_values_is_refused_by_their_names(make: Maker) -> None:
+    table = type("Table", (Column,), {"columns": [["a text"]], "column_names": ["text"]})(["text"])
+    with pytest.raises(PredictError, match=r"whole table \(Table with columns \['text'\]\)"):
+        make("bert", "sequence_classification").predict(table)
+
+
+def test_a_dictionary_without_a_text_is_told_by_its_keys(make: Maker) -> None:
+    with pytest.raises(PredictError, match=r"item 1 has the keys \['sentence'\]; expected 'text'"):
+        make("bert", "sequence_classification").predict([{"text": "a"}, {"sentence": "a"}])
+
+
 def test_documents_of_a_ranking_are_a_list(make: Maker) -> None:
     model = make("bert", "sequence_classification", id2label={"0": "fits"})
     for query, documents in (("a cat", "the cat sat"), (["a cat"], ["x"]), ("a cat", ["x", 3])):
