@@ -42,7 +42,10 @@ NEEDS = {
     "flodl_hf.client": "httpx",
     "flodl_hf.serving.app": "starlette",
     "flodl_hf.serving.running": "uvicorn",
-    **{f"flodl_hf.kernels.{n}": "triton" for n in ("disentangled", "operations", "random", "rows", "short_texts")},
+    **{
+        f"flodl_hf.kernels.{n}": "triton"
+        for n in ("disentangled", "operations", "random", "rotary", "rows", "short_texts")
+    },
 }
 
 
