@@ -158,15 +158,19 @@ def _cuda(graph: Graph, device: torch.device, named: str, dtype: torch.dtype, pr
     if not half:
         kernels.append(f"our kernels: none, they are for bf16 and fp16 and this is {named}")
     elif not sizes:
-        kernels.append(f"our kernels: attention of its own kind, or heads of another width than {HEAD_WIDTHS}")
+        kernels.append("our kernels: none of these, attention is of its own kind")
     elif not present:
         kernels.append("our kernels: not tried, there is no CUDA device here")
     else:
         held = all(trusted("prediction", device, dtype, each, prediction) for each in sizes)
         kernels.append("our kernels: trusted on this device" if held else "our kernels: not trusted on this device")
-    if half and any(each.distances for each in sizes):
+    others = sorted({each.width // each.heads for each in sizes} - set(HEAD_WIDTHS))
+    if half and others:
+        found, known = (", ".join(map(str, widths)) for widths in (others, HEAD_WIDTHS))
+        kernels.append(f"attention: torch's own, since heads of {found} features are none of {known}")
+    elif half and any(each.distances for each in sizes):
         kernels.append("attention: one kernel, which reads what distances add from a table made once a pass")
-    elif half:
+    elif half and sizes:
         kernels.append(f"attention: one kernel among texts up to {SHORT} tokens, torch's variable-length one above")
     if half and any(each.turns for each in sizes):
         kernels.append("rotary positions: one kernel, in the product of queries and keys")

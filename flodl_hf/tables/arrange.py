@@ -20,7 +20,7 @@ from flodl_hf.encoder import FirstToken
 from flodl_hf.encoder_layer import EncoderLayer, FeedForward
 from flodl_hf.kernels.trust import trusted
 from flodl_hf.layout import Layout
-from flodl_hf.tables.cuda import HEAD_WIDTHS, CudaTable, norm_kind
+from flodl_hf.tables.cuda import CudaTable, norm_kind
 from flodl_hf.tables.processor import MakeProduct, ProcessorTable
 from flodl_hf.tables.table import TORCH, Table
 from flodl_hf.tables.training import TrainingTable
@@ -89,7 +89,7 @@ def sizes_of(layer: EncoderLayer) -> LayerSizes | None:
     if type(attention) is not SelfAttention or type(feed_forward) is not FeedForward:
         return None
     width = attention.query.in_features
-    if width // attention.num_heads not in HEAD_WIDTHS or norm_kind(layer.feed_forward_norm) is None:
+    if norm_kind(layer.feed_forward_norm) is None:
         return None
     dropped = [m.p for m in layer.modules() if isinstance(m, nn.Dropout)]
     return LayerSizes(

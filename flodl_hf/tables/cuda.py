@@ -117,7 +117,7 @@ class CudaTable(Table):
         weight, bias = self._joined[id(attention)]
         sizes = [part.out_features for part in (attention.query, attention.key, attention.value)]
         joined = nn.functional.linear(hidden, weight, bias)
-        ours = self._serves(attention, hidden, layout)
+        ours = self._serves(attention, layout)
         rotary = attention.rotary if ours else None
         if rotary is not None:
             from flodl_hf.kernels.operations import turn
@@ -126,7 +126,7 @@ class CudaTable(Table):
             heads = attention.num_heads + attention.kv_heads
             turn(joined, cos, sin, heads=heads, width=rotary.width, wide=rotary.widened)
         query, key, value = joined.split(sizes, dim=-1)
-        if ours and self._mixes(attention, layout, given):
+        if ours and self._mixes(attention, hidden, layout, given):
             from flodl_hf.kernels.operations import mix
 
             assert isinstance(layout, Packed)
@@ -141,18 +141,13 @@ class CudaTable(Table):
             mixed = attention.mixed(query, key, value, layout, **given, fast=True, placed=rotary is not None)
         return _Branch(layout.first(mixed) if first else mixed, attention.output)
 
-    def _serves(self, attention: Any, hidden: Tensor, layout: Layout) -> bool:
+    def _serves(self, attention: Any, layout: Layout) -> bool:
         """Return whether our kernels take queries and keys as they are."""
-        return (
-            self.kernels
-            and type(attention) is SelfAttention
-            and hidden.shape[-1] // attention.num_heads in HEAD_WIDTHS
-            and isinstance(layout, Packed)
-        )
+        return self.kernels and type(attention) is SelfAttention and isinstance(layout, Packed)
 
-    def _mixes(self, attention: Any, layout: Layout, given: Mapping[str, Any]) -> bool:
+    def _mixes(self, attention: Any, hidden: Tensor, layout: Layout, given: Mapping[str, Any]) -> bool:
         """Return whether attention is a kernel of ours."""
-        if attention.implementation == "eager":
+        if attention.implementation == "eager" or hidden.shape[-1] // attention.num_heads not in HEAD_WIDTHS:
             return False
         if given.get("bias") is None:
             return short_layout(layout) and not set(given) - {"bias"}

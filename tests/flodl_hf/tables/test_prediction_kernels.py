@@ -237,6 +237,11 @@ def test_what_runs_is_explained(model_type: str, monkeypatch: pytest.MonkeyPatch
     assert ("gates: one product" in said) == (model_type == "modernbert")
     assert ("what distances add" in said) == (model_type == "mpnet")
     assert ("one kernel among texts up to 128" in said) == (model_type != "mpnet")
+    for _, layer in layers_of(graph):
+        attention: Any = layer.attention
+        attention.num_heads = attention.kv_heads = 8  # eight wide
+    said = "\n".join(explain_graph(graph, torch.device("cuda"), torch.bfloat16, "bf16").kernels)
+    assert "torch's own, since heads of 8 features are none of 16, 32, 64, 128" in said
 
 
 @pytest.mark.gpu
