@@ -99,7 +99,6 @@ def load_model(
             held = adapters_of(model)
             held.add("default", opened.adapter(model))
             held.put(model, "default")
-            model.sentence_recipe = read_recipe(opened.path) or model.sentence_recipe
     return model.eval()
 
 

@@ -21,6 +21,7 @@ from flodl_hf.adapters.scaled import ScaledLinear, ScalePart
 from flodl_hf.adapters.settings import Settings
 from flodl_hf.adapters.targets import Site
 from flodl_hf.graph_model import GraphModel
+from flodl_hf.sentence import SentenceRecipe
 
 __all__ = ["Adapter", "Adapters", "Part", "adapters_of"]
 
@@ -49,6 +50,7 @@ class Adapter:
         labels: names of the head's labels; None for the model's.
         problem_type: what the labels are; None for the model's.
         stored: settings of the file it came from.
+        recipe: how vectors are made with it; None for as the model makes them.
     """
 
     settings: Settings
@@ -59,6 +61,7 @@ class Adapter:
     labels: tuple[str, ...] | None = None
     problem_type: str | None = None
     stored: Mapping[str, Any] = field(default_factory=dict)
+    recipe: SentenceRecipe | None = None
 
     def parameters(self) -> Iterable[nn.Parameter]:
         """Yield everything that it holds."""
@@ -76,6 +79,7 @@ class _Before:
     learned: list[nn.Parameter]
     untouched: dict[str, int]
     config: Any
+    recipe: SentenceRecipe | None
 
 
 @dataclass
@@ -131,7 +135,7 @@ class Adapters:
         graph = model.graph
         named = dict(graph.named_parameters(remove_duplicate=False))
         learned = [p for p in graph.parameters() if p.requires_grad]
-        before = _Before({}, {}, learned, dict(model._untouched), model.config)
+        before = _Before({}, {}, learned, dict(model._untouched), model.config, model.sentence_recipe)
         home = next(graph.parameters()).device
         for parameter in graph.parameters():
             parameter.requires_grad_(False)
@@ -151,6 +155,7 @@ class Adapters:
         model._untouched = {n: v for n, v in model._untouched.items() if n not in adapter.kept} | adapter.untrained
         if adapter.labels is not None or adapter.problem_type is not None:
             model.config = model.config.changed(labels=adapter.labels, problem_type=adapter.problem_type)
+        model.sentence_recipe = adapter.recipe or model.sentence_recipe
         self.active, self._before = name, before
 
     def take_out(self, model: GraphModel) -> None:
@@ -175,6 +180,8 @@ class Adapters:
         for parameter in before.learned:
             parameter.requires_grad_(True)
         model._untouched = {n: before.untouched.get(n, v) for n, v in before.untouched.items()}
+        if model.sentence_recipe is not before.recipe:
+            adapter.recipe, model.sentence_recipe = model.sentence_recipe, before.recipe
         model.config, self.active = before.config, None
 
     def merge(self, model: GraphModel) -> None:
@@ -248,6 +255,10 @@ class Adapters:
         if self.active == name:
             self.take_out(model)
         del self.known[name]
+
+    def recipe_without(self, model: GraphModel) -> SentenceRecipe | None:
+        """Return how the model makes vectors without an adapter."""
+        return model.sentence_recipe if self._before is None else self._before.recipe
 
     def base_names(self, model: GraphModel) -> frozenset[str]:
         """Return the names of tensors of the base that do not learn while an adapter is in."""

@@ -34,6 +34,7 @@ from flodl_hf.folders import RECIPE_FILES, resolve_folder
 from flodl_hf.graph_model import GraphModel
 from flodl_hf.loading import head_of
 from flodl_hf.parts import as_whole, part_of, split
+from flodl_hf.sentence import read_recipe
 
 __all__ = ["CONFIG", "HEAD", "PREFIX", "VIRTUAL", "WEIGHTS", "AdapterFolder", "open_adapter", "prefix_of"]
 
@@ -185,7 +186,7 @@ class AdapterFolder:
         labels = model.config.labels if model.head in ("sequence_classification", "token_classification") else None
         return Adapter(
             self.settings, {path: sites[path] for path in sites if path in found}, parts, own, {},
-            None if labels is None else tuple(labels), self.problem_type, dict(self.values),
+            None if labels is None else tuple(labels), self.problem_type, dict(self.values), read_recipe(self.path),
         )  # fmt: skip
 
     def _virtual(self, model: GraphModel, settings: Prompt | Prefix, problems: list[str]) -> dict[str, Part]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flodl_hf.adapters.attach import Adapter
+from flodl_hf.adapters.attach import Adapter, adapters_of
 from flodl_hf.adapters.folder import CONFIG, HEAD, VIRTUAL, WEIGHTS, prefix_of
 from flodl_hf.adapters.lora import LoraPart
 from flodl_hf.adapters.peft_file import every_value, ia3_values, lora_values, virtual_values
@@ -94,7 +94,7 @@ def save_adapter(
             back as the same bytes.
     """
     tensors = stored_adapter(model, adapter)
-    others = {CONFIG: _json(_settings(model, adapter)), HEAD: _json(_head(model, adapter))} | _recipe(model)
+    others = {CONFIG: _json(_settings(model, adapter)), HEAD: _json(_head(model, adapter))} | _recipe(model, adapter)
     others |= dict(extra_files or {})
     written: list[WrittenFile] = []
 
@@ -112,9 +112,11 @@ def save_adapter(
     return target
 
 
-def _recipe(model: GraphModel) -> dict[str, bytes]:
+def _recipe(model: GraphModel, adapter: Adapter) -> dict[str, bytes]:
     """Return what says how vectors are made, which training may have changed."""
-    recipe = model.sentence_recipe
+    held = adapters_of(model)
+    active = held.active is not None and held.known[held.active] is adapter
+    recipe = model.sentence_recipe if active else adapter.recipe or held.recipe_without(model)
     if recipe is None or model.head not in ("base", "masked_lm"):
         return {}
     if recipe.late is not None and "modules.json" not in recipe.files:

@@ -27,10 +27,12 @@ from flodl_hf.vectors.losses.pairs import (
 )
 from flodl_hf.vectors.losses.ranking import (
     GISTEmbedLoss,
+    MegaBatchMarginLoss,
     MultipleNegativesRankingLoss,
     MultipleNegativesSymmetricRankingLoss,
 )
-from flodl_hf.vectors.losses.teachers import DistillKLDivLoss, MarginMSELoss, MSELoss
+from flodl_hf.vectors.losses.spread import GlobalOrthogonalRegularizationLoss
+from flodl_hf.vectors.losses.teachers import DistillKLDivLoss, EmbedDistillLoss, MarginMSELoss, MSELoss
 from flodl_hf.vectors.losses.wrapped import AdaptiveLayerLoss, MatryoshkaLoss
 
 __all__ = ["CACHED", "LOSSES", "USUAL", "AdaptiveLayerLoss", "MatryoshkaLoss", "VectorLoss", "loss_named", "make_loss"]
@@ -41,7 +43,7 @@ LOSSES: dict[str, Any] = {
         MultipleNegativesRankingLoss, MultipleNegativesSymmetricRankingLoss, GISTEmbedLoss, CoSENTLoss, AnglELoss,
         CosineSimilarityLoss, ContrastiveLoss, OnlineContrastiveLoss, TripletLoss, BatchAllTripletLoss,
         BatchHardTripletLoss, BatchHardSoftMarginTripletLoss, BatchSemiHardTripletLoss, MSELoss, MarginMSELoss,
-        DistillKLDivLoss,
+        DistillKLDivLoss, EmbedDistillLoss, MegaBatchMarginLoss, GlobalOrthogonalRegularizationLoss,
     )
 }  # fmt: skip
 """By name."""

@@ -1,7 +1,8 @@
 """Losses that rank a text's partner above all other texts of the batch.
 
 Multiple negatives ranking (Henderson et al. 2017, arXiv:1705.00652), with its symmetric and combined forms (Li et al.
-2023, arXiv:2308.03281) and weights of hard negatives (Lan et al. 2025); GIST, which leaves out those that a guide finds
+2023, arXiv:2308.03281) and weights of hard negatives (Lan et al. 2025); margins from the nearest other partner of a
+large batch (Wieting and Gimpel 2018, arXiv:1711.05732); GIST, which leaves out those that a guide finds
 nearer than the partner (Solatorio 2024, arXiv:2402.16829).
 """
 
@@ -19,7 +20,12 @@ from torch.utils.checkpoint import checkpoint
 from flodl_hf.similarity import MEASURES
 from flodl_hf.vectors.losses.loss import Form
 
-__all__ = ["GISTEmbedLoss", "MultipleNegativesRankingLoss", "MultipleNegativesSymmetricRankingLoss"]
+__all__ = [
+    "GISTEmbedLoss",
+    "MegaBatchMarginLoss",
+    "MultipleNegativesRankingLoss",
+    "MultipleNegativesSymmetricRankingLoss",
+]
 
 AT_ONCE = 1 << 26
 """Similarities that are kept at once; of larger batches they are computed in parts, and again for the gradient."""
@@ -131,6 +137,43 @@ class MultipleNegativesSymmetricRankingLoss(MultipleNegativesRankingLoss):
 
     directions: tuple[str, ...] = ("query_to_doc", "doc_to_query")
     partition_mode: str = "per_direction"
+
+
+@dataclass(frozen=True)
+class MegaBatchMarginLoss:
+    """A text shall be near its partner, and the nearest other partner of the batch shall not be.
+
+    Attributes:
+        positive_margin: the cosine that a partner shall have.
+        negative_margin: the cosine that the nearest other shall not have.
+    """
+
+    positive_margin: float = 0.8
+    negative_margin: float = 0.3
+
+    forms: ClassVar[tuple[Form, ...]] = ("pairs", "texts")
+    in_batch: ClassVar[bool] = True
+    by_guide: ClassVar[bool] = False
+
+    def __call__(self, vectors: Sequence[Tensor], labels: Tensor | None, own: slice | None = None) -> Tensor:
+        """Return the mean over the anchors; with ``own`` over those alone, against the partners of all."""
+        queries, partners = vectors[0], vectors[1]
+        first, last = (0, len(queries)) if own is None else (own.start, own.stop)
+        rows = max(1, AT_ONCE // len(partners))
+        if rows >= last - first:
+            return self._losses(queries, partners, first, last).mean()
+        parts = [
+            checkpoint(self._losses, queries, partners, i, min(i + rows, last), use_reentrant=False)
+            for i in range(first, last, rows)
+        ]
+        return torch.cat([part for part in parts if part is not None]).mean()
+
+    def _losses(self, queries: Tensor, partners: Tensor, first: int, last: int) -> Tensor:
+        """Return the loss of each anchor from ``first`` to ``last``."""
+        table = MEASURES["cosine"](queries[first:last], partners)
+        row, here = torch.arange(last - first, device=table.device), torch.arange(first, last, device=table.device)
+        nearest = table.index_put((row, here), table.new_full((), -torch.inf)).amax(1)
+        return F.relu(self.positive_margin - table[row, here]) + F.relu(nearest - self.negative_margin)
 
 
 @dataclass(frozen=True)

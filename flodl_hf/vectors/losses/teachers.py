@@ -17,7 +17,7 @@ from flodl.errors import TrainError
 from flodl_hf.similarity import PAIRWISE
 from flodl_hf.vectors.losses.loss import Form
 
-__all__ = ["DistillKLDivLoss", "MSELoss", "MarginMSELoss"]
+__all__ = ["DistillKLDivLoss", "EmbedDistillLoss", "MSELoss", "MarginMSELoss"]
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,43 @@ class MSELoss:
         assert labels is not None
         theirs = labels.unbind(1) if labels.dim() == 3 else [labels] * len(vectors)
         parts = [F.mse_loss(mine, their.to(mine.dtype)) for mine, their in zip(vectors, theirs, strict=True)]
+        return torch.stack(parts).mean()
+
+
+@dataclass(frozen=True)
+class EmbedDistillLoss(MSELoss):
+    """How far vectors are from a teacher's; of several texts, each against the same ones or its own.
+
+    Attributes:
+        distance_metric: "cosine", "l2" or "mse".
+        projection_dim: the size of the teacher's vectors, where it is another: a layer that learns with the run brings
+            vectors there, and is not kept.
+    """
+
+    distance_metric: str = "cosine"
+    projection_dim: int | None = None
+
+    def faults(self) -> list[str]:
+        """Return what cannot be among the settings."""
+        found = []
+        if self.distance_metric not in ("cosine", "l2", "mse"):
+            found.append(f"distance_metric is {self.distance_metric!r}; expected cosine, l2 or mse")
+        if self.projection_dim is not None and (not isinstance(self.projection_dim, int) or self.projection_dim < 1):
+            found.append(f"projection_dim is {self.projection_dim!r}; expected a whole number from 1")
+        return found
+
+    def __call__(self, vectors: Sequence[Tensor], labels: Tensor | None, own: slice | None = None) -> Tensor:
+        """Return the mean over texts."""
+        if self.distance_metric == "mse":
+            return super().__call__(vectors, labels, own)
+        assert labels is not None
+        theirs = labels.unbind(1) if labels.dim() == 3 else [labels] * len(vectors)
+        parts = []
+        for mine, their in zip(vectors, theirs, strict=True):
+            if self.distance_metric == "l2":
+                parts.append(torch.linalg.vector_norm(mine - their.to(mine.dtype), dim=-1).mean())
+            else:
+                parts.append((1 - F.cosine_similarity(mine, their.to(mine.dtype), dim=-1)).mean())
         return torch.stack(parts).mean()
 
 

@@ -203,3 +203,24 @@ def test_an_encoder_alone_and_masked_words_take_adapters_without_a_head(tmp_path
     assert found.head == "base"
     assert torch.allclose(found.embed(TEXTS), model.embed(TEXTS))
     assert not torch.allclose(found.embed(TEXTS), before)
+
+
+def test_vectors_are_made_as_the_adapter_says_and_as_the_base_says_without_it(base: Path, tmp_path: Path) -> None:
+    from flodl_hf.sentence import SentenceRecipe
+
+    texts = ["a good film", "the soup was cold"]
+    AutoModel.from_pretrained(base).save_pretrained(tmp_path / "vectors")
+    first: Any = AutoModel.from_pretrained(tmp_path / "vectors")
+    plain = first.embed(texts)
+    moved(first.add_adapter(Lora(rank=2)))
+    first.sentence_recipe = SentenceRecipe(pooling=("max",), normalize=True)
+    folder, wanted = first.save_pretrained(tmp_path / "adapter"), first.embed(texts)
+    assert torch.equal(first.set_adapter(None).embed(texts), plain)
+    assert torch.equal(first.set_adapter("default").embed(texts), wanted)
+    second: Any = AutoModel.from_pretrained(tmp_path / "vectors")
+    assert torch.equal(second.load_adapter(folder, "other").embed(texts), wanted)
+    with second.without_adapter():
+        assert torch.equal(second.embed(texts), plain)
+        again = second.save_adapter(tmp_path / "again", "other")
+    assert torch.equal(AutoModel.from_pretrained(tmp_path / "vectors", adapter=again).embed(texts), wanted)
+    assert torch.equal(second.embed(texts), wanted)

@@ -135,6 +135,30 @@ def nearer(vectors: Sequence[Tensor], labels: Tensor) -> Tensor:
     return torch.stack([((v - labels[:, k]) ** 2).mean() for k, v in enumerate(vectors)]).mean()
 
 
+def near_teacher(vectors: Sequence[Tensor], labels: Tensor, how: str) -> Tensor:
+    distance = {"cosine": lambda a, b: 1 - cos(a, b), "l2": far}[how]
+    found = [distance(column[i], labels[i, k]) for k, column in enumerate(vectors) for i in range(len(column))]
+    return torch.stack(found).mean()
+
+
+def large_margin(vectors: Sequence[Tensor], _: Any) -> Tensor:
+    queries, partners = vectors
+    found = []
+    for i, query in enumerate(queries):
+        others = [cos(query, partners[j]) for j in range(len(partners)) if j != i]
+        found.append((0.8 - cos(query, partners[i])).clamp(min=0) + (torch.stack(others).max() - 0.3).clamp(min=0))
+    return torch.stack(found).mean()
+
+
+def spread(vectors: Sequence[Tensor], labels: Any, beside: bool = False) -> Tensor:
+    found = []
+    for column in vectors:
+        n, size = column.shape
+        near = torch.stack([cos(column[i], column[j]) for i in range(n) for j in range(n) if i != j])
+        found.append(near.mean() ** 2 + (near.square().mean() - 1 / size).clamp(min=0))
+    return torch.stack(found).mean() + (ranking(vectors, labels) if beside else 0.0)
+
+
 def unit(tensor: Tensor) -> Tensor:
     return tensor / tensor.norm(dim=-1, keepdim=True)
 

@@ -51,6 +51,12 @@ TABLE: list[tuple[str, dict[str, Any], int, str | None, plain.Loss]] = [
     ("MSELoss", {}, 2, "vectors", plain.nearer),
     ("MarginMSELoss", {}, 4, "margins", plain.margins),
     ("DistillKLDivLoss", {}, 4, "teacher", plain.shares),
+    ("EmbedDistillLoss", {}, 2, "vectors", partial(plain.near_teacher, how="cosine")),
+    ("EmbedDistillLoss", {"distance_metric": "l2"}, 1, "vectors", partial(plain.near_teacher, how="l2")),
+    ("EmbedDistillLoss", {"distance_metric": "mse"}, 3, "vectors", plain.nearer),
+    ("MegaBatchMarginLoss", {}, 2, None, plain.large_margin),
+    ("GlobalOrthogonalRegularizationLoss", {}, 3, None, plain.spread),
+    ("GlobalOrthogonalRegularizationLoss", {"ranking_weight": 1.0}, 2, None, partial(plain.spread, beside=True)),
 ]
 
 
@@ -99,11 +105,18 @@ def test_a_loss_at_several_sizes_and_after_several_layers() -> None:
 
 @pytest.mark.parametrize("directions", ["query_to_doc", "query_to_doc+doc_to_query+query_to_query+doc_to_doc"])
 def test_a_large_table_of_similarities_is_computed_in_parts(monkeypatch: Any, directions: str) -> None:
-    loss = make("MultipleNegativesRanking", {"directions": directions})
-    whole = vectors_of(3)
+    _in_parts(monkeypatch, make("MultipleNegativesRanking", {"directions": directions}), 3, len(directions.split("+")))
+
+
+def test_margins_of_a_large_batch_are_computed_in_parts(monkeypatch: Any) -> None:
+    _in_parts(monkeypatch, make("MegaBatchMargin"), 2, 1)
+
+
+def _in_parts(monkeypatch: Any, loss: Any, texts: int, tables: int) -> None:
+    whole = vectors_of(texts)
     expected = torch.autograd.grad(loss(whole, None), whole)
-    monkeypatch.setattr(ranking, "AT_ONCE", 2 * 2 * EXAMPLES * len(directions.split("+")))
-    parts = vectors_of(3)
+    monkeypatch.setattr(ranking, "AT_ONCE", 2 * (texts - 1) * EXAMPLES * tables)
+    parts = vectors_of(texts)
     for a, b in zip(torch.autograd.grad(loss(parts, None), parts), expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
@@ -126,6 +139,8 @@ def test_shares_of_a_batch_weigh_up_to_the_batch(row: tuple[str, dict[str, Any],
         ("MultipleNegativesRanking", {"scale": -1}, "above 0"),
         ("MultipleNegativesRanking", {"directions": "doc_to_query"}, "query_to_doc"),
         ("Triplet", {"distance": "far"}, "euclidean"),
+        ("EmbedDistill", {"distance_metric": "far"}, "cosine"),
+        ("GlobalOrthogonalRegularization", {"aggregation": "most"}, "mean or sum"),
         ("GISTEmbed", {"contrast_anchors": "perhaps"}, "yes or no"),
     ],
 )
@@ -148,17 +163,24 @@ class Model(torch.nn.Module):
 
 
 @pytest.mark.parametrize(
-    "row", [r for r in TABLE if r[0] != "GISTEmbedLoss"], ids=lambda r: f"{r[0]}-{r[2]}"
-)  # the guide there is a model with a tokenizer
+    "row",
+    [r for r in TABLE if r[0] != "GISTEmbedLoss" and "ranking_weight" not in r[1]],
+    ids=lambda r: f"{r[0]}-{r[2]}",
+)  # the guide there is a model with a tokenizer; a sum of two losses is none
 @pytest.mark.filterwarnings("ignore")
 def test_as_sentence_transformers(row: tuple[str, dict[str, Any], int, str | None, plain.Loss]) -> None:
     theirs = pytest.importorskip("sentence_transformers.sentence_transformer.losses")
     name, settings, texts, kind, _ = row
     settings = {"scale": 10.0} if "temperature" in settings else settings
     labels, mine, other = labels_of(kind, texts), vectors_of(texts), vectors_of(texts)
-    ours, reference = make(name, settings)(mine, labels), getattr(theirs, name)(Model(), **settings)
+    whole = {"use_mini_batched_version": False} if name == "MegaBatchMarginLoss" else {}
+    ours, reference = make(name, settings)(mine, labels), getattr(theirs, name)(Model(), **settings, **whole)
     given: Any = list(labels.unbind(1)) if kind == "vectors" and labels is not None else labels
-    wanted = reference.compute_loss_from_embeddings(other, given)
+    if whole:
+        wanted = reference.calculate_loss([[vectors] for vectors in other])
+    else:
+        wanted = reference.compute_loss_from_embeddings(other, given)
+    wanted = sum(wanted.values()) if isinstance(wanted, dict) else wanted
     torch.testing.assert_close(ours, wanted, rtol=1e-6, atol=1e-6)
     for a, b in zip(torch.autograd.grad(ours, mine), torch.autograd.grad(wanted, other), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=2e-6)
