@@ -14,7 +14,7 @@ import triton.language as tl
 
 from flodl_hf.kernels.random import kept, keys_of
 
-__all__ = ["activate", "add_parts", "column_sums", "gate", "norm", "norm_backward"]
+__all__ = ["activate", "add_parts", "column_sums", "gate", "gelu", "norm", "norm_backward"]
 
 
 @triton.jit
@@ -108,7 +108,8 @@ def norm_backward(
 
 
 @triton.jit
-def _gelu(x, TANH: tl.constexpr):
+def gelu(x, TANH: tl.constexpr):
+    """Return the GELU, by the error function or by its tanh form."""
     if TANH:
         inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
         return x * (1.0 - 1.0 / (1.0 + tl.exp(2.0 * inner)))
@@ -130,7 +131,7 @@ def activate(x, out, total, BLOCK: tl.constexpr, TANH: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = at < total
     value = tl.load(x + at, mask=there, other=0.0).to(tl.float32)
-    tl.store(out + at, _gelu(value, TANH).to(out.dtype.element_ty), mask=there)
+    tl.store(out + at, gelu(value, TANH).to(out.dtype.element_ty), mask=there)
 
 
 @triton.jit
@@ -145,7 +146,7 @@ def gate(x, out, rows, width, ROWS: tl.constexpr, COLS: tl.constexpr, SILU: tl.c
     opened = row.to(tl.int64)[:, None] * (2 * width) + cols[None, :]
     value = tl.load(x + opened, mask=there, other=0.0).to(tl.float32)
     raised = tl.load(x + opened + width, mask=there, other=0.0).to(tl.float32)
-    value = value / (1.0 + tl.exp(-value)) if SILU else _gelu(value, TANH)
+    value = value / (1.0 + tl.exp(-value)) if SILU else gelu(value, TANH)
     kind = out.dtype.element_ty
     value = (value.to(kind).to(tl.float32) * raised).to(kind)
     tl.store(out + row.to(tl.int64)[:, None] * width + cols[None, :], value, mask=there)

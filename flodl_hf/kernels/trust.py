@@ -6,7 +6,7 @@ down (a folder of the user's cache, by device, versions and the kernels' text). 
 wanting goes on with torch's operations, with one warning that says which kernel, by how much, and the bound.
 
 The bounds are relative distances (2-norm) from the same computation in float32: what rounding to half precision leaves
-after the few roundings that each case has.
+after the few roundings that each case has. Who computes in float32 gives a bound of its own.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ Trial = Callable[..., tuple[float, str]]
 
 
 def trusted(
-    kind: str, device: torch.device, dtype: torch.dtype, sizes: Hashable, trial: Trial, *, rehearse: bool = False
-) -> bool:
+    kind: str, device: torch.device, dtype: torch.dtype, sizes: Hashable, trial: Trial, *, rehearse: bool = False,
+    bound: float | None = None,
+) -> bool:  # fmt: skip
     """Return whether a group of kernels agrees with torch's operations on a device; if not, warn why, once.
 
     Args:
@@ -47,6 +48,7 @@ def trusted(
         trial: runs the small case.
         rehearse: run the case even where its verdict is written down, and warn of nothing: the device then has the
             kernels loaded.
+        bound: the largest distance that is sound; None for the dtype's of `BOUNDS`.
     """
     key = (kind, device, dtype, sizes)
     with _LOCK:
@@ -54,7 +56,7 @@ def trusted(
     with lock:  # who asks while another tries the same waits for the answer
         if key not in _KNOWN:
             try:
-                _KNOWN[key] = _fault(kind, device, dtype, sizes, trial, rehearse)
+                _KNOWN[key] = _fault(kind, device, dtype, sizes, trial, rehearse, bound or BOUNDS[dtype])
             except torch.OutOfMemoryError:
                 return False  # which may pass, so it is not kept
         if _KNOWN[key] and key not in _TOLD and not rehearse:
@@ -80,7 +82,9 @@ def forget() -> None:
     _Verdicts.of.cache_clear()
 
 
-def _fault(kind: str, device: torch.device, dtype: torch.dtype, sizes: Hashable, trial: Trial, rehearse: bool) -> str:
+def _fault(
+    kind: str, device: torch.device, dtype: torch.dtype, sizes: Hashable, trial: Trial, rehearse: bool, bound: float
+) -> str:
     """Return what is wrong with the kernels; empty if nothing is."""
     if kind != "buckets" and find_spec("triton") is None:
         return "Triton is not installed"
@@ -100,8 +104,8 @@ def _fault(kind: str, device: torch.device, dtype: torch.dtype, sizes: Hashable,
     except Exception as error:
         # Whatever a compiler may raise: torch's operations do the same work.
         return f"{type(error).__name__}: {error}".splitlines()[0]
-    if not distance <= BOUNDS[dtype]:
-        return f"{where} differs by {distance:.1e} (limit {BOUNDS[dtype]:.0e})"
+    if not distance <= bound:
+        return f"{where} differs by {distance:.1e} (limit {bound:.0e})"
     if noted is not None and not noted.holds(name):
         noted.add(name)
     return ""

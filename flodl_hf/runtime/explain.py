@@ -17,11 +17,12 @@ from flodl_hf.adapters.lora import folded
 from flodl_hf.kernels.trust import trusted
 from flodl_hf.runtime.precision import Precision, check_precision, dtype_of
 from flodl_hf.runtime.prepared import shadow
-from flodl_hf.tables.arrange import layers_of, prediction_sizes
+from flodl_hf.tables.arrange import layers_of, prediction_sizes, splits
 from flodl_hf.tables.cuda import GATES, HEAD_WIDTHS, SHORT, CudaTable
 from flodl_hf.tables.processor import plain_parts
+from flodl_hf.tables.split import FEWEST
 from flodl_hf.tables.training import TrainingTable
-from flodl_hf.tables.trials import prediction
+from flodl_hf.tables.trials import LayerSizes, prediction
 
 if TYPE_CHECKING:
     from flodl_hf.graph_model import GraphModel
@@ -133,7 +134,7 @@ def explain_graph(
         group = LayerGroup("torch", paths, "precision='exact' repeats the reference arithmetic")
         return Explanation(str(device), named, False, (group,), (), "no: exact passes are launched one by one")
     if device.type == "cuda":
-        return _cuda(graph, device, named, dtype, present)
+        return _cuda(graph, device, named, dtype, precision, present)
     if device.type == "cpu":
         return _processor(graph, named, precision)
     paths = tuple(path for path, _ in layers_of(graph))
@@ -149,14 +150,18 @@ def _grouped(reasons: dict[str, str | None], table: str) -> tuple[LayerGroup, ..
     return tuple(LayerGroup("torch" if reason else table, tuple(paths), reason) for reason, paths in groups.items())
 
 
-def _cuda(graph: Graph, device: torch.device, named: str, dtype: torch.dtype, present: bool) -> Explanation:
+def _cuda(
+    graph: Graph, device: torch.device, named: str, dtype: torch.dtype, precision: Precision | None, present: bool
+) -> Explanation:
     table = CudaTable(kernels=False)
     groups = _grouped({path: table.lacks(layer) for path, layer in layers_of(graph)}, "cuda")
     half = dtype in (torch.float16, torch.bfloat16)
     sizes = prediction_sizes(graph)
     kernels: list[str] = []
-    if not half:
-        kernels.append(f"our kernels: none, they are for bf16 and fp16 and this is {named}")
+    if not half and precision in (None, "fp32") and dtype == torch.float32:
+        kernels.append(_split(device, sizes, present))
+    elif not half:
+        kernels.append(f"our kernels: none, they are for float32, bf16 and fp16 and this is {named}")
     elif not sizes:
         kernels.append("our kernels: none of these, attention is of its own kind")
     elif not present:
@@ -178,6 +183,14 @@ def _cuda(graph: Graph, device: torch.device, named: str, dtype: torch.dtype, pr
         kernels.append("gates: one product with what they open, one kernel for both")
     recorded = "yes: large batches at their first coming, single texts at their second"
     return Explanation(str(device), named, False, groups, tuple(kernels), recorded)
+
+
+def _split(device: torch.device, sizes: set[LayerSizes], present: bool) -> str:
+    if not present:
+        return "products: in fp16 parts if the device is trusted with them; not tried, there is no CUDA device here"
+    if splits(device, sizes):
+        return f"products: each float32 product as three of fp16 parts, from {FEWEST} tokens on"
+    return "products: float32 as a whole; fp16 parts are not trusted on this device"
 
 
 def _processor(graph: Graph, named: str, precision: Precision | None) -> Explanation:

@@ -172,7 +172,7 @@ class Layered:
             # As in a whole graph, where everything that computes states lies at ``encoder``.
             holder = nn.ModuleDict({"encoder": shadow(source)})
             convert(holder, self._on_disk.copied)
-            arranged(holder, self._precision, self._device)
+            arranged(holder, self._precision, self._device, stays=False)
         if self._side is not None:
             self._side.synchronize()
         return holder["encoder"]

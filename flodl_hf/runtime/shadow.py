@@ -80,13 +80,16 @@ def tensors_of(graph: nn.Module) -> Iterator[Tensor]:
             yield from (tensor for tensor in table.values() if tensor is not None)
 
 
-def arranged(graph: nn.Module, precision: Precision | None, device: torch.device) -> dict[str, str]:
+def arranged(
+    graph: nn.Module, precision: Precision | None, device: torch.device, *, stays: bool = True
+) -> dict[str, str]:
     """Make a shadow ready to predict on a device, in place; return why torch's operations run a layer, by its path.
 
     Args:
         graph: a shadow, or a module that holds one as ``encoder``.
         precision: see `Precision`.
         device: where it is to run.
+        stays: whether its weights do; copies of those that come and go would not pay.
 
     Raises:
         PredictError: the precision is unknown or the device lacks it.
@@ -109,7 +112,7 @@ def arranged(graph: nn.Module, precision: Precision | None, device: torch.device
     if device.type == "cuda":
         from flodl_hf.tables.arrange import arrange_cuda
 
-        return arrange_cuda(graph)
+        return arrange_cuda(graph, split=stays and precision in (None, "fp32"))
     return {}
 
 

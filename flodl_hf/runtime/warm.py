@@ -11,13 +11,21 @@ from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import product
 from threading import Thread
+from typing import TYPE_CHECKING
 
 import torch
 
 from flodl.graph import Graph
 
+if TYPE_CHECKING:
+    from flodl_hf.tables.trials import LayerSizes
+
 __all__ = ["Warming"]
+
+# Tokens of batches whose products are tried; of sizes between them the library chooses mostly the same kernels.
+LARGE = (65_536, 49_152, 32_768, 16_384, 8_192, 4_096, 1_024, 256)
 
 _IMPORTED = ("flodl_hf.tables.arrange", "flodl_hf.runtime.session", "flodl_hf.decode.classes")
 
@@ -46,7 +54,7 @@ class Warming:
             graph: of the model.
             dtype: of its weights on the device.
         """
-        if dtype in (torch.float16, torch.bfloat16):
+        if dtype in (torch.float16, torch.bfloat16, torch.float32):
             self._threads.append(self._start(_load_kernels, graph, self.device, dtype, tuple(self._threads)))
 
     def wait(self) -> None:
@@ -75,12 +83,27 @@ def _make_handles(device: torch.device) -> None:
 
 def _load_kernels(graph: Graph, device: torch.device, dtype: torch.dtype, before: tuple[Thread, ...]) -> None:
     from flodl_hf.kernels.trust import trusted
-    from flodl_hf.tables.arrange import prediction_sizes
+    from flodl_hf.tables.arrange import prediction_sizes, splits
     from flodl_hf.tables.trials import buckets, prediction
 
     for thread in before:
         thread.join()
     where = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
-    for each in prediction_sizes(graph):
+    sizes = prediction_sizes(graph)
+    if dtype == torch.float32:
+        splits(where, sizes, rehearse=True)
+        return
+    for each in sizes:
         trusted("prediction", where, dtype, each, prediction, rehearse=True)
         trusted("buckets", where, dtype, (each.heads, each.width // each.heads), buckets, rehearse=True)
+    # A first answer needs none of these, so nobody waits for them.
+    Thread(target=_load_products, args=(where, dtype, tuple(sizes)), name="flodl-hf-warm-large", daemon=True).start()
+
+
+def _load_products(device: torch.device, dtype: torch.dtype, sizes: tuple[LayerSizes, ...]) -> None:
+    """Have the library load the kernels that it chooses for large batches, some 10 ms each."""
+    from flodl_hf.tables.cuda import CudaTable
+
+    with suppress(RuntimeError), torch.inference_mode(), torch.cuda.device(device):
+        for tokens, each in product(LARGE, sizes):
+            CudaTable(kernels=True).multiply(device, dtype, tokens, each)

@@ -5,7 +5,8 @@ Layers that a table lacks stay with torch's operations, and the reason is given 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -22,9 +23,10 @@ from flodl_hf.kernels.trust import trusted
 from flodl_hf.layout import Layout
 from flodl_hf.tables.cuda import CudaTable, norm_kind
 from flodl_hf.tables.processor import MakeProduct, ProcessorTable
+from flodl_hf.tables.split import WIDEST_SPLIT, SplitTable
 from flodl_hf.tables.table import TORCH, Table
 from flodl_hf.tables.training import TrainingTable
-from flodl_hf.tables.trials import LayerSizes, prediction, training
+from flodl_hf.tables.trials import SPLIT_BOUND, LayerSizes, prediction, split_prediction, training
 
 __all__ = [
     "alone_last",
@@ -35,6 +37,7 @@ __all__ = [
     "layers_of",
     "prediction_sizes",
     "sizes_of",
+    "splits",
 ]
 
 
@@ -54,25 +57,67 @@ def arrange_processor(graph: nn.Module, make: MakeProduct, *, joined: bool) -> d
     return _arrange(graph, ProcessorTable(make, joined=joined))
 
 
-def arrange_cuda(graph: nn.Module) -> dict[str, str]:
+def arrange_cuda(graph: nn.Module, *, split: bool = False) -> dict[str, str]:
     """Have a graph's layers run by the table of a CUDA device, in place; return why where not, by path.
 
     Args:
         graph: for prediction alone, on its device, in the dtype that it is to compute in.
+        split: in float32, compute products in parts, for which copies of the weights are kept.
     """
-    first = next(graph.parameters())
-    half = first.dtype in (torch.float16, torch.bfloat16)
-    sizes = prediction_sizes(graph)
-    table = CudaTable(
-        kernels=half and all(trusted("prediction", first.device, first.dtype, each, prediction) for each in sizes),
-        distances=any(each.distances for each in sizes),
-    )
+    table = _cuda_table(graph, split=split)
     lacking = _arrange(graph, table)
     for _, layer in layers_of(graph):
         if layer.table is table:
             table.join(layer)
     table.follow(layer for _, layer in layers_of(graph))
     return lacking
+
+
+def _cuda_table(graph: nn.Module, *, split: bool) -> CudaTable:
+    first = next(graph.parameters())
+    sizes = prediction_sizes(graph)
+    if first.dtype == torch.float32:
+        held = split and splits(first.device, sizes) and _has_room(graph, first.device)
+        return SplitTable() if held else CudaTable(kernels=False)
+    half = first.dtype in (torch.float16, torch.bfloat16)
+    held = half and all(trusted("prediction", first.device, first.dtype, each, prediction) for each in sizes)
+    return CudaTable(kernels=held, distances=any(each.distances for each in sizes))
+
+
+def splits(device: torch.device, sizes: Iterable[LayerSizes], *, rehearse: bool = False) -> bool:
+    """Return whether a device computes float32 products in parts as exactly as they have to be.
+
+    Args:
+        device: a CUDA device.
+        sizes: of the layers.
+        rehearse: see `flodl_hf.kernels.trust.trusted`.
+    """
+    asked = list(sizes) or [LayerSizes()]
+    if any(each.width > WIDEST_SPLIT or each.inner > WIDEST_SPLIT for each in asked):
+        return False
+    kind = "float32 products in parts"
+    return all(
+        trusted(kind, device, torch.float32, each, split_prediction, rehearse=rehearse, bound=SPLIT_BOUND)
+        for each in asked
+    )
+
+
+def _has_room(graph: nn.Module, device: torch.device) -> bool:
+    """Return whether half of the device's free memory holds the parts of all weights."""
+    if device.type != "cuda":
+        return True
+    layers = {id(p): p for _, layer in layers_of(graph) for p in layer.parameters() if p.ndim == 2}
+    parts = sum(3 * 2 * p.numel() for p in layers.values())
+    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if 2 * parts <= free:
+        return True
+    warnings.warn(
+        f"prediction on {device} in float32: products are computed whole, which is slower: their parts would need "
+        f"{parts / 2**30:.1f} GiB beside the weights, and {free / 2**30:.1f} GiB are free. precision='bf16' needs "
+        "none.",
+        stacklevel=2,
+    )
+    return False
 
 
 def prediction_sizes(graph: nn.Module) -> set[LayerSizes]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,10 @@ from flodl_hf.parts import joined_bias
 from flodl_hf.tables.processor import plain_parts
 from flodl_hf.tables.table import Layer, Table
 
-__all__ = ["GATES", "HEAD_WIDTHS", "SHORT", "WIDEST", "CudaTable", "norm_kind", "short_layout"]
+if TYPE_CHECKING:
+    from flodl_hf.tables.trials import LayerSizes
+
+__all__ = ["GATES", "HEAD_WIDTHS", "SHORT", "WIDEST", "Branch", "CudaTable", "norm_kind", "short_layout"]
 
 # Up to here a block of tokens holds about a text, and walking over tokens beats walking over texts.
 SHORT = 128
@@ -35,10 +38,10 @@ GATES = {**dict.fromkeys(GELUS, "gelu"), "silu": "silu", "swish": "silu"}
 """The activations of gates that a kernel computes, and by which curve."""
 
 
-class _Branch(NamedTuple):
-    """States whose last product has not been computed yet."""
+class Branch(NamedTuple):
+    """States, as the table has them, whose last product has not been computed yet."""
 
-    states: Tensor
+    states: Any
     linear: nn.Linear
 
 
@@ -111,12 +114,12 @@ class CudaTable(Table):
             if self.kernels and layer.order == after.order == "pre":
                 self._follows[id(layer)] = after.attention_norm
 
-    def attend(self, layer: Layer, hidden: Tensor, layout: Layout, given: Mapping[str, Any], first: bool) -> _Branch:
+    def attend(self, layer: Layer, hidden: Tensor, layout: Layout, given: Mapping[str, Any], first: bool) -> Branch:
         """Return mixed values, whose output projection is still to come."""
         attention: Any = layer.attention
         weight, bias = self._joined[id(attention)]
         sizes = [part.out_features for part in (attention.query, attention.key, attention.value)]
-        joined = nn.functional.linear(hidden, weight, bias)
+        joined = self.times(hidden, weight, bias, layout)
         ours = self._serves(attention, layout)
         rotary = attention.rotary if ours else None
         if rotary is not None:
@@ -139,7 +142,33 @@ class CudaTable(Table):
             )  # fmt: skip
         else:
             mixed = attention.mixed(query, key, value, layout, **given, fast=True, placed=rotary is not None)
-        return _Branch(layout.first(mixed) if first else mixed, attention.output)
+        return Branch(layout.first(mixed) if first else mixed, attention.output)
+
+    def times(self, states: Any, weight: Tensor, bias: Tensor | None, layout: Layout | None = None) -> Tensor:
+        """Return ``states @ weight.T + bias``."""
+        return nn.functional.linear(states, weight, bias)
+
+    def multiply(self, device: torch.device, dtype: torch.dtype, tokens: int, sizes: LayerSizes) -> None:
+        """Compute the products of a layer once, of whatever lies in memory.
+
+        Args:
+            device: a CUDA device.
+            dtype: of states and weights.
+            tokens: of a batch.
+            sizes: of the layer.
+        """
+        width, inner = sizes.width, sizes.inner
+        for wide, high in ((width, 3 * width), (width, width), (width, inner), (inner, width)):
+            weight = torch.empty(high, wide, dtype=dtype, device=device)
+            bias = weight.new_empty(high) if sizes.bias else None
+            states = weight.new_empty(tokens, wide)
+            if high == inner and bias is not None and sizes.activation in GELUS and dtype == torch.bfloat16:
+                torch.ops.aten._addmm_activation(bias, states, weight.t(), use_gelu=True)
+            else:
+                self.times(states, weight, bias)
+
+    def _by(self, linear: nn.Linear, states: Any, layout: Layout) -> Tensor:
+        return self.times(states, linear.weight, linear.bias, layout)
 
     def _serves(self, attention: Any, layout: Layout) -> bool:
         """Return whether our kernels take queries and keys as they are."""
@@ -154,27 +183,28 @@ class CudaTable(Table):
         known = set(given) == {"bias"} and isinstance(given["bias"], DistanceBias)
         return self.distances and known and isinstance(layout, Packed) and layout.places is not None
 
-    def transform(self, layer: Layer, hidden: Tensor, layout: Layout) -> _Branch:
+    def transform(self, layer: Layer, hidden: Tensor, layout: Layout) -> Branch:
         """Return the widened states, whose last projection is still to come."""
         feed_forward: Any = layer.feed_forward
         if id(feed_forward) in self._joined:
             from flodl_hf.kernels.operations import gated
 
-            both = nn.functional.linear(hidden, *self._joined[id(feed_forward)])
+            both = self.times(hidden, *self._joined[id(feed_forward)], layout)
             name = feed_forward.activation.name
             tanh = GELUS.get(name, False) or hidden.dtype == torch.bfloat16
             wide = gated(both.view(-1, both.shape[-1]), activation=GATES[name], tanh=tanh)
             wide = wide.view(*hidden.shape[:-1], -1)
         elif feed_forward.gate is not None:
-            wide = feed_forward.activation(feed_forward.gate(hidden)) * feed_forward.up(hidden)
+            opened = feed_forward.activation(self._by(feed_forward.gate, hidden, layout))
+            wide = opened * self._by(feed_forward.up, hidden, layout)
         elif self._fuses_gelu(feed_forward, hidden):
             weight, bias = feed_forward.up.weight, feed_forward.up.bias
             flat = hidden.reshape(-1, hidden.shape[-1])
             wide = torch.ops.aten._addmm_activation(bias, flat, weight.t(), use_gelu=True)
             wide = wide.view(*hidden.shape[:-1], -1)
         else:
-            wide = feed_forward.activation(feed_forward.up(hidden))
-        return _Branch(wide, feed_forward.down)
+            wide = feed_forward.activation(self._by(feed_forward.up, hidden, layout))
+        return Branch(wide, feed_forward.down)
 
     def _fuses_gelu(self, feed_forward: Any, hidden: Tensor) -> bool:
         return (
@@ -184,13 +214,13 @@ class CudaTable(Table):
             and feed_forward.up.bias is not None
         )
 
-    def add(self, layer: Layer, branch: _Branch, residual: Tensor, layout: Layout) -> Tensor:
+    def add(self, layer: Layer, branch: Branch, residual: Tensor, layout: Layout) -> Tensor:
         """Return ``residual`` plus the branch; the norm that comes next is computed by the same kernel and kept."""
         norm = self._follows.get(id(layer))
         kind = None if norm is None else self._kind(norm, residual)
         if kind is None:
-            return residual + branch.linear(branch.states)
-        total, normed = self._summed(branch, residual, kind, pre=True)
+            return residual + self._by(branch.linear, branch.states, layout).view(residual.shape)
+        total, normed = self._summed(branch, residual, kind, layout, pre=True)
         layout.memo["normed"] = (norm, total, normed)
         return total
 
@@ -201,33 +231,39 @@ class CudaTable(Table):
             return kept[2]
         return normalised(norm, hidden)
 
-    def add_norm(self, layer: Layer, norm: nn.Module, branch: _Branch, residual: Tensor, layout: Layout) -> Tensor:
+    def add_norm(self, layer: Layer, norm: nn.Module, branch: Branch, residual: Tensor, layout: Layout) -> Tensor:
         """Return the normalised sum, by one kernel in half precision."""
         kind = self._kind(norm, residual)
         if kind is None:
             return super().add_norm(layer, norm, branch, residual, layout)
-        return self._summed(branch, residual, kind, pre=False)[1]
+        return self._summed(branch, residual, kind, layout, pre=False)[1]
 
     def add_then_norm(
-        self, layer: Layer, norm: nn.Module, branch: _Branch, residual: Tensor, layout: Layout
+        self, layer: Layer, norm: nn.Module, branch: Branch, residual: Tensor, layout: Layout
     ) -> tuple[Tensor, Tensor]:
         """Return the sum, and it normalised, by one kernel in half precision."""
         kind = self._kind(norm, residual)
         if kind is None:
             return super().add_then_norm(layer, norm, branch, residual, layout)
-        return self._summed(branch, residual, kind, pre=True)
+        return self._summed(branch, residual, kind, layout, pre=True)
 
     def _kind(self, norm: nn.Module, states: Tensor) -> tuple[Tensor, Tensor | None, float, bool] | None:
         return norm_kind(norm) if self.kernels and states.shape[-1] <= WIDEST else None
 
     def _summed(
-        self, branch: _Branch, residual: Tensor, kind: tuple[Tensor, Tensor | None, float, bool], *, pre: bool
+        self,
+        branch: Branch,
+        residual: Tensor,
+        kind: tuple[Tensor, Tensor | None, float, bool],
+        layout: Layout,
+        *,
+        pre: bool,
     ) -> tuple[Tensor, Tensor]:
         from flodl_hf.kernels.operations import norm_of_sum
 
         weight, bias, eps, center = kind
         width = residual.shape[-1]
-        x = branch.linear(branch.states).reshape(-1, width).contiguous()
+        x = self._by(branch.linear, branch.states, layout).reshape(-1, width).contiguous()
         flat = residual.reshape(-1, width).contiguous()
         total, normed = norm_of_sum(x, flat, weight, bias, eps=eps, center=center, pre=pre)
         return total.view(residual.shape), normed.view(residual.shape)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,12 +18,15 @@ from flodl_hf.encoder_layer import EncoderLayer, FeedForward, Order
 from flodl_hf.layout import Packed
 from flodl_hf.rotary import Rotary
 from flodl_hf.tables.cuda import CudaTable
+from flodl_hf.tables.split import SplitTable
 from flodl_hf.tables.table import TORCH
 from flodl_hf.tables.training import TrainingTable
 
-__all__ = ["LayerSizes", "buckets", "prediction", "small_layer", "training"]
+__all__ = ["SPLIT_BOUND", "LayerSizes", "buckets", "prediction", "small_layer", "split_prediction", "training"]
 
 TEXTS = (37, 5, 1, 70, 12)
+# Of a layer from float64's result; float32's own is some 5e-7.
+SPLIT_BOUND = 4e-6
 
 
 @dataclass(frozen=True)
@@ -59,11 +63,11 @@ class LayerSizes:
 
 
 def small_layer(
-    device: torch.device, sizes: LayerSizes, p: float = 0.0
+    device: torch.device, sizes: LayerSizes, p: float = 0.0, texts: Sequence[int] = TEXTS
 ) -> tuple[EncoderLayer, Tensor, Callable[[], Packed], int]:
     """Return a layer with drawn weights, states, what makes a bucketed layout of a few texts, and their tokens."""
 
-    lengths = np.array(TEXTS)
+    lengths = np.array(texts)
     buffer = Buffer(bucket_of(lengths))
     buffer.write(np.zeros(int(lengths.sum()), np.int32), None, lengths)
     draw = torch.Generator().manual_seed(0)
@@ -101,6 +105,19 @@ def prediction(device: torch.device, dtype: torch.dtype, sizes: LayerSizes) -> t
         layer.table = table
         found = layer(states.to(dtype), layout=layout(), **given)[:real]
     return _distance(found, right), "a layer's result"
+
+
+def split_prediction(device: torch.device, dtype: torch.dtype, sizes: LayerSizes) -> tuple[float, str]:
+    """Compare a layer by `SplitTable` with the same layer by torch in float64."""
+    layer, states, layout, real = small_layer(device, sizes)
+    with torch.no_grad():
+        right = deepcopy(layer).double()(states.double(), layout=layout())[:real]
+        table = SplitTable(fewest=1)
+        layer.eval()
+        table.join(layer)
+        layer.table = table
+        found = layer(states, layout=layout())[:real]
+    return float((found.double() - right).norm() / right.norm()), "a layer's result"
 
 
 def training(device: torch.device, dtype: torch.dtype, sizes: LayerSizes) -> tuple[float, str]:
