@@ -102,8 +102,8 @@ def _load_kernels(graph: Graph, device: torch.device, dtype: torch.dtype, before
 
 def _load_products(device: torch.device, dtype: torch.dtype, sizes: tuple[LayerSizes, ...]) -> None:
     """Have the library load the kernels that it chooses for large batches, some 10 ms each."""
-    from flodl_hf.tables.cuda import CudaTable
+    from flodl_hf.tables.trials import multiply
 
     with suppress(RuntimeError), torch.inference_mode(), torch.cuda.device(device):
         for tokens, each in product(LARGE, sizes):
-            CudaTable(kernels=True).multiply(device, dtype, tokens, each)
+            multiply(device, dtype, tokens, each)

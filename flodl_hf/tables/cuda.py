@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,6 @@ from flodl_hf.norms import StepwiseNorm, normalised
 from flodl_hf.parts import joined_bias
 from flodl_hf.tables.processor import plain_parts
 from flodl_hf.tables.table import Layer, Table
-
-if TYPE_CHECKING:
-    from flodl_hf.tables.trials import LayerSizes
 
 __all__ = ["GATES", "HEAD_WIDTHS", "SHORT", "WIDEST", "Branch", "CudaTable", "norm_kind", "short_layout"]
 
@@ -147,25 +144,6 @@ class CudaTable(Table):
     def times(self, states: Any, weight: Tensor, bias: Tensor | None, layout: Layout | None = None) -> Tensor:
         """Return ``states @ weight.T + bias``."""
         return nn.functional.linear(states, weight, bias)
-
-    def multiply(self, device: torch.device, dtype: torch.dtype, tokens: int, sizes: LayerSizes) -> None:
-        """Compute the products of a layer once, of whatever lies in memory.
-
-        Args:
-            device: a CUDA device.
-            dtype: of states and weights.
-            tokens: of a batch.
-            sizes: of the layer.
-        """
-        width, inner = sizes.width, sizes.inner
-        for wide, high in ((width, 3 * width), (width, width), (width, inner), (inner, width)):
-            weight = torch.empty(high, wide, dtype=dtype, device=device)
-            bias = weight.new_empty(high) if sizes.bias else None
-            states = weight.new_empty(tokens, wide)
-            if high == inner and bias is not None and sizes.activation in GELUS and dtype == torch.bfloat16:
-                torch.ops.aten._addmm_activation(bias, states, weight.t(), use_gelu=True)
-            else:
-                self.times(states, weight, bias)
 
     def _by(self, linear: nn.Linear, states: Any, layout: Layout) -> Tensor:
         return self.times(states, linear.weight, linear.bias, layout)

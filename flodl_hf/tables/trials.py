@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from flodl_hf.activations import GELUS
 from flodl_hf.attention import SelfAttention, attend
 from flodl_hf.buckets import Buffer, bucket_of
 from flodl_hf.distances import SlopedBias
@@ -22,7 +23,16 @@ from flodl_hf.tables.split import SplitTable
 from flodl_hf.tables.table import TORCH
 from flodl_hf.tables.training import TrainingTable
 
-__all__ = ["SPLIT_BOUND", "LayerSizes", "buckets", "prediction", "small_layer", "split_prediction", "training"]
+__all__ = [
+    "SPLIT_BOUND",
+    "LayerSizes",
+    "buckets",
+    "multiply",
+    "prediction",
+    "small_layer",
+    "split_prediction",
+    "training",
+]
 
 TEXTS = (37, 5, 1, 70, 12)
 # Of a layer from float64's result; float32's own is some 5e-7.
@@ -182,3 +192,23 @@ def buckets(device: torch.device, dtype: torch.dtype, sizes: tuple[int, int]) ->
 
 def _distance(found: Tensor, right: Tensor) -> float:
     return float((found.detach().float() - right.detach()).norm() / right.detach().norm().clamp(min=1e-6))
+
+
+def multiply(device: torch.device, dtype: torch.dtype, tokens: int, sizes: LayerSizes) -> None:
+    """Compute the products of a layer once, of whatever lies in memory, so that their kernels are loaded.
+
+    Args:
+        device: a CUDA device.
+        dtype: of states and weights.
+        tokens: of a batch.
+        sizes: of the layer.
+    """
+    width, inner = sizes.width, sizes.inner
+    for wide, high in ((width, 3 * width), (width, width), (width, inner), (inner, width)):
+        weight = torch.empty(high, wide, dtype=dtype, device=device)
+        bias = weight.new_empty(high) if sizes.bias else None
+        states = weight.new_empty(tokens, wide)
+        if high == inner and bias is not None and sizes.activation in GELUS and dtype == torch.bfloat16:
+            torch.ops.aten._addmm_activation(bias, states, weight.t(), use_gelu=True)
+        else:
+            nn.functional.linear(states, weight, bias)
