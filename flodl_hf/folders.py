@@ -34,6 +34,8 @@ VOCABULARY_FILES = (
 BIN_FILES = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
 RECIPE_FILES = (
     "modules.json",
+    "router_config.json",
+    "*/router_config.json",
     "*/config.json",
     "sentence_bert_config.json",
     "config_sentence_transformers.json",

@@ -213,6 +213,11 @@ def _load(
     model.load_report = report
     model.tokenizer = tokenizer
     model.sentence_recipe = read_recipe(root) or _colbert(folder, config)
+    if (recipe := model.sentence_recipe) is not None and recipe.routes:
+        usual = (
+            f"texts take {recipe.usual_route!r} where no route is said" if recipe.usual_route else "one has to be said"
+        )
+        report.notes.append(f"routes: {', '.join(recipe.routes)}; {usual}")
     model.source = Source(
         name=str(name_or_path),
         folder=folder,

@@ -1,31 +1,30 @@
-"""Folders of sentence-transformers: what their small files say about pooling, read and written.
+"""Folders of sentence-transformers: what their small files say about pooling.
 
 ``modules.json`` lists a transformer, a pooling, and perhaps dense layers and a normalisation; or SPLADE's two modules;
-or a transformer and the dense layers of token vectors, as PyLate and MultiVectorEncoder have them. Anything else would
-change vectors and is refused.
+or a transformer and the dense layers of token vectors, as PyLate and MultiVectorEncoder have them. Queries and
+documents may have routes of their own through poolings and dense layers behind one transformer (Router, formerly Asym).
+Anything else would change vectors and is refused.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
-from flodl.errors import ConfigError, printable, shown
+from flodl.errors import ConfigError, nearest, printable, shown
 from flodl_hf.checkpoint.members import is_entry, read_member
-from flodl_hf.dense import Dense, dense_files, read_dense
+from flodl_hf.dense import Dense, read_dense
 from flodl_hf.errors import PredictError
 from flodl_hf.late import LateRecipe, m3_layer, multivector_recipe, pylate_recipe
 from flodl_hf.sparse import SpladePooling
 
-if TYPE_CHECKING:
-    from flodl_hf.decode.classes import Activation
+__all__ = ["POOLINGS", "SentenceRecipe", "read_recipe", "recipe_on", "transformer_folder"]
 
-__all__ = ["SentenceRecipe", "ranking_activation", "read_recipe", "recipe_files", "transformer_folder"]
-
-_MODES = {
+POOLINGS = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
     "pooling_mode_mean_tokens": "mean",
@@ -33,19 +32,18 @@ _MODES = {
     "pooling_mode_weightedmean_tokens": "weighted_mean",
     "pooling_mode_lasttoken": "last_token",
 }
-_NEW_MODES = {
+_NEWPOOLINGS = {
     "lasttoken": "last_token",
     "weightedmean": "weighted_mean",
     "mean_sqrt_len_tokens": "mean_sqrt_len",
 }
 _LIMIT = 1_000_000
 _KNOWN = ("Transformer", "Pooling", "Dense", "Normalize", "MLMTransformer", "SpladePooling", "MultiVectorMask")
-_TRANSFORMERS = ("Transformer", "MLMTransformer")
+_ROUTERS = ("Router", "Asym")
 _LEAST_TOKENS = 3  # two special ones and one of the text
 _WEIGHTS = (
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
 )  # fmt: skip
-_ACTIVATIONS: dict[str, Activation] = {"sigmoid": "sigmoid", "identity": "none", "none": "none"}
 
 
 @dataclass(frozen=True)
@@ -65,6 +63,10 @@ class SentenceRecipe:
         splade: how word scores become sparse vectors, or None.
         lexical: what gives each token its weight for sparse vectors (bge-m3), or None.
         late: how tokens get vectors of their own, or None.
+        routes: where texts of several kinds have modules of their own ("query", "document"), each kind's recipe by its
+            name; the fields above are then those of the usual one, or of the first where none is.
+        usual_route: the route of texts of which nothing is said; None where it has to be said.
+        kinds: further names of routes, as the folder maps what texts are for to them.
     """
 
     pooling: tuple[Any, ...] = ("mean",)
@@ -79,6 +81,39 @@ class SentenceRecipe:
     splade: SpladePooling | None = None
     lexical: Dense | None = None
     late: LateRecipe | None = None
+    routes: Mapping[str, SentenceRecipe] = field(default_factory=dict)
+    usual_route: str | None = None
+    kinds: Mapping[str, str] = field(default_factory=dict)
+
+    def route_of(self, asked: str | None) -> str | None:
+        """Return the route that texts take; None where the folder has none.
+
+        Args:
+            asked: the name of a route, or what texts are for; None for the usual one.
+
+        Raises:
+            PredictError: there is no such route, or none is usual and none was asked for.
+        """
+        if not self.routes:
+            if asked is None:
+                return None
+            raise PredictError(f"route={asked!r}: this model has no routes; all texts go one way. Leave it out")
+        found = self.usual_route if asked is None else self.kinds.get(asked, asked)
+        if found is not None and found in self.routes:
+            return found
+        names = list(dict.fromkeys((*self.routes, *self.kinds)))
+        if asked is None:
+            raise PredictError(
+                f"route: none is usual in this model, so it has to be said; expected one of {', '.join(names)}"
+            )
+        raise PredictError(
+            f"route={asked!r}: this model has no such route{nearest(asked, names)}; expected one of {', '.join(names)}"
+        )
+
+    def on(self, asked: str | None = None) -> SentenceRecipe:
+        """Return the recipe of the texts of one route, this one where there are no routes; see `route_of`."""
+        name = self.route_of(asked)
+        return self if name is None else self.routes[name]
 
     def prompt_for(self, given: str | None) -> str:
         """Return what is put before texts: a prompt by its name, the default one, or ``given`` as it is."""
@@ -87,17 +122,105 @@ class SentenceRecipe:
         return self.prompts.get(given, given)
 
 
-def _modules(root: Path) -> list[dict[str, Any]]:
+def recipe_on(recipe: SentenceRecipe | None, route: str | None) -> SentenceRecipe | None:
+    """Return what a folder's recipe says of the texts of one route; None where it says nothing.
+
+    Raises:
+        PredictError: there is no such route.
+    """
+    if recipe is None and route is None:
+        return None
+    return (recipe or SentenceRecipe()).on(route)
+
+
+Modules = list[dict[str, Any]]
+
+
+class _Routing(NamedTuple):
+    """The modules that texts go through: by route, of which there is one without a name where there is no router."""
+
+    ways: dict[str, Modules]
+    usual: str | None = None
+    kinds: Mapping[str, str] = {}
+    files: tuple[str, ...] = ()
+
+
+def _routing(root: Path) -> _Routing:
     value = _read(root, "modules.json")
     if not isinstance(value, list) or not all(isinstance(m, dict) and isinstance(m.get("type"), str) for m in value):
         raise _wrong(root / "modules.json", f"found {shown(value, 60)}", "a list of modules with their types")
+    places = [place for place, module in enumerate(value) if _kind(module) in _ROUTERS]
+    if not places:
+        return _Routing({"": _checked(root, value)})
+    at = places[0]
+    if len(places) > 1:
+        raise _wrong(root / "modules.json", f"found {len(places)} routers", "at most one")
+    inside = _inside(root, value[at].get("path")).relative_to(root)
+    file = (inside / "router_config.json").as_posix()
+    if not is_entry(root, file):  # as older releases wrote it
+        file = (inside / "config.json").as_posix()
+    said = _settings(root, file)
+    types, structure, settings = (said.get(key) or {} for key in ("types", "structure", "parameters"))
+    sound = all(isinstance(part, dict) for part in (types, structure, settings)) and len(structure) > 0
+    sound = sound and all(isinstance(part, str) for part in types.values())
+    sound = sound and all(isinstance(way, list) for way in structure.values())
+    if not sound or any(not isinstance(part, str) or part not in types for way in structure.values() for part in way):
+        raise _wrong(root / file, f"found {shown(said, 80)}", "types, and the structure of one route or more")
+    ways = {
+        route: _checked(root, [
+            *value[:at],
+            *({"type": types[part], "path": (inside / part).as_posix()} for part in way),
+            *value[at + 1 :],
+        ])
+        for route, way in structure.items()
+    }  # fmt: skip
+    firsts = dict.fromkeys(str(way[0].get("path")) for way in ways.values())
+    if len(firsts) > 1:
+        raise ConfigError(
+            f"{root / file}: the routes {', '.join(map(printable, ways))} have transformers of their own "
+            f"({', '.join(map(printable, firsts))}); expected one that all share. Load one of these folders by itself, "
+            "and say how it pools: embed(pooling=...).",
+            where=str(root / file),
+            problems=list(firsts),
+        )
+    usual = settings.get("default_route")
+    if usual is None and settings.get("allow_empty_key", True):
+        usual = next(iter(ways))
+    kinds, anything = _kinds_of_texts(settings.get("route_mappings") or {}, ways, root / file)
+    usual = anything or ("text" if "text" in ways else usual)
+    if usual is not None and usual not in ways:
+        raise _wrong(root / file, f"default_route is {shown(usual, 60)}", f"one of {', '.join(map(printable, ways))}")
+    return _Routing(ways, usual, kinds, (file,))
+
+
+def _kinds_of_texts(said: Any, ways: Mapping[str, Any], where: Path) -> tuple[dict[str, str], str | None]:
+    """Return which route texts take by what they are for, and that of all others; None where no mapping says it."""
+    found: dict[tuple[Any, Any], str] = {}
+    for key, route in said.items() if isinstance(said, dict) else [(said, None)]:
+        try:
+            task, modality = ast.literal_eval(key)
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            task, modality = (), ()
+        if not isinstance(task, str | None) or not isinstance(route, str) or route not in ways:
+            expected = f"pairs such as \"('query', 'text')\", each with one of {', '.join(map(printable, ways))}"
+            raise _wrong(where, f"route_mappings has {shown({str(key): route}, 80)}", expected)
+        if modality in ("text", None):
+            found.setdefault((task, modality), route)
+    # As the library looks them up: what names both, what names the task, then what names any task, then routes.
+    exact = {task: found.get((task, "text"), found.get((task, None), "")) for task, _ in found if task is not None}
+    anything = found.get((None, "text"), found.get((None, None)))
+    return ({} if anything is None else dict.fromkeys(ways, anything)) | exact, anything
+
+
+def _checked(root: Path, value: Modules) -> Modules:
+    """Return the modules of one route, of kinds and in an order that is understood."""
     kinds = [_kind(module) for module in value]
     unknown = [kind for kind in kinds if kind not in _KNOWN]
     if unknown:
         raise ConfigError(
             f"{root / 'modules.json'}: module {printable(unknown[0], 80)} is not supported; expected Transformer, "
-            "Pooling, Dense and Normalize, or MLMTransformer and SpladePooling. Load the transformer's own folder to "
-            "use it without.",
+            "Pooling, Dense and Normalize, a Router of these, or MLMTransformer and SpladePooling. Load the "
+            "transformer's own folder to use it without.",
             where=str(root / "modules.json"),
             problems=unknown,
         )
@@ -187,7 +310,7 @@ def transformer_folder(root: Path) -> Path:
     """
     if not is_entry(root, "modules.json"):
         return root
-    place = _inside(root, _modules(root)[0].get("path"))
+    place = _inside(root, next(iter(_routing(root).ways.values()))[0].get("path"))
     if place == root or place.resolve() == root.resolve():
         return root
     if any(is_entry(root, name) for name in _WEIGHTS):
@@ -207,15 +330,38 @@ def read_recipe(root: Path) -> SentenceRecipe | None:
     """
     if not is_entry(root, "modules.json"):
         return None
+    routing = _routing(root)
+    found = {name: _recipe(root, way) for name, way in routing.ways.items()}
+    usual = found[routing.usual or next(iter(found))]
+    if not routing.files:
+        return usual
+    if late := [name for name, own in found.items() if own.late is not None or own.splade is not None]:
+        raise _wrong(
+            root / routing.files[0], f"the route {printable(late[0])} gives sparse vectors, or one for each token",
+            "routes that give one vector for each text",
+        )  # fmt: skip
+    files = {name: data for own in found.values() for name, data in own.files.items()}
+    if files:
+        files |= {name: _bytes(root, name) for name in routing.files}
+    ways = {name: replace(own, files={}) for name, own in found.items()}
+    return replace(usual, files=files, routes=ways, usual_route=routing.usual, kinds=routing.kinds)
+
+
+def _recipe(root: Path, modules: Modules) -> SentenceRecipe:
+    """Return what the modules of one route say."""
     pooling: tuple[Any, ...] = ("mean",)
     normalize = False
-    read = ["modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"]
+    folder = transformer_folder(root)
+    at_root = folder == root
+    beside = (folder / "sentence_bert_config.json").relative_to(root).as_posix()
+    bounds = beside if is_entry(root, beside) else "sentence_bert_config.json"
+    said_in = "config_sentence_transformers.json"
+    read = ["modules.json", bounds, said_in]
     dense: list[Dense] = []
     more: dict[str, bytes] = {}
     splade: SpladePooling | None = None
     mask: dict[str, Any] | None = None
     included = True
-    modules = _modules(root)
     for module in modules:
         kind = _kind(module)
         if kind == "Pooling":
@@ -244,7 +390,6 @@ def read_recipe(root: Path) -> SentenceRecipe | None:
             normalize = True
             if (settings_of := module.get("path")) and mask is not None:
                 read.append((_inside(root, settings_of) / "config.json").relative_to(root).as_posix())
-    bounds = "sentence_bert_config.json"
     settings = _settings(root, bounds) if is_entry(root, bounds) else {}
     length, lower = settings.get("max_seq_length"), settings.get("do_lower_case")
     if length is not None and (type(length) is not int or length < _LEAST_TOKENS):
@@ -252,13 +397,12 @@ def read_recipe(root: Path) -> SentenceRecipe | None:
         raise _wrong(root / bounds, found, f"a whole number from {_LEAST_TOKENS}, or null")
     if lower is not None and not isinstance(lower, bool):
         raise _wrong(root / bounds, f"do_lower_case is {shown(lower, 60)}", "true or false")
-    at_root = transformer_folder(root) == root
-    said = _settings(root, read[2]) if is_entry(root, read[2]) else {}
+    said = _settings(root, said_in) if is_entry(root, said_in) else {}
     late = None
     if mask is not None:
         late, dense, normalize = multivector_recipe(said, settings, mask, dense, str(root)), [], False
     elif dense and not any(_kind(module) == "Pooling" for module in modules):
-        late, dense = pylate_recipe(said, dense, str(root / read[2])), []
+        late, dense = pylate_recipe(said, dense, str(root / said_in)), []
     lexical = None
     if is_entry(root, "sparse_linear.pt"):
         lexical, more["sparse_linear.pt"] = m3_layer(root, "sparse_linear.pt")
@@ -266,7 +410,7 @@ def read_recipe(root: Path) -> SentenceRecipe | None:
         layer, more["colbert_linear.pt"] = m3_layer(root, "colbert_linear.pt")
         late = LateRecipe((layer,), first=False)
     files = {name: _bytes(root, name) for name in read if is_entry(root, name)} | more
-    prompts, usual = _prompts(said, root / read[2])
+    prompts, usual = _prompts(said, root / said_in)
     return SentenceRecipe(
         pooling, normalize, length, lower is True, files if at_root else {}, tuple(dense), prompts, usual, included,
         splade, lexical, late,
@@ -305,83 +449,15 @@ def _pooling(root: Path, name: str) -> tuple[Any, ...]:
     if stated is not None and not (isinstance(stated, list) and all(isinstance(part, str) for part in stated)):
         found = f"pooling_mode is {shown(stated, 60)}"
         raise _wrong(root / name, found, "the name of a pooling, or a list of names")
-    for key in _MODES:
+    for key in POOLINGS:
         if not isinstance(settings.get(key, False), bool):
             raise _wrong(root / name, f"{key} is {shown(settings[key], 60)}", "true or false")
     if stated:
-        named = tuple(_NEW_MODES.get(name, name) for name in stated)
-        unknown = [name for name in named if name not in _MODES.values()]
+        named = tuple(_NEWPOOLINGS.get(name, name) for name in stated)
+        unknown = [name for name in named if name not in POOLINGS.values()]
         if unknown:
-            known = ", ".join(_MODES.values())
+            known = ", ".join(POOLINGS.values())
             raise _wrong(root / name, f"pooling_mode names {printable(unknown[0], 60)}", f"one or more of {known}")
         return named
-    chosen = tuple(name for key, name in _MODES.items() if settings.get(key) is True)
+    chosen = tuple(name for key, name in POOLINGS.items() if settings.get(key) is True)
     return chosen or ("mean",)
-
-
-def ranking_activation(config: Mapping[str, Any], given: str | None = None) -> Activation:
-    """Return what makes scores of a cross-encoder's logits.
-
-    Args:
-        config: ``config.json``: new files name the activation in ``sentence_transformers``, older ones in
-            ``sbert_ce_default_activation_function``.
-        given: "sigmoid" or "none", instead of what the file says.
-
-    Raises:
-        PredictError: another activation than these two is asked for.
-    """
-    new = config.get("sentence_transformers")
-    stated = new.get("activation_fn") if isinstance(new, Mapping) else None
-    named = given or stated or config.get("sbert_ce_default_activation_function") or "sigmoid"
-    found = _ACTIVATIONS.get(str(named).rpartition(".")[2].lower())
-    if found is None:
-        raise PredictError(
-            f"rerank: the activation of scores is {printable(str(named))}; expected Sigmoid or Identity. "
-            "Choose one: function_to_apply='sigmoid' or 'none'; both keep the order.",
-            found=str(named),
-        )
-    return found
-
-
-def recipe_files(recipe: SentenceRecipe, hidden_size: int) -> dict[str, bytes]:
-    """Return the small files of a sentence-transformers folder whose weights lie at its root."""
-    if recipe.splade is not None:
-        return _sparse_files(recipe)
-    prefix = "sentence_transformers.models."
-    parts = ["Transformer", "Pooling", *("Dense" for _ in recipe.dense), *(["Normalize"] if recipe.normalize else [])]
-    modules = [
-        {"idx": place, "name": str(place), "path": f"{place}_{part}" if place else "", "type": prefix + part}
-        for place, part in enumerate(parts)
-    ]
-    pooling: dict[str, Any] = {"word_embedding_dimension": hidden_size, "include_prompt": recipe.include_prompt}
-    pooling |= {key: name in recipe.pooling for key, name in _MODES.items()}
-    files: dict[str, Any] = {"modules.json": modules, "1_Pooling/config.json": pooling}
-    if recipe.prompts:
-        said = {"prompts": dict(recipe.prompts), "default_prompt_name": recipe.default_prompt}
-        files["config_sentence_transformers.json"] = said
-    if recipe.max_tokens is not None:
-        files["sentence_bert_config.json"] = {
-            "max_seq_length": recipe.max_tokens,
-            "do_lower_case": recipe.lower_case,
-        }
-    found = {name: (json.dumps(value, indent=2) + "\n").encode() for name, value in files.items()}
-    for place, layer in enumerate(recipe.dense, 2):
-        found |= dense_files(f"{place}_Dense", layer)
-    return found
-
-
-def _sparse_files(recipe: SentenceRecipe) -> dict[str, bytes]:
-    """Return the small files of a SparseEncoder's folder."""
-    assert recipe.splade is not None
-    prefix = "sentence_transformers.sparse_encoder.models."
-    names = (("", "MLMTransformer"), ("1_SpladePooling", "SpladePooling"))
-    modules = [{"idx": i, "name": str(i), "path": path, "type": prefix + kind} for i, (path, kind) in enumerate(names)]
-    pooling = {"pooling_strategy": recipe.splade.strategy, "activation_function": recipe.splade.activation}
-    said = {"model_type": "SparseEncoder", "prompts": {"query": "", "document": ""}, "default_prompt_name": None}
-    files: dict[str, Any] = {
-        "modules.json": modules,
-        "1_SpladePooling/config.json": pooling,
-        "config_sentence_transformers.json": said | {"similarity_fn_name": "dot"},
-        "sentence_bert_config.json": {"max_seq_length": recipe.max_tokens, "do_lower_case": False},
-    }
-    return {name: (json.dumps(value, indent=2) + "\n").encode() for name, value in files.items()}

@@ -5,8 +5,10 @@ Decides what such vectors are, how they are compared and joined; how they are co
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from flodl_hf.errors import PredictError
 
-__all__ = ["SparseVectors", "SpladePooling", "from_dense", "from_tokens"]
+__all__ = ["SparseVectors", "SpladePooling", "from_dense", "from_tokens", "splade_files"]
 
 
 @dataclass(frozen=True)
@@ -139,3 +141,20 @@ def from_tokens(ids: np.ndarray, weights: np.ndarray, left_out: Iterable[int]) -
     largest = np.zeros(len(words), np.float32)
     np.maximum.at(largest, places, weights[kept])
     return words.astype(np.int64), largest
+
+
+def splade_files(pooling: SpladePooling, max_tokens: int | None) -> dict[str, bytes]:
+    """Return the small files of a SparseEncoder's folder."""
+    prefix = "sentence_transformers.sparse_encoder.models."
+    names = (("", "MLMTransformer"), ("1_SpladePooling", "SpladePooling"))
+    modules = [{"idx": i, "name": str(i), "path": path, "type": prefix + kind} for i, (path, kind) in enumerate(names)]
+    said = {"model_type": "SparseEncoder", "prompts": {"query": "", "document": ""}, "default_prompt_name": None}
+    files: dict[str, Any] = {
+        "modules.json": modules,
+        "1_SpladePooling/config.json": {
+            "pooling_strategy": pooling.strategy, "activation_function": pooling.activation,
+        },
+        "config_sentence_transformers.json": said | {"similarity_fn_name": "dot"},
+        "sentence_bert_config.json": {"max_seq_length": max_tokens, "do_lower_case": False},
+    }  # fmt: skip
+    return {name: (json.dumps(value, indent=2) + "\n").encode() for name, value in files.items()}

@@ -21,12 +21,12 @@ from flodl_hf.adapters.settings import IA3, Prefix, Prompt
 from flodl_hf.adapters.targets import Names, Site
 from flodl_hf.checksums import write_checksums
 from flodl_hf.export.publish import publish_folder
+from flodl_hf.export.sentence_files import recipe_files
 from flodl_hf.export.write import WrittenFile, verify_files, write_bytes, write_safetensors
 from flodl_hf.graph_model import GraphModel
 from flodl_hf.head_names import names_of
 from flodl_hf.late import pylate_files
 from flodl_hf.parts import join, joined, part_of
-from flodl_hf.sentence import recipe_files
 
 __all__ = ["save_adapter", "stored_adapter"]
 

@@ -48,6 +48,10 @@ def command(
     prompt_name: Annotated[
         str | None, typer.Option("--prompt-name", help="A prompt of the folder, put before each text.")
     ] = None,
+    route: Annotated[
+        str | None,
+        typer.Option("--route", help="The way of these texts, where the folder has several: query or document."),
+    ] = None,
     on_error: Annotated[
         FaultWord,
         typer.Option("--on-error", help="Rows without a text; null writes no vector and the reason (not to .npy)."),
@@ -91,8 +95,8 @@ def command(
     check_target(out, SUFFIXES)
     said: dict[str, Any] = {
         "text_column": text_column, "format": input_format, "keep": keep, "store": str(store), "truncate_dim": dim,
-        "prompt": prompt or None, "prompt_name": prompt_name, "part_rows": part_rows, "devices": devices,
-        "precision": precision, "revision": revision, "weights": weights,
+        "prompt": prompt or None, "prompt_name": prompt_name, "route": route, "part_rows": part_rows,
+        "devices": devices, "precision": precision, "revision": revision, "weights": weights,
     }  # fmt: skip
     said = {name: value for name, value in said.items() if value is not None}
     said |= {"on_error": on_error, "restart": restart, "local_files_only": local_files_only}

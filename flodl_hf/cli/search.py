@@ -45,8 +45,8 @@ def command(
         say("no query was given: as arguments, or one a line on standard input")
     texts, _ = texts_of(corpus, text_column)
     encode = encoder(model, revision, local_files_only, device, precision)
-    kept = encode(texts) if vectors is None else read_vectors(vectors)
-    asked = encode(queries, prompt=prompt or None)
+    kept = encode(texts, "document") if vectors is None else read_vectors(vectors)
+    asked = encode(queries, "query", prompt=prompt or None)
     size = asked.shape[1]
     bits = kept.dtype.kind != "f" and kept.shape[1] == -(-size // 8)
     if len(kept) != len(texts) or (kept.shape[1] != size and not bits):

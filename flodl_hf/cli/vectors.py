@@ -13,7 +13,8 @@ from flodl_hf.errors import PredictError
 __all__ = ["Encode", "check_target", "encoder", "texts_of"]
 
 Encode = Callable[..., Any]
-"""From texts to vectors, ``(texts, width)``, a numpy array; takes the keywords of ``encode``."""
+"""From texts to vectors, ``(texts, width)``, a numpy array; takes the keywords of ``encode``, and as
+``kind`` "query" or "document", whose route is taken where the folder has one."""
 
 
 def check_target(path: Path, suffixes: Sequence[str]) -> None:
@@ -46,7 +47,10 @@ def encoder(model: str, revision: str | None, local: bool, device: str, precisio
         )
     run: dict[str, Any] = {} if precision is None else {"precision": str(precision)}
 
-    def encode(texts: Sequence[str], **how: Any) -> Any:
+    routes = () if found.sentence_recipe is None else found.sentence_recipe.routes
+
+    def encode(texts: Sequence[str], kind: str | None = None, **how: Any) -> Any:
+        how |= {"route": kind} if kind in routes else {}
         return found.encode(texts, convert_to_tensor=True, **run, **how).float().cpu().numpy()
 
     return encode

@@ -82,7 +82,7 @@ class OnnxTarget:
 
     def _scores(self, logits: torch.Tensor) -> torch.Tensor:
         from flodl_hf.decode.classes import activation_for, class_scores
-        from flodl_hf.sentence import ranking_activation
+        from flodl_hf.heads.sequence_classification import ranking_activation
 
         config = self._config
         if self._task == "ranking":

@@ -132,7 +132,8 @@ class Reference:
                 f"{source}: the model is for {head}; expected one of vectors, labels or ranks, which endpoints share"
             )
         self.model.ready("verify-endpoint")
-        self.recipe = self.model.sentence_recipe if head == "base" else None
+        recipe = self.model.sentence_recipe if head == "base" else None
+        self.recipe = None if recipe is None else recipe.on()  # texts of which an endpoint is told nothing
         self._models: dict[tuple[bool, bool], Any] = {(False, False): self.model}
 
     @property
@@ -242,7 +243,7 @@ class Reference:
 
     def _function(self, way: Way) -> Any:
         from flodl_hf.decode.classes import activation_for
-        from flodl_hf.sentence import ranking_activation
+        from flodl_hf.heads.sequence_classification import ranking_activation
 
         config = self.model.config
         if way.function is not None:

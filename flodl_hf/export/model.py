@@ -214,7 +214,7 @@ def _tokenizer_files(model: GraphModel) -> dict[str, bytes]:
 
 
 def _recipe(model: GraphModel) -> dict[str, bytes]:
-    from flodl_hf.sentence import recipe_files
+    from flodl_hf.export.sentence_files import recipe_files
 
     # A classifier that was trained on such an encoder keeps them too: its encoder still makes vectors.
     recipe = model.sentence_recipe

@@ -61,6 +61,13 @@ class Traced(nn.Module):
             )
         self.model = _at_rest(model)
         recipe = model.sentence_recipe if model.head == "base" else None
+        if recipe is not None and recipe.routes:
+            raise ExportError(
+                f"export: the folder has the routes {', '.join(recipe.routes)}, and one graph computes one of them; "
+                "expected a folder without. Export with head='base' and no recipe: model.sentence_recipe = "
+                "model.sentence_recipe.on('query')",
+                problems=list(recipe.routes),
+            )
         self._recipe = recipe if recipe is not None and recipe.late is None and recipe.splade is None else None
         names = ["input_ids", "attention_mask", *(["token_type_ids"] if model.config.token_types > 1 else [])]
         axes = (BATCH, CHOICES, TOKENS) if model.head == "multiple_choice" else (BATCH, TOKENS)

@@ -88,6 +88,7 @@ class BaseModel(EncoderModel):
         truncate_dim: int | None = None,
         prompt: str | None = None,
         task: str | None = None,
+        route: str | None = None,
         strict: bool = False,
         truncate: bool = False,
         untrained: bool = False,
@@ -108,7 +109,9 @@ class BaseModel(EncoderModel):
             prompt: what is put before each text: a prompt of the folder by its name ("query"), or a text; None as the
                 folder says.
             task: one of those that the file has adapters for ("retrieval.query"); their prompt is then the usual one.
-                The first call of a task makes a copy of the model.
+                The first call of a task makes a copy of the model. Where the folder has routes, as ``route``.
+            route: the way of these texts in a folder whose queries and documents go through layers of their own
+                ("query", "document"); None for the folder's usual one.
             strict: raise on a text that does not fit into one window.
             truncate: keep only the first window of a long text, as sentence-transformers does.
             untrained: embed although the model holds random values.
@@ -123,19 +126,23 @@ class BaseModel(EncoderModel):
         from flodl_hf.runtime.items import several
         from flodl_hf.runtime.passes import Pooled
         from flodl_hf.runtime.vectors import Vectors
+        from flodl_hf.sentence import recipe_on
 
         self.ready("embed", untrained=untrained)
+        recipe = self.sentence_recipe
+        if task is not None and recipe is not None and recipe.routes and route in (None, task):
+            task, route = None, task
         if task is not None:
             from flodl_hf.task_adapters import adapted, instruction_of
 
             said = instruction_of(self, task) if prompt is None else prompt
             found: Any = adapted(self, task)
             return found.embed(
-                texts, pooling=pooling, normalize=normalize, truncate_dim=truncate_dim, prompt=said, strict=strict,
-                truncate=truncate, untrained=untrained, **run,
+                texts, pooling=pooling, normalize=normalize, truncate_dim=truncate_dim, prompt=said, route=route,
+                strict=strict, truncate=truncate, untrained=untrained, **run,
             )  # fmt: skip
         texts = several(texts, "embed")
-        recipe = self.sentence_recipe
+        recipe = recipe_on(recipe, route)
         names = check_pooling(pooling or (recipe.pooling if recipe else "mean"))
         wanted = normalize if normalize is not None else (recipe.normalize if recipe else True)
 
@@ -147,10 +154,10 @@ class BaseModel(EncoderModel):
         if isinstance(texts, Sequence) and not single and not len(texts):
             width = truncate_dim or (dense[-1].size if dense else self.config.encoder.hidden_size)
             return torch.zeros(0, width, dtype=torch.float32)
-        if dense or (before and recipe and not recipe.include_prompt):
+        if recipe is not None and (dense or (before and not recipe.include_prompt)):
             from flodl_hf.heads.vectors import pooled_beyond
 
-            finish = pooled_beyond(self, names, before, dense, truncate_dim=truncate_dim, normalize=wanted)
+            finish = pooled_beyond(self, recipe, names, before, dense, truncate_dim=truncate_dim, normalize=wanted)
             return session.answer(texts, encode, finish.work, finish.take, join=torch.cat, single=single, what="embed")
         vectors = Vectors(len(texts) if isinstance(texts, Sequence) and not single else None, normalize=wanted)
         work = Pooled(names, truncate_dim, wanted)
@@ -168,6 +175,7 @@ class BaseModel(EncoderModel):
         prompt: str | None = None,
         prompt_name: str | None = None,
         task: str | None = None,
+        route: str | None = None,
         untrained: bool = False,
         **run: Unpack[RunKeywords],
     ) -> Any:
@@ -184,6 +192,7 @@ class BaseModel(EncoderModel):
             prompt: put before each text, as it is.
             prompt_name: a prompt of the folder; None as the folder says.
             task: as in `embed`.
+            route: as in `embed`.
             untrained: encode although the model holds random values.
             **run: how to run; see `flodl_hf.runtime.RunOptions`.
 
@@ -203,7 +212,8 @@ class BaseModel(EncoderModel):
             )
         if prompt is None and prompt_name is not None:
             prompt = prompts[prompt_name]
-        scaled = bool(normalize_embeddings) or bool(recipe and recipe.normalize)
+        own = recipe.on(route or task) if recipe is not None and recipe.routes else recipe
+        scaled = bool(normalize_embeddings) or bool(own and own.normalize)
         found: Any = self.embed(
             texts,
             normalize=scaled,
@@ -211,10 +221,34 @@ class BaseModel(EncoderModel):
             truncate_dim=truncate_dim,
             prompt=prompt,
             task=task,
+            route=route,
             untrained=untrained,
             **run,
         )
         return found if convert_to_tensor or not convert_to_numpy else found.numpy()
+
+    @taking(ENCODE, like=encode)
+    def encode_query(self, sentences: str | Iterable[str], **how: Any) -> Any:
+        """Return vectors of what is looked for, as sentence-transformers does.
+
+        `encode` with the folder's prompt "query" or else none, by the route "query" where the folder has routes, and
+        with the adapter of queries where the file has adapters of tasks.
+        """
+        from flodl_hf.heads.vectors import keywords_for
+
+        return self.encode(sentences, **keywords_for("query", self, how))
+
+    @taking(ENCODE, like=encode)
+    def encode_document(self, sentences: str | Iterable[str], **how: Any) -> Any:
+        """Return vectors of what is found, as sentence-transformers does.
+
+        `encode` with the folder's prompt "document" or else none, by the route "document" where the folder has routes,
+        and with the adapter of passages where the file has adapters of tasks. A prompt of another name ("passage")
+        is put there with ``prompt_name``.
+        """
+        from flodl_hf.heads.vectors import keywords_for
+
+        return self.encode(sentences, **keywords_for("document", self, how))
 
     def similarity(self, a: Any, b: Any, *, measure: str | None = None, **run: Unpack[RunKeywords]) -> Similarity:
         """Return how alike each of ``a`` is to each of ``b``, a tensor ``(len(a), len(b))``; the larger the more.
@@ -283,6 +317,7 @@ class BaseModel(EncoderModel):
         prompt: str | None = None,
         normalize: bool | None = None,
         truncate_dim: int | None = None,
+        route: str | None = None,
         untrained: bool = False,
         **run: Unpack[RunKeywords],
     ) -> Any:
@@ -299,6 +334,7 @@ class BaseModel(EncoderModel):
             prompt: as in `embed`; it is read, and is in no part.
             normalize: scale vectors to length 1; None as the folder says, else True.
             truncate_dim: keep this many features.
+            route: as in `embed`.
             untrained: embed although the model holds random values.
             **run: how to run; see `flodl_hf.runtime.RunOptions`.
 
@@ -312,7 +348,7 @@ class BaseModel(EncoderModel):
 
         return chunk_vectors(
             self, texts, chunks=chunks, spans=spans, overlap=overlap, prompt=prompt, normalize=normalize,
-            truncate_dim=truncate_dim, untrained=untrained, run=run,
+            truncate_dim=truncate_dim, route=route, untrained=untrained, run=run,
         )  # fmt: skip
 
     def embed_sparse(

@@ -71,6 +71,7 @@ def chunk_vectors(
     prompt: str | None,
     normalize: bool | None,
     truncate_dim: int | None,
+    route: str | None,
     untrained: bool,
     run: RunKeywords,
 ) -> Any:
@@ -81,8 +82,10 @@ def chunk_vectors(
     from flodl_hf.runtime.items import several
     from flodl_hf.runtime.passes import States
     from flodl_hf.runtime.tables import table_of
+    from flodl_hf.sentence import recipe_on
 
-    tokenizer, recipe = model.ready("embed_chunks", untrained=untrained), model.sentence_recipe
+    tokenizer = model.ready("embed_chunks", untrained=untrained)
+    recipe = recipe_on(model.sentence_recipe, route)
     given = several(texts, "embed_chunks")
     single = isinstance(given, str)
     asked = [given] if isinstance(given, str) else list(given)

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Unpack
 import torch
 from torch import Tensor
 
+from flodl.errors import printable
 from flodl_hf import head_names
+from flodl_hf.errors import PredictError
 from flodl_hf.heads.head import Head
 from flodl_hf.heads.scoring import ScoringModel
 from flodl_hf.losses import check_labels, classification_loss
@@ -20,13 +22,16 @@ from flodl_hf.outputs import SequenceClassificationOutput
 from flodl_hf.words import CLASSES, RERANK, ZERO_SHOT, taking
 
 if TYPE_CHECKING:
-    from flodl_hf.decode.classes import Ranked
+    from flodl_hf.decode.classes import Activation, Ranked
     from flodl_hf.results import Ranking
     from flodl_hf.runtime import RunKeywords
     from flodl_hf.runtime.engine import Pending
     from flodl_hf.runtime.inputs import Encoded, Text
 
-__all__ = ["HEAD", "SequenceClassifier"]
+__all__ = ["HEAD", "SequenceClassifier", "ranking_activation"]
+
+# By the last word of a class's name.
+_ACTIVATIONS: dict[str, Activation] = {"sigmoid": "sigmoid", "identity": "none", "none": "none"}
 
 
 class SequenceClassifier(ScoringModel):
@@ -233,7 +238,6 @@ class SequenceClassifier(ScoringModel):
         from flodl_hf.results import Ranking
         from flodl_hf.runtime import Session
         from flodl_hf.runtime.passes import Scores
-        from flodl_hf.sentence import ranking_activation
 
         self.ready("rerank", untrained=untrained)
         activation = ranking_activation(self.config.source, function_to_apply)
@@ -271,6 +275,30 @@ class SequenceClassifier(ScoringModel):
         firsts, seconds = split_pairs(items, "predict")
         encoded = encode(tokenizer, firsts, seconds, max_tokens=self.max_tokens, strict=strict, cut=cut)
         return encoded.first_windows() if truncate else encoded
+
+
+def ranking_activation(config: Mapping[str, Any], given: str | None = None) -> Activation:
+    """Return what makes scores of a cross-encoder's logits.
+
+    Args:
+        config: ``config.json``: new files name the activation in ``sentence_transformers``, older ones in
+            ``sbert_ce_default_activation_function``.
+        given: "sigmoid" or "none", instead of what the file says.
+
+    Raises:
+        PredictError: another activation than these two is asked for.
+    """
+    new = config.get("sentence_transformers")
+    stated = new.get("activation_fn") if isinstance(new, Mapping) else None
+    named = given or stated or config.get("sbert_ce_default_activation_function") or "sigmoid"
+    found = _ACTIVATIONS.get(str(named).rpartition(".")[2].lower())
+    if found is None:
+        raise PredictError(
+            f"rerank: the activation of scores is {printable(str(named))}; expected Sigmoid or Identity. "
+            "Choose one: function_to_apply='sigmoid' or 'none'; both keep the order.",
+            found=str(named),
+        )
+    return found
 
 
 def _documents(query: Any, documents: Any) -> list[str]:

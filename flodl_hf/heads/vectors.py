@@ -6,7 +6,7 @@ Decides how a folder's recipe (`flodl_hf.sentence`) becomes calls of the runtime
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -26,13 +26,37 @@ if TYPE_CHECKING:
     from flodl_hf.runtime.engine import Pending
     from flodl_hf.runtime.inputs import Encoded
     from flodl_hf.runtime.passes import Work
+    from flodl_hf.sentence import SentenceRecipe
 
-__all__ = ["lexical_vectors", "pooled_beyond", "splade_vectors", "token_vectors"]
+__all__ = ["keywords_for", "lexical_vectors", "pooled_beyond", "splade_vectors", "token_vectors"]
 
 TOKENS = 2048
 """Tokens of a batch whose word scores are kept whole: a quarter of a gigabyte at 30,000 words."""
 QUERIES = 32
 """Filled queries of a batch."""
+
+
+def keywords_for(kind: str, model: EncoderModel, said: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keywords of `BaseModel.encode` for queries or documents, as far as a call does not say them.
+
+    Args:
+        kind: "query" or "document".
+        model: whose folder may have prompts, routes or adapters of tasks.
+        said: keywords of the call.
+    """
+    recipe, found = model.sentence_recipe, dict(said)
+    if found.get("prompt") is None and found.get("prompt_name") is None and recipe is not None:
+        # The library has an empty prompt of either name where the folder has none, so its usual one is never put there.
+        found["prompt"] = recipe.prompts.get(kind, "")
+    if found.get("task") is None and found.get("route") is None:
+        names = ("query",) if kind == "query" else ("passage", "document")
+        tasks = getattr(model.config.encoder, "tasks", ())
+        adapter = next((task for name in names if (task := f"retrieval.{name}") in tasks), None)
+        if recipe is not None and recipe.routes:
+            found["route"] = kind
+        elif adapter is not None:
+            found["task"] = adapter
+    return found
 
 
 class Beyond(NamedTuple):
@@ -43,13 +67,14 @@ class Beyond(NamedTuple):
 
 
 def pooled_beyond(
-    model: EncoderModel, names: tuple[Any, ...], prompt: str, dense: Sequence[Dense], *, truncate_dim: int | None,
-    normalize: bool,
+    model: EncoderModel, recipe: SentenceRecipe, names: tuple[Any, ...], prompt: str, dense: Sequence[Dense], *,
+    truncate_dim: int | None, normalize: bool,
 ) -> Beyond:  # fmt: skip
     """Return how texts are pooled where dense layers follow, or where a prompt's tokens do not count.
 
     Args:
-        model: whose recipe.
+        model: which runs.
+        recipe: of these texts.
         names: poolings.
         prompt: what was put before texts.
         dense: layers behind the pooling.
@@ -60,8 +85,7 @@ def pooled_beyond(
     from flodl_hf.runtime.passes import Pooled, States
     from flodl_hf.runtime.vectors import Vectors
 
-    recipe, tokenizer = model.sentence_recipe, model.tokenizer
-    assert recipe is not None
+    tokenizer = model.tokenizer
     assert tokenizer is not None
 
     def finished(found: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from flodl_hf.errors import PredictError, TokenizerError
+from flodl_hf.sentence import recipe_on
 from flodl_hf.serving.peak import operations_of_token
 from flodl_hf.serving.ticket import Ticket
 
@@ -70,17 +71,27 @@ def _note_cut(
 
 def _embed(model: Any, items: list[Any], options: Mapping[str, Any], ticket: Ticket) -> Done:
     """Vectors of texts, or of ids as they are."""
+    options = _for_kind(model, options)
     size = options.get("dimensions")
-    width = _width(model)
+    width = _width(model, options.get("route"))
     if size is not None and size > width:
         raise PredictError(f"embed: dimensions is {size}, and vectors have {width}; ask for at most so many")
-    given = {"truncate_dim": size, "normalize": options.get("normalize")}
+    given = {"truncate_dim": size, "normalize": options.get("normalize")} | _given(options, "route", "task")
     if items and isinstance(items[0], list):
         return {}, [_embed_ids(model, items, options)]
     texts = items
     found = model.embed(texts, **given, prompt=options.get("prompt"), **_cutting(options)).numpy()
     _note_cut(model, ticket, options, texts)
     return {}, [found]
+
+
+def _for_kind(model: Any, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return options with the prompt and the route of queries or documents, where a request says what texts are."""
+    from flodl_hf.heads.vectors import keywords_for
+
+    if (kind := options.get("kind")) is None:
+        return options
+    return keywords_for(kind, model, options)
 
 
 def _embed_ids(model: Any, rows: list[list[int]], options: Mapping[str, Any]) -> np.ndarray:
@@ -92,7 +103,10 @@ def _embed_ids(model: Any, rows: list[list[int]], options: Mapping[str, Any]) ->
     from flodl_hf.runtime.vectors import Vectors
 
     model.ready("embed")
-    if model.sentence_recipe is not None and model.sentence_recipe.dense:
+    recipe, normalize = recipe_on(model.sentence_recipe, options.get("route")), options.get("normalize")
+    if options.get("prompt"):
+        raise PredictError("embed: the folder puts a prompt before such texts, which ids cannot take; send texts")
+    if recipe is not None and recipe.dense:
         raise PredictError(
             "embed: the folder has dense layers behind its pooling, which read texts; send texts, not ids"
         )
@@ -105,15 +119,14 @@ def _embed_ids(model: Any, rows: list[list[int]], options: Mapping[str, Any]) ->
     counts = np.fromiter(map(len, rows), np.int64, len(rows))
     ids = np.concatenate([np.asarray(row, np.int32) for row in rows])
     encoded = Encoded(framed(Frame((), (), (), (0, 0, 0, 0, 0), False), (ids, counts)), len(rows))
-    recipe, normalize = model.sentence_recipe, options.get("normalize")
     wanted = normalize if normalize is not None else (recipe.normalize if recipe else True)
     names = check_pooling(recipe.pooling if recipe else "mean")
     pending = Session(model, {}).start(encoded.table, Pooled(names, options.get("dimensions"), wanted))
     return Vectors(len(rows), normalize=wanted).take([""] * len(rows), encoded, pending).numpy()
 
 
-def _width(model: Any) -> int:
-    recipe = model.sentence_recipe
+def _width(model: Any, route: str | None = None) -> int:
+    recipe = recipe_on(model.sentence_recipe, route)
     return recipe.dense[-1].size if recipe is not None and recipe.dense else model.config.encoder.hidden_size
 
 
@@ -330,21 +343,28 @@ TASKS: dict[str, tuple[tuple[str, ...], Callable[[Any, list[Any], Mapping[str, A
 def describe(model: Any) -> dict[str, Any]:
     """Return what is said of a model: its task, sizes, labels, as JSON types."""
     config, recipe = model.config, model.sentence_recipe
-    tokenizer = model.tokenizer
+    tokenizer, routes = model.tokenizer, _routes(recipe)
+    first = next(iter(routes), None) if recipe is not None and recipe.usual_route is None else None
     return {
         "head": model.head,
         "model_type": config.family.model_type,
         "dtype": str(model.dtype).removeprefix("torch."),
         "max_tokens": _limit(model),
         "operations": operations_of_token(model),
-        "width": _width(model),
+        "width": _width(model, first),
         "labels": list(config.labels) if model.head in ("sequence_classification", "token_classification") else [],
         "pooling": list(recipe.pooling) if recipe else ["mean"],
         "normalize": recipe.normalize if recipe else True,
         "prompts": dict(recipe.prompts) if recipe else {},
+        "routes": routes,
         "mask": tokenizer.mask_token if tokenizer is not None else None,
         "tasks": [name for name, (heads, _) in TASKS.items() if _has(model, name, heads)],
     }
+
+
+def _routes(recipe: Any) -> list[str]:
+    """Return what a request may name as the way of its texts."""
+    return [] if recipe is None else list(dict.fromkeys((*recipe.routes, *recipe.kinds)))
 
 
 def _has(model: Any, task: str, heads: Sequence[str]) -> bool:
@@ -370,4 +390,6 @@ def warm_items(model: Any) -> tuple[str, list[Any]]:
     if model.head == "masked_lm":
         mask = model.tokenizer.mask_token if model.tokenizer is not None else ""
         return "fill_mask", [f"{text}{mask}" for text in texts]
+    if model.head == "base" and model.sentence_recipe is not None and model.sentence_recipe.usual_route is None:
+        return "embed" if not model.sentence_recipe.routes else "embed_all", texts
     return {"base": "embed", "token_classification": "entities"}.get(model.head, "classify"), texts

@@ -166,8 +166,15 @@ class EmbeddingTask:
             check_pooling(names)
         except Exception as fault:
             problems.append(f"pooling: {fault}")
-        if before is not None and (before.dense or before.splade is not None or before.late is not None):
+        if (
+            before is not None
+            and not before.routes
+            and (before.dense or before.splade is not None or before.late is not None)
+        ):
             problems.append("the folder's vectors go through further modules than pooling, which are not trained here")
+        if before is not None and before.routes:
+            ways = ", ".join(before.routes)
+            problems.append(f"the folder has routes ({ways}) with modules of their own, which are not trained here")
         if "pooler" in names:
             problems.append("pooling: the pooler's output is not trained here; expected mean, cls or another")
         scaled = options.normalize if options.normalize is not None else before.normalize if before else True
@@ -181,7 +188,7 @@ class EmbeddingTask:
             kept = "config_sentence_transformers.json"
             made = replace(before, pooling=names, normalize=scaled, files={})
             if kept in before.files:
-                from flodl_hf.sentence import recipe_files
+                from flodl_hf.export.sentence_files import recipe_files
 
                 files = recipe_files(made, model.config.encoder.hidden_size)
                 made = replace(made, files={**files, kept: before.files[kept]})

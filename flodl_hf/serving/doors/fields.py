@@ -140,6 +140,9 @@ KINDS: dict[str, tuple[dict[str, Any], str, Callable[[Any], Any]]] = {
     "any": ({}, "anything", lambda value: value),
     "direction": _word("left", "right", "Left", "Right"),
     "encoding": _word("float", "base64"),
+    "input_type": _word(
+        "query", "document", "passage", "search_query", "search_document", "classification", "clustering"
+    ),
     "aggregation": _word("first", "average", "max", "simple", "none"),
     "activation": _word("softmax", "sigmoid", "none"),
     "measure": _word("cosine", "dot", "euclidean", "manhattan"),

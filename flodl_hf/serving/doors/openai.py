@@ -16,9 +16,19 @@ from flodl_hf.serving.doors.fields import Field
 __all__ = ["DOORS"]
 
 
+# As Cohere and others write them; further words of theirs change nothing here.
+_KINDS = {"query": "query", "search_query": "query"} | dict.fromkeys(
+    ("document", "passage", "search_document"), "document"
+)
+
+
 async def _embeddings(call: Call) -> Reply:
     fields = call.fields
-    given = {"dimensions": fields["dimensions"], "truncate": fields["truncate"]}
+    given = {
+        "dimensions": fields["dimensions"],
+        "truncate": fields["truncate"],
+        "kind": _KINDS.get(fields["input_type"]),
+    }
     found = await call.ask("embed", fields["input"], given)
     vectors = found.arrays[0]
     return Reply(
@@ -49,6 +59,7 @@ DOORS = (
             Field("encoding_format", "encoding", "float or base64"),
             Field("dimensions", "whole", "keep so many features"),
             Field("truncate", "flag", "true cuts long texts, false refuses them; else they are read in windows"),
+            Field("input_type", "input_type", "query or document: takes the folder's prompt and route for them"),
             Field("user", "text", "passed over"),
         ),
         _embeddings,

@@ -20,6 +20,7 @@ __all__ = ["DOORS", "cutting", "prompted"]
 TRUNCATE = Field("truncate", "flag", "true cuts long texts, false refuses them; without it they are read in windows")
 DIRECTION = Field("truncation_direction", "direction", "which end stays when cut; only right is cut off")
 PROMPT = Field("prompt_name", "text", "a prompt of the model's folder, put before each text")
+ROUTE = Field("route", "text", "the way of these texts, where the folder has several: query, document")
 NORMALIZE = Field("normalize", "flag", "scale vectors to length 1; by default as the folder says")
 RAW = Field("raw_scores", "flag", "scores as they leave the head")
 
@@ -68,7 +69,7 @@ def _texts(call: Call) -> list[str]:
 async def _embed(call: Call) -> Reply:
     call.info("embed")
     given = {**cutting(call), **prompted(call)}
-    given |= {"normalize": call.fields["normalize"], "dimensions": call.fields["dimensions"]}
+    given |= {name: call.fields[name] for name in ("normalize", "dimensions", "route")}
     found = await call.ask("embed", call.fields["inputs"], given)
     return Reply(found.arrays[0], found.arrays[0])
 
@@ -165,7 +166,12 @@ _DIMENSIONS = Field("dimensions", "whole", "keep so many features")
 DOORS = tuple(
     Door(path, says, (*fields, MODEL), answer, group="text-embeddings-inference")
     for path, says, fields, answer in (
-        ("/embed", "a vector for each text", (_INPUTS, NORMALIZE, TRUNCATE, DIRECTION, PROMPT, _DIMENSIONS), _embed),
+        (
+            "/embed",
+            "a vector for each text",
+            (_INPUTS, NORMALIZE, TRUNCATE, DIRECTION, PROMPT, ROUTE, _DIMENSIONS),
+            _embed,
+        ),
         ("/embed_all", "a state for each token", (_TEXTS, TRUNCATE, DIRECTION, PROMPT), _embed_all),
         ("/embed_sparse", "weights of words for each text", (_TEXTS, TRUNCATE, DIRECTION, PROMPT), _embed_sparse),
         (
