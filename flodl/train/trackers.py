@@ -303,7 +303,8 @@ class WandbTracker(_Service):
     """Logs to Weights & Biases, by its package; project and mode are those of its environment (``WANDB_...``).
 
     Figures come with ``step``, which is their axis, since counts of theirs may only rise. Figures of steps that were
-    taken after the checkpoint of a run that goes on stay there beside those that replace them.
+    taken after the checkpoint of a run that goes on stay there beside those that replace them. A process of theirs
+    writes offline files, and may be some milliseconds behind; ``wandb.teardown()``, as the end of this process, waits.
     """
 
     package = "wandb"
