@@ -144,7 +144,8 @@ class TokenTask:
                     truth.units.append(units)
                     truth.tags.append(tags)
         if faults:
-            raise DataError(f"finetune: sentences that cannot be labelled:\n{capped(faults, 8)}", problems=faults)
+            which = "sentences" if training else "held-out sentences"
+            raise DataError(f"finetune: {which} that cannot be labelled:\n{capped(faults, 8)}", problems=faults)
         return Prepared(builder.build(), None if training else truth)
 
     def _tagged(

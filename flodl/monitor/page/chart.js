@@ -420,6 +420,7 @@ const sizing = new ResizeObserver((entries) => {
 });
 
 let waiting = false;
+addEventListener("beforeprint", () => { for (const chart of charts) if (chart.dirty) chart.paint(); });  // also those below
 function paintSoon() {
   if (waiting) return;
   waiting = true;

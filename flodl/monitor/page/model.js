@@ -50,7 +50,7 @@ class ModelPanel {
     const paths = part.folded || [part.path], inside = part.parts || [];
     const found = paths.map((path) => heat.values.get(path)).filter((v) => v !== undefined && v !== null);
     const sum = kind === "gradient" ? Math.sqrt(found.reduce((s, v) => s + v * v, 0)) : found.reduce((s, v) => s + v, 0);
-    const word = !found.length ? "" : kind === "time" ? (sum < 1e-3 ? (sum * 1e6).toFixed(0) + " µs" : (sum * 1e3).toFixed(2) + " ms") : kind === "gradient" ? number(sum) : kind === "memory" ? bytes(sum) : short(sum);
+    const word = !found.length ? "" : kind === "time" ? brief(sum) : kind === "gradient" ? number(sum) : kind === "memory" ? bytes(sum) : short(sum);
     const isOpen = !inside.length || depth < 1 || this.opened.has(part.path) || (!this.opened.has("-" + part.path) && depth < 4 && inside.length <= 12 && !part.folded);
     const name = part.label || part.name;
     const title = h("span", { class: "part-name" }, h("b", { text: part.folded ? rangeOf(paths) : name }), h("span", { class: "part-kind", text: part.kind === name ? "" : part.kind }));
@@ -84,7 +84,7 @@ class ModelPanel {
   strip(paths, heat, kind) {
     const values = paths.map((path) => heat.values.get(path) || 0), most = Math.max(...values);
     return h("div", { class: "strip", "aria-hidden": "true" }, values.map((value, i) => {
-      const cell = h("span", { title: `${paths[i]}: ${kind === "time" ? (value * 1e3).toFixed(3) + " ms" : kind === "memory" ? bytes(value) : number(value)}` });
+      const cell = h("span", { title: `${paths[i]}: ${kind === "time" ? brief(value) : kind === "memory" ? bytes(value) : number(value)}` });
       if (most) cell.style.background = shade(kind, value / most);
       return cell;
     }));

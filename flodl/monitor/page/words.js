@@ -77,6 +77,11 @@ function millis(value) {
   return Math.abs(value) >= 1000 ? trimmed(value / 1000) + " s" : trimmed(value) + " ms";
 }
 
+function brief(seconds) {
+  if (seconds < 1e-3) return (seconds * 1e6).toFixed(0) + " µs";
+  return seconds < 1 ? (seconds * 1e3).toFixed(2) + " ms" : seconds.toFixed(2) + " s";
+}
+
 function percent(value) {
   return value === null || value === undefined ? "–" : (100 * value).toFixed(1) + " %";
 }

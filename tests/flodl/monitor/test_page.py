@@ -169,6 +169,8 @@ def test_the_architecture_is_coloured_by_what_is_known(monitor: Monitor, page: A
     monitor(LayersTimed(step=4, seconds={}, gradients=paths, memory={p: v * 1024 * 1024 for p, v in paths.items()}))
     until(page, "document.querySelector('input[name=heat][value=memory]') !== null")
     # The two linears inside are one box: sums, and for norms the root of the squares.
+    for seconds, word in ((2e-6, "2 µs"), (0.25, "250.00 ms"), (1.534, "1.53 s")):
+        assert page.evaluate(f"brief({seconds})") == word
     words = {"time": "6.00 ms", "gradient": "4.47", "memory": "6", "parameters": "144"}
     for kind, word in words.items():
         page.locator(f"input[name=heat][value={kind}]").check(force=True)
@@ -255,6 +257,8 @@ def test_the_archive_opens_from_a_file_and_asks_for_nothing(monitor: Monitor, pa
     assert text(page, ".vital .value") == "100"
     assert "look out" in text(page, ".log .line.warning")
     assert chart(page, "loss").locator("path.curve").count() >= 1
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")  # what is printed has the charts further down too
+    assert page.evaluate("[...document.querySelectorAll('.chart')].every(one => one.querySelector('.tick'))")
     assert [url for url in asked if not url.startswith(("file:", "data:"))] == []
     with page.expect_download() as waited:
         page.get_by_role("button", name="Curves as CSV").click()
