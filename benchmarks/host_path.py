@@ -38,8 +38,8 @@ from tokenizers import Tokenizer as Inner
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from flodl_hf.auto import head_named
-from flodl_hf.buckets import Buffer, bucket_of
 from flodl_hf.config import ModelConfig
+from flodl_hf.layout.buckets import Buffer, bucket_of
 from flodl_hf.model import EncoderModel
 from flodl_hf.runtime.batch import Batch
 from flodl_hf.runtime.engine import Engine

@@ -19,7 +19,7 @@ from typing import Any
 
 from flodl import errors
 from flodl_hf import errors as hf_errors
-from flodl_hf.config_keys import COMMON_INERT, FOREIGN
+from flodl_hf.config.shared_keys import COMMON_INERT, FOREIGN
 from flodl_hf.config_rows import REQUIRED, Inert, Row
 from flodl_hf.families import FAMILIES
 from flodl_hf.family import Family

@@ -10,18 +10,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, TypeVar, Unpack
 
+from flodl.collecting import gc_paused
 from flodl.errors import CheckpointError, ConfigError, printable
-from flodl_hf.collecting import without_collecting
-from flodl_hf.early import beginning
-from flodl_hf.head_names import names_of
-from flodl_hf.opening import LoadKeywords, Opened
-from flodl_hf.words import LOAD, taking
+from flodl_hf.config.head_names import names_of
+from flodl_hf.model.opening import LoadKeywords, Opened
+from flodl_hf.model.words import LOAD, taking
+from flodl_hf.weights.early import beginning
 
 if TYPE_CHECKING:
     import torch
 
-    from flodl_hf.config import ModelConfig
-    from flodl_hf.config import ModelConfig as AutoConfig
+    from flodl_hf.config.model_config import ModelConfig
+    from flodl_hf.config.model_config import ModelConfig as AutoConfig
     from flodl_hf.heads.base import BaseModel  # noqa: F401
     from flodl_hf.heads.head import Head
     from flodl_hf.heads.masked_lm import MaskedLM  # noqa: F401
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from flodl_hf.heads.question_answering import QuestionAnswerer  # noqa: F401
     from flodl_hf.heads.sequence_classification import SequenceClassifier  # noqa: F401
     from flodl_hf.heads.token_classification import TokenClassifier  # noqa: F401
-    from flodl_hf.model import EncoderModel
+    from flodl_hf.model.encoder_model import EncoderModel
 
 __all__ = [
     "AutoConfig",
@@ -51,8 +51,8 @@ ModelT = TypeVar("ModelT", bound="EncoderModel")
 
 def __getattr__(name: str) -> Any:
     if name == "AutoConfig":
-        with without_collecting():
-            from flodl_hf.config import ModelConfig
+        with gc_paused(settled=True):
+            from flodl_hf.config.model_config import ModelConfig
 
         return ModelConfig
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -132,8 +132,8 @@ class AutoModelForPreTraining(_Door["EncoderModel"]):
     def from_pretrained(cls, name_or_path: str | Path, **options: Unpack[LoadKeywords]) -> EncoderModel:
         """Return the model that a folder or Hub repository holds; see `EncoderModel.from_pretrained`."""
         with beginning(name_or_path, options):
-            with without_collecting():
-                from flodl_hf.config import read_config
+            with gc_paused(settled=True):
+                from flodl_hf.config.model_config import read_config
             config = read_config(name_or_path, **_of_configurations(options))
             return _class_of(_first_task(config)).from_pretrained(name_or_path, **options)
 
@@ -154,7 +154,7 @@ def head_named(name: str) -> Head:
         ConfigError: there is none; the nearest is suggested.
     """
     names = names_of(name)
-    with without_collecting():
+    with gc_paused(settled=True):
         from flodl_hf.heads import HEADS
 
     return next(head for head in HEADS if head.names == names)
@@ -182,10 +182,10 @@ def load(name_or_path: str | Path, *, head: str = "auto", **options: Unpack[Load
 def _loaded(name_or_path: str | Path, head: str, options: Any) -> EncoderModel:
     if head != "auto":
         return head_named(head).model.from_pretrained(name_or_path, **options)
-    with without_collecting():
-        from flodl_hf.config import read_config
+    with gc_paused(settled=True):
+        from flodl_hf.config.model_config import read_config
         from flodl_hf.heads.base import BaseModel
-        from flodl_hf.loading import class_of, head_of
+        from flodl_hf.weights.loading import class_of, head_of
     base, task = _with_adapter(name_or_path, options)
     config = read_config(base, **_of_configurations(options))
     architectures = config.source.get("architectures")
@@ -205,7 +205,7 @@ def _loaded(name_or_path: str | Path, head: str, options: Any) -> EncoderModel:
 
 def _with_adapter(name_or_path: str | Path, options: Mapping[str, Any]) -> tuple[str | Path, Any]:
     """Return the base's name, and what says which task an adapter is for, where there is one."""
-    from flodl_hf.folders import holds_adapter
+    from flodl_hf.hub.folders import holds_adapter
 
     adapter = options.get("adapter")
     if adapter is None and not holds_adapter(name_or_path):

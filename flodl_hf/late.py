@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from flodl.errors import ConfigError, printable, shown
-from flodl_hf.checkpoint import Checkpoint
-from flodl_hf.checkpoint.members import is_entry, read_member
-from flodl_hf.dense import Dense, dense_files
 from flodl_hf.errors import PredictError
-from flodl_hf.pickle_free import read_bin
+from flodl_hf.sentence.dense import Dense, dense_files
+from flodl_hf.weights.checkpoint import Checkpoint
+from flodl_hf.weights.checkpoint.members import is_entry, read_member
+from flodl_hf.weights.pickle_free import read_bin
 
 __all__ = [
     "LateRecipe",

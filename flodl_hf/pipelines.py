@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from flodl.errors import ConfigError, nearest
-from flodl_hf import words
 from flodl_hf.auto import head_named, load
 from flodl_hf.errors import PredictError, TokenizerError
-from flodl_hf.model import EncoderModel
+from flodl_hf.model import words
+from flodl_hf.model.encoder_model import EncoderModel
 
 __all__ = ["Pipeline", "pipeline"]
 

@@ -23,7 +23,7 @@ from flodl.errors import nearest
 from flodl_hf.errors import PredictError
 
 if TYPE_CHECKING:
-    from flodl_hf.model import EncoderModel
+    from flodl_hf.model.encoder_model import EncoderModel
 
 __all__ = ["Saliency", "saliency"]
 

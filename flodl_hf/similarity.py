@@ -28,7 +28,7 @@ class Similarity(Tensor):
     columns: Sequence[str] = ()
 
     def _repr_html_(self) -> str:
-        from flodl_hf.pages import similarity_page
+        from flodl_hf.results.pages import similarity_page
 
         if self.dim() != 2:
             return f"<pre>{self.as_subclass(Tensor)}</pre>"

@@ -4,7 +4,7 @@ Decides: that ``tokenizer.json`` is obeyed as it stands, except its padding and 
 kept for saving and never acted on (padding and cutting happen here, so one tokenizer serves any number of
 threads).
 Leaves to others: vocabulary files without ``tokenizer.json`` (``tokenization/build.py``), where windows are
-cut (``tokenization/rows.py``), names on the Hub (``hub.py``).
+cut (``tokenization/rows.py``), names on the Hub (``hub/``).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any, Literal
 import tokenizers
 
 from flodl_hf.errors import TokenizerError
+from flodl_hf.model.words import TOKENIZER, taking
 
 from .tokenization.added import add_missing
 from .tokenization.backend import Backend, load_json
@@ -32,7 +33,6 @@ from .tokenization.settings import guess_model_type, read_settings
 from .tokenization.source import TOKENIZER_FILES, parse_json, read_bytes, read_source, vocabulary_file, write_files
 from .tokenization.vocabulary import Vocabulary
 from .tokenization.words import JOINED
-from .words import TOKENIZER, taking
 
 __all__ = ["TOKENIZER_FILES", "Encoded", "Row", "Tokenizer"]
 
@@ -200,7 +200,7 @@ class Tokenizer(Vocabulary):
             HubError: if the name cannot be resolved.
             TokenizerError: if there is no usable tokenizer.
         """
-        from .hub import resolve
+        from flodl_hf.hub.download import resolve
 
         found = resolve(
             name_or_path,

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 from flodl.errors import CheckpointError
-from flodl_hf.checksums import Comparison, FileState, compare_files, compare_folder, has_truth
+from flodl_hf.weights.checksums import Comparison, FileState, compare_files, compare_folder, has_truth
 
 __all__ = ["verify"]
 

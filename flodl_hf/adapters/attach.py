@@ -20,8 +20,8 @@ from flodl_hf.adapters.prompts import PromptedEmbedding, PromptPart
 from flodl_hf.adapters.scaled import ScaledLinear, ScalePart
 from flodl_hf.adapters.settings import Settings
 from flodl_hf.adapters.targets import Site
-from flodl_hf.graph_model import GraphModel
-from flodl_hf.sentence import SentenceRecipe
+from flodl_hf.model.graph_model import GraphModel
+from flodl_hf.sentence.recipe import SentenceRecipe
 
 __all__ = ["Adapter", "Adapters", "Part", "adapters_of"]
 

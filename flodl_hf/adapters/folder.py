@@ -24,17 +24,17 @@ from flodl_hf.adapters.prompts import WORDS, PromptPart
 from flodl_hf.adapters.scaled import ScalePart
 from flodl_hf.adapters.settings import IA3, Lora, Prefix, Prompt, Settings
 from flodl_hf.adapters.targets import Names, Site, sites_of
-from flodl_hf.checkpoint.members import Folder, is_entry, read_member
-from flodl_hf.checkpoint.shard import SafetensorsShard, Shard
-from flodl_hf.config import ModelConfig
-from flodl_hf.config_file import MAX_CONFIG_BYTES, read_json
+from flodl_hf.config.file import MAX_CONFIG_BYTES, read_json
+from flodl_hf.config.model_config import ModelConfig
+from flodl_hf.encoder.parts import as_whole, part_of, split
 from flodl_hf.family import Family
-from flodl_hf.folders import ADAPTER_CONFIG as CONFIG
-from flodl_hf.folders import RECIPE_FILES, resolve_folder
-from flodl_hf.graph_model import GraphModel
-from flodl_hf.loading import head_of
-from flodl_hf.parts import as_whole, part_of, split
-from flodl_hf.sentence import read_recipe
+from flodl_hf.hub.folders import ADAPTER_CONFIG as CONFIG
+from flodl_hf.hub.folders import RECIPE_FILES, resolve_folder
+from flodl_hf.model.graph_model import GraphModel
+from flodl_hf.sentence.recipe import read_recipe
+from flodl_hf.weights.checkpoint.members import Folder, is_entry, read_member
+from flodl_hf.weights.checkpoint.shard import SafetensorsShard, Shard
+from flodl_hf.weights.loading import head_of
 
 __all__ = ["CONFIG", "HEAD", "PREFIX", "VIRTUAL", "WEIGHTS", "AdapterFolder", "open_adapter", "prefix_of"]
 
@@ -408,6 +408,6 @@ def _shard(folder: Folder, name: str, path: Path) -> Shard:
     descriptor, where = folder.open(name), str(path / name)
     if name == WEIGHTS:
         return SafetensorsShard(descriptor, name, where)
-    from flodl_hf.pickle_free import BinShard
+    from flodl_hf.weights.pickle_free import BinShard
 
     return BinShard(descriptor, name, where)

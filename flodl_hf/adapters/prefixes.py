@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flodl_hf.adapters.stand_in import stand_in_for
-from flodl_hf.attention import SelfAttention
+from flodl_hf.attention.dot_product import SelfAttention
 
 __all__ = ["PrefixPart", "PrefixedAttention", "ShiftPart", "ShiftedPositions"]
 

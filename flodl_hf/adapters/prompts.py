@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flodl_hf.adapters.stand_in import stand_in_for
-from flodl_hf.layout import Layout
+from flodl_hf.layout.layouts import Layout
 
 __all__ = ["FIRST", "WORDS", "Lead", "PromptPart", "PromptedEmbedding", "lead_of"]
 

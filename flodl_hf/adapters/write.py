@@ -19,14 +19,14 @@ from flodl_hf.adapters.prompts import WORDS, PromptPart
 from flodl_hf.adapters.scaled import ScalePart
 from flodl_hf.adapters.settings import IA3, Prefix, Prompt
 from flodl_hf.adapters.targets import Names, Site
-from flodl_hf.checksums import write_checksums
+from flodl_hf.config.head_names import names_of
+from flodl_hf.encoder.parts import join, joined, part_of
 from flodl_hf.export.publish import publish_folder
 from flodl_hf.export.sentence_files import recipe_files
 from flodl_hf.export.write import WrittenFile, verify_files, write_bytes, write_safetensors
-from flodl_hf.graph_model import GraphModel
-from flodl_hf.head_names import names_of
 from flodl_hf.late import pylate_files
-from flodl_hf.parts import join, joined, part_of
+from flodl_hf.model.graph_model import GraphModel
+from flodl_hf.weights.checksums import write_checksums
 
 __all__ = ["save_adapter", "stored_adapter"]
 

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
+from flodl.collecting import gc_frozen
 from flodl.errors import DataError, nearest, printable
 from flodl.files import path_fault
 from flodl_hf.bulk.columns import ColumnArgs
@@ -22,7 +23,6 @@ from flodl_hf.bulk.results import FileResult, Progress
 from flodl_hf.bulk.rows import STDIN, open_rows
 from flodl_hf.bulk.run import Run
 from flodl_hf.bulk.write import output_format
-from flodl_hf.collecting import passing_over_what_is_here
 from flodl_hf.errors import PredictError
 from flodl_hf.vectors.files import SUFFIXES
 from flodl_hf.vectors.quantize import PRECISIONS
@@ -150,7 +150,7 @@ def predict_file(
         )  # fmt: skip
         stack.enter_context(counting_tokens(run.count))
         stack.enter_context(Heartbeat(parts, rank, run.figures, parent))
-        stack.enter_context(passing_over_what_is_here())
+        stack.enter_context(gc_frozen())
         return run.go(before)
 
 

@@ -23,7 +23,7 @@ from flodl_hf.bulk.results import FileResult, Progress
 from flodl_hf.bulk.rows import Row, RowFault, Rows
 from flodl_hf.bulk.tasks import faulty_items
 from flodl_hf.errors import PredictError
-from flodl_hf.results import is_empty
+from flodl_hf.results.lists import is_empty
 
 __all__ = ["Run"]
 

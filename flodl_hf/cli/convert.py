@@ -10,7 +10,7 @@ import typer
 from flodl_hf.cli.shared import Json, Local, Model, Revision, emit_json, reporting, tell
 
 if TYPE_CHECKING:
-    from flodl_hf.config import ModelConfig
+    from flodl_hf.config.model_config import ModelConfig
 
 NAME = "convert"
 
@@ -28,9 +28,9 @@ def command(
 
     The pickle in the file is read by a parser that knows tensors and nothing else; nothing in it runs.
     """
-    from flodl_hf.config import read_config_file
+    from flodl_hf.config.model_config import read_config_file
     from flodl_hf.export.convert import convert_bin
-    from flodl_hf.folders import BIN_FILES, MODEL_FILES, resolve_folder
+    from flodl_hf.hub.folders import BIN_FILES, MODEL_FILES, resolve_folder
 
     hub = {"revision": revision, "local_files_only": local_files_only}
     folder, _ = resolve_folder(model, hub, (*MODEL_FILES, *BIN_FILES))

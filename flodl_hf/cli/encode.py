@@ -89,8 +89,8 @@ def command(
     from flodl_hf.bulk import encode_file
     from flodl_hf.cli.predict import file_to_file
     from flodl_hf.cli.vectors import check_target
-    from flodl_hf.early import beginning
     from flodl_hf.vectors.files import SUFFIXES
+    from flodl_hf.weights.early import beginning
 
     check_target(out, SUFFIXES)
     said: dict[str, Any] = {

@@ -11,7 +11,7 @@ from flodl_hf.cli.choices import Head, HeadWord, PrecisionWord
 from flodl_hf.cli.shared import Json, Local, Model, Revision, emit_json, reporting, tell
 
 if TYPE_CHECKING:
-    from flodl_hf.config import ModelConfig
+    from flodl_hf.config.model_config import ModelConfig
     from flodl_hf.runtime.explain import Explanation
 
 NAME = "inspect"
@@ -72,7 +72,7 @@ def command(
 def examined(folder: Path, config: ModelConfig) -> list[str]:
     """Return where a tokenizer's settings contradict ``tokenizer.json`` and which holds, or why it does not load."""
     from flodl_hf.errors import TokenizerError
-    from flodl_hf.pretrained import load_tokenizer
+    from flodl_hf.weights.pretrained import load_tokenizer
 
     try:
         tokenizer = load_tokenizer(folder, config)
@@ -89,11 +89,11 @@ def runs(folder: Path, head: str, device: str, precision: Any) -> Explanation:
         PredictError: the precision is unknown, or the device lacks it.
     """
     from flodl.devices import parse_device
-    from flodl_hf.checkpoint import Checkpoint
-    from flodl_hf.config import read_config_file
-    from flodl_hf.pretrained import plan_folder, stored_dtype
+    from flodl_hf.config.model_config import read_config_file
     from flodl_hf.runtime.explain import explain_graph
     from flodl_hf.runtime.precision import check_name, dtype_of
+    from flodl_hf.weights.checkpoint import Checkpoint
+    from flodl_hf.weights.pretrained import plan_folder, stored_dtype
 
     check_name(precision)
     config = read_config_file(folder)
@@ -110,13 +110,13 @@ def describe(name: str, head: str, hub: dict[str, Any]) -> dict[str, Any]:
         FlodlError: the checkpoint cannot be read for this head; the message says what is wrong.
     """
     from flodl_hf.auto import head_named
-    from flodl_hf.checkpoint import Checkpoint
-    from flodl_hf.config import read_config_file
-    from flodl_hf.familiar import size_text
-    from flodl_hf.folders import MODEL_FILES, VOCABULARY_FILES, resolve_folder
-    from flodl_hf.loading import head_of
-    from flodl_hf.pretrained import plan_folder
-    from flodl_hf.sentence import transformer_folder
+    from flodl_hf.config.model_config import read_config_file
+    from flodl_hf.hub.folders import MODEL_FILES, VOCABULARY_FILES, resolve_folder
+    from flodl_hf.model.familiar import size_text
+    from flodl_hf.sentence.recipe import transformer_folder
+    from flodl_hf.weights.checkpoint import Checkpoint
+    from flodl_hf.weights.loading import head_of
+    from flodl_hf.weights.pretrained import plan_folder
 
     root, commit = resolve_folder(name, hub, MODEL_FILES)
     folder = transformer_folder(root)

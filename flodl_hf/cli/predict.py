@@ -33,8 +33,8 @@ from flodl_hf.cli.shared import (
     stdin_lines,
     tell,
 )
-from flodl_hf.early import beginning
 from flodl_hf.errors import PredictError
+from flodl_hf.weights.early import beginning
 
 if TYPE_CHECKING:
     from flodl_hf.bulk import FileResult, Progress

@@ -35,8 +35,8 @@ def command(
     Exit status 0 if every file is as it was written, 1 if one is not, 3 if nothing says what the files should be.
     """
     from flodl.errors import CheckpointError
-    from flodl_hf.checksums import CHECKSUMS, write_checksums
     from flodl_hf.verifying import verify
+    from flodl_hf.weights.checksums import CHECKSUMS, write_checksums
 
     place = _place(folder)
     if write:
@@ -75,6 +75,6 @@ def _place(folder: str) -> Path:
     """Return the folder of that name, or that of a Hub name in the cache."""
     if os.path.exists(folder) or folder.startswith((".", "/", "~")) or folder.count("/") > 1:
         return Path(os.path.expanduser(folder))
-    from flodl_hf.folders import MODEL_FILES, resolve_folder
+    from flodl_hf.hub.folders import MODEL_FILES, resolve_folder
 
     return resolve_folder(folder, {"local_files_only": True}, MODEL_FILES)[0]

@@ -33,8 +33,8 @@ def command(
         say("give --source or --no-source, not both")
         raise typer.Exit(2)
     from flodl_hf.export.verify import RECEIPT, verify_export
-    from flodl_hf.folders import MODEL_FILES, resolve_folder
-    from flodl_hf.sentence import transformer_folder
+    from flodl_hf.hub.folders import MODEL_FILES, resolve_folder
+    from flodl_hf.sentence.recipe import transformer_folder
 
     base = None
     if source is not None:

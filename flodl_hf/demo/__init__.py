@@ -55,7 +55,7 @@ def learn_vocabulary(size: int = 600) -> Tokenizer:
 def demo_model(tokenizer: Tokenizer, seed: int = 0) -> SequenceClassifier:
     """Return the small, untrained classifier."""
     from flodl_hf.auto import AutoModelForSequenceClassification
-    from flodl_hf.config import ModelConfig
+    from flodl_hf.config.model_config import ModelConfig
 
     torch.manual_seed(seed)
     config = ModelConfig.for_model(

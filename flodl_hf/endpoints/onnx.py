@@ -35,9 +35,9 @@ class OnnxTarget:
     scales = False
 
     def __init__(self, place: Path, task: str, labels: Sequence[str]) -> None:
-        from flodl_hf.config import read_config_file
+        from flodl_hf.config.model_config import read_config_file
         from flodl_hf.export.onnx_session import OnnxModel
-        from flodl_hf.sentence import read_recipe
+        from flodl_hf.sentence.recipe import read_recipe
 
         self._task, self._labels = task, list(labels)
         try:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flodl_hf.activations import GELUS, Activation
+from flodl_hf.encoder.activations import GELUS, Activation
 from flodl_hf.endpoints.targets import QUERY, by_label
 from flodl_hf.errors import PredictError
 

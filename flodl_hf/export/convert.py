@@ -10,10 +10,10 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from flodl_hf.checkpoint import Checkpoint
-from flodl_hf.checkpoint.members import Folder
-from flodl_hf.checksums import CHECKSUMS, write_checksums
 from flodl_hf.errors import ExportError
+from flodl_hf.weights.checkpoint import Checkpoint
+from flodl_hf.weights.checkpoint.members import Folder
+from flodl_hf.weights.checksums import CHECKSUMS, write_checksums
 
 from .publish import is_model_file, publish_folder
 from .state import plan_state, write_state

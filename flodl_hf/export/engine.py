@@ -30,7 +30,7 @@ from flodl_hf.version import own_version
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
-    from flodl_hf.model import EncoderModel
+    from flodl_hf.model.encoder_model import EncoderModel
     from flodl_hf.parity.inputs import AwkwardBatch
 
 __all__ = ["BOUND", "OPSET", "PROGRAM", "EngineFile", "export_onnx", "export_program"]
@@ -193,7 +193,7 @@ class _Export:
         self, folder: str | Path, write: Callable[[Path, ExportedProgram], None], opened: Callable[[Path], Answer],
         needed: int, overwrite: bool, command: str | None,
     ) -> EngineFile:  # fmt: skip
-        from flodl_hf.checksums import compare_folder
+        from flodl_hf.weights.checksums import compare_folder
 
         self.receipt.folder = Path(folder).name
         source = self.traced.model.source
@@ -270,7 +270,7 @@ class _Export:
     def _describe(self, stage: Path, command: str | None) -> None:
         import json
 
-        from flodl_hf.checksums import write_checksums
+        from flodl_hf.weights.checksums import write_checksums
 
         written = [_hashed(stage, path) for path in sorted(stage.rglob("*")) if path.is_file()]
         write_checksums(stage, ((file.name, file.size, file.sha256) for file in written))

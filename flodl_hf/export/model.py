@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flodl_hf.checksums import write_checksums
+from flodl_hf.config.head_names import names_of
+from flodl_hf.encoder.parts import joined
 from flodl_hf.errors import ExportError
 from flodl_hf.export.json_text import patch_json
 from flodl_hf.export.publish import publish_folder
 from flodl_hf.export.state import WritePlan, plan_state, write_state
 from flodl_hf.export.write import WrittenFile, verify_files, write_bytes
-from flodl_hf.head_names import names_of
-from flodl_hf.loading import canonical_names
-from flodl_hf.parts import joined
+from flodl_hf.weights.checksums import write_checksums
+from flodl_hf.weights.loading import canonical_names
 
 if TYPE_CHECKING:
-    from flodl_hf.graph_model import GraphModel
+    from flodl_hf.model.graph_model import GraphModel
 
 __all__ = ["architecture", "config_text", "export_model", "stored_tensors", "surroundings"]
 

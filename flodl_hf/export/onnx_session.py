@@ -143,7 +143,7 @@ class OnnxModel:
     @cached_property
     def max_tokens(self) -> int | None:
         """The longest row that tokenizer and configuration allow; None where nothing bounds it."""
-        from flodl_hf.config import read_config_file
+        from flodl_hf.config.model_config import read_config_file
 
         known = (self.folder / "config.json").is_file()
         bounds = [read_config_file(self.folder).max_tokens if known else None, self.tokenizer.model_max_length]

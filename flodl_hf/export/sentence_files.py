@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from flodl_hf.dense import dense_files
-from flodl_hf.sentence import POOLINGS, SentenceRecipe
-from flodl_hf.sparse import splade_files
+from flodl_hf.sentence.dense import dense_files
+from flodl_hf.sentence.recipe import POOLINGS, SentenceRecipe
+from flodl_hf.sentence.sparse import splade_files
 
 __all__ = ["recipe_files"]
 

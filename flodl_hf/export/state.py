@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from flodl.errors import capped, printable
-from flodl_hf.checkpoint.manifest import DTYPE_NAMES, DTYPES, SourceManifest
 from flodl_hf.errors import ExportError
+from flodl_hf.weights.checkpoint.manifest import DTYPE_NAMES, DTYPES, SourceManifest
 
 from .write import WrittenFile, write_bytes, write_safetensors
 

@@ -21,7 +21,7 @@ from flodl_hf.errors import ExportError
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
-    from flodl_hf.model import EncoderModel
+    from flodl_hf.model.encoder_model import EncoderModel
 
 __all__ = ["Traced"]
 

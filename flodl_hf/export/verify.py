@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from flodl.errors import FlodlError
-from flodl_hf.checkpoint import Checkpoint
-from flodl_hf.config import read_config_file
+from flodl_hf.config.model_config import read_config_file
 from flodl_hf.version import own_version
+from flodl_hf.weights.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
-    from flodl_hf.model import EncoderModel
+    from flodl_hf.model.encoder_model import EncoderModel
 
 __all__ = ["RECEIPT", "Check", "Verification", "verify_export"]
 
@@ -150,7 +150,7 @@ def _opens(run: _Run) -> Iterator[Check]:
 
 
 def _as_written(run: _Run) -> Iterator[Check]:
-    from flodl_hf.checksums import CHECKSUMS, compare_folder
+    from flodl_hf.weights.checksums import CHECKSUMS, compare_folder
 
     name = "files as they were written"
     if not (run.place / CHECKSUMS).is_file():

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from flodl.errors import capped, printable
 from flodl.safetensors_header import name_fault
-from flodl_hf.checkpoint.manifest import DTYPE_NAMES
 from flodl_hf.errors import ExportError
+from flodl_hf.weights.checkpoint.manifest import DTYPE_NAMES
 
 from .json_text import patch_json
 from .publish import publish_folder

@@ -9,6 +9,7 @@ import copyreg
 from typing import Any
 
 from flodl.errors import ConfigError, nearest
+from flodl_hf.config.head_names import HEAD_NAMES
 from flodl_hf.families import (
     albert,
     bert,
@@ -32,7 +33,6 @@ from flodl_hf.families import (
     xlm_roberta_xl,
 )
 from flodl_hf.family import Family
-from flodl_hf.head_names import HEAD_NAMES
 
 __all__ = ["FAMILIES", "families", "named", "register", "registered"]
 

@@ -3,7 +3,7 @@
 Both go by the ``model_type`` "deberta-v2". Departures from the shared encoder:
 
 * attention scores content and relative position apart, from one table of distances that is
-  normalised once a call and projected by every layer (`flodl_hf.disentangled`);
+  normalised once a call and projected by every layer (`flodl_hf.attention.disentangled`);
 * absolute positions are an option; embeddings may be narrower than the states; padding is zeroed;
 * a convolution over the embeddings may join the output of the first layer (v2-xlarge);
 * classification has a pooler of its own, which belongs to the head and not to the encoder;
@@ -22,7 +22,9 @@ from torch.nn import functional as F
 from flodl.errors import ConfigError
 from flodl.graph import FlowBuilder, Graph
 from flodl_hf import bodies
-from flodl_hf.activations import Activation
+from flodl_hf.attention.disentangled import DisentangledAttention, RelativePositions
+from flodl_hf.attention.disentangled.parts import Convolution, ConvolvedLayer, MaskedEmbeddings, Shift
+from flodl_hf.config.sizes import SIZES, EncoderSizes
 from flodl_hf.config_rows import (
     Check,
     Inert,
@@ -36,14 +38,12 @@ from flodl_hf.config_rows import (
     optional,
     token_id,
 )
-from flodl_hf.disentangled import DisentangledAttention, RelativePositions
-from flodl_hf.disentangled.parts import Convolution, ConvolvedLayer, MaskedEmbeddings, Shift
-from flodl_hf.encoder import post_norm_block, stack
+from flodl_hf.encoder.activations import Activation
+from flodl_hf.encoder.graphs import post_norm_block, stack
 from flodl_hf.encoder_layer import EncoderLayer, FeedForward
 from flodl_hf.family import Family, FamilyHead, FamilyTokenizer, Ignored
 from flodl_hf.keys import KeyRow, Tie
-from flodl_hf.losses import check_labels
-from flodl_hf.sizes import SIZES, EncoderSizes
+from flodl_hf.model.losses import check_labels
 
 __all__ = ["FAMILY", "DebertaConfig"]
 

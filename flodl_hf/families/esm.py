@@ -17,8 +17,10 @@ from torch import Tensor, nn
 
 from flodl.graph import FlowBuilder, Graph
 from flodl_hf import bodies
-from flodl_hf.activations import Activation
-from flodl_hf.attention import SelfAttention
+from flodl_hf.attention.disentangled.parts import Shift
+from flodl_hf.attention.dot_product import SelfAttention
+from flodl_hf.attention.rotary import Rotary, StatedRotary, wavelength
+from flodl_hf.config.sizes import SIZES, EncoderSizes
 from flodl_hf.config_rows import (
     Inert,
     Row,
@@ -31,15 +33,13 @@ from flodl_hf.config_rows import (
     token_id,
     within_vocabulary,
 )
-from flodl_hf.disentangled.parts import Shift
-from flodl_hf.encoder import Embeddings, chain, pooler, stack
+from flodl_hf.encoder.activations import Activation
+from flodl_hf.encoder.graphs import Embeddings, chain, pooler, stack
 from flodl_hf.encoder_layer import EncoderLayer, FeedForward
 from flodl_hf.families import bert, roberta
 from flodl_hf.family import Family, FamilyHead, FamilyTokenizer, Ignored, Kept
 from flodl_hf.keys import KeyRow, Tie, rows_under
-from flodl_hf.layout import Layout
-from flodl_hf.rotary import Rotary, StatedRotary, wavelength
-from flodl_hf.sizes import SIZES, EncoderSizes
+from flodl_hf.layout.layouts import Layout
 
 __all__ = ["FAMILY", "EsmConfig"]
 

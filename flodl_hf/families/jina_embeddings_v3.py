@@ -7,7 +7,7 @@ XLM-RoBERTa's vocabulary and heads over rotary positions. It departs from RoBERT
 * files hold query, key and value in one matrix; computed are they one by one.
 
 The first files were written for the code of a repository, with five low-rank differences beside each weight, one a
-task (`flodl_hf.task_adapters`); that is the family ``TASKED`` below.
+task (`flodl_hf.adapters.task_adapters`); that is the family ``TASKED`` below.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from flodl.graph import Graph
-from flodl_hf.attention import SelfAttention
+from flodl_hf.attention.dot_product import SelfAttention
+from flodl_hf.attention.rotary import Rotary, RotarySettings, rotary_rows, wavelength
 from flodl_hf.config_rows import Check, Inert, Row, boolean, changed, count, optional, token_id
-from flodl_hf.encoder import Embeddings, chain, post_norm_block, stack
+from flodl_hf.encoder.graphs import Embeddings, chain, post_norm_block, stack
 from flodl_hf.encoder_layer import EncoderLayer, FeedForward
 from flodl_hf.families import bert, roberta
 from flodl_hf.family import Ignored
 from flodl_hf.keys import KeyRow
-from flodl_hf.rotary import Rotary, RotarySettings, rotary_rows, wavelength
 
 __all__ = ["FAMILY", "TASKED", "JinaEmbeddingsV3Config", "TaskedConfig"]
 

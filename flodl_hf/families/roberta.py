@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from flodl.graph import Graph
 from flodl_hf import bodies
 from flodl_hf.config_rows import changed, count
-from flodl_hf.encoder import Embeddings, bert_block, chain, stack
+from flodl_hf.encoder.graphs import Embeddings, bert_block, chain, stack
 from flodl_hf.families import bert
 from flodl_hf.family import FamilyHead, FamilyTokenizer, Ignored
 from flodl_hf.keys import KeyRow, Tie, rows_under

@@ -11,7 +11,7 @@ from __future__ import annotations
 from torch import nn
 
 from flodl.graph import Graph
-from flodl_hf.encoder import chain, pre_norm_block, stack
+from flodl_hf.encoder.graphs import chain, pre_norm_block, stack
 from flodl_hf.families import roberta
 from flodl_hf.families.roberta import RobertaConfig
 from flodl_hf.keys import KeyRow, rows_under

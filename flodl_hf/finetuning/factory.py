@@ -1,7 +1,7 @@
 """The model of a run: opened with the right head and labels, some parts frozen, made ready to train.
 
 Decides what of a model is touched for training alone, and undoes it. Which tensors a checkpoint gives is decided
-in `flodl_hf.pretrained`.
+in `flodl_hf.weights.pretrained`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from flodl_hf.freezing import freeze
+from flodl_hf.model.freezing import freeze
 
 if TYPE_CHECKING:
     from flodl_hf.adapters.settings import Settings
-    from flodl_hf.model import EncoderModel
+    from flodl_hf.model.encoder_model import EncoderModel
 
 __all__ = ["ModelFactory", "checkpoint_layers", "restore_layers", "set_dropout"]
 
@@ -74,7 +74,7 @@ class ModelFactory:
             **{"weights": "memory", **self.options},
         )
         if self.new_head:
-            from flodl_hf.building import initialise
+            from flodl_hf.model.building import initialise
 
             drawn = [name for name, _ in model.graph.named_parameters() if name.startswith("head.")]
             initialise(model.graph, drawn, float(model.config.source.get("initializer_range", 0.02)))

@@ -38,7 +38,7 @@ from flodl_hf.finetuning.vectors.step import VectorObjective
 from flodl_hf.finetuning.vectors.task import EmbeddingTask
 
 if TYPE_CHECKING:
-    from flodl_hf.model import EncoderModel
+    from flodl_hf.model.encoder_model import EncoderModel
 
 __all__ = ["Job", "plan_job"]
 
@@ -240,8 +240,8 @@ def _known(model: Any, options: Options) -> Known:
     """Return the head and labels that the starting model has."""
     if not isinstance(model, (str, os.PathLike)):
         return Known(model.head, tuple(model.config.labels), _ordered(model.config.family))
-    from flodl_hf.config import read_config
-    from flodl_hf.loading import head_of
+    from flodl_hf.config.model_config import read_config
+    from flodl_hf.weights.loading import head_of
 
     config = read_config(os.fspath(model), **_hub(options))
     head = head_of(config.family, config.source.get("architectures"))

@@ -13,7 +13,7 @@ from flodl.graph.parts import parts_at
 
 if TYPE_CHECKING:
     from flodl_hf.finetuning.job import Job
-    from flodl_hf.model import EncoderModel
+    from flodl_hf.model.encoder_model import EncoderModel
 
 __all__ = ["observed_of", "whole_path"]
 

@@ -26,7 +26,7 @@ from flodl_hf.finetuning.options import Options
 from flodl_hf.finetuning.rows import RELATED, EncodedRows, RowBuilder
 from flodl_hf.finetuning.step import Kind, Objective, run_model
 from flodl_hf.finetuning.task import CHUNK, Examples, LengthLimits, Prepared, check_texts
-from flodl_hf.losses import IGNORED_LABEL, token_loss
+from flodl_hf.model.losses import IGNORED_LABEL, token_loss
 
 if TYPE_CHECKING:
     from flodl_hf.tokenizer import Tokenizer

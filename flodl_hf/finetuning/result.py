@@ -13,7 +13,7 @@ from flodl.progress import clock, count
 
 if TYPE_CHECKING:
     from flodl_hf.finetuning.thresholds import Tuned
-    from flodl_hf.model import EncoderModel
+    from flodl_hf.model.encoder_model import EncoderModel
 
 __all__ = ["FinetuneResult"]
 
@@ -74,7 +74,7 @@ def _run_line(run: FinetuneResult) -> str:
 
 def _run_dict(run: FinetuneResult) -> dict[str, Any]:
     """Return a run as JSON types, its model left out."""
-    from flodl_hf.results import plain
+    from flodl_hf.results.lists import plain
 
     return plain(
         {
@@ -99,7 +99,7 @@ def _is_json(value: Any) -> bool:
 
 def _run_page(run: FinetuneResult) -> str:
     """Return a run as HTML: the loss of each step as a curve, evaluations as lines in it and rows below."""
-    from flodl_hf.pages import table
+    from flodl_hf.results.pages import table
 
     names = list(dict.fromkeys(name for record in run.history for name in record if name not in ("step", "epoch")))
     rows = [

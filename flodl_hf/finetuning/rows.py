@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from flodl.data.collate import Where
 from flodl.errors import DataError
 from flodl_hf.alignment import IGNORE, mask_tokens
-from flodl_hf.buckets import FILLER, fill
 from flodl_hf.finetuning.noise import SEEDS, row_seeds
 from flodl_hf.finetuning.shapes import Shapes
+from flodl_hf.layout.buckets import FILLER, fill
 
 __all__ = ["RELATED", "SPECIAL", "CollateRows", "EncodedRows", "Masking", "RowBuilder", "TakenRows"]
 

@@ -42,7 +42,7 @@ from flodl_hf.finetuning.watched import monitor_of_job
 from flodl_hf.report.held_out import Judged, judge
 
 if TYPE_CHECKING:
-    from flodl_hf.model import EncoderModel
+    from flodl_hf.model.encoder_model import EncoderModel
 
 __all__ = ["finetune", "make_builder", "train_job"]
 

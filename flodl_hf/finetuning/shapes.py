@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flodl.distributed.shares import ranges, split
-from flodl_hf.buckets import Bucket, bucket_of
+from flodl_hf.layout.buckets import Bucket, bucket_of
 
 __all__ = ["Shapes", "choose_shapes"]
 

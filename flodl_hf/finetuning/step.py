@@ -19,8 +19,8 @@ from flodl.train import Loss
 from flodl_hf.adapters.prompts import lead_of
 from flodl_hf.finetuning.noise import noisy
 from flodl_hf.finetuning.own_loss import LossFunction, own_loss
-from flodl_hf.layout import Packed, Padded
-from flodl_hf.losses import IGNORED_LABEL, classification_loss, span_loss, token_loss
+from flodl_hf.layout.layouts import Packed, Padded
+from flodl_hf.model.losses import IGNORED_LABEL, classification_loss, span_loss, token_loss
 
 __all__ = ["Objective", "rows_of_scores", "run_model", "score"]
 

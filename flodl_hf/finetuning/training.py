@@ -27,7 +27,7 @@ from flodl_hf.finetuning.vectors.task import EmbeddingTask
 
 if TYPE_CHECKING:
     from flodl.train.builder import TrainerBuilder
-    from flodl_hf.model import EncoderModel
+    from flodl_hf.model.encoder_model import EncoderModel
 
 __all__ = ["CHECKPOINTS", "make_builder", "settings_of_torch", "train_job"]
 

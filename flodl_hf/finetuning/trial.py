@@ -20,7 +20,7 @@ from flodl_hf.finetuning.own import Own
 from flodl_hf.finetuning.training import make_builder, settings_of_torch
 
 if TYPE_CHECKING:
-    from flodl_hf.model import EncoderModel
+    from flodl_hf.model.encoder_model import EncoderModel
 
 __all__ = ["DryRun", "dry_run", "find_lr"]
 

@@ -13,19 +13,19 @@ import torch
 from torch import Tensor
 
 from flodl.errors import nearest
-from flodl_hf import head_names
+from flodl_hf.config import head_names
 from flodl_hf.errors import PredictError
 from flodl_hf.heads.head import Head
-from flodl_hf.model import EncoderModel
-from flodl_hf.outputs import BaseOutput
-from flodl_hf.words import EMBED, ENCODE, taking
+from flodl_hf.model.encoder_model import EncoderModel
+from flodl_hf.model.outputs import BaseOutput
+from flodl_hf.model.words import EMBED, ENCODE, taking
 
 if TYPE_CHECKING:
     from flodl_hf.decode.pooling import Pooling
     from flodl_hf.runtime import RunKeywords
     from flodl_hf.runtime.inputs import Encoded
+    from flodl_hf.sentence.sparse import SparseVectors
     from flodl_hf.similarity import Similarity
-    from flodl_hf.sparse import SparseVectors
 
 __all__ = ["HEAD", "BaseModel"]
 
@@ -126,14 +126,14 @@ class BaseModel(EncoderModel):
         from flodl_hf.runtime.items import several
         from flodl_hf.runtime.passes import Pooled
         from flodl_hf.runtime.vectors import Vectors
-        from flodl_hf.sentence import recipe_on
+        from flodl_hf.sentence.recipe import recipe_on
 
         self.ready("embed", untrained=untrained)
         recipe = self.sentence_recipe
         if task is not None and recipe is not None and recipe.routes and route in (None, task):
             task, route = None, task
         if task is not None:
-            from flodl_hf.task_adapters import adapted, instruction_of
+            from flodl_hf.adapters.task_adapters import adapted, instruction_of
 
             said = instruction_of(self, task) if prompt is None else prompt
             found: Any = adapted(self, task)

@@ -19,7 +19,7 @@ from torch import Tensor
 from flodl_hf.errors import PredictError
 
 if TYPE_CHECKING:
-    from flodl_hf.model import EncoderModel
+    from flodl_hf.model.encoder_model import EncoderModel
     from flodl_hf.runtime import RunKeywords
     from flodl_hf.runtime.engine import Pending
     from flodl_hf.runtime.inputs import Encoded
@@ -82,7 +82,7 @@ def chunk_vectors(
     from flodl_hf.runtime.items import several
     from flodl_hf.runtime.passes import States
     from flodl_hf.runtime.tables import table_of
-    from flodl_hf.sentence import recipe_on
+    from flodl_hf.sentence.recipe import recipe_on
 
     tokenizer = model.ready("embed_chunks", untrained=untrained)
     recipe = recipe_on(model.sentence_recipe, route)

@@ -12,21 +12,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flodl_hf import head_names
+from flodl_hf.config import head_names
 from flodl_hf.errors import PredictError
 from flodl_hf.heads.head import Head
 from flodl_hf.heads.scoring import ScoringModel
-from flodl_hf.losses import check_labels, token_loss
-from flodl_hf.outputs import MaskedLMOutput
-from flodl_hf.results import Fill
-from flodl_hf.words import MASKS, taking
+from flodl_hf.model.losses import check_labels, token_loss
+from flodl_hf.model.outputs import MaskedLMOutput
+from flodl_hf.model.words import MASKS, taking
+from flodl_hf.results.lists import Fill
 
 if TYPE_CHECKING:
     from flodl_hf.decode.masks import MaskPlaces
     from flodl_hf.decode.rows import TokenTable
     from flodl_hf.runtime import RunKeywords, Session
     from flodl_hf.runtime.engine import Pending
-    from flodl_hf.sparse import SparseVectors
+    from flodl_hf.sentence.sparse import SparseVectors
     from flodl_hf.tokenizer import Row, Tokenizer
 
 __all__ = ["HEAD", "Fill", "MaskedLM"]
@@ -77,7 +77,7 @@ class MaskedLM(ScoringModel):
             PredictError: a text has no mask, ``top_k`` is below 1, or the model has no tokenizer or an untrained
                 head.
         """
-        from flodl_hf.results import Fills, results_of
+        from flodl_hf.results.lists import Fills, results_of
         from flodl_hf.runtime import Session
         from flodl_hf.runtime.items import found_by, several
         from flodl_hf.runtime.passes import ScoresAt
@@ -151,7 +151,7 @@ class MaskedLM(ScoringModel):
         """Return the best words of the whole vocabulary for each mask."""
         from flodl_hf.decode.masks import mask_places
         from flodl_hf.decode.quick import made
-        from flodl_hf.results import Fills, results_of
+        from flodl_hf.results.lists import Fills, results_of
         from flodl_hf.runtime.inputs import encode as rows_of
         from flodl_hf.runtime.items import found_by
         from flodl_hf.runtime.passes import BestAt

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 from torch import Tensor
 from torch.nn import functional as F
 
-from flodl_hf import head_names
+from flodl_hf.config import head_names
 from flodl_hf.errors import PredictError
 from flodl_hf.heads.head import Head
 from flodl_hf.heads.scoring import ScoringModel
-from flodl_hf.losses import check_labels
-from flodl_hf.outputs import MultipleChoiceOutput
-from flodl_hf.words import CHOICES, taking
+from flodl_hf.model.losses import check_labels
+from flodl_hf.model.outputs import MultipleChoiceOutput
+from flodl_hf.model.words import CHOICES, taking
 
 if TYPE_CHECKING:
     from flodl_hf.decode.classes import Ranked
@@ -110,7 +110,7 @@ class MultipleChoice(ScoringModel):
             PredictError: an item is no prompt with choices, or the model has no tokenizer or an untrained head.
         """
         from flodl_hf.decode.classes import mean_over_windows
-        from flodl_hf.results import Ranking
+        from flodl_hf.results.lists import Ranking
         from flodl_hf.runtime import Session
         from flodl_hf.runtime.inputs import encode
         from flodl_hf.runtime.passes import Scores

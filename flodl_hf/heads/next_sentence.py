@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 from torch import Tensor
 from torch.nn import functional as F
 
-from flodl_hf import head_names
+from flodl_hf.config import head_names
 from flodl_hf.errors import PredictError
 from flodl_hf.heads.head import Head
 from flodl_hf.heads.scoring import ScoringModel
-from flodl_hf.losses import check_labels
-from flodl_hf.outputs import NextSentenceOutput
-from flodl_hf.words import PAIRS, taking
+from flodl_hf.model.losses import check_labels
+from flodl_hf.model.outputs import NextSentenceOutput
+from flodl_hf.model.words import PAIRS, taking
 
 if TYPE_CHECKING:
-    from flodl_hf.model import EncoderModel
+    from flodl_hf.model.encoder_model import EncoderModel
     from flodl_hf.runtime import RunKeywords
     from flodl_hf.runtime.engine import Pending
     from flodl_hf.runtime.inputs import Encoded
@@ -97,7 +97,7 @@ def judged(
         PredictError: what is given are no pairs.
     """
     from flodl_hf.decode import decode_classes
-    from flodl_hf.results import Labels
+    from flodl_hf.results.lists import Labels
     from flodl_hf.runtime import Session
     from flodl_hf.runtime.inputs import encode, split_pairs
 

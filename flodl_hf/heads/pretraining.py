@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 from torch import Tensor
 from torch.nn import functional as F
 
-from flodl_hf import head_names
+from flodl_hf.config import head_names
 from flodl_hf.heads.head import Head
 from flodl_hf.heads.masked_lm import MaskedLM
 from flodl_hf.heads.next_sentence import FOLLOWS, judged
-from flodl_hf.losses import check_labels, token_loss
-from flodl_hf.outputs import PretrainingOutput
-from flodl_hf.words import PAIRS, taking
+from flodl_hf.model.losses import check_labels, token_loss
+from flodl_hf.model.outputs import PretrainingOutput
+from flodl_hf.model.words import PAIRS, taking
 
 if TYPE_CHECKING:
     from flodl_hf.runtime import RunKeywords

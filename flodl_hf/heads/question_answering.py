@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Unpack
 
 from torch import Tensor
 
-from flodl_hf import head_names
+from flodl_hf.config import head_names
 from flodl_hf.errors import PredictError
 from flodl_hf.heads.head import Head
-from flodl_hf.losses import span_loss
-from flodl_hf.model import EncoderModel
-from flodl_hf.outputs import QuestionAnsweringOutput
-from flodl_hf.words import ANSWER, taking
+from flodl_hf.model.encoder_model import EncoderModel
+from flodl_hf.model.losses import span_loss
+from flodl_hf.model.outputs import QuestionAnsweringOutput
+from flodl_hf.model.words import ANSWER, taking
 
 if TYPE_CHECKING:
     from flodl_hf.runtime import RunKeywords
@@ -183,7 +183,7 @@ class QuestionAnswerer(EncoderModel):
         from flodl_hf.decode import decode_answers_batch
         from flodl_hf.decode.compat import question_answering
         from flodl_hf.decode.rows import Placed
-        from flodl_hf.results import Answers
+        from flodl_hf.results.lists import Answers
         from flodl_hf.runtime import Session
         from flodl_hf.runtime.items import several
         from flodl_hf.runtime.passes import Scores

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flodl_hf import head_names
+from flodl_hf.config import head_names
 from flodl_hf.heads.head import Head
 from flodl_hf.heads.scoring import ScoringModel
-from flodl_hf.outputs import ReplacedTokensOutput
-from flodl_hf.words import MASKS, taking
+from flodl_hf.model.outputs import ReplacedTokensOutput
+from flodl_hf.model.words import MASKS, taking
 
 if TYPE_CHECKING:
     from flodl_hf.runtime import RunKeywords
@@ -104,7 +104,7 @@ class ReplacedTokens(ScoringModel):
         """
         from flodl_hf.decode import TagScheme, decode_entities_batch
         from flodl_hf.decode.rows import Placed
-        from flodl_hf.results import Entities
+        from flodl_hf.results.lists import Entities
         from flodl_hf.runtime import Session
         from flodl_hf.runtime.inputs import encode
         from flodl_hf.runtime.items import several

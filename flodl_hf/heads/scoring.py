@@ -6,8 +6,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from flodl_hf.model import EncoderModel
-from flodl_hf.outputs import (
+from flodl_hf.model.encoder_model import EncoderModel
+from flodl_hf.model.outputs import (
     MaskedLMOutput,
     MultipleChoiceOutput,
     NextSentenceOutput,

@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 from flodl.errors import printable
-from flodl_hf import head_names
+from flodl_hf.config import head_names
 from flodl_hf.errors import PredictError
 from flodl_hf.heads.head import Head
 from flodl_hf.heads.scoring import ScoringModel
-from flodl_hf.losses import check_labels, classification_loss
-from flodl_hf.outputs import SequenceClassificationOutput
-from flodl_hf.words import CLASSES, RERANK, ZERO_SHOT, taking
+from flodl_hf.model.losses import check_labels, classification_loss
+from flodl_hf.model.outputs import SequenceClassificationOutput
+from flodl_hf.model.words import CLASSES, RERANK, ZERO_SHOT, taking
 
 if TYPE_CHECKING:
     from flodl_hf.decode.classes import Activation, Ranked
-    from flodl_hf.results import Ranking
+    from flodl_hf.results.lists import Ranking
     from flodl_hf.runtime import RunKeywords
     from flodl_hf.runtime.engine import Pending
     from flodl_hf.runtime.inputs import Encoded, Text
@@ -91,10 +91,10 @@ class SequenceClassifier(ScoringModel):
             PredictError: the model has no tokenizer or an untrained head, or an option makes no sense.
             TokenizerError: a text is not a valid string, or too long with ``strict``.
         """
+        from flodl_hf.config.label_thresholds import tuned_thresholds
         from flodl_hf.decode import decode_classes
         from flodl_hf.decode.classes import decide
-        from flodl_hf.label_thresholds import tuned_thresholds
-        from flodl_hf.results import Labels
+        from flodl_hf.results.lists import Labels
         from flodl_hf.runtime import Session
         from flodl_hf.runtime.items import refuse_two_texts, several
         from flodl_hf.runtime.passes import Scores
@@ -166,7 +166,7 @@ class SequenceClassifier(ScoringModel):
         from flodl_hf.decode import contradiction_id, decode_zero_shot, entailment_id
         from flodl_hf.decode.compat import zero_shot_classification
         from flodl_hf.errors import PredictError
-        from flodl_hf.results import Labels
+        from flodl_hf.results.lists import Labels
         from flodl_hf.runtime import Session
         from flodl_hf.runtime.items import several
         from flodl_hf.runtime.passes import Scores
@@ -235,7 +235,7 @@ class SequenceClassifier(ScoringModel):
         """
         from flodl_hf.decode import decode_ranking
         from flodl_hf.decode.classes import Ranked
-        from flodl_hf.results import Ranking
+        from flodl_hf.results.lists import Ranking
         from flodl_hf.runtime import Session
         from flodl_hf.runtime.passes import Scores
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Unpack
 
 from torch import Tensor
 
-from flodl_hf import head_names
+from flodl_hf.config import head_names
 from flodl_hf.heads.head import Head
 from flodl_hf.heads.scoring import ScoringModel
-from flodl_hf.losses import check_labels, token_loss
-from flodl_hf.outputs import TokenClassificationOutput
-from flodl_hf.words import ENTITIES, taking
+from flodl_hf.model.losses import check_labels, token_loss
+from flodl_hf.model.outputs import TokenClassificationOutput
+from flodl_hf.model.words import ENTITIES, taking
 
 if TYPE_CHECKING:
     from flodl_hf.decode.entities import Aggregation
@@ -86,7 +86,7 @@ class TokenClassifier(ScoringModel):
             TokenizerError: a text is not a valid string, or too long with ``strict``.
         """
         from flodl_hf.decode import TagScheme, decode_entities_batch, join_words
-        from flodl_hf.results import Entities
+        from flodl_hf.results.lists import Entities
         from flodl_hf.runtime import Session
         from flodl_hf.runtime.inputs import encode
         from flodl_hf.runtime.items import several

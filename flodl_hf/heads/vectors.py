@@ -1,7 +1,7 @@
 """Vectors of texts beyond one pooled state each: dense layers behind a pooling, one a token, one over a vocabulary.
 
-Decides how a folder's recipe (`flodl_hf.sentence`) becomes calls of the runtime; what is computed of states stands in
-`flodl_hf.dense`, `flodl_hf.late` and `flodl_hf.sparse`.
+Decides how a folder's recipe (`flodl_hf.sentence.recipe`) becomes calls of the runtime; what is computed of states
+stands in `flodl_hf.sentence.dense`, `flodl_hf.late` and `flodl_hf.sentence.sparse`.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from torch import Tensor
 from flodl_hf.errors import PredictError
 from flodl_hf.late import marked as marked_row
 from flodl_hf.late import marker_id
-from flodl_hf.sparse import SparseVectors, SpladePooling, from_dense, from_tokens
+from flodl_hf.sentence.sparse import SparseVectors, SpladePooling, from_dense, from_tokens
 
 if TYPE_CHECKING:
-    from flodl_hf.dense import Dense
     from flodl_hf.late import LateRecipe
-    from flodl_hf.model import EncoderModel
+    from flodl_hf.model.encoder_model import EncoderModel
     from flodl_hf.runtime import RunKeywords
     from flodl_hf.runtime.engine import Pending
     from flodl_hf.runtime.inputs import Encoded
     from flodl_hf.runtime.passes import Work
-    from flodl_hf.sentence import SentenceRecipe
+    from flodl_hf.sentence.dense import Dense
+    from flodl_hf.sentence.recipe import SentenceRecipe
 
 __all__ = ["keywords_for", "lexical_vectors", "pooled_beyond", "splade_vectors", "token_vectors"]
 
@@ -183,7 +183,7 @@ def _expanded(model: EncoderModel, late: LateRecipe, encoded: Encoded, width: in
 
     Mask tokens that others do not attend to need a mask, which rows without filling have no place for.
     """
-    from flodl_hf.layout import Padded
+    from flodl_hf.layout.layouts import Padded
     from flodl_hf.runtime.prepared import shadow
 
     tokenizer = model.tokenizer

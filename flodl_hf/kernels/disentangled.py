@@ -8,8 +8,8 @@ The running softmax and the two passes of the backward are those of FlashAttenti
 https://arxiv.org/abs/2307.08691). A score is ``scale * q_i . k_j + c2p + p2c`` in float32; the products with
 the table arrive divided by the scale, so that half precision cannot overflow where the score does not.
 
-Importing this file needs Triton. Launching, shapes and gradients are `flodl_hf.disentangled.operator`'s. Names:
-M rows of queries, N rows of keys in a tile, H width of a head, R table rows that a call reaches.
+Importing this file needs Triton. Launching, shapes and gradients are `flodl_hf.attention.disentangled.operator`'s.
+Names: M rows of queries, N rows of keys in a tile, H width of a head, R table rows that a call reaches.
 """
 
 # Kernel arguments are typed by Triton, and a launch has one argument a line of the signature.

@@ -1,4 +1,6 @@
-"""Queries and keys turned by their places (`flodl_hf.rotary`), where they lie side by side: read once, written once.
+"""Queries and keys turned by their places, where they lie side by side: read once, written once.
+
+What is turned by how much is `flodl_hf.attention.rotary`'s.
 
 Roundings are the reference's: of each product and of their sum, in the states' dtype, or in float32 with one at the
 end. Sums must not be contracted into fused multiply-adds, so launches ask for none. Launching and gradients are

@@ -175,5 +175,9 @@ def _own_text() -> str:
     """Return a hash of the kernels, tables and operators that are tried."""
     here = Path(__file__).parents[1]
     files = [*sorted((here / "kernels").glob("*.py")), *sorted((here / "tables").glob("*.py"))]
-    files += [here / "disentangled" / "operator.py", here / "disentangled" / "launch.py", here / "attention.py"]
+    attention = here / "attention"
+    files += [
+        attention / "dot_product.py",
+        *(attention / "disentangled" / name for name in ("operator.py", "launch.py")),
+    ]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

@@ -110,7 +110,7 @@ def _virtual(bench: Bench, model: Any, settings: Any) -> dict[str, float] | Evid
 
 def _written(bench: Bench, model: Any, settings: Any, prefix: str) -> tuple[Path, dict[str, Tensor]]:
     """Return the folder of an adapter that is as if trained, and its tensors by transformers' names."""
-    from flodl_hf.checkpoint.shard import SafetensorsShard
+    from flodl_hf.weights.checkpoint.shard import SafetensorsShard
 
     model.add_adapter(settings)
     draw = torch.Generator().manual_seed(bench.seed)

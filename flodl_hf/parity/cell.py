@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 
 from flodl_hf.auto import head_named
+from flodl_hf.encoder.parts import Part, as_whole, part_of, split
 from flodl_hf.families import families, named
 from flodl_hf.family import Family
 from flodl_hf.heads import HEADS
 from flodl_hf.parity.inputs import AwkwardBatch, as_choices, awkward_batches
 from flodl_hf.parity.shapes import settings_of, variants_of
-from flodl_hf.parts import Part, as_whole, part_of, split
 
 if TYPE_CHECKING:
-    from flodl_hf.model import EncoderModel
+    from flodl_hf.model.encoder_model import EncoderModel
     from flodl_hf.tokenizer import Tokenizer
 
 __all__ = ["Bench", "Cell", "all_cells"]
@@ -130,8 +130,8 @@ class Bench:
 
     def load_theirs(self, attention: str = "sdpa", folder: Path | None = None) -> Any:
         """Return transformers' model, freshly loaded; see `flodl_hf.parity.reference.Reference`."""
-        from flodl_hf.checkpoint import Checkpoint
         from flodl_hf.parity.reference import load_reference
+        from flodl_hf.weights.checkpoint import Checkpoint
 
         place = folder or self.folder
         with Checkpoint.open(place) as opened:

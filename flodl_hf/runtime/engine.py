@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flodl_hf.buckets import Buffer, bucket_of
 from flodl_hf.decode.rows import TokenTable
 from flodl_hf.errors import PredictError
-from flodl_hf.layout import Layout, Packed, Padded
+from flodl_hf.layout.buckets import Buffer, bucket_of
+from flodl_hf.layout.layouts import Layout, Packed, Padded
 from flodl_hf.runtime.batch import Batch, batch_of, check_rows
 from flodl_hf.runtime.layered import Given
 from flodl_hf.runtime.options import RunOptions
@@ -30,7 +30,7 @@ from flodl_hf.runtime.prepared import Prepared, holder
 from flodl_hf.runtime.record import SMALL, WAIT, Recorder
 
 if TYPE_CHECKING:
-    from flodl_hf.graph_model import GraphModel
+    from flodl_hf.model.graph_model import GraphModel
 
 __all__ = ["Engine", "Pending"]
 

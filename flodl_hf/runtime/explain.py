@@ -25,7 +25,7 @@ from flodl_hf.tables.training import TrainingTable
 from flodl_hf.tables.trials import LayerSizes, prediction
 
 if TYPE_CHECKING:
-    from flodl_hf.graph_model import GraphModel
+    from flodl_hf.model.graph_model import GraphModel
 
 __all__ = ["Explanation", "LayerGroup", "explain", "explain_graph"]
 

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from flodl.errors import FlodlError
 from flodl_hf.errors import PredictError
-from flodl_hf.results import Found, is_empty
+from flodl_hf.results.lists import Found, is_empty
 from flodl_hf.runtime.stream import Job
 
 __all__ = ["found_by", "passing_over_empty", "plain_pairs", "refuse_two_texts", "several"]

@@ -20,15 +20,15 @@ from torch import Tensor, nn
 
 from flodl.graph import Graph
 from flodl.memory import available_memory
-from flodl_hf.encoder import Repeated
+from flodl_hf.encoder.graphs import Repeated
 from flodl_hf.errors import PredictError
-from flodl_hf.layout import Layout
+from flodl_hf.layout.layouts import Layout
 from flodl_hf.runtime.precision import Precision
 from flodl_hf.runtime.shadow import arranged, convert, shadow, tensors_of
 from flodl_hf.tables.arrange import alone_last, finish_first_tokens
 
 if TYPE_CHECKING:
-    from flodl_hf.on_disk import OnDisk
+    from flodl_hf.weights.on_disk import OnDisk
 
 __all__ = ["Given", "Layered"]
 

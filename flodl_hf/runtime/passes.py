@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from flodl_hf.adapters.prompts import lead_of
-from flodl_hf.layout import Layout, Padded
+from flodl_hf.layout.layouts import Layout, Padded
 
 if TYPE_CHECKING:
     from flodl.graph import Graph
-    from flodl_hf.sparse import SpladePooling
+    from flodl_hf.sentence.sparse import SpladePooling
 
 __all__ = [
     "BestAt",

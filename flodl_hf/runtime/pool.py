@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flodl_hf.decode.pooling import pool_padded
-from flodl_hf.layout import Layout, Packed
+from flodl_hf.layout.layouts import Layout, Packed
 
 __all__ = ["over_texts", "pool", "scattered"]
 

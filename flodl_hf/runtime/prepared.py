@@ -29,8 +29,8 @@ from flodl_hf.runtime.precision import Precision
 from flodl_hf.runtime.shadow import arranged, shadow, tensors_of, told
 
 if TYPE_CHECKING:
-    from flodl_hf.graph_model import GraphModel
-    from flodl_hf.on_disk import OnDisk
+    from flodl_hf.model.graph_model import GraphModel
+    from flodl_hf.weights.on_disk import OnDisk
 
 __all__ = ["Prepared", "Stamp", "forget", "prepared", "shadow"]
 
@@ -199,7 +199,7 @@ def _trusts_buckets(graph: Graph, like: Tensor | None = None) -> bool:
         graph: whose layers.
         like: a tensor where they run, in the dtype that they compute in; None for one of the graph's own.
     """
-    from flodl_hf.attention import SelfAttention
+    from flodl_hf.attention.dot_product import SelfAttention
     from flodl_hf.kernels.trust import trusted
     from flodl_hf.tables.arrange import layers_of
     from flodl_hf.tables.trials import buckets

@@ -3,7 +3,7 @@
 Decides when a shape is recorded (behind an ordinary pass of it, while the device computes that one; ever later after
 each time a recording had to go), how many recordings are kept (the least recently used go first), that captures take
 turns, and that a pass which cannot be recorded runs as it always did. How shapes are made to come again is
-`flodl_hf.buckets`' and the engine's.
+`flodl_hf.layout.buckets`' and the engine's.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from flodl_hf.decode.rows import TokenTable
 from flodl_hf.errors import PredictError
-from flodl_hf.forked import entered
-from flodl_hf.results import Found, results_of
+from flodl_hf.model.forked import entered
+from flodl_hf.results.lists import Found, results_of
 from flodl_hf.runtime.engine import Engine, Pending
 from flodl_hf.runtime.fleet import Fleet
 from flodl_hf.runtime.inputs import Encoded
@@ -27,7 +27,7 @@ from flodl_hf.runtime.stream import WINDOW, Job, stream
 from flodl_hf.runtime.surroundings import plainly, undisturbed
 
 if TYPE_CHECKING:
-    from flodl_hf.graph_model import GraphModel
+    from flodl_hf.model.graph_model import GraphModel
     from flodl_hf.runtime.workers import Call
 
 __all__ = ["SENDING", "Session"]

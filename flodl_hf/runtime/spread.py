@@ -14,7 +14,7 @@ from flodl_hf.runtime.options import RunKeywords
 from flodl_hf.runtime.passes import Scores, States
 
 if TYPE_CHECKING:
-    from flodl_hf.graph_model import GraphModel
+    from flodl_hf.model.graph_model import GraphModel
 
 __all__ = ["Spread", "spread"]
 

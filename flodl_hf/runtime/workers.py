@@ -33,7 +33,7 @@ from flodl_hf.runtime.prepared import Stamp
 from flodl_hf.tokenization.spread import cores
 
 if TYPE_CHECKING:
-    from flodl_hf.graph_model import GraphModel
+    from flodl_hf.model.graph_model import GraphModel
 
 __all__ = ["Call", "Workers", "call_of"]
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from flodl_hf.errors import PredictError, TokenizerError
-from flodl_hf.sentence import recipe_on
+from flodl_hf.sentence.recipe import recipe_on
 from flodl_hf.serving.peak import operations_of_token
 from flodl_hf.serving.ticket import Ticket
 

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from flodl.graph import Graph
-from flodl_hf.attention import SelfAttention
-from flodl_hf.disentangled.attention import DisentangledAttention
-from flodl_hf.distances import RelativeBias, SlopedBias
-from flodl_hf.encoder import FirstToken
+from flodl_hf.attention.disentangled.attention import DisentangledAttention
+from flodl_hf.attention.distances import RelativeBias, SlopedBias
+from flodl_hf.attention.dot_product import SelfAttention
+from flodl_hf.encoder.graphs import FirstToken
 from flodl_hf.encoder_layer import EncoderLayer, FeedForward
 from flodl_hf.kernels.trust import trusted
-from flodl_hf.layout import Layout
+from flodl_hf.layout.layouts import Layout
 from flodl_hf.tables.cuda import CudaTable, norm_kind
 from flodl_hf.tables.processor import MakeProduct, ProcessorTable
 from flodl_hf.tables.split import WIDEST_SPLIT, SplitTable

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from flodl_hf.activations import GELUS
-from flodl_hf.attention import SelfAttention
-from flodl_hf.distances import DistanceBias
-from flodl_hf.layout import Layout, Packed
-from flodl_hf.norms import StepwiseNorm, normalised
-from flodl_hf.parts import joined_bias
+from flodl_hf.attention.distances import DistanceBias
+from flodl_hf.attention.dot_product import SelfAttention
+from flodl_hf.encoder.activations import GELUS
+from flodl_hf.encoder.norms import StepwiseNorm, normalised
+from flodl_hf.encoder.parts import joined_bias
+from flodl_hf.layout.layouts import Layout, Packed
 from flodl_hf.tables.processor import plain_parts
 from flodl_hf.tables.table import Layer, Table
 

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from flodl_hf.adapters.prefixes import PrefixedAttention
-from flodl_hf.attention import SelfAttention, attend_first
-from flodl_hf.disentangled.attention import DisentangledAttention
+from flodl_hf.attention.disentangled.attention import DisentangledAttention
+from flodl_hf.attention.dot_product import SelfAttention, attend_first
+from flodl_hf.encoder.norms import normalised
+from flodl_hf.encoder.parts import joined_bias
 from flodl_hf.encoder_layer import FeedForward
-from flodl_hf.layout import Layout
-from flodl_hf.norms import normalised
-from flodl_hf.parts import joined_bias
+from flodl_hf.layout.layouts import Layout
 from flodl_hf.tables.table import Layer, Table, watched
 
 if TYPE_CHECKING:

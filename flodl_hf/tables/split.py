@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from flodl_hf.activations import GELUS
-from flodl_hf.layout import Layout
+from flodl_hf.encoder.activations import GELUS
+from flodl_hf.layout.layouts import Layout
 from flodl_hf.tables.cuda import Branch, CudaTable
 from flodl_hf.tables.table import Layer
 

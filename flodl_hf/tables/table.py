@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor, nn
 
-from flodl_hf.layout import Layout
+from flodl_hf.layout.layouts import Layout
 
 __all__ = ["TORCH", "Layer", "Table", "watched"]
 

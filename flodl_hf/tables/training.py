@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flodl_hf.activations import GELUS
 from flodl_hf.adapters.lora import AdaptedLinear, beside
-from flodl_hf.attention import SelfAttention
-from flodl_hf.disentangled.attention import DisentangledAttention
+from flodl_hf.attention.disentangled.attention import DisentangledAttention
+from flodl_hf.attention.dot_product import SelfAttention
+from flodl_hf.encoder.activations import GELUS
 from flodl_hf.encoder_layer import FeedForward
-from flodl_hf.layout import Layout, Packed
+from flodl_hf.layout.layouts import Layout, Packed
 from flodl_hf.tables.cuda import HEAD_WIDTHS, WIDEST, norm_kind, short_layout
 from flodl_hf.tables.processor import layer_linears, plain_parts
 from flodl_hf.tables.table import TORCH, Layer, Table, watched

@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flodl_hf.activations import GELUS
-from flodl_hf.attention import SelfAttention, attend
-from flodl_hf.buckets import Buffer, bucket_of
-from flodl_hf.distances import SlopedBias
+from flodl_hf.attention.distances import SlopedBias
+from flodl_hf.attention.dot_product import SelfAttention, attend
+from flodl_hf.attention.rotary import Rotary
+from flodl_hf.encoder.activations import GELUS
 from flodl_hf.encoder_layer import EncoderLayer, FeedForward, Order
-from flodl_hf.layout import Packed
-from flodl_hf.rotary import Rotary
+from flodl_hf.layout.buckets import Buffer, bucket_of
+from flodl_hf.layout.layouts import Packed
 from flodl_hf.tables.cuda import CudaTable
 from flodl_hf.tables.split import SplitTable
 from flodl_hf.tables.table import TORCH

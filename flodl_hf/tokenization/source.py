@@ -14,8 +14,8 @@ from typing import Any
 
 from flodl.errors import printable
 from flodl.files import POINTER_ADVICE, is_pointer, make_folders, write_atomically
-from flodl_hf.checkpoint.members import read_member
 from flodl_hf.errors import ExportError, TokenizerError
+from flodl_hf.weights.checkpoint.members import read_member
 
 __all__ = ["TOKENIZER_FILES", "parse_json", "read_bytes", "read_source", "vocabulary_file", "write_files"]
 

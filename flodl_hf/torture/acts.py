@@ -198,7 +198,7 @@ def _unlisted(root: Path) -> None:
 
 
 def _list_again(root: Path) -> None:
-    from flodl_hf.checksums import write_checksums
+    from flodl_hf.weights.checksums import write_checksums
 
     write_checksums(root / "out")
 

@@ -72,7 +72,7 @@ def settings(family: str) -> dict[str, Any]:
 @cache
 def _keys(family: str) -> tuple[str, ...]:
     """Return the keys that are changed: the file's, the family's, other families', and those of everyone."""
-    from flodl_hf.config_keys import COMMON_INERT, FOREIGN
+    from flodl_hf.config.shared_keys import COMMON_INERT, FOREIGN
     from flodl_hf.families import families
 
     own = next(known for known in families() if known.model_type == family)

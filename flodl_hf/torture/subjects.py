@@ -80,7 +80,13 @@ class Ours:
 
     def prepare(self) -> None:
         """Import what calls would import."""
-        for module in ("flodl_hf", "flodl_hf.tokenizer", "flodl_hf.runtime", "flodl_hf.export", "flodl_hf.pickle_free"):
+        for module in (
+            "flodl_hf",
+            "flodl_hf.tokenizer",
+            "flodl_hf.runtime",
+            "flodl_hf.export",
+            "flodl_hf.weights.pickle_free",
+        ):
             import_module(module)
 
     def typed(self, error: BaseException) -> bool:

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 import flodl_hf
-from flodl_hf import words
 from flodl_hf.finetuning import finetune
 from flodl_hf.finetuning.options import Options
 from flodl_hf.finetuning.words import INERT, REFUSED, TAKEN
-from flodl_hf.opening import LoadKeywords
+from flodl_hf.model import words
+from flodl_hf.model.opening import LoadKeywords
 
 PAGE = Path(__file__).parents[2] / "docs" / "coming-from-transformers.md"
 if not PAGE.exists():

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flodl.errors import ConfigError
-from flodl_hf.attention import SelfAttention
+from flodl_hf.attention.dot_product import SelfAttention
 from flodl_hf.encoder_layer import EncoderLayer
-from flodl_hf.layout import Padded
+from flodl_hf.layout.layouts import Padded
 
 if TYPE_CHECKING:
-    from flodl_hf.model import EncoderModel
+    from flodl_hf.model.encoder_model import EncoderModel
 
 __all__ = ["Decoder", "DecoderStart"]
 

@@ -26,7 +26,7 @@ from flodl_hf.vectors.losses import USUAL, make_loss
 from flodl_hf.vectors.losses.denoising import DENOISING
 
 if TYPE_CHECKING:
-    from flodl_hf.model import EncoderModel
+    from flodl_hf.model.encoder_model import EncoderModel
     from flodl_hf.tokenizer import Tokenizer
 
 __all__ = ["DenoisingTask"]

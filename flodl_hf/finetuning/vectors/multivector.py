@@ -20,7 +20,7 @@ from flodl_hf.vectors.losses import make_loss
 from flodl_hf.vectors.losses.multivector import MULTIVECTOR_LOSSES, MULTIVECTOR_USUAL
 
 if TYPE_CHECKING:
-    from flodl_hf.model import EncoderModel
+    from flodl_hf.model.encoder_model import EncoderModel
     from flodl_hf.tokenizer import Tokenizer
 
 __all__ = ["MultiVectorTask"]

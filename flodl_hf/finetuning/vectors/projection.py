@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from flodl.errors import ConfigError, nearest
-from flodl_hf.dense import Dense, dense, dense_files
 from flodl_hf.late import LateRecipe, marker_id, pylate_files
-from flodl_hf.sentence import SentenceRecipe
+from flodl_hf.sentence.dense import Dense, dense, dense_files
+from flodl_hf.sentence.recipe import SentenceRecipe
 
 if TYPE_CHECKING:
-    from flodl_hf.model import EncoderModel
+    from flodl_hf.model.encoder_model import EncoderModel
 
 __all__ = ["LateStart", "take_out"]
 

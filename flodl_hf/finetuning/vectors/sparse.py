@@ -18,13 +18,13 @@ from flodl_hf.finetuning.vectors.rows import CollateTexts, TextRows
 from flodl_hf.finetuning.vectors.scorer import VectorScorer
 from flodl_hf.finetuning.vectors.step import VectorObjective
 from flodl_hf.finetuning.vectors.task import EmbeddingTask
-from flodl_hf.sentence import SentenceRecipe
-from flodl_hf.sparse import SpladePooling
+from flodl_hf.sentence.recipe import SentenceRecipe
+from flodl_hf.sentence.sparse import SpladePooling
 from flodl_hf.vectors.losses import make_loss
 from flodl_hf.vectors.losses.sparse import SPARSE_LOSSES, SPARSE_USUAL, SpladeLoss, penalties
 
 if TYPE_CHECKING:
-    from flodl_hf.model import EncoderModel
+    from flodl_hf.model.encoder_model import EncoderModel
 
 __all__ = ["SparseTask"]
 

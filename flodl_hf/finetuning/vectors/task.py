@@ -20,7 +20,7 @@ from flodl_hf.finetuning.vectors.rows import PARTS, CollateTexts, TextRows
 from flodl_hf.finetuning.vectors.scorer import MAIN, HeldOut, VectorScorer
 from flodl_hf.finetuning.vectors.step import VectorObjective
 from flodl_hf.finetuning.vectors.tables import TextTable, read_table
-from flodl_hf.sentence import SentenceRecipe
+from flodl_hf.sentence.recipe import SentenceRecipe
 from flodl_hf.vectors.losses import (
     CACHED,
     LOSSES,
@@ -33,7 +33,7 @@ from flodl_hf.vectors.losses import (
 from flodl_hf.vectors.losses.teachers import MSELoss
 
 if TYPE_CHECKING:
-    from flodl_hf.model import EncoderModel
+    from flodl_hf.model.encoder_model import EncoderModel
     from flodl_hf.tokenizer import Tokenizer
 
 __all__ = ["EmbeddingTask", "plan_embedding"]

@@ -27,7 +27,7 @@ def _whole(call: Call, name: str, rows: list[Any], items: list[Any]) -> Reply:
 
 
 def _blank(item: Any) -> bool:
-    from flodl_hf.results import is_empty
+    from flodl_hf.results.lists import is_empty
 
     return is_empty(item)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from flodl_hf import AutoModelForSequenceClassification, load
 from flodl_hf.adapters import Lora
 from flodl_hf.adapters.lora import LoraPart, beside
-from flodl_hf.config import ModelConfig
+from flodl_hf.config.model_config import ModelConfig
 from flodl_hf.finetuning import finetune
 from flodl_hf.tables.arrange import arrange_training
 

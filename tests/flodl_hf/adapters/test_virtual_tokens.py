@@ -17,7 +17,7 @@ from flodl_hf import AutoModel, AutoModelForSequenceClassification, AutoModelFor
 from flodl_hf.adapters import Lora, Prefix, Prompt
 from flodl_hf.errors import PredictError
 from flodl_hf.finetuning import finetune
-from flodl_hf.layout import Packed, Padded
+from flodl_hf.layout.layouts import Packed, Padded
 from flodl_hf.parity.cell import Bench, Cell, all_cells
 
 IDS = torch.tensor([[2, 5, 6, 7, 3], [2, 8, 9, 10, 3]])

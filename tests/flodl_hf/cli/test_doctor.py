@@ -12,8 +12,8 @@ pytest.importorskip("typer")
 
 from typer.testing import CliRunner
 
-from flodl_hf import doctor
 from flodl_hf.cli.app import app
+from flodl_hf.runtime import doctor
 
 
 @pytest.fixture
@@ -74,7 +74,9 @@ def test_flags_set_how_much_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setenv("FLODL_VERBOSITY", "normal")
     levels = []
-    monkeypatch.setattr("flodl_hf.doctor.examine", lambda *a: levels.append(verbosity().name) or doctor.Examination())
+    monkeypatch.setattr(
+        "flodl_hf.runtime.doctor.examine", lambda *a: levels.append(verbosity().name) or doctor.Examination()
+    )
     for flags in ([], ["-q"], ["-v"], ["-vv"], ["-v", "-v", "-v"], ["-vvvvv"], ["--quiet", "--verbose"]):
         monkeypatch.setenv("FLODL_VERBOSITY", "normal")
         assert CliRunner().invoke(app, [*flags, "doctor"]).exit_code == 0

@@ -15,7 +15,7 @@ import torch
 from flodl.errors import ConfigError, FlodlError
 from flodl_hf import AutoConfig, AutoModel, AutoModelForSequenceClassification, load
 from flodl_hf.auto import head_named
-from flodl_hf.config import ModelConfig
+from flodl_hf.config.model_config import ModelConfig
 from flodl_hf.errors import HubError, PredictError, TokenizerError
 
 Maker = Callable[..., Any]

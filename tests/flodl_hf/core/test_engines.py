@@ -23,8 +23,8 @@ from flodl_hf.export.engine import export_onnx, export_program
 from flodl_hf.export.onnx_session import OnnxModel
 from flodl_hf.families import FAMILIES
 from flodl_hf.heads import HEADS
-from flodl_hf.model import EncoderModel
-from flodl_hf.sentence import SentenceRecipe
+from flodl_hf.model.encoder_model import EncoderModel
+from flodl_hf.sentence.recipe import SentenceRecipe
 
 HAS_ONNX = all(find_spec(name) for name in ("onnx", "onnxscript", "onnxruntime"))
 with_onnx = pytest.mark.skipif(not HAS_ONNX, reason="onnx, onnxscript or onnxruntime is not installed")

@@ -13,13 +13,13 @@ import torch
 
 from flodl.errors import ConfigError
 from flodl.graph import FlowBuilder
-from flodl_hf import on_disk
 from flodl_hf.auto import load
 from flodl_hf.errors import PredictError
 from flodl_hf.families import FAMILIES
 from flodl_hf.runtime import layered
 from flodl_hf.runtime.cpu_products import has_int8, has_onednn
 from flodl_hf.runtime.layered import _steps_of
+from flodl_hf.weights import on_disk
 
 Saved = Callable[..., Path]
 
@@ -185,8 +185,8 @@ def test_layers_that_are_no_chain_are_told_apart() -> None:
 
 def test_commands_take_where_weights_stay(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     testing = pytest.importorskip("typer.testing")
-    from flodl_hf import graph_model
     from flodl_hf.cli.app import app
+    from flodl_hf.model import graph_model
 
     folder, source = saved("bert", "sequence_classification"), tmp_path / "texts.txt"
     source.write_text("\n".join(TEXTS))

@@ -17,14 +17,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flodl_hf.attention import attend
-from flodl_hf.buckets import Buffer, bucket_of, fill
+from flodl_hf.attention.dot_product import attend
 from flodl_hf.errors import PredictError
 from flodl_hf.families import FAMILIES
 from flodl_hf.heads import HEADS
 from flodl_hf.kernels import trust
-from flodl_hf.layout import Packed
-from flodl_hf.model import EncoderModel
+from flodl_hf.layout.buckets import Buffer, bucket_of, fill
+from flodl_hf.layout.layouts import Packed
+from flodl_hf.model.encoder_model import EncoderModel
 from flodl_hf.runtime import Engine, RunOptions, forget, plan_batches, prepared, spread
 from flodl_hf.runtime import passes as passes_module
 from flodl_hf.runtime.inputs import encode

@@ -60,7 +60,7 @@ def test_tokens_and_answers() -> None:
     from flodl_hf.auto import AutoModelForQuestionAnswering, AutoModelForTokenClassification
 
     torch.manual_seed(0)
-    from flodl_hf.config import ModelConfig
+    from flodl_hf.config.model_config import ModelConfig
 
     tokenizer = learn_vocabulary()
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from flodl.errors import CheckpointError
 from flodl_hf import AutoModel, AutoModelForSequenceClassification, load
+from flodl_hf.encoder.parts import as_whole, part_of
 from flodl_hf.families import FAMILIES
-from flodl_hf.parts import as_whole, part_of
 
 Saved = Callable[..., Path]
 TYPES = [family.model_type for family in FAMILIES if "sequence_classification" in family.heads]

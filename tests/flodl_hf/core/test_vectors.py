@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from flodl_hf.model import EncoderModel
+from flodl_hf.model.encoder_model import EncoderModel
 from flodl_hf.runtime.stream import stream
 
 Make = Callable[..., EncoderModel]

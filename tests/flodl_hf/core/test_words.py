@@ -13,12 +13,12 @@ import torch
 
 import flodl_hf
 from flodl.errors import ConfigError
-from flodl_hf import words
 from flodl_hf.auto import load
 from flodl_hf.errors import ExportError, PredictError, TokenizerError
-from flodl_hf.model import EncoderModel
-from flodl_hf.opening import LoadKeywords
-from flodl_hf.words import Word
+from flodl_hf.model import words
+from flodl_hf.model.encoder_model import EncoderModel
+from flodl_hf.model.opening import LoadKeywords
+from flodl_hf.model.words import Word
 
 Maker = Callable[..., Any]
 Saved = Callable[..., Path]

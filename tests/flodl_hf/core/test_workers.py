@@ -19,7 +19,7 @@ import torch
 
 from flodl.errors import FlodlError
 from flodl_hf.errors import PredictError
-from flodl_hf.model import EncoderModel
+from flodl_hf.model.encoder_model import EncoderModel
 from flodl_hf.runtime import Engine, workers
 from flodl_hf.runtime.parcels import packed, receive, send, unpacked
 from flodl_hf.runtime.worker import Worker

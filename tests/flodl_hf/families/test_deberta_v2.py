@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flodl.errors import ConfigError
+from flodl_hf.attention.disentangled import table_rows
 from flodl_hf.auto import (
     AutoModel,
     AutoModelForMaskedLM,
@@ -17,11 +18,10 @@ from flodl_hf.auto import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
 )
-from flodl_hf.config import ModelConfig
-from flodl_hf.disentangled import table_rows
+from flodl_hf.config.model_config import ModelConfig
 from flodl_hf.families.deberta_v2 import FAMILY
-from flodl_hf.layout import Packed, Padded
-from flodl_hf.model import EncoderModel
+from flodl_hf.layout.layouts import Packed, Padded
+from flodl_hf.model.encoder_model import EncoderModel
 
 LENGTHS = (19, 11, 1, 7)
 SIZES: dict[str, Any] = {

@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from flodl.errors import CheckpointError
 from flodl_hf import load
 from flodl_hf.auto import head_named
-from flodl_hf.config import ModelConfig
+from flodl_hf.config.model_config import ModelConfig
 from flodl_hf.errors import PredictError, TokenizerError
 from flodl_hf.families import named
-from flodl_hf.layout import Packed
+from flodl_hf.layout.layouts import Packed
 from flodl_hf.parity.shapes import settings_of
 from flodl_hf.tokenizer import Tokenizer
 

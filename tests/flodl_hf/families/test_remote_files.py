@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from flodl_hf import load
+from flodl_hf.attention.rotary import Rotary, RotarySettings
 from flodl_hf.auto import head_named
-from flodl_hf.config import ModelConfig
-from flodl_hf.rotary import Rotary, RotarySettings
+from flodl_hf.config.model_config import ModelConfig
 
 Tensors = dict[str, torch.Tensor]
 

@@ -17,12 +17,12 @@ from flodl.data.batch import Batch
 from flodl.data.batches import FixedBatches
 from flodl.data.collate import Where
 from flodl.train import Warned
-from flodl_hf.buckets import Bucket, fill
 from flodl_hf.finetuning import finetune, plan_job
 from flodl_hf.finetuning import job as job_module
 from flodl_hf.finetuning.options import make_options
 from flodl_hf.finetuning.shapes import Shapes, choose_shapes
 from flodl_hf.finetuning.training import make_builder
+from flodl_hf.layout.buckets import Bucket, fill
 
 PLAIN: dict[str, Any] = {
     "schedule": "constant",

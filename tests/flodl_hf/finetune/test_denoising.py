@@ -17,7 +17,7 @@ from flodl.data.rng import Rng
 from flodl.errors import ConfigError
 from flodl_hf import load
 from flodl_hf.auto import head_named
-from flodl_hf.config import ModelConfig
+from flodl_hf.config.model_config import ModelConfig
 from flodl_hf.finetuning import finetune, plan_job
 from flodl_hf.finetuning.factory import set_dropout
 from flodl_hf.finetuning.options import make_options

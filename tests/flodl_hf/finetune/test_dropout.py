@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from flodl_hf.auto import head_named
-from flodl_hf.config import ModelConfig
+from flodl_hf.config.model_config import ModelConfig
 from flodl_hf.families import FAMILIES
 from flodl_hf.finetuning.factory import set_dropout
 

@@ -292,9 +292,9 @@ def test_a_table_of_which_no_batch_can_be_made_is_refused(data: Any, options: di
 def test_a_folder_with_further_modules_is_refused(base: Path) -> None:
     from dataclasses import replace
 
-    from flodl_hf.dense import Dense
     from flodl_hf.heads.base import BaseModel
-    from flodl_hf.sentence import SentenceRecipe
+    from flodl_hf.sentence.dense import Dense
+    from flodl_hf.sentence.recipe import SentenceRecipe
 
     model = BaseModel.from_pretrained(base)
     model.sentence_recipe = replace(SentenceRecipe(), dense=(Dense(torch.eye(model.config.hidden_size)),))

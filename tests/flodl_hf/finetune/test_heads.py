@@ -19,7 +19,7 @@ from flodl.errors import ConfigError, DataError
 from flodl.train import Warned
 from flodl_hf import demo, load
 from flodl_hf.auto import head_named
-from flodl_hf.config import ModelConfig
+from flodl_hf.config.model_config import ModelConfig
 from flodl_hf.finetuning import finetune, plan_job
 from flodl_hf.finetuning import job as job_module
 from flodl_hf.finetuning.options import make_options

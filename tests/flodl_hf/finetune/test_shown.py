@@ -14,7 +14,7 @@ import torch
 from flodl.observe.curve import MOST, curve_svg
 from flodl.train.handle import Handle, Trained
 from flodl_hf.finetuning.result import FinetuneResult
-from flodl_hf.loading import LoadReport
+from flodl_hf.weights.loading import LoadReport
 
 
 def run(steps: int = 50, **changed: Any) -> FinetuneResult:

@@ -12,7 +12,7 @@ import pytest
 from finetune_tables import TABLES, labelled, sentences
 
 from flodl.errors import ConfigError
-from flodl_hf.config import ModelConfig
+from flodl_hf.config.model_config import ModelConfig
 from flodl_hf.decode.classes import Classification, decide
 from flodl_hf.errors import PredictError
 from flodl_hf.finetuning import FinetuneResult, finetune

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from flodl_hf import AutoTokenizer, load
+from flodl_hf.encoder.parts import as_whole
 from flodl_hf.families import FAMILIES
 from flodl_hf.heads import HEADS
-from flodl_hf.model import EncoderModel
-from flodl_hf.parts import as_whole
+from flodl_hf.model.encoder_model import EncoderModel
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden"
 PROVENANCE = json.loads((GOLDEN / "provenance.json").read_text("utf-8"))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flodl_hf.buckets import Buffer, bucket_of
+from flodl_hf.layout.buckets import Buffer, bucket_of
 from flodl_hf.runtime import record as record_module
 from flodl_hf.runtime.plan import plan_batches
 from flodl_hf.runtime.record import SMALL, WAIT, Recorder

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from flodl_hf import demo, pretrained
+from flodl_hf import demo
 from flodl_hf.auto import load
 from flodl_hf.kernels import trust
 from flodl_hf.runtime import warm
 from flodl_hf.runtime.warm import Warming
 from flodl_hf.tables.trials import LayerSizes
+from flodl_hf.weights import pretrained
 
 CUDA = torch.device("cuda", 0)
 

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as Inner
 from tokenizers import models, normalizers, pre_tokenizers, processors
 
 from flodl_hf.auto import head_named
-from flodl_hf.config import ModelConfig
+from flodl_hf.config.model_config import ModelConfig
 from flodl_hf.tokenizer import Tokenizer
 
 SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]

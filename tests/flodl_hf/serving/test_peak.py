@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from flodl_hf.auto import head_named
-from flodl_hf.config import ModelConfig
+from flodl_hf.config.model_config import ModelConfig
 from flodl_hf.serving.peak import Pace, operations_of_token
 
 SIZES: dict[str, Any] = {

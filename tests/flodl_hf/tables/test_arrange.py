@@ -9,7 +9,7 @@ import torch
 
 from flodl_hf import demo
 from flodl_hf.encoder_layer import EncoderLayer
-from flodl_hf.layout import Packed
+from flodl_hf.layout.layouts import Packed
 from flodl_hf.runtime.prepared import shadow
 from flodl_hf.tables.arrange import arrange_cuda
 

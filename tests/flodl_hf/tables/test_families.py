@@ -10,7 +10,7 @@ from test_one_layer import LENGTHS, batch, real
 from test_training_kernels import tables
 
 from flodl_hf.auto import head_named
-from flodl_hf.config import ModelConfig
+from flodl_hf.config.model_config import ModelConfig
 from flodl_hf.families import FAMILIES
 from flodl_hf.parity.shapes import settings_of, variants_of
 from flodl_hf.runtime import cpu

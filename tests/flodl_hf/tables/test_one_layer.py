@@ -18,20 +18,20 @@ from torch import Tensor, nn
 
 from flodl.graph import FlowBuilder, Graph
 from flodl_hf import bodies
-from flodl_hf.attention import SelfAttention, attend
+from flodl_hf.attention.dot_product import SelfAttention, attend
+from flodl_hf.attention.rotary import Rotary
 from flodl_hf.auto import load
-from flodl_hf.buckets import Buffer, bucket_of
-from flodl_hf.config import ModelConfig
+from flodl_hf.config.model_config import ModelConfig
 from flodl_hf.config_rows import Row, activation, count
-from flodl_hf.encoder import Embeddings, stack
+from flodl_hf.encoder.graphs import Embeddings, stack
 from flodl_hf.encoder_layer import EncoderLayer, FeedForward
 from flodl_hf.families import register
 from flodl_hf.family import Family, FamilyHead
 from flodl_hf.heads.sequence_classification import SequenceClassifier
 from flodl_hf.heads.token_classification import TokenClassifier
 from flodl_hf.keys import KeyRow
-from flodl_hf.layout import Layout, Packed, Padded
-from flodl_hf.rotary import Rotary
+from flodl_hf.layout.buckets import Buffer, bucket_of
+from flodl_hf.layout.layouts import Layout, Packed, Padded
 from flodl_hf.runtime import cpu
 from flodl_hf.runtime.cpu_features import missing
 from flodl_hf.runtime.prepared import shadow

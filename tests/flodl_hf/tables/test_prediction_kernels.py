@@ -16,17 +16,17 @@ from test_training_kernels import DEVICE, DTYPES, NEAREST, distance, runs, table
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flodl_hf.attention import attend
+from flodl_hf.attention.distances import DistanceBias, RelativeBias, SlopedBias
+from flodl_hf.attention.dot_product import attend
+from flodl_hf.attention.rotary import Rotary
 from flodl_hf.auto import head_named
-from flodl_hf.buckets import Buffer, bucket_of
-from flodl_hf.config import ModelConfig
-from flodl_hf.distances import DistanceBias, RelativeBias, SlopedBias
+from flodl_hf.config.model_config import ModelConfig
 from flodl_hf.encoder_layer import EncoderLayer
 from flodl_hf.families import FAMILIES
 from flodl_hf.kernels import trust
-from flodl_hf.layout import Packed
+from flodl_hf.layout.buckets import Buffer, bucket_of
+from flodl_hf.layout.layouts import Packed
 from flodl_hf.parity.shapes import settings_of
-from flodl_hf.rotary import Rotary
 from flodl_hf.runtime.explain import explain_graph
 from flodl_hf.runtime.prepared import shadow
 from flodl_hf.tables import arrange, trials

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flodl_hf.config import ModelConfig
+from flodl_hf.config.model_config import ModelConfig
 from flodl_hf.encoder_layer import EncoderLayer
 from flodl_hf.heads.sequence_classification import SequenceClassifier
 from flodl_hf.kernels import trust
-from flodl_hf.layout import Packed
+from flodl_hf.layout.layouts import Packed
 from flodl_hf.tables import arrange, trials
 from flodl_hf.tables.arrange import arrange_training
 from flodl_hf.tables.table import TORCH

@@ -13,11 +13,11 @@ import torch
 from test_training_kernels import DEVICE, DTYPES, distance, runs, tables
 from torch import Tensor
 
+from flodl_hf.attention.disentangled import attention as attention_module
 from flodl_hf.auto import head_named
-from flodl_hf.buckets import Buffer, bucket_of
-from flodl_hf.config import ModelConfig
-from flodl_hf.disentangled import attention as attention_module
-from flodl_hf.layout import Layout, Packed, Padded
+from flodl_hf.config.model_config import ModelConfig
+from flodl_hf.layout.buckets import Buffer, bucket_of
+from flodl_hf.layout.layouts import Layout, Packed, Padded
 from flodl_hf.tables import arrange
 from flodl_hf.tables.arrange import arrange_training
 

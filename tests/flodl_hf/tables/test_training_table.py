@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flodl_hf.attention import attend
+from flodl_hf.attention.dot_product import attend
 from flodl_hf.kernels import trust
-from flodl_hf.layout import Packed
+from flodl_hf.layout.layouts import Packed
 from flodl_hf.tables import arrange, trials
 from flodl_hf.tables.arrange import arrange_training
 from flodl_hf.tables.table import TORCH

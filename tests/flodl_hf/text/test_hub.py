@@ -19,7 +19,7 @@ from urllib.parse import unquote
 import pytest
 
 from flodl_hf.errors import HubError
-from flodl_hf.hub import resolve
+from flodl_hf.hub.download import resolve
 
 huggingface_hub = pytest.importorskip("huggingface_hub")
 
@@ -554,7 +554,7 @@ def test_the_usual_environment_variables_are_honoured(hub: Hub, tmp_path: Path) 
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     }
     environment.pop("HF_HUB_CACHE", None)
-    code = "from flodl_hf.hub import resolve; print(resolve('ada/tiny').folder)"
+    code = "from flodl_hf.hub.download import resolve; print(resolve('ada/tiny').folder)"
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
     assert Path(run.stdout.strip()).is_relative_to(tmp_path / "home" / "hub")
@@ -564,7 +564,5 @@ def test_the_usual_environment_variables_are_honoured(hub: Hub, tmp_path: Path) 
 
 
 def test_a_local_folder_does_not_import_huggingface_hub(tmp_path: Path) -> None:
-    code = (
-        "import sys; from flodl_hf.hub import resolve; resolve(sys.argv[1]); sys.exit('huggingface_hub' in sys.modules)"
-    )
+    code = "import sys; from flodl_hf.hub.download import resolve; resolve(sys.argv[1]); sys.exit('huggingface_hub' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=120).returncode == 0

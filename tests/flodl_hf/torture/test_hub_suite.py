@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from flodl_hf.errors import HubError
-from flodl_hf.patience import arrived, time_for, within
+from flodl_hf.hub.patience import arrived, time_for, within
 from flodl_hf.torture import hub as suite
 from flodl_hf.torture.loopback import COMMIT, REPOSITORY, Hub
 from flodl_hf.torture.runner import run_cases
@@ -58,7 +58,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 
 def resolved(cache: Path) -> Path:
-    from flodl_hf.hub import resolve
+    from flodl_hf.hub.download import resolve
 
     return resolve(REPOSITORY, cache_dir=cache).folder
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from weight_tables import TABLES, same
 
 from flodl.errors import CheckpointError
-from flodl_hf.checkpoint import Checkpoint, place, scatter
+from flodl_hf.weights.checkpoint import Checkpoint, place, scatter
 
 
 @settings(max_examples=60, deadline=None)

@@ -17,7 +17,6 @@ from torch import Tensor
 from weight_tables import TABLES, same, save_sharded, save_single
 
 from flodl.safetensors_header import read_header
-from flodl_hf.checkpoint import Checkpoint
 from flodl_hf.errors import ExportError
 from flodl_hf.export import (
     convert_bin,
@@ -30,6 +29,7 @@ from flodl_hf.export import (
 )
 from flodl_hf.export import write as write_module
 from flodl_hf.export.state import parse_size
+from flodl_hf.weights.checkpoint import Checkpoint
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -1,0 +1,171 @@
+"""Rotary position embeddings: queries and keys turned by their places, so that scores depend on distances.
+
+Decides the angles; attention (`flodl_hf.attention`) turns by them. Shapes: H width of a head, N heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flodl_hf.config_rows import Check, Row
+from flodl_hf.layout.layouts import Layout
+
+__all__ = ["Rotary", "RotarySettings", "StatedRotary", "rotary_rows", "rotary_settings", "wavelength"]
+
+
+@dataclass(frozen=True)
+class RotarySettings:
+    """What a configuration says of rotary positions, in one of the forms that transformers writes.
+
+    Attributes:
+        theta: base of the wavelengths; None for the family's own.
+        kind: "default", or how wavelengths are stretched: "linear" or "ntk".
+        factor: by how much.
+    """
+
+    theta: float | None = None
+    kind: str = "default"
+    factor: float = 1.0
+
+
+def _settings(value: Any) -> RotarySettings:
+    """Return the settings of one table of ``config.json``."""
+    if not isinstance(value, Mapping):
+        raise ValueError
+    value = {key: entry for key, entry in value.items() if entry is not None}
+    kind = value.get("rope_type", value.get("type", "default"))
+    known = {"rope_type", "type", "rope_theta", *(("factor",) if kind != "default" else ())}
+    theta, factor = value.get("rope_theta"), value.get("factor", 1.0)
+    if kind not in ("default", "linear", "ntk") or not set(value) <= known:
+        raise ValueError
+    if not all(
+        x is None or (isinstance(x, (int, float)) and not isinstance(x, bool) and x > 0) for x in (theta, factor)
+    ):
+        raise ValueError
+    return RotarySettings(None if theta is None else float(theta), kind, float(factor))
+
+
+def rotary_settings(*groups: str) -> Check:
+    """Null, or a table of rotary positions; with ``groups``, one for each of these kinds of layers."""
+    words = "a table with rope_theta, and rope_type of default, linear or ntk (with its factor)"
+
+    def accepts(value: Any) -> Any:
+        if value is None or not groups:
+            return None if value is None else _settings(value)
+        if not isinstance(value, Mapping) or not set(value) <= set(groups):
+            raise ValueError
+        return {group: _settings(entry) for group, entry in value.items() if entry is not None}
+
+    return Check(f"null, or {words}" + (f" for each of {', '.join(groups)}" if groups else ""), accepts)
+
+
+def wavelength() -> Check:
+    """The base of wavelengths: a number above 1."""
+
+    def accepts(value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1 < value < 1e12:
+            raise ValueError
+        return float(value)
+
+    return Check("a number above 1", accepts)
+
+
+def rotary_rows(theta: float) -> tuple[Row, ...]:
+    """Return the rows of families that turn all layers alike: fields ``theta``, ``rotary`` and ``scaling``.
+
+    Args:
+        theta: the family's own base of wavelengths.
+    """
+    return (
+        Row("theta", "rope_theta", wavelength(), theta),
+        Row("rotary", "rope_parameters", rotary_settings(), None),
+        Row("scaling", "rope_scaling", rotary_settings(), None),
+    )
+
+
+class Rotary(nn.Module):
+    """Rotary position embeddings: each pair of features turned by an angle that grows with the place (Su et al. 2021).
+
+    The angles of a call are computed once for all layers that share a base, in float32; cosines and sines are rounded
+    to the states' dtype, as the reference has them.
+
+    Args:
+        width: H, of a head; even.
+        theta: base of the wavelengths.
+        settings: how wavelengths are stretched, and their base where a file states it there; None for neither.
+        widened: whether states of half precision are turned in float32.
+    """
+
+    def __init__(
+        self, width: int, theta: float = 10_000.0, settings: RotarySettings | None = None, *, widened: bool = False
+    ) -> None:
+        super().__init__()
+        self.widened = widened
+        settings = settings or RotarySettings()
+        self.width, self.theta = width, settings.theta or theta
+        self.kind, self.factor = settings.kind, settings.factor
+
+    def angles(self, hidden: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines for the places of ``hidden``, ``(..., 1, H)``, in its dtype."""
+        # Mixed precision computes angles beside states of float32.
+        mixed = torch.is_autocast_enabled(hidden.device.type)
+        dtype = torch.float32 if mixed and hidden.dtype != torch.float64 else hidden.dtype
+        key = ("rotary", self.width, self.theta, self.kind, self.factor, dtype)
+        if key not in layout.memo:
+            places = layout.positions(hidden).float()
+            angles = places[..., None] * self.frequencies(hidden.device)
+            angles = torch.cat([angles, angles], -1)[..., None, :]
+            layout.memo[key] = (angles.cos().to(dtype), angles.sin().to(dtype))
+        return layout.memo[key]
+
+    def frequencies(self, device: torch.device) -> Tensor:
+        """Return the angle of one place for each pair of features, ``(H / 2,)``, in float32."""
+        steps = torch.arange(0, self.width, 2, dtype=torch.int64, device=device).float()
+        # "ntk" stretches the base, so that the highest frequency stays (bloc97 2023), by the fixed form of GTE.
+        base = self.theta * self.factor if self.kind == "ntk" else self.theta
+        found = 1.0 / base ** (steps / self.width)
+        if self.kind == "ntk":
+            return found / self.factor ** (2 / self.width)
+        return found / self.factor if self.kind == "linear" else found
+
+    def forward(self, states: Tensor, layout: Layout, num_heads: int) -> Tensor:
+        """Return queries or keys ``(..., N*H)`` turned, in their dtype."""
+        cos, sin = self.angles(states, layout)
+        x = states.view(*states.shape[:-1], num_heads, self.width)
+        if self.widened:
+            x = x.float()
+        one, two = x.chunk(2, -1)
+        turned = x * cos + torch.cat([-two, one], -1) * sin
+        return turned.to(states.dtype).view(states.shape)
+
+
+class StatedRotary(Rotary):
+    """Rotations whose frequencies a file may state; layers of the same width and base take the angles made here.
+
+    The numbers are kept as their bits, which no change of a model's dtype rounds.
+    """
+
+    bits: Tensor | None
+
+    def __init__(self, width: int, theta: float = 10_000.0, *, widened: bool = False) -> None:
+        super().__init__(width, theta, widened=widened)
+        self.register_buffer("bits", None, persistent=False)
+
+    def take(self, frequencies: Tensor) -> None:
+        """Hold frequencies, ``(H / 2,)``, as a file states them.
+
+        Raises:
+            ValueError: they are not as many as a head has pairs.
+        """
+        if frequencies.shape != (self.width // 2,):
+            raise ValueError(f"found shape {list(frequencies.shape)}; expected [{self.width // 2}]")
+        self.bits = frequencies.detach().float().contiguous().clone().view(torch.int32)
+
+    def frequencies(self, device: torch.device) -> Tensor:
+        """Return the angle of one place for each pair of features, ``(H / 2,)``, in float32."""
+        return super().frequencies(device) if self.bits is None else self.bits.view(torch.float32).to(device)

@@ -1,0 +1,107 @@
+"""``config.json`` as a file: found in a folder and read strictly, before anyone asks what it means."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flodl.errors import ConfigError, printable
+from flodl_hf.hub.folders import CONFIG_NAME
+from flodl_hf.weights.checkpoint.members import is_entry, read_member
+
+__all__ = ["MAX_CONFIG_BYTES", "config_text_of", "read_json"]
+
+MAX_CONFIG_BYTES = 1_000_000  # the largest on the Hub are label lists of some ten thousand entries
+_MOST_DIGITS = 400  # more than the largest float has
+
+
+def config_text_of(folder: Path) -> str:
+    """Return the text of a folder's ``config.json``.
+
+    Raises:
+        ConfigError: there is none, or it is no text.
+    """
+    path = folder / CONFIG_NAME
+    if not is_entry(folder, CONFIG_NAME):
+        present = sorted(p.name for p in folder.iterdir())[:12] if folder.is_dir() else []
+        raise ConfigError(
+            f"{path} does not exist; expected the configuration of a Hugging Face model. The folder holds: "
+            f"{', '.join(present) or 'nothing'}. Give the folder that holds config.json and the weights.",
+            where=str(path),
+            problems=["config.json"],
+        )
+    data = read_member(folder, CONFIG_NAME, MAX_CONFIG_BYTES, ConfigError)
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as fault:
+        raise ConfigError(
+            f"{path}: not UTF-8 text at byte {fault.start}; expected JSON in UTF-8. Save it so, or fetch it again.",
+            where=str(path),
+            problems=["encoding"],
+        ) from None
+
+
+@dataclass(frozen=True)
+class _NoNumber:
+    """What stands where a number should, until its key is known."""
+
+    why: str
+
+
+def _whole_number(digits: str) -> Any:
+    # Python refuses to read longer ones, without saying where they stand.
+    return int(digits) if len(digits) <= _MOST_DIGITS else _NoNumber(f"a number of {len(digits):,} digits")
+
+
+def read_json(text: str | bytes, where: str) -> dict[str, Any]:
+    """Return the object that ``text`` holds, read strictly.
+
+    Raises:
+        ConfigError: too large, not UTF-8, not JSON, not an object, a key twice, NaN, or nested too deeply.
+    """
+
+    def fault(found: str) -> ConfigError:
+        return ConfigError(
+            f"{where}: {found}; expected a JSON object. Fetch the file again or correct it.",
+            where=where,
+            problems=[found],
+        )
+
+    if len(text) > MAX_CONFIG_BYTES:
+        raise fault(f"{len(text)} bytes, above the limit of {MAX_CONFIG_BYTES}")
+    if isinstance(text, bytes):
+        try:
+            text = text.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise fault(f"not UTF-8 text at byte {error.start}") from None
+
+    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(items)
+        if len(result) != len(items):
+            names = [name for name, _ in items]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise fault(f"key {printable(twice)} stands twice")
+        for name, value in items:
+            for part in value if isinstance(value, list) else (value,):
+                if isinstance(part, _NoNumber):
+                    raise fault(f"{printable(name)} is {part.why}")
+        return result
+
+    try:
+        value = json.loads(
+            text,
+            object_pairs_hook=pairs,
+            parse_constant=lambda word: _NoNumber(f"{word}, which JSON does not have"),
+            parse_int=_whole_number,
+        )
+    except ConfigError:
+        raise
+    except RecursionError:
+        raise fault("nested too deeply") from None
+    except ValueError as error:
+        raise fault(f"not JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise fault(f"a JSON {type(value).__name__}")
+    return value

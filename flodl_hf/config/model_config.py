@@ -1,0 +1,461 @@
+"""``config.json`` as read: the family's settings in our words, labels, and the text it came from.
+
+Decides what a configuration means for every family alike (labels, problem type, ties, the strict
+reading of the JSON); a family's own rows stand in its file. The source text is kept, so that export
+writes back what was read and patches only what was changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from flodl.errors import ConfigError, nearest, printable, shown
+from flodl_hf.config.file import config_text_of, read_json
+from flodl_hf.config.label_thresholds import LABEL_THRESHOLDS, thresholds_of
+from flodl_hf.config.shared_keys import COMMON_INERT, FOREIGN
+from flodl_hf.config_rows import Row as Row
+from flodl_hf.config_rows import Triage, boolean, one_of, read_rows, refuse
+from flodl_hf.families import families
+from flodl_hf.family import Family
+from flodl_hf.hub.folders import CONFIG_NAME, resolve_folder
+from flodl_hf.model.words import CONFIG, taking
+
+__all__ = ["MAX_LABELS", "PROBLEM_TYPES", "ModelConfig", "family_of", "listed_texts", "read_config", "read_config_file"]
+
+MAX_LABELS = 100_000
+PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
+_SHARED_ROWS = (
+    Row("problem_type", "problem_type", one_of(None, *PROBLEM_TYPES), None),
+    Row("tie_words", "tie_word_embeddings", boolean(), True),
+)
+# Names that people bring and that are no misspellings of ours.
+_OTHERS = {
+    "xlnet": "XLNet",
+    "longformer": "Longformer", "big-bird": "BigBird", "xlm": "XLM", "roformer": "RoFormer",
+    "ernie": "ERNIE",
+    "mobilebert": "MobileBERT", "squeezebert": "SqueezeBERT", "flaubert": "FlauBERT", "funnel": "Funnel",
+    "neobert": "NeoBERT", "megatron-bert": "Megatron-BERT",
+    "convbert": "ConvBERT", "rembert": "RemBERT", "ibert": "I-BERT", "luke": "LUKE", "layoutlm": "LayoutLM",
+    "gpt2": "GPT-2, which generates text", "t5": "T5, which generates text", "bart": "BART, which generates text",
+    "llama": "Llama, which generates text", "qwen2": "Qwen2, which generates text",
+}  # fmt: skip
+_LABEL_KEYS = ("id2label", "label2id", "num_labels")
+
+
+class ModelConfig:
+    """The configuration of one model.
+
+    Reads like a transformers config (``config.hidden_size``, ``config.id2label``, any key of the
+    file) and like ours (``config.encoder`` is the family's own frozen record).
+
+    Attributes:
+        family: the architecture.
+        encoder: its settings in our words.
+        labels: label names by id.
+        problem_type: "regression", "single_label_classification", "multi_label_classification" or None.
+        label_thresholds: the score from which each label holds, tuned on held-out data; None without.
+        tie_words: whether the masked-word decoder is the word table.
+        source: the JSON as read, unknown keys included.
+        text: the file's text, or None when the config was made in memory.
+        where: the file's path, for messages.
+        notes: keys and values without effect that a reader should know of, a sentence each.
+    """
+
+    def __init__(
+        self,
+        family: Family,
+        encoder: Any,
+        labels: Sequence[str],
+        *,
+        problem_type: str | None = None,
+        label_thresholds: Mapping[str, float] | None = None,
+        tie_words: bool = True,
+        source: Mapping[str, Any] | None = None,
+        text: str | None = None,
+        where: str = "config",
+        notes: Sequence[str] = (),
+    ) -> None:
+        self.family = family
+        self.encoder = encoder
+        self.labels = tuple(labels)
+        self.problem_type = problem_type
+        self.label_thresholds = None if label_thresholds is None else dict(label_thresholds)
+        self.tie_words = tie_words
+        self.source: dict[str, Any] = dict(source or {})
+        self.text = text
+        self.where = where
+        self.notes = tuple(notes)
+
+    @classmethod
+    def from_text(
+        cls,
+        text: str,
+        where: str = "config.json",
+        ignore_config_keys: Sequence[str] = (),
+        *,
+        strict_config: bool = False,
+    ) -> ModelConfig:
+        """Return the configuration that this JSON describes.
+
+        Args:
+            text: the JSON.
+            where: its name, for messages.
+            ignore_config_keys: keys to pass over although they are not understood.
+            strict_config: also refuse keys that no family knows, which are noted otherwise.
+
+        Raises:
+            ConfigError: not JSON, an unknown ``model_type``, or values that are missing, wrong or not
+                understood; all faults are listed at once in ``problems``.
+        """
+        source = read_json(text, where)
+        return cls.from_dict(
+            source, where=where, text=text, ignore_config_keys=ignore_config_keys, strict_config=strict_config
+        )
+
+    @classmethod
+    def from_dict(
+        cls,
+        source: Mapping[str, Any],
+        *,
+        where: str = "config",
+        text: str | None = None,
+        ignore_config_keys: Sequence[str] = (),
+        strict_config: bool = False,
+    ) -> ModelConfig:
+        """Return the configuration that this mapping describes; see `from_text`."""
+        family = family_of(source, where)
+        problems: list[str] = []
+        fields = read_rows(source, family.rows, problems)
+        shared = read_rows(source, _SHARED_ROWS, problems)
+        if "tie_word_embeddings" not in source:
+            shared["tie_words"] = family.ties_words
+        notes: list[str] = []
+        labels = _labels(source, problems, notes)
+        thresholds = thresholds_of(source.get(LABEL_THRESHOLDS), labels, notes)
+        decide = Triage(
+            (*family.rows, *_SHARED_ROWS),
+            (*family.inert, *COMMON_INERT),
+            FOREIGN,
+            {row.key: row for other in reversed(families()) for row in other.rows},
+            _LABEL_KEYS,
+        )
+        notes += decide(source, fields, problems, ignore_config_keys, strict=strict_config)
+        if not problems:
+            _consistent(fields, source, family.rows, problems)
+        if problems:
+            raise refuse(problems, where, family.model_type)
+        try:
+            encoder = family.config(**fields)
+        except ValueError as fault:  # a family's own rules between fields
+            raise refuse([str(fault)], where, family.model_type) from None
+        return cls(
+            family, encoder, labels, label_thresholds=thresholds, source=source, text=text, where=where, notes=notes,
+            **shared,
+        )  # fmt: skip
+
+    @classmethod
+    def for_model(cls, model_type: str, **values: Any) -> ModelConfig:
+        """Return a configuration made in memory: ``for_model("bert", hidden_size=64, ...)`` with HF's keys.
+
+        ``labels=["no", "yes"]`` is a short way to give ``id2label``.
+        """
+        labels = values.pop("labels", None)
+        if labels is not None:
+            values["id2label"] = {str(i): name for i, name in enumerate(labels)}
+        config = cls.from_dict({"model_type": model_type, **values}, where="for_model(...)")
+        if "id2label" in config.source:
+            # Transformers takes neither of the two from the other.
+            config.source.setdefault("label2id", config.label2id)
+        return config
+
+    @classmethod
+    @taking(CONFIG, ConfigError)
+    def from_pretrained(
+        cls,
+        name_or_path: str | Path,
+        *,
+        revision: str | None = None,
+        subfolder: str = "",
+        token: str | bool | None = None,
+        cache_dir: str | Path | None = None,
+        local_files_only: bool = False,
+        ignore_config_keys: Sequence[str] = (),
+        strict_config: bool = False,
+        labels: Sequence[str] | None = None,
+        num_labels: int | None = None,
+        problem_type: str | None = None,
+    ) -> ModelConfig:
+        """Return the configuration of a folder or Hub repository; keywords as in ``AutoModel.from_pretrained``."""
+        found = read_config(
+            name_or_path, revision=revision, subfolder=subfolder, token=token, cache_dir=cache_dir,
+            local_files_only=local_files_only, ignore_config_keys=ignore_config_keys, strict_config=strict_config,
+        )  # fmt: skip
+        if labels is None and num_labels is not None:
+            labels = [f"LABEL_{number}" for number in range(num_labels)]
+        return (
+            found
+            if labels is None and problem_type is None
+            else found.changed(labels=labels, problem_type=problem_type)
+        )
+
+    @property
+    def model_type(self) -> str:
+        """The family's word."""
+        return self.family.model_type
+
+    @property
+    def id2label(self) -> dict[int, str]:
+        """Label names by id."""
+        return dict(enumerate(self.labels))
+
+    @property
+    def label2id(self) -> dict[str, int]:
+        """Ids by label name; of two labels with one name the first counts."""
+        result: dict[str, int] = {}
+        for index, name in enumerate(self.labels):
+            result.setdefault(name, index)
+        return result
+
+    @property
+    def num_labels(self) -> int:
+        """How many labels there are."""
+        return len(self.labels)
+
+    @property
+    def token_types(self) -> int:
+        """Rows of the token type table; 0 where the family or this model has none."""
+        return getattr(self.encoder, "type_vocab_size", 0) or 0
+
+    @property
+    def uses_token_types(self) -> bool:
+        """Whether a second text is marked by token types in this model."""
+        return self.family.uses_token_types and self.token_types > 1
+
+    @property
+    def max_tokens(self) -> int | None:
+        """The longest row of tokens that the position table allows, or that the model was made for without one."""
+        positions = getattr(self.encoder, "max_positions", None)
+        return None if not positions else positions - self.family.unused_positions(self.encoder)
+
+    def changed(
+        self,
+        *,
+        labels: Sequence[str] | None = None,
+        problem_type: str | None = None,
+        encoder: Any = None,
+        label_thresholds: Mapping[str, float] | None = None,
+    ) -> ModelConfig:
+        """Return a copy with other labels, problem type or encoder settings; the source text stays to be patched.
+
+        Thresholds are those of the labels they were tuned for: with other labels or another problem type there are none
+        but those given; ``{}`` takes them away.
+        """
+        if problem_type is not None and problem_type not in PROBLEM_TYPES:
+            raise ConfigError(
+                f"problem_type={problem_type!r}; expected one of {', '.join(PROBLEM_TYPES)}",
+                problems=["problem_type"],
+            )
+        same = (labels is None or tuple(labels) == self.labels) and problem_type in (None, self.problem_type)
+        kept = self.label_thresholds if same else None
+        return ModelConfig(
+            self.family,
+            self.encoder if encoder is None else encoder,
+            self.labels if labels is None else labels,
+            problem_type=problem_type or self.problem_type,
+            label_thresholds=kept if label_thresholds is None else label_thresholds or None,
+            tie_words=self.tie_words,
+            source=self.source,
+            text=self.text,
+            where=self.where,
+            notes=self.notes,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the configuration with HF's keys: what was read, with labels and problem type as they are now."""
+        result = dict(self.source)
+        for row in self.family.rows:
+            value = getattr(self.encoder, row.field)
+            if not any(key in result for key in (row.key, *row.aliases)) and value != row.default:
+                result[row.key] = value
+        if "vocab_size" in result:
+            result["vocab_size"] = self.encoder.vocab_size
+        result["model_type"] = self.source.get("model_type", self.model_type)
+        result.update(self.label_changes())
+        if self.problem_type is not None:
+            result["problem_type"] = self.problem_type
+        changed, gone = self.threshold_changes()
+        return {key: value for key, value in result.items() if key not in gone} | changed
+
+    def label_changes(self) -> dict[str, Any]:
+        """Return ``id2label`` and ``label2id`` where the labels differ from what the source says, else nothing."""
+        if self.source and tuple(_labels(self.source, [], [])) == self.labels:
+            return {}
+        return {"id2label": {str(k): v for k, v in self.id2label.items()}, "label2id": self.label2id}
+
+    def threshold_changes(self) -> tuple[dict[str, Any], list[str]]:
+        """Return the key of thresholds where they differ from what the source says, and the key where they are gone."""
+        read = thresholds_of(self.source.get(LABEL_THRESHOLDS), _labels(self.source, [], []), [])
+        if read == self.label_thresholds:
+            return {}, []
+        return (
+            ({}, [LABEL_THRESHOLDS])
+            if self.label_thresholds is None
+            else ({LABEL_THRESHOLDS: dict(self.label_thresholds)}, [])
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        # Reached only for names without an attribute: HF's keys, first as rows, then as the file has them.
+        if name.startswith("__") or "source" not in self.__dict__:
+            raise AttributeError(name)
+        for row in self.family.rows:
+            if name in (row.key, row.field, *row.aliases):
+                return getattr(self.encoder, row.field)
+        if name in self.source:
+            return self.source[name]
+        if name == "tie_word_embeddings":
+            return self.tie_words
+        known = [row.key for row in self.family.rows] + list(self.source)
+        raise AttributeError(f"{self.where} has no setting {name!r}{nearest(name, known)}")
+
+    def __repr__(self) -> str:
+        return f"ModelConfig({self.model_type}, {self.encoder}, labels={list(self.labels)[:6]})"
+
+
+def read_config(
+    name_or_path: str | Path,
+    *,
+    revision: str | None = None,
+    subfolder: str = "",
+    token: str | bool | None = None,
+    cache_dir: str | Path | None = None,
+    local_files_only: bool = False,
+    ignore_config_keys: Sequence[str] = (),
+    strict_config: bool = False,
+    verified: bool | str = False,
+) -> ModelConfig:
+    """Return the configuration of a folder or Hub repository; only ``config.json`` is fetched."""
+    hub = {
+        "revision": revision,
+        "subfolder": subfolder,
+        "token": token,
+        "cache_dir": cache_dir,
+        "local_files_only": local_files_only,
+    }
+    folder, _ = resolve_folder(name_or_path, hub, (CONFIG_NAME, *(("checksums.json",) if verified else ())))
+    if verified:
+        from flodl_hf.weights.checksums import hold
+
+        hold(folder, verified, (CONFIG_NAME,))
+    from flodl_hf.sentence.recipe import transformer_folder
+
+    return read_config_file(transformer_folder(folder), ignore_config_keys, strict_config=strict_config)
+
+
+def read_config_file(
+    folder: Path, ignore_config_keys: Sequence[str] = (), *, strict_config: bool = False
+) -> ModelConfig:
+    """Return the configuration of a local folder; arguments as in `ModelConfig.from_text`.
+
+    Raises:
+        ConfigError: no ``config.json``, or one that cannot be used.
+    """
+    ignored = listed_texts(ignore_config_keys, "ignore_config_keys")
+    where = str(folder / CONFIG_NAME)
+    return ModelConfig.from_text(config_text_of(folder), where, ignored, strict_config=strict_config)
+
+
+def listed_texts(given: Any, what: str) -> list[str]:
+    """Return the texts that were given in whatever holds several.
+
+    Raises:
+        ConfigError: it is one text, or holds none.
+    """
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise ConfigError(f"{what}={shown(given, 60)}; expected a list of texts", problems=[what])
+    return list(given)
+
+
+def family_of(source: Mapping[str, Any], where: str) -> Family:
+    """Return the family that ``model_type`` names.
+
+    Raises:
+        ConfigError: no such key, or a type that is not among the families; the nearest is suggested.
+    """
+    known = {family.model_type: family for family in families()}
+    for family in known.values():
+        if family.claims is not None and family.claims(source):
+            return family
+    model_type = source.get("model_type")
+    if isinstance(model_type, str) and model_type in known:
+        return known[model_type]
+    found = "is missing" if model_type is None else f"is {printable(str(model_type), 60)}"
+    hint, other = "", None
+    if isinstance(model_type, str):
+        # A name of its own is no misspelling: modernbert is near camembert in letters alone.
+        other = _OTHERS.get(model_type.replace("_", "-"))
+        close = get_close_matches(model_type, list(known), n=1, cutoff=0.8)
+        hint = f", did you mean {close[0]!r}?" if close and other is None else ""
+    what = f" That is {other}, another architecture." if other else ""
+    raise ConfigError(
+        f"{where}: model_type {found}{hint}; expected one of {', '.join(known)}.{what} "
+        "docs/which-models.md says what loads and what to do with others; a family that differs little from one of "
+        "these is one file (docs/adding-a-family.md, `flodl_hf.families.register`).",
+        where=where,
+        problems=["model_type"],
+        known=list(known),
+    )
+
+
+def _labels(source: Mapping[str, Any], problems: list[str], notes: list[str]) -> list[str]:
+    """Return label names by id: gaps and absent names become LABEL_i, as transformers names them."""
+    names = source.get("id2label")
+    stated = source.get("num_labels")
+    if stated is not None and (isinstance(stated, bool) or not isinstance(stated, int) or not 0 < stated <= MAX_LABELS):
+        problems.append(f"num_labels: found {shown(stated, 40)}; expected a whole number from 1 to {MAX_LABELS}")
+        return []
+    if names is None:
+        return [f"LABEL_{i}" for i in range(stated or 2)]
+    if not isinstance(names, Mapping) or len(names) > MAX_LABELS:
+        problems.append(f"id2label: found {shown(names, 60)}; expected a table of at most {MAX_LABELS} names by id")
+        return []
+    by_id: dict[int, str] = {}
+    if stated is not None and set(map(str, names)) > set(map(str, range(stated))):
+        # Transformers lets the number win and forgets all names, so that none is given to a wrong class.
+        notes.append(f"id2label: names {len(names)} labels and num_labels is {stated}; the number holds, without names")
+        return [f"LABEL_{i}" for i in range(stated)]
+    if stated is not None and names and len(names) < stated:
+        notes.append(f"id2label: names {len(names)} of num_labels = {stated} labels; the others are LABEL_i")
+    for key, name in names.items():
+        index = int(key) if str(key).isascii() and str(key).isdigit() and len(str(key)) < 8 else -1
+        if index < 0 or index >= (stated or MAX_LABELS) or not isinstance(name, (str, int, float)) or index in by_id:
+            problems.append(
+                f"id2label: found {printable(str(key), 40)}: {shown(name, 40)}; expected one name for each "
+                f"id from 0{'' if stated is None else f' to num_labels - 1 = {stated - 1}'}"
+            )
+            return []
+        by_id[index] = str(name)
+    size = stated or (max(by_id) + 1 if by_id else 2)
+    if size > MAX_LABELS or size > 4 * len(by_id) + 64:
+        problems.append(f"id2label: ids reach {size - 1} but only {len(by_id)} are named; expected ids 0 to n-1")
+        return []
+    return [by_id.get(i, f"LABEL_{i}") for i in range(size)]
+
+
+def _consistent(fields: Mapping[str, Any], source: Mapping[str, Any], rows: Sequence[Row], problems: list[str]) -> None:
+    """Append what single values cannot show: heads that do not divide the width, ids outside the vocabulary."""
+
+    def key(field: str) -> str:
+        keys = [name for row in rows if row.field == field for name in (row.key, *row.aliases)]
+        return next((name for name in keys if name in source), field)
+
+    hidden, heads = fields.get("hidden_size"), fields.get("num_heads")
+    if hidden and heads and hidden % heads:
+        problems.append(
+            f"{key('num_heads')}: found {heads}; expected a divisor of the hidden size {hidden} ({key('hidden_size')})"
+        )
+    pad, vocab = fields.get("pad_token_id"), fields.get("vocab_size")
+    if pad is not None and vocab is not None and pad >= vocab:
+        problems.append(f"pad_token_id: found {pad}; expected an id below vocab_size {vocab}")

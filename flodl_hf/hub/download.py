@@ -1,0 +1,458 @@
+"""A name becomes a folder of files: a local folder as it is, or a repository of the Hub through its cache.
+
+Decides: what a valid name is, which files of a repository are fetched, what is checked after a download, and
+when no network is touched. Leaves to others: what the files mean. Environment variables (``HF_HOME``,
+``HF_HUB_CACHE``, ``HF_TOKEN``, ``HF_ENDPOINT``, ``HF_HUB_OFFLINE``) are those of huggingface_hub, which only
+this file imports, and only when a repository has to be looked up.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from fnmatch import translate
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+from flodl.errors import FlodlError, capped, printable
+from flodl.files import read_regular
+from flodl_hf.errors import HubError
+from flodl_hf.hub.patience import time_for, within
+from flodl_hf.hub.request import HubRequest, explain, is_unreachable, reason
+
+__all__ = ["CHECKPOINT_FILES", "Resolved", "resolve"]
+
+_WEIGHTS = "model.safetensors"
+
+_OTHER_WEIGHTS = (".safetensors", ".bin", ".h5", ".msgpack", ".onnx", ".pt", ".ot")
+
+# Which files a checkpoint is made of. "model.safetensors" stands for the weights in whatever parts they come.
+CHECKPOINT_FILES = (
+    "config.json",
+    _WEIGHTS,
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.txt",
+    "vocab.json",
+    "merges.txt",
+    "sentencepiece.bpe.model",
+    "spm.model",
+    "spiece.model",
+    "modules.json",
+    "config_sentence_transformers.json",
+    "sentence_bert_config.json",
+    "[0-9]_*/config.json",
+    "[0-9]_*/model.safetensors",
+)
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}(/[A-Za-z0-9_][A-Za-z0-9_.-]{0,95})?")
+_REVISION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./+-]{0,255}")
+_SUBFOLDER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_. -]{0,127}(/[A-Za-z0-9_][A-Za-z0-9_. -]{0,127})*")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_ETAG = re.compile(r"[A-Za-z0-9_.:=+-]{1,200}")
+_SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
+
+# Without a network the caller should know within seconds; huggingface_hub's own retries take half a minute.
+_TIMEOUT_S = 5.0
+_PAUSES = 6  # of a time limit for one read, until a server that sends drop by drop is given up
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A folder of files and where it came from.
+
+    Attributes:
+        folder: the folder to read.
+        name: ``"owner/name"``, or ``None`` for a local folder.
+        revision: the branch, tag or commit that was asked for, or ``None`` for a local folder.
+        commit: the commit whose files these are, or ``None`` for a local folder.
+    """
+
+    folder: Path
+    name: str | None = None
+    revision: str | None = None
+    commit: str | None = None
+
+
+def resolve(
+    name_or_path: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    subfolder: str = "",
+    token: str | bool | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    local_files_only: bool = False,
+    files: Sequence[str] = CHECKPOINT_FILES,
+) -> Resolved:
+    """Return the folder that holds the files of ``name_or_path``, fetching what is missing.
+
+    A folder that exists wins over a repository of the same name. A commit (40 hexadecimal digits) that is in
+    the cache whole is used without asking the Hub.
+
+    Args:
+        name_or_path: folder, ``"owner/name"`` or ``"owner/name@revision"``.
+        revision: branch, tag or commit; ``"main"`` if not given.
+        subfolder: folder inside the folder or repository.
+        token: access token; ``None`` takes the one that is logged in, ``False`` takes none.
+        cache_dir: where downloads are kept, by default as huggingface_hub has it.
+        local_files_only: open no network connection.
+        files: patterns of the files that are wanted, relative to ``subfolder``; ``"model.safetensors"``
+            stands for the weights, in one file or many.
+
+    Raises:
+        HubError: if the name is malformed, nothing of that name is found, access is refused, the network is
+            needed and absent, or a downloaded file is not what the Hub announced.
+    """
+    text = os.fspath(name_or_path)
+    if not isinstance(text, str) or not text or any(ord(char) < 32 or ord(char) == 127 for char in text):
+        raise HubError(
+            f"{printable(str(text))}: no name; pass what is expected, a folder, 'owner/name' or 'owner/name@revision'",
+            name=str(text),
+        )
+    if subfolder and not _plain(subfolder, _SUBFOLDER):
+        raise HubError(
+            f"subfolder {printable(subfolder)}: expected names separated by '/', relative and without '..'; correct it",
+            name=text,
+            subfolder=subfolder,
+        )
+    path = Path(os.path.expanduser(text))
+    try:
+        exists = path.exists()
+    except OSError:
+        exists = False
+    if exists:
+        return _local(path, subfolder, revision)
+    if isinstance(name_or_path, os.PathLike) or text.startswith((".", "/", "~", "\\")) or text.count("/") > 1:
+        raise HubError(
+            f"{text[:400]}: no such folder; expected one that exists: check the path, or pass a repository as "
+            "'owner/name'",
+            name=text,
+        )
+    name, at, stated = text.partition("@")
+    if at and revision is not None and revision != stated:
+        raise HubError(
+            f"{text}: the name asks for revision {stated!r} and the argument for {revision!r}; give one of them",
+            name=name,
+            revision=revision,
+        )
+    wanted = stated if at else revision or "main"
+    if not _plain(name, _NAME):
+        raise HubError(
+            f"{printable(text)}: neither a folder that exists nor a repository name; a repository is "
+            "'owner/name', "
+            "each part at most 96 letters, digits, '-', '_' and '.'",
+            name=name,
+        )
+    if not _plain(wanted, _REVISION):
+        raise HubError(
+            f"{name}: revision {printable(wanted)} expected the name of a branch, tag or commit; correct it",
+            name=name,
+            revision=wanted,
+        )
+    from huggingface_hub import constants
+
+    request = HubRequest(
+        name=name,
+        revision=wanted,
+        subfolder=subfolder,
+        token=token,
+        cache=Path(cache_dir if cache_dir is not None else constants.HF_HUB_CACHE).expanduser(),
+        files=tuple(files),
+    )
+    if local_files_only or constants.HF_HUB_OFFLINE:
+        why = "local_files_only is set" if local_files_only else "HF_HUB_OFFLINE is set"
+        return _from_cache(request, why)
+    if _COMMIT.fullmatch(wanted):
+        try:
+            return _from_cache(request, "")
+        except HubError:
+            pass
+    return _from_hub(request)
+
+
+def _plain(text: str, grammar: re.Pattern[str]) -> bool:
+    return grammar.fullmatch(text) is not None and ".." not in text and not text.endswith((".git", "/"))
+
+
+def _local(path: Path, subfolder: str, revision: str | None) -> Resolved:
+    if not path.is_dir():
+        raise HubError(f"{path}: is a file; pass the folder that holds config.json and the weights", name=str(path))
+    if revision not in (None, "main"):
+        raise HubError(
+            f"{path}: a local folder has no revision {revision!r}; leave revision out, or pass a repository name",
+            name=str(path),
+            revision=revision,
+        )
+    folder = path / subfolder if subfolder else path
+    if not folder.is_dir():
+        raise HubError(f"{path}: has no folder {subfolder!r}; check subfolder", name=str(path), subfolder=subfolder)
+    return Resolved(folder)
+
+
+# Which files
+
+
+@cache
+def _wanted(patterns: tuple[str, ...]) -> Callable[[str], bool]:
+    """Return whether a name is meant by one of some patterns, whose ``*`` stands for no ``/``."""
+    by_depth: dict[int, list[str]] = {}
+    for pattern in patterns:
+        # without the frame "(?s:...)" and end that translate puts around each part
+        parts = [translate(part)[4:-3] for part in pattern.split("/")]
+        by_depth.setdefault(len(parts) - 1, []).append("/".join(parts))
+    # As many "/" in name and pattern: none is left for a "*".
+    found = {depth: re.compile(f"(?s:{'|'.join(some)})") for depth, some in by_depth.items()}
+    return lambda name: (form := found.get(name.count("/"))) is not None and form.fullmatch(name) is not None
+
+
+def _weights(names: Iterable[str]) -> list[str]:
+    """Return the weight files among ``names``: one safetensors file, else shards, else ``.bin`` files."""
+    present = set(names)
+    for stem, suffix in (("model", "safetensors"), ("pytorch_model", "bin")):
+        if f"{stem}.{suffix}" in present:
+            return [f"{stem}.{suffix}"]
+        index = f"{stem}.{suffix}.index.json"
+        if index in present:
+            return [index, *sorted(filter(_wanted((f"{stem}-*-of-*.{suffix}",)), present))]
+    return []
+
+
+def _select(request: HubRequest, names: Iterable[str]) -> list[str]:
+    """Return which of a repository's files are wanted, with their subfolder.
+
+    Raises:
+        HubError: if weights are wanted and there are none that can be read.
+    """
+    prefix = f"{request.subfolder}/" if request.subfolder else ""
+    inside = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
+    chosen = set(filter(_wanted(request.files), inside))
+    if _WEIGHTS in request.files:
+        weights = _weights(inside)
+        if not weights:
+            others = sorted(name for name in inside if re.search(r"\.(safetensors|bin|h5|msgpack|onnx|pt|ot)$", name))
+            raise request.error(
+                f"no {_WEIGHTS}, {_WEIGHTS}.index.json or pytorch_model.bin"
+                + (f" in {request.subfolder}/" if request.subfolder else "")
+                + (f"; other weight files are\n{capped(others, 8)}\n" if others else ""),
+                "expected one of them: set subfolder, choose a repository with PyTorch weights, or make "
+                "model.safetensors from a local file with `flodl-hf convert`",
+                others=others,
+            )
+        chosen |= set(weights)
+    return [prefix + name for name in sorted(chosen)]
+
+
+# From the cache
+
+
+def _from_cache(request: HubRequest, why: str) -> Resolved:
+    """Return the cached files; ``why`` tells in errors that, and why, the network is not asked."""
+    remedy = (
+        f"expected there: download it once with a network: `hf download {request.name}"
+        + (f" --revision {request.revision}" if request.revision != "main" else "")
+        + "`, or pass a folder"
+    )
+    commit = request.revision
+    if not _COMMIT.fullmatch(commit):
+        try:
+            commit = read_regular(request.storage / "refs" / request.revision, 1 << 10).decode("ascii").strip()
+        except (OSError, ValueError):
+            commit = ""
+    snapshot = request.storage / "snapshots" / commit
+    folder = snapshot / request.subfolder if request.subfolder else snapshot
+    if not _COMMIT.fullmatch(commit) or not folder.is_dir():
+        raise request.error(f"not in the cache {request.cache}, and {why}", remedy, offline=True)
+    present = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    if _WEIGHTS in request.files:
+        missing = _missing_weights(folder, present)
+        if missing:
+            raise request.error(
+                f"in the cache without {capped(missing, 5, '').replace(chr(10), ', ')}, and {why}",
+                remedy,
+                offline=True,
+                missing=missing,
+            )
+    elif not any(map(_wanted(request.files), present)):
+        raise request.error(f"in the cache without any of {', '.join(request.files)}, and {why}", remedy, offline=True)
+    return Resolved(folder, request.name, request.revision, commit)
+
+
+def _missing_weights(folder: Path, present: Sequence[str]) -> list[str]:
+    weights = _weights(present)
+    if not weights:
+        return [_WEIGHTS]
+    if not weights[0].endswith(".index.json"):
+        return []
+    return sorted(_shards(folder / weights[0]) - set(present))
+
+
+def _shards(index: Path) -> set[str]:
+    """Return the names of the shards that an index lists; what is wrong with it is the reader's to say."""
+    try:
+        names = set(json.loads(read_regular(index))["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return set()
+    return {name for name in names if isinstance(name, str) and _SHARD.fullmatch(name)}
+
+
+# From the Hub
+
+
+def _from_hub(request: HubRequest) -> Resolved:
+    from huggingface_hub import HfApi, constants
+
+    timeout = float(os.environ.get("HF_HUB_ETAG_TIMEOUT") or _TIMEOUT_S)
+    ask = partial(HfApi(token=request.token).model_info, request.name, revision=request.revision, timeout=timeout)
+    try:
+        info = within(partial(ask, files_metadata=True), lambda: _PAUSES * timeout)
+    except FlodlError:
+        raise
+    except Exception as cause:
+        if is_unreachable(cause):
+            return _from_cache(request, f"the Hub cannot be reached ({reason(cause)})")
+        explain(request, cause)
+    commit = info.sha
+    if not isinstance(commit, str) or not _COMMIT.fullmatch(commit):
+        raise request.error(
+            f"the server answered with commit {printable(str(commit))}, expected 40 hexadecimal digits",
+            "check HF_ENDPOINT: this is no Hub",
+        )
+    siblings = {sibling.rfilename: sibling for sibling in info.siblings or () if isinstance(sibling.rfilename, str)}
+    wanted = _select(request, siblings)
+    for filename in wanted:
+        _check_announced(request, siblings[filename])
+    if not wanted:
+        listed = capped(sorted(siblings), 10)
+        raise request.error(
+            f"none of {', '.join(request.files)} is there; it holds\n{listed}\n",
+            "check the name and subfolder",
+        )
+    snapshot = request.storage / "snapshots" / commit
+    pause = _PAUSES * float(constants.HF_HUB_DOWNLOAD_TIMEOUT)
+    for filename in wanted:
+        target = snapshot / filename
+        cached = target.is_file()
+        for attempt in (0, 1):
+            # A file that is not what the Hub announces is fetched once more before giving up.
+            fetch = partial(_fetch, request, filename, commit, cached=cached, again=attempt == 1)
+            try:
+                within(fetch, time_for(siblings[filename].size, request.storage / "blobs", pause))
+            except FlodlError:
+                raise
+            except Exception as cause:
+                explain(request, cause, filename)
+            fault = _fault(target, siblings[filename], check_bytes=not cached or attempt == 1)
+            if fault is None:
+                break
+        else:
+            _forget(target, request.storage)
+            raise request.error(
+                f"{filename} arrived damaged: {fault}",
+                f"try again; if it stays so, a proxy or mirror alters the file, or {target} has to be removed",
+                file=filename,
+            )
+    if request.revision != commit:
+        _remember(request, commit)
+    folder = snapshot / request.subfolder if request.subfolder else snapshot
+    return Resolved(folder, request.name, request.revision, commit)
+
+
+def _check_announced(request: HubRequest, announced: Any) -> None:
+    """Refuse a file whose length or digest is none.
+
+    Raises:
+        HubError: what the server says of the file is not what a Hub says.
+    """
+    size, digest = announced.size, getattr(announced.lfs, "sha256", "0" * 64)
+    if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 0):
+        found = f"length {printable(str(size), 40)}, expected a number of bytes"
+    elif not isinstance(digest, str) or not _SHA256.fullmatch(digest):
+        found = f"digest {printable(str(digest), 80)}, expected a SHA-256"
+    elif not isinstance(announced.blob_id, (str, type(None))):
+        found = f"digest {printable(str(announced.blob_id), 80)}, expected one of git"
+    else:
+        return
+    name = printable(announced.rfilename)[1:-1]
+    raise request.error(f"{name}: the server announces {found}", "check HF_ENDPOINT: this is no Hub", file=name)
+
+
+def _fetch(request: HubRequest, filename: str, commit: str, *, cached: bool, again: bool) -> None:
+    """Have huggingface_hub bring a file into the cache.
+
+    It names files of the cache by what a server calls them: a name that leads elsewhere is refused before.
+
+    Raises:
+        HubError: the server gives the file such a name, or one of another commit.
+    """
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
+
+    if not cached or again:
+        url = hf_hub_url(request.name, filename, revision=commit)
+        said = get_hf_file_metadata(url, token=request.token, timeout=_TIMEOUT_S)
+        for what, value, form in (("ETag", said.etag, _ETAG), ("commit", said.commit_hash, _COMMIT)):
+            wrong = value is not None and (form.fullmatch(value) is None or ".." in value)
+            if wrong or (what == "commit" and value not in (None, commit)):
+                raise request.error(
+                    f"{filename}: the server answered with {what} {printable(str(value), 160)}, expected "
+                    + (commit if what == "commit" else "a digest"),
+                    "check HF_ENDPOINT: this is no Hub",
+                    file=filename,
+                )
+    hf_hub_download(
+        request.name, filename, revision=commit, cache_dir=request.cache, token=request.token, force_download=again
+    )
+
+
+def _fault(path: Path, announced: Any, check_bytes: bool) -> str | None:
+    """Return how a file differs from what the Hub announced, or ``None``."""
+    if not path.is_file():
+        return "no file in the cache instead of one"
+    size = path.stat().st_size
+    if announced.size is not None and size != announced.size:
+        return f"{size} bytes instead of {announced.size}"
+    if not check_bytes:
+        return None
+    if announced.lfs is not None:
+        expected, digest = announced.lfs.sha256, hashlib.sha256()
+    elif announced.blob_id and _COMMIT.fullmatch(announced.blob_id):
+        # Small files are stored in git, which names them by this digest of a header and the contents.
+        expected, digest = announced.blob_id, hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
+    else:
+        return None
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return None if digest.hexdigest() == expected else f"digest {digest.hexdigest()} instead of {expected}"
+
+
+def _forget(path: Path, storage: Path) -> None:
+    """Remove a damaged file from the cache: the link, and what it points to if that is in the cache too."""
+    with suppress(OSError, RuntimeError):
+        blob = path.resolve()
+        if blob.is_relative_to(storage.resolve()):
+            blob.unlink(missing_ok=True)
+    with suppress(OSError):
+        path.unlink(missing_ok=True)
+
+
+def _remember(request: HubRequest, commit: str) -> None:
+    """Note in the cache which commit the revision stands for, so that it can be found offline."""
+    ref = request.storage / "refs" / request.revision
+    try:
+        ref.parent.mkdir(parents=True, exist_ok=True)
+        beside = ref.with_name(f"{ref.name}.{os.getpid()}")
+        beside.write_text(commit, "ascii")
+        beside.replace(ref)
+    except OSError:
+        # A read-only cache still serves this load.
+        return

@@ -1,0 +1,85 @@
+"""From a name to a local folder, and which of its files are fetched for a model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flodl.errors import ConfigError
+
+__all__ = [
+    "ADAPTER_CONFIG",
+    "BIN_FILES",
+    "CONFIG_NAME",
+    "MODEL_FILES",
+    "RECIPE_FILES",
+    "VOCABULARY_FILES",
+    "holds_adapter",
+    "resolve_folder",
+]
+
+CONFIG_NAME = "config.json"
+ADAPTER_CONFIG = "adapter_config.json"
+# A folder with one of these has a tokenizer; asked here so that folders without one import none.
+VOCABULARY_FILES = (
+    "tokenizer.json",
+    "vocab.txt",
+    "vocab.json",
+    "sentencepiece.bpe.model",
+    "spm.model",
+    "spiece.model",
+)
+BIN_FILES = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
+RECIPE_FILES = (
+    "modules.json",
+    "router_config.json",
+    "*/router_config.json",
+    "*/config.json",
+    "sentence_bert_config.json",
+    "config_sentence_transformers.json",
+    "*_Dense/model.safetensors",
+    "*_Dense/pytorch_model.bin",
+    "artifact.metadata",
+    "colbert_linear.pt",
+    "sparse_linear.pt",
+)
+"""What says how states become vectors."""
+MODEL_FILES = (
+    *VOCABULARY_FILES,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "merges.txt",
+    CONFIG_NAME,
+    "model.safetensors",  # for the weights in whatever parts they come, pickled ones where there are no others
+    "checksums.json",
+    *RECIPE_FILES,
+)
+
+
+def holds_adapter(name_or_path: str | Path) -> bool:
+    """Return whether a name is that of a local folder with an adapter and no model."""
+    path = os.path.expanduser(name_or_path)
+    return os.path.lexists(os.path.join(path, ADAPTER_CONFIG)) and not os.path.lexists(os.path.join(path, CONFIG_NAME))
+
+
+def resolve_folder(name_or_path: str | Path, hub: Mapping[str, Any], files: Sequence[str]) -> tuple[Path, str | None]:
+    """Return the local folder behind a name, and the Hub commit it was resolved to.
+
+    A folder that exists is taken as it is, without importing the Hub client.
+    """
+    if not str(name_or_path):
+        raise ConfigError("model: found an empty name; expected a folder, or a name of the Hub", problems=["empty"])
+    path = Path(os.path.expanduser(name_or_path))
+    if os.path.isdir(path):  # no for a name that no folder can have, where Path.is_dir raises
+        subfolder = str(hub.get("subfolder") or "")
+        inside = path / subfolder if subfolder else path
+        if subfolder and not inside.resolve().is_relative_to(path.resolve()):
+            raise ConfigError(f"subfolder {subfolder!r} leads out of {path}", problems=[subfolder])
+        return inside, None
+    from flodl_hf.hub.download import resolve
+
+    resolved = resolve(str(name_or_path), files=list(files), **hub)
+    return Path(resolved.folder), resolved.commit

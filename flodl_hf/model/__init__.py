@@ -1,0 +1,34 @@
+"""A model: a graph with what belongs to it, and the methods that people know.
+
+encoder_model  the class that all tasks share: made, loaded, run, written
+graph_model    what loading, export and the runtime know of it: graph, configuration, tokenizer, source
+opening        `from_pretrained` and its keywords
+building       the graph of a configuration and a task: put together, tied, given values
+adapted        methods for adapters
+familiar       methods that people know from transformers' models
+words          keywords of other libraries: put into ours, passed over, or refused with the reason
+watching       what one call goes through: states, attention weights, embeddings in place of ids
+outputs        what calls return
+losses         as transformers computes them
+ranges         what a call says of indices outside of the model's tables
+forked         a process that was forked after models ran in it
+freezing       which parts learn, by short paths
+contacts       which residues of a protein touch
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flodl_hf.model.encoder_model import EncoderModel
+
+__all__ = ["EncoderModel"]
+
+
+def __getattr__(name: str) -> Any:
+    # Only on demand: families and files use modules of this room without the rest of it.
+    if name in __all__:
+        return getattr(import_module("flodl_hf.model.encoder_model"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

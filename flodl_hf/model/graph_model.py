@@ -1,0 +1,247 @@
+"""A graph with what belongs to it: configuration, tokenizer, where it was read from, how its predictions run.
+
+Decides how a call with Hugging Face's tensors becomes a call of the graph. How a model is made, read and written, and
+what it offers to those who use it, is `flodl_hf.model`'s; loading, export and the runtime know no more than this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from flodl.graph import Graph
+from flodl_hf.adapters.prefixes import ShiftedPositions
+from flodl_hf.adapters.prompts import lead_of
+from flodl_hf.attention.dot_product import check_implementation
+from flodl_hf.config.model_config import ModelConfig
+from flodl_hf.errors import PredictError
+from flodl_hf.layout.layouts import Padded
+from flodl_hf.model.forked import entered
+from flodl_hf.model.ranges import beyond_tables, check_rows
+from flodl_hf.model.watching import given_embeddings, ids_for, watched
+from flodl_hf.weights.loading import LoadReport
+
+if TYPE_CHECKING:
+    from flodl_hf.runtime.options import RunOptions
+    from flodl_hf.sentence.recipe import SentenceRecipe
+    from flodl_hf.tokenizer import Tokenizer
+    from flodl_hf.weights.on_disk import OnDisk
+    from flodl_hf.weights.source import Source
+
+__all__ = ["GraphModel"]
+
+
+class GraphModel(nn.Module):
+    """A graph that computes one task, and what belongs to it.
+
+    Attributes:
+        graph: the network, a plain `flodl.graph.Graph` with the same vocabulary in every family.
+        config: the configuration.
+        tokenizer: the folder's tokenizer, or None.
+        load_report: what became of every tensor, or None for a model made from a configuration.
+        source: what it was read from, or None.
+        sentence_recipe: how its states become the vector of a text, where the folder says so.
+        beside: what learns beside the graph in a run: a projection of token vectors, a decoder.
+    """
+
+    head: ClassVar[str] = "base"
+    per_text: ClassVar[bool] = False
+    """Whether the head scores whole texts rather than tokens."""
+    config: ModelConfig
+    load_report: LoadReport | None
+
+    def __init__(self, config: ModelConfig, graph: Graph) -> None:
+        super().__init__()
+        self.config = config
+        # Not as "graph": modules that torch generates, as torch.export does, have an attribute of that name.
+        self.network = graph
+        self.register_load_state_dict_pre_hook(_as_network)
+        self.load_report = None
+        self.source: Source | None = None
+        self._tokenizer: Tokenizer | None = None
+        self.sentence_recipe: SentenceRecipe | None = None
+        self.beside: nn.Module | None = None
+        self._on_disk: OnDisk | None = None
+        self._untouched: dict[str, int] = {}
+        self._run_options: RunOptions | None = None
+
+    def run_graph(
+        self,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        token_type_ids: Tensor | None,
+        position_ids: Tensor | None,
+        outputs: Sequence[str] = (),
+        *,
+        embeds: Tensor | None = None,
+        hidden_states: bool = False,
+        attentions: bool = False,
+    ) -> tuple[Tensor, dict[str, Tensor], dict[str, tuple[Tensor, ...]]]:
+        """Return the graph's result, the named outputs, and what was asked for of its inside, by outputs' names."""
+        if (input_ids is None) == (embeds is None):
+            raise PredictError("expected either input_ids or inputs_embeds, found both or neither")
+        if embeds is not None:
+            input_ids = ids_for(self.graph, embeds)
+        assert input_ids is not None
+        if not torch.compiler.is_compiling():
+            check_rows(input_ids)
+            entered()
+        layout, lead, ids = Padded.of(attention_mask), lead_of(self.graph), input_ids
+        types, led = token_type_ids, layout
+        if lead is not None:
+            if position_ids is not None:
+                raise PredictError(
+                    "position_ids: the adapter puts virtual tokens before each text and counts places itself; leave "
+                    "them out"
+                )
+            ids, types, led = lead.rows(ids, types, layout)
+            embeds = None if embeds is None else lead.embedded(self.graph, embeds)
+        given: dict[str, Any] = {"token_type_ids": types, "position_ids": position_ids, "layout": led}
+        seen: dict[str, list[Tensor]] = {}
+        with ExitStack() as stack:
+            if embeds is not None:
+                stack.enter_context(given_embeddings(self.graph, embeds))
+            if hidden_states or attentions:
+                inside = watched(self.graph, hidden_states=hidden_states, attentions=attentions)
+                seen = stack.enter_context(inside)
+            try:
+                if outputs:
+                    result, named = self.graph(ids, **given, outputs=list(outputs))
+                else:
+                    result, named = self.graph(ids, **given), {}
+            except IndexError as fault:
+                taken = self.virtual_tokens
+                raise beyond_tables(self.config, input_ids, token_type_ids, position_ids, taken) or fault from fault
+        if lead is not None and not self.per_text:
+            result = layout.behind(lead.count, result)
+        return result, named, {name: tuple(values) for name, values in seen.items()}
+
+    def set_attention(self, implementation: str) -> Self:
+        """Choose "sdpa", "eager" or "fast" attention in every layer; returns the model.
+
+        Raises:
+            ConfigError: there is no such implementation.
+        """
+        check_implementation(implementation)
+        for module in self.modules():
+            if hasattr(module, "implementation"):
+                module.implementation = implementation  # type: ignore[assignment]
+        return self
+
+    def mark_untrained(self, names: Iterable[str]) -> None:
+        """Remember tensors that hold random values, until something writes to them."""
+        self._untouched = {name: self.graph.get_parameter(name)._version for name in names}
+
+    @property
+    def untrained(self) -> list[str]:
+        """Names of tensors that still hold the random values they were made with."""
+        return [name for name, version in self._untouched.items() if self.graph.get_parameter(name)._version == version]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Versions count what was written to these very tensors; a copy's begin anew.
+        return {**self.__dict__, "_untouched": self.untrained, "_on_disk": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.mark_untrained(state["_untouched"])
+
+    def ready(self, task: str, *, untrained: bool = False) -> Tokenizer:
+        """Return the tokenizer if the model can predict.
+
+        Args:
+            task: the method that asks, for the message.
+            untrained: go on although parts of the model hold random values.
+
+        Raises:
+            PredictError: there is no tokenizer, or parts of the model were never trained.
+        """
+        fresh = [] if untrained else self.untrained
+        if fresh:
+            raise PredictError(
+                f"{task}: {len(fresh)} tensors of this model are new and untrained ({', '.join(fresh[:4])}"
+                f"{', ...' if len(fresh) > 4 else ''}), so its answers would be random. Load a checkpoint that was "
+                "written for this task, train the model, or pass untrained=True.",
+                untrained=fresh,
+            )
+        if self.tokenizer is None:
+            raise PredictError(
+                f"{task}: the model has no tokenizer, because its folder holds none; expected tokenizer.json (or "
+                "vocab.txt, vocab.json and merges.txt, a sentencepiece model) beside the weights; put it there, or set "
+                "model.tokenizer."
+            )
+        return self.tokenizer
+
+    @property
+    def max_tokens(self) -> int | None:
+        """The longest row of tokens that the model and its tokenizer allow; None where nothing bounds it."""
+        places = self.config.max_tokens
+        bounds = [places and places - self.virtual_tokens, self.tokenizer.model_max_length if self.tokenizer else None]
+        return min((bound for bound in bounds if bound), default=None)
+
+    @property
+    def virtual_tokens(self) -> int:
+        """How many places the adapter that is in takes before each text: those of a prompt or a prefix."""
+        lead = lead_of(self.graph)
+        table = dict(self.graph.get_submodule("encoder.embeddings").named_children()).get("position")
+        return lead.count if lead is not None else table.prefix.count if isinstance(table, ShiftedPositions) else 0
+
+    @property
+    def weights_on_disk(self) -> OnDisk | None:
+        """What shows the weights where layers are read from disk for each prediction; None where they are in memory."""
+        on_disk = self._on_disk
+        return on_disk if on_disk is not None and on_disk.holds(self.graph.get_submodule("encoder.layers")) else None
+
+    @property
+    def run_options(self) -> RunOptions:
+        """How predictions of this model run where a call does not say."""
+        if self._run_options is None:
+            from flodl_hf.runtime.options import RunOptions
+
+            self._run_options = RunOptions()
+        return self._run_options
+
+    # --- what belongs to it ---------------------------------------------------------------------
+
+    @property
+    def graph(self) -> Graph:
+        """The network; its parameters are named without a prefix, those of the model begin with ``network.``."""
+        return self.network
+
+    @graph.setter
+    def graph(self, graph: Graph) -> None:
+        self.network = graph
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer of the folder the model came from, or the one that was set."""
+        return self._tokenizer
+
+    @tokenizer.setter
+    def tokenizer(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(self.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the word table."""
+        return next(self.parameters()).dtype
+
+    @property
+    def num_labels(self) -> int:
+        """How many labels the configuration names."""
+        return self.config.num_labels
+
+
+def _as_network(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Take tensors under the names of former versions, which had "graph" for "network"."""
+    before = f"{prefix}graph."
+    for name in [name for name in state if name.startswith(before)]:
+        state[f"{prefix}network.{name.removeprefix(before)}"] = state.pop(name)

@@ -1,0 +1,8 @@
+"""Models of sentence-transformers: what their folders say beside the encoder.
+
+    recipe  pooling, dense layers, prompts and normalisation, read and written
+    dense   the dense layers
+    sparse  sparse vectors (SPLADE)
+
+Several vectors a text are `flodl_hf.late`'s.
+"""

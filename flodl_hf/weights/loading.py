@@ -1,0 +1,410 @@
+"""A folder's tensors and a model's: which belongs to which, decided from headers before a weight is read.
+
+Pure bookkeeping over names, shapes and dtypes. Reading bytes is `flodl_hf.weights.checkpoint`'s, building
+and filling the model is `flodl_hf.model`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from flodl.errors import CheckpointError, capped, nearest, printable
+from flodl_hf.config.head_names import HEAD_NAMES
+from flodl_hf.encoder.parts import named_part, part_of
+from flodl_hf.family import Family
+from flodl_hf.keys import KeyMap, Tie
+
+__all__ = ["LoadReport", "Plan", "Stored", "canonical_names", "class_of", "head_of", "plan_load"]
+
+FLOATS = ("F16", "BF16", "F32", "F64")
+# What our names of a task's own tensors begin with.
+_HEAD = ("head.", "relation.")
+_LEGACY = ((".gamma", ".weight"), (".beta", ".bias"))
+# What wrappers put before every name: data parallel training, compiled modules.
+_WRAPPERS = ("module.", "_orig_mod.", "model.")
+
+
+class Stored(Protocol):
+    """A tensor as a file's header describes it."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...  # noqa: D102
+    @property
+    def dtype(self) -> str: ...  # noqa: D102
+
+
+@dataclass
+class LoadReport:
+    """What became of every tensor of the source, and of the model.
+
+    Attributes:
+        source: where the tensors came from.
+        head: the task the model was loaded for.
+        source_head: the task the file was written for, or None when it does not say.
+        matched: our names that were filled, with the stored name each came from.
+        renamed: stored names that are not today's Hugging Face names, with today's.
+        ignored: stored names that this model does not use, with the reason.
+        new: our names that the file does not have; they hold fresh random values.
+        tied: our names that share the tensor of another.
+        untied: ties that the configuration asks for and the file's values contradict.
+        dtypes: how many tensors of each stored dtype were used.
+        prefixed: whether encoder tensors carry the family's prefix in the file.
+        notes: anything else worth knowing.
+    """
+
+    source: str
+    head: str
+    source_head: str | None = None
+    matched: dict[str, str] = field(default_factory=dict)
+    renamed: dict[str, str] = field(default_factory=dict)
+    ignored: dict[str, str] = field(default_factory=dict)
+    new: tuple[str, ...] = ()
+    tied: tuple[str, ...] = ()
+    untied: tuple[str, ...] = ()
+    dtypes: dict[str, int] = field(default_factory=dict)
+    prefixed: bool = True
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def trained(self) -> bool:
+        """Whether every tensor came from the file, so that predictions mean something."""
+        return not self.new
+
+    def __repr__(self) -> str:
+        named = {"new": self.new, "ignored": self.ignored, "renamed": self.renamed, "notes": self.notes}
+        more = "".join(f", {len(found)} {name}" for name, found in named.items() if found)
+        return f"LoadReport({self.head} from {self.source}: {len(self.matched)} tensors{more})"
+
+    def __str__(self) -> str:
+        lines = [f"{self.source}: {len(self.matched)} tensors for {self.head}"]
+        if self.tied:
+            lines.append(f"tied: {', '.join(self.tied)}")
+        if self.untied:
+            lines.append(f"not tied, because the file's values differ: {', '.join(self.untied)}")
+        if self.renamed:
+            lines.append(f"{len(self.renamed)} names in an older style")
+        if self.new:
+            lines.append(f"new, untrained:\n{capped(list(self.new))}")
+        if self.ignored:
+            lines.append(f"not used:\n{capped([f'{name}: {why}' for name, why in self.ignored.items()])}")
+        lines += self.notes
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which stored tensor fills which of ours, and what must be compared once the values are there.
+
+    Attributes:
+        placed: our name -> stored name.
+        ties: ties to make; ``compare`` names both stored tensors when the file holds two.
+        duplicates: stored names that repeat another: ``(repeated, kept)``.
+        report: the report so far.
+        stored: the headers that names above lead to: the file's, and those of parts of its tensors.
+    """
+
+    placed: dict[str, str]
+    ties: tuple[Tie, ...]
+    compare: tuple[tuple[Tie, str, str], ...]
+    duplicates: tuple[tuple[str, str], ...]
+    report: LoadReport
+    stored: Mapping[str, Stored]
+
+
+@dataclass(frozen=True)
+class _StoredPart:
+    """The header of a part of a stored tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def head_of(family: Family, architectures: object, wanted: str | None = None) -> str | None:
+    """Return the task that ``architectures`` of a config names: a head's name, "base", or None.
+
+    Args:
+        family: whose classes.
+        architectures: of ``config.json``.
+        wanted: the task to take where a class can be read as several.
+    """
+    name = class_of(architectures)
+    if name is None:
+        return None
+    suffix = name.removeprefix(family.class_prefix) if name.startswith(family.class_prefix) else None
+    named = [names.name for names in HEAD_NAMES if names.hf_suffix == suffix]
+    held = [head for head in named if head == "base" or head in family.heads]
+    if wanted in held:
+        return wanted
+    if name in family.pretraining:
+        return family.pretraining[name]
+    # A suffix that several tasks share says nothing of a family that has none of them.
+    return held[0] if held else named[0] if len(named) == 1 else None
+
+
+def class_of(architectures: object) -> str | None:
+    """Return the class that ``architectures`` of a config names first, or None."""
+    if isinstance(architectures, list) and architectures and isinstance(architectures[0], str):
+        return architectures[0]
+    return None
+
+
+class _Names:
+    """Every Hugging Face name that a file of this family may hold, and what it means for one head."""
+
+    def __init__(self, family: Family, config: Any, key_map: KeyMap, targets: Iterable[str], head: str) -> None:
+        self.family = family
+        self.wanted = {theirs: ours for ours, theirs in key_map.names(targets).items()}
+        # Names of stored tensors that hold several of ours, with those of their parts.
+        self.wholes: dict[str, list[str]] = {}
+        for theirs in self.wanted:
+            if (part := part_of(theirs)) is not None:
+                self.wholes.setdefault(part.whole, []).append(theirs)
+        self.also = {other: theirs for theirs, ours in self.wanted.items() for other in key_map.also(ours)}
+        own = () if head == "base" else family.heads[head].aliases
+        self.aliases = dict(own)
+        self.reasons = {
+            entry.name.format(**holes): entry.reason
+            for entry in family.ignored
+            for holes in (family.indices(config) if "{" in entry.name else [{}])
+        }
+        self.reasons |= {name: kept.reason for kept in family.kept for name in (kept.name, *kept.also)}
+        self.pooler = {row.theirs for row in family.keys if row.ours.startswith("pooler")}
+        self.other_heads: dict[str, str] = {}
+        for name, spec in family.heads.items():
+            if name == head:
+                continue
+            for row in spec.keys:
+                self.other_heads.setdefault(row.theirs, name)
+            for alias, _ in spec.aliases:
+                self.other_heads.setdefault(alias, name)
+
+    def known(self, name: str) -> bool:
+        return name in self.wanted or name in self.wholes or name in self.aliases or self.reason(name) is not None
+
+    def of_encoder(self, name: str) -> bool:
+        """Return whether a stored name, known or not, lies inside the encoder: below one of its parts."""
+        prefix = self.family.base_prefix + "."
+        parts = {row.theirs.removeprefix(prefix).partition(".")[0] for row in self.family.keys}
+        parts |= {self.family.base_prefix, *self.family.prefixes}
+        return any(name.removeprefix(wrapper).partition(".")[0] in parts for wrapper in ("", *_WRAPPERS))
+
+    def reason(self, name: str) -> str | None:
+        """Return why a tensor of this canonical name is not used, or None if it is not known at all."""
+        if name in self.reasons:
+            return self.reasons[name]
+        module = name.rpartition(".")[0]
+        if name in self.pooler or module in self.pooler:
+            return "the pooler is not used by this head"
+        other = self.other_heads.get(name) or self.other_heads.get(module)
+        return None if other is None else f"belongs to the {other} head"
+
+    def canonical(self, stored: str) -> str | None:
+        """Return today's full name of a stored one, or None if it is nobody's."""
+        prefix = self.family.base_prefix + "."
+        shapes = [stored, *(stored[len(w) :] for w in _WRAPPERS if stored.startswith(w))]
+        others = [other + "." for other in self.family.prefixes]
+        shapes += [s.removeprefix(other) for s in shapes for other in others if s.startswith(other)]
+        for name in [*shapes, *(prefix + s for s in shapes)]:
+            if self.known(name):
+                return name
+            if name in self.also:
+                return self.also[name]
+            for old, new in _LEGACY:
+                if name.endswith(old) and self.known(name[: -len(old)] + new):
+                    return name[: -len(old)] + new
+        return None
+
+
+def canonical_names(family: Family, key_map: KeyMap, targets: Iterable[str], *, bare: bool) -> dict[str, str]:
+    """Return our names with the Hugging Face names a fresh file gives them.
+
+    Args:
+        family: whose rows.
+        key_map: the names of the model.
+        targets: our tensors.
+        bare: leave the family's prefix out, as files of a base model do.
+    """
+    prefix = family.base_prefix + "."
+    names = key_map.names(targets)
+    return {ours: theirs.removeprefix(prefix) if bare else theirs for ours, theirs in names.items()}
+
+
+def plan_load(
+    family: Family,
+    key_map: KeyMap,
+    targets: Mapping[str, tuple[int, ...]],
+    stored: Mapping[str, Stored],
+    *,
+    head: str,
+    source_head: str | None,
+    tie_words: bool,
+    where: str,
+    renew: Iterable[str] = (),
+    config: Any = None,
+    custom: str | None = None,
+) -> Plan:
+    """Return what fills what.
+
+    Args:
+        family: the architecture.
+        key_map: names of the model that is to be filled.
+        targets: our tensors with their shapes, repeated names of tied tensors included.
+        stored: the file's tensors in file order.
+        head: the task the model is for.
+        source_head: the task the file was written for; None when unknown.
+        tie_words: whether the configuration ties words.
+        where: the source, for messages.
+        renew: prefixes of our tensors that start fresh if the stored shape does not fit.
+        config: the family's settings.
+        custom: the class the file was written for, where it is none of ours: what it has outside of the encoder
+            is not used.
+
+    Raises:
+        CheckpointError: missing, unexpected or mis-shaped tensors; all of them are listed. ``headless`` says whether
+            nothing is wrong but that the head is not there.
+    """
+    names = _Names(family, config, key_map, targets, head)
+    stored = _with_parts(stored, names)
+    report = LoadReport(where, head, source_head)
+    own_head = source_head is None or source_head == head
+    placed: dict[str, str] = {}
+    repeated: list[tuple[str, str]] = []
+    problems: dict[str, list[str]] = {
+        "unexpected": [],
+        "wrong shape": [],
+        "wrong dtype": [],
+        "named twice": [],
+        "missing": [],
+    }
+    renew = tuple(renew)
+    fresh: set[str] = set()
+    misfits: set[str] = set()  # in the file, but not as they should be: named once, not also as missing
+
+    for name, tensor in stored.items():
+        canonical = names.canonical(name)
+        if canonical is None and custom is not None and not names.of_encoder(name):
+            report.ignored[name] = f"belongs to {printable(custom, 60)}, which is none of our classes"
+            continue
+        if canonical is None:
+            hint = nearest(name, names.wanted)
+            problems["unexpected"].append(f"{name} {list(tensor.shape)}{hint}")
+            continue
+        alias_of = names.aliases.get(canonical)
+        ours = names.wanted.get(alias_of or canonical)
+        if ours is None:
+            report.ignored[name] = names.reason(canonical) or "not used"
+            continue
+        # A file that says it is an encoder alone was written for no other head: the one that it holds is meant.
+        if ours.startswith(_HEAD) and not own_head and source_head != "base":
+            report.ignored[name] = f"written for the {source_head} head, and this is {head}"
+            continue
+        if tensor.dtype not in FLOATS:
+            misfits.add(ours)
+            problems["wrong dtype"].append(f"{name}: found {tensor.dtype}; expected one of {', '.join(FLOATS)}")
+            continue
+        if tuple(tensor.shape) != tuple(targets[ours]):
+            if ours.startswith(renew) and renew:
+                fresh.add(ours)
+                report.ignored[name] = f"has shape {list(tensor.shape)}; the new labels need {list(targets[ours])}"
+                continue
+            misfits.add(ours)
+            problems["wrong shape"].append(f"{name}: found {list(tensor.shape)}; expected {list(targets[ours])}")
+            continue
+        if ours in placed:
+            # The alias is what the reference reads, so it wins; equality is checked on the values.
+            keep, drop = (name, placed[ours]) if alias_of else (placed[ours], name)
+            if not alias_of and names.aliases.get(names.canonical(placed[ours]) or "") is None:
+                problems["named twice"].append(f"{name} and {placed[ours]} are both {canonical}")
+                continue
+            placed[ours] = keep
+            repeated.append((drop, keep))
+        else:
+            placed[ours] = name
+        if canonical != name and canonical.removeprefix(family.base_prefix + ".") != name:
+            report.renamed[name] = canonical
+
+    ties, compare = [], []
+    for tie in family.heads[head].ties if head != "base" and tie_words else ():
+        kept, also = placed.get(tie.kept), placed.get(tie.also)
+        if kept and also:
+            compare.append((tie, kept, also))
+        elif kept or also:
+            placed[tie.kept] = kept or also or ""
+            placed.pop(tie.also, None)
+            ties.append(tie)
+
+    covered = {tie.also for tie in ties}
+    found = placed.keys() | covered | fresh | misfits
+    missing = [ours for ours in targets if ours not in found]
+    head_names = [ours for ours in targets if ours.startswith(_HEAD) and ours not in covered]
+    no_head = own_head is False or (source_head is None and not any(ours in placed for ours in head_names))
+    for ours in missing:
+        group = _HEAD if ours.startswith(_HEAD) else "pooler." if ours.startswith("pooler.") else None
+        whole = group is not None and not any(
+            name in placed for name in targets if name.startswith(group) and name not in covered
+        )
+        # A part that the file was never written with may start fresh; half of one may not.
+        if (group == _HEAD and whole and no_head) or (group == "pooler." and whole and source_head != head):
+            fresh.add(ours)
+        else:
+            problems["missing"].append(f"{key_map.theirs(ours)} {list(targets[ours])}")
+    if any(problems.values()):
+        files = sorted({getattr(tensor, "file", "") for tensor in stored.values()} - {""})
+        lost = {kind for kind, lines in problems.items() if lines}
+        headless = lost == {"missing"} and not any(ours in found for ours in head_names)
+        headless = headless and len(problems["missing"]) == len(head_names) > 0
+        raise _misfit(where, files, head, source_head, problems, headless=headless)
+
+    report.new = tuple(ours for ours in targets if ours in fresh)
+    report.matched = {ours: placed[ours] for ours in targets if ours in placed}
+    report.tied = tuple(tie.also for tie in ties)
+    for ours in report.matched:
+        dtype = stored[placed[ours]].dtype
+        report.dtypes[dtype] = report.dtypes.get(dtype, 0) + 1
+    report.prefixed = any(family.base_prefix + "." in name for name in stored)
+    return Plan(placed, tuple(ties), tuple(compare), tuple(repeated), report, stored)
+
+
+def _with_parts(stored: Mapping[str, Stored], names: _Names) -> dict[str, Stored]:
+    """Return headers by name, with those of parts in place of the tensors that hold them."""
+    found: dict[str, Stored] = {}
+    for name, tensor in stored.items():
+        parts = names.wholes.get(names.canonical(name) or "") if names.wholes else None
+        rows = tensor.shape[0] if tensor.shape else 0
+        if not parts or rows % len(parts):
+            found[name] = tensor
+            continue
+        shape = (rows // len(parts), *tensor.shape[1:])
+        found |= {named_part(name, like): _StoredPart(shape, tensor.dtype) for like in parts}
+    return found
+
+
+def _misfit(
+    where: str,
+    files: list[str],
+    head: str,
+    source_head: str | None,
+    problems: dict[str, list[str]],
+    *,
+    headless: bool,
+) -> CheckpointError:
+    groups = [f"{kind} ({len(lines)}):\n{capped(lines)}" for kind, lines in problems.items() if lines]
+    written = f", and the file says it was written for {source_head}" if source_head and source_head != head else ""
+    advice = "Check that config.json and the weights belong together and that the download is complete."
+    if problems["wrong shape"] and not problems["missing"]:
+        advice = (
+            "Check num_labels / id2label and the sizes in config.json; to start with other labels, pass labels=[...]."
+        )
+    of = f" of {', '.join(map(printable, files[:3]))}" if files else ""
+    of += f" and {len(files) - 3} more" if len(files) > 3 else ""
+    return CheckpointError(
+        f"{where}: the tensors{of} do not fit a {head} model{written}; expected just those that config.json asks for.\n"
+        + "\n".join(groups)
+        + f"\nNothing was loaded. {advice}",
+        where=where,
+        problems=[line for lines in problems.values() for line in lines],
+        groups=problems,
+        headless=headless,
+    )
