@@ -1,16 +1,19 @@
 """A server of one BERT-base under load over HTTP: tokens a second, latencies, what is refused, and what HTTP costs.
 
 Random weights, random words of a small vocabulary of whole words (a token a word), so nothing is read from elsewhere.
-Clients are processes with plain sockets; the server is `flodl_hf.serving`. Four measurements:
+Clients are processes with plain sockets (`serving_clients`); the server is `flodl_hf.serving`. Five measurements:
 
     throughput  requests of many texts, as many at a time as keep the device busy; beside `embed` in this process,
                 before and after, which is the most that serving can give
     latency     one short text at a time over HTTP, beside the same call in this process, in turns
-    mixed       many clients, each with one text of 8 to 400 tokens, at a share of the capacity that throughput found
+    mixed       many clients, texts of 8 to 400 tokens, at two thirds of the capacity that throughput found; every
+                vector is compared with that of `embed`, and has to be nearest to its own text's
     overload    twice that capacity: latency of what is accepted, how quickly the rest is refused, memory
+    peers       what is commonly written around other libraries (`serving_peers`), in turns with ours, under one load
 
-    python -m benchmarks.serving [--device cuda --precision bf16] [--seconds 20] [--clients 200] [--size base|tiny]
-        [--only throughput,latency,mixed,overload] [--processes 8] [--json FILE]
+    python -m benchmarks.serving [--device cuda --precision bf16] [--seconds 20] [--clients 200]
+        [--size base|small|tiny] [--only throughput,latency,mixed,overload,peers] [--processes 8] [--workers 1]
+        [--texts N] [--json FILE]
 
 Needs starlette and uvicorn (with anyio, idna, click, h11, typing_extensions); httptools, uvloop and orjson where they
 are installed.
@@ -22,7 +25,6 @@ import argparse
 import asyncio
 import json
 import math
-import multiprocessing
 import platform
 import random
 import statistics
@@ -30,15 +32,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+
+from benchmarks.serving_clients import Asked, ask, loaded, percentiles, request_of, told
+from benchmarks.serving_peers import PEERS, missing
 
 WORDS = [f"w{number}" for number in range(2000)]
 SIZES = {
     "base": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072},
+    "small": {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 1024},
     "tiny": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128},
 }
 
@@ -62,7 +67,9 @@ def write_model(folder: Path, size: str) -> Path:
     )
     inner.add_special_tokens(specials)
     names = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
-    settings = json.dumps(dict(zip(names, specials, strict=True)))
+    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 512}
+    settings |= {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]}  # what other libraries ask for
+    settings |= dict(zip(names, specials, strict=True))
     torch.manual_seed(0)
     config = ModelConfig.for_model(
         "bert", vocab_size=len(vocabulary), max_position_embeddings=512, type_vocab_size=2, **SIZES[size]
@@ -70,7 +77,8 @@ def write_model(folder: Path, size: str) -> Path:
     model = head_named("base").model.from_config(config)
     model.mark_untrained(())
     model.tokenizer = Tokenizer.from_files(
-        {"tokenizer.json": inner.to_str().encode(), "tokenizer_config.json": settings.encode()}, folder="made here"
+        {"tokenizer.json": inner.to_str().encode(), "tokenizer_config.json": json.dumps(settings).encode()},
+        folder="made here",
     )
     return model.save_pretrained(folder / "model")
 
@@ -79,127 +87,6 @@ def text_of(draw: random.Random, least: int, most: int) -> str:
     """Return some words; short ones are as many as long ones on a scale of ratios."""
     count = round(least * (most / least) ** draw.random())
     return " ".join(draw.choices(WORDS, k=count))
-
-
-# ---- clients -------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Load:
-    """What one process of clients does."""
-
-    host: str
-    port: int
-    clients: int
-    seconds: float
-    texts: int
-    least: int
-    most: int
-    rate: float | None
-    seed: int
-
-
-@dataclass
-class Found:
-    """What it saw."""
-
-    tokens: int = 0
-    answered: list[float] = field(default_factory=list)
-    refused: list[float] = field(default_factory=list)
-    faults: list[str] = field(default_factory=list)
-
-
-def request_of(texts: list[str]) -> bytes:
-    body = json.dumps({"inputs": texts}).encode()
-    head = "POST /embed HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\naccept: application/x-npy\r\n"
-    return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
-
-
-async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: bytes) -> tuple[int, int]:
-    """Return the status, and how many tokens were computed."""
-    writer.write(request)
-    await writer.drain()
-    head = (await reader.readuntil(b"\r\n\r\n")).decode().lower().split("\r\n")
-    headers = dict(line.split(": ", 1) for line in head[1:] if ": " in line)
-    await reader.readexactly(int(headers["content-length"]))
-    return int(head[0].split()[1]), int(headers.get("x-compute-tokens", 0))
-
-
-async def client(load: Load, number: int, found: Found, until: float) -> None:
-    draw = random.Random(load.seed * 10_007 + number)
-    requests = [request_of([text_of(draw, load.least, load.most) for _ in range(load.texts)]) for _ in range(8)]
-    reader, writer = await asyncio.open_connection(load.host, load.port)
-    if load.rate:
-        await asyncio.sleep(draw.random() * load.clients / load.rate)
-    place = 0
-    try:
-        while (now := time.perf_counter()) < until:
-            status, tokens = await ask(reader, writer, requests[place % len(requests)])
-            took = time.perf_counter() - now
-            place += 1
-            if status == 200:
-                found.answered.append(took)
-                found.tokens += tokens
-            elif status == 429:
-                found.refused.append(took)
-            else:
-                found.faults.append(str(status))
-            if load.rate:
-                # Each client asks at its own times, whatever the others wait for.
-                await asyncio.sleep(max(0.0, draw.expovariate(load.rate / load.clients) - took))
-    except (OSError, asyncio.IncompleteReadError) as fault:
-        found.faults.append(type(fault).__name__)
-    finally:
-        writer.close()
-
-
-async def clients(load: Load) -> Found:
-    found = Found()
-    until = time.perf_counter() + load.seconds
-    await asyncio.gather(*(client(load, number, found, until) for number in range(load.clients)))
-    return found
-
-
-def run_clients(load: Load) -> Found:
-    return asyncio.run(clients(load))
-
-
-def loaded(
-    url: str, args: argparse.Namespace, clients: int, texts: int, span: tuple[int, int], rate: float | None
-) -> Found:
-    """Return what all processes of clients saw."""
-    host, port = url.removeprefix("http://").split(":")
-    count = min(args.processes, clients)
-    each = None if rate is None else rate / count
-    loads = [Load(host, int(port), clients // count, args.seconds, texts, *span, each, seed) for seed in range(count)]
-    whole = Found()
-    with multiprocessing.get_context("spawn").Pool(count) as pool:
-        for part in pool.map(run_clients, loads):
-            whole.tokens += part.tokens
-            whole.answered += part.answered
-            whole.refused += part.refused
-            whole.faults += part.faults
-    return whole
-
-
-def told(found: Found, seconds: float) -> dict[str, Any]:
-    return {
-        "tokens_per_s": round(found.tokens / seconds),
-        "answered": len(found.answered),
-        "refused": len(found.refused),
-        "faults": len(found.faults),
-        "kinds_of_faults": sorted(set(found.faults)),
-        **{f"answered_{name}": value for name, value in percentiles(found.answered).items()},
-        **({f"refused_{name}": value for name, value in percentiles(found.refused).items()} if found.refused else {}),
-    }
-
-
-def percentiles(values: list[float]) -> dict[str, float]:
-    ordered = sorted(values) or [0.0]
-    return {
-        f"p{share}_ms": round(ordered[min(len(ordered) - 1, len(ordered) * share // 100)] * 1000, 2)
-        for share in (50, 90, 99)
-    }
 
 
 # ---- measurements --------------------------------------------------------------------------------------
@@ -214,24 +101,29 @@ serve(f"model={folder}", here=lambda url: print(url, flush=True), **given)
 
 
 @contextmanager
-def server(folder: Path, given: dict[str, Any]) -> Iterator[tuple[str, list[int]]]:
-    """Run a server in a process of its own; give its address and its processes."""
-    command = [sys.executable, "-c", PROGRAM, json.dumps([str(folder), given])]
+def running(command: Sequence[str]) -> Iterator[tuple[str, int]]:
+    """Run a server in a process of its own, which prints its address; give that and the process."""
     with (
         tempfile.TemporaryFile("w+") as log,
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as process,
     ):
         assert process.stdout is not None
-        url = process.stdout.readline().strip()
-        if not url:
-            log.seek(0)
-            raise SystemExit(f"the server did not start:\n{log.read()[-4000:]}")
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-        pids = [process.pid, *(map(int, children.read_text().split()) if children.exists() else ())]
         try:
-            yield url, pids
+            url = process.stdout.readline().strip()
+            if not url:
+                log.seek(0)
+                raise SystemExit(f"the server did not start:\n{log.read()[-4000:]}")
+            yield url, process.pid
         finally:
             process.terminate()
+
+
+@contextmanager
+def server(folder: Path, given: dict[str, Any]) -> Iterator[tuple[str, list[int]]]:
+    """Run ours; give its address and its processes."""
+    with running([sys.executable, "-c", PROGRAM, json.dumps([str(folder), given])]) as (url, pid):
+        children = Path(f"/proc/{pid}/task/{pid}/children")
+        yield url, [pid, *(map(int, children.read_text().split()) if children.exists() else ())]
 
 
 def memory(pids: list[int]) -> float:
@@ -261,15 +153,60 @@ def local_rate(model: Any, span: tuple[int, int], seconds: float) -> float:
         count *= 4
 
 
-def throughput(url: str, model: Any, args: argparse.Namespace) -> dict[str, Any]:
+def drawn(args: argparse.Namespace, count: int, texts: int, span: tuple[int, int], model: Any = None) -> Asked:
+    """Return requests, with the right answers of a model where one is given."""
+    draw = random.Random(5)
+    rows = [[text_of(draw, *span) for _ in range(texts)] for _ in range(count)]
+    vectors = None if model is None else model.embed([text for row in rows for text in row]).numpy()
+    return Asked(rows, args.place, vectors)
+
+
+def many(args: argparse.Namespace) -> int:
+    """Return how many texts a request has that keeps a device busy."""
+    return 64 if args.size == "base" and args.device != "cpu" else 8
+
+
+def throughput(url: str, model: Any, args: argparse.Namespace, seconds: float) -> dict[str, Any]:
     span = (16, 480)
-    before = local_rate(model, span, args.seconds)
-    texts = 64 if args.size == "base" and args.device != "cpu" else 8
-    found = loaded(url, args, 4 * args.processes, texts, span, None)
-    after = local_rate(model, span, args.seconds)
+    before = local_rate(model, span, seconds)
+    found = loaded(url, args, 4 * args.processes, drawn(args, 64, many(args), span), None, seconds)
+    after = local_rate(model, span, seconds)
     best = max(before, after)
-    result = told(found, args.seconds)
+    result = told(found, seconds)
     return {**result, "embed_tokens_per_s": round(best), "share": round(result["tokens_per_s"] / best, 3)}
+
+
+def peers(ours: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """The same clients at each server in turns, twice; answers of all are compared with ours in exact arithmetic."""
+    from flodl_hf.auto import load
+
+    exact: Any = load(folder, device=args.device).runtime(precision="fp32", progress=False)
+    asked = drawn(args, 64, many(args), (16, 480), exact)
+    dtype = {None: "float32", "exact": "float32", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+    found: dict[str, Any] = {}
+    with ExitStack() as stack:
+        urls = {"ours": ours}
+        for name in PEERS:
+            if (why := missing(name, args.device)) is not None:
+                found[name] = {"left_out": why}
+                continue
+            program = str(Path(__file__).with_name("serving_peers.py"))
+            command = [sys.executable, program, name, str(folder), args.device, dtype[args.precision]]
+            try:
+                urls[name], _ = stack.enter_context(running(command))
+            except SystemExit as fault:
+                found[name] = {"left_out": str(fault)[-300:]}
+        rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in urls}
+        for _ in range(2):
+            for name, url in urls.items():
+                seen = loaded(url, args, 4 * args.processes, asked, None, args.seconds)
+                rounds[name].append(told(seen, args.seconds))
+    for name, both in rounds.items():
+        found[name] = max(both, key=lambda one: one["tokens_per_s"])
+        found[name]["tokens_per_s_of_each_round"] = [one["tokens_per_s"] for one in both]
+    for name in urls:
+        found[name]["ours_times"] = round(found["ours"]["tokens_per_s"] / max(1, found[name]["tokens_per_s"]), 2)
+    return found
 
 
 def latency(url: str, model: Any, args: argparse.Namespace) -> dict[str, Any]:
@@ -302,22 +239,27 @@ def latency(url: str, model: Any, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def mixed(url: str, capacity: float, args: argparse.Namespace, share: float, pids: list[int]) -> dict[str, Any]:
+def mixed(
+    url: str, model: Any, capacity: float, args: argparse.Namespace, share: float, pids: list[int]
+) -> dict[str, Any]:
     span = (8, 400)
-    draw = random.Random(3)
-    mean = statistics.mean(len(text_of(draw, *span).split()) + 2 for _ in range(2000))
-    # Many small requests, and no more of them than one process of doors can read.
-    texts = max(1, math.ceil(capacity * share / mean / 1000))
-    rate = capacity * share / mean / texts
+    mean = drawn(args, 500, 4, span).mean / 4
+    # Many small requests: by default so many texts in each that there are about a thousand a second.
+    texts = args.texts or max(1, math.ceil(capacity * share / mean / 1000))
+    asked = drawn(args, max(16, 2048 // texts), texts, span, model if share < 1 else None)
+    rate = capacity * share / asked.mean
     # A client waits for its answer; so many of them ask at this rate however long answers take.
     clients = args.clients if share < 1 else min(4000, max(args.clients, round(rate * 2)))
+    seconds = args.seconds if share < 1 else min(args.seconds, 20.0)
     before = memory(pids)
-    found = loaded(url, args, clients, texts, span, rate)
-    result = told(found, args.seconds)
+    found = loaded(url, args, clients, asked, rate, seconds)
+    result = told(found, seconds)
     result |= {
+        "seconds": seconds,
         "clients": clients,
         "texts_of_a_request": texts,
         "asked_per_s": round(rate, 1),
+        "asked_tokens_per_s": round(capacity * share),
         "memory_before_mib": before,
         "memory_after_mib": memory(pids),
     }
@@ -334,6 +276,8 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--calls", type=int, default=500)
     parser.add_argument("--max-batch-tokens", type=int)
+    parser.add_argument("--workers", type=int, default=1, help="worker processes of the device")
+    parser.add_argument("--texts", type=int, help="texts of a request in mixed and overload")
     parser.add_argument("--only", default="throughput,latency,mixed,overload")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -351,28 +295,30 @@ def main() -> None:
         "precision": args.precision, "size": args.size, "seconds": args.seconds,
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as place:
-        folder = write_model(Path(place), args.size)
+        args.place = Path(place)
+        folder = write_model(args.place, args.size)
         given = {
             "devices": [str(device)], "precision": args.precision, "max_batch_tokens": args.max_batch_tokens,
-            "max_queue_s": 1.0 if "overload" in wanted else 30.0, "port": 0,
+            "processes": args.workers, "port": 0, **({"max_queue_s": 1.0} if "overload" in wanted else {}),
         }  # fmt: skip
         model: Any = load(folder, device=str(device)).runtime(precision=args.precision, progress=False)
         with server(folder, given) as (url, pids):
-            capacity = 0.0
-            if "throughput" in wanted:
-                results["throughput"] = throughput(url, model, args)
-                capacity = results["throughput"]["tokens_per_s"]
-                print("throughput", json.dumps(results["throughput"]), flush=True)
+
+            def note(name: str, found: dict[str, Any]) -> None:
+                results[name] = found
+                print(name, json.dumps(found), flush=True)
+
+            if {"throughput", "mixed", "overload"} & set(wanted):
+                # Capacity is measured in any case; it need not take as long as what it is for.
+                note("throughput", throughput(url, model, args, min(args.seconds, 20.0)))
             if "latency" in wanted:
-                results["latency"] = latency(url, model, args)
-                print("latency", json.dumps(results["latency"]), flush=True)
-            if "mixed" in wanted or "overload" in wanted:
-                if not capacity:
-                    capacity = throughput(url, model, args)["tokens_per_s"]
-                for name, share in (("mixed", 0.66), ("overload", 2.0)):
-                    if name in wanted:
-                        results[name] = mixed(url, capacity, args, share, pids)
-                        print(name, json.dumps(results[name]), flush=True)
+                note("latency", latency(url, model, args))
+            for name, share in (("mixed", 2 / 3), ("overload", 2.0)):
+                if name in wanted:
+                    capacity = results["throughput"]["tokens_per_s"]
+                    note(name, mixed(url, model, capacity, args, share, pids))
+            if "peers" in wanted:
+                note("peers", peers(url, folder, args))
     if args.json is not None:
         args.json.write_text(json.dumps(results, indent=2))
     print(json.dumps({name: results[name] for name in ("device", "torch", "python", "precision", "size")}))
