@@ -48,7 +48,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--save-baseline", action="store_true", help="put the losses of modes into that file")
     parser.add_argument("--tolerance", type=float, default=0.15, help="how far a loss may be from the baseline's")
     parser.add_argument("--unequal-models", default="lenet,bert", help="for unequal")
-    parser.add_argument("--modes", default=",".join(MODES), help="some of the modes")
+    parser.add_argument("--modes", default=",".join(MODES), help=f"some of {', '.join(MODES)}")
     parser.add_argument("--seeds", type=int, default=1, help="for modes")
     parser.add_argument("--unequal-seeds", type=int, default=3, help="for unequal")
     parser.add_argument("--epochs", type=int, help="instead of each model's own")
@@ -64,7 +64,18 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=60, help="for equal and scaling")
     parser.add_argument("--precision", default="fp32", help="for scaling and for bert in unequal")
     parser.add_argument("--quick", action="store_true", help="made-up data, one epoch, a tiny BERT")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    models = "" if args.models == "all" else args.models
+    known = {"--modes": (args.modes, MODES)}
+    known |= {
+        name: (names, [*CASES, "bert"])
+        for name, names in (("--models", models), ("--unequal-models", args.unequal_models))
+    }
+    for option, (names, there) in known.items():
+        unknown = [name for name in names.split(",") if name and name not in there]
+        if unknown:
+            parser.error(f"{option}: found {unknown[0]!r}; expected some of {', '.join(there)}, with commas between")
+    return args
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -122,9 +133,6 @@ def _modes(args: argparse.Namespace, ranks: Ranks) -> list[str]:
 def _cases(args: argparse.Namespace, names: str) -> list[Case]:
     large = {"rows": 192, "tiny": True, "seq": 16} if args.quick else {"rows": 4096}
     names = ",".join(CASES) if names == "all" else names
-    unknown = [name for name in names.split(",") if name != "bert" and name not in CASES]
-    if unknown:
-        raise SystemExit(f"no model {unknown[0]!r}; there are {', '.join([*CASES, 'bert'])}")
     return [bert(**large) if name == "bert" else CASES[name] for name in names.split(",")]
 
 

@@ -221,7 +221,7 @@ class Crew:
             raise SystemExit(128 + self._passed)
         error = RankError(
             f"rank {rank} of {self.world} (pid {member.process.pid}) failed in phase '{board.phase(rank)}', "
-            f"step {board.step(rank)}: {reason}. The other ranks were stopped. "
+            f"step {board.step(rank)}: {reason.rstrip('.')}. The other ranks were stopped. "
             "Start again with resume to go on from the last checkpoint."
             + (f"\nTraceback of rank {rank}:\n{trace}" if trace else ""),
             rank=rank,

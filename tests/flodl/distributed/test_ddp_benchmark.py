@@ -12,6 +12,8 @@ ROOT = Path(__file__).parents[3]
 if not (ROOT / "benchmarks" / "ddp").is_dir():
     pytest.skip("the benchmarks are not here", allow_module_level=True)
 
+from benchmarks.ddp.__main__ import arguments  # noqa: E402
+
 
 def run(tmp_path, *options):
     command = [sys.executable, "-m", "benchmarks.ddp", *options, "--device", "cpu", "--quick", "--out", str(tmp_path)]
@@ -50,3 +52,10 @@ def test_two_ranks_fill_every_table(tmp_path):
 def test_one_rank_has_its_own_row(tmp_path):
     found = run(tmp_path, "--models", "conv-ae")
     assert [row["mode"] for row in found["modes"]] == ["solo"]
+
+
+@pytest.mark.parametrize("option", ["--modes", "--models", "--unequal-models"])
+def test_what_does_not_exist_is_named_before_anything_starts(option, capsys):
+    with pytest.raises(SystemExit):
+        arguments([option, "sync,nothing"])
+    assert f"{option}: found 'sync'; expected some of " in capsys.readouterr().err
