@@ -27,6 +27,7 @@ class DistanceBias:
         self._values = values
         self._made: dict[tuple[str, str], Tensor] = {}
         self._along: dict[int, Tensor] = {}
+        self._whole: Tensor | None = None
 
     def __call__(self, texts: int, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return the biases of texts of one length, ``(texts, N, length, length)``."""
@@ -34,10 +35,17 @@ class DistanceBias:
         key = (str(texts), str(length))
         found = self._made.get(key)
         if found is None:
-            places = torch.arange(length, device=device)
-            found = self._values(places[None, :] - places[:, None]).permute(2, 0, 1)
+            found = self._among(length, device) if self._whole is None else self._whole[:, :length, :length]
             found = self._made[key] = found.to(dtype).expand(texts, -1, -1, -1)
         return found
+
+    def _among(self, length: int, device: torch.device) -> Tensor:
+        places = torch.arange(length, device=device)
+        return self._values(places[None, :] - places[:, None]).permute(2, 0, 1)
+
+    def prepare(self, length: int, device: torch.device) -> None:
+        """Compute the biases of all texts up to a length now: a layer that is run again must not find them made."""
+        self._whole = self._among(length, device)
 
     def along(self, length: int, device: torch.device) -> Tensor:
         """Return the biases of the distances in texts up to a length, ``(N, 2*length - 1)``, float32."""
@@ -67,7 +75,10 @@ class RelativeBias(nn.Module):
 
     def forward(self, hidden: Tensor, layout: Layout) -> DistanceBias:
         """Return what all layers of this call add."""
-        return DistanceBias(self._values)
+        bias = DistanceBias(self._values)
+        if self.training and torch.is_grad_enabled() and not torch.compiler.is_exporting():
+            bias.prepare(layout.length(hidden), hidden.device)
+        return bias
 
     def _values(self, distances: Tensor) -> Tensor:
         half = self.buckets // 2

@@ -23,6 +23,7 @@ from flodl_hf.auto import head_named
 from flodl_hf.config.model_config import ModelConfig
 from flodl_hf.encoder_layer import EncoderLayer
 from flodl_hf.families import FAMILIES
+from flodl_hf.finetuning.factory import checkpoint_layers, set_dropout
 from flodl_hf.kernels import trust
 from flodl_hf.layout.buckets import Buffer, bucket_of
 from flodl_hf.layout.layouts import Packed
@@ -153,6 +154,24 @@ def made(model_type: str) -> Any:
     return model.eval()
 
 
+@pytest.mark.parametrize("kind", ["padded", "packed", "bucketed"])
+@pytest.mark.parametrize("model_type", ["mpnet", "modernbert"])
+def test_layers_that_are_run_again_find_what_all_share(model_type: str, kind: str) -> None:
+    model = made(model_type).train()
+    set_dropout(model, 0.0)
+    found: list[dict[str, Tensor]] = []
+    for again in (False, True):
+        ids, layout = batch(kind)
+        if again:
+            checkpoint_layers(model)
+        model.zero_grad(set_to_none=True)
+        model.graph(ids, layout=layout).square().sum().backward()
+        found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    assert found[0].keys() == found[1].keys()
+    assert any("relative" in name for name in found[0]) == (model_type == "mpnet")
+    assert all(torch.equal(grad, found[1][name]) for name, grad in found[0].items())
+
+
 @runs
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("model_type", [*TURNING, *ADDING])
@@ -197,7 +216,9 @@ def test_a_norm_is_kept_for_the_layer_that_asks_for_it(monkeypatch: pytest.Monke
     table = CudaTable(kernels=True)
     summed: list[bool] = []
 
-    def stand_in(self: Any, branch: Any, residual: Tensor, kind: Any, *, pre: bool) -> tuple[Tensor, Tensor]:
+    def stand_in(
+        self: Any, branch: Any, residual: Tensor, kind: Any, layout: Any, *, pre: bool
+    ) -> tuple[Tensor, Tensor]:
         weight, bias, eps, _ = kind
         total = residual + branch.linear(branch.states)
         summed.append(pre)
