@@ -29,11 +29,13 @@ from flodl_hf.finetuning.sequence import SequenceTask
 from flodl_hf.finetuning.task import Task
 from flodl_hf.finetuning.task_names import task_named
 from flodl_hf.finetuning.tokens import TokenTask, tag_names
+from flodl_hf.finetuning.vectors.beside import BesideTask
 from flodl_hf.finetuning.vectors.denoising import DenoisingTask
 from flodl_hf.finetuning.vectors.multivector import MultiVectorTask
 from flodl_hf.finetuning.vectors.sparse import SparseTask
-from flodl_hf.finetuning.vectors.tables import are_pairs
+from flodl_hf.finetuning.vectors.tables import are_pairs, read_table
 from flodl_hf.finetuning.vectors.task import EmbeddingTask, plan_embedding
+from flodl_hf.vectors.losses.beside import needs_layer
 from flodl_hf.vectors.losses.denoising import denoises
 
 __all__ = ["HEADED", "Known", "Tables", "choose_task", "guessed_columns", "is_several", "read_tables"]
@@ -182,6 +184,8 @@ def choose_task(tables: Tables, options: Options, known: Known, own: Any = None)
     if denoises(options.vector_loss) and named in (None, "embedding") and not tables.parts:
         options = replace(options, vector_loss="DenoisingAutoEncoderLoss", fused=False)
         return plan_embedding({"": tables.train}, options, own, DenoisingTask)
+    if named == "embedding" and not tables.parts and own is None and _needs_layer(tables.train, options):
+        return plan_embedding({"": tables.train}, options, own, BesideTask)
     if named == "embedding" or (named is None and (pairs or tables.parts)):
         return plan_embedding(tables.parts or {"": tables.train}, options, own)
     if named in OTHER_VECTORS:
@@ -198,6 +202,13 @@ def choose_task(tables: Tables, options: Options, known: Known, own: Any = None)
     if task is not None and own is not None and task.kind in ("choices", "pairs"):
         raise ConfigError(f"loss: {task.head} has none beside its own; expected nothing", problems=["loss"])
     return task or _with_head(tables, options, known, named), options
+
+
+def _needs_layer(rows: Sequence[Mapping[str, Any]], options: Options) -> bool:
+    """Return whether vectors are learned by a loss that has a layer of its own: named, or usual for such rows."""
+    if options.vector_loss is not None:
+        return needs_layer(options.vector_loss, options.loss_options)
+    return read_table([rows[0]], options.columns).form == "pair_classes"
 
 
 def _of_its_own(named: str | None, tables: Tables, options: Options, known: Known) -> Task | None:

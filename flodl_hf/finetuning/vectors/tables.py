@@ -38,12 +38,14 @@ class TextTable:
         labels: what is said of each example, ``(examples, ...)``; None where nothing is.
         form: what an example is.
         columns: where texts and labels stand.
+        names: of classes by number, where labels are names.
     """
 
     texts: list[tuple[str, ...]]
     labels: NDArray[Any] | None
     form: Form
     columns: Columns
+    names: tuple[str, ...] = ()
 
     @property
     def width(self) -> int:
@@ -89,8 +91,12 @@ def read_table(
             "text in each, or a list of texts",
             problems=wrong,
         )
-    found = None if label is None else _labels([row.get(label) for row in rows], label, where)
-    return TextTable(texts, found, _form(len(texts[0]), found, where), _as_columns(columns, label))
+    said_of = [] if label is None else [row.get(label) for row in rows]
+    found = None if label is None else _labels(said_of, label, where)
+    names = tuple(sorted(set(said_of))) if said_of and all(isinstance(value, str) for value in said_of) else ()
+    if names and len(texts[0]) == 2:
+        return TextTable(texts, found, "pair_classes", _as_columns(columns, label), names)
+    return TextTable(texts, found, _form(len(texts[0]), found, where), _as_columns(columns, label), names)
 
 
 def _columns(

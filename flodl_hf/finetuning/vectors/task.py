@@ -91,9 +91,29 @@ class EmbeddingTask:
 
     # --- data ---------------------------------------------------------------------------------------------------
 
+    @classmethod
+    def read(cls, examples: Examples, options: Options, where: str) -> TextTable:
+        """Return a table of such examples."""
+        return read_table(examples, options.columns, where)
+
+    def held_out(self, examples: Examples) -> TextTable:
+        """Return held-out examples.
+
+        Raises:
+            DataError: they are judged by a layer that only a loss of theirs would give.
+        """
+        table = self.read(examples, self.options, "eval")
+        if table.form == "pair_classes":
+            raise DataError(
+                f"eval: pairs have names of classes ({', '.join(table.names[:5])}), which {self.name} was not trained "
+                "for; expected numbers of how alike texts are, or training rows with such classes",
+                names=list(table.names),
+            )
+        return table
+
     def prepare(self, examples: Examples, tokenizer: Tokenizer, limits: LengthLimits, *, training: bool) -> Prepared:
         """Return the examples as rows; those of training are the task's own tables."""
-        tables = [*self.tables.values()] if training else [read_table(examples, self.options.columns, "eval")]
+        tables = [*self.tables.values()] if training else [self.held_out(examples)]
         numbers: dict[str, int] = {}
         parts, texts, cut = [], [], 0
         for table in tables:
@@ -307,7 +327,7 @@ def plan_embedding(
     Raises:
         ConfigError, DataError: options or columns that do not fit; all options are listed.
     """
-    tables = {name: read_table(rows, options.columns, name or "train") for name, rows in train.items()}
+    tables = {name: kind.read(rows, options, name or "train") for name, rows in train.items()}
     unset = (None, (), False)
     refused = [name for name in kind.refused if getattr(options, name) not in unset]
     problems = [f"{name}: vectors have none; expected nothing" for name in _NOT_HERE if getattr(options, name)]

@@ -9,10 +9,20 @@ from torch import Tensor
 
 __all__ = ["Form", "VectorLoss"]
 
-Form = Literal["pairs", "triplets", "scored", "binary", "classes", "texts", "teacher_scores", "teacher_vectors"]
+Form = Literal[
+    "pairs",
+    "triplets",
+    "scored",
+    "binary",
+    "pair_classes",
+    "classes",
+    "texts",
+    "teacher_scores",
+    "teacher_vectors",
+]
 """What an example is: two texts that belong together; these and texts that do not; two texts with a number of how
-alike they are; two texts that are alike (1) or not (0); a text of a class; a text; a question with candidates and a
-teacher's scores; texts with a teacher's vectors."""
+alike they are; two texts that are alike (1) or not (0); two texts with the name of a class; a text of a class; a text;
+a question with candidates and a teacher's scores; texts with a teacher's vectors."""
 
 
 class VectorLoss(Protocol):

@@ -176,6 +176,7 @@ def test_as_sentence_transformers(row: tuple[str, dict[str, Any], int, str | Non
     whole = {"use_mini_batched_version": False} if name == "MegaBatchMarginLoss" else {}
     ours, reference = make(name, settings)(mine, labels), getattr(theirs, name)(Model(), **settings, **whole)
     given: Any = list(labels.unbind(1)) if kind == "vectors" and labels is not None else labels
+    wanted: Any = None
     if whole:
         wanted = reference.calculate_loss([[vectors] for vectors in other])
     else:
