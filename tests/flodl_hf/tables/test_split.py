@@ -132,7 +132,7 @@ def test_the_table_is_chosen_by_what_is_asked_trusted_and_free(
 def test_predictions_in_float32_are_near_exact_ones() -> None:
     model = demo.demo_model(demo.learn_vocabulary()).eval().to("cuda")
     texts = ["good " * (1 + i % 40) for i in range(600)]
-    found, right = (model.predict(texts, precision=p) for p in ("fp32", "exact"))
+    found, right = (model.predict(texts, precision=p, untrained=True) for p in ("fp32", "exact"))
     worst = max(abs(a.score - b.score) for a, b in zip(found, right, strict=True))
     assert worst < 1e-5
     assert "three of fp16 parts" in str(model.explain("cuda"))
@@ -143,4 +143,4 @@ def test_without_room_for_parts_products_are_whole_and_it_is_said(monkeypatch: p
     model = demo.demo_model(demo.learn_vocabulary()).eval().to("cuda")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (-(1 << 50), 1 << 40))
     with pytest.warns(UserWarning, match="their parts would need"):
-        model.predict(["good"])
+        model.predict(["good"], untrained=True)
