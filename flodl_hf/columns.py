@@ -211,8 +211,8 @@ def _kind(rows: Sequence[Mapping[str, Any]], name: str) -> str:
 
 
 def _kind_of(value: Any) -> str:
-    if value is None:
-        return "nothing"
+    if value is None or (isinstance(value, float) and value != value):
+        return "nothing"  # data frames have NaN where nothing is
     if isinstance(value, str):
         return "text"
     if isinstance(value, (bool, int, float)):

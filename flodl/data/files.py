@@ -353,7 +353,7 @@ def _rows_of_sequence(source: Any) -> Iterator[dict[str, Any]]:
             raise DataError(
                 f"data: row {number} is {type(row).__name__}; expected a dict of column names to values", row=number
             )
-        yield dict(row)
+        yield {name: _plain(value) for name, value in row.items()}
 
 
 def _rows_of_columns(source: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -366,4 +366,16 @@ def _rows_of_columns(source: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         )
     names = list(source)
     for values in zip(*source.values(), strict=True):
-        yield dict(zip(names, values, strict=True))
+        yield {name: _plain(value) for name, value in zip(names, values, strict=True)}
+
+
+_PLAIN = frozenset({str, int, float, bool, type(None), dict})
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of numpy or torch as Python has it: numbers, texts, and lists of them."""
+    if type(value) in _PLAIN:
+        return value
+    if type(value) in (list, tuple):
+        return value if all(type(item) in _PLAIN for item in value) else [_plain(item) for item in value]
+    return value.tolist() if hasattr(value, "tolist") else value

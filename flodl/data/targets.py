@@ -5,6 +5,7 @@ Decides from the values, and refuses to guess where they leave a doubt.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -30,10 +31,13 @@ class Targets:
         """Return the label as a model takes it: its number, a list of 0.0 and 1.0, or the value itself.
 
         Raises:
-            DataError: the label is not one of ``names``.
+            DataError: the label is not one of ``names``, or for regression no finite number.
         """
         if self.kind == "regression":
-            return float(value)
+            number = _number_of(value)
+            if number is None or not math.isfinite(number):
+                raise DataError(f"labels: found {printable(str(value))}; expected a finite number", found=value)
+            return number
         if self.kind == "single_label":
             return self._number(value)
         if len(value) == len(self.names) and all(v in (0, 1) and not isinstance(v, str) for v in value):
@@ -66,10 +70,11 @@ def infer_targets(
         kind: what they are, where that is known.
 
     Raises:
-        DataError: a label is missing, kinds are mixed, or whole numbers take so many values that they may be for
-            regression: say ``kind``.
+        DataError: a label is missing or not finite, no row has one, kinds are mixed, lists are written as text, or
+            whole numbers take so many values that they may be for regression: say ``kind``.
     """
-    empty = [i for i, v in enumerate(values) if v is None or v == ""]
+    # Data frames have NaN where nothing is.
+    empty = [i for i, v in enumerate(values) if v is None or (isinstance(v, str) and not v) or _is_nan(v)]
     if empty or not values:
         raise DataError(
             f"labels: {len(empty)} of {len(values)} rows have none, first row {empty[0] if empty else 0}; "
@@ -81,11 +86,28 @@ def infer_targets(
         raise DataError(f"labels: {lists} of {len(values)} rows have a list, the others do not; expected one kind")
     if lists and kind in (None, "multi_label"):
         flags = all(v in (0, 1) and not isinstance(v, str) for row in values for v in row)
-        if flags and len({len(row) for row in values}) == 1:
+        if flags and values[0] and len({len(row) for row in values}) == 1:
             return Targets("multi_label", tuple(str(k) for k in range(len(values[0]))))
-        return Targets("multi_label", _ordered({_name(v) for row in values for v in row}))
+        found = _ordered({_name(v) for row in values for v in row})
+        if not found:
+            raise DataError("labels: every row's list is empty; expected some rows with labels", found=values[0])
+        return Targets("multi_label", found)
+    if kind is None and all(isinstance(v, str) and v.startswith("[") and v.endswith("]") for v in values):
+        raise DataError(
+            f"labels: {printable(values[0][:60])} looks like a list that is written as text; expected lists, for any "
+            "number of labels a row (JSON lines and Parquet hold them; json.loads reads those of a CSV file), or "
+            "kind='single_label' if each is the name of one label",
+            found=values[0],
+        )
     numbers = [_number_of(v) for v in values]
     is_numeric = all(n is not None for n in numbers)
+    odd = [i for i, n in enumerate(numbers) if n is not None and not math.isfinite(n)] if is_numeric else []
+    if odd:
+        raise DataError(
+            f"labels: {len(odd)} of {len(values)} rows have {printable(str(values[odd[0]]))}, first row {odd[0]}, and "
+            "the others numbers; expected a finite number in each",
+            rows=odd,
+        )
     fractions = is_numeric and any(n is not None and not n.is_integer() for n in numbers)
     if kind == "regression" or (kind is None and fractions):
         if not is_numeric:
@@ -111,6 +133,10 @@ def infer_targets(
             count=len(names),
         )
     return Targets("single_label", names)
+
+
+def _is_nan(value: Any) -> bool:
+    return isinstance(value, float) and math.isnan(value)
 
 
 def _name(value: Any) -> str:

@@ -157,8 +157,16 @@ class TokenTask:
             return units, [rename.get(tag, tag) for tag in tags]
         assert self.columns.text is not None
         assert self.columns.spans is not None
-        units = word_units(windows, text=row[self.columns.text])
+        text = row[self.columns.text]
+        units = word_units(windows, text=text)
         spans = read_character_spans(row[self.columns.spans], index)
+        beyond = [span for span in spans if span[1] > len(text)]
+        if beyond:
+            raise DataError(
+                f"alignment: spans {beyond[:8]} end behind the text, which has {len(text)} characters; expected "
+                "start and end counted in characters, not in bytes",
+                problems=[str(span) for span in beyond],
+            )
         return units, tags_of_spans(units.extents, spans).tags
 
     def scorer(self, prepared: Prepared) -> _Scorer:

@@ -5,6 +5,7 @@ import csv
 import gzip
 import json
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -309,6 +310,12 @@ def test_labels_are_told_by_their_values(values, kind, names, first):
         (["a", None], None),
         (["a", ""], None),
         (["a", ["b"]], None),
+        (["a", float("nan")], None),
+        ([0.5, float("nan")], None),
+        (["1", "nan"], None),
+        ([0.5, float("inf")], "regression"),
+        ([[], []], None),
+        (['["a"]', "[]"], None),
         (list(range(50)), None),
         (["a", "1.5"], "regression"),
         ([["a"]], "single_label"),
@@ -325,3 +332,20 @@ def test_a_label_unknown_to_the_training_data_is_refused():
         infer_targets(["a", "b"]).encode("c")
     assert caught.value.expected == ("a", "b")
     assert infer_targets(list(range(50)), "regression").encode(3) == 3.0
+    with pytest.raises(DataError, match="expected a finite number"):
+        infer_targets(list(range(50)), "regression").encode("nan")
+
+
+def test_names_in_brackets_are_names_where_that_is_said():
+    assert infer_targets(["[a]", "[b]"], "single_label").names == ("[a]", "[b]")
+    assert infer_targets(["nan", "inf", "a"]).names == ("a", "inf", "nan")
+
+
+def test_values_of_numpy_are_values_of_python():
+    rows = [{"text": np.str_("a"), "label": np.int64(1), "score": np.float32(0.5), "tags": np.array(["O", "B"]), "hot": [np.bool_(True)]}]  # fmt: skip
+    expected = [{"text": "a", "label": 1, "score": 0.5, "tags": ["O", "B"], "hot": [True]}]
+    columns = {name: np.array([value]) for name, value in expected[0].items() if not isinstance(value, list)}
+    for found, wanted in ((load_rows(rows), expected), (load_rows(columns), [{k: expected[0][k] for k in columns}])):
+        assert found == wanted
+        assert [type(v) for row in found for v in row.values()] == [type(v) for row in wanted for v in row.values()]
+    assert type(load_rows(rows)[0]["hot"][0]) is bool

@@ -172,3 +172,15 @@ def test_held_out_sentences_with_tags_that_are_no_labels_are_named_as_such(base:
         finetune(base, train=tagged(8), eval=held_out, **QUICK)
     assert "row 2" in str(caught.value)
     assert "'B-NEW'" in str(caught.value)
+
+
+def test_spans_that_end_behind_their_text_are_refused(base: Path) -> None:
+    rows = [{"text": "the king is", "spans": [{"start": 4, "end": end, "label": "PER"}]} for end in (8, 12)] * 2
+    with pytest.raises(DataError, match=r"spans \[\(4, 12, 'PER'\)\] end behind the text, which has 11 characters"):
+        finetune(base, train=rows, task="tokcls", **QUICK)
+
+
+def test_a_missing_label_of_a_data_frame_is_told_as_missing(base: Path) -> None:
+    rows = [{"text": text, "label": label} for text, label in zip(TEXTS, ["a", float("nan")] * 4, strict=False)]
+    with pytest.raises(DataError, match="labels: 4 of 8 rows have none, first row 1"):
+        plan_job(base, rows, None, make_options({}))
