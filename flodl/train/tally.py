@@ -57,9 +57,12 @@ class Tally:
 
 
 def _add(sums: dict[str, list[float]], name: str, total: float, count: float) -> None:
-    kept = sums.setdefault(name, [0.0, 0.0])
-    kept[0] += total
-    kept[1] += count
+    kept = sums.get(name)
+    if kept is None:
+        sums[name] = [0.0 + total, 0.0 + count]
+    else:
+        kept[0] += total
+        kept[1] += count
 
 
 def means(parts: Sequence[Mapping[str, Any]], kind: str) -> dict[str, float]:

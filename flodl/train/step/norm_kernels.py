@@ -43,15 +43,15 @@ def square_sums(table, sizes, which, starts, sums, span, kind: tl.constexpr, blo
     tl.store(sums + program, tl.sum(total, 0))
 
 
-@triton.jit(do_not_specialize=["size", "span"])
+@triton.jit
 def one_sum(values, sums, size, span, squared: tl.constexpr, block: tl.constexpr):
     """Write the sum of each stretch of one tensor, or of its squares.
 
     Args:
         values: the tensor.
         sums: float32, one for each program.
-        size: its number of elements.
-        span: elements of a stretch.
+        size: its number of elements; specialised, since loads are wide where 16 divides it.
+        span: elements of a stretch, likewise.
         squared: whether squares are added up.
         block: elements read at once.
     """

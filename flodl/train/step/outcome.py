@@ -79,10 +79,9 @@ class Outcome:
         """Return the figures of a row that has come to the host."""
         rest = iter(values[1 + self.norms :])
         count = self.count if self.count is not None else next(rest)
-        metrics = {
-            name: (total if total is not None else next(rest), number if number is not None else next(rest))
-            for name, total, number in self.metrics
-        }
+        metrics = {}
+        for name, total, number in self.metrics:
+            metrics[name] = next(rest) if total is None else total, next(rest) if number is None else number
         norm = math.hypot(*values[1 : 1 + self.norms])
         return Figures(values[0], count if self.moved else 0.0, norm, metrics)
 
@@ -145,8 +144,13 @@ class StepResult:
 
 def apart(figures: Mapping[str, tuple[float, float]]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the metrics of a step, and what was watched in it."""
-    metrics = {name: pair for name, pair in figures.items() if not name.startswith(OBSERVED)}
-    return metrics, {name[1:]: pair for name, pair in figures.items() if name.startswith(OBSERVED)}
+    metrics, observed = {}, {}
+    for name, pair in figures.items():
+        if name[:1] == OBSERVED:
+            observed[name[1:]] = pair
+        else:
+            metrics[name] = pair
+    return metrics, observed
 
 
 def outcome_of(
