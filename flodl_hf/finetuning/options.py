@@ -295,9 +295,9 @@ class Options:
     def ranks(self) -> int:
         """Among how many processes the rows of a batch are shared out."""
         places = self.places
-        if places is None:
+        if places is None or isinstance(places, str):  # one device of each process that a launcher started
             return max(1, int(os.environ.get("WORLD_SIZE", "1")))
-        return places if isinstance(places, int) else 1 if isinstance(places, str) else len(places)
+        return places if isinstance(places, int) else len(places)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the choices by name, as JSON values where they are."""

@@ -184,7 +184,9 @@ def _fuse(dtype: torch.dtype, model: Any) -> Callable[[], None]:
 def _factory(job: Job, stack: ExitStack) -> Any:
     """Return what gives each rank its model: the one at hand where ranks are this process."""
     # What is sharded is taken apart, so it is opened again and the model at hand stays whole.
-    if (job.options.places is None or job.options.ranks == 1) and not (job.options.shard and job.options.ranks > 1):
+    several = job.options.ranks > 1
+    others = several and not isinstance(job.options.places, str | None)  # started here, rather than by a launcher
+    if not others and not (job.options.shard and several):
         job_model = job.model
         _ready(job, job_model, stack)
         return FixedModel(job_model)
