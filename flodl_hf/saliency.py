@@ -21,6 +21,7 @@ from torch import Tensor
 
 from flodl.errors import nearest
 from flodl_hf.errors import PredictError
+from flodl_hf.model.watching import embedded
 
 if TYPE_CHECKING:
     from flodl_hf.model.encoder_model import EncoderModel
@@ -153,8 +154,8 @@ def saliency(
     model.eval()
     try:
         with torch.no_grad():
-            there = words(ids)
-            nothing = words(torch.where(special, ids, torch.full_like(ids, filler)))
+            there = embedded(model.network, ids)
+            nothing = embedded(model.network, torch.where(special, ids, torch.full_like(ids, filler)))
             name, score_of = _score(model, model(inputs_embeds=there, **inputs), row, text, target)
         line = _Line(model, inputs, nothing, there, score_of)
         wanted, baseline = line.score(1.0), line.score(0.0)

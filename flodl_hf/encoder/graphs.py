@@ -48,7 +48,12 @@ class Embeddings(nn.Module):
         pad_token_id: the word row that gets no gradient; None for none.
         positions_after_pad: count positions over the ids that are not padding, starting after
             ``pad_token_id`` (RoBERTa), rather than from 0 along the row.
+
+    Attributes:
+        given_whole: what a call gives in place of ids stands for all that these embeddings make, rather than for words.
     """
+
+    given_whole = False
 
     def __init__(
         self,

@@ -137,6 +137,8 @@ class EsmEmbeddings(Embeddings):
         c: the settings.
     """
 
+    given_whole = True  # as the reference takes them: without positions, norm and scale
+
     def __init__(self, c: EsmConfig) -> None:
         table = c.positions == "absolute"
         super().__init__(

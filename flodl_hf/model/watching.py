@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from flodl_hf.errors import PredictError
+from flodl_hf.layout.layouts import Padded
 
-__all__ = ["given_embeddings", "ids_for", "watched"]
+__all__ = ["embedded", "given_embeddings", "ids_for", "watched"]
 
 
 @contextmanager
@@ -148,11 +149,23 @@ def ids_for(network: nn.Module, embeds: Tensor) -> Tensor:
     return embeds.new_full(embeds.shape[:2], filler, dtype=int)  # type: ignore[call-overload]
 
 
+def embedded(network: nn.Module, ids: Tensor) -> Tensor:
+    """Return what a call takes in the place of ids, ``(batch, seq, size)``, of rows without padding."""
+    module = _embedding(network)
+    return module(ids) if isinstance(module, nn.Embedding) else module(ids, layout=Padded.of(None))
+
+
+def _embedding(network: nn.Module) -> Any:
+    """Return the module that is passed by where embeddings are given."""
+    whole: Any = network.get_submodule("encoder.embeddings")
+    return whole if getattr(whole, "given_whole", False) else whole.word
+
+
 @contextmanager
 def given_embeddings(network: nn.Module, embeds: Tensor) -> Iterator[None]:
-    """Have the word table give these embeddings, whatever ids it is asked for."""
+    """Have the word table give these embeddings, whatever ids it is asked for; or all embeddings, as families say."""
     given = _Given([embeds])
-    words = network.get_submodule("encoder.embeddings.word")
+    words = _embedding(network)
     _sweep([words])
     try:
         hook = words.register_forward_hook(partial(_instead, given))

@@ -23,7 +23,7 @@ from flodl_hf.vectors.losses import USUAL, make_loss
 from flodl_hf.vectors.losses.beside import BESIDE, OF_CLASSES, classifies
 
 if TYPE_CHECKING:
-    from flodl_hf.model import EncoderModel
+    from flodl_hf.model.encoder_model import EncoderModel
 
 __all__ = ["BesideTask", "LayerStart"]
 

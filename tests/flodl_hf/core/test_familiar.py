@@ -99,8 +99,6 @@ def test_attentions_hidden_states_and_sizes_are_those_of_transformers(family: st
 @pytest.mark.transformers
 @cells
 def test_embeddings_in_place_of_ids(family: str, head: str, saved: Saved) -> None:
-    if family == "esm":
-        pytest.skip("transformers takes what is given as what its embeddings give, without their scale and mask")
     folder = saved(family, head)
     ours: Any = load(folder)
     inputs = batch(ours)

@@ -15,7 +15,7 @@ from flodl_hf.auto import head_named
 from flodl_hf.config.model_config import ModelConfig
 from flodl_hf.errors import PredictError, TokenizerError
 from flodl_hf.families import named
-from flodl_hf.layout.layouts import Packed
+from flodl_hf.layout.layouts import Packed, Padded
 from flodl_hf.parity.shapes import settings_of
 from flodl_hf.tokenizer import Tokenizer
 
@@ -183,3 +183,55 @@ def test_ids_are_those_of_transformers(tmp_path: Path) -> None:
         assert ours(text, "KT").input_ids == theirs(text, "KT")["input_ids"], text
         ids = ours(text).input_ids
         assert ours.decode(ids) == theirs.decode(ids), text
+
+
+@pytest.mark.transformers
+@pytest.mark.parametrize("variant", ["base", "first"])
+@pytest.mark.parametrize("head", ["base", "masked_lm", "sequence_classification"])
+def test_embeddings_in_place_of_ids_are_what_transformers_takes_them_for(
+    variant: str, head: str, tmp_path: Path
+) -> None:
+    """What is given stands for words, positions, norm and the scale of masked tokens together."""
+    from flodl_hf.parity.reference import load_reference
+
+    family = named("esm")
+    assert family is not None
+    model = head_named(head).model.from_config(
+        ModelConfig.for_model("esm", **settings_of(family, "tiny") | dict(family.tiny[variant]))
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.2)
+    folder = model.save_pretrained(tmp_path / "model")
+    ours: Any = load(folder, head=head, attention="eager").eval()
+    theirs: Any = load_reference(folder, "Esm" + head_named(head).names.hf_suffix, attention="eager").model.eval()
+    given = torch.randn(2, 7, ours.config.encoder.hidden_size, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        for mask in (None, MASK):
+            found, expected = (
+                ours(None, mask, inputs_embeds=given)[0],
+                theirs(attention_mask=mask, inputs_embeds=given)[0],
+            )
+            assert torch.equal(found, expected)
+        whole = ours.graph.get_submodule("encoder.embeddings")(IDS, layout=Padded.of(MASK))
+        assert torch.equal(ours(None, MASK, inputs_embeds=whole)[0], ours(IDS, MASK)[0])
+
+
+def test_saliency_begins_at_the_texts_own_score() -> None:
+    from flodl_hf.saliency import saliency
+
+    family = named("esm")
+    assert family is not None
+    sizes = settings_of(family, "tiny") | {"vocab_size": len(WORDS), "mask_token_id": len(WORDS) - 1}
+    model: Any = head_named("seqcls").model.from_config(ModelConfig.for_model("esm", **sizes))
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.2)
+    model.mark_untrained(())
+    model.tokenizer = Tokenizer.from_files(vocabulary(), model_type="esm")
+    found = saliency(model, "MKTVLAG")
+    with torch.no_grad():
+        logits = model(model.tokenizer("MKTVLAG", return_tensors="pt")["input_ids"])[0][0]
+    assert found.score == pytest.approx(float(logits.max()), abs=1e-5)
+    assert float(found.scores.sum()) == pytest.approx(found.score - found.baseline, abs=0.02)
