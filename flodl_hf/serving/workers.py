@@ -182,7 +182,8 @@ class Workers:
         found = _Process(device, process, reader, writer)
         writer.writelines(packed(self.settings.of_worker(device, adapters)))
         try:
-            message, _ = await _read(reader)
+            while "warned" in (message := (await _read(reader))[0]):
+                _warn(found, message)
         except (EOFError, OSError):
             message = {"broken": f"the worker of {device} ended with status {await self._reaped(found)}"}
         if "broken" in message:
@@ -268,6 +269,9 @@ class Workers:
         with contextlib.suppress(EOFError, OSError, asyncio.IncompleteReadError):
             while True:
                 message, arrays = await _read(process.reader)
+                if "warned" in message:
+                    _warn(process, message)
+                    continue
                 process.rate = message["rate"]
                 self._heard(message["ran"], message["queued"])
                 self._deaths = 0
@@ -361,6 +365,10 @@ class Workers:
 
 _LATE = "the answer was not there in time; ask for less at once, or allow more time"
 _ENDED = "the process that computed the answer ended; ask again, another one takes its place"
+
+
+def _warn(process: _Process, message: dict[str, Any]) -> None:
+    LOG.warning(message["warned"], extra={"said": {"device": process.device}})
 
 
 async def _read(reader: asyncio.StreamReader) -> tuple[dict[str, Any], list[np.ndarray]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,10 +15,10 @@ import torch
 from serving_models import TEXTS, write
 
 from flodl.errors import ConfigError
-from flodl_hf.adapters import IA3, Lora
+from flodl_hf.adapters import IA3, Lora, Prefix
 from flodl_hf.auto import load
 from flodl_hf.serving.adapters import find_adapters
-from flodl_hf.serving.running import running
+from flodl_hf.serving.running import Log, running
 from flodl_hf.serving.settings import Served, Settings
 from flodl_hf.serving.ticket import Ticket
 from flodl_hf.serving.worker import Worker
@@ -54,13 +55,42 @@ def adapters(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+class Records(logging.Handler):
+    """What the server's log is told."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.kept: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.kept.append(record)
+
+
+RECORDS = Records()
+
+
 @pytest.fixture(scope="module")
-def asked(base: Path, adapters: Path) -> Iterator[tuple[Any, Any]]:
+def asked(base: Path, adapters: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
     import httpx
 
-    settings = Settings(models=(Served("base", str(base)),), devices=("cpu",), adapters=(str(adapters),))
-    with running(settings) as (url, app), httpx.Client(base_url=url, timeout=60) as client:
-        yield client, app
+    more = tmp_path_factory.mktemp("more")
+    adapter(base, more / "led", 10, "base", Prefix(3))
+    settings = Settings(models=(Served("base", str(base)),), devices=("cpu",), adapters=(str(adapters), str(more)))
+    log = logging.getLogger("flodl_hf.serving")
+    log.addHandler(RECORDS)
+    try:
+        with running(settings) as (url, app), httpx.Client(base_url=url, timeout=60) as client:
+            yield client, app
+    finally:
+        log.removeHandler(RECORDS)
+
+
+def test_a_warning_of_a_worker_is_a_line_of_the_log(asked: tuple[Any, Any]) -> None:
+    assert asked[0].get("/health").status_code == 200
+    (warned,) = [record for record in RECORDS.kept if "more slowly" in record.getMessage()]
+    assert warned.getMessage().startswith("prediction: 2 layers run on torch's own operations")
+    line = json.loads(Log().format(warned))
+    assert (line["level"], line["what"], line["device"]) == ("warning", warned.getMessage(), "cpu")
 
 
 def in_python(base: Path, folder: Path) -> Any:
@@ -102,7 +132,7 @@ def test_heads_of_other_tasks(asked: tuple[Any, Any], base: Path, adapters: Path
 def test_what_is_told_of_them(asked: tuple[Any, Any]) -> None:
     client = asked[0]
     listed = {one["id"]: one for one in client.get("/v1/models").json()["data"]}
-    assert list(listed) == ["base", "mood", "names", "same", "scaled", "topic", "vectors"]
+    assert list(listed) == ["base", "mood", "names", "same", "scaled", "topic", "vectors", "led"]
     assert {one["parent"] for name, one in listed.items() if name != "base"} == {"base"}
     assert listed["base"]["parent"] is None
     assert listed["topic"]["labels"] == LABELS["topic"]
