@@ -51,6 +51,8 @@ def weigh(items: Any) -> int:
     if isinstance(items, str):
         return len(items)
     if isinstance(items, list):
+        if set(map(type, items)) == {str}:
+            return sum(map(len, items))
         if items and isinstance(items[0], int):
             return int(len(items) * CHARACTERS)
         return sum(map(weigh, items))

@@ -24,6 +24,8 @@ LOG = logging.getLogger("flodl_hf.serving")
 # A body that is too large is read so long and thrown away, for the client to see the answer rather than a closed
 # connection.
 DISCARD_S = 2.0
+# Whether a client is still there is looked at after so long: most have their answer by then.
+PATIENCE_S = 0.05
 
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
@@ -182,7 +184,13 @@ class Endpoint:
             away = True
             asking.cancel()
 
-        watch = asyncio.ensure_future(gone())
+        watch: asyncio.Task[None] | None = None
+
+        def look() -> None:
+            nonlocal watch
+            watch = asyncio.ensure_future(gone())
+
+        timer = asyncio.get_running_loop().call_later(PATIENCE_S, look)
         try:
             return await answering
         except asyncio.CancelledError:
@@ -191,7 +199,9 @@ class Endpoint:
             asking.uncancel()
             raise _GoneError from None
         finally:
-            watch.cancel()
+            timer.cancel()
+            if watch is not None:
+                watch.cancel()
 
     def _figures(self, call: Call, started: float) -> dict[str, str]:
         """Return headers that say what an answer came to."""
@@ -217,14 +227,16 @@ class Endpoint:
         else:
             metrics.add("te_request_failure", err=word)
         metrics.observe("te_request_duration", seconds, method=path)
+        if call is not None and call.model:
+            metrics.add("flodl_requests_total", model=call.model, status=str(status))
+        if call is not None and status == 200:
+            self._count_answered(call, seconds)
+        if not LOG.isEnabledFor(logging.INFO):
+            return
         said: dict[str, Any] = {"door": path, "status": status, "ms": round(seconds * 1000, 2)}
         if word:
             said["why"] = word
         if call is not None:
-            if call.model:
-                metrics.add("flodl_requests_total", model=call.model, status=str(status))
-            if status == 200:
-                self._count_answered(call, seconds)
             said |= {"model": call.model, "texts": call.texts, "tokens": call.tokens, "dropped": call.dropped}
             if call.key:
                 said["key"] = call.key
@@ -232,7 +244,10 @@ class Endpoint:
                 said["trace"] = call.trace.id
             if self.house.settings.log_texts:
                 said["fields"] = dict(call.fields)
-        LOG.info("request", extra={"said": said})
+        # Made here: to look for its caller would take longer than all else that is said of a request.
+        record = logging.LogRecord(LOG.name, logging.INFO, __file__, 0, "request", None, None, "_count")
+        record.__dict__["said"] = said
+        LOG.handle(record)
 
     def _count_answered(self, call: Call, seconds: float) -> None:
         metrics = self.house.metrics

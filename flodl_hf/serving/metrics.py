@@ -74,7 +74,7 @@ class Metrics:
     def add(self, name: str, value: float = 1, **labels: str) -> None:
         """Add to a counter."""
         held = self._numbers.setdefault(name, {})
-        key = tuple(sorted(labels.items()))
+        key = _key(labels)
         held[key] = held.get(key, 0.0) + value
 
     def set(self, name: str, value: float) -> None:
@@ -84,7 +84,7 @@ class Metrics:
     def observe(self, name: str, value: float, **labels: str) -> None:
         """Add a value to a histogram."""
         held = self._histograms.setdefault(name, {})
-        key = tuple(sorted(labels.items()))
+        key = _key(labels)
         if key not in held:
             held[key] = _Histogram(_KNOWN[name][2])
         held[key].add(value)
@@ -106,6 +106,11 @@ class Metrics:
                 lines.append(f"{name}_sum{_braced(dict(labels))} {_number(found.sum)}")
                 lines.append(f"{name}_count{_braced(dict(labels))} {total}")
         return "\n".join(lines) + "\n"
+
+
+def _key(labels: Mapping[str, str]) -> Labels:
+    found = tuple(labels.items())
+    return found if len(found) < 2 else tuple(sorted(found))
 
 
 def _braced(labels: Mapping[str, str]) -> str:

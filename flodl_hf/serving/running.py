@@ -17,6 +17,7 @@ import uvicorn
 
 from flodl.errors import DeviceError
 from flodl_hf.serving.app import create_app, reload_on
+from flodl_hf.serving.frames import as_json
 from flodl_hf.serving.protocol import MAX_HEAD, guarded
 from flodl_hf.serving.settings import Settings
 
@@ -32,7 +33,10 @@ class Log(logging.Formatter):
         said |= getattr(record, "said", {})
         if record.exc_info:
             said["fault"] = self.formatException(record.exc_info)
-        return json.dumps(said, ensure_ascii=False, default=str)
+        try:
+            return as_json(said).decode()
+        except TypeError:
+            return json.dumps(said, ensure_ascii=False, default=str)
 
 
 def _bound(host: str, port: int) -> socket.socket:

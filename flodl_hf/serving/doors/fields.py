@@ -35,7 +35,7 @@ def _text(value: Any) -> str | None:
 
 def _texts(value: Any) -> list[str] | None:
     found = [value] if isinstance(value, str) else value
-    return found if isinstance(found, list) and all(isinstance(part, str) for part in found) else None
+    return found if isinstance(found, list) and set(map(type, found)) <= {str} else None
 
 
 def _ids(value: Any) -> bool:

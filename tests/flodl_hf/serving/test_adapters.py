@@ -118,7 +118,8 @@ def test_heads_of_other_tasks(asked: tuple[Any, Any], base: Path, adapters: Path
     expected = in_python(base, adapters / "names").predict(TEXTS)
     assert [result["entities"] for result in answer["results"]] == [one.to_rows() for one in expected]
     assert any(one.to_rows() for one in expected)
-    for name, model in (("vectors", in_python(base, adapters / "vectors")), ("base", load(base))):
+    models: dict[str, Any] = {"vectors": in_python(base, adapters / "vectors"), "base": load(base)}
+    for name, model in models.items():
         vectors = client.post("/v1/embeddings", json={"input": TEXTS, "model": name}).json()["data"]
         assert torch.equal(torch.tensor([one["embedding"] for one in vectors]), model.embed(TEXTS))
     refused = client.post("/v1/classify", json={"inputs": "a", "model": "moods"})
