@@ -25,14 +25,14 @@ class DistanceBias:
 
     def __init__(self, values: Callable[[Tensor], Tensor]) -> None:
         self._values = values
-        self._made: dict[tuple[str, str], Tensor] = {}
+        self._made: dict[tuple[str, str, torch.dtype], Tensor] = {}
         self._along: dict[int, Tensor] = {}
         self._whole: Tensor | None = None
 
     def __call__(self, texts: int, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return the biases of texts of one length, ``(texts, N, length, length)``."""
         # As text: numbers of a traced function have names and no hash.
-        key = (str(texts), str(length))
+        key = (str(texts), str(length), dtype)
         found = self._made.get(key)
         if found is None:
             found = self._among(length, device) if self._whole is None else self._whole[:, :length, :length]

@@ -106,7 +106,8 @@ def projected(x: Tensor, weight: Tensor, bias: Tensor | None, weights: list[Tens
 
 def mix(
     query: Tensor, key: Tensor, value: Tensor, places: Tensor, ends: Tensor, *, heads: int, kv_heads: int | None = None,
-    window: int | None = None, bias: Tensor | None = None,
+    window: int | None = None, bias: Tensor | None = None, angles: tuple[Tensor, Tensor] | None = None,
+    wide: bool = False,
 ) -> Tensor:  # fmt: skip
     """Return what attention within each text mixes, ``(T, N*H)``; without gradients.
 
@@ -120,14 +121,18 @@ def mix(
         kv_heads: heads of keys and values; None for N.
         window: how many tokens to each side a token attends to; None for all.
         bias: what scores are added by distance, ``(N, 2*L - 1)`` for texts up to L tokens, float32; None for nothing.
+        angles: cosines and sines as `turn` takes them, by which queries and keys are turned first, H at least 32; None
+            where they know their places.
+        wide: see `turn`.
     """
     tokens, width = query.shape[0], query.shape[1] // heads
     out = torch.empty(tokens, heads * width, dtype=query.dtype, device=query.device)
+    cos, sin = (query, query) if angles is None else angles
     short_texts.mix[(triton.cdiv(tokens, TILE), heads)](
-        query, key, value, places, ends, places, places if bias is None else bias, out, out, tokens, query.stride(0),
-        key.stride(0), value.stride(0), width**-0.5, 0.0, 0, window or 0, 0 if bias is None else bias.shape[1] // 2,
-        heads, width, TILE, MET, heads // (kv_heads or heads), False, False, window is not None, bias is not None,
-        num_warps=4,
+        query, key, value, places, ends, places, places if bias is None else bias, cos, sin, out, out, tokens,
+        query.stride(0), key.stride(0), value.stride(0), cos.stride(0), width**-0.5, 0.0, 0, window or 0,
+        0 if bias is None else bias.shape[1] // 2, heads, width, TILE, MET, heads // (kv_heads or heads), False, False,
+        window is not None, bias is not None, angles is not None, wide or cos.dtype == torch.float32, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -143,8 +148,9 @@ class _Mixed(Function):
         lse = torch.empty(heads, tokens, dtype=torch.float32, device=qkv.device)
         strides = [qkv.stride(0)] * 3
         short_texts.mix[(triton.cdiv(tokens, TILE), heads)](
-            *qkv.chunk(3, 1), places, ends, seed, lse, out, lse, tokens, *strides, width**-0.5, p, stream, window or 0,
-            0, heads, width, TILE, MET, 1, p > 0, True, window is not None, False, num_warps=4,
+            *qkv.chunk(3, 1), places, ends, seed, lse, qkv, qkv, out, lse, tokens, *strides, 0, width**-0.5, p, stream,
+            window or 0, 0, heads, width, TILE, MET, 1, p > 0, True, window is not None, False, False, False,
+            num_warps=4,
         )  # fmt: skip
         ctx.save_for_backward(qkv, places, ends, seed, out, lse)
         ctx.about = heads, p, stream, window

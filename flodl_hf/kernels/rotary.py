@@ -15,7 +15,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["turn"]
+__all__ = ["turn", "turned"]
+
+
+@triton.jit
+def turned(one, two, c, s, KIND: tl.constexpr, WIDE: tl.constexpr):
+    """Return both halves of states turned, all float32; with ``WIDE`` rounded once, else as states of dtype KIND."""
+    one_c, one_s, two_c, two_s = one * c, one * s, two * c, two * s
+    if not WIDE:
+        one_c, one_s = one_c.to(KIND).to(tl.float32), one_s.to(KIND).to(tl.float32)
+        two_c, two_s = two_c.to(KIND).to(tl.float32), two_s.to(KIND).to(tl.float32)
+    return (one_c - two_s).to(KIND), (two_c + one_s).to(KIND)
 
 
 @triton.jit
@@ -44,13 +54,9 @@ def turn(
     two = tl.load(x + at + half, mask=live, other=0.0).to(tl.float32)
     if BACK:
         s = -s
-    one_c, one_s, two_c, two_s = one * c, one * s, two * c, two * s
-    kind = out.dtype.element_ty
-    if not WIDE:
-        one_c, one_s = one_c.to(kind).to(tl.float32), one_s.to(kind).to(tl.float32)
-        two_c, two_s = two_c.to(kind).to(tl.float32), two_s.to(kind).to(tl.float32)
-    tl.store(out + to, (one_c - two_s).to(kind), mask=live)
-    tl.store(out + to + half, (two_c + one_s).to(kind), mask=live)
+    first, second = turned(one, two, c, s, out.dtype.element_ty, WIDE)
+    tl.store(out + to, first, mask=live)
+    tl.store(out + to + half, second, mask=live)
     if REST:
         columns = tl.arange(0, REST)
         kept = there & (columns < rest)[None, :]

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from flodl_hf.kernels.random import kept, keys_of
+from flodl_hf.kernels.rotary import turned
 
 __all__ = ["mix", "mix_keys", "mix_queries"]
 
@@ -40,15 +41,28 @@ def _block(places, ends, tokens, window, B: tl.constexpr, WINDOW: tl.constexpr):
 
 
 @triton.jit
+def _turned(states, cos, sin, angles, live, H: tl.constexpr, WIDE: tl.constexpr):
+    """Return both halves of a tile of states, each turned by its place's angles."""
+    c = tl.load(cos + angles, mask=live, other=0.0).to(tl.float32)
+    s = tl.load(sin + angles, mask=live, other=0.0).to(tl.float32)
+    one = tl.load(states, mask=live, other=0.0)
+    two = tl.load(states + H // 2, mask=live, other=0.0)
+    return turned(one.to(tl.float32), two.to(tl.float32), c, s, one.dtype, WIDE)
+
+
+@triton.jit
 def mix(
-    q, k, v, places, ends, seed, bias, out, lse, tokens, q_stride, k_stride, v_stride, scale, p, stream, window, reach,
+    q, k, v, places, ends, seed, bias, cos, sin, out, lse, tokens, q_stride, k_stride, v_stride, angle_stride, scale, p,
+    stream, window, reach,
     N: tl.constexpr, H: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
-    DROPOUT: tl.constexpr, LSE: tl.constexpr, WINDOW: tl.constexpr, BIAS: tl.constexpr,
+    DROPOUT: tl.constexpr, LSE: tl.constexpr, WINDOW: tl.constexpr, BIAS: tl.constexpr, TURN: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     """Write the mixed values ``(tokens, N*H)``; with ``LSE`` the base-2 logarithms of rows' sums ``(N, tokens)``.
 
     Of keys and values each head serves ``GROUP`` of queries. With ``BIAS`` scores are added what ``bias``,
-    ``(N, 2*reach + 1)``, has for the distance from query to key, which is at most ``reach``.
+    ``(N, 2*reach + 1)``, has for the distance from query to key, which is at most ``reach``. With ``TURN`` queries and
+    keys are turned as they are read (`flodl_hf.kernels.rotary`), which halves of at least 16 numbers allow.
     """
     head = tl.program_id(1)
     served = head // GROUP
@@ -56,15 +70,30 @@ def mix(
     cols = tl.arange(0, H)
     if DROPOUT:
         one, two = keys_of(tl.load(seed), stream + head)
-    queries = tl.load(q + head * H + rows[:, None] * q_stride + cols[None, :], mask=live[:, None], other=0.0)
+    if TURN:
+        pairs = tl.arange(0, H // 2)
+        first, second = _turned(
+            q + head * H + rows[:, None] * q_stride + pairs[None, :], cos, sin,
+            rows[:, None] * angle_stride + pairs[None, :], live[:, None], H, WIDE,
+        )  # fmt: skip
+    else:
+        queries = tl.load(q + head * H + rows[:, None] * q_stride + cols[None, :], mask=live[:, None], other=0.0)
     most = tl.full([Q], float("-inf"), tl.float32)
     total = tl.zeros([Q], tl.float32)
     mixed = tl.zeros([Q, H], tl.float32)
-    for at in range(low, high, K):
-        places_of = at + tl.arange(0, K)
+    for begin in range(low, high, K):
+        places_of = begin + tl.arange(0, K)
         seen = places_of < high
-        keys = tl.load(k + served * H + places_of[:, None] * k_stride + cols[None, :], mask=seen[:, None], other=0.0)
-        scores = tl.dot(queries, tl.trans(keys)) * (scale * _LOG2E)
+        if TURN:
+            ahead, behind = _turned(
+                k + served * H + places_of[:, None] * k_stride + pairs[None, :], cos, sin,
+                places_of[:, None] * angle_stride + pairs[None, :], seen[:, None], H, WIDE,
+            )  # fmt: skip
+            scores = tl.dot(second, tl.trans(behind), tl.dot(first, tl.trans(ahead)))
+        else:
+            of_keys = k + served * H + places_of[:, None] * k_stride + cols[None, :]
+            scores = tl.dot(queries, tl.trans(tl.load(of_keys, mask=seen[:, None], other=0.0)))
+        scores = scores * (scale * _LOG2E)
         own = (places_of[None, :] >= start[:, None]) & (places_of[None, :] < end[:, None])
         if BIAS:
             distance = places_of[None, :] - rows[:, None] + reach

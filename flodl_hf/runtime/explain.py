@@ -6,6 +6,7 @@ processor's capabilities. No weight is read, so a graph on the ``meta`` device c
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -164,23 +165,11 @@ def _cuda(
         kernels.append(f"our kernels: none, they are for float32, bf16 and fp16 and this is {named}")
     elif not sizes:
         kernels.append("our kernels: none of these, attention is of its own kind")
-    elif not present:
-        kernels.append("our kernels: not tried, there is no CUDA device here")
+    elif present and not all(trusted("prediction", device, dtype, each, prediction) for each in sizes):
+        kernels.append("our kernels: not trusted on this device, torch's own are launched instead")
     else:
-        held = all(trusted("prediction", device, dtype, each, prediction) for each in sizes)
-        kernels.append("our kernels: trusted on this device" if held else "our kernels: not trusted on this device")
-    others = sorted({each.width // each.heads for each in sizes} - set(HEAD_WIDTHS))
-    if half and others:
-        found, known = (", ".join(map(str, widths)) for widths in (others, HEAD_WIDTHS))
-        kernels.append(f"attention: torch's own, since heads of {found} features are none of {known}")
-    elif half and any(each.distances for each in sizes):
-        kernels.append("attention: one kernel, which reads what distances add from a table made once a pass")
-    elif half and sizes:
-        kernels.append(f"attention: one kernel among texts up to {SHORT} tokens, torch's variable-length one above")
-    if half and any(each.turns for each in sizes):
-        kernels.append("rotary positions: one kernel, in the product of queries and keys")
-    if half and any(each.gated and each.activation in GATES for each in sizes):
-        kernels.append("gates: one product with what they open, one kernel for both")
+        said = "trusted on this device" if present else "not tried, there is no CUDA device here"
+        kernels += [f"our kernels: {said}", *_ours(sizes)]
     recorded = "yes: large batches at their first coming, single texts at their second"
     return Explanation(str(device), named, False, groups, tuple(kernels), recorded)
 
@@ -191,6 +180,24 @@ def _split(device: torch.device, sizes: set[LayerSizes], present: bool) -> str:
     if splits(device, sizes):
         return f"products: each float32 product as three of fp16 parts, from {FEWEST} tokens on"
     return "products: float32 as a whole; fp16 parts are not trusted on this device"
+
+
+def _ours(sizes: Iterable[LayerSizes]) -> Iterator[str]:
+    """Yield what kernels of ours compute in half precision."""
+    asked = list(sizes)
+    others = sorted({each.width // each.heads for each in asked} - set(HEAD_WIDTHS))
+    if others:
+        found, known = (", ".join(map(str, widths)) for widths in (others, HEAD_WIDTHS))
+        yield f"attention: torch's own, since heads of {found} features are none of {known}"
+    elif any(each.distances for each in asked):
+        yield "attention: one kernel, which reads what distances add from a table made once a pass"
+    else:
+        near = ", or that see a window," if any(each.window is not None for each in asked) else ""
+        yield f"attention: one kernel among texts up to {SHORT} tokens{near}; torch's variable-length one for others"
+    if any(each.turns for each in asked):
+        yield "rotary positions: in the kernel of attention; for torch's, a kernel in the product of queries and keys"
+    if any(each.gated and each.activation in GATES for each in asked):
+        yield "gates: one product with what they open, one kernel for both"
 
 
 def _processor(graph: Graph, named: str, precision: Precision | None) -> Explanation:

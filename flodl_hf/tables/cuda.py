@@ -1,8 +1,8 @@
 """The table of a CUDA device for prediction: few kernels a layer.
 
 Query, key and value are one product, and so are gate and up. In half precision sums and norms are a kernel of ours, and
-so are rotary positions, gates and attention among texts up to `SHORT` tokens, or among texts of any length whose scores
-are added something by distance; torch's variable-length attention serves other longer ones. In bf16 an exact GELU
+so are rotary positions, gates and attention among texts up to `SHORT` tokens, within windows, and where scores are
+added something by distance; torch's variable-length attention serves other longer ones. In bf16 an exact GELU
 becomes its tanh form, which the product or the gate computes on its way out: the two differ by at most 5e-4, less than
 bf16's step at the values where they do. In fp16 GELU stays exact. Inference only.
 """
@@ -25,7 +25,7 @@ from flodl_hf.layout.layouts import Layout, Packed
 from flodl_hf.tables.processor import plain_parts
 from flodl_hf.tables.table import Layer, Table
 
-__all__ = ["GATES", "HEAD_WIDTHS", "SHORT", "WIDEST", "Branch", "CudaTable", "norm_kind", "short_layout"]
+__all__ = ["GATES", "HEAD_WIDTHS", "SHORT", "WIDEST", "Branch", "CudaTable", "norm_kind", "walks"]
 
 # Up to here a block of tokens holds about a text, and walking over tokens beats walking over texts.
 SHORT = 128
@@ -42,9 +42,11 @@ class Branch(NamedTuple):
     linear: nn.Linear
 
 
-def short_layout(layout: Layout) -> bool:
-    """Return whether texts are laid end to end, with places known, and none is longer than `SHORT`."""
-    return isinstance(layout, Packed) and layout.places is not None and layout.max_length <= SHORT
+def walks(layout: Layout, window: int | None) -> bool:
+    """Return whether attention may walk over blocks of tokens: few keys for each query, texts end to end and known."""
+    if not isinstance(layout, Packed) or layout.places is None:
+        return False
+    return layout.max_length <= SHORT or (window is not None and window <= SHORT)
 
 
 def norm_kind(norm: nn.Module) -> tuple[Tensor, Tensor | None, float, bool] | None:
@@ -119,14 +121,16 @@ class CudaTable(Table):
         joined = self.times(hidden, weight, bias, layout)
         ours = self._serves(attention, layout)
         rotary = attention.rotary if ours else None
-        if rotary is not None:
+        mixes = ours and self._mixes(attention, hidden, layout, given)
+        angles = None if rotary is None else rotary.angles(joined, layout)
+        if rotary is not None and angles is not None and not (mixes and rotary.width >= 32):
             from flodl_hf.kernels.operations import turn
 
-            cos, sin = rotary.angles(joined, layout)
             heads = attention.num_heads + attention.kv_heads
-            turn(joined, cos, sin, heads=heads, width=rotary.width, wide=rotary.widened)
+            turn(joined, *angles, heads=heads, width=rotary.width, wide=rotary.widened)
+            angles = None
         query, key, value = joined.split(sizes, dim=-1)
-        if ours and self._mixes(attention, hidden, layout, given):
+        if mixes:
             from flodl_hf.kernels.operations import mix
 
             assert isinstance(layout, Packed)
@@ -134,7 +138,8 @@ class CudaTable(Table):
             distances = given.get("bias")
             mixed = mix(
                 query, key, value, layout.places, layout.segment_ends(), heads=attention.num_heads,
-                kv_heads=attention.kv_heads, window=attention.window,
+                kv_heads=attention.kv_heads, window=attention.window, angles=angles,
+                wide=rotary is not None and rotary.widened,
                 bias=None if distances is None else distances.along(layout.max_length, hidden.device),
             )  # fmt: skip
         else:
@@ -157,7 +162,7 @@ class CudaTable(Table):
         if attention.implementation == "eager" or hidden.shape[-1] // attention.num_heads not in HEAD_WIDTHS:
             return False
         if given.get("bias") is None:
-            return short_layout(layout) and not set(given) - {"bias"}
+            return walks(layout, attention.window) and not set(given) - {"bias"}
         known = set(given) == {"bias"} and isinstance(given["bias"], DistanceBias)
         return self.distances and known and isinstance(layout, Packed) and layout.places is not None
 

@@ -21,7 +21,7 @@ from flodl_hf.attention.dot_product import SelfAttention
 from flodl_hf.encoder.activations import GELUS
 from flodl_hf.encoder_layer import FeedForward
 from flodl_hf.layout.layouts import Layout, Packed
-from flodl_hf.tables.cuda import HEAD_WIDTHS, WIDEST, norm_kind, short_layout
+from flodl_hf.tables.cuda import HEAD_WIDTHS, WIDEST, norm_kind, walks
 from flodl_hf.tables.processor import layer_linears, plain_parts
 from flodl_hf.tables.table import TORCH, Layer, Table, watched
 
@@ -239,7 +239,7 @@ class TrainingTable(Table):
             assert attention.rotary is not None
             heads, width = attention.num_heads + attention.kv_heads, attention.rotary.width
             qkv = turned(qkv, *angles, heads=heads, width=width, wide=attention.rotary.widened)
-        if not given and short_layout(layout) and attention.kv_heads == attention.num_heads:
+        if not given and walks(layout, attention.window) and attention.kv_heads == attention.num_heads:
             assert isinstance(layout, Packed)
             assert layout.places is not None
             return mixed(

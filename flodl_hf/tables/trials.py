@@ -110,7 +110,7 @@ def prediction(device: torch.device, dtype: torch.dtype, sizes: LayerSizes) -> t
     with torch.no_grad():
         right = layer(states, layout=layout(), **given)[:real]
         layer = layer.to(dtype).eval()
-        table = CudaTable(kernels=True)
+        table = CudaTable(kernels=True, distances=sizes.distances)
         table.join(layer)
         layer.table = table
         found = layer(states.to(dtype), layout=layout(), **given)[:real]

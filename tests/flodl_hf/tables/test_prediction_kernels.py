@@ -28,11 +28,12 @@ from flodl_hf.kernels import trust
 from flodl_hf.layout.buckets import Buffer, bucket_of
 from flodl_hf.layout.layouts import Packed
 from flodl_hf.parity.shapes import settings_of
+from flodl_hf.runtime import explain
 from flodl_hf.runtime.explain import explain_graph
 from flodl_hf.runtime.prepared import shadow
 from flodl_hf.tables import arrange, trials
 from flodl_hf.tables.arrange import arrange_cuda, layers_of
-from flodl_hf.tables.cuda import CudaTable
+from flodl_hf.tables.cuda import CudaTable, walks
 from flodl_hf.tables.trials import LayerSizes
 
 LENGTHS = (33, 5, 1, 40, 12)
@@ -78,6 +79,32 @@ def test_rotations_are_the_reference_to_the_bit(
     exact = turned(mine, cos.float(), sin.float(), **about)
     assert distance(exact, expected) < NEAREST[dtype]
     assert not torch.equal(exact[:, : both * width], mine[:, : both * width])
+
+
+@runs
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("widened", [True, False])
+@pytest.mark.parametrize(("heads", "kv_heads", "window"), [(2, 2, None), (4, 2, 9)])
+def test_attention_turns_what_it_reads(
+    dtype: torch.dtype, widened: bool, heads: int, kv_heads: int, window: int | None
+) -> None:
+    from flodl_hf.kernels.operations import mix
+
+    lengths = (150, 7, 64)
+    layout, rotary, width = packed(lengths), Rotary(32, 1000.0, widened=widened), 32
+    query, key, value = (torch.randn(layout.num_tokens, n * width) for n in (heads, kv_heads, kv_heads))
+    query, key, value = (x.to(DEVICE, dtype) for x in (query, key, value))
+    assert layout.places is not None
+    about: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "window": window}
+    angles = rotary.angles(query, layout)
+    found = mix(query, key, value, layout.places, layout.segment_ends(), angles=angles, wide=widened, **about)
+    turned = rotary(query, layout, heads), rotary(key, layout, kv_heads)
+    right = mix(*turned, value, layout.places, layout.segment_ends(), **about)
+    assert distance(found, right) < {torch.float16: 5e-4, torch.bfloat16: 3e-3}[dtype]
+    plain = Packed.of(lengths, DEVICE)
+    parts = (x[: sum(lengths)].float() for x in (*turned, value))
+    whole = attend(*parts, plain, num_heads=heads, kv_heads=kv_heads, window=window, implementation="eager")  # type: ignore[call-arg]
+    assert distance(found[: sum(lengths)], whole) < NEAREST[dtype]
 
 
 @runs
@@ -139,11 +166,11 @@ TURNING = ("modernbert", "nomic_bert", "gte", "eurobert", "jina_embeddings_v3", 
 ADDING = ("mpnet",)
 
 
-def made(model_type: str) -> Any:
+def made(model_type: str, width: int = 16) -> Any:
     """Return a small model whose heads are as wide as our kernels take them."""
     family = next(f for f in FAMILIES if f.model_type == model_type)
     sizes = {row.field: row.key for row in family.rows}
-    settings = settings_of(family, "tiny") | {"num_labels": 3, sizes["hidden_size"]: 64, sizes["num_heads"]: 4}
+    settings = settings_of(family, "tiny") | {"num_labels": 3, sizes["hidden_size"]: 4 * width, sizes["num_heads"]: 4}
     if model_type == "eurobert":
         settings |= {"num_key_value_heads": 2}
     head = "tokcls" if "token_classification" in family.heads else "mlm"
@@ -174,10 +201,14 @@ def test_layers_that_are_run_again_find_what_all_share(model_type: str, kind: st
 
 @runs
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("model_type", [*TURNING, *ADDING])
-def test_families_are_run_by_them(model_type: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("model_type", "width"), [(name, 16) for name in (*TURNING, *ADDING)] + [("modernbert", 32), ("eurobert", 32)]
+)
+def test_families_are_run_by_them(
+    model_type: str, width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(arrange, "trusted", lambda *_: True)
-    model = made(model_type).to(DEVICE)
+    model = made(model_type, width).to(DEVICE)
     graph = shadow(model.graph)
     for module in graph.modules():
         for name, parameter in module._parameters.items():
@@ -192,7 +223,7 @@ def test_families_are_run_by_them(model_type: str, dtype: torch.dtype, monkeypat
         kernel = getattr(operations, name)
 
         def counted(*args: Any, kernel: Any = kernel, name: str = name, **options: Any) -> Any:
-            called.append(name + "+" * (options.get("bias") is not None))
+            called.append(name + "+" * (options.get("bias") is not None) + "*" * (options.get("angles") is not None))
             return kernel(*args, **options)
 
         monkeypatch.setattr(operations, name, counted)
@@ -202,9 +233,10 @@ def test_families_are_run_by_them(model_type: str, dtype: torch.dtype, monkeypat
         right = real(model.graph(ids, layout=batch("bucketed", DEVICE)[1]), "bucketed", "token_classification")
     assert distance(found, right) < {torch.float16: 2e-2, torch.bfloat16: 1e-1}[dtype]
     depth = len(list(layers_of(graph)))
-    assert called.count("turn") == (depth if model_type in TURNING else 0)
+    assert called.count("turn") == (depth if model_type in TURNING and width == 16 else 0)
+    assert called.count("mix*") == (depth if model_type in TURNING and width == 32 else 0)
     assert called.count("mix+") == (depth if model_type in ADDING else 0)
-    assert called.count("mix") == (depth if model_type in TURNING else 0)
+    assert called.count("mix") == (depth if model_type in TURNING and width == 16 else 0)
     assert called.count("gated") == (0 if model_type in ("mpnet", "jina_embeddings_v3", "esm") else depth)
 
 
@@ -249,12 +281,37 @@ def test_a_norm_is_kept_for_the_layer_that_asks_for_it(monkeypatch: pytest.Monke
     assert len(summed) == 3 + 2 + 2 + 2 + 2
 
 
+def test_texts_within_windows_are_walked_however_long() -> None:
+    long, short = packed((150, 7)), packed((60, 7))
+    assert walks(short, None)
+    assert not walks(long, None)
+    assert walks(long, 64)
+    assert not walks(long, 200)
+    assert not walks(Packed.of([5]), 64)
+
+
+@pytest.mark.parametrize("model_type", ["modernbert", "mpnet", "bert"])
+def test_kernels_that_are_not_trusted_are_not_named(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(explain, "check_precision", lambda *_: None)
+    monkeypatch.setattr(explain, "trusted", lambda *_: False)
+    graph = made(model_type).graph
+    said = explain_graph(graph, torch.device("cuda"), torch.bfloat16, "bf16").kernels
+    assert said == ("our kernels: not trusted on this device, torch's own are launched instead",)
+
+
+def test_a_bias_serves_calls_of_several_dtypes() -> None:
+    bias = SlopedBias(2)(torch.empty(0), Packed.of([3]))
+    for dtype in (torch.float32, torch.float16):
+        assert bias(1, 3, dtype, torch.device("cpu")).dtype == dtype
+
+
 @pytest.mark.parametrize("model_type", ["modernbert", "mpnet", "bert"])
 def test_what_runs_is_explained(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     graph = made(model_type).graph
     said = "\n".join(explain_graph(graph, torch.device("cuda"), torch.bfloat16, "bf16").kernels)
-    assert ("rotary positions: one kernel" in said) == (model_type == "modernbert")
+    assert ("rotary positions: in the kernel" in said) == (model_type == "modernbert")
     assert ("gates: one product" in said) == (model_type == "modernbert")
     assert ("what distances add" in said) == (model_type == "mpnet")
     assert ("one kernel among texts up to 128" in said) == (model_type != "mpnet")
