@@ -14,6 +14,7 @@ bf16. Ways are run in turn, so that a busy machine shows in all of them; the bes
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import random
 import tempfile
@@ -60,7 +61,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             for _ in range(1 if args.tiny else args.rounds):
                 for name, run in ways.items():
                     row = run()
-                    print(f"batch {batch:>4}  {name:<16} {row['steps_per_s']:8.1f} steps/s", flush=True)
+                    said = f"{row['steps_per_s']:8.1f} steps/s  peak {row['peak_mb']:8,.0f} MB"
+                    print(f"batch {batch:>4}  {name:<16} {said}", flush=True)
                     if name not in best or row["steps_per_s"] > best[name]["steps_per_s"]:
                         best[name] = row
             for name, row in best.items():
@@ -168,7 +170,8 @@ def of_peft(base: Path, table: list[dict[str, Any]], batch: int, steps: int, ran
 
 
 def clear(cuda: bool) -> None:
-    """Begin with an empty device."""
+    """Begin with an empty device: what went before is in cycles that hold recorded steps."""
+    gc.collect()
     if cuda:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

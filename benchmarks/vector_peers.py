@@ -161,11 +161,12 @@ def timed(
     for part in range(parts):
         wait(device)
         began = perf_counter()
-        for start in range(0, len(rows), pairs):
+        count = pairs if parts == 1 else len(rows)
+        for start in range(0, count, pairs):
             step(rows[start : start + pairs])
         wait(device)
         if part or parts == 1:
-            found.append(len(rows) / pairs / (perf_counter() - began))
+            found.append(count / pairs / (perf_counter() - began))
     return found
 
 

@@ -12,7 +12,7 @@ installed. All train in bf16 on CUDA and float32 on a processor, with multiple n
 * train: pairs are two runs of words of the mixed corpus, cut at 128 tokens; rounds go through the contenders in turn,
   and the median pass over the data counts, of those after kernels are chosen and steps recorded. sentence-transformers
   comes as its model and loss in a loop, and as its trainer where datasets is installed. From 16,384 pairs on both go
-  through the model in parts, and an epoch is one step; sentence-transformers then takes one, after a small one.
+  through the model in parts, and an epoch is two steps; sentence-transformers then takes one, after a small one.
   Other kinds: token vectors, weights of words (of a model at random, the folder's sizes), texts written again.
 * encode: texts of the mixed corpus, after a pass over some of them; others with each size of batch that is named.
 * quality: questions of XQuAD's training articles with their paragraphs; held-out articles are searched by their
@@ -22,6 +22,7 @@ installed. All train in bf16 on CUDA and float32 on a processor, with multiple n
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import platform
 import sys
@@ -72,12 +73,13 @@ def our_steps(kind: str, model: str, rows: list[dict[str, str]], pairs: int, dev
         options["vector_loss"] = "DenoisingAutoEncoderLoss"
     elif pairs >= CACHED:
         options |= {"vector_loss": "CachedMultipleNegativesRankingLoss", "cache_tokens": 131_072}
+    warm, passes = (1, 1) if pairs >= CACHED else (WARM, TIMED)
     finetune(
-        model, train=rows, epochs=WARM + TIMED, batch_size=pairs, lr=RATE, max_length=128,
+        model, train=rows, epochs=warm + passes, batch_size=pairs, lr=RATE, max_length=128,
         precision="bf16" if half(device) else "fp32", devices=device, on_event=note, progress=False,
         schedule="constant", no_duplicates=False, report=False, **options,
     )  # fmt: skip
-    times = [b - a for a, b in pairwise(marks)][-TIMED:]
+    times = [b - a for a, b in pairwise(marks)][-passes:]
     return [len(rows) / pairs / seconds for seconds in times]
 
 
@@ -92,7 +94,7 @@ def trained(given: argparse.Namespace, model: str, pairs: int) -> Iterator[dict[
     kind = given.kind
     ways: dict[str, Callable[..., list[float]]] = {"ours": lambda *data: our_steps(kind, *data)}
     ways |= {} if given.alone else contenders(kind, pairs)
-    count = pairs * (1 if pairs >= CACHED else given.steps if pairs < 256 else max(8, given.steps // 4))
+    count = pairs * (2 if pairs >= CACHED else given.steps if pairs < 256 else max(8, given.steps // 4))
     texts = mixed_texts(given.data, 2 * count)
     rows = [{"anchor": a, "positive": b} for a, b in zip(texts[:count], texts[count:], strict=True)]
     if kind == "denoising":
@@ -101,6 +103,7 @@ def trained(given: argparse.Namespace, model: str, pairs: int) -> Iterator[dict[
     most: dict[str, float] = {}
     for number in range(given.rounds):
         for name, measure in ways.items():
+            gc.collect()
             if half(given.device):
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
@@ -114,7 +117,8 @@ def trained(given: argparse.Namespace, model: str, pairs: int) -> Iterator[dict[
             rates[name] += found
             most[name] = torch.cuda.max_memory_allocated() / 2**30 if half(given.device) else 0.0
             shown = ", ".join(f"{rate:.3g}" for rate in found)
-            print(f"round {number + 1}, {kind}, {pairs} a batch, {name}: {shown} steps/s", flush=True)
+            peak = f", peak {most[name]:.2f} GiB" if most[name] else ""
+            print(f"round {number + 1}, {kind}, {pairs} a batch, {name}: {shown} steps/s{peak}", flush=True)
     for name, found in ((name, found) for name, found in rates.items() if found):
         times = round(median(rates["ours"]) / median(found), 2)
         yield {

@@ -127,37 +127,34 @@ class VectorObjective:
             return
         known = np.asarray(lengths)
         starts = known.cumsum() - known
-        for rows in _cut(lengths, batch["width"] if columns else 1, self.cache_tokens, packed):
-            places = np.asarray(rows)
-            part = (
-                _of_packed(batch, starts[places], known[places]) if packed else _of_padded(batch, rows, known[places])
-            )
-            yield torch.from_numpy(places), part
+        for rows in _cut(known, batch["width"] if columns else 1, self.cache_tokens, packed):
+            part = _of_packed(batch, starts[rows], known[rows]) if packed else _of_padded(batch, rows, known[rows])
+            yield torch.from_numpy(rows), part
 
 
-def _cut(lengths: list[int], columns: int, most: int | None, packed: bool) -> list[list[int]]:
+def _cut(lengths: NDArray[np.int64], columns: int, most: int | None, packed: bool) -> list[NDArray[np.int64]]:
     """Return which texts go through the model together: of one column, and so many tokens at most, padding counted."""
-    groups = [list(range(column, len(lengths), columns)) for column in range(columns)]
+    groups = [np.arange(column, len(lengths), columns) for column in range(columns)]
     if most is None:
         return groups
-    parts: list[list[int]] = []
+    parts: list[NDArray[np.int64]] = []
     for group in groups:
-        rows: list[int] = []
-        tokens = 0
-        for row in sorted(group, key=lambda row: -lengths[row]):
-            cost = lengths[row] if packed else lengths[rows[0] if rows else row]
-            if rows and tokens + cost > most:
-                parts.append(rows)
-                rows, tokens = [], 0
-                cost = lengths[row]
-            rows.append(row)
-            tokens += cost
-        parts.append(rows)
+        longest = group[np.argsort(-lengths[group], kind="stable")]
+        costs = lengths[longest]
+        ends, first = costs.cumsum(), 0
+        while first < len(longest):
+            if packed:
+                last = int(np.searchsorted(ends, ends[first] - costs[first] + most, "right"))
+            else:
+                last = first + most // max(1, int(costs[first]))
+            last = min(max(last, first + 1), len(longest))
+            parts.append(longest[first:last])
+            first = last
     return parts
 
 
-def _of_padded(batch: Any, rows: list[int], lengths: NDArray[np.int64]) -> dict[str, Any]:
-    places = torch.tensor(rows, device=batch["input_ids"].device)
+def _of_padded(batch: Any, rows: NDArray[np.int64], lengths: NDArray[np.int64]) -> dict[str, Any]:
+    places = torch.from_numpy(rows).to(batch["input_ids"].device)
     names = [name for name in ("input_ids", "token_type_ids", "attention_mask") if name in batch]
     return {name: batch[name][places, : int(lengths.max())] for name in names}
 
