@@ -93,7 +93,8 @@ def read_table(
         )
     said_of = [] if label is None else [row.get(label) for row in rows]
     found = None if label is None else _labels(said_of, label, where)
-    names = tuple(sorted(set(said_of))) if said_of and all(isinstance(value, str) for value in said_of) else ()
+    named = bool(said_of) and all(isinstance(value, str) for value in said_of)
+    names = tuple(sorted({str(value) for value in said_of})) if named else ()
     if names and len(texts[0]) == 2:
         return TextTable(texts, found, "pair_classes", _as_columns(columns, label), names)
     return TextTable(texts, found, _form(len(texts[0]), found, where), _as_columns(columns, label), names)

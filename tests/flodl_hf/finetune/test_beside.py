@@ -29,7 +29,9 @@ def test_names_of_classes_train_a_classifier_of_pairs_that_is_not_kept(base: Pat
     found = finetune(base, train=ROWS, eval=ROWS[:9], out=tmp_path / "out", **RUN)
     assert {"accuracy", "eval_loss"} <= set(found.metrics)
     assert found.model.beside is None
-    assert torch.equal(load(tmp_path / "out").embed(TEXTS[:3]), found.model.to("cpu").embed(TEXTS[:3]))
+    kept: Any = load(tmp_path / "out")
+    learned: Any = found.model.to("cpu")
+    assert torch.equal(kept.embed(TEXTS[:3]), learned.embed(TEXTS[:3]))
     numbers = {name: i for i, name in enumerate(sorted(NAMES))}
     same = [{**row, "label": numbers[row["label"]]} for row in ROWS]
     again = finetune(base, train=same, eval=same[:9], loss="softmax", **RUN)
@@ -67,8 +69,9 @@ def test_what_does_not_fit_is_refused(base: Path) -> None:
         finetune(base, train=ROWS, eval=[{**ROWS[0], "label": "maybe"}], **RUN)
     with pytest.raises(DataError, match="names of classes"):
         finetune(base, train=[{"anchor": text, "positive": text} for text in TEXTS[:9]], eval=ROWS, **RUN)
+    sizes: Any = [8]
     with pytest.raises(ConfigError, match="matryoshka"):
-        finetune(base, train=ROWS, **{**RUN, "matryoshka": [8]})
+        finetune(base, train=ROWS, matryoshka=sizes, **RUN)
     off = {f"concatenation_sent_{name}": False for name in ("rep", "difference", "multiplication")}
     with pytest.raises(ConfigError, match="concatenation_sent"):
         make_loss("Softmax", off, BESIDE)
