@@ -12,20 +12,18 @@ from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import product
-from threading import Thread
-from typing import TYPE_CHECKING
+from threading import Thread, main_thread
 
 import torch
 
 from flodl.graph import Graph
 
-if TYPE_CHECKING:
-    from flodl_hf.tables.trials import LayerSizes
-
 __all__ = ["Warming"]
 
 # Tokens of batches whose products are tried; of sizes between them the library chooses mostly the same kernels.
-LARGE = (65_536, 49_152, 32_768, 16_384, 8_192, 4_096, 1_024, 256)
+LARGE = (65_536, 16_384, 8_192, 4_096, 2_048, 1_024, 512)
+# Free memory of a device, in bytes, of which some is taken for that.
+ROOM = 8 << 30
 
 _IMPORTED = ("flodl_hf.tables.arrange", "flodl_hf.runtime.session", "flodl_hf.decode.classes")
 
@@ -54,8 +52,14 @@ class Warming:
             graph: of the model.
             dtype: of its weights on the device.
         """
-        if dtype in (torch.float16, torch.bfloat16, torch.float32):
-            self._threads.append(self._start(_load_kernels, graph, self.device, dtype, tuple(self._threads)))
+        if dtype not in (torch.float16, torch.bfloat16, torch.float32):
+            return
+        handles = self._threads[-1]
+        own = self._start(_load_kernels, graph, self.device, dtype, tuple(self._threads))
+        self._threads.append(own)
+        # A first answer needs none of these, so nobody waits for them but the end of the process.
+        before = own if dtype == torch.float32 else handles
+        Thread(target=_load_products, args=(graph, self.device, dtype, before), name="flodl-hf-warm-large").start()
 
     def wait(self) -> None:
         """Return when the device is ready; what a first prediction imports is imported meanwhile."""
@@ -96,14 +100,20 @@ def _load_kernels(graph: Graph, device: torch.device, dtype: torch.dtype, before
     for each in sizes:
         trusted("prediction", where, dtype, each, prediction, rehearse=True)
         trusted("buckets", where, dtype, (each.heads, each.width // each.heads), buckets, rehearse=True)
-    # A first answer needs none of these, so nobody waits for them.
-    Thread(target=_load_products, args=(where, dtype, tuple(sizes)), name="flodl-hf-warm-large", daemon=True).start()
 
 
-def _load_products(device: torch.device, dtype: torch.dtype, sizes: tuple[LayerSizes, ...]) -> None:
+def _load_products(graph: Graph, device: torch.device, dtype: torch.dtype, before: Thread) -> None:
     """Have the library load the kernels that it chooses for large batches, some 10 ms each."""
+    from flodl_hf.tables.arrange import prediction_sizes, splits
     from flodl_hf.tables.trials import multiply
 
+    before.join()
     with suppress(RuntimeError), torch.inference_mode(), torch.cuda.device(device):
+        sizes = prediction_sizes(graph)
+        where = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.mem_get_info(where)[0] < ROOM or (dtype == torch.float32 and not splits(where, sizes)):
+            return
         for tokens, each in product(LARGE, sizes):
-            multiply(device, dtype, tokens, each)
+            if not main_thread().is_alive():
+                return
+            multiply(where, dtype, tokens, each)

@@ -208,7 +208,11 @@ def multiply(device: torch.device, dtype: torch.dtype, tokens: int, sizes: Layer
         weight = torch.empty(high, wide, dtype=dtype, device=device)
         bias = weight.new_empty(high) if sizes.bias else None
         states = weight.new_empty(tokens, wide)
-        if high == inner and bias is not None and sizes.activation in GELUS and dtype == torch.bfloat16:
+        if dtype == torch.float32:
+            from flodl_hf.kernels.split_products import products, split
+
+            products(split(states), split(weight, weight=True))
+        elif high == inner and bias is not None and sizes.activation in GELUS and dtype == torch.bfloat16:
             torch.ops.aten._addmm_activation(bias, states, weight.t(), use_gelu=True)
         else:
             nn.functional.linear(states, weight, bias)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from flodl_hf.auto import load
 from flodl_hf.kernels import trust
 from flodl_hf.runtime import warm
 from flodl_hf.runtime.warm import Warming
+from flodl_hf.tables import arrange, trials
 from flodl_hf.tables.trials import LayerSizes
 from flodl_hf.weights import pretrained
 
@@ -25,6 +27,8 @@ def test_kernels_are_tried_at_the_models_sizes_after_the_libraries(monkeypatch: 
     monkeypatch.setattr(warm, "_identify_triton", lambda: gate.wait(20) and seen.append("triton"))
     monkeypatch.setattr(warm, "_make_handles", lambda device: seen.append(device))
     monkeypatch.setattr(trust, "trusted", lambda *given, rehearse: bool(seen.append((*given, rehearse))))
+    large = threading.Event()
+    monkeypatch.setattr(warm, "_load_products", lambda *given: large.set())
     warming = Warming(CUDA)
     warming.layers(demo.demo_model(demo.learn_vocabulary()).graph, torch.bfloat16)
     gate.set()
@@ -33,15 +37,48 @@ def test_kernels_are_tried_at_the_models_sizes_after_the_libraries(monkeypatch: 
     kinds = [(kind, dtype, rehearse) for kind, _, dtype, _, _, rehearse in seen[2:]]
     assert kinds == [("prediction", torch.bfloat16, True), ("buckets", torch.bfloat16, True)]
     assert isinstance(seen[2][3], LayerSizes)
+    assert large.wait(20)
 
 
 def test_other_precisions_load_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warm, "_identify_triton", lambda: None)
     monkeypatch.setattr(warm, "_make_handles", lambda device: None)
     warming = Warming(CUDA)
-    warming.layers(demo.demo_model(demo.learn_vocabulary()).graph, torch.float32)
+    warming.layers(demo.demo_model(demo.learn_vocabulary()).graph, torch.float64)
     warming.wait()
     assert len(warming._threads) == 2
+
+
+def test_float32_tries_its_products_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(warm, "_identify_triton", lambda: None)
+    monkeypatch.setattr(warm, "_make_handles", lambda device: None)
+    monkeypatch.setattr(warm, "_load_products", lambda *given: None)
+    monkeypatch.setattr(arrange, "splits", lambda device, sizes, *, rehearse: seen.append((device, rehearse)))
+    warming = Warming(CUDA)
+    warming.layers(demo.demo_model(demo.learn_vocabulary()).graph, torch.float32)
+    warming.wait()
+    assert seen == [(CUDA, True)]
+
+
+@pytest.mark.parametrize(("free", "times"), [(16, len(warm.LARGE)), (4, 0)])
+def test_products_of_large_batches_are_tried_where_there_is_room(
+    free: int, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[int] = []
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free << 30, 80 << 30))
+    monkeypatch.setattr(trials, "multiply", lambda device, dtype, tokens, sizes: tried.append(tokens))
+    before = threading.Thread(target=int)
+    before.start()
+    warm._load_products(demo.demo_model(demo.learn_vocabulary()).graph, CUDA, torch.bfloat16, before)
+    assert len(tried) == times
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_products_that_are_tried_can_be_computed(dtype: torch.dtype) -> None:
+    trials.multiply(torch.device("cpu"), dtype, 3, LayerSizes(activation="relu"))
+    trials.multiply(torch.device("cpu"), dtype, 3, LayerSizes(bias=False))
 
 
 def test_loading_waits_for_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
