@@ -281,6 +281,28 @@ def test_a_norm_is_kept_for_the_layer_that_asks_for_it(monkeypatch: pytest.Monke
     assert len(summed) == 3 + 2 + 2 + 2 + 2
 
 
+@runs
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_windows_of_long_texts_have_gradients(dtype: torch.dtype) -> None:
+    from flodl_hf.kernels.operations import mixed
+
+    lengths, heads, width, window = (200, 7, 90), 2, 16, 9
+    layout, inside = packed(lengths), sum(lengths)
+    assert layout.places is not None
+    qkv = torch.randn(layout.num_tokens, 3 * heads * width).to(DEVICE, dtype).requires_grad_()
+    seed = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    found = mixed(qkv, layout.places, layout.segment_ends(), seed, heads=heads, p=0.0, stream=0, window=window)
+    parts = qkv[:inside].float().chunk(3, -1)
+    plain = Packed.of(lengths, DEVICE)
+    right = attend(*parts, plain, num_heads=heads, window=window, implementation="eager")  # type: ignore[call-arg]
+    assert distance(found[:inside], right) < NEAREST[dtype]
+    direction = torch.randn(inside, heads * width).to(DEVICE)
+    (mine,) = torch.autograd.grad(found[:inside], qkv, direction.to(dtype))
+    (theirs,) = torch.autograd.grad(right, qkv, direction)
+    for a, b in zip(mine[:inside].chunk(3, -1), theirs[:inside].chunk(3, -1), strict=True):
+        assert distance(a, b) < NEAREST[dtype]
+
+
 def test_texts_within_windows_are_walked_however_long() -> None:
     long, short = packed((150, 7)), packed((60, 7))
     assert walks(short, None)
