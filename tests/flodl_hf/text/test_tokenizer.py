@@ -21,7 +21,7 @@ from tokenizers import models, normalizers
 from flodl_hf.errors import TokenizerError
 from flodl_hf.tokenizer import TOKENIZER_FILES, Tokenizer
 
-from .conftest import AWKWARD, CORPUS, KINDS, byte_level, wordpiece
+from .conftest import AWKWARD, CORPUS, KINDS, byte_level, metaspace, wordpiece
 
 TEXTS = [*AWKWARD, *CORPUS[:13]]
 
@@ -417,6 +417,28 @@ def test_a_tokenizer_larger_than_the_embedding_is_refused_by_name(tokenizer: Tok
         tokenizer.check_fits(rows - 3)
     assert [i for i, _ in caught.value.worst] == [rows - 1, rows - 2, rows - 3]
     assert caught.value.expected == rows - 3
+
+
+def test_the_highest_id_is_found_without_the_table_where_ids_are_places(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert tokenizer._highest_id() == max(tokenizer.get_vocab().values())
+    few = len(tokenizer.get_vocab()) * 2
+    assert tokenizer.few_tokens(few) is not None
+
+    def table(_: Tokenizer) -> dict[str, int]:
+        raise AssertionError("the whole table was made")
+
+    monkeypatch.setattr(Tokenizer, "get_vocab", table)
+    tokenizer.check_fits(tokenizer.vocab_size)
+    assert tokenizer.few_tokens(tokenizer._inner.get_vocab_size(with_added_tokens=False)) is None
+
+
+def test_an_added_token_behind_the_pieces_is_the_highest() -> None:
+    definition = Inner.from_str(metaspace().to_str())
+    definition.add_special_tokens(["<late>"])
+    tokenizer = Tokenizer.from_files({"tokenizer.json": definition.to_str().encode()}, model_type="xlm-roberta")
+    assert tokenizer._highest_id() == tokenizer.token_to_id("<late>") == max(tokenizer.get_vocab().values())
 
 
 def test_ids_of_the_template_must_fit_as_well() -> None:
