@@ -17,6 +17,15 @@ MAX_CONFIG_BYTES = 1_000_000  # the largest on the Hub are label lists of some t
 _MOST_DIGITS = 400  # more than the largest float has
 
 
+# What a folder without config.json may be instead.
+_ANOTHERS = {
+    "gliner_config.json": (
+        "By gliner_config.json this is GLiNER, another architecture, which finds spans of any label; its own library "
+        "runs it, and docs/which-models.md says what loads here. "
+    ),
+}
+
+
 def config_text_of(folder: Path) -> str:
     """Return the text of a folder's ``config.json``.
 
@@ -25,10 +34,11 @@ def config_text_of(folder: Path) -> str:
     """
     path = folder / CONFIG_NAME
     if not is_entry(folder, CONFIG_NAME):
+        another = next((said for name, said in _ANOTHERS.items() if is_entry(folder, name)), "")
         present = sorted(p.name for p in folder.iterdir())[:12] if folder.is_dir() else []
         raise ConfigError(
             f"{path} does not exist; expected the configuration of a Hugging Face model. The folder holds: "
-            f"{', '.join(present) or 'nothing'}. Give the folder that holds config.json and the weights.",
+            f"{', '.join(present) or 'nothing'}. {another}Give the folder that holds config.json and the weights.",
             where=str(path),
             problems=["config.json"],
         )

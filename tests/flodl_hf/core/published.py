@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["PUBLISHED", "REFUSED"]
+__all__ = ["FURTHER", "PUBLISHED", "REFUSED"]
 
 Config = dict[str, Any]
 
@@ -289,6 +289,38 @@ PUBLISHED: dict[str, tuple[Config, str]] = {
 }  # fmt: skip
 
 # Other models under these families' names, and the key by which they are told.
+ZEROSHOT = labels("entailment", "not_entailment")
+# Their files were not at hand: sizes, classes and labels as they are known, without the odd keys that files have.
+FURTHER: dict[str, tuple[Config, str]] = {
+    "mixedbread-ai/mxbai-embed-large-v1": (BERT | LARGE | RECENT | arch("BertModel") | {"torch_dtype": "float16", "use_cache": False}, "base"),
+    "mixedbread-ai/mxbai-rerank-base-v1": (DEBERTA_TUNED | arch("DebertaV2ForSequenceClassification") | labels("LABEL_0"), "seqcls"),
+    "Snowflake/snowflake-arctic-embed-xs": (MINILM | arch("BertModel"), "base"),
+    "Snowflake/snowflake-arctic-embed-m": (BERT | RECENT | arch("BertModel") | {"torch_dtype": "float32"}, "base"),
+    "Snowflake/snowflake-arctic-embed-m-v1.5": (BERT | RECENT | arch("BertModel") | {"torch_dtype": "float32"}, "base"),
+    "Snowflake/snowflake-arctic-embed-l-v2.0": (XLMR | LARGE | RECENT | arch("XLMRobertaModel") | {"max_position_embeddings": 8194, "torch_dtype": "float32"}, "base"),
+    "intfloat/e5-small-v2": (MINILM | RECENT | arch("BertModel") | {"num_hidden_layers": 12}, "base"),
+    "intfloat/e5-large-v2": (BERT | LARGE | RECENT | arch("BertModel"), "base"),
+    "intfloat/multilingual-e5-small": (MINILM | RECENT | arch("BertModel") | {"num_hidden_layers": 12, "vocab_size": 250037, "tokenizer_class": "XLMRobertaTokenizer"}, "base"),
+    "intfloat/multilingual-e5-large": (XLMR | LARGE | RECENT | arch("XLMRobertaModel") | {"torch_dtype": "float32"}, "base"),
+    "intfloat/multilingual-e5-large-instruct": (XLMR | LARGE | RECENT | arch("XLMRobertaModel") | {"torch_dtype": "float16"}, "base"),
+    "naver/splade-cocondenser-ensembledistil": (BERT | RECENT | arch("BertForMaskedLM"), "mlm"),
+    "naver/splade-v3": (BERT | RECENT | arch("BertForMaskedLM"), "mlm"),
+    "prithivida/Splade_PP_en_v1": (BERT | RECENT | arch("BertForMaskedLM"), "mlm"),
+    "opensearch-project/opensearch-neural-sparse-encoding-v2-distill": (DISTIL | arch("DistilBertForMaskedLM"), "mlm"),
+    "answerdotai/answerai-colbert-small-v1": (MINILM | RECENT | arch("HF_ColBERT") | {"num_hidden_layers": 12}, "base"),
+    "cross-encoder/ms-marco-MiniLM-L4-v2": (MINILM | {"num_hidden_layers": 4} | arch("BertForSequenceClassification") | labels("LABEL_0") | CROSS, "seqcls"),
+    "MoritzLaurer/deberta-v3-large-zeroshot-v2.0": (DEBERTA_TUNED | LARGE | {"pooler_hidden_size": 1024} | arch("DebertaV2ForSequenceClassification") | ZEROSHOT, "seqcls"),
+    "MoritzLaurer/deberta-v3-base-zeroshot-v1.1-all-33": (DEBERTA_TUNED | arch("DebertaV2ForSequenceClassification") | ZEROSHOT, "seqcls"),
+    "MoritzLaurer/ModernBERT-large-zeroshot-v2.0": (MODERNBERT | sizes(1024, 28, 16, 2624) | arch("ModernBertForSequenceClassification") | ZEROSHOT, "seqcls"),
+    "nomic-ai/modernbert-embed-base": (MODERNBERT | arch("ModernBertModel"), "base"),
+    "jhu-clsp/ettin-encoder-150m": (MODERNBERT | arch("ModernBertForMaskedLM"), "mlm"),
+    "tomaarsen/reranker-ModernBERT-base-gooaq-bce": (MODERNBERT | arch("ModernBertForSequenceClassification") | labels("LABEL_0") | {"classifier_pooling": "mean"}, "seqcls"),
+    "EuroBERT/EuroBERT-2.1B": (EUROBERT | sizes(2304, 32, 18, 6144) | {"num_key_value_heads": 6, "head_dim": 128} | arch("EuroBertForMaskedLM"), "mlm"),
+    "facebook/esm2_t12_35M_UR50D": (ESM | sizes(480, 12, 20, 1920), "mlm"),
+    "facebook/esm2_t30_150M_UR50D": (ESM | sizes(640, 30, 20, 2560), "mlm"),
+    "facebook/esm2_t36_3B_UR50D": (ESM | sizes(2560, 36, 40, 10240), "mlm"),
+}  # fmt: skip
+
 REFUSED: dict[str, tuple[Config, str]] = {
     "zhihan1996/DNABERT-2-117M": (BERT | arch("BertForMaskedLM") | {"alibi_starting_size": 512, "attention_probs_dropout_prob": 0.0, "auto_map": {"AutoModel": "bert_layers.BertModel"}, "vocab_size": 4096}, "alibi_starting_size"),
 }  # fmt: skip

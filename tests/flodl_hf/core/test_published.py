@@ -21,8 +21,9 @@ from flodl_hf.parity.published import checkpoints_of
 from flodl_hf.weights.loading import head_of
 
 sys.path.insert(0, str(Path(__file__).parent))
-from published import PUBLISHED, REFUSED, shrunk
+from published import FURTHER, PUBLISHED, REFUSED, shrunk
 
+ALL = PUBLISHED | FURTHER
 PAGE = Path(__file__).parents[3] / "docs" / "which-models.md"
 # Sizes by which each file becomes a tiny one of the same architecture; heads and groups stay odd where they were.
 SMALL = [
@@ -33,9 +34,9 @@ SMALL = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", ALL)
 def test_a_published_configuration_is_read(name: str) -> None:
-    source, head = PUBLISHED[name]
+    source, head = ALL[name]
     config = ModelConfig.from_dict(source, where=name)
     assert (head_of(config.family, source.get("architectures")) or "base") == head_named(head).name
     assert not [note for note in config.notes if "not known to any family" in note]
@@ -59,6 +60,7 @@ def test_the_list_is_long_and_holds_every_checkpoint_of_the_live_matrix() -> Non
     heads = {family.model_type: {"base", *family.heads} for family in FAMILIES}
     assert all(set(named) <= heads[model_type] for model_type, named in CATALOGUE.items())
     assert len(PUBLISHED) >= 60
+    assert not PUBLISHED.keys() & FURTHER.keys()
     assert {FAMILIES[0].model_type, *(source["model_type"] for source, _ in PUBLISHED.values())} == {
         family.model_type for family in FAMILIES
     } - remote
@@ -68,17 +70,17 @@ def test_the_list_is_long_and_holds_every_checkpoint_of_the_live_matrix() -> Non
 def test_the_page_names_what_is_tested() -> None:
     page = PAGE.read_text("utf-8")
     named = set(re.findall(r"`([\w.-]+/[\w.-]+)`", page))
-    assert set(PUBLISHED) | set(REFUSED) <= named
+    assert set(ALL) | set(REFUSED) <= named
 
 
 @pytest.mark.transformers
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", ALL)
 def test_a_tiny_model_of_each_is_transformers_to_the_bit(name: str, tmp_path: Path) -> None:
     """The file as it stands but for its sizes, beside weights that transformers wrote."""
     import transformers
 
     transformers.logging.set_verbosity_error()  # it warns of special tokens beyond the small vocabulary
-    source, head = PUBLISHED[name]
+    source, head = ALL[name]
     rows = SMALL + ([] if source["model_type"] == "albert" else [("embedding_size", 16)])
     config = shrunk(source, rows)
     if (config.get("pad_token_id") or 0) >= 90:

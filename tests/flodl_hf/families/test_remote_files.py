@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from flodl.errors import ConfigError
 from flodl_hf import load
 from flodl_hf.attention.rotary import Rotary, RotarySettings
 from flodl_hf.auto import head_named
@@ -77,6 +78,31 @@ FILES = [
     Remote(
         "nomic-ai/nomic-embed-text-v1.5", NOMIC | {"architectures": ["NomicBertModel"]}, "base", "nomic_bert",
         {"rope_parameters": {"rope_theta": 1000.0, "rope_type": "default"}}, without("nomic_bert"),
+    ),
+    *(
+        Remote(
+            name, NOMIC | {"architectures": ["NomicBertModel"]}, "base", "nomic_bert",
+            {"rope_parameters": {"rope_theta": 1000.0, "rope_type": "default"}}, without("nomic_bert"),
+        )
+        for name in ("nomic-ai/nomic-embed-text-v1", "Snowflake/snowflake-arctic-embed-m-long")
+    ),
+    Remote(
+        "Snowflake/snowflake-arctic-embed-m-v2.0",
+        GTE | {
+            "architectures": ["GteModel"], "auto_map": {"AutoModel": "modeling_hf_alibaba_nlp_gte.GteModel"},
+            "model_type": "gte", "rope_scaling": None, "rope_theta": 160000,
+        },
+        "base", "gte", {"rope_parameters": {"rope_theta": 160000.0, "rope_type": "default"}}, without("gte"),
+    ),
+    Remote(
+        "Alibaba-NLP/gte-large-en-v1.5",
+        GTE | {
+            "architectures": ["NewModel"], "pad_token_id": 0, "rope_scaling": {"factor": 2.0, "type": "ntk"},
+            "rope_theta": 160000, "type_vocab_size": 2, "vocab_size": 30528,
+        },
+        "base", "gte",
+        {"rope_theta": 160000.0, "rope_scaling": {"factor": 2.0, "type": "ntk"}, "type_vocab_size": 2, "pad_token_id": 0},
+        lambda name: f"new.{name}",
     ),
     Remote(
         "nomic-ai/nomic-bert-2048", NOMIC | {"architectures": ["NomicBertForPreTraining"], "n_positions": 2048}, "mlm",
@@ -158,6 +184,18 @@ def test_its_published_configuration_is_read(file: Remote) -> None:
     assert config.encoder.hidden_size == 768
     assert config.max_tokens == file.config.get("n_positions", 8192)
     assert [note.split(":")[0] for note in config.notes] == ["auto_map"]
+
+
+def test_experts_are_refused_by_their_key() -> None:
+    source = NOMIC | {"architectures": ["NomicBertModel"], "num_experts": 8, "moe_every_n_layers": 2, "moe_top_k": 2}
+    with pytest.raises(ConfigError, match="num_experts: found 8"):
+        ModelConfig.from_dict(source, where="nomic-ai/nomic-embed-text-v2-moe")
+
+
+def test_gliners_folders_are_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "gliner_config.json").write_text('{"model_name": "microsoft/deberta-v3-base"}')
+    with pytest.raises(ConfigError, match=r"By gliner_config\.json this is GLiNER, another architecture"):
+        load(tmp_path)
 
 
 def test_the_page_names_them() -> None:
