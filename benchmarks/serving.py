@@ -12,7 +12,7 @@ Clients are processes with plain sockets (`serving_clients`); the server is `flo
     peers       what is commonly written around other libraries (`serving_peers`), in turns with ours, under one load
 
     python -m benchmarks.serving [--device cuda --precision bf16] [--seconds 20] [--clients 200]
-        [--size base|small|tiny] [--only throughput,latency,mixed,overload,peers] [--processes 8] [--workers 1]
+        [--size base|small|tiny] [--only throughput,latency,mixed,overload,peers] [--processes 8] [--workers 2]
         [--texts N] [--json FILE]
 
 Needs starlette and uvicorn (with anyio, idna, click, h11, typing_extensions); httptools, uvloop and orjson where they
@@ -276,7 +276,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--calls", type=int, default=500)
     parser.add_argument("--max-batch-tokens", type=int)
-    parser.add_argument("--workers", type=int, default=1, help="worker processes of the device")
+    parser.add_argument("--workers", type=int, help="worker processes of the device")
     parser.add_argument("--texts", type=int, help="texts of a request in mixed and overload")
     parser.add_argument("--only", default="throughput,latency,mixed,overload")
     parser.add_argument("--json", type=Path)
@@ -299,7 +299,7 @@ def main() -> None:
         folder = write_model(args.place, args.size)
         given = {
             "devices": [str(device)], "precision": args.precision, "max_batch_tokens": args.max_batch_tokens,
-            "processes": args.workers, "port": 0, **({"max_queue_s": 1.0} if "overload" in wanted else {}),
+            "workers": args.workers, "port": 0, **({"max_queue_s": 1.0} if "overload" in wanted else {}),
         }  # fmt: skip
         model: Any = load(folder, device=str(device)).runtime(precision=args.precision, progress=False)
         with server(folder, given) as (url, pids):

@@ -32,9 +32,14 @@ def command(
     device: Annotated[
         list[str] | None, typer.Option("--device", help="Device; again for more. By default the best.")
     ] = None,
-    processes: Annotated[
-        int, typer.Option("--processes", help="Worker processes for each device; each holds the models.", min=1)
-    ] = 1,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            "--workers",
+            help="Worker processes for each device, each with the models; by default two on a GPU with memory.",
+            min=1,
+        ),
+    ] = None,
     precision: Annotated[PrecisionWord | None, typer.Option(help="By default that of the weights.")] = None,
     batch_invariant: Annotated[
         bool, typer.Option("--batch-invariant", help="Let an answer depend on its text alone, bit for bit; slower.")
@@ -105,7 +110,7 @@ def command(
         head=head,
         here=lambda url: say(f"ready: {url}", always=True),
         devices=tuple(device or ["auto"]),
-        processes=processes,
+        workers=workers,
         precision=precision,
         adapters=tuple(adapters or ()),
         mix_adapters=mix_adapters,

@@ -204,6 +204,7 @@ def _info(house: House) -> dict[str, Any]:
         "docker_label": None,
         "models": house.workers.models,
         "devices": list(settings.devices),
+        "workers": house.workers.devices,
     }
 
 

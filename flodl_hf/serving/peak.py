@@ -82,9 +82,12 @@ class Pace:
             seconds: how long the device took for it.
             full: whether nothing larger could be made.
         """
-        if seconds > 0 and (full or tokens > self.now * seconds):
-            self._tokens = 0.9 * self._tokens + tokens
-            self._seconds = 0.9 * self._seconds + seconds
+        faster = tokens > self.now * seconds
+        if seconds > 0 and (full or faster):
+            # What is too low keeps requests out that there is room for.
+            keep = 0.5 if faster else 0.9
+            self._tokens = keep * self._tokens + tokens
+            self._seconds = keep * self._seconds + seconds
 
 
 class Rate:

@@ -36,8 +36,8 @@ class Settings:
     Attributes:
         models: what is served; nothing else is ever loaded.
         devices: where models run, "auto" is the best there is.
-        processes: worker processes for each device, each of which holds the models: more than one where many small
-            requests keep the interpreter busy rather than the device.
+        workers: worker processes for each device, each of which holds the models: many small requests keep an
+            interpreter busy rather than the device. None is two on a GPU with memory for them, else one.
         precision: see `flodl_hf.runtime.Precision`; None is that of the weights.
         adapters: directories that hold a folder for each adapter, each served by its folder's name; ``NAME=DIR`` says
             of which model. They are listed when models are loaded.
@@ -67,7 +67,7 @@ class Settings:
 
     models: tuple[Served, ...]
     devices: tuple[str, ...] = ("auto",)
-    processes: int = 1
+    workers: int | None = None
     precision: str | None = None
     adapters: tuple[str, ...] = ()
     mix_adapters: bool = False

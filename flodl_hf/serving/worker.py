@@ -25,7 +25,7 @@ from flodl_hf.serving.adapted import Together, open_adapters, put_together
 from flodl_hf.serving.admission import weigh
 from flodl_hf.serving.batching import Batcher
 from flodl_hf.serving.frames import HEAD, packed, unpacked
-from flodl_hf.serving.peak import peak_of
+from flodl_hf.serving.peak import Pace, peak_of
 from flodl_hf.serving.tasks import TASKS, describe, warm_items
 from flodl_hf.serving.ticket import DeadlineError, GivenUpError, Ticket
 from flodl_hf.serving.timeline import Timeline
@@ -37,6 +37,8 @@ __all__ = ["serve"]
 WINDOW = 1 << 20
 CPU_TOKENS = 4096
 CUDA_TOKENS = 16_384
+# About what a process takes of a GPU before its models.
+CONTEXT = 1 << 30
 # So many requests compute at a time in this process beside the batches, and as many of those with more characters than
 # that. The interpreter runs one thread at a time: with hundreds that want it, those that feed the device would wait
 # behind all of them whenever they let go of it.
@@ -80,13 +82,13 @@ class Worker:
 
         self.device = find_device(given["device"])
         self.precision: str | None = given["precision"]
-        cuda = self.device.type == "cuda"
-        self.max_tokens = given["max_batch_tokens"] or (CUDA_TOKENS if cuda else CPU_TOKENS)
+        self.cuda = self.device.type == "cuda"
+        self.max_tokens = given["max_batch_tokens"] or (CUDA_TOKENS if self.cuda else CPU_TOKENS)
         run: dict[str, Any] = {
             "precision": given["precision"], "batch_invariant": given["batch_invariant"], "progress": False,
             "window": WINDOW,
         }  # fmt: skip
-        if cuda:
+        if self.cuda:
             run["token_budget"] = self.max_tokens
         sources = {model["name"]: model["source"] for model in given["models"]}
 
@@ -113,7 +115,7 @@ class Worker:
             if model.tokenizer is None:
                 model.ready("serve")
             task, items = warm_items(model)
-            for count in (1, 8) if self.device.type != "cuda" else (1, 1, 1, 8, 64, 64, 64):
+            for count in (1, 8) if not self.cuda else (1, 1, 1, 8, 64, 64, 64):
                 asked = items[:1] if count == 1 else items * count
                 self.answer({"model": name, "task": task, "items": asked}, Ticket())
 
@@ -131,6 +133,27 @@ class Worker:
 
         precision: Any = self.precision
         return peak_of(self.device, dtype_of(precision) or next(iter(self.models.values())).dtype)
+
+    def pace(self) -> float:
+        """Return the tokens a second that the device runs, by a warm model."""
+        if self.cuda:
+            # What is made once on a GPU takes seconds, which are no batch's.
+            self.batcher.pace = Pace()
+            name, model = next(iter(self.models.items()))
+            task, items = warm_items(model)
+            for _ in range(2):
+                self.answer({"model": name, "task": task, "items": items * 64}, Ticket())
+        return self.batcher.pace.now
+
+    def has_room(self) -> bool:
+        """Return whether the device is a GPU with memory for another process like this one, twice over."""
+        import torch
+
+        if not self.cuda:
+            return False
+        free, whole = torch.cuda.mem_get_info(self.device)
+        mine = torch.cuda.memory_reserved(self.device) + CONTEXT
+        return free > 2 * mine and 4 * mine < whole
 
     def answer(self, message: dict[str, Any], ticket: Ticket) -> tuple[Any, list[np.ndarray]]:
         """Return the answer to a request."""
@@ -175,8 +198,8 @@ def serve(descriptor: int) -> None:
         infos = {name: worker.describe(name) for name in worker.models}
         stream.write(
             {"ready": infos, "device": str(worker.device), "warm_s": time.perf_counter() - started,
-             "max_batch_tokens": worker.max_tokens, "peak": worker.peak(), "rate": worker.batcher.pace.now,
-             "pid": os.getpid()}
+             "max_batch_tokens": worker.max_tokens, "peak": worker.peak(), "rate": worker.pace(),
+             "room": worker.has_room(), "pid": os.getpid()}
         )  # fmt: skip
     except Exception as fault:
         stream.write({"broken": f"{type(fault).__name__}: {fault}"})

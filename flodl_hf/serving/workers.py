@@ -130,6 +130,11 @@ class Workers:
         return [process.process.pid for process in self._here]
 
     @property
+    def devices(self) -> list[str]:
+        """The device of each."""
+        return [process.info["device"] for process in self._here]
+
+    @property
     def rate(self) -> float:
         """Tokens a second that those run, together, when there is enough to run."""
         return sum(process.rate for process in self._here)
@@ -154,9 +159,15 @@ class Workers:
 
     async def _started(self) -> list[_Process]:
         adapters = find_adapters(self.settings)
-        devices = self.settings.devices * self.settings.processes
-        made = [asyncio.ensure_future(self._one(device, adapters)) for device in devices]
-        done = await asyncio.gather(*made, return_exceptions=True)
+        devices = self.settings.devices * (self.settings.workers or 1)
+        done = await self._all(devices, adapters)
+        if self.settings.workers is None and all(isinstance(one, _Process) for one in done):
+            roomy = [one.device for one in done if isinstance(one, _Process) and one.info["room"]]
+            second = await self._all(roomy, adapters)
+            for device, one in zip(roomy, second, strict=True):
+                if isinstance(one, BaseException):
+                    LOG.warning("one worker", extra={"said": {"device": device, "fault": str(one)}})
+            done += [one for one in second if isinstance(one, _Process)]
         faults = [fault for fault in done if isinstance(fault, BaseException)]
         for process in done:
             if isinstance(process, _Process):
@@ -168,6 +179,10 @@ class Workers:
             raise faults[0]
         self._adapters = adapters
         return [process for process in done if isinstance(process, _Process)]
+
+    async def _all(self, devices: Sequence[str], adapters: list[dict[str, str]]) -> list[_Process | BaseException]:
+        made = [asyncio.ensure_future(self._one(device, adapters)) for device in devices]
+        return await asyncio.gather(*made, return_exceptions=True)
 
     async def _one(self, device: str, adapters: list[dict[str, str]]) -> _Process:
         ours, theirs = socket.socketpair()
@@ -181,6 +196,7 @@ class Workers:
         reader, writer = await asyncio.open_connection(sock=ours, limit=1 << 22)
         found = _Process(device, process, reader, writer)
         writer.writelines(packed(self.settings.of_worker(device, adapters)))
+        message: dict[str, Any]
         try:
             while "warned" in (message := (await _read(reader))[0]):
                 _warn(found, message)

@@ -24,7 +24,7 @@ from flodl_hf.serving import serve, served
 from flodl_hf.serving.admission import Admission, OverloadedError, known_key
 from flodl_hf.serving.running import Log, running
 from flodl_hf.serving.settings import Served, Settings
-from flodl_hf.serving.workers import WorkersError
+from flodl_hf.serving.workers import Workers, WorkersError, _Process
 
 
 @pytest.fixture(scope="module")
@@ -255,13 +255,42 @@ def test_what_is_said_of_the_server_needs_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_a_gpu_with_memory_for_it_has_a_second_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    async def one(self: Workers, device: str, adapters: Any) -> Any:
+        asked.append(device)
+        if asked.count("cuda:1") == 2 and device == "cuda:1":
+            raise WorkersError("no memory", device=device)
+        info = {"room": device != "cuda:2", "ready": {}, "max_batch_tokens": 1, "device": device}
+        nobody: Any = None
+        return _Process(device, nobody, nobody, nobody, info=info, rate=2.0)
+
+    monkeypatch.setattr(Workers, "_one", one)
+
+    def started(**settings: Any) -> list[str]:
+        asked.clear()
+        workers = Workers(Settings(models=served(["m"]), **settings), lambda ran, queued: None)
+        asyncio.run(workers.start())
+        assert workers.rate == 2.0 * len(workers.devices)
+        return workers.devices
+
+    devices = ("cuda:0", "cuda:1", "cuda:2")
+    # That the other does not start is no reason to serve nothing.
+    assert started(devices=devices) == [*devices, "cuda:0"]
+    assert started(devices=devices, workers=1) == list(devices)
+    assert started(devices=("cuda:0",), workers=3) == ["cuda:0"] * 3
+    with pytest.raises(ConfigError, match="workers=0"):
+        Settings(models=served(["m"]), workers=0)
+
+
 @pytest.mark.slow
 def test_several_processes_of_a_device(folders: dict[str, Path]) -> None:
     import httpx
 
     from flodl_hf.auto import load
 
-    settings = Settings(models=(Served("embed", str(folders["embed"])),), devices=("cpu",), processes=2)
+    settings = Settings(models=(Served("embed", str(folders["embed"])),), devices=("cpu",), workers=2)
     texts = [f"the cat sat on the mat {'and ran ' * i}" for i in range(40)]
     model: Any = load(folders["embed"])
     expected = model.embed(texts).numpy()
