@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
@@ -20,11 +21,12 @@ from torch import nn
 
 from flodl import system
 from flodl.files import write_atomically
+from flodl_hf.torture.case import Case, Fault, Kind, dealt
 from flodl_hf.torture.checkpoints import checkpoint, write_files
 from flodl_hf.torture.crash import Tree, tree_of
 from flodl_hf.torture.disk import Disk
 
-__all__ = ["ACTS", "Act", "act_named", "inert"]
+__all__ = ["ACTS", "Act", "act_named", "dealt_in_order", "inert", "kinds_of_acts"]
 
 Mark = Callable[[str], None]
 HEAD = "sequence_classification"
@@ -437,3 +439,21 @@ def recorded(act: Act, root: Path, disk: Disk) -> None:
     """Do an act on a watched disk."""
     with disk.watched():
         act.do(root, disk.mark)
+
+
+def kinds_of_acts(shares: Mapping[str, int], key: str) -> tuple[Kind, ...]:
+    """Return a kind of fault for each act, whose number stands under ``key``; acts without a share have one of 1."""
+
+    def kind(name: str) -> Kind:
+        def fault(random: Random, number: int) -> Fault:
+            return Fault({"act": name, key: number})
+
+        return Kind(name, shares.get(name, 1), fault, {"cpu_s": 60.0, "wall_s": 300.0, "memory_mb": 600})
+
+    return tuple(kind(act.name) for act in ACTS)
+
+
+def dealt_in_order(suite: str, kinds: Sequence[Kind], seed: int, count: int) -> Iterator[Case]:
+    """Yield cases of each act in turn, each with the seed that decides in which order its numbers are taken."""
+    for case in dealt(suite, kinds, seed, count):
+        yield replace(case, fault=Fault({**case.what, "order": seed}))

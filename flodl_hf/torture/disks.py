@@ -10,15 +10,14 @@ from __future__ import annotations
 import errno
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
 from flodl.errors import FlodlError
-from flodl_hf.torture.acts import ACTS, Act, act_named, inert
-from flodl_hf.torture.case import Case, Fault, Grade, Kind, Verdict, dealt, refusal, right
+from flodl_hf.torture.acts import ACTS, Act, act_named, dealt_in_order, inert, kinds_of_acts
+from flodl_hf.torture.case import Case, Grade, Verdict, refusal, right
 from flodl_hf.torture.disk import Disk, Step
 from flodl_hf.torture.subjects import Subject
 
@@ -68,20 +67,12 @@ WAYS = (
 )
 
 
-def _kind(name: str) -> Kind:
-    def fault(random: Random, number: int) -> Fault:
-        return Fault({"act": name, "place": number})
-
-    return Kind(name, SHARES.get(name, 1), fault, {"cpu_s": 60.0, "wall_s": 300.0, "memory_mb": 600})
-
-
-KINDS = tuple(_kind(act.name) for act in ACTS)
+KINDS = kinds_of_acts(SHARES, "place")
 
 
 def cases(seed: int, count: int) -> Iterator[Case]:
     """Yield the faults of each act in turn; the seed decides in which order."""
-    for case in dealt(NAME, KINDS, seed, count):
-        yield replace(case, fault=Fault({**case.what, "order": seed}))
+    return dealt_in_order(NAME, KINDS, seed, count)
 
 
 def prepare(subject: Subject) -> None:

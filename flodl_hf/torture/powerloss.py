@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from random import Random
 
-from flodl_hf.torture.acts import ACTS, act_named, recorded
-from flodl_hf.torture.case import Case, Fault, Grade, Kind, Verdict, dealt, right
+from flodl_hf.torture.acts import ACTS, act_named, dealt_in_order, kinds_of_acts, recorded
+from flodl_hf.torture.case import Case, Grade, Verdict, right
 from flodl_hf.torture.crash import CrashState, Replay, lay_out, tree_of
 from flodl_hf.torture.disk import Disk
 from flodl_hf.torture.subjects import Subject
@@ -33,20 +32,12 @@ SHARES = {
 }  # fmt: skip
 
 
-def _kind(name: str) -> Kind:
-    def fault(random: Random, number: int) -> Fault:
-        return Fault({"act": name, "state": number})
-
-    return Kind(name, SHARES.get(name, 1), fault, {"cpu_s": 60.0, "wall_s": 300.0, "memory_mb": 600})
-
-
-KINDS = tuple(_kind(act.name) for act in ACTS)
+KINDS = kinds_of_acts(SHARES, "state")
 
 
 def cases(seed: int, count: int) -> Iterator[Case]:
     """Yield states of each act in turn; the seed decides in which order."""
-    for case in dealt(NAME, KINDS, seed, count):
-        yield replace(case, fault=Fault({**case.what, "order": seed}))
+    return dealt_in_order(NAME, KINDS, seed, count)
 
 
 def prepare(subject: Subject) -> None:

@@ -18,18 +18,10 @@ __all__ = ["AdaptiveLayerLoss", "MatryoshkaLoss"]
 
 
 @dataclass(frozen=True)
-class MatryoshkaLoss:
-    """A loss of vectors cut to each of several sizes, and scaled to length 1, added up.
-
-    Attributes:
-        loss: the loss.
-        dims: sizes.
-        weights: of each size; None weighs all alike.
-    """
+class _Wrapped:
+    """What is the wrapped loss's."""
 
     loss: Any
-    dims: tuple[int, ...]
-    weights: tuple[float, ...] | None = None
 
     @property
     def forms(self) -> Any:
@@ -45,6 +37,20 @@ class MatryoshkaLoss:
     def by_guide(self) -> bool:
         """Whether labels are a guide's vectors."""
         return self.loss.by_guide
+
+
+@dataclass(frozen=True)
+class MatryoshkaLoss(_Wrapped):
+    """A loss of vectors cut to each of several sizes, and scaled to length 1, added up.
+
+    Attributes:
+        loss: the loss.
+        dims: sizes.
+        weights: of each size; None weighs all alike.
+    """
+
+    dims: tuple[int, ...]
+    weights: tuple[float, ...] | None = None
 
     def faults(self) -> list[str]:
         """Return what cannot be among the settings."""
@@ -69,7 +75,7 @@ class MatryoshkaLoss:
 
 
 @dataclass(frozen=True)
-class AdaptiveLayerLoss:
+class AdaptiveLayerLoss(_Wrapped):
     """A loss of the vectors after each layer, and how far these are from the last layer's.
 
     It takes vectors of all layers, the embeddings' first and the last layer's last; all of them in each step.
@@ -83,27 +89,11 @@ class AdaptiveLayerLoss:
         layer_weighting: "uniform", "log" or "linear": lower layers weigh alike, or more.
     """
 
-    loss: Any
     last_layer_weight: float = 1.0
     prior_layers_weight: float = 1.0
     kl_div_weight: float = 1.0
     kl_temperature: float = 0.3
     layer_weighting: str = "uniform"
-
-    @property
-    def forms(self) -> Any:
-        """The data that the loss takes."""
-        return self.loss.forms
-
-    @property
-    def in_batch(self) -> bool:
-        """Whether an example's loss depends on the others."""
-        return self.loss.in_batch
-
-    @property
-    def by_guide(self) -> bool:
-        """Whether labels are a guide's vectors."""
-        return self.loss.by_guide
 
     def faults(self) -> list[str]:
         """Return what cannot be among the settings."""
