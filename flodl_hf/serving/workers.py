@@ -205,7 +205,7 @@ class Workers:
         if "broken" in message:
             await self._let_go(found)
             raise WorkersError(f"serve: {message['broken']}", device=device)
-        found.info, found.rate = message, message["rate"]
+        found.info, found.rate = message, float(message["rate"])
         found.listening = asyncio.ensure_future(self._listen(found))
         LOG.info("worker ready", extra={"said": {"device": message["device"], "pid": message["pid"]}})
         return found
