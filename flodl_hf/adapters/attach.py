@@ -15,7 +15,13 @@ from torch import Tensor, nn
 
 from flodl.errors import ConfigError, nearest
 from flodl_hf.adapters.lora import AdaptedLinear, LoraPart
-from flodl_hf.adapters.prefixes import PrefixedAttention, PrefixPart, ShiftedPositions, ShiftPart
+from flodl_hf.adapters.prefixes import (
+    MadePrefixPart,
+    PrefixedAttention,
+    PrefixPart,
+    ShiftedPositions,
+    ShiftPart,
+)
 from flodl_hf.adapters.prompts import PromptedEmbedding, PromptPart
 from flodl_hf.adapters.scaled import ScaledLinear, ScalePart
 from flodl_hf.adapters.settings import Settings
@@ -32,6 +38,7 @@ KINDS: Mapping[type[nn.Module], Any] = {
     ScalePart: ScaledLinear,
     PromptPart: PromptedEmbedding,
     PrefixPart: PrefixedAttention,
+    MadePrefixPart: PrefixedAttention,
     ShiftPart: ShiftedPositions,
 }
 """What a module becomes with each kind of part beside it."""

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from flodl.errors import ConfigError
 from flodl_hf.adapters.attach import Adapter, Part
 from flodl_hf.adapters.lora import LoraPart
-from flodl_hf.adapters.prefixes import PrefixPart, ShiftPart
-from flodl_hf.adapters.prompts import WORDS, PromptPart
+from flodl_hf.adapters.prefixes import MadePrefixPart, PrefixMaker, PrefixPart, ShiftPart
+from flodl_hf.adapters.prompts import WORDS, BothWays, PromptPart
 from flodl_hf.adapters.scaled import ScalePart
 from flodl_hf.adapters.settings import IA3, Lora, Prefix, Prompt, Settings
 from flodl_hf.adapters.targets import Site, chosen
@@ -53,8 +53,13 @@ def new_adapter(model: GraphModel, settings: Settings) -> Adapter:
     elif isinstance(settings, Prefix):
         width, layers = _prefixed(model, settings.tokens)
         home = next(graph.parameters()).device
-        drawn = torch.randn(settings.tokens, layers * 2 * width, device=home) * PREFIX_STD
-        parts = prefix_parts(model, drawn)
+        if settings.encoder is None:
+            drawn = torch.randn(settings.tokens, layers * 2 * width, device=home) * PREFIX_STD
+            parts = prefix_parts(model, drawn)
+        else:
+            maker = PrefixMaker(settings.tokens, width, settings.encoder, layers).to(home)
+            parts = {f"encoder.layers.{n}.attention": MadePrefixPart(maker, n) for n in range(layers)}
+            parts[POSITIONS] = ShiftPart(settings.tokens)
     else:
         sites = chosen(model, settings, kept)
         parts = {}
@@ -103,7 +108,11 @@ def _prompt(model: GraphModel, settings: Prompt) -> PromptPart:
         read = model.tokenizer.encode_rows([settings.text], max_tokens=None)[0][0].ids
         ids = torch.tensor((list(read) * (settings.tokens // len(read) + 1))[: settings.tokens])
     vectors = nn.Parameter(words[ids.to(words.device)].float().clone())
-    return PromptPart(vectors, None if settings.encoder is None else _encoder(words.shape[1], settings.encoder, words))
+    if settings.encoder is None:
+        return PromptPart(vectors)
+    if settings.kind == "lstm":
+        return PromptPart(vectors, BothWays(words.shape[1], settings.encoder).to(words.device))
+    return PromptPart(vectors, _encoder(words.shape[1], settings.encoder, words))
 
 
 def _encoder(width: int, inner: int, like: Tensor) -> nn.Module:

@@ -171,10 +171,12 @@ def _read_virtual(values: Mapping[str, Any], where: str) -> Prompt | Prefix:
         *(_wrong(name, values.get(name), "a whole number", lambda v: v is None or _whole(v)) for name in sizes),
     ]
     _check(values, where, kind, (*UNDERSTOOD_VIRTUAL, *BEGUN), wrong)
-    width = values.get("encoder_hidden_size") if kind == "P_TUNING" else None
+    made = kind == "P_TUNING" or bool(values.get("prefix_projection"))
+    width = values.get("encoder_hidden_size") if made else None
     if VIRTUAL[kind] is Prefix:
-        return Prefix(tokens=values["num_virtual_tokens"])
-    return Prompt(tokens=values["num_virtual_tokens"], encoder=width)
+        return Prefix(tokens=values["num_virtual_tokens"], encoder=width)
+    lstm = width is not None and values.get("encoder_reparameterization_type") == "LSTM"
+    return Prompt(tokens=values["num_virtual_tokens"], encoder=width, kind="lstm" if lstm else "mlp")
 
 
 def _wrong(name: str, value: Any, expected: str, fine: Any) -> str | None:
@@ -346,9 +348,10 @@ def virtual_values(settings: Prompt | Prefix, width: int, heads: int, layers: in
         "token_dim": width,
     }
     if isinstance(settings, Prefix):
-        return found | {"encoder_hidden_size": None, "peft_type": "PREFIX_TUNING", "prefix_projection": False}
+        made = {"encoder_hidden_size": settings.encoder, "prefix_projection": settings.encoder is not None}
+        return found | made | {"peft_type": "PREFIX_TUNING"}
     if settings.encoder is not None:
-        made = {"encoder_hidden_size": settings.encoder, "encoder_reparameterization_type": "MLP"}
+        made = {"encoder_hidden_size": settings.encoder, "encoder_reparameterization_type": settings.kind.upper()}
         return found | made | {"peft_type": "P_TUNING", "encoder_dropout": 0.0, "encoder_num_layers": 2}
     return found | {"peft_type": "PROMPT_TUNING", "prompt_tuning_init": "RANDOM"}
 

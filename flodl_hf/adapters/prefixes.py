@@ -6,13 +6,14 @@ transformers counts them behind keys and values of earlier texts.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flodl_hf.adapters.stand_in import stand_in_for
 from flodl_hf.attention.dot_product import SelfAttention
 
-__all__ = ["PrefixPart", "PrefixedAttention", "ShiftPart", "ShiftedPositions"]
+__all__ = ["MadePrefixPart", "PrefixMaker", "PrefixPart", "PrefixedAttention", "ShiftPart", "ShiftedPositions"]
 
 
 class PrefixPart(nn.Module):
@@ -28,9 +29,54 @@ class PrefixPart(nn.Module):
         self.keys = keys
         self.values = values
 
+    def made(self) -> tuple[Tensor, Tensor]:
+        """Return the keys and values as the layer reads them."""
+        return self.keys, self.values
+
     def extra_repr(self) -> str:
         """Show how many there are in ``print(model)``."""
-        return f"tokens={len(self.keys)}"
+        return f"tokens={len(self.made()[0])}"
+
+
+class PrefixMaker(nn.Module):
+    """Makes the keys and values of all layers of a few vectors while they are trained.
+
+    Args:
+        tokens: how many vectors.
+        width: of a vector, and of a layer's keys.
+        inner: width of the network.
+        layers: of the encoder.
+    """
+
+    def __init__(self, tokens: int, width: int, inner: int, layers: int) -> None:
+        super().__init__()
+        self.vectors = nn.Parameter(torch.randn(tokens, width))
+        self.first, self.last = nn.Linear(width, inner), nn.Linear(inner, layers * 2 * width)
+
+    def of(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values of one layer, ``(tokens, width)`` each."""
+        width = self.vectors.shape[1]
+        rows = slice(2 * layer * width, 2 * (layer + 1) * width)
+        hidden = torch.tanh(self.first(self.vectors))
+        keys, values = F.linear(hidden, self.last.weight[rows], self.last.bias[rows]).split(width, 1)
+        return keys, values
+
+
+class MadePrefixPart(PrefixPart):
+    """Keys and values of one layer that a network makes, which all layers share.
+
+    Args:
+        maker: the network.
+        layer: the number of the layer.
+    """
+
+    def __init__(self, maker: PrefixMaker, layer: int) -> None:
+        nn.Module.__init__(self)
+        self.maker, self.layer = maker, layer
+
+    def made(self) -> tuple[Tensor, Tensor]:
+        """Return the keys and values as the layer reads them."""
+        return self.maker.of(self.layer)
 
 
 class PrefixedAttention(SelfAttention):
@@ -53,7 +99,7 @@ class PrefixedAttention(SelfAttention):
 
     def lead(self) -> tuple[Tensor, Tensor]:
         """Return the learned keys and values."""
-        return self.prefix.keys, self.prefix.values
+        return self.prefix.made()
 
 
 class ShiftPart(nn.Module):

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from flodl_hf.adapters.stand_in import stand_in_for
 from flodl_hf.layout.layouts import Layout
 
-__all__ = ["FIRST", "WORDS", "Lead", "PromptPart", "PromptedEmbedding", "lead_of"]
+__all__ = ["FIRST", "WORDS", "BothWays", "Lead", "PromptPart", "PromptedEmbedding", "lead_of"]
 
 FIRST = 1 << 30
 """The id of the first virtual token."""
@@ -44,6 +44,46 @@ class PromptPart(nn.Module):
     def extra_repr(self) -> str:
         """Show how many there are in ``print(model)``."""
         return f"tokens={len(self.vectors)}"
+
+
+class BothWays(nn.Module):
+    """Vectors read by an LSTM from both ends, in two layers, and two linear layers behind it.
+
+    Args:
+        width: of a vector.
+        inner: of the LSTM, each way.
+    """
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.reader = nn.LSTM(width, inner, 2, bidirectional=True)
+        self.head = nn.Sequential(nn.Linear(2 * inner, 2 * inner), nn.ReLU(), nn.Linear(2 * inner, width))
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        """Return vectors, ``(count, width)``."""
+        return self.head(self.read(vectors))
+
+    def read(self, vectors: Tensor) -> Tensor:
+        """Return what the LSTM gives, ``(count, 2 * inner)``, of plain operations.
+
+        Those can be recorded with the steps of a run, and give the same bits with and without gradients.
+        """
+        for layer in range(2):
+            ways = []
+            for end in ("", "_reverse"):
+                names = (f"{kind}_l{layer}{end}" for kind in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"))
+                into, back, bias, again = (getattr(self.reader, name) for name in names)
+                read = list(F.linear(vectors, into, bias).unbind(0))
+                state = cell = vectors.new_zeros(self.reader.hidden_size)
+                found = []
+                for gates in reversed(read) if end else read:
+                    enter, keep, new, out = (gates + F.linear(state, back, again)).chunk(4)
+                    cell = keep.sigmoid() * cell + enter.sigmoid() * new.tanh()
+                    state = out.sigmoid() * cell.tanh()
+                    found.append(state)
+                ways.append(torch.stack(found[::-1] if end else found))
+            vectors = torch.cat(ways, 1)
+        return vectors
 
 
 class PromptedEmbedding(nn.Embedding):

@@ -29,6 +29,7 @@ __all__ = [
 ALL_LINEAR = "all-linear"
 MOST_RANK = 65_536
 MOST_TOKENS = 4_096
+KINDS = ("mlp", "lstm")
 
 
 @dataclass(frozen=True)
@@ -149,8 +150,9 @@ class Prompt:
     Args:
         tokens: how many.
         text: whose words they begin as, repeated or cut to so many; None for words drawn from the vocabulary.
-        encoder: width of a network of three layers that makes them while they are trained (P-tuning, Liu et al. 2021);
-            files hold what it made. None for none.
+        encoder: width of a network that makes them while they are trained (P-tuning, Liu et al. 2021); files hold what
+            it made. None for none.
+        kind: "mlp" for a network of three layers, "lstm" for one that reads them both ways in two and has two more.
 
     Raises:
         ConfigError: a value that cannot be; all are listed.
@@ -159,15 +161,17 @@ class Prompt:
     tokens: int = 20
     text: str | None = None
     encoder: int | None = None
+    kind: str = "mlp"
 
     def __post_init__(self) -> None:
         problems = [] if _is_count(self.tokens) else [f"tokens {self.tokens!r}"]
+        problems += [] if self.kind in KINDS else [f"kind {self.kind!r}"]
         problems += [] if self.text is None or (isinstance(self.text, str) and self.text) else [f"text {self.text!r}"]
         problems += [] if self.encoder is None or _is_rank(self.encoder) else [f"encoder {self.encoder!r}"]
         if problems:
             raise ConfigError(
                 f"Prompt: found {', '.join(problems)}; expected 1 to {MOST_TOKENS:,} tokens, a text that is not empty, "
-                f"and a width from 1 to {MOST_RANK:,}",
+                f"a width from 1 to {MOST_RANK:,}, and mlp or lstm",
                 problems=problems,
             )
 
@@ -178,18 +182,24 @@ class Prefix:
 
     Args:
         tokens: how many.
+        encoder: width of a network of two layers that makes them while they are trained; files hold what it made. None
+            for none.
 
     Raises:
         ConfigError: a number that cannot be.
     """
 
     tokens: int = 20
+    encoder: int | None = None
 
     def __post_init__(self) -> None:
-        if not _is_count(self.tokens):
+        problems = [] if _is_count(self.tokens) else [f"tokens {self.tokens!r}"]
+        problems += [] if self.encoder is None or _is_rank(self.encoder) else [f"encoder {self.encoder!r}"]
+        if problems:
             raise ConfigError(
-                f"Prefix: found tokens {self.tokens!r}; expected 1 to {MOST_TOKENS:,} tokens",
-                problems=[f"tokens {self.tokens!r}"],
+                f"Prefix: found {', '.join(problems)}; expected 1 to {MOST_TOKENS:,} tokens, and a width from 1 to "
+                f"{MOST_RANK:,}",
+                problems=problems,
             )
 
 
@@ -218,9 +228,12 @@ def adapter_words(adapter: Settings | None) -> dict[str, Any]:
     if adapter is None:
         return {}
     if isinstance(adapter, Prefix):
-        return {"prefix_tokens": adapter.tokens}
+        return {"prefix_tokens": adapter.tokens, "prefix_encoder": adapter.encoder}
     if isinstance(adapter, Prompt):
-        return {"prompt_tokens": adapter.tokens, "prompt_text": adapter.text, "prompt_encoder": adapter.encoder}
+        return {
+            "prompt_tokens": adapter.tokens, "prompt_text": adapter.text, "prompt_encoder": adapter.encoder,
+            "prompt_encoder_kind": adapter.kind,
+        }  # fmt: skip
     if isinstance(adapter, IA3):
         if adapter.inputs != IA3().inputs:
             raise ConfigError(
@@ -243,9 +256,9 @@ def adapter_words(adapter: Settings | None) -> dict[str, Any]:
 def adapter_of(options: Any) -> Settings | None:
     """Return the adapter that the options of a fine-tuning run ask for; None where all weights are trained."""
     if options.prompt_tokens is not None:
-        return Prompt(options.prompt_tokens, options.prompt_text, options.prompt_encoder)
+        return Prompt(options.prompt_tokens, options.prompt_text, options.prompt_encoder, options.prompt_encoder_kind)
     if options.prefix_tokens is not None:
-        return Prefix(options.prefix_tokens)
+        return Prefix(options.prefix_tokens, options.prefix_encoder)
     if options.ia3:
         return IA3() if tuple(options.ia3) == ("usual",) else IA3(options.ia3)
     if options.lora is None:
@@ -265,6 +278,10 @@ def adapter_faults(options: Any) -> list[str]:
     lone = [name for name in ("prompt_text", "prompt_encoder") if getattr(options, name) is not None]
     if lone and options.prompt_tokens is None:
         problems.append(f"{' and '.join(lone)}: expected prompt_tokens besides")
+    if options.prefix_encoder is not None and options.prefix_tokens is None:
+        problems.append("prefix_encoder: expected prefix_tokens besides")
+    if options.prompt_encoder_kind != "mlp" and options.prompt_encoder is None:
+        problems.append("prompt_encoder_kind: expected prompt_encoder besides")
     if options.prompt_tokens is not None and options.adaptive_layers:
         problems.append("adaptive_layers: layers' states hold those of prompt_tokens too; expected one of the two")
     if options.prompt_tokens is not None and options.neftune:

@@ -68,7 +68,7 @@ def _virtual(adapter: Adapter) -> Tensor | None:
         if isinstance(part, PromptPart):
             found.append(part.made().detach())
         elif isinstance(part, PrefixPart):
-            found += [part.keys.detach(), part.values.detach()]
+            found += [one.detach() for one in part.made()]
     return torch.cat(found, 1) if found else None
 
 

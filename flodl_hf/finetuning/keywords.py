@@ -53,7 +53,9 @@ class FinetuneOptions(TypedDict, total=False):
     prompt_tokens: int | None
     prompt_text: str | None
     prompt_encoder: int | None
+    prompt_encoder_kind: str
     prefix_tokens: int | None
+    prefix_encoder: int | None
     neftune: float | None
     ema: float | None
     ema_warmup: bool

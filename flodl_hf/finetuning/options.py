@@ -143,9 +143,11 @@ class Options:
     )
     prompt_text: str | None = _opt(None, "prompt_tokens: the text whose words they begin as; else drawn words.")
     prompt_encoder: int | None = _opt(None, "prompt_tokens: width of a network that makes them (P-tuning).", least=1)
+    prompt_encoder_kind: str = _opt("mlp", "prompt_encoder: what kind of network.", among=("mlp", "lstm"))
     prefix_tokens: int | None = _opt(
         None, "Train so many keys and values before each text in every layer (prefix tuning) and the head.", least=1
     )
+    prefix_encoder: int | None = _opt(None, "prefix_tokens: width of a network that makes them.", least=1)
 
     neftune: float | None = _opt(
         None, "Noise on word embeddings in training, alpha of arXiv:2310.05914 (5 is usual).", least=0.0
