@@ -11,12 +11,13 @@ from flodl_hf.cli.shared import Json, emit_json, reporting, say, tell
 from flodl_hf.cli.spelling import command_line
 
 NAME = "new"
+TASKS = "What is learned: seqcls, ner, qa, mlm, choice, embedding or rank."
 
 
 @reporting
 def command(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where; a folder that is not there yet, or empty.")],
-    task: Annotated[str, typer.Option("--task", "-t", help="What is learned: seqcls, ner, qa or mlm.")] = "seqcls",
+    task: Annotated[str, typer.Option("--task", "-t", help=TASKS)] = "seqcls",
     model: Annotated[
         str | None, typer.Option("--model", "-m", help="What to start from: a folder or a Hub name; else DistilBERT.")
     ] = None,

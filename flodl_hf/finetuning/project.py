@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from flodl.errors import nearest
 from flodl_hf.errors import ExportError
@@ -34,12 +35,14 @@ class Data:
         columns: what they have, in words.
         write: makes so many rows, beginning at one, into the text of a file.
         task: as a recipe names it.
+        use: a command that asks the trained model.
     """
 
     suffix: str
     columns: str
     write: Callable[[int, int], str]
     task: str
+    use: str = "predict tuned --in texts.jsonl --out answers.jsonl"
 
 
 def _labels(first: int, count: int) -> str:
@@ -52,7 +55,7 @@ def _labels(first: int, count: int) -> str:
     return text.getvalue()
 
 
-_NAMES = ("Ada", "Bob", "Eve", "Kim", "Lee", "Mia", "Zoe")
+_NAMES = ("Ada", "Bob", "Eve", "Ida", "Kim", "Lee", "Mia", "Tom", "Zoe")
 _PLACES = ("Bern", "Kyiv", "London", "New York", "Oslo", "Paris", "Rome", "The Hague")
 
 
@@ -81,6 +84,30 @@ def _answers(first: int, count: int) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _rows(make: Callable[[str, str, str, str], dict[str, Any]]) -> Callable[[int, int], str]:
+    """Return what writes a row for each name and place, given another name and another place with them."""
+
+    def write(first: int, count: int) -> str:
+        rows = zip(_pairs(first, count), _pairs(first + 1, count), strict=True)
+        return "".join(json.dumps(make(*own, *other)) + "\n" for own, other in rows)
+
+    return write
+
+
+def _vectors(name: str, place: str, _other: str, _elsewhere: str) -> dict[str, Any]:
+    return {"anchor": f"Where is {name} of {place} at home?", "positive": f"{name} lives in {place}."}
+
+
+def _lists(name: str, place: str, other: str, elsewhere: str) -> dict[str, Any]:
+    wrong = [f"{other} lives in {elsewhere}.", f"{other} lives in {place}."]
+    return {"query": f"{name} in {place}", "positive": f"{name} lives in {place}.", "negatives": wrong}
+
+
+def _choices(name: str, place: str, _other: str, elsewhere: str) -> dict[str, Any]:
+    choices = sorted([place, elsewhere])
+    return {"prompt": f"{name} lives in {place}. Where is that?", "choices": choices, "label": choices.index(place)}
+
+
 def _lines(first: int, count: int) -> str:
     from flodl_hf.demo import sentences
 
@@ -94,6 +121,27 @@ DATA = {
     ),
     "question_answering": Data(".jsonl", "`question`, `context` and `answers` as SQuAD has them", _answers, "qa"),
     "masked_lm": Data(".txt", "a text a line", _lines, "mlm"),
+    "multiple_choice": Data(
+        ".jsonl",
+        "`prompt`, `choices` and, as `label`, the right one's number from 0",
+        _rows(_choices),
+        "choice",
+        "inspect tuned",
+    ),
+    "embedding": Data(
+        ".jsonl",
+        "`anchor` and `positive`, texts that belong together",
+        _rows(_vectors),
+        "embedding",
+        "encode tuned --in texts.jsonl --out vectors.npy",
+    ),
+    "rank": Data(
+        ".jsonl",
+        "`query`, `positive` and a list of `negatives`",
+        _rows(_lists),
+        "rank",
+        'predict tuned --query "Ada in Bern" "Ada lives in Bern." "Bob lives in Kyiv."',
+    ),
 }
 """By head: what its data look like."""
 
@@ -130,7 +178,7 @@ A fine-tune of `{model}` ({task}) with flodl-hf. The rows in `data/` are made up
 $ flodl-hf finetune --recipe recipe.yaml --dry-run   # reads everything and says what a run will need
 $ flodl-hf finetune --recipe recipe.yaml             # trains; a run that was stopped goes on with --resume
 $ flodl-hf verify-export tuned --no-source           # proves what was written
-$ flodl-hf predict tuned --in texts.jsonl --out answers.jsonl
+$ flodl-hf {use}
 $ pytest                                             # two steps of the recipe with a small model, offline
 ```
 
@@ -175,7 +223,8 @@ def new_project(folder: str | os.PathLike[str], *, task: str = "seqcls", model: 
 
     Args:
         folder: where; its name is the project's.
-        task: what is learned, by any of its words (``seqcls``, ``ner``, ``qa``, ``mlm``).
+        task: what is learned, by any of its words: ``seqcls``, ``ner``, ``qa``, ``mlm``, ``choice``, ``embedding``,
+            ``rank``.
         model: what to start from, a folder or a Hub name; None for DistilBERT.
 
     Returns:
@@ -196,6 +245,7 @@ def new_project(folder: str | os.PathLike[str], *, task: str = "seqcls", model: 
     data = DATA[head]
     model = model or "distilbert/distilbert-base-uncased"
     about = {"name": place.resolve().name, "task": data.task, "columns": data.columns, "suffix": data.suffix}
+    about["use"] = data.use
     about["model"] = json.dumps(model)
     files = {
         "recipe.yaml": RECIPE.format(**about),
