@@ -8,7 +8,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -190,11 +190,13 @@ def _factory(job: Job, stack: ExitStack) -> Any:
         job_model = job.model
         _ready(job, job_model, stack)
         return FixedModel(job_model)
+    # Ranks that keep a part look at the file, whose pages they share, rather than read a whole model each.
+    shown = {"mapped": True} if job.options.shard and several else {}
     if isinstance(job.factory, ModelFactory):
-        return job.factory
+        return replace(job.factory, options={**shown, **job.factory.options}) if shown else job.factory
     # A model cannot be sent to other processes, its folder can.
     room = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flodl-hf-")))
-    opening: dict[str, Any] = {"attention": job.options.attention}
+    opening: dict[str, Any] = {**shown, "attention": job.options.attention}
     if job.model.active_adapter is not None:
         opening["adapter"] = job.model.save_adapter(room / "adapter")
     with job.model.without_adapter() as base:
