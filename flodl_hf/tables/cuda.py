@@ -143,7 +143,8 @@ class CudaTable(Table):
                 bias=None if distances is None else distances.along(layout.max_length, hidden.device),
             )  # fmt: skip
         else:
-            mixed = attention.mixed(query, key, value, layout, **given, fast=True, placed=rotary is not None)
+            turned = {} if rotary is None else {"placed": True}
+            mixed = attention.mixed(query, key, value, layout, **given, **turned, fast=True)
         return Branch(layout.first(mixed) if first else mixed, attention.output)
 
     def times(self, states: Any, weight: Tensor, bias: Tensor | None, layout: Layout | None = None) -> Tensor:
