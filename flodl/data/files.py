@@ -155,9 +155,16 @@ def _lines(file: IO[bytes], faults: Faults) -> Iterator[tuple[int, str]]:
                 # spreadsheet programs mark UTF-8 files with a sign at the very start
                 yield number, raw.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
-                faults.add(f"byte 0x{raw[error.start]:02x} at position {error.start + 1}", "UTF-8 text", line=number)
+                faults.add(undecodable(raw, error), "UTF-8 text", line=number)
     except (gzip.BadGzipFile, EOFError, OSError) as error:
         faults.add(f"unreadable data ({error})", "a whole file", line=number + 1)
+
+
+def undecodable(raw: bytes, error: UnicodeDecodeError) -> str:
+    """Return what is said of a line that is not UTF-8."""
+    what = f"byte 0x{raw[error.start]:02x} at position {error.start + 1}"
+    is_wide = raw[:2] in (b"\xff\xfe", b"\xfe\xff")
+    return f"{what} (this is how UTF-16 begins; iconv -f UTF-16 -t UTF-8 converts it)" if is_wide else what
 
 
 def _closing(path: Path, parse: Any) -> Iterator[dict[str, Any]]:

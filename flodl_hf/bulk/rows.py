@@ -28,6 +28,7 @@ from flodl.data.files import (
     _open,
     _separated,
     _unnamed,
+    undecodable,
 )
 from flodl.errors import DataError, nearest, printable
 
@@ -152,7 +153,12 @@ def open_rows(source: str | os.PathLike[str], format: str | None = None, header:
     file = sys.stdin.buffer if is_stdin else _open(path)
     size = None if is_stdin else path.stat().st_size
     if kind in ("csv", "tsv"):
-        return _CellRows(file, str(path), size, is_stdin, kind == "csv", header)
+        try:
+            return _CellRows(file, str(path), size, is_stdin, kind == "csv", header)
+        except BaseException:
+            if not is_stdin:
+                file.close()
+            raise
     return _LineRows(file, str(path), size, is_stdin, kind == "jsonl")
 
 
@@ -391,4 +397,4 @@ def _decoded(raw: bytes, line: int) -> str:
         # spreadsheet programs mark UTF-8 files with a sign at the very start
         return raw.decode("utf-8-sig" if line == 1 else "utf-8")
     except UnicodeDecodeError as error:
-        raise RowFault(f"byte 0x{raw[error.start]:02x} at position {error.start + 1}, expected UTF-8 text") from None
+        raise RowFault(f"{undecodable(raw, error)}, expected UTF-8 text") from None

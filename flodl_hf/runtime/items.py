@@ -28,7 +28,9 @@ def several(items: Any, method: str, *, mapping: bool = False) -> Any:
     Raises:
         PredictError: a table instead of one of its columns, a set, which has no order, or nothing that has texts.
     """
-    if isinstance(items, (str, list, tuple)) or (mapping and isinstance(items, Mapping)):
+    if isinstance(items, str):
+        return str(items)  # numpy's strings print as such in answers
+    if isinstance(items, (list, tuple)) or (mapping and isinstance(items, Mapping)):
         return items
     found = type(items).__name__
     if isinstance(items, Mapping):

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flodl.data import read_rows
+from flodl.errors import DataError
 from flodl_hf.bulk.rows import Row, open_rows
 from flodl_hf.bulk.write import json_of, writer_for
 
@@ -102,6 +103,15 @@ def test_a_header_says_what_stands_between_cells(text: str, rows: list[list[str]
     assert [list((row.values or {}).values()) for row in found] == rows
     assert [row.values for row in found] == list(read_rows(path))
     assert found[0].line == text.count("\n", 0, text.index("label")) + 2
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le"])
+def test_a_file_in_utf_16_is_told_as_such(encoding: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("\ufeff" * (encoding != "utf-16") + "text,label\nking,good\n", encoding)
+    for read in (lambda: open_rows(path), lambda: list(read_rows(path))):
+        with pytest.raises(DataError, match=r"how UTF-16 begins; iconv -f UTF-16 -t UTF-8 converts it"):
+            read()
 
 
 @BUDGET

@@ -156,6 +156,12 @@ def test_a_table_whose_columns_are_values_is_refused_by_their_names(make: Maker)
         make("bert", "sequence_classification").predict(table)
 
 
+def test_a_string_of_numpy_is_a_string(make: Maker) -> None:
+    found = make("bert", "sequence_classification").predict(np.str_("the cat"))
+    assert type(found.text) is str
+    assert repr(found).startswith("Labels('the cat'")
+
+
 def test_a_dictionary_without_a_text_is_told_by_its_keys(make: Maker) -> None:
     with pytest.raises(PredictError, match=r"item 1 has the keys \['sentence'\]; expected 'text'"):
         make("bert", "sequence_classification").predict([{"text": "a"}, {"sentence": "a"}])
