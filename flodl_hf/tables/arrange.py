@@ -146,7 +146,7 @@ def sizes_of(layer: EncoderLayer) -> LayerSizes | None:
         order=layer.order,
         bias=feed_forward.up.bias is not None,
         window=attention.window,
-        kv_heads=attention.kv_heads,
+        kv_heads=None if attention.kv_heads == attention.num_heads else attention.kv_heads,
         turns=None if attention.rotary is None else "wide" if attention.rotary.widened else "stepwise",
         dropout=any(dropped) or attention.attention_dropout > 0,
     )

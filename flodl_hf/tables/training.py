@@ -224,7 +224,7 @@ class TrainingTable(Table):
         stream: int,
         angles: tuple[Tensor, Tensor] | None,
     ) -> Tensor:
-        from flodl_hf.kernels.operations import mixed, projected, turned
+        from flodl_hf.kernels.operations import mixed, projected
 
         parts = (attention.query, attention.key, attention.value)
         weight, bias = carried.halves["joined"]
@@ -236,6 +236,8 @@ class TrainingTable(Table):
             qkv = torch.cat(_adapted(pieces, half, parts, carried), -1)
         p = attention.attention_dropout if attention.training else 0.0
         if angles is not None:
+            from flodl_hf.kernels.operations import turned
+
             assert attention.rotary is not None
             heads, width = attention.num_heads + attention.kv_heads, attention.rotary.width
             qkv = turned(qkv, *angles, heads=heads, width=width, wide=attention.rotary.widened)
