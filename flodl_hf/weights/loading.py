@@ -325,28 +325,20 @@ def plan_load(
         if canonical != name and canonical.removeprefix(family.base_prefix + ".") != name:
             report.renamed[name] = canonical
 
-    ties, compare = [], []
-    for tie in family.heads[head].ties if head != "base" and tie_words else ():
-        kept, also = placed.get(tie.kept), placed.get(tie.also)
-        if kept and also:
-            compare.append((tie, kept, also))
-        elif kept or also:
-            placed[tie.kept] = kept or also or ""
-            placed.pop(tie.also, None)
-            ties.append(tie)
-
+    ties, compare = _tied(family.heads[head].ties if head != "base" and tie_words else (), placed)
     covered = {tie.also for tie in ties}
     found = placed.keys() | covered | fresh | misfits
-    missing = [ours for ours in targets if ours not in found]
     head_names = [ours for ours in targets if ours.startswith(_HEAD) and ours not in covered]
     no_head = own_head is False or (source_head is None and not any(ours in placed for ours in head_names))
-    for ours in missing:
-        group = _HEAD if ours.startswith(_HEAD) else "pooler." if ours.startswith("pooler.") else None
-        whole = group is not None and not any(
-            name in placed for name in targets if name.startswith(group) and name not in covered
-        )
-        # A part that the file was never written with may start fresh; half of one may not.
-        if (group == _HEAD and whole and no_head) or (group == "pooler." and whole and source_head != head):
+    # A part that the file was never written with may start fresh; half of one may not.
+    absent: tuple[str, ...] = ()
+    for part, may_be_new in ((_HEAD, no_head), (("pooler.",), source_head != head)):
+        if may_be_new and not any(name in placed for name in targets if name.startswith(part) and name not in covered):
+            absent += part
+    for ours in targets:
+        if ours in found:
+            continue
+        if ours.startswith(absent):
             fresh.add(ours)
         else:
             problems["missing"].append(f"{key_map.theirs(ours)} {list(targets[ours])}")
@@ -365,6 +357,20 @@ def plan_load(
         report.dtypes[dtype] = report.dtypes.get(dtype, 0) + 1
     report.prefixed = any(family.base_prefix + "." in name for name in stored)
     return Plan(placed, tuple(ties), tuple(compare), tuple(repeated), report, stored)
+
+
+def _tied(ties: Iterable[Tie], placed: dict[str, str]) -> tuple[list[Tie], list[tuple[Tie, str, str]]]:
+    """Return the ties of which the file has one tensor, placed where it is kept; and those of which it has both."""
+    shared, both = [], []
+    for tie in ties:
+        kept, also = placed.get(tie.kept), placed.get(tie.also)
+        if kept and also:
+            both.append((tie, kept, also))
+        elif kept or also:
+            placed[tie.kept] = kept or also or ""
+            placed.pop(tie.also, None)
+            shared.append(tie)
+    return shared, both
 
 
 def _with_parts(stored: Mapping[str, Stored], names: _Names) -> dict[str, Stored]:
