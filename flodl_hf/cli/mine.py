@@ -98,4 +98,5 @@ def command(
     if json_output:
         emit_json({"file": str(out), "pairs": len(pairs), "written": len(rows), "negatives": negatives})
     else:
-        tell(f"{len(rows):,} of {len(pairs):,} pairs with {negatives} negatives each in {out}")
+        each = "1 negative" if negatives == 1 else f"{negatives} negatives"
+        tell(f"{len(rows):,} of {len(pairs):,} pairs with {each} each in {out}")
