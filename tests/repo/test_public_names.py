@@ -44,7 +44,7 @@ NEEDS = {
     "flodl_hf.serving.running": "uvicorn",
     **{
         f"flodl_hf.kernels.{n}": "triton"
-        for n in ("disentangled", "operations", "random", "rotary", "rows", "short_texts")
+        for n in ("disentangled", "halves", "operations", "random", "rotary", "rows", "short_texts", "split_products")
     },
 }
 
