@@ -100,7 +100,7 @@ def test_attention_turns_what_it_reads(
     found = mix(query, key, value, layout.places, layout.segment_ends(), angles=angles, wide=widened, **about)
     turned = rotary(query, layout, heads), rotary(key, layout, kv_heads)
     right = mix(*turned, value, layout.places, layout.segment_ends(), **about)
-    assert distance(found, right) < {torch.float16: 5e-4, torch.bfloat16: 3e-3}[dtype]
+    assert distance(found, right) < {torch.float16: 1e-3, torch.bfloat16: 6e-3}[dtype]
     plain = Packed.of(lengths, DEVICE)
     parts = (x[: sum(lengths)].float() for x in (*turned, value))
     whole = attend(*parts, plain, num_heads=heads, kv_heads=kv_heads, window=window, implementation="eager")  # type: ignore[call-arg]
@@ -138,7 +138,7 @@ def test_distances_are_added_within_the_kernel(
     bias: Any = None
     if way != "none":
         maker = RelativeBias(heads) if way == "relative" else SlopedBias(heads)
-        bias = maker.to(DEVICE)(torch.empty(0), layout)
+        bias = maker.to(DEVICE)(torch.empty(0, device=DEVICE), layout)
     tokens, inside = layout.num_tokens, sum(lengths)
     query, key, value = (torch.randn(tokens, n * width).to(DEVICE, dtype) for n in (heads, kv_heads, kv_heads))
     assert layout.places is not None
