@@ -12,6 +12,7 @@ from flodl.errors import DataError
 from flodl_hf.bulk.columns import ColumnArgs, choose_columns, item_of
 from flodl_hf.bulk.identity import input_identity, model_identity
 from flodl_hf.bulk.parts import Parts
+from flodl_hf.bulk.renamed import renamed_writer
 from flodl_hf.bulk.rows import STDIN, Row, Rows
 from flodl_hf.bulk.tasks import Answerer, answerer_for
 from flodl_hf.bulk.vectors import vector_writer
@@ -80,9 +81,16 @@ def make_plan(
         # An empty file has nothing to tell columns by; the answer's alone make the empty output.
         choice = choose_columns(model.head, ["text", "question"], ColumnArgs(query=said.query, keep="none"), own)
     answerer = answerer_for(model, choice, options)
-    writer = vector_writer(
-        kind, choice.keep, answerer.columns, parts.target,
-        with_errors=on_error == "null", lead=said.id_column, names=names, types=rows.types, first=first,
+    with_errors = on_error == "null"
+
+    def make(keep: tuple[str, ...] | None, **columns: Any) -> Writer:
+        return vector_writer(kind, keep, answerer.columns, parts.target, with_errors=with_errors, **columns)
+
+    # Who names columns to keep is told where they clash; where all are kept, none is lost.
+    everything = said.keep == "all" or (said.keep is None and said.id_column is None)
+    taken = (*answerer.columns, *(["error"] if with_errors else [])) if everything else ()
+    writer = renamed_writer(
+        make, taken, keep=choice.keep, lead=said.id_column, names=names, types=rows.types, first=first
     )  # fmt: skip
     # Tables are read by column.
     wanted = None if rows.types is None else tuple(dict.fromkeys((*choice.read, *(choice.keep or ()))))

@@ -225,6 +225,43 @@ def test_pairs_are_read_from_two_columns(model: Any, jsonl: Any, tmp_path: Path)
         assert found == pytest.approx(wanted, abs=1e-6)
 
 
+@pytest.mark.parametrize("format", ["jsonl", "csv", "tsv", "parquet", "arrow"])
+@pytest.mark.parametrize("origin", ["jsonl", "csv", "parquet"])
+def test_labels_of_the_input_stay_beside_those_of_the_answer(
+    origin: str, format: str, model: Any, tmp_path: Path
+) -> None:
+    if "parquet" in (origin, format) or format == "arrow":
+        pytest.importorskip("pyarrow")
+    rows = [{"text": f"a cat {i}", "label": f"gold {i}", "input_label": i, "id": i} for i in range(5)]
+    source = tmp_path / f"in.{origin}"
+    if origin == "jsonl":
+        source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif origin == "csv":
+        source.write_text(
+            "text,label,input_label,id\n" + "".join("{text},{label},{input_label},{id}\n".format(**r) for r in rows)
+        )
+    else:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        pq.write_table(pa.Table.from_pylist(rows), source)
+    out = tmp_path / f"out.{format}"
+    with pytest.warns(UserWarning, match="'label' is written as 'input_label_', since the answer has one of that name"):
+        predict_file(model(), source, out, on_error="null")
+    if format in ("csv", "tsv"):
+        with out.open(newline="", encoding="utf-8") as file:
+            found: list[Any] = list(csv.DictReader(file, delimiter="," if format == "csv" else "\t"))
+    elif format == "arrow":
+        found = pytest.importorskip("pyarrow").ipc.open_file(out).read_all().to_pylist()
+    else:
+        found = read_back(out, lists=False)
+    bare = [{name: str(value).strip('"') for name, value in row.items()} for row in found]
+    assert [row["input_label_"] for row in bare] == [row["label"] for row in rows]
+    assert [row["input_label"] for row in bare] == [str(row["id"]) for row in rows]
+    expected = model().predict([row["text"] for row in rows])
+    assert [row["label"] for row in bare] == [answer.label for answer in expected]
+
+
 @pytest.mark.parametrize(
     ("head", "columns", "said", "says"),
     [
@@ -232,7 +269,12 @@ def test_pairs_are_read_from_two_columns(model: Any, jsonl: Any, tmp_path: Path)
         ("sequence_classification", ["headline", "b"], {"text_column": "heading"}, "did you mean 'headline'"),
         ("sequence_classification", ["text"], {"question": "who?"}, "question: this model has no use for it"),
         ("sequence_classification", ["text", "b"], {"keep": "c"}, "keep: no column 'c'"),
-        ("sequence_classification", ["text", "label"], {}, "the answer has 'label', and so has the input"),
+        (
+            "sequence_classification",
+            ["text", "label"],
+            {"keep": "label"},
+            "the answer has 'label', and so has the input",
+        ),
         ("question_answering", ["text"], {}, "no column of questions"),
         ("question_answering", ["text"], {"question": "q", "question_column": "text"}, "expected one of the two"),
         ("base", ["text"], {"pair_column": "text"}, "pair_column: this model has no use for it"),
