@@ -153,28 +153,37 @@ class Pool:
 
     def __init__(self, world):
         self.world, self.waiting, self.answers = world, set(), {}
-        self.crew = launch(serve, ranks=world, start="fork", on_message=self.hear)
+        # A process that is forked beside threads, of which other tests leave some, may inherit a lock that one of them
+        # holds and stand still where it meets the others; the ranks are started anew then.
+        self.crew = launch(serve, ranks=world, start="fork", on_message=self.hear, max_restarts=2)
 
     def hear(self, rank, message):
         if message[0] == "next":
             self.waiting.add(rank)
+        elif message[0] == "failed":
+            self.waiting = set()
         else:
             self.answers[rank] = message[1]
 
+    def look(self):
+        assert not self.crew.poll(0.2), "the ranks are gone; the first failure says why"
+
     def run(self, **case):
         while len(self.waiting) < self.world:
-            self.crew.poll(0.2)
+            self.look()
         self.waiting, self.answers = set(), {}
+        before = len(self.crew.failures)
         for rank in range(self.world):
             self.crew.send(rank, case)
         while len(self.answers) < self.world:
-            self.crew.poll(0.2)
+            self.look()
+            assert len(self.crew.failures) == before, self.crew.failures[before:]
         numbers, losses, equal = self.answers[0]
         assert equal, "ranks ended with different parameters"
         return torch.tensor(numbers, dtype=torch.float64), losses
 
     def stop(self):
-        while len(self.waiting) < self.world:
+        while len(self.waiting) < self.world and self.crew.alive:
             self.crew.poll(0.2)
         for rank in range(self.world):
             self.crew.send(rank, "stop")

@@ -52,7 +52,7 @@ def folder(saved: Callable[..., Path]) -> Path:
 
 def test_a_labelled_file_is_told_which_option_keeps_the_rest(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "a b.csv").write_text("text,label\nthe cat,good\n")
-    files = ["--in", tmp_path / "a b.csv", "--out", tmp_path / "out.csv"]
+    files = ["--in", tmp_path / "a b.csv", "--out", tmp_path / "out.csv", "--keep", "text,label"]
     assert "(--keep text)" in run("predict", folder, *files, code=1).stderr
     told = json.loads(run("predict", folder, *files, "--json", code=1).stdout)
     assert told["error"] == "DataError"
