@@ -1,4 +1,4 @@
-"""Float32 products of fp16 parts: as near to float64 as float32's own, whatever the sizes of rows.
+"""Float32 products of fp16 parts: nearly as near to float64 as float32's own, whatever the sizes of rows.
 
 Kernels run on a CUDA device, or anywhere in Triton's interpreter (``TRITON_INTERPRET=1``); those tests are skipped
 elsewhere.
