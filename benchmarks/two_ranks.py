@@ -373,7 +373,7 @@ def device_times(profiler: Any, steps: int) -> dict[str, Any]:
     for event in profiler.profiler.kineto_results.events():
         start, length, name = event.start_ns() / 1e6, event.duration_ns() / 1e6, event.name()
         if event.device_type() == torch.autograd.DeviceType.CUDA:  # pyright: ignore[reportPrivateImportUsage]
-            (sums if "nccl" in name.lower() else work).append((start, start + length))
+            (sums if re.search("nccl|ptop|_signal", name.lower()) else work).append((start, start + length))
             kernels.setdefault(re.split(r"[<(]", name)[0][:60], []).append(length)
         elif name.startswith(("cuda", "cu")) and "::" not in name:
             calls.setdefault(name, []).append(length)

@@ -20,6 +20,7 @@ from torch import nn
 
 from flodl.distributed.average import buckets_of, parts_like
 from flodl.distributed.group import Ranks
+from flodl.distributed.peer_memory import PeerRoom
 from flodl.errors import TrainError
 
 __all__ = ["GradientSum"]
@@ -40,6 +41,7 @@ class GradientSum:
 
     Attributes:
         early: whether `reducing_in_backward` sends at all; off, everything leaves after the backward pass.
+        room: what two ranks that reach each other's memory sum through; None where a collective does.
     """
 
     def __init__(self, ranks: Ranks, model: nn.Module, *, on_cpu: bool = False) -> None:
@@ -60,15 +62,20 @@ class GradientSum:
         self._captured = False
         self._event: Callable[[], Any] | None = None
         self._marks: list[Any] = []
+        self._reach = False
+        self.room: PeerRoom | None = None
 
-    def prepare_capture(self, event: Callable[[], Any] | None = None) -> None:
+    def prepare_capture(self, event: Callable[[], Any] | None = None, *, reach: bool = False) -> None:
         """Use fewer and larger buckets from now on.
 
         Args:
             event: makes an event with ``record()`` and ``wait()``: each bucket is marked by one when it is full, which
                 its sum waits for. None has sums wait for whatever was launched before.
+            reach: whether two ranks reach each other's memory, and shall sum through it; the same on both.
         """
-        self._captured, self._event, self.parameters = True, event, []
+        self._captured, self._event, self._reach, self.parameters = True, event, reach, []
+        if reach:
+            self.refresh_buckets()
 
     def refresh_buckets(self) -> bool:
         """Look which parameters are trained; return whether they changed, so that buckets lie elsewhere now."""
@@ -94,6 +101,12 @@ class GradientSum:
                 self._views[place] = piece if p.is_contiguous() else piece.as_strided(p.shape, p.stride())
             self._flats.append(flat)
         self._marks = [self._event() for _ in self._buckets] if self._event is not None else []
+        self.room = None
+        if self._reach:
+            with contextlib.suppress(
+                RuntimeError
+            ):  # there is no memory for it, on one of the two; a collective needs none
+                self.room = PeerRoom(self.ranks, self._flats)
         return True
 
     # ---- leaving during the backward pass ------------------------------------------------------------
@@ -188,9 +201,13 @@ class GradientSum:
 
     @torch.no_grad()
     def _send(self) -> None:
-        flat = self._flats[len(self._sent)]
+        number = len(self._sent)
+        flat = self._flats[number]
         if self._marks:
-            self._marks[len(self._sent)].wait()
+            self._marks[number].wait()
+        if self.room is not None:
+            self._sent.append((flat, self.room.sum_async(number, flat)))
+            return
         flat = flat.cpu() if self.on_cpu else flat
         with self.ranks.peer_failures_named():
             self._sent.append((flat, self.ranks.sum_async(flat)))
@@ -200,6 +217,13 @@ class GradientSum:
         while len(self._sent) < len(self._buckets):
             self._send()
 
+    def sum_last(self, pair: torch.Tensor) -> None:
+        """Replace two numbers, float64 ``(2,)``, by their sum over ranks; between `launch` and `wait`."""
+        if self.room is not None:
+            self.room.sum_last(pair)
+        else:
+            self.ranks.sum_(pair)
+
     @torch.no_grad()
     def wait(self, missing: Sequence[int] = ()) -> None:
         """Wait for the sums, and make them the gradients of all parameters but those at ``missing`` places."""
@@ -208,6 +232,8 @@ class GradientSum:
                 handle.wait()
             if sent is not flat:
                 flat.copy_(sent)
+        if self.room is not None:
+            self.room.finish()
         self._sent = []
         for parameter, view in zip(self.parameters, self._views, strict=True):
             parameter.grad = view

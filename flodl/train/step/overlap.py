@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from flodl.distributed.group import Ranks
+from flodl.distributed.peer_memory import fault_between
 
 __all__ = ["Overlap", "choose_overlap", "fault_of"]
 
@@ -27,10 +28,11 @@ class Overlap:
 
     Args:
         device: a CUDA device.
+        reach: whether the ranks' devices write into each other's memory.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, reach: bool = False) -> None:
+        self.device, self.reach = device, reach
         self._side = torch.cuda.Stream(device)
         self._end = self.event()
 
@@ -62,7 +64,7 @@ def choose_overlap(ranks: Ranks, fault: str | None) -> Overlap | None:
         fault: what `fault_of` says of this rank's device.
     """
     able = not any(row[0] for row in ranks.table([float(fault is not None)]))
-    return Overlap(ranks.device) if able else None
+    return Overlap(ranks.device, fault_between(ranks) is None) if able else None
 
 
 @lru_cache(maxsize=8)

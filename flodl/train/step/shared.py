@@ -72,7 +72,7 @@ class SharedStep(DeviceStep):
     def begin_sums_early(self, overlap: Overlap) -> None:
         """Have sums wait for the buckets that they add up, and not for all of this rank's part."""
         self.overlap = overlap
-        self.sums.prepare_capture(overlap.event)
+        self.sums.prepare_capture(overlap.event, reach=overlap.reach)
 
     def __call__(self, train_step: Callable[..., Any], batches: Sequence[Any]) -> Outcome:
         """Return sum and count of this rank's losses, its gradients brought to where they are summed.
@@ -111,7 +111,7 @@ class SharedStep(DeviceStep):
             self.sums.launch()
             if self.overlap is not None:
                 self.overlap.wait_for_end()
-            self.ranks.sum_(pair)
+            self.sums.sum_last(pair)
             self.sums.wait(missing)
             if self.buffers is not None:
                 self.buffers(weight)

@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from flodl.data import TensorRows
 from flodl.distributed import RankError, gradients
+from flodl.distributed.peer_memory import SWITCH
 from flodl.train import Loss, RunDone, StepDone, Trainer, adamw, route, sgd
 from flodl.train.schedule import Linear
 from flodl.train.step.overlap import fault_of
@@ -42,6 +43,8 @@ class Early(Repeats):
 
 class Beside:
     """Stands in for launching beside; notes what happens in which order."""
+
+    reach = False
 
     def __init__(self):
         self.seen, self.events = [], 0
@@ -229,15 +232,18 @@ def tells(epoch, trainer):
     """Leave word of what is captured on this rank."""
     common = trainer.step_.common
     if epoch == 1 and common is not None:
-        overlap = common.step.overlap is not None
-        Path(os.environ["FLODL_TEST_TOLD"], str(trainer.ranks.rank)).write_text(f"{common.num_graphs} {overlap}")
+        overlap, room = common.step.overlap is not None, common.step.sums.room is not None
+        Path(os.environ["FLODL_TEST_TOLD"], str(trainer.ranks.rank)).write_text(f"{common.num_graphs} {overlap} {room}")
 
 
 @TWO
 @pytest.mark.gpu
-@pytest.mark.parametrize("recipe", ["plain", "accumulated", "clip"])
+@pytest.mark.parametrize("recipe", ["plain", "accumulated", "clip", "plain, by NCCL"])
 def test_on_two_gpus_captured_sums_are_those_of_ordinary_steps(monkeypatch, tmp_path, recipe):
     monkeypatch.setenv("FLODL_TEST_TOLD", str(tmp_path))
+    recipe, *by_nccl = recipe.split(", ")
+    if by_nccl:
+        monkeypatch.setenv(SWITCH, "0")
     found = []
     for capture in (False, True):
         settings = {"batch_size": 8, "num_epochs": 6, "seed": 1, "policy": "sync", "check_every": 1, "log_every": 3}
@@ -251,7 +257,19 @@ def test_on_two_gpus_captured_sums_are_those_of_ordinary_steps(monkeypatch, tmp_
     assert found[0][0] == found[1][0]
     for name, tensor in found[0][1].items():
         assert torch.equal(found[1][1][name], tensor), name
-    assert [(tmp_path / str(rank)).read_text() for rank in (0, 1)] == ["1 True"] * 2
+    assert [(tmp_path / str(rank)).read_text() for rank in (0, 1)] == [f"1 True {not by_nccl}"] * 2
+
+
+@TWO
+@pytest.mark.gpu
+def test_on_two_gpus_what_is_trained_may_change_between_epochs():
+    found = []
+    for capture in (False, True):
+        built = Trainer.builder(layered, adamw(1e-2), plain).dataset(make_data()).batch_size(8).num_epochs(4)
+        built.set(seed=1, capture=capture, policy="sync").epoch_fn(freezes_first)
+        found.append(built.devices(2).run().join().state_dict())
+    for name, tensor in found[0].items():
+        assert torch.equal(found[1][name], tensor), name
 
 
 def test_a_layer_that_nobody_uses_is_left_alone(monkeypatch):
@@ -289,6 +307,10 @@ def test_one_rank_that_wishes_to_stop_stops_all(monkeypatch):
     built.set(log_every=1)  # figures are told when all ranks have them, one step late
     built.policy("sync").epoch_fn(StopsAt(4)).subscribe(seen.append, StepDone).devices(2, start="fork").run().join()
     assert [event.step for event in seen] == [1, 2, 3, 4, 5, 6]
+
+
+def freezes_first(epoch, trainer):
+    next(trainer.model.parameters()).requires_grad_(epoch != 1)
 
 
 def freezes(epoch, trainer):

@@ -1,0 +1,197 @@
+"""Sums over two GPUs of one host that write into each other's memory.
+
+Each of the two has a room that the other writes to: a bucket of gradients is copied there by the device's copy engine,
+a signal says that it has arrived, and each adds what it got to its own. A collective's kernels take processors away from
+the backward pass that they run beside; copies take none. As ``a + b`` is ``b + a``, both have the same bits, those
+that a collective gives. Copies, signals and sums may all be captured in a CUDA graph.
+
+The memory is torch's (`torch.distributed._symmetric_memory`, CUDA's virtual memory shared between processes). Whether two
+devices reach each other so is tried before anything relies on it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flodl.distributed.group import Ranks
+
+__all__ = ["SWITCH", "PeerRoom", "fault_between"]
+
+SWITCH = "FLODL_PEER_MEMORY"
+"""Environment variable; ``0`` has sums go through NCCL alone."""
+
+ALIGNMENT = 256
+FREE = 0
+"""Signal that a room has been read and may be written to again; bucket number n has signal n + 1."""
+MOST_SIGNALS = 120
+"""Signals that torch has room for between two ranks, with some to spare."""
+TRIAL = 1 << 16
+
+
+class PeerRoom:
+    """Room for tensors of the other rank, on both of two ranks; made by both together.
+
+    Args:
+        tensors: what will be summed, alike on both ranks, on the ranks' devices.
+
+    Raises:
+        RuntimeError: there is no memory for it, or it cannot be shared.
+    """
+
+    def __init__(self, ranks: Ranks, tensors: Sequence[torch.Tensor]) -> None:
+        self.ranks, self.other = ranks, 1 - ranks.rank
+        # One more for what is summed at the end of a step: two numbers of 8 bytes.
+        like = [*tensors, torch.empty(2, dtype=torch.float64, device=ranks.device)]
+        if not tensors or len(like) >= MOST_SIGNALS:
+            raise RuntimeError(f"{len(tensors)} tensors are none that signals can be given for")
+        begins, size = [], 0
+        for tensor in like:
+            begins.append(size)
+            size += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
+        self._memory, self._shared = _shared_memory(ranks, size)
+        theirs = self._shared.get_buffer(self.other, (size,), torch.uint8)
+        self._own = [_part(self._memory, begin, tensor) for begin, tensor in zip(begins, like, strict=True)]
+        self._theirs = [_part(theirs, begin, tensor) for begin, tensor in zip(begins, like, strict=True)]
+        self._adding = torch.cuda.Stream(ranks.device)
+        self._shared.put_signal(self.other, FREE)
+
+    def sum_async(self, number: int, tensor: torch.Tensor) -> _Arrival:
+        """Begin to replace tensor ``number`` by the sum over both ranks; in a step they come in order, 0 first."""
+        current = torch.cuda.current_stream(self.ranks.device)
+        if number == 0:
+            self._shared.wait_signal(self.other, FREE)
+        self._push(number, tensor)
+        # What has left may be added to, beside the tensors that leave after it.
+        self._adding.wait_stream(current)
+        with torch.cuda.stream(self._adding):
+            self._take(number, tensor)
+            arrived = torch.cuda.Event()
+            arrived.record()
+        return _Arrival(arrived)
+
+    def sum_last(self, pair: torch.Tensor) -> None:
+        """Replace two numbers, float64 ``(2,)``, by their sum over both ranks, after everything else has left."""
+        number = len(self._own) - 1
+        self._push(number, pair)
+        self._take(number, pair)
+
+    def finish(self) -> None:
+        """Say that all of a step has been read; everything that was begun must have been waited for."""
+        self._shared.put_signal(self.other, FREE)
+
+    def _push(self, number: int, tensor: torch.Tensor) -> None:
+        self._theirs[number].copy_(tensor)
+        self._shared.put_signal(self.other, number + 1)
+
+    def _take(self, number: int, tensor: torch.Tensor) -> None:
+        self._shared.wait_signal(self.other, number + 1)
+        tensor.add_(self._own[number])
+
+
+class _Arrival:
+    """Looks like the handle of a collective."""
+
+    def __init__(self, arrived: torch.cuda.Event) -> None:
+        self._arrived = arrived
+
+    def wait(self) -> None:
+        """Have what follows on the current stream wait for the sum."""
+        self._arrived.wait()
+
+
+def _part(memory: torch.Tensor, begin: int, like: torch.Tensor) -> torch.Tensor:
+    return memory[begin : begin + like.numel() * like.element_size()].view(like.dtype)
+
+
+def _shared_memory(ranks: Ranks, size: int) -> tuple[torch.Tensor, Any]:
+    """Return memory of this rank and what reaches that of the other; made by both together, or by none.
+
+    Raises:
+        RuntimeError: it cannot be had on one of them.
+    """
+    import torch.distributed._symmetric_memory as shared
+
+    memory, handle = None, None
+    fault = ""
+    try:
+        memory = shared.empty(size, dtype=torch.uint8, device=ranks.device)
+    except Exception as error:  # drivers and versions of torch fail in many ways
+        fault = _short(error)
+    _agree(ranks, fault)
+    assert memory is not None
+    try:
+        handle = shared.rendezvous(memory, dist.group.WORLD)  # type: ignore[arg-type]
+    except Exception as error:
+        fault = _short(error)
+    _agree(ranks, fault)
+    return memory, handle
+
+
+def _short(error: Exception) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"
+
+
+def _agree(ranks: Ranks, fault: str) -> None:
+    """Raise on both ranks where one has a fault."""
+    if any(row[0] for row in ranks.table([float(bool(fault))])):
+        raise RuntimeError(fault or "the other rank cannot share memory")
+
+
+def fault_between(ranks: Ranks) -> str | None:
+    """Return why the ranks' devices cannot write into each other's memory; None where they were seen to.
+
+    All ranks call it together and get an answer that is None on all or on none.
+    """
+    if ranks.world != 2 or ranks.device.type != "cuda":
+        return "it is for two ranks with a CUDA device each"
+    place: list[Any] = [socket.gethostname(), _boot(), str(torch.cuda.get_device_properties(ranks.device).uuid)]
+    first, second = ranks.gather([*place, os.environ.get(SWITCH, "1")])
+    if "0" in (first[-1], second[-1]):
+        return f"{SWITCH} is 0"
+    if first[:2] != second[:2]:
+        return "the ranks are on different hosts"
+    if first[2] == second[2]:
+        return "both ranks have the same device"
+    try:
+        _try(ranks)
+    except Exception as error:
+        return _short(error)
+    return None
+
+
+def _boot() -> str:
+    """Return what tells one host's run from others with its name; empty where nobody says."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _try(ranks: Ranks) -> None:
+    """Write to the other rank, and look at what came from it, without waiting for anything that may not come."""
+    numbers = torch.arange(TRIAL, dtype=torch.float32, device=ranks.device)
+    room = PeerRoom(ranks, [numbers])
+    wanted = numbers * (1 + room.other)
+    room._push(0, numbers * (1 + ranks.rank))
+    torch.cuda.synchronize(ranks.device)
+    ranks.barrier()
+    pad = room._shared.get_signal_pad(ranks.rank, (4 * ranks.world,), torch.uint32).tolist()
+    came = torch.equal(room._own[0], wanted) and sum(pad) == 2  # one that the room is free, one of the tensor
+    _agree(ranks, "" if came else f"what the other rank wrote did not arrive, its signals are {pad}")
+    room._shared.wait_signal(room.other, FREE)
+    room._shared.wait_signal(room.other, 1)
+    total = numbers.clone()
+    for _ in range(3):
+        room.finish()
+        handle = room.sum_async(0, total)
+        handle.wait()
+    torch.cuda.synchronize(ranks.device)
+    _agree(ranks, "" if torch.equal(total, numbers * 8) else "sums over both ranks came out wrong")
