@@ -1,12 +1,12 @@
 """Sums over two GPUs of one host that write into each other's memory.
 
-Each of the two has a room that the other writes to: a bucket of gradients is copied there by the device's copy engine,
-a signal says that it has arrived, and each adds what it got to its own. A collective's kernels take processors away from
-the backward pass that they run beside; copies take none. As ``a + b`` is ``b + a``, both have the same bits, those
-that a collective gives. Copies, signals and sums may all be captured in a CUDA graph.
+Each of the two has a room that the other writes to: a bucket of gradients is copied there by the device's copy
+engine, a signal says that it has arrived, and each adds what it got to its own. A collective's kernels take processors
+away from the backward pass that they run beside; copies take none. As ``a + b`` is ``b + a``, both have the same bits,
+those that a collective gives. Copies, signals and sums may all be captured in a CUDA graph.
 
-The memory is torch's (`torch.distributed._symmetric_memory`, CUDA's virtual memory shared between processes). Whether two
-devices reach each other so is tried before anything relies on it.
+The memory is torch's (`torch.distributed._symmetric_memory`, CUDA's virtual memory shared between processes). Whether
+two devices reach each other so is tried before anything relies on it.
 """
 
 from __future__ import annotations
