@@ -2,14 +2,18 @@
 
 settings   models, devices, limits
 app        the ASGI application
-running    a server run: socket, loop, signals, log
+running    a server run: socket, loop, signals
+log        its log
 endpoint   a request from its first byte to its answer
 protocol   limits of connections
+patience   many timers in one
+tally      what is counted and logged of a request
 doors/     which paths there are, a file for each convention
 faults     what a client is told that cannot be answered
 answering  answers as JSON, npy, MessagePack
 admission  which requests are let in
 workers    the processes that hold the models, seen from the doors
+link       the socket of one
 frames     messages between doors and workers
 worker     such a process
 adapters   which adapters there are

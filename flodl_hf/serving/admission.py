@@ -11,8 +11,7 @@ import hmac
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 from flodl.errors import FlodlError
@@ -77,9 +76,9 @@ class Admission:
         self._of_key: Counter[str] = Counter()
         self._spent: dict[str, tuple[float, float]] = {}
 
-    def tokens_of(self, items: Any) -> int:
-        """Return about how many tokens some items have."""
-        return int(weigh(items) / self._characters) + 1
+    def tokens_of(self, characters: int) -> int:
+        """Return about how many tokens so many characters are."""
+        return int(characters / self._characters) + 1
 
     def learn(self, characters: int, tokens: int) -> None:
         """Note how many tokens some characters were."""
@@ -91,9 +90,8 @@ class Admission:
         """How long what is inside takes, about."""
         return self.tokens / self.rate if self.rate else 0.0
 
-    @contextmanager
-    def entering(self, key: str, tokens: int) -> Iterator[None]:
-        """Let a request in for as long as this holds.
+    def entering(self, key: str, tokens: int) -> _Inside:
+        """Let a request in for as long as what this returns is held.
 
         Args:
             key: whose it is.
@@ -110,15 +108,13 @@ class Admission:
         if self.inside and self.wait_s > settings.max_queue_s:
             raise self._refused(f"what waits takes {self.wait_s:.1f} s")
         self._spend(key, tokens)
-        self.inside += 1
+        return _Inside(self, key, tokens)
+
+    def count(self, key: str, requests: int, tokens: int) -> None:
+        """Note that requests came in, or went."""
+        self.inside += requests
         self.tokens += tokens
-        self._of_key[key] += 1
-        try:
-            yield
-        finally:
-            self.inside -= 1
-            self.tokens -= tokens
-            self._of_key[key] -= 1
+        self._of_key[key] += requests
 
     def _spend(self, key: str, tokens: int) -> None:
         """Take tokens from what a key may have in a minute, which comes back all the time."""
@@ -138,3 +134,18 @@ class Admission:
     def _refused(self, why: str, after_s: float | None = None) -> OverloadedError:
         after = math.ceil(max(1.0, min(60.0, self.wait_s / 2 if after_s is None else after_s)))
         return OverloadedError(f"too many requests: {why}; ask again in {after} s", after_s=float(after))
+
+
+class _Inside:
+    """A request that was let in; what it had is free again when this ends."""
+
+    __slots__ = ("_admission", "_key", "_tokens")
+
+    def __init__(self, admission: Admission, key: str, tokens: int) -> None:
+        self._admission, self._key, self._tokens = admission, key, tokens
+
+    def __enter__(self) -> None:
+        self._admission.count(self._key, 1, self._tokens)
+
+    def __exit__(self, *_: object) -> None:
+        self._admission.count(self._key, -1, -self._tokens)

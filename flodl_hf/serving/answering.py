@@ -82,6 +82,12 @@ def accepted(header: str) -> str:
     Raises:
         RefusedError: it takes none that there is.
     """
+    # Clients send the same few; long ones are not kept.
+    return _accepted(header) if len(header) <= 100 else _accepted.__wrapped__(header)
+
+
+@lru_cache(maxsize=256)
+def _accepted(header: str) -> str:
     asked = [part.partition(";")[0].strip().lower() for part in header.split(",")[:32]]
     # What is named comes before what is meant by a star; JSON where nothing is.
     for form in asked:

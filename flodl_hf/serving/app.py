@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from starlette.applications import Starlette
@@ -20,6 +20,7 @@ from flodl_hf.serving.endpoint import (
     Scope,
     Send,
     checked_key,
+    encoded,
     fault_answer,
     headers_of,
     send_whole,
@@ -79,8 +80,8 @@ def create_app(settings: Settings) -> Starlette:
             if traces is not None:
                 await asyncio.to_thread(traces.close)
 
-    # Routes are tried in their order, and those that are asked most often should not wait for the rest.
-    app = Starlette(routes=[*_answered(house), *_told(house), *_answered_below(house)], lifespan=lifespan)
+    doors = {door.path: Endpoint(house, door) for door in DOORS}
+    app = _App(doors, routes=[*_answered(doors), *_told(house), *_answered_below(house)], lifespan=lifespan)
     app.router.redirect_slashes = False
     app.add_exception_handler(404, _nowhere)
     app.add_exception_handler(405, _nowhere)
@@ -88,9 +89,31 @@ def create_app(settings: Settings) -> Starlette:
     return app
 
 
-def _answered(house: House) -> list[Route]:
+class _App(Starlette):
+    """An application whose doors are found by their path alone, before all that Starlette does for a request.
+
+    Args:
+        doors: by path.
+        **words: of Starlette.
+    """
+
+    def __init__(self, doors: Mapping[str, Endpoint], **words: Any) -> None:
+        super().__init__(**words)
+        self._doors = doors
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answer one request."""
+        if scope["type"] == "http" and scope["method"] == "POST" and not scope.get("root_path"):
+            endpoint = self._doors.get(scope["path"])
+            if endpoint is not None:
+                await endpoint(scope, receive, send)
+                return
+        await super().__call__(scope, receive, send)
+
+
+def _answered(doors: Mapping[str, Endpoint]) -> list[Route]:
     """Return the doors."""
-    return [Route(door.path, Endpoint(house, door), methods=["POST"]) for door in DOORS]
+    return [Route(path, endpoint, methods=["POST"]) for path, endpoint in doors.items()]
 
 
 def _answered_below(house: House) -> list[Route]:
@@ -131,8 +154,8 @@ class _Told:
             await fault_answer(send, fault, "tei")
             return
         data = body if isinstance(body, bytes) else as_json(body)
-        headers = {"content-security-policy": _CSP, "referrer-policy": "no-referrer"} if "html" in self.kind else None
-        await send_whole(send, status, self.kind, data, headers)
+        headers = {"content-security-policy": _CSP, "referrer-policy": "no-referrer"} if "html" in self.kind else {}
+        await send_whole(send, status, self.kind, data, encoded(headers))
 
 
 def _told(house: House) -> list[Route]:

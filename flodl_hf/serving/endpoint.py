@@ -6,9 +6,10 @@ What is asked is looked at by a door. A client that goes away takes its request 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 from flodl_hf.serving.admission import known_key
@@ -17,8 +18,10 @@ from flodl_hf.serving.doors.door import Call, Door, House, Reply
 from flodl_hf.serving.doors.fields import read
 from flodl_hf.serving.faults import RefusedError, Style, told
 from flodl_hf.serving.frames import as_json, from_json
+from flodl_hf.serving.patience import Patience
+from flodl_hf.serving.tally import Tally
 
-__all__ = ["Endpoint", "checked_key", "fault_answer", "headers_of", "send_whole"]
+__all__ = ["Endpoint", "checked_key", "encoded", "fault_answer", "headers_of", "send_whole"]
 
 LOG = logging.getLogger("flodl_hf.serving")
 # A body that is too large is read so long and thrown away, for the client to see the answer rather than a closed
@@ -56,14 +59,16 @@ def checked_key(house: House, headers: Mapping[str, str]) -> str:
     return found
 
 
-async def send_whole(send: Send, status: int, kind: str, body: bytes, headers: Mapping[str, str] | None = None) -> None:
+async def send_whole(
+    send: Send, status: int, kind: str, body: bytes, headers: Iterable[tuple[bytes, bytes]] = ()
+) -> None:
     """Send an answer in one piece."""
     listed = [
         (b"content-type", kind.encode()),
-        (b"content-length", str(len(body)).encode()),
+        (b"content-length", b"%d" % len(body)),
         (b"x-content-type-options", b"nosniff"),
         (b"cache-control", b"no-store"),
-        *((name.encode(), value.encode("latin-1", "replace")) for name, value in (headers or {}).items()),
+        *headers,
     ]
     await send({"type": "http.response.start", "status": status, "headers": listed})
     await send({"type": "http.response.body", "body": body})
@@ -76,8 +81,13 @@ async def fault_answer(send: Send, fault: RefusedError, style: Style, *, close: 
         headers["www-authenticate"] = "Bearer"
     if close:
         headers["connection"] = "close"
-    await send_whole(send, status, "application/json", as_json(body), headers)
+    await send_whole(send, status, "application/json", as_json(body), encoded(headers))
     return status
+
+
+def encoded(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
+    """Return headers as ASGI has them."""
+    return [(name.encode(), value.encode("latin-1", "replace")) for name, value in headers.items()]
 
 
 class Endpoint:
@@ -91,12 +101,15 @@ class Endpoint:
     def __init__(self, house: House, door: Door) -> None:
         self.house = house
         self.door = door
+        self._tally = Tally(house, door)
+        self._slow, self._away = Patience(house.settings.body_s), Patience(PATIENCE_S)
+        self._type = b"cpu" if house.settings.devices[0].startswith("cpu") else b"device"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         house, door = self.house, self.door
         started = time.perf_counter()
-        house.metrics.add("te_request_count", method=door.path)
+        self._tally.come()
         trace = None if house.traces is None else house.traces.begin(scope, door.path)
         call: Call | None = None
         status, word = 200, ""
@@ -134,139 +147,118 @@ class Endpoint:
             trace.end(status, word, call)
         # The answer leaves when the loop turns, and is counted behind that.
         took = time.perf_counter() - started
-        asyncio.get_running_loop().call_soon(self._count, call, status, word, took)
+        asyncio.get_running_loop().call_soon(self._tally.gone, call, status, word, took)
 
     async def _body(self, headers: Mapping[str, str], receive: Receive) -> bytes:
         most = self.house.settings.max_body
         kind = headers.get("content-type", "application/json")
         length = headers.get("content-length", "0")
         large = not length.isdecimal() or int(length[:19]) > most or len(length) > 18
-        parts, size = [], 0
+        parts: list[bytes] = []
+        cut, size = _Cut(), 0
+        self._slow.begin(cut, cut)
         try:
-            async with asyncio.timeout(DISCARD_S if large else self.house.settings.body_s) as limit:
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise _GoneError
-                    size += len(message.get("body", b""))
-                    if size > most and not large:
-                        large = True
-                        parts.clear()
-                        limit.reschedule(asyncio.get_running_loop().time() + DISCARD_S)
-                    if not large:
-                        parts.append(message.get("body", b""))
-                    elif size > 16 * most:
-                        break
-                    if not message.get("more_body", False):
-                        break
-        except TimeoutError:
-            if not large:
-                raise RefusedError(
-                    f"the body was not there after {self.house.settings.body_s:g} s; send it sooner", "slow"
-                ) from None
+            more = not large
+            while more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise _GoneError
+                parts.append(message.get("body", b""))
+                size += len(parts[-1])
+                large = size > most
+                more = message.get("more_body", False) and not large
+        except asyncio.CancelledError:
+            if not cut.taken_back():
+                raise
+            raise RefusedError(
+                f"the body was not there after {self.house.settings.body_s:g} s; send it sooner", "slow"
+            ) from None
+        finally:
+            self._slow.end(cut)
         if large:
+            parts.clear()
+            await self._discarded(receive, 16 * most)
             raise RefusedError(f"the body has more than {most} bytes; send fewer texts in a request", "size")
         if "json" not in kind.lower():
             raise RefusedError(f"content-type is {kind[:60]!r}; expected application/json", "media")
         return b"".join(parts)
 
+    async def _discarded(self, receive: Receive, most: int) -> None:
+        """Read on for a while, and keep nothing."""
+        size, more = 0, True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DISCARD_S):
+                while more and size <= most:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise _GoneError
+                    size += len(message.get("body", b""))
+                    more = message.get("more_body", False)
+
     async def _unless_gone(self, answering: Awaitable[Reply], receive: Receive) -> Reply:
         """Return the answer; a client that goes away takes it back."""
-
-        asking = asyncio.current_task()
-        assert asking is not None
-        away = False
+        cut = _Cut()
+        watch: asyncio.Task[None] | None = None
 
         async def gone() -> None:
-            nonlocal away
             while (await receive())["type"] != "http.disconnect":
                 pass
-            away = True
-            asking.cancel()
-
-        watch: asyncio.Task[None] | None = None
+            cut()
 
         def look() -> None:
             nonlocal watch
             watch = asyncio.ensure_future(gone())
 
-        timer = asyncio.get_running_loop().call_later(PATIENCE_S, look)
+        self._away.begin(cut, look)
         try:
             return await answering
         except asyncio.CancelledError:
-            if not away:
+            if not cut.taken_back():
                 raise
-            asking.uncancel()
             raise _GoneError from None
         finally:
-            timer.cancel()
+            self._away.end(cut)
             if watch is not None:
                 watch.cancel()
 
-    def _figures(self, call: Call, started: float) -> dict[str, str]:
+    def _figures(self, call: Call, started: float) -> list[tuple[bytes, bytes]]:
         """Return headers that say what an answer came to."""
-        ms = (time.perf_counter() - started) * 1000
-        found = {
-            "x-compute-type": "cpu" if self.house.settings.devices[0].startswith("cpu") else "device",
-            "x-compute-time": f"{ms:.1f}",
-            "x-compute-characters": str(call.characters),
-            "x-compute-tokens": str(call.tokens),
-            "x-total-time": f"{ms:.1f}",
-            "x-queue-time": f"{call.waited_s * 1000:.1f}",
-            "x-inference-time": f"{call.inferred_s * 1000:.1f}",
-            "x-flodl-windows": str(call.windows),
-        }
+        ms = b"%.1f" % ((time.perf_counter() - started) * 1000)
+        found = [
+            (b"x-compute-type", self._type),
+            (b"x-compute-time", ms),
+            (b"x-compute-characters", b"%d" % call.characters),
+            (b"x-compute-tokens", b"%d" % call.tokens),
+            (b"x-total-time", ms),
+            (b"x-queue-time", b"%.1f" % (call.waited_s * 1000)),
+            (b"x-inference-time", b"%.1f" % (call.inferred_s * 1000)),
+            (b"x-flodl-windows", b"%d" % call.windows),
+        ]
         if call.dropped:
-            found["x-flodl-dropped-tokens"] = str(call.dropped)
-        return found if call.trace is None else found | call.trace.headers
+            found.append((b"x-flodl-dropped-tokens", b"%d" % call.dropped))
+        return found if call.trace is None else found + encoded(call.trace.headers)
 
-    def _count(self, call: Call | None, status: int, word: str, seconds: float) -> None:
-        metrics, path = self.house.metrics, self.door.path
-        if status == 200:
-            metrics.add("te_request_success", method=path)
-        else:
-            metrics.add("te_request_failure", err=word)
-        metrics.observe("te_request_duration", seconds, method=path)
-        if call is not None and call.model:
-            metrics.add("flodl_requests_total", model=call.model, status=str(status))
-        if call is not None and status == 200:
-            self._count_answered(call, seconds)
-        if not LOG.isEnabledFor(logging.INFO):
-            return
-        said: dict[str, Any] = {"door": path, "status": status, "ms": round(seconds * 1000, 2)}
-        if word:
-            said["why"] = word
-        if call is not None:
-            said |= {"model": call.model, "texts": call.texts, "tokens": call.tokens, "dropped": call.dropped}
-            if call.key:
-                said["key"] = call.key
-            if call.trace is not None:
-                said["trace"] = call.trace.id
-            if self.house.settings.log_texts:
-                said["fields"] = dict(call.fields)
-        # Made here: to look for its caller would take longer than all else that is said of a request.
-        record = logging.LogRecord(LOG.name, logging.INFO, __file__, 0, "request", None, None, "_count")
-        record.__dict__["said"] = said
-        LOG.handle(record)
 
-    def _count_answered(self, call: Call, seconds: float) -> None:
-        metrics = self.house.metrics
-        metrics.observe("flodl_request_seconds", seconds, model=call.model)
-        metrics.add("flodl_texts_total", call.texts, model=call.model)
-        metrics.observe("te_request_queue_duration", call.waited_s)
-        metrics.observe("te_request_inference_duration", call.inferred_s)
-        metrics.observe("te_request_input_length", call.tokens)
-        metrics.add("flodl_tokens_total", call.tokens, model=call.model)
-        metrics.add("flodl_rows_total", call.windows, model=call.model)
-        if (info := self.house.workers.models.get(call.model)) is not None:
-            operations = call.tokens * info["operations"]
-            metrics.add("flodl_operations_total", operations, model=call.model)
-            metrics.operations.add(operations)
-        if call.dropped:
-            metrics.add("flodl_dropped_tokens_total", call.dropped, model=call.model)
-        for word, name in (("embed", "te_embed_count"), ("rerank", "te_rerank_count"), ("predict", "te_predict_count")):
-            if word in self.door.path:
-                metrics.add(name, call.texts)
+class _Cut:
+    """Called, it cancels the task that it was made in."""
+
+    __slots__ = ("_called", "_task")
+
+    def __init__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._called = False
+
+    def __call__(self) -> None:
+        self._called = True
+        self._task.cancel()
+
+    def taken_back(self) -> bool:
+        """Return whether it was this that cancelled the task, which then goes on."""
+        if self._called:
+            self._task.uncancel()
+        return self._called
 
 
 def _parsed(body: bytes) -> Any:
@@ -280,7 +272,10 @@ _PRIORITIES = {"high": 1, "normal": 0, "low": -1}
 
 
 def _priority(headers: Mapping[str, str]) -> int:
-    given = headers.get("x-priority", "normal").strip().lower()
+    given = headers.get("x-priority")
+    if given is None:
+        return 0
+    given = given.strip().lower()
     if given not in _PRIORITIES:
         raise RefusedError(
             f"x-priority is {given[:40]!r}; expected one of {', '.join(_PRIORITIES)}", "field", param="x-priority"

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from flodl_hf.serving.peak import Rate
 
-__all__ = ["Metrics"]
+__all__ = ["Counter", "Histogram", "Metrics"]
 
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 SIZES = tuple(float(1 << power) for power in range(18))
@@ -51,13 +51,27 @@ _KNOWN: dict[str, tuple[str, str, Sequence[float]]] = {
 }
 
 
-class _Histogram:
+class Counter:
+    """A number that grows, or a gauge."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: float = 0.0) -> None:
+        self.value = value
+
+
+class Histogram:
+    """How often values were up to each of some bounds."""
+
+    __slots__ = ("bounds", "counts", "sum")
+
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
 
     def add(self, value: float) -> None:
+        """Count a value."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
 
@@ -66,28 +80,35 @@ class Metrics:
     """All that is counted."""
 
     def __init__(self) -> None:
-        self._numbers: dict[str, dict[Labels, float]] = {}
-        self._histograms: dict[str, dict[Labels, _Histogram]] = {}
+        self._numbers: dict[str, dict[Labels, Counter]] = {}
+        self._histograms: dict[str, dict[Labels, Histogram]] = {}
         self.operations = Rate()
         """Of the encoders' projections."""
 
-    def add(self, name: str, value: float = 1, **labels: str) -> None:
-        """Add to a counter."""
+    def counter(self, name: str, **labels: str) -> Counter:
+        """Return a counter, to be kept by who counts often."""
         held = self._numbers.setdefault(name, {})
-        key = _key(labels)
-        held[key] = held.get(key, 0.0) + value
+        return held.setdefault(_key(labels), Counter())
 
-    def set(self, name: str, value: float) -> None:
-        """Set a gauge."""
-        self._numbers[name] = {(): value}
-
-    def observe(self, name: str, value: float, **labels: str) -> None:
-        """Add a value to a histogram."""
+    def histogram(self, name: str, **labels: str) -> Histogram:
+        """Return a histogram, to be kept by who counts often."""
         held = self._histograms.setdefault(name, {})
         key = _key(labels)
         if key not in held:
-            held[key] = _Histogram(_KNOWN[name][2])
-        held[key].add(value)
+            held[key] = Histogram(_KNOWN[name][2])
+        return held[key]
+
+    def add(self, name: str, value: float = 1, **labels: str) -> None:
+        """Add to a counter."""
+        self.counter(name, **labels).value += value
+
+    def set(self, name: str, value: float) -> None:
+        """Set a gauge."""
+        self._numbers[name] = {(): Counter(value)}
+
+    def observe(self, name: str, value: float, **labels: str) -> None:
+        """Add a value to a histogram."""
+        self.histogram(name, **labels).add(value)
 
     def text(self) -> str:
         """Return all of it in Prometheus' text format (version 0.0.4)."""
@@ -95,10 +116,10 @@ class Metrics:
         for name, (kind, says, bounds) in _KNOWN.items():
             lines += [f"# HELP {name} {says}", f"# TYPE {name} {kind}"]
             if kind != "histogram":
-                for labels, value in self._numbers.get(name, {} if kind == "counter" else {(): 0.0}).items():
-                    lines.append(f"{name}{_braced(dict(labels))} {_number(value)}")
+                for labels, held in self._numbers.get(name, {} if kind == "counter" else {(): Counter()}).items():
+                    lines.append(f"{name}{_braced(dict(labels))} {_number(held.value)}")
                 continue
-            for labels, found in self._histograms.get(name, {(): _Histogram(bounds)}).items():
+            for labels, found in self._histograms.get(name, {(): Histogram(bounds)}).items():
                 total = 0
                 for bound, count in zip([*(f"{b:g}" for b in bounds), "+Inf"], found.counts, strict=True):
                     total += count
@@ -109,8 +130,7 @@ class Metrics:
 
 
 def _key(labels: Mapping[str, str]) -> Labels:
-    found = tuple(labels.items())
-    return found if len(found) < 2 else tuple(sorted(found))
+    return tuple(sorted(labels.items()))
 
 
 def _braced(labels: Mapping[str, str]) -> str:

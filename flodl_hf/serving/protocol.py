@@ -1,6 +1,7 @@
 """Connections that keep others from being served are closed: heads that do not come or do not end, answers not read.
 
-What uvicorn does of HTTP stays its own; here are the limits that it has no options for.
+What uvicorn does of HTTP stays its own; here are the limits that it has no options for, and that an answer's head and
+its body are sent together.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 
 from flodl_hf.serving.settings import Settings
 
-__all__ = ["MAX_HEAD", "MAX_HEADERS", "MAX_WAITING", "guarded"]
+__all__ = ["LARGE", "MAX_HEAD", "MAX_HEADERS", "MAX_WAITING", "Whole", "guarded"]
 
 MAX_HEAD = 64 << 10
 """Most bytes of a request's line and headers."""
@@ -18,6 +19,9 @@ MAX_HEADERS = 128
 """Most headers of a request."""
 MAX_WAITING = 128
 """Most requests of a connection that wait for the answer to one before them."""
+
+LARGE = 1 << 16
+"""From so many bytes a body is not copied behind its head."""
 
 
 def guarded(kind: type[Any], settings: Settings) -> type[Any]:
@@ -67,6 +71,12 @@ def guarded(kind: type[Any], settings: Settings) -> type[Any]:
                 raise ValueError("too many headers")  # the parser ends with it, which is answered with 400
             super().on_header(name, value)
 
+        def on_headers_complete(self) -> None:
+            before = self.cycle
+            super().on_headers_complete()
+            if self.cycle is not before:
+                self.cycle.transport = Whole(self.transport)
+
         def pause_writing(self) -> None:
             super().pause_writing()
             if self._unread is None:
@@ -89,3 +99,43 @@ def guarded(kind: type[Any], settings: Settings) -> type[Any]:
                 self._late = None
 
     return Guarded
+
+
+class Whole:
+    """The way out for one answer: its head waits for what comes behind it, so that a small answer is one packet.
+
+    Args:
+        transport: of the connection.
+    """
+
+    __slots__ = ("_head", "_sent", "_transport")
+
+    def __init__(self, transport: Any) -> None:
+        self._transport = transport
+        self._head, self._sent = b"", False
+
+    def write(self, data: bytes) -> None:
+        """Send some bytes, or keep them if they are the head."""
+        if self._sent:
+            self._transport.write(data)
+        elif self._head:
+            self._sent = True
+            if len(data) < LARGE:
+                self._transport.write(self._head + data)
+            else:
+                self._transport.writelines((self._head, data))
+        elif data.startswith(b"HTTP/1.1 100"):
+            self._transport.write(data)
+        else:
+            self._head = data
+
+    def close(self) -> None:
+        """Send what was kept, and end the connection."""
+        if self._head and not self._sent:
+            self._sent = True
+            self._transport.write(self._head)
+        self._transport.close()
+
+    def is_closing(self) -> bool:
+        """Return whether the connection ends."""
+        return bool(self._transport.is_closing())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
+import gc
 import logging
 import signal
 import socket
@@ -17,26 +17,11 @@ import uvicorn
 
 from flodl.errors import DeviceError
 from flodl_hf.serving.app import create_app, reload_on
-from flodl_hf.serving.frames import as_json
+from flodl_hf.serving.log import Lines, Log
 from flodl_hf.serving.protocol import MAX_HEAD, guarded
 from flodl_hf.serving.settings import Settings
 
-__all__ = ["Log", "run", "running"]
-
-
-class Log(logging.Formatter):
-    """A line of JSON for each record: when, how grave, what, and what is said of it."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Return the line."""
-        said = {"at": round(record.created, 3), "level": record.levelname.lower(), "what": record.getMessage()}
-        said |= getattr(record, "said", {})
-        if record.exc_info:
-            said["fault"] = self.formatException(record.exc_info)
-        try:
-            return as_json(said).decode()
-        except TypeError:
-            return json.dumps(said, ensure_ascii=False, default=str)
+__all__ = ["run", "running"]
 
 
 def _bound(host: str, port: int) -> socket.socket:
@@ -123,7 +108,7 @@ def run(settings: Settings, host: str, port: int, here: Any = lambda url: None) 
         DeviceError: the address cannot be had.
     """
     logger = logging.getLogger("flodl_hf.serving")
-    handler = logging.StreamHandler(sys.stderr)
+    handler = Lines(sys.stderr)
     handler.setFormatter(Log())
     for each in (logger, logging.getLogger("uvicorn.error"), logging.getLogger("opentelemetry")):
         each.handlers, each.propagate = [handler], False
@@ -132,8 +117,18 @@ def run(settings: Settings, host: str, port: int, here: Any = lambda url: None) 
     held = _bound(host, port)
     app = create_app(settings)
     server = _server(app, settings)
-    with held, asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
-        runner.run(_serve(app, server, held, here))
+
+    def warm(url: str) -> None:
+        # What is there now stays: to look through it again and again takes a twentieth of the doors' time.
+        gc.collect()
+        gc.freeze()
+        here(url)
+
+    try:
+        with held, asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
+            runner.run(_serve(app, server, held, warm))
+    finally:
+        handler.flush()
 
 
 @contextlib.contextmanager

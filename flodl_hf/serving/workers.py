@@ -23,7 +23,7 @@ import numpy as np
 
 from flodl.errors import FlodlError
 from flodl_hf.serving.adapters import find_adapters
-from flodl_hf.serving.frames import HEAD, packed, unpacked
+from flodl_hf.serving.link import Link, linked
 from flodl_hf.serving.settings import Settings
 
 __all__ = ["Answer", "TaskError", "Workers", "WorkersError"]
@@ -31,6 +31,8 @@ __all__ = ["Answer", "TaskError", "Workers", "WorkersError"]
 LOG = logging.getLogger("flodl_hf.serving")
 # After so many deaths without an answer between them a worker is not started again.
 TRIES = 5
+# A worker says itself that a request is late. One that says nothing has so much longer, and is looked at this often.
+GRACE_S, LOOK_S = 1.0, 0.5
 _PROGRAM = """
 import os, sys
 sys.path[:] = {path!r}
@@ -82,18 +84,32 @@ class _Process:
 
     device: str
     process: subprocess.Popen[bytes]
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
-    asked: dict[int, asyncio.Future[Answer]] = field(default_factory=dict)
-    weights: dict[int, int] = field(default_factory=dict)
+    link: Link
+    asked: dict[int, _Asked] = field(default_factory=dict)
+    load: int = 0
     info: dict[str, Any] = field(default_factory=dict)
     rate: float = 0.0
     leaving: bool = False
     listening: asyncio.Task[None] | None = None
 
-    @property
-    def load(self) -> int:
-        return sum(self.weights.values())
+
+@dataclass(slots=True)
+class _Asked:
+    """One request of a worker."""
+
+    answer: asyncio.Future[Answer]
+    until: float
+    open: bool = True
+    """Whether the worker may still be busy with it."""
+
+    def done(self, answer: Answer | TaskError) -> None:
+        self.open = False
+        if self.answer.done():
+            return
+        if isinstance(answer, TaskError):
+            self.answer.set_exception(answer)
+        else:
+            self.answer.set_result(answer)
 
 
 class Workers:
@@ -114,6 +130,9 @@ class Workers:
         self._adapters: list[dict[str, str]] = []
         self._here: list[_Process] = []
         self._ready = asyncio.Event()
+        # Those too that only finish what they were asked.
+        self._every: set[_Process] = set()
+        self._looking: asyncio.TimerHandle | None = None
         self._numbers = count()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closing = False
@@ -193,19 +212,28 @@ class Workers:
             [sys.executable, "-c", code], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, process_group=0
         )
         theirs.close()
-        reader, writer = await asyncio.open_connection(sock=ours, limit=1 << 22)
-        found = _Process(device, process, reader, writer)
-        writer.writelines(packed(self.settings.of_worker(device, adapters)))
-        message: dict[str, Any]
-        try:
-            while "warned" in (message := (await _read(reader))[0]):
-                _warn(found, message)
-        except (EOFError, OSError):
+        first: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+
+        def heard(message: dict[str, Any], arrays: list[np.ndarray]) -> None:
+            if "warned" in message:
+                LOG.warning(message["warned"], extra={"said": {"device": device}})
+            elif first.done():
+                self._answered(found, message, arrays)
+            else:
+                first.set_result(message)
+
+        found = _Process(device, process, await linked(ours, heard))
+        found.link.send(self.settings.of_worker(device, adapters))
+        await asyncio.wait((first, found.link.closed), return_when=asyncio.FIRST_COMPLETED)
+        if first.done():
+            message = first.result()
+        else:
             message = {"broken": f"the worker of {device} ended with status {await self._reaped(found)}"}
         if "broken" in message:
             await self._let_go(found)
             raise WorkersError(f"serve: {message['broken']}", device=device)
         found.info, found.rate = message, float(message["rate"])
+        self._every.add(found)
         found.listening = asyncio.ensure_future(self._listen(found))
         LOG.info("worker ready", extra={"said": {"device": message["device"], "pid": message["pid"]}})
         return found
@@ -241,76 +269,90 @@ class Workers:
         Raises:
             TaskError: it was refused, was too late, or its worker ended.
         """
-        process = await self._free(until)
+        process = self._least() or await self._free(until)
+        loop = asyncio.get_running_loop()
         number = next(self._numbers)
-        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        process.asked[number] = future
-        process.weights[number] = weight
+        asked = process.asked[number] = _Asked(loop.create_future(), until + GRACE_S)
+        process.load += weight
+        if self._looking is None:
+            self._looking = loop.call_later(LOOK_S, self._look)
         left = until - time.monotonic()
+        message = {
+            "id": number, "task": task, "model": model, "items": items, "options": options, "key": key,
+            "left_s": left, "priority": priority,
+        }  # fmt: skip
+        if traced:
+            message["traced"] = True
         try:
-            process.writer.writelines(
-                packed(
-                    {"id": number, "task": task, "model": model, "items": items, "options": options, "key": key,
-                     "left_s": left, "priority": priority, **({"traced": True} if traced else {})}
-                )
-            )  # fmt: skip
-            await process.writer.drain()
-            # The worker says itself that it is late; this is for one that says nothing.
-            async with asyncio.timeout(max(0.0, left) + 1.0):
-                return await future
-        except TaskError:
-            raise
-        except (TimeoutError, OSError, RuntimeError) as fault:
-            # A loop says by RuntimeError that a transport is closed.
+            process.link.send(message)
+            if process.link.full:
+                async with asyncio.timeout(max(0.0, left)):
+                    await process.link.room()
+            return await asked.answer
+        except (TimeoutError, OSError) as fault:
             late = isinstance(fault, TimeoutError)
             raise TaskError(_LATE if late else _ENDED, kind="deadline" if late else "ended") from None
         finally:
-            process.weights.pop(number, None)
-            if process.asked.pop(number, None) is not None and not (future.done() and not future.cancelled()):
-                with contextlib.suppress(OSError, RuntimeError):
-                    process.writer.writelines(packed({"cancel": number}))
+            process.load -= weight
+            del process.asked[number]
+            if asked.open:
+                with contextlib.suppress(OSError):
+                    process.link.send({"cancel": number})
+
+    def _least(self) -> _Process | None:
+        """Return the worker that has least to do."""
+        here = self._here
+        return min(here, key=_load) if len(here) > 1 else here[0] if here else None
 
     async def _free(self, until: float) -> _Process:
-        if not self._here:
-            try:
-                async with asyncio.timeout(max(0.0, until - time.monotonic())):
-                    await self._ready.wait()
-            except TimeoutError:
-                raise TaskError(_LATE, kind="deadline") from None
-        if not self._here:
+        """Return a worker as soon as there is one."""
+        try:
+            async with asyncio.timeout(max(0.0, until - time.monotonic())):
+                await self._ready.wait()
+        except TimeoutError:
+            raise TaskError(_LATE, kind="deadline") from None
+        if (process := self._least()) is None:
             raise TaskError(_ENDED, kind="ended")
-        return min(self._here, key=lambda process: process.load)
+        return process
+
+    def _look(self) -> None:
+        """Give up what a silent worker was asked too long ago; one timer does for all requests."""
+        now = time.monotonic()
+        every = [asked for process in self._every for asked in process.asked.values()]
+        for asked in every:
+            if now > asked.until and not asked.answer.done():
+                asked.answer.set_exception(TaskError(_LATE, kind="deadline"))
+        self._looking = asyncio.get_running_loop().call_later(LOOK_S, self._look) if every else None
 
     async def _listen(self, process: _Process) -> None:
-        with contextlib.suppress(EOFError, OSError, asyncio.IncompleteReadError):
-            while True:
-                message, arrays = await _read(process.reader)
-                if "warned" in message:
-                    _warn(process, message)
-                    continue
-                process.rate = message["rate"]
-                self._heard(message["ran"], message["queued"])
-                self._deaths = 0
-                future = process.asked.get(message["id"])
-                if future is None or future.done():
-                    continue
-                if "fault" in message:
-                    fault = message["fault"]
-                    future.set_exception(TaskError(fault["message"], kind=fault["kind"]))
-                    continue
-                names = ("tokens", "rows", "dropped", "waited_s", "took_s")
-                said = {name: message[name] for name in names}
-                future.set_result(Answer(message["data"], arrays, **said, timeline=message.get("timeline", ())))
+        await process.link.closed
         await self._ended(process)
+
+    def _answered(self, process: _Process, message: dict[str, Any], arrays: list[np.ndarray]) -> None:
+        process.rate = message["rate"]
+        self._heard(message["ran"], message["queued"])
+        self._deaths = 0
+        asked = process.asked.get(message["id"])
+        if asked is None:
+            return
+        if (fault := message.get("fault")) is not None:
+            asked.done(TaskError(fault["message"], kind=fault["kind"]))
+            return
+        asked.done(
+            Answer(
+                message["data"], arrays, message["tokens"], message["rows"], message["dropped"], message["waited_s"],
+                message["took_s"], message.get("timeline", ()),
+            )
+        )  # fmt: skip
 
     # ---- ends --------------------------------------------------------------------------------------
 
     async def _ended(self, process: _Process) -> None:
         """Fail what a worker was asked, and start another in its place."""
-        for future in process.asked.values():
-            if not future.done():
-                future.set_exception(TaskError(_ENDED, kind="ended"))
-        process.writer.close()
+        for asked in process.asked.values():
+            asked.done(TaskError(_ENDED, kind="ended"))
+        self._every.discard(process)
+        process.link.close()
         expected = process.leaving or self._closing or process not in self._here
         if not expected:
             # At once: who asks now waits for another.
@@ -363,7 +405,7 @@ class Workers:
         until = time.monotonic() + self.settings.drain_s
         while process.asked and time.monotonic() < until:
             await asyncio.sleep(0.02)
-        process.writer.close()
+        process.link.close()
         await self._reaped(process)
         if process.listening is not None:
             await process.listening
@@ -383,14 +425,5 @@ _LATE = "the answer was not there in time; ask for less at once, or allow more t
 _ENDED = "the process that computed the answer ended; ask again, another one takes its place"
 
 
-def _warn(process: _Process, message: dict[str, Any]) -> None:
-    LOG.warning(message["warned"], extra={"said": {"device": process.device}})
-
-
-async def _read(reader: asyncio.StreamReader) -> tuple[dict[str, Any], list[np.ndarray]]:
-    try:
-        size, text = HEAD.unpack(await reader.readexactly(HEAD.size))
-        body = await reader.readexactly(size)
-    except asyncio.IncompleteReadError:
-        raise EOFError from None
-    return unpacked(text, body)
+def _load(process: _Process) -> int:
+    return process.load

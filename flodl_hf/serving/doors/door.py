@@ -167,7 +167,7 @@ class Call:
             raise RefusedError(
                 f"there are {count} inputs; expected at most {settings.max_inputs} in a request", "limit"
             )
-        weight = admission.tokens_of(items)
+        weight = admission.tokens_of(characters)
         if weight > settings.max_tokens:
             raise RefusedError(
                 f"the inputs have about {weight} tokens; expected at most {settings.max_tokens} in a request", "limit"

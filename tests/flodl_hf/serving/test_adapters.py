@@ -18,7 +18,8 @@ from flodl.errors import ConfigError
 from flodl_hf.adapters import IA3, Lora, Prefix
 from flodl_hf.auto import load
 from flodl_hf.serving.adapters import find_adapters
-from flodl_hf.serving.running import Log, running
+from flodl_hf.serving.log import Log
+from flodl_hf.serving.running import running
 from flodl_hf.serving.settings import Served, Settings
 from flodl_hf.serving.ticket import Ticket
 from flodl_hf.serving.worker import Worker

@@ -22,7 +22,8 @@ import pytest
 from flodl.errors import ConfigError, DeviceError
 from flodl_hf.serving import serve, served
 from flodl_hf.serving.admission import Admission, OverloadedError, known_key
-from flodl_hf.serving.running import Log, running
+from flodl_hf.serving.log import Log
+from flodl_hf.serving.running import running
 from flodl_hf.serving.settings import Served, Settings
 from flodl_hf.serving.workers import Workers, WorkersError, _Process
 
@@ -264,7 +265,7 @@ def test_a_gpu_with_memory_for_it_has_a_second_worker(monkeypatch: pytest.Monkey
             raise WorkersError("no memory", device=device)
         info = {"room": device != "cuda:2", "ready": {}, "max_batch_tokens": 1, "device": device}
         nobody: Any = None
-        return _Process(device, nobody, nobody, nobody, info=info, rate=2.0)
+        return _Process(device, nobody, nobody, info=info, rate=2.0)
 
     monkeypatch.setattr(Workers, "_one", one)
 

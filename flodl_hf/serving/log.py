@@ -1,0 +1,62 @@
+"""The log of a server: a line of JSON for each record, and lines of many requests written together."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from typing import TextIO
+
+from flodl_hf.serving.frames import as_json
+
+__all__ = ["Lines", "Log"]
+
+# So long lines of requests may wait for others.
+LATE_S = 0.1
+
+
+class Log(logging.Formatter):
+    """A line of JSON for each record: when, how grave, what, and what is said of it."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        said = {"at": round(record.created, 3), "level": record.levelname.lower(), "what": record.getMessage()}
+        said |= getattr(record, "said", {})
+        if record.exc_info:
+            said["fault"] = self.formatException(record.exc_info)
+        try:
+            return as_json(said).decode()
+        except TypeError:
+            return json.dumps(said, ensure_ascii=False, default=str)
+
+
+class Lines(logging.StreamHandler[TextIO]):
+    """Writes lines to a stream; what is no more than information waits a moment for others, which costs one write."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self._held: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record, or keep it for a moment."""
+        try:
+            self._held.append(self.format(record) + self.terminator)
+            if record.levelno > logging.INFO:
+                self.flush()
+            elif len(self._held) == 1:
+                asyncio.get_running_loop().call_later(LATE_S, self.flush)
+        except RuntimeError:  # no loop runs here
+            self.flush()
+        except Exception:
+            self.handleError(record)
+
+    def flush(self) -> None:
+        """Write what was kept."""
+        self.acquire()
+        try:
+            lines, self._held = self._held, []
+            if lines:
+                self.stream.write("".join(lines))
+                self.stream.flush()
+        finally:
+            self.release()
