@@ -1,17 +1,25 @@
 """Garbage collection paused, by any number of threads at once, and kept from what is there already.
 
-Decides nothing but that. A program that has switched collection off finds it off.
+Decides nothing but that, and that no garbage is sought while a program ends. A program that has switched collection
+off finds it off.
 """
 
 from __future__ import annotations
 
+import atexit
 import gc
+import io
+import os
+import stat
+import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
-__all__ = ["gc_frozen", "gc_paused"]
+__all__ = ["gc_frozen", "gc_paused", "gc_spared_at_exit"]
 
+_WRITERS = frozenset((io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom))
+_FILES = _WRITERS | {io.FileIO, io.BufferedReader}
 _LOCK = threading.Lock()
 _INSIDE: set[int] = set()
 _WAS_ON = False
@@ -53,6 +61,34 @@ def gc_frozen() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+def gc_spared_at_exit() -> None:
+    """Have this program end without seeking garbage, where nothing that is alive has anything to do at its end.
+
+    An interpreter that ends goes through all objects several times, which with those of torch takes a third of the time
+    of importing it, and then the memory goes with the process anyway. Files that are being written are flushed. Where
+    any other object has a ``__del__``, or the program is watched (``python -X dev``, ``gc.set_debug``), it ends as
+    ever.
+    """
+    # Registered once, however often it is asked for.
+    atexit.unregister(_spare)
+    atexit.register(_spare)
+
+
+def _spare() -> None:
+    alive = gc.get_objects()
+    ending = {kind for kind in set(map(type, alive)) if any("__del__" in vars(base) for base in kind.__mro__)}
+    if not ending <= _FILES or sys.flags.dev_mode or gc.get_debug():
+        return
+    streams = (sys.stdin, sys.stdout, sys.stderr)  # which an interpreter that ends flushes itself
+    flushed = {id(part) for one in streams for part in (one, getattr(one, "buffer", None))}
+    for one in [found for found in alive if type(found) in _WRITERS and id(found) not in flushed]:
+        with suppress(OSError, ValueError):  # closed, or without a descriptor
+            if not stat.S_ISREG(os.fstat(one.fileno()).st_mode):
+                return  # a pipe may hold its writer
+            one.flush()
+    gc.freeze()
 
 
 def _enter(token: int) -> None:

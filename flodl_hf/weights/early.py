@@ -17,6 +17,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+from flodl.collecting import gc_spared_at_exit
 from flodl.system import make_cuda_context
 from flodl_hf.weights.checkpoint.ahead import reading_ahead
 from flodl_hf.weights.checkpoint.scatter import usable_cpus
@@ -32,7 +33,12 @@ def beginning(name_or_path: Any, options: Mapping[str, Any]) -> Iterator[None]:
         name_or_path: what the caller wants loaded.
         options: of loading.
     """
-    if "torch" in sys.modules or usable_cpus() < 2:
+    if "torch" in sys.modules:
+        yield
+        return
+    # A program that torch comes to with us ends quickly, too.
+    gc_spared_at_exit()
+    if usable_cpus() < 2:
         yield
         return
     place = _ordinal(options.get("device"))

@@ -44,6 +44,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     monkeypatch.setattr(system.ctypes, "CDLL", lambda name: found)
     monkeypatch.setattr(early, "_uses_cuda", lambda: True)
     monkeypatch.setattr(early, "usable_cpus", lambda: 2)
+    monkeypatch.setattr(early, "gc_spared_at_exit", lambda: None)
     monkeypatch.delitem(sys.modules, "torch")
 
     class Now(early.Thread):
@@ -104,6 +105,25 @@ def test_no_context_is_made_that_torch_would_not_make(driver: Driver, monkeypatc
         pass
 
 
+ENDING = """
+import atexit, gc, sys
+if {there}:
+    sys.modules["torch"] = sys
+from flodl_hf.weights.early import beginning
+atexit.register(lambda: print(gc.get_freeze_count() > 0))
+with beginning("nowhere", {{}}):
+    assert not gc.get_freeze_count()
+"""
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_program_that_torch_comes_to_with_us_ends_without_seeking_garbage(there: bool) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ENDING.format(there=there)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == [str(not there)]
+
+
 def test_a_torch_without_cuda_is_known_by_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torch")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -128,7 +148,8 @@ def test_options_that_want_nothing_read_ahead_are_heard(
 
 
 PROGRAM = """
-import json, sys, threading
+import atexit, gc, json, sys
+atexit.register(lambda: print(gc.get_freeze_count() > 100_000))
 from flodl_hf.weights import early
 early.usable_cpus = lambda: 2
 seen = []
@@ -151,9 +172,11 @@ def test_the_command_line_begins_before_torch_is_there(saved: Callable[..., Any]
         [sys.executable, "-c", PROGRAM.format(folder=folder)], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    *answers, seen = done.stdout.splitlines()
+    *answers, seen, spared = done.stdout.splitlines()
     assert json.loads(answers[-1])["text"] == "a text"
     assert json.loads(seen) == [False]
+    # Nothing that a prediction leaves behind keeps the program from ending at once.
+    assert spared == "True"
 
 
 FIRST = """
