@@ -18,9 +18,18 @@ def main() -> None:
     except ImportError as missing:
         sys.stderr.write(f"flodl-hf needs {missing.name} for its command line: pip install 'flodl-hf[cli]'\n")
         raise SystemExit(2) from None
+    from flodl_hf.cli.streams import NO_ROOM, lost, opened
+
+    opened()
     try:
         from flodl_hf.cli.app import app
 
         app()
+    except OSError as fault:  # of help and the version, which are no command's
+        if fault.errno not in NO_ROOM:
+            raise
+        lost()
+        sys.stderr.write(f"OSError: standard output: {fault.strerror}\n")
+        raise SystemExit(1) from None
     except KeyboardInterrupt:  # before a command has begun, which would have said so itself
         raise SystemExit(130) from None

@@ -7,6 +7,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, is_dataclass
 from functools import partial, wraps
 from typing import Annotated, Any, NoReturn, ParamSpec, TypeVar
@@ -17,6 +18,7 @@ from flodl.errors import DataError, FlodlError, printable, visible
 from flodl.verbosity import Verbosity, verbosity
 from flodl_hf.cli.choices import words_of
 from flodl_hf.cli.spelling import in_options, option_names
+from flodl_hf.cli.streams import NO_ROOM, encodable, lost
 
 __all__ = [
     "Json",
@@ -70,10 +72,13 @@ def reporting(command: Callable[P, R]) -> Callable[P, R]:
                 sys.stderr.close()
                 raise typer.Exit(0) from None
             except OSError as fault:
-                if fault.filename is None:
+                if fault.filename is None and fault.errno not in NO_ROOM:
                     raise
                 reason = fault.strerror or type(fault).__name__
-                text = f"{printable(str(fault.filename), 400)}: {reason}"
+                # The system names no file where a write fails that had been opened.
+                named = fault.filename is not None
+                file = printable(str(fault.filename), 400) if named else "standard output, or a file that is written"
+                text = f"{file}: {reason}"
                 _failed(command, "OSError", text, bool(kwargs.get("json_output")))
 
     return run
@@ -82,7 +87,10 @@ def reporting(command: Callable[P, R]) -> Callable[P, R]:
 def _failed(command: Callable[..., Any], kind: str, text: str, json_output: bool) -> NoReturn:
     text = in_options(text, option_names(command))
     if json_output:
-        emit_json({"error": kind, "message": text})
+        with suppress(OSError):  # where writing it is what failed
+            emit_json({"error": kind, "message": text})
+    if kind == "OSError":
+        lost()
     say(f"{kind}: {text}", always=True, fg="red")
     raise typer.Exit(1) from None
 
@@ -108,6 +116,7 @@ def emit_json(value: Any) -> None:
 def as_json(value: Any, indent: int | None = None) -> str:
     """Return ``value`` as JSON without a character that moves a terminal or that none can be sent."""
     text = json.dumps(plain(value), ensure_ascii=False, indent=indent)
+    text = text if encodable(text) else json.dumps(plain(value), indent=indent)
     return visible(text, "\\u{:04x}")
 
 
@@ -131,7 +140,11 @@ def say(text: str, *, always: bool = False, **style: Any) -> None:
     """
     if not always and verbosity() == Verbosity.QUIET:
         return
-    typer.echo(painted(visible(text), sys.stderr, **style), err=True)
+    try:
+        typer.echo(painted(visible(text), sys.stderr, **style), err=True)
+    except OSError as fault:
+        if fault.errno not in NO_ROOM:  # a line of progress that has no room ends no work
+            raise
 
 
 def stdin_lines() -> Iterator[str]:
