@@ -138,6 +138,12 @@ class Adapters:
         adapter = self.named(name)
         if self.active == name:
             return
+        if model.routed is not None:
+            raise ConfigError(
+                "adapter: the routes of this folder have transformers of their own, and an adapter belongs to one; "
+                "expected one model; load its own folder and put the adapter there",
+                problems=[name],
+            )
         self.take_out(model)
         graph = model.graph
         named = dict(graph.named_parameters(remove_duplicate=False))

@@ -34,7 +34,7 @@ def command(
         raise typer.Exit(2)
     from flodl_hf.export.verify import RECEIPT, verify_export
     from flodl_hf.hub.folders import MODEL_FILES, resolve_folder
-    from flodl_hf.sentence.recipe import transformer_folder
+    from flodl_hf.sentence.routing import transformer_folder
 
     base = None
     if source is not None:

@@ -350,7 +350,7 @@ def read_config(
         from flodl_hf.weights.checksums import hold
 
         hold(folder, verified, (CONFIG_NAME,))
-    from flodl_hf.sentence.recipe import transformer_folder
+    from flodl_hf.sentence.routing import transformer_folder
 
     return read_config_file(transformer_folder(folder), ignore_config_keys, strict_config=strict_config)
 

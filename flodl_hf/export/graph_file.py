@@ -33,7 +33,7 @@ from flodl_hf.export.convert import model_files
 from flodl_hf.export.json_text import patch_json
 from flodl_hf.export.state import plan_state, write_state
 from flodl_hf.hub.folders import CONFIG_NAME, MODEL_FILES, resolve_folder
-from flodl_hf.sentence.recipe import transformer_folder
+from flodl_hf.sentence.routing import transformer_folder
 from flodl_hf.weights import checkpoint as stored
 from flodl_hf.weights.checkpoint.members import read_member
 from flodl_hf.weights.loading import canonical_names, head_of

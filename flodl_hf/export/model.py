@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,17 +66,22 @@ def export_model(
         ExportError: the folder is in use or not empty, the disk is full or refuses, or what was written
             does not read back as the same bytes. An older folder is then as it was.
     """
-    plan = plan_state(
-        stored_tensors(model), model.source.manifest if model.source and _keeps_names(model) else None,
-        ties=stored_ties(model), max_shard_size=max_shard_size, metadata={"format": "pt"},
-    )  # fmt: skip
+    if (recipe := model.sentence_recipe) is not None and not recipe.routes:
+        model = model.on_route()  # one route's recipe was put in the place of all
+    plans = {
+        inside: plan_state(
+            stored_tensors(part), part.source.manifest if part.source and _keeps_names(part) else None,
+            ties=stored_ties(part), max_shard_size=max_shard_size, metadata={"format": "pt"},
+        )
+        for inside, part in _parts(model).items()
+    }  # fmt: skip
     others = surroundings(model) | dict(extra_files or {})
     written: list[WrittenFile] = []
     target = publish_folder(
         folder,
-        _writer(plan, others, written),
+        _writer(plans, others, written),
         overwrite=overwrite,
-        needed_bytes=plan.nbytes + sum(map(len, others.values())),
+        needed_bytes=sum(plan.nbytes for plan in plans.values()) + sum(map(len, others.values())),
     )
     verify_files(target, written)
     return target
@@ -83,12 +89,30 @@ def export_model(
 
 def surroundings(model: GraphModel) -> dict[str, bytes]:
     """Return what stands beside the weights, by name: configuration, tokenizer, a recipe of sentence vectors."""
-    return {"config.json": config_text(model).encode()} | _tokenizer_files(model) | _recipe(model)
+    found = {
+        f"{inside}/{name}" if inside else name: data
+        for inside, part in _parts(model).items()
+        for name, data in ({"config.json": config_text(part).encode()} | _tokenizer_files(part)).items()
+    }
+    return found | _recipe(model)
 
 
-def _writer(plan: WritePlan, others: Mapping[str, bytes], written: list[WrittenFile]) -> Callable[[Path], None]:
+def _parts(model: GraphModel) -> dict[str, GraphModel]:
+    """Return what has weights, by its folder: the model at the root, or each route's encoder in its own."""
+    if model.routed is None:
+        return {"": model}
+    assert model.sentence_recipe is not None
+    return {model.sentence_recipe.transformer: model, **dict(model.routed.items())}
+
+
+def _writer(
+    plans: Mapping[str, WritePlan], others: Mapping[str, bytes], written: list[WrittenFile]
+) -> Callable[[Path], None]:
     def write(stage: Path) -> None:
-        written.extend(write_state(stage, plan))
+        for inside, plan in plans.items():
+            (stage / inside).mkdir(parents=True, exist_ok=True)
+            files = write_state(stage / inside, plan)
+            written.extend(replace(file, name=f"{inside}/{file.name}" if inside else file.name) for file in files)
         for name, data in others.items():
             place = stage / name
             place.parent.mkdir(parents=True, exist_ok=True)

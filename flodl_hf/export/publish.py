@@ -56,6 +56,7 @@ _MODEL_FILES = (
     "[0-9]*_*/pytorch_model.bin",
 )
 _LEFT = re.compile(r"\.(.+?)(\.[0-9a-f]{12})?\.tmp")  # beside a file that was being written when a process was killed
+_MODULE = re.compile(r"\w*?[0-9]+_(Transformer|Router|Pooling|Dense|Normalize)")  # of sentence-transformers
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -63,6 +64,9 @@ def is_model_file(path: str) -> bool:
     """Return whether ``path``, relative with ``/``, is a name that a model folder usually holds."""
     depth = path.count("/")
     head, _, name = path.rpartition("/")
+    first, _, inside = path.partition("/")
+    if inside and _MODULE.fullmatch(first):
+        return is_model_file(inside)
     left = _LEFT.fullmatch(name)
     if left is not None:
         return is_model_file(f"{head}/{left[1]}" if head else left[1])

@@ -64,8 +64,13 @@ class Traced(nn.Module):
         if recipe is not None and recipe.routes:
             raise ExportError(
                 f"export: the folder has the routes {', '.join(recipe.routes)}, and one graph computes one of them; "
-                "expected a folder without. Export with head='base' and no recipe: model.sentence_recipe = "
-                "model.sentence_recipe.on('query')",
+                "expected a folder without. "
+                + (
+                    "Each has a transformer of its own: export model.on_route('query')"
+                    if model.routed is not None
+                    else "Export with head='base' and no recipe: model.sentence_recipe = "
+                    "model.sentence_recipe.on('query')"
+                ),
                 problems=list(recipe.routes),
             )
         self._recipe = recipe if recipe is not None and recipe.late is None and recipe.splade is None else None

@@ -18,6 +18,7 @@ from flodl_hf.errors import PredictError
 from flodl_hf.heads.head import Head
 from flodl_hf.model.encoder_model import EncoderModel
 from flodl_hf.model.outputs import BaseOutput
+from flodl_hf.model.routed import route_within
 from flodl_hf.model.words import EMBED, ENCODE, taking
 
 if TYPE_CHECKING:
@@ -140,6 +141,12 @@ class BaseModel(EncoderModel):
             return found.embed(
                 texts, pooling=pooling, normalize=normalize, truncate_dim=truncate_dim, prompt=said, route=route,
                 strict=strict, truncate=truncate, untrained=untrained, **run,
+            )  # fmt: skip
+        if (own := self.on_route(route)) is not self:
+            return own.embed(
+                texts, pooling=pooling, normalize=normalize, truncate_dim=truncate_dim, prompt=prompt,
+                route=route_within(own, route), strict=strict, truncate=truncate,
+                untrained=untrained, **run,
             )  # fmt: skip
         texts = several(texts, "embed")
         recipe = recipe_on(recipe, route)
@@ -346,9 +353,11 @@ class BaseModel(EncoderModel):
         """
         from flodl_hf.heads.chunks import chunk_vectors
 
+        own = self.on_route(route)
         return chunk_vectors(
-            self, texts, chunks=chunks, spans=spans, overlap=overlap, prompt=prompt, normalize=normalize,
-            truncate_dim=truncate_dim, route=route, untrained=untrained, run=run,
+            own, texts, chunks=chunks, spans=spans, overlap=overlap, prompt=prompt, normalize=normalize,
+            truncate_dim=truncate_dim, route=route if own is self else route_within(own, route),
+            untrained=untrained, run=run,
         )  # fmt: skip
 
     def embed_sparse(

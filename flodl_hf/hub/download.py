@@ -1,7 +1,7 @@
 """A name becomes a folder of files: a local folder as it is, or a repository of the Hub through its cache.
 
-Decides: what a valid name is, which files of a repository are fetched, what is checked after a download, and
-when no network is touched. Leaves to others: what the files mean. Environment variables (``HF_HOME``,
+Decides: what a valid name is, what is checked after a download, and when no network is touched. Leaves to others: which
+files are fetched (`flodl_hf.hub.choosing`) and what they mean. Environment variables (``HF_HOME``,
 ``HF_HUB_CACHE``, ``HF_TOKEN``, ``HF_ENDPOINT``, ``HF_HUB_OFFLINE``) are those of huggingface_hub, which only
 this file imports, and only when a repository has to be looked up.
 """
@@ -9,49 +9,23 @@ this file imports, and only when a repository has to be looked up.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from fnmatch import translate
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from flodl.errors import FlodlError, capped, printable
 from flodl.files import read_regular
 from flodl_hf.errors import HubError
+from flodl_hf.hub.choosing import CHECKPOINT_FILES, WEIGHTS, any_present, lacking, select, select_modules
 from flodl_hf.hub.patience import time_for, within
 from flodl_hf.hub.request import HubRequest, explain, is_unreachable, reason
 
 __all__ = ["CHECKPOINT_FILES", "Resolved", "resolve"]
-
-_WEIGHTS = "model.safetensors"
-
-_OTHER_WEIGHTS = (".safetensors", ".bin", ".h5", ".msgpack", ".onnx", ".pt", ".ot")
-
-# Which files a checkpoint is made of. "model.safetensors" stands for the weights in whatever parts they come.
-CHECKPOINT_FILES = (
-    "config.json",
-    _WEIGHTS,
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.txt",
-    "vocab.json",
-    "merges.txt",
-    "sentencepiece.bpe.model",
-    "spm.model",
-    "spiece.model",
-    "modules.json",
-    "config_sentence_transformers.json",
-    "sentence_bert_config.json",
-    "[0-9]_*/config.json",
-    "[0-9]_*/model.safetensors",
-)
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}(/[A-Za-z0-9_][A-Za-z0-9_.-]{0,95})?")
 _REVISION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./+-]{0,255}")
@@ -59,7 +33,6 @@ _SUBFOLDER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_. -]{0,127}(/[A-Za-z0-9_][A-Za-
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _ETAG = re.compile(r"[A-Za-z0-9_.:=+-]{1,200}")
-_SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 
 # Without a network the caller should know within seconds; huggingface_hub's own retries take half a minute.
 _TIMEOUT_S = 5.0
@@ -93,6 +66,7 @@ def resolve(
     cache_dir: str | os.PathLike[str] | None = None,
     local_files_only: bool = False,
     files: Sequence[str] = CHECKPOINT_FILES,
+    modules: Callable[[Path], Mapping[str, bool]] | None = None,
 ) -> Resolved:
     """Return the folder that holds the files of ``name_or_path``, fetching what is missing.
 
@@ -108,6 +82,8 @@ def resolve(
         local_files_only: open no network connection.
         files: patterns of the files that are wanted, relative to ``subfolder``; ``"model.safetensors"``
             stands for the weights, in one file or many.
+        modules: given a folder with ``modules.json`` and the other small files, says in which folders modules lie and
+            which of them hold a transformer; these are fetched too. None where weights lie in one place.
 
     Raises:
         HubError: if the name is malformed, nothing of that name is found, access is refused, the network is
@@ -168,6 +144,7 @@ def resolve(
         token=token,
         cache=Path(cache_dir if cache_dir is not None else constants.HF_HUB_CACHE).expanduser(),
         files=tuple(files),
+        modules=modules,
     )
     if local_files_only or constants.HF_HUB_OFFLINE:
         why = "local_files_only is set" if local_files_only else "HF_HUB_OFFLINE is set"
@@ -199,59 +176,6 @@ def _local(path: Path, subfolder: str, revision: str | None) -> Resolved:
     return Resolved(folder)
 
 
-# Which files
-
-
-@cache
-def _wanted(patterns: tuple[str, ...]) -> Callable[[str], bool]:
-    """Return whether a name is meant by one of some patterns, whose ``*`` stands for no ``/``."""
-    by_depth: dict[int, list[str]] = {}
-    for pattern in patterns:
-        # without the frame "(?s:...)" and end that translate puts around each part
-        parts = [translate(part)[4:-3] for part in pattern.split("/")]
-        by_depth.setdefault(len(parts) - 1, []).append("/".join(parts))
-    # As many "/" in name and pattern: none is left for a "*".
-    found = {depth: re.compile(f"(?s:{'|'.join(some)})") for depth, some in by_depth.items()}
-    return lambda name: (form := found.get(name.count("/"))) is not None and form.fullmatch(name) is not None
-
-
-def _weights(names: Iterable[str]) -> list[str]:
-    """Return the weight files among ``names``: one safetensors file, else shards, else ``.bin`` files."""
-    present = set(names)
-    for stem, suffix in (("model", "safetensors"), ("pytorch_model", "bin")):
-        if f"{stem}.{suffix}" in present:
-            return [f"{stem}.{suffix}"]
-        index = f"{stem}.{suffix}.index.json"
-        if index in present:
-            return [index, *sorted(filter(_wanted((f"{stem}-*-of-*.{suffix}",)), present))]
-    return []
-
-
-def _select(request: HubRequest, names: Iterable[str]) -> list[str]:
-    """Return which of a repository's files are wanted, with their subfolder.
-
-    Raises:
-        HubError: if weights are wanted and there are none that can be read.
-    """
-    prefix = f"{request.subfolder}/" if request.subfolder else ""
-    inside = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
-    chosen = set(filter(_wanted(request.files), inside))
-    if _WEIGHTS in request.files:
-        weights = _weights(inside)
-        if not weights:
-            others = sorted(name for name in inside if re.search(r"\.(safetensors|bin|h5|msgpack|onnx|pt|ot)$", name))
-            raise request.error(
-                f"no {_WEIGHTS}, {_WEIGHTS}.index.json or pytorch_model.bin"
-                + (f" in {request.subfolder}/" if request.subfolder else "")
-                + (f"; other weight files are\n{capped(others, 8)}\n" if others else ""),
-                "expected one of them: set subfolder, choose a repository with PyTorch weights, or make "
-                "model.safetensors from a local file with `flodl-hf convert`",
-                others=others,
-            )
-        chosen |= set(weights)
-    return [prefix + name for name in sorted(chosen)]
-
-
 # From the cache
 
 
@@ -273,8 +197,8 @@ def _from_cache(request: HubRequest, why: str) -> Resolved:
     if not _COMMIT.fullmatch(commit) or not folder.is_dir():
         raise request.error(f"not in the cache {request.cache}, and {why}", remedy, offline=True)
     present = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
-    if _WEIGHTS in request.files:
-        missing = _missing_weights(folder, present)
+    if WEIGHTS in request.files:
+        missing = lacking(request, folder, present)
         if missing:
             raise request.error(
                 f"in the cache without {capped(missing, 5, '').replace(chr(10), ', ')}, and {why}",
@@ -282,34 +206,16 @@ def _from_cache(request: HubRequest, why: str) -> Resolved:
                 offline=True,
                 missing=missing,
             )
-    elif not any(map(_wanted(request.files), present)):
+    elif not any_present(request, present):
         raise request.error(f"in the cache without any of {', '.join(request.files)}, and {why}", remedy, offline=True)
     return Resolved(folder, request.name, request.revision, commit)
-
-
-def _missing_weights(folder: Path, present: Sequence[str]) -> list[str]:
-    weights = _weights(present)
-    if not weights:
-        return [_WEIGHTS]
-    if not weights[0].endswith(".index.json"):
-        return []
-    return sorted(_shards(folder / weights[0]) - set(present))
-
-
-def _shards(index: Path) -> set[str]:
-    """Return the names of the shards that an index lists; what is wrong with it is the reader's to say."""
-    try:
-        names = set(json.loads(read_regular(index))["weight_map"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return set()
-    return {name for name in names if isinstance(name, str) and _SHARD.fullmatch(name)}
 
 
 # From the Hub
 
 
 def _from_hub(request: HubRequest) -> Resolved:
-    from huggingface_hub import HfApi, constants
+    from huggingface_hub import HfApi
 
     timeout = float(os.environ.get("HF_HUB_ETAG_TIMEOUT") or _TIMEOUT_S)
     ask = partial(HfApi(token=request.token).model_info, request.name, revision=request.revision, timeout=timeout)
@@ -328,18 +234,33 @@ def _from_hub(request: HubRequest) -> Resolved:
             "check HF_ENDPOINT: this is no Hub",
         )
     siblings = {sibling.rfilename: sibling for sibling in info.siblings or () if isinstance(sibling.rfilename, str)}
-    wanted = _select(request, siblings)
-    for filename in wanted:
-        _check_announced(request, siblings[filename])
-    if not wanted:
+    chosen = select(request, siblings)
+    if not chosen:
         listed = capped(sorted(siblings), 10)
         raise request.error(
             f"none of {', '.join(request.files)} is there; it holds\n{listed}\n",
             "check the name and subfolder",
         )
     snapshot = request.storage / "snapshots" / commit
+    folder = snapshot / request.subfolder if request.subfolder else snapshot
+    _bring(request, commit, chosen, siblings)
+    # What lies in folders of modules is known once the small files are there that name them.
+    more = [name for name in select_modules(request, siblings, folder) if name not in set(chosen)]
+    _bring(request, commit, more, siblings)
+    if request.revision != commit:
+        _remember(request, commit)
+    return Resolved(folder, request.name, request.revision, commit)
+
+
+def _bring(request: HubRequest, commit: str, names: Sequence[str], siblings: Mapping[str, Any]) -> None:
+    """Have files in the cache, and each as the Hub announced it."""
+    from huggingface_hub import constants
+
+    for filename in names:
+        _check_announced(request, siblings[filename])
+    snapshot = request.storage / "snapshots" / commit
     pause = _PAUSES * float(constants.HF_HUB_DOWNLOAD_TIMEOUT)
-    for filename in wanted:
+    for filename in names:
         target = snapshot / filename
         cached = target.is_file()
         for attempt in (0, 1):
@@ -361,10 +282,6 @@ def _from_hub(request: HubRequest) -> Resolved:
                 f"try again; if it stays so, a proxy or mirror alters the file, or {target} has to be removed",
                 file=filename,
             )
-    if request.revision != commit:
-        _remember(request, commit)
-    folder = snapshot / request.subfolder if request.subfolder else snapshot
-    return Resolved(folder, request.name, request.revision, commit)
 
 
 def _check_announced(request: HubRequest, announced: Any) -> None:

@@ -81,5 +81,11 @@ def resolve_folder(name_or_path: str | Path, hub: Mapping[str, Any], files: Sequ
         return inside, None
     from flodl_hf.hub.download import resolve
 
-    resolved = resolve(str(name_or_path), files=list(files), **hub)
+    resolved = resolve(str(name_or_path), files=list(files), modules=_modules, **hub)
     return Path(resolved.folder), resolved.commit
+
+
+def _modules(folder: Path) -> Mapping[str, bool]:
+    from flodl_hf.sentence.routing import module_folders
+
+    return module_folders(folder)

@@ -6,6 +6,7 @@ classes and by the status of an answer.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,7 +20,12 @@ __all__ = ["HubRequest", "explain", "is_unreachable", "reason"]
 
 @dataclass(frozen=True, slots=True)
 class HubRequest:
-    """A checked request for files of a repository."""
+    """A checked request for files of a repository.
+
+    Attributes:
+        modules: says of a folder with the small files of sentence-transformers which folders its modules lie in, and
+            whether each holds a transformer; None where nobody asks.
+    """
 
     name: str
     revision: str
@@ -27,6 +33,7 @@ class HubRequest:
     token: str | bool | None
     cache: Path
     files: tuple[str, ...]
+    modules: Callable[[Path], Mapping[str, bool]] | None = None
 
     @property
     def storage(self) -> Path:

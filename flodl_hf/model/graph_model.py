@@ -22,6 +22,7 @@ from flodl_hf.errors import PredictError
 from flodl_hf.layout.layouts import Padded
 from flodl_hf.model.forked import entered
 from flodl_hf.model.ranges import beyond_tables, check_rows
+from flodl_hf.model.routed import Routed
 from flodl_hf.model.watching import given_embeddings, ids_for, watched
 from flodl_hf.weights.loading import LoadReport
 
@@ -46,6 +47,7 @@ class GraphModel(nn.Module):
         source: what it was read from, or None.
         sentence_recipe: how its states become the vector of a text, where the folder says so.
         beside: what learns beside the graph in a run: a projection of token vectors, a decoder.
+        routed: encoders of the folder's other routes, where routes have transformers of their own.
     """
 
     head: ClassVar[str] = "base"
@@ -65,6 +67,7 @@ class GraphModel(nn.Module):
         self._tokenizer: Tokenizer | None = None
         self.sentence_recipe: SentenceRecipe | None = None
         self.beside: nn.Module | None = None
+        self.routed: Routed | None = None
         self._on_disk: OnDisk | None = None
         self._untouched: dict[str, int] = {}
         self._run_options: RunOptions | None = None
@@ -203,6 +206,22 @@ class GraphModel(nn.Module):
 
             self._run_options = RunOptions()
         return self._run_options
+
+    def on_route(self, route: str | None = None) -> Self:
+        """Return the model that texts of a route go through: this one, unless the route has a transformer of its own.
+
+        Args:
+            route: its name, or what texts are for; None for the usual one.
+
+        Raises:
+            PredictError: there is no such route, or none is usual and none was asked for.
+        """
+        recipe = self.sentence_recipe
+        found = None if self.routed is None or recipe is None else self.routed.at(recipe.on(route).transformer)
+        if found is None:
+            return self
+        found._run_options = self._run_options
+        return found
 
     # --- what belongs to it ---------------------------------------------------------------------
 

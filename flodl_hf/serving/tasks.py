@@ -81,7 +81,7 @@ def _embed(model: Any, items: list[Any], options: Mapping[str, Any], ticket: Tic
         return {}, [_embed_ids(model, items, options)]
     texts = items
     found = model.embed(texts, **given, prompt=options.get("prompt"), **_cutting(options)).numpy()
-    _note_cut(model, ticket, options, texts)
+    _note_cut(model.on_route(options.get("route")), ticket, options, texts)
     return {}, [found]
 
 
@@ -102,8 +102,9 @@ def _embed_ids(model: Any, rows: list[list[int]], options: Mapping[str, Any]) ->
     from flodl_hf.runtime.tables import Frame, framed
     from flodl_hf.runtime.vectors import Vectors
 
-    model.ready("embed")
     recipe, normalize = recipe_on(model.sentence_recipe, options.get("route")), options.get("normalize")
+    model = model.on_route(options.get("route"))
+    model.ready("embed")
     if options.get("prompt"):
         raise PredictError("embed: the folder puts a prompt before such texts, which ids cannot take; send texts")
     if recipe is not None and recipe.dense:
@@ -127,7 +128,8 @@ def _embed_ids(model: Any, rows: list[list[int]], options: Mapping[str, Any]) ->
 
 def _width(model: Any, route: str | None = None) -> int:
     recipe = recipe_on(model.sentence_recipe, route)
-    return recipe.dense[-1].size if recipe is not None and recipe.dense else model.config.encoder.hidden_size
+    wide = model.on_route(route).config.encoder.hidden_size
+    return recipe.dense[-1].size if recipe is not None and recipe.dense else wide
 
 
 def _embed_sparse(model: Any, items: list[str], options: Mapping[str, Any], ticket: Ticket) -> Done:

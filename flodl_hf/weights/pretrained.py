@@ -7,7 +7,7 @@ model is handed out only when all of it is there. What was read is remembered as
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from numbers import Integral
 from pathlib import Path
@@ -30,7 +30,9 @@ from flodl_hf.hub.folders import MODEL_FILES, VOCABULARY_FILES, holds_adapter, r
 from flodl_hf.late import colbert_recipe
 from flodl_hf.model.building import assign, build_graph, initialise, tie_tensors
 from flodl_hf.model.graph_model import GraphModel
-from flodl_hf.sentence.recipe import SentenceRecipe, read_recipe, transformer_folder
+from flodl_hf.model.routed import Routed, recipe_behind
+from flodl_hf.sentence.recipe import SentenceRecipe, read_recipe
+from flodl_hf.sentence.routing import transformer_folder
 from flodl_hf.weights.checkpoint import Checkpoint, StoredTensor
 from flodl_hf.weights.checkpoint.members import is_entry
 from flodl_hf.weights.filling import FiniteCheck, check_dtype, check_duplicates, fill, settle_dtype, settle_ties
@@ -213,11 +215,6 @@ def _load(
     model.load_report = report
     model.tokenizer = tokenizer
     model.sentence_recipe = read_recipe(root) or _colbert(folder, config)
-    if (recipe := model.sentence_recipe) is not None and recipe.routes:
-        usual = (
-            f"texts take {recipe.usual_route!r} where no route is said" if recipe.usual_route else "one has to be said"
-        )
-        report.notes.append(f"routes: {', '.join(recipe.routes)}; {usual}")
     model.source = Source(
         name=str(name_or_path),
         folder=folder,
@@ -230,6 +227,11 @@ def _load(
         same_head=same_head,
         config_text=config.text or "",
     )
+    if model.sentence_recipe is not None and model.sentence_recipe.routes:
+        _follow_routes(model, root, lambda inside: _load(
+            model_class, inside, head, {}, given, device, attention, None, None, ignore_config_keys, strict_config,
+            allow_nonfinite, in_hub_cache(folder) if mapped is None else mapped, weights, False, None,
+        ))  # fmt: skip
     model.set_attention(attention)
     model.eval()
     if on_disk is not None:
@@ -276,6 +278,36 @@ def _colbert(folder: Path, config: ModelConfig) -> SentenceRecipe | None:
         return None
     late, files = colbert_recipe(folder)
     return SentenceRecipe(normalize=True, late=late, files=files)
+
+
+def _follow_routes(model: GraphModel, root: Path, load: Callable[[Path], GraphModel]) -> None:
+    """Say which routes a model has, and put beside it the encoders of those that have their own."""
+    recipe, source = model.sentence_recipe, model.source
+    assert recipe is not None
+    assert source is not None
+    assert model.load_report is not None
+    notes = model.load_report.notes
+    usual = f"texts take {recipe.usual_route!r} where no route is said" if recipe.usual_route else "one has to be said"
+    folders = dict.fromkeys(way.transformer for way in recipe.routes.values())
+    own = folders.keys() - {recipe.transformer}
+    if own and model.head != "base":
+        model.sentence_recipe = recipe_behind(recipe, recipe.transformer)
+        notes.append(f"routes: {recipe.transformer} alone is read; the transformers of other routes are not")
+        return
+    notes.append(f"routes: {', '.join(recipe.routes)}; {usual}")
+    if not own:
+        return
+    others = {}
+    for folder in folders:
+        if folder in own:
+            others[folder] = beside = load(root / folder)
+            assert beside.source is not None
+            assert beside.load_report is not None
+            beside.source.name, beside.source.commit = f"{source.name}/{folder}", source.commit
+            beside.sentence_recipe = recipe_behind(recipe, folder)
+            notes.extend(f"{folder}: {note}" for note in beside.load_report.notes if note not in notes)
+    model.routed = Routed(others)
+    notes.append(f"routes have transformers of their own; calls with ids go through {recipe.transformer}")
 
 
 def _held_to(folder: Path, verified: bool | str) -> Held | None:

@@ -202,21 +202,114 @@ def test_a_router_that_is_not_understood_is_refused(saved: Saved, change: dict[s
         load(write(folder, {"2_Router/router_config.json": said}))
 
 
-def test_transformers_of_their_own_are_refused_by_name(saved: Saved) -> None:
-    folder = before(saved("bert"))
-    shutil.copytree(folder / "query_0_Transformer", folder / "document_0_Transformer")
+def apart(folder: Path, other: Path, **parameters: Any) -> Path:
+    """Make one whose queries go through a transformer of their own, ``other``."""
+    before(folder)
     said = json.loads((folder / "router_config.json").read_text())
+    shutil.move(folder / "query_0_Transformer", folder / "document_0_Transformer")
+    shutil.copytree(other, folder / "query_0_Transformer")
     said["types"]["document_0_Transformer"] = ST + "Transformer"
     said["structure"]["document"][0] = "document_0_Transformer"
-    with pytest.raises(
-        ConfigError, match=r"'query', 'document' have transformers of their own \('query_0_Transformer', 'd"
-    ):
+    said["parameters"] |= parameters
+    prompts = {"prompts": {"query": "a cat: "}}
+    return write(folder, {"router_config.json": said, "config_sentence_transformers.json": prompts})
+
+
+def test_routes_may_have_transformers_of_their_own(saved: Saved, tmp_path: Path) -> None:
+    folder = apart(saved("bert"), saved("distilbert"))
+    model: Any = load(folder)
+    alone = {route: load(folder / f"{route}_0_Transformer", head="base") for route in ("query", "document")}
+    assert model.load_report.notes[-2:] == [
+        "routes: query, document; texts take 'document' where no route is said",
+        "routes have transformers of their own; calls with ids go through document_0_Transformer",
+    ]
+    assert (model.on_route("query").config.model_type, model.on_route().config.model_type) == ("distilbert", "bert")
+    for text in (TEXTS[0], TEXTS[2]):
+        first = states_of(alone["query"], text)[0]
+        close(model.embed(text, route="query"), torch.nn.functional.normalize(first, dim=0))
+        exact = torch.nn.functional.normalize(through(states_of(alone["document"], text).mean(0), DOCUMENT), dim=0)
+        close(model.embed(text), exact)
+    assert torch.equal(model.embed(TEXTS, task="query"), model.embed(TEXTS, route="query"))
+    asked = model.embed(["a cat: " + text for text in TEXTS], route="query", truncate=True)
+    assert model.encode_query(TEXTS).tolist() == asked.tolist()
+    assert (model.embed([], route="query").shape, model.embed([]).shape) == ((0, 16), (0, 4))
+    assert model.embed_chunks(TEXTS[1], route="query").vectors.shape == (2, 16)
+    assert model.double().on_route("query").dtype == torch.float64
+
+
+def test_transformers_of_their_own_are_written_where_they_lay(saved: Saved, tmp_path: Path) -> None:
+    folder = apart(saved("bert"), saved("distilbert"))
+    model: Any = load(folder)
+    out = model.save_pretrained(tmp_path / "out", max_shard_size=None)
+    out = model.save_pretrained(out, overwrite=True)
+    names = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
+    written = {str(p.relative_to(out)) for p in out.rglob("*") if p.is_file()}
+    # Every folder's checksums were those of a folder by itself; the whole has one list.
+    assert {name for name in names ^ written if not name.endswith("checksums.json")} == set()
+    assert [n for n in names & written if (folder / n).read_bytes() != (out / n).read_bytes()] == []
+    again: Any = load(out, verified=True)
+    for route in ("query", "document"):
+        assert torch.equal(again.embed(TEXTS, route=route), model.embed(TEXTS, route=route))
+    # One route by itself is a folder without routes.
+    one: Any = load(model.on_route("query").save_pretrained(tmp_path / "query"))
+    assert torch.equal(one.embed(TEXTS), model.embed(TEXTS, route="query"))
+    model.sentence_recipe = model.sentence_recipe.on("query")
+    assert torch.equal(model.embed(TEXTS), one.embed(TEXTS))
+    same: Any = load(model.save_pretrained(tmp_path / "set"))
+    assert torch.equal(same.embed(TEXTS), one.embed(TEXTS))
+
+
+def test_routes_that_share_one_of_several_transformers(saved: Saved) -> None:
+    folder = apart(saved("bert"), saved("distilbert"), route_mappings={"('question', 'text')": "short"})
+    said = json.loads((folder / "router_config.json").read_text())
+    said["structure"]["short"] = ["query_0_Transformer", "document_1_Pooling"]
+    model: Any = load(write(folder, {"router_config.json": said}))
+    query = model.on_route("query")
+    assert (model.on_route("short"), model.on_route("question")) == (query, query)
+    for text in (TEXTS[0], TEXTS[2]):
+        exact = torch.nn.functional.normalize(states_of(query, text).mean(0), dim=0)
+        close(model.embed(text, route="short"), exact)
+        assert torch.equal(model.embed(text, task="question"), model.embed(text, route="short"))
+    assert not torch.equal(model.embed(TEXTS, route="query"), model.embed(TEXTS, route="short"))
+
+
+def test_a_classifier_takes_the_usual_transformer_alone(saved: Saved, tmp_path: Path) -> None:
+    folder = apart(saved("bert"), saved("distilbert"))
+    model: Any = load(folder, head="seqcls", num_labels=2)
+    assert (model.config.model_type, model.routed) == ("bert", None)
+    assert any("the transformers of other routes are not" in note for note in model.load_report.notes)
+    model.mark_untrained([])
+    kept: Any = load(model.save_pretrained(tmp_path / "classifier"), head="base")
+    assert torch.equal(kept.embed(TEXTS), load(folder).embed(TEXTS))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("StaticEmbedding", "module 'StaticEmbedding' is not supported"), ("CLIPModel", "module 'CLIPModel'")],
+)
+def test_routes_through_other_modules_are_refused(saved: Saved, kind: str, words: str) -> None:
+    folder = apart(saved("bert"), saved("distilbert"))
+    said = json.loads((folder / "router_config.json").read_text())
+    said["types"]["query_0_Transformer"] = ST + kind
+    with pytest.raises(ConfigError, match=words):
         load(write(folder, {"router_config.json": said}))
+
+
+def test_an_adapter_belongs_to_one_transformer(saved: Saved) -> None:
+    from flodl_hf.adapters import Lora
+
+    model: Any = load(apart(saved("bert"), saved("distilbert")))
+    with pytest.raises(ConfigError, match="routes of this folder have transformers of their own"):
+        model.add_adapter(Lora(rank=2))
 
 
 def test_one_graph_computes_one_route(saved: Saved) -> None:
     from flodl_hf.export.traced import Traced
 
+    own: Any = load(apart(saved("roberta"), saved("distilbert")))
+    with pytest.raises(ExportError, match=r"export model.on_route\('query'\)"):
+        Traced(own)
+    assert Traced(own.on_route("query")).outputs["sentence_embedding"]
     model: Any = load(behind(saved("bert")))
     with pytest.raises(ExportError, match="the routes query, document"):
         Traced(model)
@@ -225,11 +318,11 @@ def test_one_graph_computes_one_route(saved: Saved) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # of the library's own keywords
-@pytest.mark.parametrize("shape", [behind, before])
+@pytest.mark.parametrize("shape", [behind, before, apart])
 def test_sentence_transformers_gives_these_vectors(saved: Saved, tmp_path: Path, shape: Any) -> None:
     """The folder as it was made, and as it is written by us."""
     library = pytest.importorskip("sentence_transformers")
-    folder = shape(saved("bert"))
+    folder = shape(saved("bert"), *([saved("distilbert")] if shape is apart else []))
     model: Any = load(folder)
     for place in (folder, model.save_pretrained(tmp_path / "ours")):
         theirs = library.SentenceTransformer(str(place), device="cpu")
@@ -267,6 +360,10 @@ def test_requests_say_what_texts_are_for(saved: Saved) -> None:
     ):
         with pytest.raises(PredictError):
             asked(items, **options)
+    own: Any = load(apart(saved("roberta"), saved("distilbert")))
+    assert (describe(own)["width"], embed(own, [[2, 9, 3]], {"route": "query"}, Ticket())[1][0].shape) == (4, (1, 16))
+    found = embed(own, TEXTS, {"route": "query", "dimensions": 16}, Ticket())[1][0]
+    assert torch.equal(torch.from_numpy(found), own.embed(TEXTS, route="query"))
     unsaid: Any = load(behind(Path(model.source.folder), allow_empty_key=False))
     assert (describe(unsaid)["width"], warm_items(unsaid)[0]) == (6, "embed_all")
 

@@ -270,6 +270,65 @@ def test_a_model_whose_repository_has_only_bin_weights_is_loaded(hub: Hub, tmp_p
         assert torch.equal(mine, other), name
 
 
+def test_weights_in_folders_of_modules_are_fetched(hub: Hub, tmp_path: Path) -> None:
+    """As sentence-transformers wrote them long ago, and where routes have transformers of their own."""
+    from flodl_hf import AutoConfig, AutoModel, load
+
+    sizes = {
+        "vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24,
+        "max_position_embeddings": 20, "type_vocab_size": 2,
+    }  # fmt: skip
+    kind = "sentence_transformers.models."
+    made = [AutoModel.from_config(AutoConfig.for_model("bert", **sizes)) for _ in range(2)]
+    first, second = (
+        {p.name: p.read_bytes() for p in one.save_pretrained(tmp_path / str(i)).iterdir() if p.name != "checksums.json"}
+        for i, one in enumerate(made)
+    )
+    listed = [
+        {"idx": 0, "name": "0", "path": "0_Encoder", "type": kind + "Transformer"},
+        {"idx": 1, "name": "1", "path": "1_Pooling", "type": kind + "Pooling"},
+    ]
+    pooling = {"1_Pooling/config.json": b'{"pooling_mode_cls_token": true}'}
+    hub.files = {f"0_Encoder/{name}": data for name, data in first.items()} | pooling
+    hub.files |= {"modules.json": json.dumps(listed).encode(), "0_Encoder/tf_model.h5": b"not needed", "a.bin": b"no"}
+    found: Any = load("ada/tiny", cache_dir=tmp_path / "one")
+    assert found.sentence_recipe.pooling == ("cls",)
+    for mine, other in zip(found.graph.parameters(), made[0].graph.parameters(), strict=True):
+        assert mine.equal(other)
+    assert AutoConfig.from_pretrained("ada/tiny", cache_dir=tmp_path / "config").model_type == "bert"
+    assert not [name for name in _names(tmp_path / "config") if name.endswith(".safetensors")]
+    assert not [name for name in _names(tmp_path / "one") if name.endswith((".h5", ".bin"))]
+
+    router = {
+        "types": {"a_0_Transformer": kind + "Transformer", "b_0_Transformer": kind + "Transformer"},
+        "structure": {"a": ["a_0_Transformer"], "b": ["b_0_Transformer"]}, "parameters": {},
+    }  # fmt: skip
+    listed = [{"idx": 0, "name": "0", "path": "0_Router", "type": kind + "Router"}]
+    hub.files = {
+        f"0_Router/{part}_0_Transformer/{name}": data
+        for part, files in (("a", first), ("b", second))
+        for name, data in files.items()
+    }
+    hub.files |= {
+        "modules.json": json.dumps(listed).encode(),
+        "0_Router/router_config.json": json.dumps(router).encode(),
+    }
+    found = load("ada/tiny", cache_dir=tmp_path / "two")
+    for route, one in zip("ab", made, strict=True):
+        pairs = zip(found.on_route(route).graph.parameters(), one.graph.parameters(), strict=True)
+        assert all(mine.equal(other) for mine, other in pairs)
+    hub.status = 503
+    assert load("ada/tiny", cache_dir=tmp_path / "two").routed is not None  # type: ignore[attr-defined]
+    (weights,) = (tmp_path / "two").rglob("snapshots/*/0_Router/b_0_Transformer/model.safetensors")
+    weights.unlink()
+    with pytest.raises(HubError, match=r"in the cache without 0_Router/b_0_Transformer/model.safetensors"):
+        load("ada/tiny", cache_dir=tmp_path / "two")
+    hub.status = None
+    del hub.files["0_Router/b_0_Transformer/model.safetensors"]
+    with pytest.raises(HubError, match=r"no model.safetensors.* in 0_Router/b_0_Transformer/"):
+        load("ada/tiny", cache_dir=tmp_path / "three")
+
+
 def test_a_model_of_the_hub_is_compared_with_its_checksums(hub: Hub, tmp_path: Path) -> None:
     from flodl.errors import CheckpointError
     from flodl_hf import AutoConfig, AutoModel, load

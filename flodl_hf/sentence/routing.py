@@ -1,0 +1,204 @@
+"""Which modules the texts of each route go through, as ``modules.json`` and a router's own file say.
+
+Decides which kinds and orders of modules are understood, and which folders hold them. What each says of pooling is
+`flodl_hf.sentence.recipe`'s.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from flodl.errors import ConfigError, printable, shown
+from flodl_hf.sentence.small_files import place_in, read_json, settings_in, wrong
+from flodl_hf.weights.checkpoint.members import is_entry
+
+__all__ = ["Modules", "Routing", "kind_of", "module_folders", "routing_of", "transformer_folder"]
+
+_KNOWN = ("Transformer", "Pooling", "Dense", "Normalize", "MLMTransformer", "SpladePooling", "MultiVectorMask")
+_ROUTERS = ("Router", "Asym")
+_WEIGHTS = (
+    "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
+)  # fmt: skip
+
+Modules = list[dict[str, Any]]
+
+
+class Routing(NamedTuple):
+    """The modules that texts go through.
+
+    Attributes:
+        ways: modules by route, of which there is one without a name where there is no router.
+        usual: the route of texts of which nothing is said; None where it has to be said.
+        kinds: further names of routes.
+        files: what says so beside ``modules.json``.
+    """
+
+    ways: dict[str, Modules]
+    usual: str | None = None
+    kinds: Mapping[str, str] = {}
+    files: tuple[str, ...] = ()
+
+    @property
+    def first(self) -> str:
+        """The usual route, or the first where none is."""
+        return next(iter(self.ways)) if self.usual is None else self.usual
+
+    def transformers(self, root: Path) -> dict[str, str]:
+        """Return by route the folder of its transformer, from the root."""
+        return {
+            route: place_in(root, way[0].get("path")).relative_to(root).as_posix() for route, way in self.ways.items()
+        }
+
+
+def routing_of(root: Path) -> Routing:
+    """Return which modules there are.
+
+    Raises:
+        ConfigError: ``modules.json`` or a router's file is damaged, or names what is not understood.
+    """
+    value = read_json(root, "modules.json")
+    if not isinstance(value, list) or not all(isinstance(m, dict) and isinstance(m.get("type"), str) for m in value):
+        raise wrong(root / "modules.json", f"found {shown(value, 60)}", "a list of modules with their types")
+    places = [place for place, module in enumerate(value) if kind_of(module) in _ROUTERS]
+    if not places:
+        return Routing({"": _checked(root, value)})
+    at = places[0]
+    if len(places) > 1:
+        raise wrong(root / "modules.json", f"found {len(places)} routers", "at most one")
+    inside = place_in(root, value[at].get("path")).relative_to(root)
+    file = (inside / "router_config.json").as_posix()
+    if not is_entry(root, file):  # as older releases wrote it
+        file = (inside / "config.json").as_posix()
+    said = settings_in(root, file)
+    types, structure, settings = (said.get(key) or {} for key in ("types", "structure", "parameters"))
+    sound = all(isinstance(part, dict) for part in (types, structure, settings)) and len(structure) > 0
+    sound = sound and all(isinstance(part, str) for part in types.values())
+    sound = sound and all(isinstance(way, list) for way in structure.values())
+    if not sound or any(not isinstance(part, str) or part not in types for way in structure.values() for part in way):
+        raise wrong(root / file, f"found {shown(said, 80)}", "types, and the structure of one route or more")
+    ways = {
+        route: _checked(root, [
+            *value[:at],
+            *({"type": types[part], "path": (inside / part).as_posix()} for part in way),
+            *value[at + 1 :],
+        ])
+        for route, way in structure.items()
+    }  # fmt: skip
+    usual = settings.get("default_route")
+    if usual is None and settings.get("allow_empty_key", True):
+        usual = next(iter(ways))
+    kinds, anything = _kinds_of_texts(settings.get("route_mappings") or {}, ways, root / file)
+    usual = anything or ("text" if "text" in ways else usual)
+    if usual is not None and usual not in ways:
+        raise wrong(root / file, f"default_route is {shown(usual, 60)}", f"one of {', '.join(map(printable, ways))}")
+    return Routing(ways, usual, kinds, (file,))
+
+
+def _kinds_of_texts(said: Any, ways: Mapping[str, Any], where: Path) -> tuple[dict[str, str], str | None]:
+    """Return which route texts take by what they are for, and that of all others; None where no mapping says it."""
+    found: dict[tuple[Any, Any], str] = {}
+    for key, route in said.items() if isinstance(said, dict) else [(said, None)]:
+        try:
+            task, modality = ast.literal_eval(key)
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            task, modality = (), ()
+        if not isinstance(task, str | None) or not isinstance(route, str) or route not in ways:
+            expected = f"pairs such as \"('query', 'text')\", each with one of {', '.join(map(printable, ways))}"
+            raise wrong(where, f"route_mappings has {shown({str(key): route}, 80)}", expected)
+        if modality in ("text", None):
+            found.setdefault((task, modality), route)
+    # As the library looks them up: what names both, what names the task, then what names any task, then routes.
+    exact = {task: found.get((task, "text"), found.get((task, None), "")) for task, _ in found if task is not None}
+    anything = found.get((None, "text"), found.get((None, None)))
+    return ({} if anything is None else dict.fromkeys(ways, anything)) | exact, anything
+
+
+def _checked(root: Path, value: Modules) -> Modules:
+    """Return the modules of one route, of kinds and in an order that is understood."""
+    kinds = [kind_of(module) for module in value]
+    unknown = [kind for kind in kinds if kind not in _KNOWN]
+    if unknown:
+        raise ConfigError(
+            f"{root / 'modules.json'}: module {printable(unknown[0], 80)} is not supported; expected Transformer, "
+            "Pooling, Dense and Normalize, a Router of these, or MLMTransformer and SpladePooling. Load the "
+            "transformer's own folder to use it without.",
+            where=str(root / "modules.json"),
+            problems=unknown,
+        )
+    if "MultiVectorMask" in kinds:
+        dense = len(kinds) - 3
+        if dense < 1 or kinds != ["Transformer", *["Dense"] * dense, "MultiVectorMask", "Normalize"]:
+            raise wrong(
+                root / "modules.json", f"found the modules {', '.join(kinds[:6])}",
+                "for vectors of tokens Transformer, Dense, MultiVectorMask and Normalize",
+            )  # fmt: skip
+        return value
+    places = [_KNOWN.index(kind) for kind in kinds]
+    dense = "Dense" in kinds and "Pooling" not in kinds and "Normalize" not in kinds
+    late = dense and all(_of_tokens(root, module) for module in value if kind_of(module) == "Dense")
+    several = any(kinds.count(kind) > 1 for kind in _KNOWN if kind not in ("Dense", "Normalize"))
+    splade = kinds == ["MLMTransformer", "SpladePooling"]
+    mixed = "MLMTransformer" in kinds or "SpladePooling" in kinds or (dense and not late)
+    if not splade and (places[:1] != [0] or places != sorted(places) or several or mixed):
+        found = ", ".join(kinds[:6]) or "none"
+        raise wrong(
+            root / "modules.json", f"found the modules {found}",
+            "one Transformer, one Pooling, then Dense and Normalize; or MLMTransformer, SpladePooling",
+        )  # fmt: skip
+    return value
+
+
+def _of_tokens(root: Path, module: Mapping[str, Any]) -> bool:
+    """Return whether a dense layer stands behind each token rather than behind a pooling."""
+    if module["type"].startswith("pylate."):
+        return True
+    place = place_in(root, module.get("path"))
+    return (place / "config.json").is_file() and (
+        settings_in(root, (place / "config.json").relative_to(root).as_posix()).get("module_output_name")
+        == "token_embeddings"
+    )
+
+
+def kind_of(module: Mapping[str, Any]) -> str:
+    """Return what a module is, by the last part of its type."""
+    return module["type"].rsplit(".", 1)[-1]
+
+
+def transformer_folder(root: Path) -> Path:
+    """Return the folder that holds the weights: ``root``, or what its ``modules.json`` names.
+
+    Raises:
+        ConfigError: ``modules.json`` is damaged, or names a folder beside weights at the root.
+    """
+    if not is_entry(root, "modules.json"):
+        return root
+    routing = routing_of(root)
+    place = place_in(root, routing.ways[routing.first][0].get("path"))
+    if place == root or place.resolve() == root.resolve():
+        return root
+    if any(is_entry(root, name) for name in _WEIGHTS):
+        found = f"names {printable(place.name, 80)} for the transformer, and the folder above holds weights too"
+        raise wrong(root / "modules.json", found, "one of them")
+    if not is_entry(place, "config.json"):
+        found = f"names {printable(place.name, 80)} for the transformer, which holds no config.json"
+        raise wrong(root / "modules.json", found, "the folder of a transformer")
+    return place
+
+
+def module_folders(root: Path) -> dict[str, bool]:
+    """Return the folders of modules below ``root``, and whether each holds a transformer; none without modules.json.
+
+    Only ``modules.json`` and routers' files have to be there.
+    """
+    if not is_entry(root, "modules.json"):
+        return {}
+    routing = routing_of(root)
+    found = {
+        place_in(root, module.get("path")).relative_to(root).as_posix(): "Transformer" in kind_of(module)
+        for way in routing.ways.values()
+        for module in way
+    }
+    return {folder: holds for folder, holds in found.items() if folder != "."}
