@@ -145,7 +145,7 @@ class BaseModel(EncoderModel):
         if (own := self.on_route(route)) is not self:
             return own.embed(
                 texts, pooling=pooling, normalize=normalize, truncate_dim=truncate_dim, prompt=prompt,
-                route=route_within(own, route), strict=strict, truncate=truncate,
+                route=route_within(own.sentence_recipe, route), strict=strict, truncate=truncate,
                 untrained=untrained, **run,
             )  # fmt: skip
         texts = several(texts, "embed")
@@ -356,7 +356,7 @@ class BaseModel(EncoderModel):
         own = self.on_route(route)
         return chunk_vectors(
             own, texts, chunks=chunks, spans=spans, overlap=overlap, prompt=prompt, normalize=normalize,
-            truncate_dim=truncate_dim, route=route if own is self else route_within(own, route),
+            truncate_dim=truncate_dim, route=route if own is self else route_within(own.sentence_recipe, route),
             untrained=untrained, run=run,
         )  # fmt: skip
 

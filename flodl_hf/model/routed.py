@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 if TYPE_CHECKING:
-    from flodl_hf.model.graph_model import GraphModel
     from flodl_hf.sentence.recipe import SentenceRecipe
 
 __all__ = ["Routed", "recipe_behind", "route_within"]
@@ -50,7 +49,6 @@ def recipe_behind(recipe: SentenceRecipe, folder: str) -> SentenceRecipe:
     return replace(first, routes=own, usual_route=next(iter(own)), kinds=kinds)
 
 
-def route_within(model: GraphModel, route: str | None) -> str | None:
+def route_within(recipe: SentenceRecipe | None, route: str | None) -> str | None:
     """Return what a route's own encoder is told of it: nothing where no other route goes through that encoder."""
-    recipe = model.sentence_recipe
     return route if recipe is not None and recipe.routes else None
