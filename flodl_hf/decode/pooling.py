@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flodl_hf.errors import PredictError
+from flodl_hf.layout.segments import largest_of_texts
 
 __all__ = [
     "Pooling",
@@ -118,8 +119,7 @@ def pool_bucketed(
             ends = (cu_seqlens[1:].to(torch.int64) - 1).clamp(min=0)
             parts.append(values[opens if name == "cls" else ends])
         elif name == "max":
-            most = torch.segment_reduce(values, "max", lengths=lengths, axis=0, unsafe=True)
-            parts.append(most.masked_fill((lengths == 0)[:, None], 0.0))
+            parts.append(largest_of_texts(values, cu_seqlens))
         else:
             weighted, length = values, lengths[:, None].to(values.dtype)
             if name == "weighted_mean":
@@ -217,8 +217,7 @@ def _packed(hidden: Tensor, bounds: Tensor, rank: Tensor, name: str, pooler_outp
         found[real] = hidden[place[real]]
         return found
     if name == "max":
-        found = torch.segment_reduce(hidden, "max", lengths=lengths, axis=0)
-        return found.masked_fill((lengths == 0)[:, None], 0.0)
+        return largest_of_texts(hidden, bounds)
     length = lengths[:, None].to(hidden.dtype)
     if name == "weighted_mean":
         weight = rank.to(hidden.dtype)[:, None]

@@ -34,6 +34,7 @@ from flodl_hf.finetuning.shapes import choose_shapes
 from flodl_hf.finetuning.step import Objective
 from flodl_hf.finetuning.task import LengthLimits, Prepared, Task, name_of
 from flodl_hf.finetuning.thresholds import check_tunable
+from flodl_hf.finetuning.vectors.rows import Laid
 from flodl_hf.finetuning.vectors.step import VectorObjective
 from flodl_hf.finetuning.vectors.task import EmbeddingTask
 
@@ -72,6 +73,7 @@ class Job:
         own: what the user brought.
         named: whether the start was given by name, and not as a model.
         notes: what the user should know of how all this was understood.
+        unrecorded: why steps on CUDA are not recorded; None where they are.
     """
 
     options: Options
@@ -89,6 +91,7 @@ class Job:
     own: Own
     named: bool = True
     notes: list[str] = field(default_factory=list)
+    unrecorded: str | None = None
 
     @property
     def metric(self) -> str | None:
@@ -162,15 +165,13 @@ def plan_job(
         masking = Masking(tokenizer.mask_token_id, tokenizer.vocab_size, options.mask_probability, options.whole_words)
     micro = None if isinstance(options.micro_batch_size, str) else options.micro_batch_size
     layout = _layout(options)
-    if vectors is not None and layout == "bucketed" and (options.cache_tokens is not None or not vectors.bucketed):
+    unrecorded = None if vectors is None else vectors.unrecorded
+    if own.loss is not None and vectors is None:
+        unrecorded = "a loss of your own does not know of what batches are filled up with, so they are not"
+    if layout == "bucketed" and (options.cache_tokens is not None or (unrecorded and vectors is None)):
         layout = "packed"  # parts of a batch have shapes of their own
-    if own.loss is not None and layout == "bucketed" and vectors is None:
-        layout = "packed"  # a loss of the user's own does not know what is filled up
-        notes = [
-            *notes,
-            "loss: batches are not filled up to shapes that come again, which a loss of your own would not know of, so "
-            "steps are seldom recorded",
-        ]
+    if unrecorded and options.capture and _on_cuda(options):
+        notes = [*notes, f"steps are launched one operation at a time, with the same numbers, because {unrecorded}"]
     texts: Any = rows
     # examples of several rows: vectors, and lists of a question's candidates
     listed = isinstance(task, ChoiceTask) or (isinstance(task, RankTask) and task.loss is not None)
@@ -178,10 +179,13 @@ def plan_job(
     batches = _batches(options, rows, layout) if vectors is None else vectors.batches(texts)
     collate = CollateRows(tokenizer.pad_token_id or 0, layout, masking, noise=bool(options.neftune))
     if layout == "bucketed":
-        cut: Any = {"accumulate": options.accumulate, "texts_per_row": 1 if several is None else texts.width}
+        if several is None:
+            laid = Laid(rows.lengths, int(rows.lengths.max()))
+        else:
+            laid = texts.laid if vectors is None else vectors.laid(texts)
+        cut: Any = {"accumulate": options.accumulate, "texts_per_row": laid.texts}
         cut["ranks"] = options.ranks if options.policy in (None, "sync") else 1  # others take whole batches
-        longest = rows.lengths if several is None else texts.longest
-        shapes = partial(choose_shapes, rows.lengths, batches, _most(longest, opened.max_tokens), **cut)
+        shapes = partial(choose_shapes, laid.lengths, batches, _most(laid.longest, opened.max_tokens), **cut)
         collate = replace(collate, shapes=shapes(micro_batch_size=micro))
         if options.micro_batch_size == "auto":
             collate = replace(collate, shapes_for=shapes)
@@ -221,7 +225,7 @@ def plan_job(
     job = Job(
         filled, task, tables, opened, factory, rows, batches, collate, objective, evaluation,
         _count_steps(options, batches), str(getattr(opened.source, "name", None) or "a model in memory"), own,
-        isinstance(model, (str, os.PathLike)), notes,
+        isinstance(model, (str, os.PathLike)), notes, unrecorded,
     )  # fmt: skip
     _ = job.schedule  # values that it cannot have are refused now
     return job
@@ -347,9 +351,7 @@ def _need_evaluation(options: Options, evaluation: Evaluation | Evaluations | No
 
 def _layout(options: Options) -> Literal["padded", "packed", "bucketed"]:
     """Return how rows lie in training: on CUDA packed ones are filled up to shapes that come again."""
-    devices = options.places
-    named = [devices] if isinstance(devices, str) else devices if isinstance(devices, (list, tuple)) else []
-    cuda = torch.cuda.is_available() and not any(str(name).startswith("cpu") for name in named)
+    cuda = _on_cuda(options)
     if options.layout == "auto":
         return "bucketed" if cuda and options.precision in ("bf16", "fp16") else "padded"
     if options.layout == "packed":
@@ -357,9 +359,15 @@ def _layout(options: Options) -> Literal["padded", "packed", "bucketed"]:
     return "padded"
 
 
-def _most(lengths: Any, bound: int | None) -> int:
+def _on_cuda(options: Options) -> bool:
+    """Return whether training is on CUDA devices."""
+    devices = options.places
+    named = [devices] if isinstance(devices, str) else devices if isinstance(devices, (list, tuple)) else []
+    return torch.cuda.is_available() and not any(str(name).startswith("cpu") for name in named)
+
+
+def _most(longest: int, bound: int | None) -> int:
     """Return the most tokens of a row, rounded up so that other data have the same; no more than the model takes."""
-    longest = int(lengths.max())
     return max(longest, min(-(-longest // 16) * 16, bound or longest))
 
 

@@ -229,6 +229,7 @@ class CollateRows:
         layout: how the rows lie.
         masking: hides or replaces tokens, for what learns from plain text.
         shapes: bucketed: what batches are filled up to.
+        least: bucketed: fewest tokens of a batch.
         noise: give each row a seed for the noise on its embeddings.
         shapes_for: chooses shapes for another ``micro_batch_size``, where that is found out later.
     """
@@ -239,6 +240,7 @@ class CollateRows:
     shapes: Shapes = field(default_factory=Shapes)
     noise: bool = False
     shapes_for: Callable[..., Shapes] | None = None
+    least: int = 0
 
     def cut_to(self, size: int | None) -> CollateRows:
         """Return what makes micro-batches of so many rows; shapes to fill up to are chosen anew."""
@@ -266,7 +268,7 @@ class CollateRows:
 
     def _filled(self, rows: TakenRows) -> dict[str, Any]:
         """Return a packed batch filled up to the shapes of its bucket."""
-        bucket = self.shapes.bucket(rows.lengths)
+        bucket = self.shapes.bucket(rows.lengths, self.least)
         lengths = fill(rows.lengths, bucket)
         ends = np.cumsum(lengths)
         starts = ends - lengths

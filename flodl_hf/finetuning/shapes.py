@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flodl.distributed.shares import ranges, split
-from flodl_hf.layout.buckets import Bucket, bucket_of
+from flodl_hf.layout.buckets import Bucket, round_up
 
 __all__ = ["Shapes", "choose_shapes"]
 
@@ -46,17 +46,22 @@ class Shapes:
     tokens: tuple[int, ...] = ()
     texts: tuple[tuple[int, ...], ...] = ()
 
-    def bucket(self, lengths: NDArray[Any]) -> Bucket:
-        """Return the shape for rows of these lengths: one of those chosen, or one by rule where none is near."""
-        total, longest = int(lengths.sum()), max(self.longest, int(lengths.max()))
+    def bucket(self, lengths: NDArray[Any], least: int = 0) -> Bucket:
+        """Return the shape for rows of these lengths: one of those chosen, or one by rule where none is near.
+
+        Args:
+            lengths: tokens of each row.
+            least: fewest tokens of the shape.
+        """
+        total, longest = max(int(lengths.sum()), least), max(self.longest, int(lengths.max()))
         for tokens, texts in zip(self.tokens, self.texts, strict=True):
             if total <= tokens:
                 if 2 * total < self.tokens[0]:
                     break  # the share of a rank, or what is left of an epoch
-                need = _slots(len(lengths), tokens - total, longest)
+                need = _slots(len(lengths), tokens - int(lengths.sum()), longest)
                 return Bucket(tokens, next((n for n in texts if n >= need), _round_up(need)), longest)
-        tokens = bucket_of(lengths, steps=STEPS, least=LEAST_TOKENS).tokens
-        return Bucket(tokens, _round_up(_slots(len(lengths), tokens - total, longest)), longest)
+        tokens = round_up(total, STEPS, LEAST_TOKENS)
+        return Bucket(tokens, _round_up(_slots(len(lengths), tokens - int(lengths.sum()), longest)), longest)
 
 
 def _slots(rows: int, missing: int, longest: int) -> int:

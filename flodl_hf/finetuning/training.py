@@ -110,7 +110,7 @@ def make_builder(
             on_nan=options.on_nan,
             sum_of_means=options.compat is not None,
             deterministic=options.deterministic,
-            capture="auto" if options.capture else False,
+            capture="auto" if options.capture and job.unrecorded is None else False,
             # Counts are taken from the labels.
             capture_num_rows=False,
             compile=options.compile,

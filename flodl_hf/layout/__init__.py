@@ -2,6 +2,7 @@
 
 layouts  `Padded` and `Packed`, and the few operations that depend on which it is
 buckets  packed batches brought to a few shapes, so that a pass can be recorded
+segments largest values of texts that lie end to end
 """
 
 from __future__ import annotations

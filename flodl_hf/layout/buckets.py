@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flodl_hf.layout.layouts import Packed
 
-__all__ = ["Bucket", "Buffer", "bucket_of", "fill"]
+__all__ = ["Bucket", "Buffer", "bucket_of", "fill", "round_up"]
 
 # Fillers sit at each end of a family's tables, so any token and place 0 is safe.
 FILLER = 0
@@ -43,8 +43,8 @@ def _counting(count: int) -> np.ndarray:
     return np.arange(count, dtype=np.int32)
 
 
-def _up(value: int, steps: int, least: int) -> int:
-    """Return ``value`` rounded up to a multiple of a power of two that leaves ``steps`` steps an octave."""
+def round_up(value: int, steps: int, least: int) -> int:
+    """Return ``value``, and no less than ``least``, rounded up so that sizes have ``steps`` steps an octave."""
     value = max(value, least)
     step = max(1, 1 << max(0, (value - 1).bit_length() - 1 - steps.bit_length() + 1))
     return -(-value // step) * step
@@ -76,15 +76,15 @@ def bucket_of(
     else:
         sizes = np.asarray(lengths, np.int64)
         total, most_here = int(sizes.sum()), int(sizes.max())
-    tokens = _up(total, steps, least)
+    tokens = round_up(total, steps, least)
     if full is not None and total <= full < tokens:
         tokens = full
     fine = 2 if full is None else 1
-    longest = _up(most_here, fine, min(16, least))
+    longest = round_up(most_here, fine, min(16, least))
     if most is not None:
         longest = max(most_here, min(longest, most))
     filling = -(-(tokens - total) // longest)
-    return Bucket(tokens, _up(len(lengths) + filling, fine, 1), longest)
+    return Bucket(tokens, round_up(len(lengths) + filling, fine, 1), longest)
 
 
 class Buffer:

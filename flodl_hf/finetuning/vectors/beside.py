@@ -62,8 +62,6 @@ class BesideTask(EmbeddingTask):
     usual: ClassVar[Mapping[Any, str]] = {OF_CLASSES: "SoftmaxLoss", "teacher_vectors": "EmbedDistillLoss"}
     table: ClassVar[Mapping[str, Any]] = BESIDE
     refused: ClassVar[tuple[str, ...]] = ("matryoshka", "adaptive_layers")
-    bucketed: ClassVar[bool] = False
-    recorded: ClassVar[bool] = False
 
     @classmethod
     def read(cls, examples: Examples, options: Options, where: str) -> TextTable:

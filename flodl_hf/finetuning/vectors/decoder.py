@@ -18,6 +18,7 @@ from flodl.errors import ConfigError
 from flodl_hf.attention.dot_product import SelfAttention
 from flodl_hf.encoder_layer import EncoderLayer
 from flodl_hf.layout.layouts import Padded
+from flodl_hf.model.losses import IGNORED_LABEL
 
 if TYPE_CHECKING:
     from flodl_hf.model.encoder_model import EncoderModel
@@ -81,7 +82,7 @@ class Decoder(nn.Module):
             model: whose layers decode.
             vectors: of damaged texts, ``(texts, size)``.
             batch: has ``target_ids``, ``(texts, tokens)``, and of each token that is to be found ``target_places``,
-                ``target_labels`` and ``target_texts``.
+                ``target_labels`` and ``target_texts``; with the label -100 none is to be found.
         """
         encoder: Any = model.graph.get_submodule("encoder")
         ids = batch["target_ids"]
@@ -93,9 +94,9 @@ class Decoder(nn.Module):
         states = self.norm(self.activation(self.dense(hidden.flatten(0, 1)[batch["target_places"]])))
         scores = F.linear(states, encoder.get_submodule("embeddings").word.weight, self.bias)
         losses = F.cross_entropy(scores.float(), batch["target_labels"], reduction="none")
-        owners = batch["target_texts"]
-        found = torch.stack([losses, torch.ones_like(losses)], 1)
-        return found.new_zeros(len(ids), 2).index_add(0, owners, found)
+        real = batch["target_labels"] != IGNORED_LABEL
+        found = torch.stack([losses, real.to(losses.dtype)], 1)
+        return found.new_zeros(len(ids), 2).index_add(0, batch["target_texts"], found)
 
 
 def _from_the_left(attention: SelfAttention, hidden: Tensor) -> Tensor:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -14,14 +15,16 @@ from torch import Tensor
 from flodl.data.collate import Where
 from flodl.data.rng import Rng
 from flodl.train import Loss
+from flodl_hf.alignment import IGNORE
 from flodl_hf.finetuning.masked import words_of
 from flodl_hf.finetuning.rows import SPECIAL, CollateRows, EncodedRows, RowBuilder, TakenRows
 from flodl_hf.finetuning.task import CHUNK, Examples, LengthLimits, Prepared
 from flodl_hf.finetuning.vectors.decoder import DecoderStart
-from flodl_hf.finetuning.vectors.rows import PARTS, CollateTexts, TextRows
+from flodl_hf.finetuning.vectors.rows import PARTS, CollateTexts, Laid, TextRows
 from flodl_hf.finetuning.vectors.step import VectorObjective
 from flodl_hf.finetuning.vectors.tables import read_table
 from flodl_hf.finetuning.vectors.task import EmbeddingTask
+from flodl_hf.layout.buckets import round_up
 from flodl_hf.vectors.losses import USUAL, make_loss
 from flodl_hf.vectors.losses.denoising import DENOISING
 
@@ -32,6 +35,10 @@ if TYPE_CHECKING:
 __all__ = ["DenoisingTask"]
 
 WORDS = "words"
+SLACK = 1.08
+"""Room for tokens to be found beyond their mean share: another drawing deletes some more or fewer."""
+TARGET_STEPS, LEAST_TARGETS = 2, 16
+"""Lengths that whole texts are filled up to: steps from one power of two to the next, and the least."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +48,6 @@ class DenoisingTask(EmbeddingTask):
     usual: ClassVar[Mapping[Any, str]] = dict.fromkeys(("texts", "pairs"), "DenoisingAutoEncoderLoss")
     table: ClassVar[Mapping[str, Any]] = DENOISING
     refused: ClassVar[tuple[str, ...]] = ("matryoshka", "adaptive_layers", "guide", "cache_tokens")
-    bucketed: ClassVar[bool] = False
-    recorded: ClassVar[bool] = False
 
     @property
     def start(self) -> DecoderStart:
@@ -82,12 +87,33 @@ class DenoisingTask(EmbeddingTask):
         parts = np.asarray(lengths, np.int64).reshape(-1, 2)
         return EncodedRows(builder.build().columns, parts.sum(1).tolist(), {PARTS: parts}), cut
 
+    def laid(self, rows: TextRows) -> Laid:
+        """Return what lies end to end in a batch: texts without the words that one drawing deletes."""
+        table, share = rows.tables[0], self._share
+        parts = table.values[PARTS]
+        lengths = parts[:, 0].copy()
+        if share is not None:
+            # A word's tokens stand side by side; what is drawn here says how long texts are, not which words are left.
+            words = table.columns[WORDS]
+            begins = np.diff(words, prepend=SPECIAL) != 0
+            left = np.random.default_rng(self.options.seed).random(int(begins.sum())) >= share
+            kept = (words == SPECIAL) | left[np.cumsum(begins) - 1]
+            starts = np.cumsum(parts.reshape(-1)) - parts.reshape(-1)
+            lengths = np.maximum(np.add.reduceat(kept, starts)[::2], 1)
+        return Laid(lengths, int(parts[:, 0].max()))
+
+    @property
+    def _share(self) -> float | None:
+        """The share of words that are deleted; None where texts are damaged already."""
+        return self.losses[0].del_ratio if next(iter(self.tables.values())).form == "texts" else None
+
     def collate(self, usual: CollateRows, rows: TextRows) -> CollateDamaged:
         """Return what makes batches of damaged texts, with the texts that they are of."""
-        form = next(iter(self.tables.values())).form
-        made = super().collate(usual, rows)
-        share = self.losses[0].del_ratio if form == "texts" else None
-        return CollateDamaged(made.pad_id, made.layout, lengths=made.lengths, del_ratio=share)
+        made, whole = super().collate(usual, rows), rows.tables[0].values[PARTS][:, 1]
+        return CollateDamaged(
+            made.pad_id, made.layout, shapes=made.shapes, lengths=made.lengths, del_ratio=self._share,
+            longest=int(whole.max()) - 1, targets=SLACK * float((whole - 1).sum() / self.laid(rows).lengths.sum()),
+        )  # fmt: skip
 
     def objective(self) -> DenoisingObjective:
         """Return the loss of training."""
@@ -108,13 +134,18 @@ class CollateDamaged(CollateTexts):
 
     Examples are the text to be damaged and the whole one; rows without the words of their tokens stay what they are.
     Besides what `CollateTexts` gives there are ``target_ids`` and ``target_mask``, ``(examples, tokens)``, and for each
-    token after the first its place in them, less one, its id and its example.
+    token after the first its place in them, less one, its id and its example. Where batches are filled up to shapes,
+    these are too: with the id -100.
 
     Args:
         del_ratio: the share of words that are deleted; None where texts are damaged already.
+        longest: most tokens of a whole text, less one.
+        targets: room for tokens that are to be found, for each token of the damaged texts.
     """
 
     del_ratio: float | None = None
+    longest: int = 0
+    targets: float = 0.0
 
     def __call__(self, rows: Sequence[Mapping[str, Any]], where: Where) -> dict[str, Any]:
         """Return the parts of one batch."""
@@ -134,20 +165,28 @@ class CollateDamaged(CollateTexts):
         rest = TakenRows(
             {name: column[damaged] for name, column in columns.items()}, left, {**taken.values, PARTS: left[:, None]}
         )
-        return {**super().__call__(rest, where), **self._targets(columns["input_ids"][owner % 2 == 1], lengths[:, 1])}
+        filled = self.layout == "bucketed"
+        least = math.ceil(int((lengths[:, 1] - 1).sum()) / self.targets) if filled else 0
+        batch = replace(self, least=least)(rest, where)
+        room = math.ceil(len(batch["input_ids"]) * self.targets) if filled else None
+        return {**batch, **self._targets(columns["input_ids"][owner % 2 == 1], lengths[:, 1], room)}
 
-    def _targets(self, ids: NDArray[np.int64], lengths: NDArray[np.int64]) -> dict[str, Tensor]:
-        """Return the whole texts, less their last token, and what follows each token."""
+    def _targets(self, ids: NDArray[np.int64], lengths: NDArray[np.int64], room: int | None) -> dict[str, Tensor]:
+        """Return the whole texts, less their last token, and what follows each token, filled up to some room."""
         most = int(lengths.max()) - 1
+        if room is not None:
+            most = max(most, min(round_up(most, TARGET_STEPS, LEAST_TARGETS), self.longest))
         place = np.arange(most + 1)
         real, known = place < lengths[:, None], place[:-1] < lengths[:, None]
         whole = np.full(real.shape, self.pad_id, np.int64)
         whole[real] = ids
         texts, at = np.nonzero(place[:-1] < lengths[:, None] - 1)
-        found = {
-            "target_ids": whole[:, :-1], "target_mask": known, "target_places": texts * most + at,
-            "target_labels": whole[texts, at + 1], "target_texts": texts,
-        }  # fmt: skip
+        per_token = {"target_places": texts * most + at, "target_labels": whole[texts, at + 1], "target_texts": texts}
+        if room is not None:
+            for name, value in per_token.items():
+                filler = IGNORE if name == "target_labels" else 0
+                per_token[name] = np.pad(value, (0, room - len(value)), constant_values=filler)
+        found = {"target_ids": whole[:, :-1], "target_mask": known, **per_token}
         return {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in found.items()}
 
 

@@ -13,7 +13,7 @@ from flodl_hf.finetuning.task import CHUNK, LengthLimits, Prepared
 from flodl_hf.finetuning.vectors.multivector_scorer import LateScorer
 from flodl_hf.finetuning.vectors.multivector_step import CollateLate, LateObjective
 from flodl_hf.finetuning.vectors.projection import LateStart, take_out
-from flodl_hf.finetuning.vectors.rows import PARTS, TextRows
+from flodl_hf.finetuning.vectors.rows import PARTS, Laid, TextRows
 from flodl_hf.finetuning.vectors.task import EmbeddingTask
 from flodl_hf.late import LateRecipe, marked, marker_id
 from flodl_hf.vectors.losses import make_loss
@@ -35,8 +35,6 @@ class MultiVectorTask(EmbeddingTask):
     usual: ClassVar[Mapping[Any, str]] = MULTIVECTOR_USUAL
     table: ClassVar[Mapping[str, Any]] = MULTIVECTOR_LOSSES
     refused: ClassVar[tuple[str, ...]] = ("matryoshka", "adaptive_layers", "pooling", "normalize", "guide")
-    bucketed: ClassVar[bool] = False
-    recorded: ClassVar[bool] = False
 
     @property
     def start(self) -> LateStart:
@@ -90,13 +88,21 @@ class MultiVectorTask(EmbeddingTask):
         parts = np.asarray(lengths, np.int64).reshape(-1, width)
         return EncodedRows(builder.build().columns, parts.sum(1).tolist(), {PARTS: parts}), cut
 
+    def laid(self, rows: TextRows) -> Laid:
+        """Return what lies end to end in a batch: documents alone."""
+        parts = [table.values[PARTS][:, 1:] for table in rows.tables]
+        return Laid(
+            np.concatenate([part.sum(1) for part in parts]), max(int(part.max()) for part in parts), rows.width - 1
+        )
+
     def collate(self, usual: CollateRows, rows: TextRows) -> CollateLate:
         """Return what makes batches, queries apart from documents."""
         late, mask = self._late, self._guides["mask"]
-        filled = None if mask is None else min(n for n in (late.query_length, self._guides["most"]) if n)
+        filled = min((n for n in (late.query_length, self._guides["most"]) if n), default=None)
         return CollateLate(
-            usual.pad_id, usual.layout, lengths=True, mask_id=mask, query_tokens=filled, attended=late.attended
-        )
+            usual.pad_id, usual.layout, shapes=usual.shapes, lengths=True, mask_id=mask, query_tokens=filled,
+            attended=late.attended, skipped=self._guides["skipped"], first=late.first,
+        )  # fmt: skip
 
     def objective(self) -> LateObjective:
         """Return the loss of training."""
@@ -110,7 +116,7 @@ class MultiVectorTask(EmbeddingTask):
         return self._objective((fitting[0] if fitting else make_loss(self.usual[form], None, self.table),))
 
     def _objective(self, losses: tuple[Any, ...], **further: Any) -> LateObjective:
-        return LateObjective(losses, **further, skipped=self._guides["skipped"], first=self._late.first)
+        return LateObjective(losses, **further)
 
     def scorer(self, prepared: Prepared) -> LateScorer:
         """Return a scorer that has seen nothing."""

@@ -1,7 +1,8 @@
 """One batch of texts through the model to a vector for each token, and its loss.
 
 Queries are filled up with mask tokens to one length, whose vectors count too though no other token attends to them;
-that takes a mask, so queries are padded rows, while documents lie as all other tasks' texts.
+that takes a mask, so queries are padded rows, while documents lie as all other tasks' texts. Which tokens have a vector
+is said by the batch, so that nothing has to be asked of a device.
 """
 
 from __future__ import annotations
@@ -23,28 +24,37 @@ from flodl_hf.finetuning.step import score
 from flodl_hf.finetuning.vectors.gathered import gather, most_of_ranks, shares_of_ranks
 from flodl_hf.finetuning.vectors.rows import PARTS, TABLE, CollateTexts
 from flodl_hf.finetuning.vectors.step import VectorObjective
+from flodl_hf.layout.buckets import round_up
 
 __all__ = ["CollateLate", "LateObjective"]
 
 QUERIES = ("query_ids", "query_mask", "query_types", "query_counted")
+COUNTED = "counted"
+QUERY_STEPS, LEAST_QUERY = 2, 16
+"""Lengths that queries as long as they are are filled up to: steps from one power of two to the next, and the least."""
 
 
 @dataclass(frozen=True)
 class CollateLate(CollateTexts):
     """Makes a batch of queries and documents.
 
-    The documents of all examples are what `CollateTexts` makes of texts; besides there are ``query_ids``,
-    ``query_mask`` (what is attended to), ``query_counted`` (what has a vector), all ``(examples, tokens)``.
+    The documents of all examples are what `CollateTexts` makes of texts, with ``counted``, which of their tokens have a
+    vector; besides there are ``query_ids``, ``query_mask`` (what is attended to), ``query_counted`` (what has a
+    vector), all ``(examples, tokens)``.
 
     Args:
         mask_id: what queries are filled up with; None leaves them as they are.
-        query_tokens: up to how many tokens.
+        query_tokens: up to how many tokens, and most tokens of any query; None for those of the longest.
         attended: other tokens attend to what is filled up.
+        skipped: tokens of which documents keep no vector.
+        first: whether the first token of a document keeps its vector.
     """
 
     mask_id: int | None = None
     query_tokens: int | None = None
     attended: bool = False
+    skipped: tuple[int, ...] = ()
+    first: bool = True
 
     def __call__(self, rows: Sequence[Mapping[str, Any]], where: Where) -> dict[str, Any]:
         """Return the parts of one batch."""
@@ -53,10 +63,19 @@ class CollateLate(CollateTexts):
         lengths = parts.reshape(-1)
         asked = np.arange(len(lengths)) % parts.shape[1] == 0
         token = np.repeat(asked, lengths)
-        documents = TakenRows({name: column[~token] for name, column in taken.columns.items()}, lengths[~asked], {})
-        batch = CollateRows.__call__(self, documents, where)
-        batch["row_lengths"] = lengths[~asked].tolist()
-        place = np.arange(self.query_tokens or int(parts[:, 0].max())) < parts[:, :1]
+        columns = {name: column[~token] for name, column in taken.columns.items()}
+        columns[COUNTED] = ~np.isin(columns["input_ids"], self.skipped)
+        if not self.first:
+            columns[COUNTED][np.cumsum(lengths[~asked]) - lengths[~asked]] = False
+        batch = CollateRows.__call__(self, TakenRows(columns, lengths[~asked], {}), where)
+        longest = int(parts[:, 0].max())
+        if self.layout != "bucketed":
+            batch["row_lengths"] = lengths[~asked].tolist()
+        elif self.mask_id is None:
+            longest = min(round_up(longest, QUERY_STEPS, LEAST_QUERY), self.query_tokens or 1 << 30)
+        if self.mask_id is not None:
+            longest = self.query_tokens or longest
+        place = np.arange(longest) < parts[:, :1]
         ids = np.full(place.shape, self.pad_id if self.mask_id is None else self.mask_id, np.int64)
         ids[place] = taken.columns["input_ids"][token]
         whole = np.ones_like(place)
@@ -75,22 +94,16 @@ class CollateLate(CollateTexts):
 
 @dataclass(frozen=True)
 class LateObjective(VectorObjective):
-    """The loss of vectors of tokens; arguments as of `VectorObjective`.
+    """The loss of vectors of tokens; arguments as of `VectorObjective`."""
 
-    Args:
-        skipped: tokens of which documents keep no vector.
-        first: whether the first token of a document keeps its vector.
-    """
-
-    skipped: tuple[int, ...] = ()
-    first: bool = True
+    per_token = (*VectorObjective.per_token, COUNTED)
 
     def score(self, model: Any, batch: Any) -> Tensor:
         """Return the vectors, ``(examples, texts, tokens, size)``; zeros where there is none."""
         count, width = batch["examples"], batch["width"]
         queries = self._through(model, self._query_parts(batch))
         others = {name: part for name, part in {**batch}.items() if name not in QUERIES}
-        documents = self._through(model, self._parts({**others, "width": width - 1}))
+        documents = self._through(model, self._parts({**others, "width": width - 1}))[: count * (width - 1)]
         tokens = max(queries.shape[1], documents.shape[1])
         queries, documents = _widened(queries, tokens), _widened(documents, tokens)
         return torch.cat([queries[:, None], documents.view(count, width - 1, tokens, -1)], 1)
@@ -100,7 +113,8 @@ class LateObjective(VectorObjective):
         loss, own = self.losses[batch[TABLE]], None
         count, labels = len(vectors), batch.get("labels")
         queries = vectors[:, 0, : batch["query_ids"].shape[1]]
-        documents = vectors[:, 1:, : max(batch["row_lengths"])]
+        longest = batch["longest"] if "places" in batch else max(batch["row_lengths"])
+        documents = vectors[:, 1:, :longest]
         # similarities in half precision would tell few of them apart
         with torch.autocast(vectors.device.type, enabled=False):
             if self.shared and loss.in_batch:
@@ -148,23 +162,21 @@ class LateObjective(VectorObjective):
         """Return the vectors that count, zeros in place of others, ``(texts, tokens, size)``."""
         if "query_counted" in part:
             return vectors.masked_fill(~part["query_counted"][..., None], 0.0)
-        ids = part["input_ids"]
-        skipped = torch.tensor(self.skipped, dtype=ids.dtype, device=ids.device)
-        left_out = torch.isin(ids, skipped)
+        vectors = vectors.masked_fill(~part[COUNTED][..., None], 0.0)
         if "cu_seqlens" not in part:
-            left_out = left_out | (part["attention_mask"] == 0)
-            if not self.first:
-                left_out = left_out.index_fill(1, torch.zeros(1, dtype=torch.long, device=ids.device), True)
-            return vectors.masked_fill(left_out[..., None], 0.0)
-        if not self.first:
-            left_out = left_out.index_fill(0, part["cu_seqlens"][:-1].long(), True)
-        vectors = vectors.masked_fill(left_out[:, None], 0.0)
-        lengths = torch.tensor(part["row_lengths"])
-        most = int(lengths.max())
-        starts = torch.arange(len(lengths)) * most - (lengths.cumsum(0) - lengths)
-        places = torch.arange(len(vectors)) + torch.repeat_interleave(starts, lengths)
-        padded = vectors.new_zeros(len(lengths) * most, vectors.shape[-1])
-        return padded.index_copy(0, places.to(vectors.device), vectors).view(len(lengths), most, -1)
+            return vectors
+        if "places" in part:
+            most, count = part["longest"], len(part["cu_seqlens"]) - 1
+            tokens = torch.arange(len(vectors), device=vectors.device, dtype=part["cu_seqlens"].dtype)
+            owners = torch.searchsorted(part["cu_seqlens"][1:].contiguous(), tokens, right=True)
+            places = owners * most + part["places"]
+        else:
+            lengths = torch.tensor(part["row_lengths"])
+            most, count = int(lengths.max()), len(lengths)
+            starts = torch.arange(count) * most - (lengths.cumsum(0) - lengths)
+            places = torch.arange(len(vectors)) + torch.repeat_interleave(starts, lengths)
+        padded = vectors.new_zeros(count * most, vectors.shape[-1])
+        return padded.index_copy(0, places.to(vectors.device), vectors).view(count, most, -1)
 
 
 def _widened(vectors: Tensor, tokens: int) -> Tensor:

@@ -17,10 +17,25 @@ from numpy.typing import NDArray
 from flodl.data.collate import Where
 from flodl_hf.finetuning.rows import CollateRows, EncodedRows, TakenRows
 
-__all__ = ["CollateTexts", "TextRows"]
+__all__ = ["CollateTexts", "Laid", "TextRows"]
 
 TABLE = "table"
 PARTS = "parts"
+
+
+@dataclass(frozen=True)
+class Laid:
+    """What of the rows lies end to end in a batch.
+
+    Attributes:
+        lengths: tokens of each row.
+        longest: most tokens of a text.
+        texts: most texts of a row.
+    """
+
+    lengths: NDArray[np.int64]
+    longest: int
+    texts: int = 1
 
 
 class TextRows:
@@ -57,9 +72,10 @@ class TextRows:
         return max(table.values[PARTS].shape[1] for table in self.tables)
 
     @property
-    def longest(self) -> NDArray[np.int64]:
-        """Most tokens of a text, for each table."""
-        return np.asarray([table.values[PARTS].max() for table in self.tables])
+    def laid(self) -> Laid:
+        """What lies end to end in a batch: all texts of each row."""
+        longest = max(int(table.values[PARTS].max()) for table in self.tables)
+        return Laid(self.lengths, longest, self.width)
 
     def get(self, index: int) -> dict[str, Any]:
         """Return one row."""

@@ -18,6 +18,7 @@ from flodl_hf.finetuning.vectors.rows import CollateTexts, TextRows
 from flodl_hf.finetuning.vectors.scorer import VectorScorer
 from flodl_hf.finetuning.vectors.step import VectorObjective
 from flodl_hf.finetuning.vectors.task import EmbeddingTask
+from flodl_hf.layout.segments import largest_of_texts
 from flodl_hf.sentence.recipe import SentenceRecipe
 from flodl_hf.sentence.sparse import SpladePooling
 from flodl_hf.vectors.losses import make_loss
@@ -43,7 +44,6 @@ class SparseTask(EmbeddingTask):
     usual: ClassVar[Mapping[Any, str]] = SPARSE_USUAL
     table: ClassVar[Mapping[str, Any]] = SPARSE_LOSSES
     refused: ClassVar[tuple[str, ...]] = ("matryoshka", "adaptive_layers", "pooling", "normalize", "guide")
-    bucketed: ClassVar[bool] = False
 
     @classmethod
     def loss_named(cls, word: str, options: Options) -> Any:
@@ -145,7 +145,13 @@ class SparseObjective(VectorObjective):
         most = self.splade.strategy == "max"
         # the largest score has the largest weight, so that only that one is put through the logarithm
         values = states if most else self.splade.activated(states.float())
-        if "cu_seqlens" in part:
+        if "places" in part:
+            if most:
+                found = largest_of_texts(values, part["cu_seqlens"])
+            else:
+                lengths = part["cu_seqlens"].to(torch.int64).diff()
+                found = torch.segment_reduce(values, "sum", lengths=lengths, axis=0, unsafe=True)
+        elif "cu_seqlens" in part:
             pieces = values.split(part["row_lengths"])
             found = torch.stack([piece.amax(0) if most else piece.sum(0) for piece in pieces])
         else:

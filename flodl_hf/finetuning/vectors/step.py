@@ -7,9 +7,9 @@ processor the columns of padded batches go one after the other, since questions 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -46,6 +46,8 @@ class VectorObjective:
     layers: bool = False
     shared: bool = False
     cache_tokens: int | None = None
+
+    per_token: ClassVar[tuple[str, ...]] = ("input_ids", "token_type_ids")
 
     @property
     def weights(self) -> None:
@@ -128,7 +130,10 @@ class VectorObjective:
         known = np.asarray(lengths)
         starts = known.cumsum() - known
         for rows in _cut(known, batch["width"] if columns else 1, self.cache_tokens, packed):
-            part = _of_packed(batch, starts[rows], known[rows]) if packed else _of_padded(batch, rows, known[rows])
+            if packed:
+                part = _of_packed(batch, self.per_token, starts[rows], known[rows])
+            else:
+                part = _of_padded(batch, (*self.per_token, "attention_mask"), rows, known[rows])
             yield torch.from_numpy(rows), part
 
 
@@ -153,17 +158,17 @@ def _cut(lengths: NDArray[np.int64], columns: int, most: int | None, packed: boo
     return parts
 
 
-def _of_padded(batch: Any, rows: NDArray[np.int64], lengths: NDArray[np.int64]) -> dict[str, Any]:
+def _of_padded(batch: Any, names: Sequence[str], rows: NDArray[np.int64], lengths: NDArray[np.int64]) -> dict[str, Any]:
     places = torch.from_numpy(rows).to(batch["input_ids"].device)
-    names = [name for name in ("input_ids", "token_type_ids", "attention_mask") if name in batch]
-    return {name: batch[name][places, : int(lengths.max())] for name in names}
+    return {name: batch[name][places, : int(lengths.max())] for name in names if name in batch}
 
 
-def _of_packed(batch: Any, starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> dict[str, Any]:
+def _of_packed(
+    batch: Any, names: Sequence[str], starts: NDArray[np.int64], lengths: NDArray[np.int64]
+) -> dict[str, Any]:
     ends = lengths.cumsum()
     places = torch.from_numpy(np.arange(ends[-1]) + np.repeat(starts - (ends - lengths), lengths))
     device = batch["input_ids"].device
     offsets = torch.from_numpy(np.concatenate([[0], ends])).to(device, torch.int32)
-    names = [name for name in ("input_ids", "token_type_ids") if name in batch]
-    taken = {name: batch[name][places.to(device)] for name in names}
+    taken = {name: batch[name][places.to(device)] for name in names if name in batch}
     return {**taken, "cu_seqlens": offsets, "row_lengths": lengths.tolist()}

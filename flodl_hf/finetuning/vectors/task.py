@@ -16,7 +16,7 @@ from flodl_hf.finetuning.options import Options
 from flodl_hf.finetuning.rows import CollateRows, EncodedRows, RowBuilder
 from flodl_hf.finetuning.task import CHUNK, Examples, LengthLimits, Prepared, Scorer
 from flodl_hf.finetuning.vectors.batches import TextBatches
-from flodl_hf.finetuning.vectors.rows import PARTS, CollateTexts, TextRows
+from flodl_hf.finetuning.vectors.rows import PARTS, CollateTexts, Laid, TextRows
 from flodl_hf.finetuning.vectors.scorer import MAIN, HeldOut, VectorScorer
 from flodl_hf.finetuning.vectors.step import VectorObjective
 from flodl_hf.finetuning.vectors.tables import TextTable, read_table
@@ -67,8 +67,6 @@ class EmbeddingTask:
     usual: ClassVar[Mapping[Any, str]] = USUAL
     table: ClassVar[Mapping[str, Any]] = LOSSES
     refused: ClassVar[tuple[str, ...]] = ()
-    bucketed: ClassVar[bool] = True
-    recorded: ClassVar[bool] = True
 
     @classmethod
     def loss_named(cls, word: str, options: Options) -> Any:
@@ -169,6 +167,13 @@ class EmbeddingTask:
     # --- the run ------------------------------------------------------------------------------------------------
 
     @property
+    def unrecorded(self) -> str | None:
+        """Why steps on CUDA are not recorded; None where they are."""
+        if self.options.cache_tokens is not None:
+            return "texts go through the model in parts (cache_tokens), cut by their lengths"
+        return "ranks ask each other for vectors in the midst of a step" if self.options.ranks > 1 else None
+
+    @property
     def start(self) -> Callable[[EncoderModel], Any] | None:
         """What gives a model further parts that learn, on every rank; None where there are none."""
         return
@@ -244,6 +249,10 @@ class EmbeddingTask:
         plain = [loss.loss if isinstance(loss, AdaptiveLayerLoss) else loss for loss in self.losses]
         fitting = [loss for loss in plain if form in loss.forms or (self._teaches and form in ("texts", "pairs"))]
         return VectorObjective((fitting[0] if fitting else make_loss(USUAL[form]),), recipe.pooling, recipe.normalize)
+
+    def laid(self, rows: TextRows) -> Laid:
+        """Return what lies end to end in a batch."""
+        return rows.laid
 
     def collate(self, usual: CollateRows, rows: TextRows) -> CollateTexts:
         """Return what makes batches, laid out like the usual ones."""
@@ -371,11 +380,9 @@ def plan_embedding(
     if cached and options.cache_tokens is None:
         options = replace(options, cache_tokens=CACHE)
     if options.ranks > 1:
-        options = replace(options, policy="sync", capture=False)
+        options = replace(options, policy="sync")
     if options.adaptive_layers:
         options = replace(options, fused=False)
-    if options.cache_tokens is not None or not kind.recorded:
-        options = replace(options, capture=False)
     guide = None if options.guide is None else os.fspath(options.guide)
     options = replace(options, guide=guide)
     return kind(tables, tuple(losses), options), options
