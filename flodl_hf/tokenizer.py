@@ -1,7 +1,7 @@
 """The tokenizer: text to token ids and windows, ids back to text, frozen after loading.
 
 Decides: that ``tokenizer.json`` is obeyed as it stands, except its padding and truncation sections, which are
-kept for saving and never acted on (padding and cutting happen here, so one tokenizer serves any number of
+kept for saving and act by their sides alone (padding and cutting happen here, so one tokenizer serves any number of
 threads).
 Leaves to others: vocabulary files without ``tokenizer.json`` (``tokenization/build.py``), where windows are
 cut (``tokenization/rows.py``), names on the Hub (``hub/``).
@@ -92,6 +92,7 @@ class Tokenizer(Vocabulary):
             model_type=model_type,
             config=self._config,
             pad_token=frozen.pad_token,
+            sides=frozen.sides,
         )
         super().__init__(frozen, settings, str(folder))
         found = []
@@ -238,6 +239,8 @@ class Tokenizer(Vocabulary):
             self._folder,
             self._settings.model_type,
             self._config,
+            self._backend.pad_token,
+            self._backend.sides,
         )
 
     def __deepcopy__(self, memo: Any) -> Tokenizer:
@@ -474,6 +477,23 @@ class Tokenizer(Vocabulary):
         return self._backend.encodings([text], second, special=add_special_tokens)[0].tokens
 
 
-def _restore(kind: type[Tokenizer], text: str, files: Any, folder: str, model_type: Any, config: Any) -> Tokenizer:
-    backend = tokenizers.Tokenizer.from_str(text)
+def _restore(
+    kind: type[Tokenizer],
+    text: str,
+    files: Any,
+    folder: str,
+    model_type: Any,
+    config: Any,
+    pad_token: str | None = None,
+    sides: Mapping[str, str] | None = None,
+) -> Tokenizer:
+    backend, sides = tokenizers.Tokenizer.from_str(text), sides or {}
+    # What the sections of the definition said, which a frozen one has no more.
+    if pad_token is not None or "padding_side" in sides:
+        found = None if pad_token is None else backend.token_to_id(pad_token)
+        backend.enable_padding(
+            direction=sides.get("padding_side", "right"), pad_token=pad_token or "", pad_id=found or 0
+        )
+    if "truncation_side" in sides:
+        backend.enable_truncation(1, direction=sides["truncation_side"])
     return kind(backend, files=files, folder=folder, model_type=model_type, config=config)

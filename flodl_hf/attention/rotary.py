@@ -117,7 +117,8 @@ class Rotary(nn.Module):
         dtype = torch.float32 if mixed and hidden.dtype != torch.float64 else hidden.dtype
         key = ("rotary", self.width, self.theta, self.kind, self.factor, dtype)
         if key not in layout.memo:
-            places = layout.positions(hidden).float()
+            given = layout.memo.get("places")  # position_ids of the call
+            places = (layout.positions(hidden) if given is None else given).float()
             angles = places[..., None] * self.frequencies(hidden.device)
             angles = torch.cat([angles, angles], -1)[..., None, :]
             layout.memo[key] = (angles.cos().to(dtype), angles.sin().to(dtype))

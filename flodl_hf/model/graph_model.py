@@ -94,6 +94,8 @@ class GraphModel(nn.Module):
             check_rows(input_ids)
             entered()
         layout, lead, ids = Padded.of(attention_mask), lead_of(self.graph), input_ids
+        if position_ids is not None:
+            layout.memo["places"] = position_ids  # by which queries and keys are turned
         types, led = token_type_ids, layout
         if lead is not None:
             if position_ids is not None:

@@ -1,7 +1,7 @@
 """A tokenizer of the tokenizers library, made safe to keep: loaded, bounded, frozen, its failures explained.
 
-Decides: what is refused at load, that padding and truncation sections never act, and how an encoding becomes
-a row.
+Decides: what is refused at load, that padding and truncation sections act by their sides alone, and how an encoding
+becomes a row.
 Leaves to others: settings files, windows, padding.
 """
 
@@ -99,7 +99,7 @@ class Backend:
         """
         self.where = where
         with guarded(where, "the tokenizer definition is damaged; fetch it again"):
-            padding = inner.padding or {}
+            padding, truncation = inner.padding or {}, inner.truncation or {}
             # Both change the tokenizer, which is why they are called here once and never again.
             inner.no_padding()
             inner.no_truncation()
@@ -132,6 +132,10 @@ class Backend:
         pad_token, pad_id = padding.get("pad_token"), padding.get("pad_id")
         agree = isinstance(pad_token, str) and inner.token_to_id(pad_token) == pad_id
         self.pad_token: str | None = pad_token if agree else None
+        sections = {"padding_side": padding, "truncation_side": truncation}
+        self.sides = {
+            name: side for name, said in sections.items() if (side := said.get("direction")) in ("left", "right")
+        }
         self.joins_words = joins_words(pre_tokenizer)
         self.is_bpe = type(inner.model).__name__ == "BPE"
 

@@ -177,6 +177,7 @@ def read_settings(
     model_type: str | None,
     config: Mapping[str, Any],
     pad_token: str | None = None,
+    sides: Mapping[str, str] | None = None,
 ) -> Settings:
     """Return the settings that ``files`` state.
 
@@ -187,11 +188,12 @@ def read_settings(
         model_type: family, if the caller knows it.
         config: the model's ``config.json``, or an empty mapping.
         pad_token: pad token named by the padding section of ``tokenizer.json``.
+        sides: what its sections say of ``padding_side`` and ``truncation_side``, where settings files do not.
 
     Raises:
         TokenizerError: if a settings file is damaged or holds an impossible value.
     """
-    where = f"{folder}/tokenizer_config.json"
+    where, sides = f"{folder}/tokenizer_config.json", sides or {}
     stated = parse_json(files["tokenizer_config.json"], where) if "tokenizer_config.json" in files else {}
     mapped: dict[str, Any] = {}
     if "special_tokens_map.json" in files:
@@ -213,8 +215,8 @@ def read_settings(
         special=special,
         extra_special=tuple(extra),
         model_max_length=_max_length(stated, where),
-        padding_side=_side(stated, "padding_side", where),
-        truncation_side=_side(stated, "truncation_side", where),
+        padding_side=_side(stated, "padding_side", where, sides.get("padding_side", "right")),
+        truncation_side=_side(stated, "truncation_side", where, sides.get("truncation_side", "right")),
         clean_up=stated.get("clean_up_tokenization_spaces") is True,
         type_ids=_type_ids(stated, family),
         split_special=stated.get("split_special_tokens") is True,

@@ -100,6 +100,40 @@ def test_transformers_reads_both_the_same(older: Path, tmp_path: Path) -> None:
     torch.testing.assert_close(load(older, head="base").eval()(IDS, MASK)[0], found, rtol=0, atol=1e-6)
 
 
+PLACES = torch.tensor([[3, 4, 5, 9, 10, 11, 12], [7, 6, 5, 4, 3, 2, 1]])
+TURNED = {
+    "esm": "EsmForMaskedLM", "nomic_bert": "NomicBertForMaskedLM", "modernbert": "ModernBertForMaskedLM",
+    "eurobert": "EuroBertForMaskedLM", "gte": "GteForMaskedLM", "jina_embeddings_v3": "JinaEmbeddingsV3ForMaskedLM",
+}  # fmt: skip
+
+
+@pytest.mark.transformers
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("model_type", TURNED)
+def test_places_that_are_given_turn_queries_and_keys(model_type: str, attention: str, tmp_path: Path) -> None:
+    """Of ESM in both its forms, and of the other families whose queries and keys are turned."""
+    transformers = pytest.importorskip("transformers")
+    family = named(model_type)
+    assert family is not None
+    for variant in ("base", "first") if model_type == "esm" else ("base",):
+        settings = settings_of(family, "tiny", variant) | {"architectures": [TURNED[model_type]]}
+        made = head_named("mlm").model.from_config(ModelConfig.for_model(model_type, **settings))
+        with torch.no_grad():
+            for parameter in made.parameters():
+                parameter.normal_(0, 0.2)
+        folder = made.save_pretrained(tmp_path / variant)
+        model: Any = load(folder, attention=attention)
+        theirs = getattr(transformers, TURNED[model_type]).from_pretrained(folder, attn_implementation=attention).eval()
+        for parameter in theirs.parameters():
+            parameter.data = parameter.data.clone()
+        with torch.no_grad():
+            for places in (PLACES, PLACES[:1]):
+                found = model(IDS, MASK, position_ids=places)[0]
+                assert torch.equal(found, theirs(IDS, MASK, position_ids=places).logits), variant
+            assert not torch.equal(found, model(IDS, MASK)[0])
+
+
 def _contacts(folder: Path) -> Path:
     """Make the regression's numbers differ, and give the folder a tokenizer."""
     tensors = load_file(folder / "model.safetensors")

@@ -101,6 +101,29 @@ def test_windows_begin_at_the_side_that_is_kept(kind: str, side: str, tmp_path: 
             assert ours(TEXT, **options).input_ids == theirs(TEXT, **options)["input_ids"], options
 
 
+@pytest.mark.parametrize("stated", [{}, {"padding_side": "right"}, {"truncation_side": "right"}])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "," not in kind])
+def test_sections_of_a_definition_say_the_same_sides(kind: str, stated: Any, tmp_path: Path) -> None:
+    make, _ = KINDS[kind]
+    definition = json.loads(make()["tokenizer.json"])
+    token = "<pad>" if kind == "roberta" else "[PAD]"
+    padding = {
+        "strategy": "BatchLongest", "direction": "Left", "pad_to_multiple_of": None, "pad_type_id": 0,
+        "pad_id": definition["model"]["vocab"][token], "pad_token": token,
+    }  # fmt: skip
+    cut = {"direction": "Left", "max_length": 6, "strategy": "LongestFirst", "stride": 0}
+    theirs, ours = both(
+        tmp_path, kind, {"tokenizer.json": definition | {"padding": padding, "truncation": cut}}, **stated
+    )
+    for options in ({}, {"max_length": 5, "truncation": True}, {"max_length": 20, "padding": "max_length"}):
+        options = {"padding": True} | options
+        assert ours([TEXT, "a"], **options).input_ids == theirs([TEXT, "a"], **options)["input_ids"], options
+        assert (
+            ours([TEXT, "a"], ["b", PAIR], **options).input_ids
+            == theirs([TEXT, "a"], ["b", PAIR], **options)["input_ids"]
+        )
+
+
 SPECIAL = {
     "content": "[E1]",
     "special": True,

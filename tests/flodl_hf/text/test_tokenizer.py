@@ -309,6 +309,25 @@ def test_padding_and_truncation_sections_never_act_and_are_kept(tmp_path: Path) 
     assert tokenizer.files()["tokenizer.json"] == (tmp_path / "tokenizer.json").read_bytes()
 
 
+@pytest.mark.parametrize("stated", [{}, {"padding_side": "right", "truncation_side": "right"}])
+def test_sections_say_which_side_where_settings_do_not(stated: dict[str, str]) -> None:
+    inner = wordpiece()
+    inner.enable_truncation(4, direction="left")
+    inner.enable_padding(direction="left", pad_id=0, pad_token="[PAD]")
+    files = {"tokenizer.json": inner.to_str().encode(), "tokenizer_config.json": json.dumps(stated).encode()}
+    made = Tokenizer.from_files(files)
+    texts = ["Ada lives in Paris", "dog"]
+    for tokenizer in (made, pickle.loads(pickle.dumps(made))):
+        padded = tokenizer(texts, padding=True)
+        assert 0 < padded.attention_mask[1].count(0) < len(padded.input_ids[0])
+        cut = tokenizer(texts[0], max_length=5, truncation=True).input_ids
+        whole = padded.input_ids[0]
+        assert tokenizer.padding_side == ("right" if stated else "left")
+        assert padded.attention_mask[1][0] == (1 if stated else 0)
+        assert cut[1:-1] == (whole[1:4] if stated else whole[-4:-1])
+        assert tokenizer(texts, padding=True, padding_side="right").attention_mask[1][0] == 1
+
+
 @pytest.mark.parametrize(
     "section",
     [
