@@ -42,11 +42,11 @@ from flodl_hf.config import ModelConfig
 from flodl_hf.layout.buckets import Buffer, bucket_of
 from flodl_hf.model import EncoderModel
 from flodl_hf.runtime.batch import Batch
+from flodl_hf.runtime.cuda_graphs import SMALL
 from flodl_hf.runtime.engine import Engine
 from flodl_hf.runtime.inputs import encode
-from flodl_hf.runtime.record import SMALL
 from flodl_hf.runtime.stream import Job, stream
-from flodl_hf.tokenization.spread import cores
+from flodl_hf.tokenization.threads import cores
 from flodl_hf.tokenizer import Tokenizer
 
 SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")

@@ -24,9 +24,9 @@ import torch
 
 from benchmarks.corpus import mixed_texts
 from flodl_hf import AutoModel, AutoModelForSequenceClassification
+from flodl_hf.runtime.cuda_graphs import Recorder
 from flodl_hf.runtime.engine import Engine
 from flodl_hf.runtime.prepared import Prepared
-from flodl_hf.runtime.record import Recorder
 from flodl_hf.runtime.stream import Job, stream
 
 

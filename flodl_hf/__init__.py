@@ -9,6 +9,9 @@ model.save_pretrained("out")
 
 from __future__ import annotations
 
+import sys
+from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from flodl_hf.auto import (
@@ -72,6 +75,27 @@ def __getattr__(name: str) -> Any:
 
         return pipeline
     raise AttributeError(f"module 'flodl_hf' has no attribute {name!r}")
+
+
+# Former import paths of what documents showed. They are not imported until a name of theirs is asked for.
+_FORMER = {
+    "bodies": "encoder.bodies",
+    "config_rows": "family.config_rows",
+    "encoder_layer": "encoder.layer",
+    "endpoints": "endpoint_checks",
+    "keys": "family.keys",
+    "late": "similarity",
+}
+
+
+class _Former(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        return getattr(import_module(f"{__name__}.{_FORMER[self.__name__.rpartition('.')[2]]}"), name)
+
+
+sys.modules.update({f"{__name__}.{former}": _Former(f"{__name__}.{former}") for former in _FORMER})
 
 
 def __dir__() -> list[str]:

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, TypeVar, Unpack
 
-from flodl.collecting import gc_paused
 from flodl.errors import CheckpointError, ConfigError, printable
+from flodl.garbage_collection import gc_paused
 from flodl_hf.config.head_names import names_of
+from flodl_hf.model.foreign_keywords import LOAD, taking
 from flodl_hf.model.opening import LoadKeywords, Opened
-from flodl_hf.model.words import LOAD, taking
 from flodl_hf.weights.early import beginning
 
 if TYPE_CHECKING:

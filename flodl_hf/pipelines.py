@@ -16,7 +16,7 @@ import torch
 from flodl.errors import ConfigError, nearest
 from flodl_hf.auto import head_named, load
 from flodl_hf.errors import PredictError, TokenizerError
-from flodl_hf.model import words
+from flodl_hf.model import foreign_keywords
 from flodl_hf.model.encoder_model import EncoderModel
 
 __all__ = ["Pipeline", "pipeline"]
@@ -116,7 +116,7 @@ def pipeline(
         )
     options = {name: value for name, value in options.items() if name not in _PASSED or value is None}
     options = {name: value for name, value in options.items() if name not in _PASSED}
-    loading = {name: options.pop(name) for name in list(options) if name in (*_LOADING, *words.LOAD)}
+    loading = {name: options.pop(name) for name in list(options) if name in (*_LOADING, *foreign_keywords.LOAD)}
     loading |= options.pop("model_kwargs", None) or {}
     if dtype is not None:
         loading["dtype"] = dtype
@@ -144,7 +144,7 @@ def pipeline(
 
 
 def _opened(model: Any, task: str | None, device: Any, loading: dict[str, Any]) -> EncoderModel:
-    place = words.device_of(device)
+    place = foreign_keywords.device_of(device)
     if isinstance(model, EncoderModel):
         if loading:
             raise ConfigError(
@@ -289,7 +289,7 @@ def _several_entities(model: Any, texts: Any, options: dict[str, Any]) -> list[A
 
 def _cut_entities(model: Any, text: str, options: dict[str, Any]) -> list[Any]:
     from flodl_hf.runtime.inputs import Encoded
-    from flodl_hf.runtime.tables import table_of
+    from flodl_hf.runtime.token_table import table_of
 
     _warn("token-classification", "stride= reads all of it")
     ((row,),) = model.tokenizer.encode_rows([text], max_tokens=model.max_tokens, snap=False, overflow="truncate")
@@ -361,7 +361,7 @@ def _zero_shot(model: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> 
 def _cut_zero_shot(model: Any, text: str, options: dict[str, Any]) -> dict[str, Any]:
     from flodl_hf.decode.compat import zero_shot_classification
 
-    labels = words.ZERO_SHOT["candidate_labels"].value(options["candidate_labels"], model)
+    labels = foreign_keywords.ZERO_SHOT["candidate_labels"].value(options["candidate_labels"], model)
     template = options.get("hypothesis_template", "This example is {}.")
     with torch.inference_mode():
         pairs = [_encoded(model, text, template.format(label), "only_first", None) for label in labels]

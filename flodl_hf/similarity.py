@@ -1,4 +1,7 @@
-"""How alike texts are, from their vectors: the measures of sentence-transformers, under its names."""
+"""How alike texts are, from their vectors: the measures of sentence-transformers, under its names.
+
+Of texts with a vector for each token (multi-vector models, late interaction), `max_sim`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from torch import Tensor
 from flodl.errors import nearest
 from flodl_hf.errors import PredictError
 
-__all__ = ["MEASURES", "PAIRWISE", "Similarity", "measure_of", "similarity_of"]
+__all__ = ["MEASURES", "PAIRWISE", "Similarity", "max_sim", "measure_of", "similarity_of"]
 
 
 class Similarity(Tensor):
@@ -102,3 +105,32 @@ def similarity_of(a: Any, b: Any, measure: str, rows: Sequence[str] = (), column
     found = MEASURES[measure](first.float(), second.float().to(first.device)).as_subclass(Similarity)
     found.rows, found.columns = tuple(rows), tuple(columns)
     return found
+
+
+def max_sim(queries: Sequence[Tensor], documents: Sequence[Tensor]) -> Tensor:
+    """Return the score of each query with each document, ``(queries, documents)``; the larger the more alike.
+
+    For each token of the query its largest product with a token of the document, summed over the query's tokens
+    (Khattab and Zaharia 2020, https://arxiv.org/abs/2004.12832).
+
+    Args:
+        queries: the vectors of each, ``(tokens, size)``.
+        documents: the same; a document without vectors scores minus infinity.
+
+    Raises:
+        PredictError: vectors are of different sizes.
+    """
+    sizes = {int(vectors.shape[-1]) for vectors in (*queries, *documents)}
+    if len(sizes) > 1:
+        raise PredictError(f"max_sim: vectors of sizes {sorted(sizes)}; expected one size")
+    scores = torch.full((len(queries), len(documents)), float("-inf"), dtype=torch.float32)
+    kept = [place for place, vectors in enumerate(documents) if len(vectors)]
+    if not kept:
+        return scores
+    lengths = torch.tensor([len(documents[place]) for place in kept])
+    whole = torch.cat([documents[place].float() for place in kept])
+    for row, query in enumerate(queries):
+        products = whole @ query.float().T
+        best = torch.segment_reduce(products, "max", lengths=lengths, axis=0)
+        scores[row, kept] = best.sum(-1)
+    return scores

@@ -19,7 +19,8 @@ from typing import Any, Literal
 import tokenizers
 
 from flodl_hf.errors import TokenizerError
-from flodl_hf.model.words import TOKENIZER, taking
+from flodl_hf.model.foreign_keywords import TOKENIZER, taking
+from flodl_hf.tokenization.early_cut import LONG, beginning
 
 from .tokenization.added import add_missing
 from .tokenization.backend import Backend, load_json
@@ -27,7 +28,6 @@ from .tokenization.batch import as_batch, as_tensors, check_batch, option
 from .tokenization.doctor import contradictions
 from .tokenization.encoded import Encoded, pad_rows
 from .tokenization.guard import guarded
-from .tokenization.precut import LONG, beginning
 from .tokenization.rows import Cut, Overflow, Row, cut_each, cut_rows
 from .tokenization.settings import guess_model_type, read_settings
 from .tokenization.source import TOKENIZER_FILES, parse_json, read_bytes, read_source, vocabulary_file, write_files

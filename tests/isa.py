@@ -22,7 +22,7 @@ TESTS = (
     "tests/flodl_hf/core/test_prediction_speed.py",
     "tests/flodl_hf/runtime/test_cpu.py",
     "tests/flodl_hf/runtime/test_cpu_prepared.py",
-    "tests/flodl_hf/tables/test_one_layer.py",
+    "tests/flodl_hf/backends/test_one_layer.py",
 )
 # With two threads fewer: what threads change is in which order a product adds.
 THREADED = TESTS[:1] + TESTS[3:4]

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from flodl.errors import CheckpointError, TrainError, printable
+from flodl.monitor.access import Doors
 from flodl.monitor.archive import archive_page
-from flodl.monitor.doors import Doors
 from flodl.monitor.journal import JournalReader
 from flodl.monitor.live import Runs
 from flodl.monitor.record import RunRecord

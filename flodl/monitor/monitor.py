@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from flodl.errors import TrainError
 from flodl.files import write_atomically
+from flodl.monitor.access import Doors
 from flodl.monitor.archive import archive_page, csv_of_epochs, csv_of_record, json_of
 from flodl.monitor.console import EpochRecord, console_line, eta_s, eta_text
-from flodl.monitor.doors import Doors
 from flodl.monitor.live import Begin, LiveRun, Runs
 from flodl.monitor.record import RunRecord
-from flodl.observe.words import metric_text
+from flodl.observe.formatting import metric_text
 
 if TYPE_CHECKING:
     from flodl.observe import Look

@@ -14,7 +14,7 @@ from flodl.observe.conditions import (
     worsening,
 )
 from flodl.observe.live import Reduce, log
-from flodl.observe.look import Look, look_at
+from flodl.observe.module_costs import Look, look_at
 from flodl.observe.profile import LevelTime, NodeTime, Profile
 from flodl.observe.record import Observer
 from flodl.observe.trend import Trend, TrendGroup

@@ -9,6 +9,7 @@ To read it: `settings`, `core` (what a run consists of), `loop` (what surrounds 
 
 from flodl.train.builder import TrainerBuilder
 from flodl.train.callback import Callback
+from flodl.train.console import ShowProgress
 from flodl.train.evaluate import RankedEval
 from flodl.train.events import (
     Decided,
@@ -31,14 +32,13 @@ from flodl.train.loss import Loss
 from flodl.train.optim.ema import WeightAverage
 from flodl.train.optim.optimizers import OptimizerFactory, adamw, layerwise_decay, parameter_groups, sgd
 from flodl.train.own_loop import OwnLoop
+from flodl.train.pre_run import Rehearsal
 from flodl.train.precision import Precision
 from flodl.train.profiling import Profiler
 from flodl.train.rate_search import RateSearch
-from flodl.train.rehearsal import Rehearsal
 from flodl.train.replicas import Replicas
 from flodl.train.rules import Rule, freeze_when, set_rate, stop_when, thaw_when
 from flodl.train.settings import Settings
-from flodl.train.shown import ShowProgress
 from flodl.train.snapshots import ModelSnapshot
 from flodl.train.step import Step, StepResult
 from flodl.train.trackers import (

@@ -17,15 +17,15 @@ from flodl.devices import training_devices
 from flodl.distributed.group import Ranks, is_first_rank, join_ranks, under_torchrun
 from flodl.distributed.launch import launch
 from flodl.errors import TrainError
+from flodl.train.console import ShowProgress
 from flodl.train.events import EpochMetrics, Event
 from flodl.train.handle import Handle, SendEvents, Trained
 from flodl.train.monitored import monitor_of, orders_of
 from flodl.train.optim.optimizers import OptimizerMaker
 from flodl.train.plan import RunPlan
+from flodl.train.pre_run import Rehearsal, rehearse
 from flodl.train.rate_search import RateSearch, search_rates
-from flodl.train.rehearsal import Rehearsal, rehearse
 from flodl.train.settings import Settings, make_settings
-from flodl.train.shown import ShowProgress
 from flodl.train.step import TrainStep
 from flodl.train.trackers import Tracker
 

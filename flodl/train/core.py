@@ -24,6 +24,7 @@ from flodl.distributed.sync import Sync
 from flodl.distributed.timeline import Timeline
 from flodl.errors import TrainError
 from flodl.train.callback import Hooks
+from flodl.train.epoch_figures import Tally
 from flodl.train.evaluate import Callbacks, Evaluator
 from flodl.train.events import Events, Warned
 from flodl.train.feed import Feed
@@ -33,14 +34,13 @@ from flodl.train.optim.ema import WeightAverage
 from flodl.train.optim.optimizers import OptimizerMaker, make_optimizer
 from flodl.train.optim.rates import Rates
 from flodl.train.precision import Precision
+from flodl.train.requests import Wishes
 from flodl.train.saving.identity import check_same_model, identity
 from flodl.train.settings import Settings
 from flodl.train.sharding import check_sharding
 from flodl.train.signals import StopSignals
 from flodl.train.step import Step, TrainStep
 from flodl.train.steplog import StepLog
-from flodl.train.tally import Tally
-from flodl.train.wishes import Wishes
 
 __all__ = ["Stopwatch", "TrainerCore", "seed_all"]
 

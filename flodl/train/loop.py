@@ -20,6 +20,7 @@ from flodl.distributed.sync import Sync
 from flodl.distributed.timeline import Timeline
 from flodl.errors import TrainError
 from flodl.train.core import TrainerCore
+from flodl.train.epoch_figures import Tally, epoch_metrics
 from flodl.train.evaluate import Callbacks
 from flodl.train.events import RunDone
 from flodl.train.feed import Feed, Share
@@ -30,7 +31,6 @@ from flodl.train.saving.saves import Saves
 from flodl.train.settings import Settings
 from flodl.train.snapshots import ModelSnapshot, Snapshots
 from flodl.train.step import StepResult, TrainStep
-from flodl.train.tally import Tally, epoch_metrics
 
 __all__ = ["Loop"]
 

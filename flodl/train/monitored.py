@@ -46,7 +46,7 @@ def callbacks_of(settings: Settings) -> tuple[Callback, ...]:
     if settings.monitor is None or settings.monitor is False:
         return tuple(settings.callbacks)
     from flodl.monitor.probe import LayerProbe
-    from flodl.monitor.work import TellWork
+    from flodl.monitor.rank_activity import TellWork
 
     return (*settings.callbacks, TellWork(), LayerProbe())
 

@@ -2,7 +2,7 @@
 
 `flodl.train.watching` collects values in forward passes, steps carry them beside their metrics, and
 `flodl.train.steplog` tells those of steps. Here figures of epochs are put together over ranks, the observers of graphs
-are given their values, and rules (`flodl.train.deciding`) the trends that they ask about.
+are given their values, and rules (`flodl.train.rule_actions`) the trends that they ask about.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from torch import nn
 
 from flodl.distributed.group import Ranks
 from flodl.graph.stepping import GraphSteps
-from flodl.train.deciding import Deciding
+from flodl.train.epoch_figures import Tally, epoch_metrics, means
 from flodl.train.events import Decided, EpochMetrics, Observed
+from flodl.train.rule_actions import Deciding
 from flodl.train.settings import Settings
-from flodl.train.tally import Tally, epoch_metrics, means
 from flodl.train.watching import Watching
 
 __all__ = ["Observing"]

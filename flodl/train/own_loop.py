@@ -11,12 +11,12 @@ import torch
 
 from flodl.distributed.sync import Sync
 from flodl.errors import TrainError
+from flodl.train.console import ShowProgress
 from flodl.train.feed import as_feed
 from flodl.train.loop import Loop
 from flodl.train.loss import as_loss, batch_len
 from flodl.train.monitored import monitor_of, orders_of
 from flodl.train.route import refuse_capture_in_own_loop
-from flodl.train.shown import ShowProgress
 from flodl.train.step import StepResult
 
 __all__ = ["OwnLoop"]

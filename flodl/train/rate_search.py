@@ -12,7 +12,7 @@ from flodl.train.callback import Callback
 from flodl.train.core import TrainerCore
 from flodl.train.events import StepDone
 from flodl.train.plan import RunPlan
-from flodl.train.rehearsal import ALONE, Copied
+from flodl.train.pre_run import ALONE, Copied
 from flodl.train.schedule import Exponential
 
 __all__ = ["RateSearch", "search_rates", "search_settings"]

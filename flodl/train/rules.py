@@ -2,7 +2,7 @@
 
 A rule is an action and a condition (`flodl.observe.conditions`), in Python or as text, as recipes and the command line
 have it: ``freeze_when("encoder", stalled("loss", 3))`` and ``freeze encoder when stalled(loss, 3)``.
-Each rule acts once. When rules are looked at, and how they act, is decided in `flodl.train.deciding`.
+Each rule acts once. When rules are looked at, and how they act, is decided in `flodl.train.rule_actions`.
 """
 
 from __future__ import annotations

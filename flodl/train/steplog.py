@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
+from flodl.train.epoch_figures import Tally
 from flodl.train.events import Events, Observed, StepDone, Warned
 from flodl.train.step.decide import KEPT_ROWS
 from flodl.train.step.outcome import Outcome, StepResult, not_finite
-from flodl.train.tally import Tally
 
 __all__ = ["StepLog"]
 

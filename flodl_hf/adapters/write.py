@@ -24,8 +24,8 @@ from flodl_hf.encoder.parts import join, joined, part_of
 from flodl_hf.export.publish import publish_folder
 from flodl_hf.export.sentence_files import recipe_files
 from flodl_hf.export.write import WrittenFile, verify_files, write_bytes, write_safetensors
-from flodl_hf.late import pylate_files
 from flodl_hf.model.graph_model import GraphModel
+from flodl_hf.sentence.multivector import pylate_files
 from flodl_hf.weights.checksums import write_checksums
 
 __all__ = ["save_adapter", "stored_adapter"]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flodl_hf.config_rows import Check, Row
+from flodl_hf.family.config_rows import Check, Row
 from flodl_hf.layout.layouts import Layout
 
 __all__ = ["Rotary", "RotarySettings", "StatedRotary", "rotary_rows", "rotary_settings", "wavelength"]

@@ -11,9 +11,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
-from flodl.collecting import gc_frozen
 from flodl.errors import DataError, nearest, printable
 from flodl.files import path_fault
+from flodl.garbage_collection import gc_frozen
 from flodl_hf.bulk.columns import ColumnArgs
 from flodl_hf.bulk.counting import counting_tokens
 from flodl_hf.bulk.parts import Parts

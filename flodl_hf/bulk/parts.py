@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from flodl.errors import CheckpointError, capped
 from flodl.files import make_folders, open_regular, read_regular, write_atomically
-from flodl.sealed import seal, unseal
+from flodl.hashed_json import seal, unseal
 from flodl.system import sync_folder
 from flodl_hf.bulk.identity import differences
 from flodl_hf.bulk.write import Pieces, Writer

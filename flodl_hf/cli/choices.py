@@ -78,7 +78,7 @@ class AggregationWord(StrEnum):
 
 
 class StyleWord(StrEnum):
-    """Interfaces of endpoints; the others are `flodl_hf.endpoints.http.STYLES`."""
+    """Interfaces of endpoints; the others are `flodl_hf.endpoint_checks.http.STYLES`."""
 
     auto = "auto"
     tei = "tei"

@@ -7,7 +7,7 @@
     label_thresholds  scores from which labels hold
     head_names        what tasks are called, without their classes
 
-How one key becomes one field is `flodl_hf.config_rows`'.
+How one key becomes one field is `flodl_hf.family.config_rows`'.
 """
 
 from __future__ import annotations

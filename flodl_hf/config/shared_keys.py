@@ -1,11 +1,11 @@
 """Keys of ``config.json`` that mean the same in every family: without effect, or another architecture's.
 
-Tables only; what is done with them is `flodl_hf.config_rows`'. A family's own keys stand in its file.
+Tables only; what is done with them is `flodl_hf.family.config_rows`'. A family's own keys stand in its file.
 """
 
 from __future__ import annotations
 
-from flodl_hf.config_rows import Foreign, Inert
+from flodl_hf.family.config_rows import Foreign, Inert
 
 __all__ = ["COMMON_INERT", "FOREIGN"]
 

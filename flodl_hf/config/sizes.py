@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flodl_hf.config_rows import Row, count
+from flodl_hf.family.config_rows import Row, count
 
 __all__ = ["SIZES", "EncoderSizes"]
 

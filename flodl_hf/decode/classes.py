@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flodl_hf.decode.quick import made
+from flodl_hf.decode.fast_records import made
 from flodl_hf.decode.rows import as_tensor, owners_of
 from flodl_hf.errors import PredictError
 

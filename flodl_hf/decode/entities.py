@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from flodl_hf.decode.constrained import best_paths
+from flodl_hf.decode.fast_records import made, pairs_of
 from flodl_hf.decode.labels import BEGIN, END, OUT, SINGLE, TagScheme
-from flodl_hf.decode.quick import made, pairs_of
 from flodl_hf.decode.rows import Logits, Rows, flat_logits, owners_of
 from flodl_hf.decode.windows import TokenStream, merge_windows
 from flodl_hf.decode.words import Words, trimmed, words_of

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flodl_hf.decode.best_spans import best_spans
-from flodl_hf.decode.quick import made
+from flodl_hf.decode.fast_records import made
 from flodl_hf.decode.rows import Content, Logits, Rows, content_of, flat_logits, null_columns, owners_of
 from flodl_hf.decode.windows import TokenStream, merge_windows, stream_of
 from flodl_hf.decode.words import Words, trimmed, units_at, words_of

@@ -4,8 +4,10 @@
     activations  the functions that ``hidden_act`` may name
     norms        layer norms whose reference computes them otherwise than torch
     parts        tensors of a file that hold several of ours, and products by them
+    layer        the one layer of all families: what is computed, in which order
+    bodies       the few shapes that a task's classifier comes in
 
-The layer itself is `flodl_hf.encoder_layer`, attention `flodl_hf.attention`; what tasks put on top `flodl_hf.bodies`.
+How a layer's operations are computed is decided in `flodl_hf.backends`; attention is `flodl_hf.attention`.
 """
 
 from __future__ import annotations

@@ -16,11 +16,15 @@ from dataclasses import dataclass
 from torch import nn
 
 from flodl.graph import FlowBuilder, Graph
-from flodl_hf import bodies
 from flodl_hf.attention.dot_product import SelfAttention
 from flodl_hf.attention.rotary import Rotary, RotarySettings, rotary_rows
 from flodl_hf.config.sizes import SIZES, EncoderSizes
-from flodl_hf.config_rows import (
+from flodl_hf.encoder import bodies
+from flodl_hf.encoder.activations import Activation
+from flodl_hf.encoder.graphs import Embeddings, MeanToken, chain, stack
+from flodl_hf.encoder.layer import EncoderLayer, FeedForward
+from flodl_hf.family import Family, FamilyHead, FamilyTokenizer
+from flodl_hf.family.config_rows import (
     Inert,
     Row,
     activation,
@@ -33,11 +37,7 @@ from flodl_hf.config_rows import (
     token_id,
     within_vocabulary,
 )
-from flodl_hf.encoder.activations import Activation
-from flodl_hf.encoder.graphs import Embeddings, MeanToken, chain, stack
-from flodl_hf.encoder_layer import EncoderLayer, FeedForward
-from flodl_hf.family import Family, FamilyHead, FamilyTokenizer
-from flodl_hf.keys import KeyRow, Tie
+from flodl_hf.family.keys import KeyRow, Tie
 
 __all__ = ["FAMILY", "EuroBertConfig"]
 

@@ -14,15 +14,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flodl.graph import Graph
-from flodl_hf import bodies
 from flodl_hf.attention.dot_product import SelfAttention
 from flodl_hf.attention.rotary import Rotary, RotarySettings, rotary_rows
-from flodl_hf.config_rows import Inert, changed, count
+from flodl_hf.encoder import bodies
 from flodl_hf.encoder.graphs import Embeddings, chain, pooler, post_norm_block, stack
-from flodl_hf.encoder_layer import EncoderLayer, FeedForward
+from flodl_hf.encoder.layer import EncoderLayer, FeedForward
 from flodl_hf.families import bert, roberta
 from flodl_hf.family import Family, FamilyHead
-from flodl_hf.keys import KeyRow, Tie
+from flodl_hf.family.config_rows import Inert, changed, count
+from flodl_hf.family.keys import KeyRow, Tie
 
 __all__ = ["FAMILY", "NEW", "GteConfig"]
 

@@ -18,11 +18,11 @@ from dataclasses import dataclass, replace
 from flodl.graph import Graph
 from flodl_hf.attention.dot_product import SelfAttention
 from flodl_hf.attention.rotary import Rotary, rotary_settings, wavelength
-from flodl_hf.config_rows import Inert, Row, activation, count, epsilon, fraction, one_of, optional, token_id
 from flodl_hf.encoder.graphs import Embeddings, chain, post_norm_block, stack
-from flodl_hf.encoder_layer import EncoderLayer, FeedForward
+from flodl_hf.encoder.layer import EncoderLayer, FeedForward
 from flodl_hf.families import bert, gte
-from flodl_hf.keys import KeyRow, rows_under
+from flodl_hf.family.config_rows import Inert, Row, activation, count, epsilon, fraction, one_of, optional, token_id
+from flodl_hf.family.keys import KeyRow, rows_under
 
 __all__ = ["FAMILY", "NomicBertConfig"]
 

@@ -29,13 +29,13 @@ from flodl_hf.finetuning.sequence import SequenceTask
 from flodl_hf.finetuning.task import Task
 from flodl_hf.finetuning.task_names import task_named
 from flodl_hf.finetuning.tokens import TokenTask, tag_names
-from flodl_hf.finetuning.vectors.beside import BesideTask
+from flodl_hf.finetuning.vectors.auxiliary import BesideTask
 from flodl_hf.finetuning.vectors.denoising import DenoisingTask
 from flodl_hf.finetuning.vectors.multivector import MultiVectorTask
 from flodl_hf.finetuning.vectors.sparse import SparseTask
 from flodl_hf.finetuning.vectors.tables import are_pairs, read_table
 from flodl_hf.finetuning.vectors.task import EmbeddingTask, plan_embedding
-from flodl_hf.vectors.losses.beside import needs_layer
+from flodl_hf.vectors.losses.auxiliary import needs_layer
 from flodl_hf.vectors.losses.denoising import denoises
 
 __all__ = ["HEADED", "Known", "Tables", "choose_task", "guessed_columns", "is_several", "read_tables"]

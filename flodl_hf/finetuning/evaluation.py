@@ -25,11 +25,11 @@ from flodl.distributed.shares import deal
 from flodl.errors import ConfigError, nearest
 from flodl.metrics import merged
 from flodl.train.precision import Precision
-from flodl_hf.finetuning.own import OwnScorer
 from flodl_hf.finetuning.pairs import PretrainingObjective
 from flodl_hf.finetuning.rows import CollateRows
 from flodl_hf.finetuning.step import Objective, rows_of_scores
 from flodl_hf.finetuning.task import Prepared, Scorer, Task
+from flodl_hf.finetuning.user_code import OwnScorer
 from flodl_hf.finetuning.vectors.step import VectorObjective
 
 __all__ = ["Evaluation", "Evaluations"]
@@ -50,7 +50,7 @@ class Evaluation:
         batch_size: rows at once.
         precision: as in training.
         seed: decides what is masked.
-        own: figures of the user's own, as in `flodl_hf.finetuning.own.Own`.
+        own: figures of the user's own, as in `flodl_hf.finetuning.user_code.Own`.
     """
 
     task: Task

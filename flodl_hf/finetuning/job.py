@@ -24,7 +24,6 @@ from flodl_hf.finetuning.data import HEADED, Known, Tables, choose_task, guessed
 from flodl_hf.finetuning.evaluation import Evaluation, Evaluations
 from flodl_hf.finetuning.factory import FixedModel, ModelFactory
 from flodl_hf.finetuning.options import Options
-from flodl_hf.finetuning.own import Own
 from flodl_hf.finetuning.pairs import PretrainingObjective
 from flodl_hf.finetuning.ranking import RankTask
 from flodl_hf.finetuning.rates import make_schedule
@@ -34,6 +33,7 @@ from flodl_hf.finetuning.shapes import choose_shapes
 from flodl_hf.finetuning.step import Objective
 from flodl_hf.finetuning.task import LengthLimits, Prepared, Task, name_of
 from flodl_hf.finetuning.thresholds import check_tunable
+from flodl_hf.finetuning.user_code import Own
 from flodl_hf.finetuning.vectors.rows import Laid
 from flodl_hf.finetuning.vectors.step import VectorObjective
 from flodl_hf.finetuning.vectors.task import EmbeddingTask

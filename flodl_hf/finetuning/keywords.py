@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
-from flodl_hf.finetuning.words import TrainerWords
+from flodl_hf.finetuning.training_arguments import TrainerWords
 
 __all__ = ["FinetuneOptions", "FinetuneWords"]
 

@@ -13,7 +13,7 @@ from typing import Any, get_args, get_type_hints
 
 from flodl.errors import ConfigError, capped, nearest
 from flodl_hf.adapters.settings import Settings, adapter_faults, adapter_of
-from flodl_hf.finetuning.words import translated
+from flodl_hf.finetuning.training_arguments import translated
 
 __all__ = ["Options", "make_options"]
 
@@ -317,7 +317,7 @@ def _plain(value: Any) -> Any:
 def make_options(given: Mapping[str, Any], where: str = "finetune") -> Options:
     """Return the options that ``given`` asks for, with defaults for the rest.
 
-    Words of transformers stand for ours where they mean the same (`flodl_hf.finetuning.words`).
+    Words of transformers stand for ours where they mean the same (`flodl_hf.finetuning.training_arguments`).
 
     Raises:
         ConfigError: names that are no options, or values that cannot be; ``problems`` lists all of them.

@@ -26,10 +26,10 @@ from flodl_hf.finetuning.lists import (
     read_lists,
 )
 from flodl_hf.finetuning.options import Options
-from flodl_hf.finetuning.own import Kept
 from flodl_hf.finetuning.rows import CollateRows, EncodedRows, RowBuilder
 from flodl_hf.finetuning.step import Kind
 from flodl_hf.finetuning.task import CHUNK, Examples, LengthLimits, Prepared
+from flodl_hf.finetuning.user_code import Kept
 from flodl_hf.finetuning.vectors.tables import read_table
 from flodl_hf.vectors.judging.pairs import average_precision
 from flodl_hf.vectors.judging.ranked import ranking_figures

@@ -31,14 +31,14 @@ from flodl_hf.finetuning.card import papers
 from flodl_hf.finetuning.data import is_several
 from flodl_hf.finetuning.job import Job, plan_job
 from flodl_hf.finetuning.keywords import FinetuneWords
+from flodl_hf.finetuning.monitoring import monitor_of_job
 from flodl_hf.finetuning.options import Options, make_options
-from flodl_hf.finetuning.own import Own
 from flodl_hf.finetuning.result import FinetuneResult
 from flodl_hf.finetuning.task import name_of
 from flodl_hf.finetuning.thresholds import tune_thresholds
 from flodl_hf.finetuning.training import CHECKPOINTS, make_builder, settings_of_torch, train_job
+from flodl_hf.finetuning.user_code import Own
 from flodl_hf.finetuning.vectors.task import EmbeddingTask
-from flodl_hf.finetuning.watched import monitor_of_job
 from flodl_hf.report.held_out import Judged, judge
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def finetune(
         progress: True shows how far training is, None where it takes longer than a second, False nothing.
         monitor: True or a port shows the run on a page of this machine; or a `flodl.monitor.Monitor`. Its record is
             kept in ``<out>.logs`` (or ``log_dir``), with the page as one file when the run is over.
-        loss: ``loss(scores, labels)`` in place of the task's loss; see `flodl_hf.finetuning.own_loss.own_loss`. Of
+        loss: ``loss(scores, labels)`` in place of the task's loss; see `flodl_hf.finetuning.user_loss.own_loss`. Of
             vectors its name, one of `flodl_hf.vectors.losses`, or ``loss(vectors, labels)`` of the whole batch.
         metrics: ``metrics(predictions, truth)`` gives figures by name, beside the task's; or such functions by name.
             Predictions and truth are arrays ``(examples, ...)`` of scores and labels, lists of tags, or answers and
@@ -96,7 +96,8 @@ def finetune(
         adapter: the adapter to train in place of all weights; ``lora=8`` is the same as ``Lora(rank=8)``. Then ``out``
             holds the adapter with its head, as peft reads it. A model with an adapter in it goes on training that.
         **options: fields of `flodl_hf.finetuning.Options`; their defaults are those of transformers, whose words for
-            them are taken too (``learning_rate``, ``num_train_epochs``, `flodl_hf.finetuning.words.TAKEN`).
+            them are taken too (``learning_rate``, ``num_train_epochs``; all in
+            `flodl_hf.finetuning.training_arguments.TAKEN`).
 
     Raises:
         ConfigError: an option does not exist or does not fit; all are listed.

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from flodl.train import Loss
 from flodl_hf.adapters.prompts import lead_of
 from flodl_hf.finetuning.noise import noisy
-from flodl_hf.finetuning.own_loss import LossFunction, own_loss
+from flodl_hf.finetuning.user_loss import LossFunction, own_loss
 from flodl_hf.layout.layouts import Packed, Padded
 from flodl_hf.model.losses import IGNORED_LABEL, classification_loss, span_loss, token_loss
 
@@ -81,7 +81,7 @@ class Objective:
         smoothing: share of the target that is spread over all labels.
         mask_padding: spans only: padding is no place where an answer could be. The reference lets it be one, so
             that its loss depends on the width that a batch is padded to.
-        own: the user's function in place of the task's loss; see `own_loss`. Batches are not filled up.
+        own: the user's function in place of the task's loss; see `user_loss`. Batches are not filled up.
         noise: how much there is on word embeddings; see `flodl_hf.finetuning.noise`.
     """
 

@@ -21,7 +21,7 @@ from flodl.train.optim.optimizers import layerwise_decay
 from flodl_hf.finetuning.factory import FixedModel, ModelFactory, checkpoint_layers, restore_layers, set_dropout
 from flodl_hf.finetuning.identity import identity_of
 from flodl_hf.finetuning.job import Job
-from flodl_hf.finetuning.observed import observed_of
+from flodl_hf.finetuning.observation import observed_of
 from flodl_hf.finetuning.options import Options
 from flodl_hf.finetuning.vectors.task import EmbeddingTask
 
@@ -175,7 +175,7 @@ def _arrangement(options: Options) -> Callable[[Any], Callable[[], Any]] | None:
 
 
 def _fuse(dtype: torch.dtype, model: Any) -> Callable[[], None]:
-    from flodl_hf.tables.arrange import arrange_training
+    from flodl_hf.backends.choose import arrange_training
 
     undo, _ = arrange_training(model.graph, dtype)
     return undo

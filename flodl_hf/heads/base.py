@@ -17,9 +17,9 @@ from flodl_hf.config import head_names
 from flodl_hf.errors import PredictError
 from flodl_hf.heads.head import Head
 from flodl_hf.model.encoder_model import EncoderModel
+from flodl_hf.model.foreign_keywords import EMBED, ENCODE, taking
 from flodl_hf.model.outputs import BaseOutput
 from flodl_hf.model.routed import route_within
-from flodl_hf.model.words import EMBED, ENCODE, taking
 
 if TYPE_CHECKING:
     from flodl_hf.decode.pooling import Pooling
@@ -299,7 +299,7 @@ class BaseModel(EncoderModel):
 
         Folders of ColBERT, PyLate, sentence-transformers' MultiVectorEncoder and bge-m3 do.
 
-        `flodl_hf.late.max_sim` compares them. Texts longer than the folder says are cut, as its own library does.
+        `flodl_hf.similarity.max_sim` compares them. Texts longer than the folder says are cut, as its own library does.
 
         Args:
             texts: one text or several.

@@ -81,7 +81,7 @@ def chunk_vectors(
     from flodl_hf.runtime.inputs import Encoded
     from flodl_hf.runtime.items import several
     from flodl_hf.runtime.passes import States
-    from flodl_hf.runtime.tables import table_of
+    from flodl_hf.runtime.token_table import table_of
     from flodl_hf.sentence.recipe import recipe_on
 
     tokenizer = model.ready("embed_chunks", untrained=untrained)

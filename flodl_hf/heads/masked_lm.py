@@ -16,9 +16,9 @@ from flodl_hf.config import head_names
 from flodl_hf.errors import PredictError
 from flodl_hf.heads.head import Head
 from flodl_hf.heads.scoring import ScoringModel
+from flodl_hf.model.foreign_keywords import MASKS, taking
 from flodl_hf.model.losses import check_labels, token_loss
 from flodl_hf.model.outputs import MaskedLMOutput
-from flodl_hf.model.words import MASKS, taking
 from flodl_hf.results.lists import Fill
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class MaskedLM(ScoringModel):
         from flodl_hf.runtime.items import found_by, several
         from flodl_hf.runtime.passes import ScoresAt
         from flodl_hf.runtime.stream import Job
-        from flodl_hf.runtime.tables import table_of
+        from flodl_hf.runtime.token_table import table_of
 
         tokenizer = self.ready("fill_mask", untrained=untrained)
         texts = several(texts, "fill_mask")
@@ -149,14 +149,14 @@ class MaskedLM(ScoringModel):
 
     def _fill_best(self, texts: Any, session: Session, tokenizer: Tokenizer, top_k: int) -> Any:
         """Return the best words of the whole vocabulary for each mask."""
+        from flodl_hf.decode.fast_records import made
         from flodl_hf.decode.masks import mask_places
-        from flodl_hf.decode.quick import made
         from flodl_hf.results.lists import Fills, results_of
         from flodl_hf.runtime.inputs import encode as rows_of
         from flodl_hf.runtime.items import found_by
         from flodl_hf.runtime.passes import BestAt
         from flodl_hf.runtime.stream import Job
-        from flodl_hf.runtime.tables import chosen_rows
+        from flodl_hf.runtime.token_table import chosen_rows
 
         if top_k < 1:
             raise PredictError(f"fill-mask: top_k={top_k}; expected at least 1", top_k=top_k)
@@ -243,7 +243,7 @@ class MaskedLM(ScoringModel):
     ) -> list[Any]:
         from flodl_hf.decode import decode_targets
         from flodl_hf.runtime.passes import ScoresAt
-        from flodl_hf.runtime.tables import table_of
+        from flodl_hf.runtime.token_table import table_of
 
         ids = [_target_ids(tokenizer, word) for word in targets]
         masks = sum(map(len, places))

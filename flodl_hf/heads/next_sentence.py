@@ -15,9 +15,9 @@ from flodl_hf.config import head_names
 from flodl_hf.errors import PredictError
 from flodl_hf.heads.head import Head
 from flodl_hf.heads.scoring import ScoringModel
+from flodl_hf.model.foreign_keywords import PAIRS, taking
 from flodl_hf.model.losses import check_labels
 from flodl_hf.model.outputs import NextSentenceOutput
-from flodl_hf.model.words import PAIRS, taking
 
 if TYPE_CHECKING:
     from flodl_hf.model.encoder_model import EncoderModel

@@ -16,9 +16,9 @@ from flodl_hf.config import head_names
 from flodl_hf.heads.head import Head
 from flodl_hf.heads.masked_lm import MaskedLM
 from flodl_hf.heads.next_sentence import FOLLOWS, judged
+from flodl_hf.model.foreign_keywords import PAIRS, taking
 from flodl_hf.model.losses import check_labels, token_loss
 from flodl_hf.model.outputs import PretrainingOutput
-from flodl_hf.model.words import PAIRS, taking
 
 if TYPE_CHECKING:
     from flodl_hf.runtime import RunKeywords

@@ -15,9 +15,9 @@ from flodl_hf.config import head_names
 from flodl_hf.errors import PredictError
 from flodl_hf.heads.head import Head
 from flodl_hf.model.encoder_model import EncoderModel
+from flodl_hf.model.foreign_keywords import ANSWER, taking
 from flodl_hf.model.losses import span_loss
 from flodl_hf.model.outputs import QuestionAnsweringOutput
-from flodl_hf.model.words import ANSWER, taking
 
 if TYPE_CHECKING:
     from flodl_hf.runtime import RunKeywords

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from flodl_hf.config import head_names
 from flodl_hf.heads.head import Head
 from flodl_hf.heads.scoring import ScoringModel
+from flodl_hf.model.foreign_keywords import MASKS, taking
 from flodl_hf.model.outputs import ReplacedTokensOutput
-from flodl_hf.model.words import MASKS, taking
 
 if TYPE_CHECKING:
     from flodl_hf.runtime import RunKeywords

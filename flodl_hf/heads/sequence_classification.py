@@ -17,9 +17,9 @@ from flodl_hf.config import head_names
 from flodl_hf.errors import PredictError
 from flodl_hf.heads.head import Head
 from flodl_hf.heads.scoring import ScoringModel
+from flodl_hf.model.foreign_keywords import CLASSES, RERANK, ZERO_SHOT, taking
 from flodl_hf.model.losses import check_labels, classification_loss
 from flodl_hf.model.outputs import SequenceClassificationOutput
-from flodl_hf.model.words import CLASSES, RERANK, ZERO_SHOT, taking
 
 if TYPE_CHECKING:
     from flodl_hf.decode.classes import Activation, Ranked

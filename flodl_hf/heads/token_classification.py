@@ -14,9 +14,9 @@ from torch import Tensor
 from flodl_hf.config import head_names
 from flodl_hf.heads.head import Head
 from flodl_hf.heads.scoring import ScoringModel
+from flodl_hf.model.foreign_keywords import ENTITIES, taking
 from flodl_hf.model.losses import check_labels, token_loss
 from flodl_hf.model.outputs import TokenClassificationOutput
-from flodl_hf.model.words import ENTITIES, taking
 
 if TYPE_CHECKING:
     from flodl_hf.decode.entities import Aggregation

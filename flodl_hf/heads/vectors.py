@@ -1,7 +1,7 @@
 """Vectors of texts beyond one pooled state each: dense layers behind a pooling, one a token, one over a vocabulary.
 
 Decides how a folder's recipe (`flodl_hf.sentence.recipe`) becomes calls of the runtime; what is computed of states
-stands in `flodl_hf.sentence.dense`, `flodl_hf.late` and `flodl_hf.sentence.sparse`.
+stands in `flodl_hf.sentence.dense`, `flodl_hf.sentence.multivector` and `flodl_hf.sentence.sparse`.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import torch
 from torch import Tensor
 
 from flodl_hf.errors import PredictError
-from flodl_hf.late import marked as marked_row
-from flodl_hf.late import marker_id
+from flodl_hf.sentence.multivector import marked as marked_row
+from flodl_hf.sentence.multivector import marker_id
 from flodl_hf.sentence.sparse import SparseVectors, SpladePooling, from_dense, from_tokens
 
 if TYPE_CHECKING:
-    from flodl_hf.late import LateRecipe
     from flodl_hf.model.encoder_model import EncoderModel
     from flodl_hf.runtime import RunKeywords
     from flodl_hf.runtime.engine import Pending
     from flodl_hf.runtime.inputs import Encoded
     from flodl_hf.runtime.passes import Work
     from flodl_hf.sentence.dense import Dense
+    from flodl_hf.sentence.multivector import LateRecipe
     from flodl_hf.sentence.recipe import SentenceRecipe
 
 __all__ = ["keywords_for", "lexical_vectors", "pooled_beyond", "splade_vectors", "token_vectors"]
@@ -135,7 +135,7 @@ def token_vectors(
     from flodl_hf.runtime.inputs import Encoded
     from flodl_hf.runtime.items import several
     from flodl_hf.runtime.passes import States
-    from flodl_hf.runtime.tables import table_of
+    from flodl_hf.runtime.token_table import table_of
 
     tokenizer = model.ready("embed_tokens", untrained=untrained)
     late = None if model.sentence_recipe is None else model.sentence_recipe.late

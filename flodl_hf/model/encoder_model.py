@@ -19,9 +19,9 @@ from flodl_hf.config.model_config import ModelConfig
 from flodl_hf.errors import ExportError, PredictError
 from flodl_hf.model.adapted import Adapted
 from flodl_hf.model.building import build_graph, declared_ties, initialise, tie_tensors
-from flodl_hf.model.familiar import Familiar
+from flodl_hf.model.foreign_keywords import SAVE, taking
 from flodl_hf.model.opening import Opened
-from flodl_hf.model.words import SAVE, taking
+from flodl_hf.model.transformers_methods import Familiar
 
 if TYPE_CHECKING:
     from flodl_hf.runtime.explain import Explanation

@@ -20,10 +20,10 @@ from flodl_hf.attention.dot_product import check_implementation
 from flodl_hf.config.model_config import ModelConfig
 from flodl_hf.errors import PredictError
 from flodl_hf.layout.layouts import Padded
-from flodl_hf.model.forked import entered
-from flodl_hf.model.ranges import beyond_tables, check_rows
+from flodl_hf.model.after_fork import entered
+from flodl_hf.model.hidden_states import given_embeddings, ids_for, watched
+from flodl_hf.model.index_checks import beyond_tables, check_rows
 from flodl_hf.model.routed import Routed
-from flodl_hf.model.watching import given_embeddings, ids_for, watched
 from flodl_hf.weights.loading import LoadReport
 
 if TYPE_CHECKING:

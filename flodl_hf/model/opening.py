@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self, TypedDict
 
 from flodl.errors import ConfigError
-from flodl_hf.model.words import LOAD, taking
+from flodl_hf.model.foreign_keywords import LOAD, taking
 
 if TYPE_CHECKING:
     import torch

@@ -1,11 +1,11 @@
 """How a trained model does on held-out data, as one page: figures, pictures, and nothing that needs a network.
 
-`judged` counts, `charts` draws, `page` puts together; `held_out` asks a model.
+`figures` counts, `charts` draws, `page` puts together; `held_out` asks a model.
 """
 
 from __future__ import annotations
 
-from flodl_hf.report.judged import (
+from flodl_hf.report.figures import (
     Calibration,
     Curve,
     SpanErrors,

@@ -22,7 +22,7 @@ import numpy as np
 
 from flodl.metrics import answer_scores
 from flodl_hf.report.charts import bars, heat_map, line_chart, scatter, stacked_bars
-from flodl_hf.report.judged import best_thresholds, calibration, confusion, precision_recall, span_errors
+from flodl_hf.report.figures import best_thresholds, calibration, confusion, precision_recall, span_errors
 
 __all__ = ["Run", "report_page"]
 

@@ -2,7 +2,7 @@
 
 Decides by capability, as torch reports it: where AVX-512 is, oneDNN with reordered weights multiplies fastest;
 elsewhere torch's own product does, and nothing is copied. Layers get the processor's table either way
-(`flodl_hf.tables.processor`): sums ride along with products, activations happen in place, buffers are kept, and a
+(`flodl_hf.backends.cpu`): sums ride along with products, activations happen in place, buffers are kept, and a
 classifier's last layer computes first tokens alone. Kernels are in `cpu_products`; when a graph is made and remade
 is `prepared`'s.
 """
@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from flodl_hf.backends.choose import arrange_processor, layers_of
+from flodl_hf.backends.cpu import MakeProduct
+from flodl_hf.backends.reference import TORCH
 from flodl_hf.runtime import cpu_features
 from flodl_hf.runtime.cpu_products import (
     CpuLinear,
@@ -27,9 +30,6 @@ from flodl_hf.runtime.cpu_products import (
     has_onednn,
     sums_in_32_bits,
 )
-from flodl_hf.tables.arrange import arrange_processor, layers_of
-from flodl_hf.tables.processor import MakeProduct
-from flodl_hf.tables.table import TORCH
 
 if TYPE_CHECKING:
     from flodl_hf.runtime.precision import Precision

@@ -211,9 +211,9 @@ def _kernels() -> Iterator[Finding]:
 
 
 def _cuda_kernels(device: torch.device) -> Iterator[Finding]:
+    from flodl_hf.backends.trials import LayerSizes, prediction, training
     from flodl_hf.kernels.trust import trusted
     from flodl_hf.runtime.precision import check_precision
-    from flodl_hf.tables.trials import LayerSizes, prediction, training
 
     for precision, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
         try:

@@ -20,14 +20,14 @@ from flodl_hf.errors import PredictError
 from flodl_hf.layout.buckets import Buffer, bucket_of
 from flodl_hf.layout.layouts import Layout, Packed, Padded
 from flodl_hf.runtime.batch import Batch, batch_of, check_rows
-from flodl_hf.runtime.layered import Given
+from flodl_hf.runtime.cuda_graphs import SMALL, WAIT, Recorder
+from flodl_hf.runtime.layers_from_disk import Given
 from flodl_hf.runtime.options import RunOptions
 from flodl_hf.runtime.passes import Work
 from flodl_hf.runtime.pending import Pending
 from flodl_hf.runtime.plan import plan_batches, usual_budget
 from flodl_hf.runtime.precision import multiplying
 from flodl_hf.runtime.prepared import Prepared, holder
-from flodl_hf.runtime.record import SMALL, WAIT, Recorder
 
 if TYPE_CHECKING:
     from flodl_hf.model.graph_model import GraphModel

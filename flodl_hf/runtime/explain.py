@@ -15,15 +15,15 @@ import torch
 from flodl.devices import parse_device
 from flodl.graph import Graph
 from flodl_hf.adapters.lora import folded
+from flodl_hf.backends.choose import layers_of, prediction_sizes, splits
+from flodl_hf.backends.cpu import plain_parts
+from flodl_hf.backends.cuda import GATES, HEAD_WIDTHS, SHORT, CudaTable
+from flodl_hf.backends.cuda_float32 import FEWEST
+from flodl_hf.backends.cuda_training import TrainingTable
+from flodl_hf.backends.trials import LayerSizes, prediction
 from flodl_hf.kernels.trust import trusted
 from flodl_hf.runtime.precision import Precision, check_precision, dtype_of
 from flodl_hf.runtime.prepared import shadow
-from flodl_hf.tables.arrange import layers_of, prediction_sizes, splits
-from flodl_hf.tables.cuda import GATES, HEAD_WIDTHS, SHORT, CudaTable
-from flodl_hf.tables.processor import plain_parts
-from flodl_hf.tables.split import FEWEST
-from flodl_hf.tables.training import TrainingTable
-from flodl_hf.tables.trials import LayerSizes, prediction
 
 if TYPE_CHECKING:
     from flodl_hf.model.graph_model import GraphModel

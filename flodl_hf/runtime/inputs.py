@@ -11,7 +11,17 @@ import numpy as np
 from flodl_hf.decode.rows import TokenTable
 from flodl_hf.errors import PredictError, TokenizerError
 from flodl_hf.runtime.items import plain_pairs
-from flodl_hf.runtime.tables import Flat, Frame, chosen_rows, frame_of, framed, joined, of_encodings, of_one, table_of
+from flodl_hf.runtime.token_table import (
+    Flat,
+    Frame,
+    chosen_rows,
+    frame_of,
+    framed,
+    joined,
+    of_encodings,
+    of_one,
+    table_of,
+)
 from flodl_hf.tokenization.backend import row_of
 from flodl_hf.tokenization.batch import check_batch
 from flodl_hf.tokenization.rows import cut_each, plan_windows

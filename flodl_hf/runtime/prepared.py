@@ -3,8 +3,8 @@
 A shadow is a copy of the modules that shares every parameter and buffer, so a model keeps its own graph, with
 its own names, for training, export and parity, while prediction runs another arrangement of the same weights.
 
-Weights are cast, and each layer is run by the device's table of operations (`flodl_hf.tables`). Of weights that stay on
-disk only what surrounds the layers is made ready here; layers come and go (`flodl_hf.runtime.layered`).
+Weights are cast, and each layer is run by the device's table of operations (`flodl_hf.backends`). Of weights that stay
+on disk only what surrounds the layers is made ready here; layers come and go (`flodl_hf.runtime.layers_from_disk`).
 
 A change of the model is noticed by identity, version counter and address of each tensor, and by the modules
 that hold them. Code that writes weights behind torch's back (a replayed CUDA graph does) has to say so, by
@@ -24,9 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from flodl.graph import Graph
-from flodl_hf.runtime.layered import Layered
+from flodl_hf.runtime.layers_from_disk import Layered
+from flodl_hf.runtime.module_copies import arranged, shadow, tensors_of, told
 from flodl_hf.runtime.precision import Precision
-from flodl_hf.runtime.shadow import arranged, shadow, tensors_of, told
 
 if TYPE_CHECKING:
     from flodl_hf.model.graph_model import GraphModel
@@ -200,9 +200,9 @@ def _trusts_buckets(graph: Graph, like: Tensor | None = None) -> bool:
         like: a tensor where they run, in the dtype that they compute in; None for one of the graph's own.
     """
     from flodl_hf.attention.dot_product import SelfAttention
+    from flodl_hf.backends.choose import layers_of
+    from flodl_hf.backends.trials import buckets
     from flodl_hf.kernels.trust import trusted
-    from flodl_hf.tables.arrange import layers_of
-    from flodl_hf.tables.trials import buckets
 
     first = next(graph.parameters()) if like is None else like
     attentions = [layer.attention for _, layer in layers_of(graph) if type(layer.attention) is SelfAttention]

@@ -13,18 +13,18 @@ from torch import Tensor
 
 from flodl_hf.decode.rows import TokenTable
 from flodl_hf.errors import PredictError
-from flodl_hf.model.forked import entered
+from flodl_hf.model.after_fork import entered
 from flodl_hf.results.lists import Found, results_of
 from flodl_hf.runtime.engine import Engine, Pending
 from flodl_hf.runtime.fleet import Fleet
+from flodl_hf.runtime.global_settings import plainly, undisturbed
 from flodl_hf.runtime.inputs import Encoded
 from flodl_hf.runtime.items import found_by
 from flodl_hf.runtime.options import RunKeywords, RunOptions
 from flodl_hf.runtime.passes import Work
 from flodl_hf.runtime.pending import COUNTED
-from flodl_hf.runtime.seen import seen
+from flodl_hf.runtime.progress import seen
 from flodl_hf.runtime.stream import WINDOW, Job, stream
-from flodl_hf.runtime.surroundings import plainly, undisturbed
 
 if TYPE_CHECKING:
     from flodl_hf.model.graph_model import GraphModel

@@ -15,7 +15,7 @@ from functools import partial
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
-from flodl.collecting import gc_paused
+from flodl.garbage_collection import gc_paused
 
 __all__ = ["WINDOW", "Job", "stream"]
 

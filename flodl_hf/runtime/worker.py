@@ -23,7 +23,7 @@ import torch
 from flodl_hf.decode.rows import TokenTable
 from flodl_hf.runtime.engine import Engine, current
 from flodl_hf.runtime.inputs import Encoded
-from flodl_hf.runtime.parcels import packed, receive, send, unpacked
+from flodl_hf.runtime.worker_messages import packed, receive, send, unpacked
 
 __all__ = ["serve"]
 

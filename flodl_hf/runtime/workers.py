@@ -27,10 +27,10 @@ import torch
 from flodl.errors import FlodlError
 from flodl_hf.errors import PredictError
 from flodl_hf.runtime.options import RunOptions
-from flodl_hf.runtime.parcels import packed, receive, send
 from flodl_hf.runtime.passes import Work
 from flodl_hf.runtime.prepared import Stamp
-from flodl_hf.tokenization.spread import cores
+from flodl_hf.runtime.worker_messages import packed, receive, send
+from flodl_hf.tokenization.threads import cores
 
 if TYPE_CHECKING:
     from flodl_hf.model.graph_model import GraphModel

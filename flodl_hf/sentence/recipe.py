@@ -16,8 +16,8 @@ from typing import Any
 
 from flodl.errors import nearest, printable, shown
 from flodl_hf.errors import PredictError
-from flodl_hf.late import LateRecipe, m3_layer, multivector_recipe, pylate_recipe
 from flodl_hf.sentence.dense import Dense, read_dense
+from flodl_hf.sentence.multivector import LateRecipe, m3_layer, multivector_recipe, pylate_recipe
 from flodl_hf.sentence.routing import Modules, kind_of, routing_of, transformer_folder
 from flodl_hf.sentence.small_files import bytes_of, place_in, settings_in, wrong
 from flodl_hf.sentence.sparse import SpladePooling

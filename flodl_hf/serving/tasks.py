@@ -99,7 +99,7 @@ def _embed_ids(model: Any, rows: list[list[int]], options: Mapping[str, Any]) ->
     from flodl_hf.runtime import Session
     from flodl_hf.runtime.inputs import Encoded
     from flodl_hf.runtime.passes import Pooled
-    from flodl_hf.runtime.tables import Frame, framed
+    from flodl_hf.runtime.token_table import Frame, framed
     from flodl_hf.runtime.vectors import Vectors
 
     recipe, normalize = recipe_on(model.sentence_recipe, options.get("route")), options.get("normalize")

@@ -19,14 +19,14 @@ import tokenizers
 
 from flodl.errors import printable
 from flodl_hf.errors import TokenizerError
+from flodl_hf.tokenization.regex_limits import foreign_patterns, within_time
+from flodl_hf.tokenization.threads import cores, over_threads
 
 from .blocks import Mark, in_blocks, mark_of
 from .charsmap import check_definition
-from .foreign import foreign_patterns, within_time
 from .guard import MAX_GROWTH, check_texts, growth, guarded
 from .rows import Row
 from .source import parse_json
-from .spread import cores, over_threads
 from .words import join, joins_words, rows_from_joined
 
 __all__ = ["Backend", "load_json", "row_of"]

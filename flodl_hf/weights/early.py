@@ -17,7 +17,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from flodl.collecting import gc_spared_at_exit
+from flodl.garbage_collection import gc_spared_at_exit
 from flodl.system import make_cuda_context
 from flodl_hf.weights.checkpoint.ahead import reading_ahead
 from flodl_hf.weights.checkpoint.scatter import usable_cpus

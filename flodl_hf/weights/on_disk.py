@@ -1,7 +1,7 @@
 """Weights that stay in their files: when a model's do, and which of its tensors are shown rather than held.
 
 Decides whether weights are too large for the memory that is free, and what keeps a folder's from staying on disk. How
-predictions are computed of them is `flodl_hf.runtime.layered`'s.
+predictions are computed of them is `flodl_hf.runtime.layers_from_disk`'s.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from flodl.collecting import gc_paused
 from flodl.devices import default_device, find_device
 from flodl.errors import CheckpointError, ConfigError, DeviceError, printable
+from flodl.garbage_collection import gc_paused
 from flodl.graph import Graph
 from flodl_hf.adapters.attach import adapters_of
 from flodl_hf.attention.dot_product import check_implementation
@@ -27,10 +27,10 @@ from flodl_hf.config.model_config import MAX_LABELS, ModelConfig, listed_texts, 
 from flodl_hf.encoder.parts import as_whole, parts_from
 from flodl_hf.family import Kept
 from flodl_hf.hub.folders import MODEL_FILES, VOCABULARY_FILES, holds_adapter, resolve_folder
-from flodl_hf.late import colbert_recipe
 from flodl_hf.model.building import assign, build_graph, initialise, tie_tensors
 from flodl_hf.model.graph_model import GraphModel
 from flodl_hf.model.routed import Routed, recipe_behind
+from flodl_hf.sentence.multivector import colbert_recipe
 from flodl_hf.sentence.recipe import SentenceRecipe, read_recipe
 from flodl_hf.sentence.routing import transformer_folder
 from flodl_hf.weights.checkpoint import Checkpoint, StoredTensor
@@ -42,7 +42,7 @@ from flodl_hf.weights.source import Source
 
 if TYPE_CHECKING:
     from flodl_hf.adapters.folder import AdapterFolder
-    from flodl_hf.runtime.warm import Warming
+    from flodl_hf.runtime.cuda_warmup import Warming
     from flodl_hf.tokenizer import Tokenizer
     from flodl_hf.weights.checksums import Held
 
@@ -323,7 +323,7 @@ def _warming(device: torch.device | str | None) -> Warming | None:
     """Return what makes a CUDA device ready meanwhile; None for other devices."""
     if device is None or torch.device(device).type != "cuda" or not torch.cuda.is_available():
         return None
-    from flodl_hf.runtime.warm import Warming
+    from flodl_hf.runtime.cuda_warmup import Warming
 
     return Warming(torch.device(device))
 

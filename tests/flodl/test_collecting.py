@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from flodl.collecting import gc_paused
+from flodl.garbage_collection import gc_paused
 
 
 @pytest.mark.parametrize("settled", [False, True])
@@ -58,7 +58,7 @@ def test_where_it_was_off_it_stays_off():
 
 ENDING = """
 import atexit, gc, os, sys
-from flodl.collecting import gc_spared_at_exit
+from flodl.garbage_collection import gc_spared_at_exit
 
 class Log:
     def __init__(self, name, mode):

@@ -29,7 +29,7 @@ from safetensors.torch import load as parse_tensors
 from flodl.distributed.group import Ranks
 from flodl.errors import CheckpointError, TrainError
 from flodl.files import make_folders, read_regular
-from flodl.sealed import seal, unseal
+from flodl.hashed_json import seal, unseal
 from flodl.system import lock, sync_folder
 from flodl.train.events import Event, Saved, SaveFailed, Warned
 from flodl.train.saving.tensor_stream import safetensors_chunks

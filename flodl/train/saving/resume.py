@@ -14,6 +14,7 @@ import torch
 from flodl.distributed.sharded import local, whole_parts
 from flodl.errors import TrainError, capped
 from flodl.train.core import TrainerCore
+from flodl.train.epoch_figures import Tally
 from flodl.train.events import Past, Warned
 from flodl.train.saving.keeper import Checkpoint
 from flodl.train.saving.state import (
@@ -28,7 +29,6 @@ from flodl.train.saving.state import (
     whole_model,
 )
 from flodl.train.saving.tensor_stream import copies
-from flodl.train.tally import Tally
 
 __all__ = ["past_of", "restore", "snapshot"]
 

@@ -21,10 +21,10 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from flodl.collecting import gc_paused
 from flodl.data.batch import Batch
 from flodl.distributed.group import Ranks
 from flodl.errors import TrainError
+from flodl.garbage_collection import gc_paused
 from flodl.nested import map_leaves
 from flodl.train.step.on_device import DeviceStep
 from flodl.train.step.outcome import OBSERVED, Outcome

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flodl_hf.encoder.activations import Activation
-from flodl_hf.encoder_layer import EncoderLayer
+from flodl_hf.encoder.layer import EncoderLayer
 from flodl_hf.layout.layouts import Layout
 
 __all__ = ["Convolution", "ConvolvedLayer", "MaskedEmbeddings", "Shift"]

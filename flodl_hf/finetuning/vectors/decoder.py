@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from flodl.errors import ConfigError
 from flodl_hf.attention.dot_product import SelfAttention
-from flodl_hf.encoder_layer import EncoderLayer
+from flodl_hf.encoder.layer import EncoderLayer
 from flodl_hf.layout.layouts import Padded
 from flodl_hf.model.losses import IGNORED_LABEL
 

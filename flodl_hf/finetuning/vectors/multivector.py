@@ -15,7 +15,7 @@ from flodl_hf.finetuning.vectors.multivector_step import CollateLate, LateObject
 from flodl_hf.finetuning.vectors.projection import LateStart, take_out
 from flodl_hf.finetuning.vectors.rows import PARTS, Laid, TextRows
 from flodl_hf.finetuning.vectors.task import EmbeddingTask
-from flodl_hf.late import LateRecipe, marked, marker_id
+from flodl_hf.sentence.multivector import LateRecipe, marked, marker_id
 from flodl_hf.vectors.losses import make_loss
 from flodl_hf.vectors.losses.multivector import MULTIVECTOR_LOSSES, MULTIVECTOR_USUAL
 

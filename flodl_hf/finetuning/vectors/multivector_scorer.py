@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flodl.metrics import Metric
 from flodl_hf.finetuning.vectors.scorer import NAMES, RETRIEVAL, HeldOut
-from flodl_hf.late import max_sim
+from flodl_hf.similarity import max_sim
 from flodl_hf.vectors.judging.retrieval import figures_of_found
 
 __all__ = ["LateScorer"]

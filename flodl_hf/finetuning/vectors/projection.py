@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from flodl.errors import ConfigError, nearest
-from flodl_hf.late import LateRecipe, marker_id, pylate_files
 from flodl_hf.sentence.dense import Dense, dense, dense_files
+from flodl_hf.sentence.multivector import LateRecipe, marker_id, pylate_files
 from flodl_hf.sentence.recipe import SentenceRecipe
 
 if TYPE_CHECKING:

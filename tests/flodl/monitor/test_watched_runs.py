@@ -316,7 +316,7 @@ class Dies(Callback):
 
 
 def test_a_rank_that_dies_is_seen(tmp_path, monkeypatch):
-    monkeypatch.setattr("flodl.monitor.work.EVERY_S", 0.01)
+    monkeypatch.setattr("flodl.monitor.rank_activity.EVERY_S", 0.01)
     failures: list[RunFailed] = []
     with quiet(folder=tmp_path) as monitor:
         run = ranks_of(monitor, "sync", dying, callbacks=(Dies(),)).subscribe(failures.append, RunFailed)

@@ -15,8 +15,8 @@ from torch import nn
 from flodl.errors import GraphError, GraphPathError
 from flodl.graph import FlowBuilder
 from flodl.observe import Observer, Reduce
+from flodl.observe.formatting import duration_text, metric_text
 from flodl.observe.page import curves_page
-from flodl.observe.words import duration_text, metric_text
 
 
 class Constant(nn.Module):

@@ -13,9 +13,9 @@ from torch import Tensor
 from flodl_hf import AutoModelForSequenceClassification, load
 from flodl_hf.adapters import Lora
 from flodl_hf.adapters.lora import LoraPart, beside
+from flodl_hf.backends.choose import arrange_training
 from flodl_hf.config.model_config import ModelConfig
 from flodl_hf.finetuning import finetune
-from flodl_hf.tables.arrange import arrange_training
 
 GATED = {
     "model_type": "modernbert", "vocab_size": 600, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import flodl_hf.bulk.run as run
-from flodl.sealed import seal, unseal
+from flodl.hashed_json import seal, unseal
 from flodl_hf import predict_file
 from flodl_hf.bulk.parts import OLD_MANIFEST, OLD_RECORD, Parts
 from flodl_hf.errors import PredictError

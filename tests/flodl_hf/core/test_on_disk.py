@@ -16,9 +16,9 @@ from flodl.graph import FlowBuilder
 from flodl_hf.auto import load
 from flodl_hf.errors import PredictError
 from flodl_hf.families import FAMILIES
-from flodl_hf.runtime import layered
+from flodl_hf.runtime import layers_from_disk
 from flodl_hf.runtime.cpu_products import has_int8, has_onednn
-from flodl_hf.runtime.layered import _steps_of
+from flodl_hf.runtime.layers_from_disk import _steps_of
 from flodl_hf.weights import on_disk
 
 Saved = Callable[..., Path]
@@ -75,7 +75,7 @@ def test_a_layer_is_read_once_for_all_texts_and_two_are_there_at_a_time(
     order = [weight.data_ptr() for weight in weights]
     there: list[weakref.ref[Any]] = []
     seen: list[int] = []
-    read = layered.Layered._read
+    read = layers_from_disk.Layered._read
 
     def reading(self: Any, source: Any) -> Any:
         seen.append(order.index(source.attention.query.weight.data_ptr()))
@@ -84,7 +84,7 @@ def test_a_layer_is_read_once_for_all_texts_and_two_are_there_at_a_time(
         there.append(weakref.ref(found))
         return found
 
-    monkeypatch.setattr(layered.Layered, "_read", reading)
+    monkeypatch.setattr(layers_from_disk.Layered, "_read", reading)
     model.predict(TEXTS, token_budget=4)
     assert seen == [0, 1, 2, 3, 4]
 
@@ -95,10 +95,10 @@ def test_states_that_find_no_room_wait_for_another_pass_over_the_layers(
     folder = saved("bert", "token_classification")
     held, shown = load(folder, weights="memory"), load(folder, weights="disk")
     passes = []
-    through = layered.Layered._through
-    monkeypatch.setattr(layered.Layered, "_through", lambda *a: (passes.append(len(a[1])), through(*a)))
-    monkeypatch.setattr(layered, "LEAST_BYTES", 1)
-    monkeypatch.setattr(layered, "available_memory", lambda _: 0)
+    through = layers_from_disk.Layered._through
+    monkeypatch.setattr(layers_from_disk.Layered, "_through", lambda *a: (passes.append(len(a[1])), through(*a)))
+    monkeypatch.setattr(layers_from_disk, "LEAST_BYTES", 1)
+    monkeypatch.setattr(layers_from_disk, "available_memory", lambda _: 0)
     assert answers(shown, token_budget=4) == answers(held, token_budget=4)
     assert passes == [1] * len(TEXTS)
 
@@ -106,7 +106,7 @@ def test_states_that_find_no_room_wait_for_another_pass_over_the_layers(
 def test_memory_that_runs_out_makes_batches_smaller(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = saved("bert", "token_classification")
     held, shown = load(folder, weights="memory"), load(folder, weights="disk")
-    forward, sizes = layered._Between.forward, []
+    forward, sizes = layers_from_disk._Between.forward, []
 
     def tight(self: Any, hidden: Any, **given: Any) -> Any:
         sizes.append(len(hidden))
@@ -114,7 +114,7 @@ def test_memory_that_runs_out_makes_batches_smaller(saved: Saved, monkeypatch: p
             raise torch.OutOfMemoryError
         return forward(self, hidden, **given)
 
-    monkeypatch.setattr(layered._Between, "forward", tight)
+    monkeypatch.setattr(layers_from_disk._Between, "forward", tight)
     found = answers(shown)
     assert max(sizes) > 12
     assert [[entity.word for entity in text] for text in found] == [[e.word for e in text] for text in answers(held)]

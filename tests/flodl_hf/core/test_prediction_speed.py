@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flodl_hf.attention.dot_product import attend
+from flodl_hf.backends import trials
 from flodl_hf.errors import PredictError
 from flodl_hf.families import FAMILIES
 from flodl_hf.heads import HEADS
@@ -27,13 +28,12 @@ from flodl_hf.layout.layouts import Packed
 from flodl_hf.model.encoder_model import EncoderModel
 from flodl_hf.runtime import Engine, RunOptions, forget, plan_batches, prepared, spread
 from flodl_hf.runtime import passes as passes_module
+from flodl_hf.runtime.cuda_graphs import Recorder
 from flodl_hf.runtime.inputs import encode
 from flodl_hf.runtime.passes import Pooled, Scores, States
 from flodl_hf.runtime.prepared import _trusts_buckets, holder, shadow
-from flodl_hf.runtime.record import Recorder
 from flodl_hf.runtime.session import Session
 from flodl_hf.runtime.stream import Job, stream
-from flodl_hf.tables import trials
 
 CELLS = [(f.model_type, h.name) for f in FAMILIES for h in HEADS if h.name == "base" or h.name in f.heads]
 cells = pytest.mark.parametrize(("model_type", "head"), CELLS)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save, save_file
 from flodl.errors import ConfigError
 from flodl_hf import load
 from flodl_hf.errors import PredictError
-from flodl_hf.late import max_sim
+from flodl_hf.similarity import max_sim
 
 sys.path.insert(0, str(Path(__file__).parent))
 from sentence_folders import ST, TEXTS, layer, modules, states_of, write

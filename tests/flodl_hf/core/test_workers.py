@@ -21,8 +21,8 @@ from flodl.errors import FlodlError
 from flodl_hf.errors import PredictError
 from flodl_hf.model.encoder_model import EncoderModel
 from flodl_hf.runtime import Engine, workers
-from flodl_hf.runtime.parcels import packed, receive, send, unpacked
 from flodl_hf.runtime.worker import Worker
+from flodl_hf.runtime.worker_messages import packed, receive, send, unpacked
 
 Make = Callable[..., EncoderModel]
 LONG = "the cat sat on the mat and ran " * 12

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from flodl_hf.decode import Classification, Entity, decode_classes
 from flodl_hf.decode.entities import _best, _entities, _softmax
-from flodl_hf.decode.quick import made, pairs_of
+from flodl_hf.decode.fast_records import made, pairs_of
 from flodl_hf.errors import PredictError
 
 

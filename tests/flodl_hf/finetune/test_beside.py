@@ -14,7 +14,7 @@ from flodl.errors import ConfigError, DataError
 from flodl_hf import load
 from flodl_hf.finetuning import finetune
 from flodl_hf.vectors.losses import make_loss
-from flodl_hf.vectors.losses.beside import BESIDE
+from flodl_hf.vectors.losses.auxiliary import BESIDE
 
 TEXTS = sentences()
 NAMES: tuple[str, ...] = ("entailment", "neutral", "contradiction")

@@ -21,8 +21,8 @@ from flodl.train.saving.keeper import list_checkpoints, read_checkpoint
 from flodl_hf import load
 from flodl_hf.finetuning import finetune, plan_job
 from flodl_hf.finetuning.options import make_options
-from flodl_hf.finetuning.own import Own
 from flodl_hf.finetuning.run import train_job
+from flodl_hf.finetuning.user_code import Own
 
 torch.set_num_threads(1)
 QUICK: dict[str, Any] = {

@@ -13,7 +13,7 @@ from finetune_tables import labelled
 from flodl.errors import ConfigError
 from flodl_hf.finetuning import finetune
 from flodl_hf.finetuning.options import Options, make_options
-from flodl_hf.finetuning.words import INERT, REFUSED, TAKEN, TrainerWords
+from flodl_hf.finetuning.training_arguments import INERT, REFUSED, TAKEN, TrainerWords
 
 NAMES = {f.name for f in fields(Options)}
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from flodl_hf.auto import head_named
 from flodl_hf.config.model_config import ModelConfig
 from flodl_hf.encoder.activations import ACTIVATIONS
-from flodl_hf.encoder_layer import EncoderLayer
+from flodl_hf.encoder.layer import EncoderLayer
 from flodl_hf.families import FAMILIES
 from flodl_hf.layout.layouts import Layout, Packed, Padded
 from flodl_hf.model.encoder_model import EncoderModel

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from flodl_hf.layout.buckets import Buffer, bucket_of
-from flodl_hf.runtime import record as record_module
+from flodl_hf.runtime import cuda_graphs
+from flodl_hf.runtime.cuda_graphs import SMALL, WAIT, Recorder
 from flodl_hf.runtime.plan import plan_batches
-from flodl_hf.runtime.record import SMALL, WAIT, Recorder
 
 HOST = torch.device("cpu")
 
@@ -93,20 +93,20 @@ def test_another_stream_does_without_because_recordings_share_memory() -> None:
 
 
 def test_what_is_kept_is_bounded_and_what_had_to_go_waits_longer_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record_module, "KEPT", 2)
+    monkeypatch.setattr(cuda_graphs, "KEPT", 2)
     tape = Tape()
     for _ in range(40):
         for key in "abc":
             ask(tape, key, 1.0)
             assert len(tape) <= 2
     assert len(tape.made) < 15  # recording costs as much as many passes; without the wait there were 38
-    monkeypatch.setattr(record_module, "KEPT_BYTES", 100)
+    monkeypatch.setattr(cuda_graphs, "KEPT_BYTES", 100)
     tape = Tape()
     for key in range(6):
         for _ in range(3):
             ask(tape, key, 1.0, size=10)
     assert len(tape) == 2  # 40 bytes each
-    monkeypatch.setattr(record_module, "MOST_BYTES", 30)
+    monkeypatch.setattr(cuda_graphs, "MOST_BYTES", 30)
     tape = Tape()
     assert [ask(tape, "wide", 1.0, size=10) for _ in range(5)] == [None] * 5
     assert not tape.made

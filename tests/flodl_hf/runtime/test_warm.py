@@ -11,11 +11,11 @@ import torch
 
 from flodl_hf import demo
 from flodl_hf.auto import load
+from flodl_hf.backends import choose, trials
+from flodl_hf.backends.trials import LayerSizes
 from flodl_hf.kernels import trust
-from flodl_hf.runtime import warm
-from flodl_hf.runtime.warm import Warming
-from flodl_hf.tables import arrange, trials
-from flodl_hf.tables.trials import LayerSizes
+from flodl_hf.runtime import cuda_warmup
+from flodl_hf.runtime.cuda_warmup import Warming
 from flodl_hf.weights import pretrained
 
 CUDA = torch.device("cuda", 0)
@@ -24,11 +24,11 @@ CUDA = torch.device("cuda", 0)
 def test_kernels_are_tried_at_the_models_sizes_after_the_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     gate = threading.Event()
-    monkeypatch.setattr(warm, "_identify_triton", lambda: gate.wait(20) and seen.append("triton"))
-    monkeypatch.setattr(warm, "_make_handles", lambda device: seen.append(device))
+    monkeypatch.setattr(cuda_warmup, "_identify_triton", lambda: gate.wait(20) and seen.append("triton"))
+    monkeypatch.setattr(cuda_warmup, "_make_handles", lambda device: seen.append(device))
     monkeypatch.setattr(trust, "trusted", lambda *given, rehearse: bool(seen.append((*given, rehearse))))
     large = threading.Event()
-    monkeypatch.setattr(warm, "_load_products", lambda *given: large.set())
+    monkeypatch.setattr(cuda_warmup, "_load_products", lambda *given: large.set())
     warming = Warming(CUDA)
     warming.layers(demo.demo_model(demo.learn_vocabulary()).graph, torch.bfloat16)
     gate.set()
@@ -41,8 +41,8 @@ def test_kernels_are_tried_at_the_models_sizes_after_the_libraries(monkeypatch: 
 
 
 def test_other_precisions_load_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warm, "_identify_triton", lambda: None)
-    monkeypatch.setattr(warm, "_make_handles", lambda device: None)
+    monkeypatch.setattr(cuda_warmup, "_identify_triton", lambda: None)
+    monkeypatch.setattr(cuda_warmup, "_make_handles", lambda device: None)
     warming = Warming(CUDA)
     warming.layers(demo.demo_model(demo.learn_vocabulary()).graph, torch.float64)
     warming.wait()
@@ -51,17 +51,17 @@ def test_other_precisions_load_no_kernels(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_float32_tries_its_products_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(warm, "_identify_triton", lambda: None)
-    monkeypatch.setattr(warm, "_make_handles", lambda device: None)
-    monkeypatch.setattr(warm, "_load_products", lambda *given: None)
-    monkeypatch.setattr(arrange, "splits", lambda device, sizes, *, rehearse: seen.append((device, rehearse)))
+    monkeypatch.setattr(cuda_warmup, "_identify_triton", lambda: None)
+    monkeypatch.setattr(cuda_warmup, "_make_handles", lambda device: None)
+    monkeypatch.setattr(cuda_warmup, "_load_products", lambda *given: None)
+    monkeypatch.setattr(choose, "splits", lambda device, sizes, *, rehearse: seen.append((device, rehearse)))
     warming = Warming(CUDA)
     warming.layers(demo.demo_model(demo.learn_vocabulary()).graph, torch.float32)
     warming.wait()
     assert seen == [(CUDA, True)]
 
 
-@pytest.mark.parametrize(("free", "times"), [(16, len(warm.LARGE)), (4, 0)])
+@pytest.mark.parametrize(("free", "times"), [(16, len(cuda_warmup.LARGE)), (4, 0)])
 def test_products_of_large_batches_are_tried_where_there_is_room(
     free: int, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -71,7 +71,7 @@ def test_products_of_large_batches_are_tried_where_there_is_room(
     monkeypatch.setattr(trials, "multiply", lambda device, dtype, tokens, sizes: tried.append(tokens))
     before = threading.Thread(target=int)
     before.start()
-    warm._load_products(demo.demo_model(demo.learn_vocabulary()).graph, CUDA, torch.bfloat16, before)
+    cuda_warmup._load_products(demo.demo_model(demo.learn_vocabulary()).graph, CUDA, torch.bfloat16, before)
     assert len(tried) == times
 
 
@@ -102,8 +102,8 @@ def test_loading_waits_for_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) ->
 
 def test_a_first_prediction_is_imported_while_something_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
-    monkeypatch.setattr(warm, "_identify_triton", lambda: gate.wait(20))
-    monkeypatch.setattr(warm, "_make_handles", lambda device: None)
+    monkeypatch.setattr(cuda_warmup, "_identify_triton", lambda: gate.wait(20))
+    monkeypatch.setattr(cuda_warmup, "_make_handles", lambda device: None)
     seen: list[str] = []
 
     def imported(name: str) -> None:
@@ -113,6 +113,6 @@ def test_a_first_prediction_is_imported_while_something_is_waited_for(monkeypatc
             warming._threads[0].join()
 
     warming = Warming(CUDA)
-    monkeypatch.setattr(warm, "import_module", imported)
+    monkeypatch.setattr(cuda_warmup, "import_module", imported)
     warming.wait()
-    assert seen == list(warm._IMPORTED[:2])
+    assert seen == list(cuda_warmup._IMPORTED[:2])

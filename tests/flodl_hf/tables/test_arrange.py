@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from flodl_hf import demo
-from flodl_hf.encoder_layer import EncoderLayer
+from flodl_hf.backends.choose import arrange_cuda
+from flodl_hf.encoder.layer import EncoderLayer
 from flodl_hf.layout.layouts import Packed
 from flodl_hf.runtime.prepared import shadow
-from flodl_hf.tables.arrange import arrange_cuda
 
 
 def layers(graph: Any) -> list[EncoderLayer]:

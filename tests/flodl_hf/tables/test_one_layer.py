@@ -17,26 +17,26 @@ from test_training_kernels import DEVICE, DTYPES, distance, runs, tables
 from torch import Tensor, nn
 
 from flodl.graph import FlowBuilder, Graph
-from flodl_hf import bodies
 from flodl_hf.attention.dot_product import SelfAttention, attend
 from flodl_hf.attention.rotary import Rotary
 from flodl_hf.auto import load
+from flodl_hf.backends import choose
+from flodl_hf.backends.choose import arrange_cuda, arrange_training
 from flodl_hf.config.model_config import ModelConfig
-from flodl_hf.config_rows import Row, activation, count
+from flodl_hf.encoder import bodies
 from flodl_hf.encoder.graphs import Embeddings, stack
-from flodl_hf.encoder_layer import EncoderLayer, FeedForward
+from flodl_hf.encoder.layer import EncoderLayer, FeedForward
 from flodl_hf.families import register
 from flodl_hf.family import Family, FamilyHead
+from flodl_hf.family.config_rows import Row, activation, count
+from flodl_hf.family.keys import KeyRow
 from flodl_hf.heads.sequence_classification import SequenceClassifier
 from flodl_hf.heads.token_classification import TokenClassifier
-from flodl_hf.keys import KeyRow
 from flodl_hf.layout.buckets import Buffer, bucket_of
 from flodl_hf.layout.layouts import Layout, Packed, Padded
 from flodl_hf.runtime import cpu
 from flodl_hf.runtime.cpu_features import missing
 from flodl_hf.runtime.prepared import shadow
-from flodl_hf.tables import arrange
-from flodl_hf.tables.arrange import arrange_cuda, arrange_training
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,7 +260,7 @@ def test_a_cuda_device_runs_it_by_its_own_table(kind: str, head: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head", HEADS)
 def test_our_kernels_predict_it(head: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrange, "trusted", lambda *_: True)
+    monkeypatch.setattr(choose, "trusted", lambda *_: True)
     model = made(head).to(DEVICE)
     graph = shadow(model.graph)
     for module in graph.modules():
@@ -279,7 +279,7 @@ def test_our_kernels_predict_it(head: str, dtype: torch.dtype, monkeypatch: pyte
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["padded", "packed", "bucketed"])
 def test_our_kernels_train_it(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrange, "trusted", lambda *_: True)
+    monkeypatch.setattr(choose, "trusted", lambda *_: True)
     graph = made("token_classification").graph.to(DEVICE).train()
     results: list[dict[str, Tensor]] = []
     for way in ("plain", "ours"):

@@ -20,8 +20,12 @@ from flodl_hf.attention.distances import DistanceBias, RelativeBias, SlopedBias
 from flodl_hf.attention.dot_product import attend
 from flodl_hf.attention.rotary import Rotary
 from flodl_hf.auto import head_named
+from flodl_hf.backends import choose, trials
+from flodl_hf.backends.choose import arrange_cuda, layers_of
+from flodl_hf.backends.cuda import CudaTable, walks
+from flodl_hf.backends.trials import LayerSizes
 from flodl_hf.config.model_config import ModelConfig
-from flodl_hf.encoder_layer import EncoderLayer
+from flodl_hf.encoder.layer import EncoderLayer
 from flodl_hf.families import FAMILIES
 from flodl_hf.finetuning.factory import checkpoint_layers, set_dropout
 from flodl_hf.kernels import trust
@@ -31,10 +35,6 @@ from flodl_hf.parity.shapes import settings_of
 from flodl_hf.runtime import explain
 from flodl_hf.runtime.explain import explain_graph
 from flodl_hf.runtime.prepared import shadow
-from flodl_hf.tables import arrange, trials
-from flodl_hf.tables.arrange import arrange_cuda, layers_of
-from flodl_hf.tables.cuda import CudaTable, walks
-from flodl_hf.tables.trials import LayerSizes
 
 LENGTHS = (33, 5, 1, 40, 12)
 
@@ -207,7 +207,7 @@ def test_layers_that_are_run_again_find_what_all_share(model_type: str, kind: st
 def test_families_are_run_by_them(
     model_type: str, width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arrange, "trusted", lambda *_: True)
+    monkeypatch.setattr(choose, "trusted", lambda *_: True)
     model = made(model_type, width).to(DEVICE)
     graph = shadow(model.graph)
     for module in graph.modules():

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from flodl_hf import demo
+from flodl_hf.backends import choose, trials
+from flodl_hf.backends.choose import arrange_cuda, layers_of
+from flodl_hf.backends.cuda import CudaTable
+from flodl_hf.backends.cuda_float32 import SplitTable
+from flodl_hf.backends.trials import SPLIT_BOUND, LayerSizes
 from flodl_hf.runtime.prepared import shadow
-from flodl_hf.tables import arrange, trials
-from flodl_hf.tables.arrange import arrange_cuda, layers_of
-from flodl_hf.tables.cuda import CudaTable
-from flodl_hf.tables.split import SplitTable
-from flodl_hf.tables.trials import SPLIT_BOUND, LayerSizes
 
 HAS_TRITON = find_spec("triton") is not None
 INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
@@ -119,8 +119,8 @@ def test_the_table_is_chosen_by_what_is_asked_trusted_and_free(
     wanted: bool, trusted: bool, room: bool, table: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(arrange, "trusted", lambda *a, **k: asked.append(a) or trusted)
-    monkeypatch.setattr(arrange, "_has_room", lambda *a: room)
+    monkeypatch.setattr(choose, "trusted", lambda *a, **k: asked.append(a) or trusted)
+    monkeypatch.setattr(choose, "_has_room", lambda *a: room)
     monkeypatch.setattr(SplitTable, "join", CudaTable.join)  # which needs no kernel
     graph = shadow(demo.demo_model(demo.learn_vocabulary()).eval().graph)
     assert arrange_cuda(graph, split=wanted) == {}

@@ -17,16 +17,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from flodl_hf.backends import choose, trials
+from flodl_hf.backends.choose import arrange_training
+from flodl_hf.backends.cuda_training import TrainingTable
+from flodl_hf.backends.reference import TORCH
+from flodl_hf.backends.trials import LayerSizes
 from flodl_hf.config.model_config import ModelConfig
-from flodl_hf.encoder_layer import EncoderLayer
+from flodl_hf.encoder.layer import EncoderLayer
 from flodl_hf.heads.sequence_classification import SequenceClassifier
 from flodl_hf.kernels import trust
 from flodl_hf.layout.layouts import Packed
-from flodl_hf.tables import arrange, trials
-from flodl_hf.tables.arrange import arrange_training
-from flodl_hf.tables.table import TORCH
-from flodl_hf.tables.training import TrainingTable
-from flodl_hf.tables.trials import LayerSizes
 
 HAS_TRITON = find_spec("triton") is not None
 INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
@@ -263,7 +263,7 @@ def test_without_a_device_nothing_changes() -> None:
 
 
 def test_what_is_put_in_is_taken_out_and_the_model_stays_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrange, "trusted", lambda *_: True)
+    monkeypatch.setattr(choose, "trusted", lambda *_: True)
     graph = model().graph.eval()
     names = list(graph.state_dict())
     ids, layout = torch.tensor([2, 7, 9, 3, 2, 8]), Packed.of([4, 2])
@@ -293,7 +293,7 @@ def test_what_is_put_in_is_taken_out_and_the_model_stays_what_it_was(monkeypatch
 def test_layers_that_the_kernels_do_not_know_are_left_alone_and_say_why(
     change: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arrange, "trusted", lambda *_: True)
+    monkeypatch.setattr(choose, "trusted", lambda *_: True)
     graph: Any = model().graph
     layer: Any = graph.get_submodule("encoder.layers.0")
     if change == "hook":

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from flodl_hf.attention.disentangled import attention as attention_module
 from flodl_hf.auto import head_named
+from flodl_hf.backends import choose
+from flodl_hf.backends.choose import arrange_training
 from flodl_hf.config.model_config import ModelConfig
 from flodl_hf.layout.buckets import Buffer, bucket_of
 from flodl_hf.layout.layouts import Layout, Packed, Padded
-from flodl_hf.tables import arrange
-from flodl_hf.tables.arrange import arrange_training
 
 SIZES: dict[str, Any] = {
     "vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48,
@@ -69,7 +69,7 @@ def test_states_and_gradients_are_those_of_plain_layers(
 ) -> None:
     if DEVICE.type == "cpu":
         monkeypatch.setattr(attention_module, "has_kernel", lambda *_: True)
-        monkeypatch.setattr(arrange, "trusted", lambda *_: True)
+        monkeypatch.setattr(choose, "trusted", lambda *_: True)
     torch.manual_seed(0)
     model = head_named("token_classification").model.from_config(ModelConfig.for_model(family, **FAMILIES[family]))
     graph = model.graph.to(DEVICE).train()

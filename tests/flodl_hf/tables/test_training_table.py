@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flodl_hf.attention.dot_product import attend
+from flodl_hf.backends import choose, trials
+from flodl_hf.backends.choose import arrange_training
+from flodl_hf.backends.cuda_training import STREAMS, TrainingTable
+from flodl_hf.backends.reference import TORCH
+from flodl_hf.backends.trials import LayerSizes
 from flodl_hf.kernels import trust
 from flodl_hf.layout.layouts import Packed
-from flodl_hf.tables import arrange, trials
-from flodl_hf.tables.arrange import arrange_training
-from flodl_hf.tables.table import TORCH
-from flodl_hf.tables.training import STREAMS, TrainingTable
-from flodl_hf.tables.trials import LayerSizes
 
 CPU = torch.device("cpu")
 
@@ -120,7 +120,7 @@ def test_a_hook_that_comes_while_training_is_told_of_once(case: Any) -> None:
 
 def test_a_layer_is_tried_at_its_own_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(arrange, "trusted", lambda *given: bool(asked.append(given)))
+    monkeypatch.setattr(choose, "trusted", lambda *given: bool(asked.append(given)))
     wanted = [LayerSizes(), LayerSizes(64, 4, 96, "gelu_new", dropout=True), LayerSizes(bias=False, gated=True)]
     for sizes in wanted:
         layer = trials.small_layer(CPU, sizes, 0.1 if sizes.dropout else 0.0)[0]

@@ -11,8 +11,8 @@ from tokenizers import Tokenizer as Inner
 
 from flodl_hf.errors import TokenizerError
 from flodl_hf.runtime.inputs import encode
-from flodl_hf.runtime.tables import frame_of
-from flodl_hf.tokenization import backend, spread
+from flodl_hf.runtime.token_table import frame_of
+from flodl_hf.tokenization import backend, threads
 from flodl_hf.tokenization.blocks import mark_of
 from flodl_hf.tokenizer import Tokenizer
 
@@ -36,7 +36,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def over_threads(run: Any, batch: list[Any], each: int = 1) -> list[Any]:
         sizes.append(len(batch))
-        return spread.over_threads(run, batch, each)
+        return threads.over_threads(run, batch, each)
 
     monkeypatch.setattr(backend, "over_threads", over_threads)
     return sizes

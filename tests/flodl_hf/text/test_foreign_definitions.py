@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flodl_hf.errors import TokenizerError
-from flodl_hf.tokenization import foreign
+from flodl_hf.tokenization import regex_limits
 
 SLOW = "(?:a|b)*[cd][ef]"  # tries each start of a run of a's, to its end
 TEXT = "a" * 40_000 + "cge"
@@ -50,8 +50,8 @@ def test_a_pattern_that_takes_too_long_is_left(monkeypatch: pytest.MonkeyPatch, 
     )
     tokenizer = made(**{place: part})
     assert tokenizer("aaa").input_ids == made()("aaa").input_ids
-    monkeypatch.setattr(foreign, "PATIENCE_S", 0.1)
-    monkeypatch.setattr(foreign, "PER_CHARACTER_S", 0.0)
+    monkeypatch.setattr(regex_limits, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(regex_limits, "PER_CHARACTER_S", 0.0)
     for call in (lambda: tokenizer(TEXT), lambda: tokenizer([TEXT, "a"]), lambda: tokenizer.encode_rows([TEXT])):
         begun = time.monotonic()
         with pytest.raises(TokenizerError, match="took more than") as caught:
@@ -69,10 +69,13 @@ def test_faults_of_foreign_patterns_are_told_as_others() -> None:
 
 def test_published_patterns_run_without_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     spaces = {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}
-    monkeypatch.setattr(foreign, "within_time", None)
+    monkeypatch.setattr(regex_limits, "within_time", None)
     assert made(normalizer={"type": "Sequence", "normalizers": [spaces]})("a  a").input_ids == [4, 4]
-    assert foreign.foreign_patterns(json.dumps({"normalizers": [spaces]})) == ()
-    assert foreign.foreign_patterns(b'{"x": [{"Regex": "a"}, {"y": {"Regex": "b"}}, {"Regex": "a"}]}') == ("a", "b")
+    assert regex_limits.foreign_patterns(json.dumps({"normalizers": [spaces]})) == ()
+    assert regex_limits.foreign_patterns(b'{"x": [{"Regex": "a"}, {"y": {"Regex": "b"}}, {"Regex": "a"}]}') == (
+        "a",
+        "b",
+    )
 
 
 def test_templates_with_very_many_ids_are_refused() -> None:

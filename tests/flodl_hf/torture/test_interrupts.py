@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from flodl.collecting import gc_frozen, gc_paused
+from flodl.garbage_collection import gc_frozen, gc_paused
 from flodl_hf.export.publish import publish_folder
 from flodl_hf.torture import interrupts
 from flodl_hf.torture.ctrl_c import CtrlC

@@ -1,7 +1,7 @@
 """Copies of modules that share every tensor, and what makes them ready to predict on a device.
 
 Decides what a graph, or one layer of it, becomes for a precision on a device: moved, cast, adapters folded, and run by
-the device's table of operations (`flodl_hf.tables`). When that is done and how long it is kept is
+the device's table of operations (`flodl_hf.backends`). When that is done and how long it is kept is
 `flodl_hf.runtime.prepared`'s.
 """
 
@@ -110,7 +110,7 @@ def arranged(
 
         return prepare_cpu(graph, precision)
     if device.type == "cuda":
-        from flodl_hf.tables.arrange import arrange_cuda
+        from flodl_hf.backends.choose import arrange_cuda
 
         return arrange_cuda(graph, split=stays and precision in (None, "fp32"))
     return {}

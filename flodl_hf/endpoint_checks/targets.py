@@ -1,7 +1,7 @@
 """What can be asked in place of a model: one row of numbers for each item.
 
 A row is a vector, a score for each label, or how well a document fits. How an interface is spoken stands in
-`flodl_hf.endpoints.http`, how a folder is read in `flodl_hf.endpoints.folder`.
+`flodl_hf.endpoint_checks.http`, how a folder is read in `flodl_hf.endpoint_checks.folder`.
 """
 
 from __future__ import annotations

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from flodl_hf.attention.distances import SlopedBias
 from flodl_hf.attention.dot_product import SelfAttention, attend
 from flodl_hf.attention.rotary import Rotary
+from flodl_hf.backends.cuda import CudaTable
+from flodl_hf.backends.cuda_float32 import SplitTable
+from flodl_hf.backends.cuda_training import TrainingTable
+from flodl_hf.backends.reference import TORCH
 from flodl_hf.encoder.activations import GELUS
-from flodl_hf.encoder_layer import EncoderLayer, FeedForward, Order
+from flodl_hf.encoder.layer import EncoderLayer, FeedForward, Order
 from flodl_hf.layout.buckets import Buffer, bucket_of
 from flodl_hf.layout.layouts import Packed
-from flodl_hf.tables.cuda import CudaTable
-from flodl_hf.tables.split import SplitTable
-from flodl_hf.tables.table import TORCH
-from flodl_hf.tables.training import TrainingTable
 
 __all__ = [
     "SPLIT_BOUND",

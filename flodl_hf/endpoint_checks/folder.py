@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from flodl_hf.endpoints.targets import QUERY, TargetError, by_label
+from flodl_hf.endpoint_checks.targets import QUERY, TargetError, by_label
 
 __all__ = ["FolderTarget"]
 

@@ -14,9 +14,9 @@ report     their results as a table and as JSON
 
 from __future__ import annotations
 
-from flodl_hf.endpoints.checks import verify_endpoint
-from flodl_hf.endpoints.opening import open_target
-from flodl_hf.endpoints.report import Report, Row
-from flodl_hf.endpoints.targets import Target, TargetError
+from flodl_hf.endpoint_checks.checks import verify_endpoint
+from flodl_hf.endpoint_checks.opening import open_target
+from flodl_hf.endpoint_checks.report import Report, Row
+from flodl_hf.endpoint_checks.targets import Target, TargetError
 
 __all__ = ["Report", "Row", "Target", "TargetError", "open_target", "verify_endpoint"]

@@ -18,12 +18,12 @@ from torch.nn import functional as F
 from flodl_hf.adapters.lora import AdaptedLinear, beside
 from flodl_hf.attention.disentangled.attention import DisentangledAttention
 from flodl_hf.attention.dot_product import SelfAttention
+from flodl_hf.backends.cpu import layer_linears, plain_parts
+from flodl_hf.backends.cuda import HEAD_WIDTHS, WIDEST, norm_kind, walks
+from flodl_hf.backends.reference import TORCH, Layer, Table, watched
 from flodl_hf.encoder.activations import GELUS
-from flodl_hf.encoder_layer import FeedForward
+from flodl_hf.encoder.layer import FeedForward
 from flodl_hf.layout.layouts import Layout, Packed
-from flodl_hf.tables.cuda import HEAD_WIDTHS, WIDEST, norm_kind, walks
-from flodl_hf.tables.processor import layer_linears, plain_parts
-from flodl_hf.tables.table import TORCH, Layer, Table, watched
 
 __all__ = ["TrainingTable"]
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from flodl.errors import FlodlError
-from flodl_hf.endpoints.targets import QUERY, TargetError, by_label
+from flodl_hf.endpoint_checks.targets import QUERY, TargetError, by_label
 
 __all__ = ["OnnxTarget"]
 

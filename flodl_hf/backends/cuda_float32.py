@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from flodl_hf.backends.cuda import Branch, CudaTable
+from flodl_hf.backends.reference import Layer
 from flodl_hf.encoder.activations import GELUS
 from flodl_hf.layout.layouts import Layout
-from flodl_hf.tables.cuda import Branch, CudaTable
-from flodl_hf.tables.table import Layer
 
 if TYPE_CHECKING:
     from flodl_hf.kernels.split_products import Halves

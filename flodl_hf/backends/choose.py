@@ -17,16 +17,16 @@ from flodl.graph import Graph
 from flodl_hf.attention.disentangled.attention import DisentangledAttention
 from flodl_hf.attention.distances import RelativeBias, SlopedBias
 from flodl_hf.attention.dot_product import SelfAttention
+from flodl_hf.backends.cpu import MakeProduct, ProcessorTable
+from flodl_hf.backends.cuda import CudaTable, norm_kind
+from flodl_hf.backends.cuda_float32 import WIDEST_SPLIT, SplitTable
+from flodl_hf.backends.cuda_training import TrainingTable
+from flodl_hf.backends.reference import TORCH, Table
+from flodl_hf.backends.trials import SPLIT_BOUND, LayerSizes, prediction, split_prediction, training
 from flodl_hf.encoder.graphs import FirstToken
-from flodl_hf.encoder_layer import EncoderLayer, FeedForward
+from flodl_hf.encoder.layer import EncoderLayer, FeedForward
 from flodl_hf.kernels.trust import trusted
 from flodl_hf.layout.layouts import Layout
-from flodl_hf.tables.cuda import CudaTable, norm_kind
-from flodl_hf.tables.processor import MakeProduct, ProcessorTable
-from flodl_hf.tables.split import WIDEST_SPLIT, SplitTable
-from flodl_hf.tables.table import TORCH, Table
-from flodl_hf.tables.training import TrainingTable
-from flodl_hf.tables.trials import SPLIT_BOUND, LayerSizes, prediction, split_prediction, training
 
 __all__ = [
     "alone_last",

@@ -1,7 +1,7 @@
 """The encoder layer: attention and a feed-forward part, each added to what it was given, and norms.
 
 Decides what a layer computes, for all families: the order of norms, gated or plain feed-forward parts, with biases or
-without. How each operation is computed is a table's (`flodl_hf.tables`): the reference arithmetic until somebody puts
+without. How each operation is computed is a table's (`flodl_hf.backends`): the reference arithmetic until somebody puts
 another there. Names given here are every family's: ``attention.query``, ``feed_forward.up``, ``attention_norm``.
 """
 
@@ -12,10 +12,10 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from flodl_hf.backends.reference import TORCH, Table
 from flodl_hf.encoder.activations import Activation
 from flodl_hf.encoder.parts import products
 from flodl_hf.layout.layouts import Layout
-from flodl_hf.tables.table import TORCH, Table
 
 __all__ = ["EncoderLayer", "FeedForward", "Order"]
 

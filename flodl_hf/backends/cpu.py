@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from flodl_hf.adapters.prefixes import PrefixedAttention
 from flodl_hf.attention.disentangled.attention import DisentangledAttention
 from flodl_hf.attention.dot_product import SelfAttention, attend_first
+from flodl_hf.backends.reference import Layer, Table, watched
+from flodl_hf.encoder.layer import FeedForward
 from flodl_hf.encoder.norms import normalised
 from flodl_hf.encoder.parts import joined_bias
-from flodl_hf.encoder_layer import FeedForward
 from flodl_hf.layout.layouts import Layout
-from flodl_hf.tables.table import Layer, Table, watched
 
 if TYPE_CHECKING:
     from flodl_hf.runtime.cpu_products import Product

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from flodl_hf.endpoints.opening import open_target
-from flodl_hf.endpoints.reference import Reference, Way
-from flodl_hf.endpoints.report import Report, Row
-from flodl_hf.endpoints.targets import QUERY, Target, TargetError
+from flodl_hf.endpoint_checks.opening import open_target
+from flodl_hf.endpoint_checks.reference import Reference, Way
+from flodl_hf.endpoint_checks.report import Report, Row
+from flodl_hf.endpoint_checks.targets import QUERY, Target, TargetError
 
 __all__ = ["TOLERANCE", "Comparison", "verify_endpoint"]
 
@@ -62,7 +62,7 @@ def verify_endpoint(
         source: the model: a local folder or a name of the Hub.
         tolerance: the largest difference that counts as equal, as a share of the largest number of the reference.
         local_files_only: open no connection to the Hub.
-        **options: ``style``, ``model``, ``api_key`` and ``timeout_s`` of `flodl_hf.endpoints.http.open_http`.
+        **options: ``style``, ``model``, ``api_key`` and ``timeout_s`` of `flodl_hf.endpoint_checks.http.open_http`.
 
     Raises:
         TargetError: nothing answers there.

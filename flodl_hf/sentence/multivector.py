@@ -1,7 +1,7 @@
-"""Several vectors a text, one a token, compared late: files of ColBERT, PyLate, sentence-transformers and bge-m3.
+"""Multi-vector models, a vector for each token: folders of ColBERT, PyLate, sentence-transformers and bge-m3.
 
-Decides what such files say (projection, markers, expansion, what is left out), and the score of two texts: for each
-token of the query its best product with a token of the document, summed (Khattab and Zaharia 2020, arXiv 2004.12832).
+Decides what such folders say: projection, markers, query expansion, tokens that are skipped. How two texts are compared
+by their vectors (late interaction) is `flodl_hf.similarity.max_sim`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ __all__ = [
     "m3_layer",
     "marked",
     "marker_id",
-    "max_sim",
     "multivector_recipe",
     "pylate_files",
     "pylate_recipe",
@@ -291,29 +290,3 @@ def marker_id(tokenizer: Any, token: str, *missing: Any) -> Any:
         f"embed_tokens: the tokenizer has no token {printable(token)}, which marks texts; add it to tokenizer.json",
         token=token,
     )
-
-
-def max_sim(queries: Sequence[Tensor], documents: Sequence[Tensor]) -> Tensor:
-    """Return the score of each query with each document, ``(queries, documents)``; the larger the more alike.
-
-    Args:
-        queries: the vectors of each, ``(tokens, size)``.
-        documents: the same; a document without vectors scores minus infinity.
-
-    Raises:
-        PredictError: vectors are of different sizes.
-    """
-    sizes = {int(vectors.shape[-1]) for vectors in (*queries, *documents)}
-    if len(sizes) > 1:
-        raise PredictError(f"max_sim: vectors of sizes {sorted(sizes)}; expected one size")
-    scores = torch.full((len(queries), len(documents)), float("-inf"), dtype=torch.float32)
-    kept = [place for place, vectors in enumerate(documents) if len(vectors)]
-    if not kept:
-        return scores
-    lengths = torch.tensor([len(documents[place]) for place in kept])
-    whole = torch.cat([documents[place].float() for place in kept])
-    for row, query in enumerate(queries):
-        products = whole @ query.float().T
-        best = torch.segment_reduce(products, "max", lengths=lengths, axis=0)
-        scores[row, kept] = best.sum(-1)
-    return scores

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flodl_hf.encoder.activations import GELUS, Activation
-from flodl_hf.endpoints.targets import QUERY, by_label
+from flodl_hf.endpoint_checks.targets import QUERY, by_label
 from flodl_hf.errors import PredictError
 
 __all__ = ["Reference", "Way"]

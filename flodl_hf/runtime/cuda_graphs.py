@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from flodl.collecting import gc_paused
+from flodl.garbage_collection import gc_paused
 
 __all__ = ["SMALL", "Recorder", "Recording"]
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from flodl_hf.endpoints.folder import FolderTarget
-from flodl_hf.endpoints.http import open_http
-from flodl_hf.endpoints.targets import Target, TargetError
+from flodl_hf.endpoint_checks.folder import FolderTarget
+from flodl_hf.endpoint_checks.http import open_http
+from flodl_hf.endpoint_checks.targets import Target, TargetError
 
 __all__ = ["open_target"]
 
@@ -22,7 +22,7 @@ def open_target(where: str, task: str, labels: Sequence[str], **options: Any) ->
         where: ``http://...``, ``https://...``, a folder, or a file that ends in ``.onnx``.
         task: "vectors", "labels" or "ranking".
         labels: of the source, in the order of their ids.
-        **options: of `flodl_hf.endpoints.http.open_http`.
+        **options: of `flodl_hf.endpoint_checks.http.open_http`.
 
     Raises:
         TargetError: there is nothing that can be asked.
@@ -31,7 +31,7 @@ def open_target(where: str, task: str, labels: Sequence[str], **options: Any) ->
         return open_http(where, task, labels, **options)
     place = Path(where).expanduser()
     if (place.suffix == ".onnx" and place.is_file()) or _only_onnx(place):
-        from flodl_hf.endpoints.onnx import OnnxTarget
+        from flodl_hf.endpoint_checks.onnx import OnnxTarget
 
         return OnnxTarget(place, task, labels)
     if place.is_dir():

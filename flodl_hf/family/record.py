@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from flodl.graph import Graph
-from flodl_hf.config_rows import Inert, Row
-from flodl_hf.keys import KeyMap, KeyRow, Tie, rows_under
+from flodl_hf.family.config_rows import Inert, Row
+from flodl_hf.family.keys import KeyMap, KeyRow, Tie, rows_under
 
 __all__ = ["Family", "FamilyHead", "FamilyTokenizer", "Ignored", "Kept"]
 

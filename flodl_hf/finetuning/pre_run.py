@@ -16,8 +16,8 @@ from flodl_hf.finetuning.evaluation import Evaluation, Evaluations
 from flodl_hf.finetuning.job import Job, plan_job
 from flodl_hf.finetuning.keywords import FinetuneWords
 from flodl_hf.finetuning.options import make_options
-from flodl_hf.finetuning.own import Own
 from flodl_hf.finetuning.training import make_builder, settings_of_torch
+from flodl_hf.finetuning.user_code import Own
 
 if TYPE_CHECKING:
     from flodl_hf.model.encoder_model import EncoderModel

@@ -1,9 +1,9 @@
 """Layers one after another from disk: each is read, computes all batches, and is let go, while the next is on its way.
 
 Decides how passes of many batches are computed side by side: what comes before the layers, then layer by layer all of
-them, then what follows. A layer is made ready as in memory (`flodl_hf.runtime.shadow`), so its answers are the same
-bits. Embeddings, pooler and head are held; of the layers at most two are in memory. What a pass computes is its own
-affair: it is stopped where the layers begin, and made anew with their result.
+them, then what follows. A layer is made ready as in memory (`flodl_hf.runtime.module_copies`), so its answers are the
+same bits. Embeddings, pooler and head are held; of the layers at most two are in memory. What a pass computes is its
+own affair: it is stopped where the layers begin, and made anew with their result.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 from flodl.graph import Graph
 from flodl.memory import available_memory
+from flodl_hf.backends.choose import alone_last, finish_first_tokens
 from flodl_hf.encoder.graphs import Repeated
 from flodl_hf.errors import PredictError
 from flodl_hf.layout.layouts import Layout
+from flodl_hf.runtime.module_copies import arranged, convert, shadow, tensors_of
 from flodl_hf.runtime.precision import Precision
-from flodl_hf.runtime.shadow import arranged, convert, shadow, tensors_of
-from flodl_hf.tables.arrange import alone_last, finish_first_tokens
 
 if TYPE_CHECKING:
     from flodl_hf.weights.on_disk import OnDisk

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from flodl_hf.endpoints.targets import QUERY, Target, TargetError, by_label
+from flodl_hf.endpoint_checks.targets import QUERY, Target, TargetError, by_label
 
 __all__ = ["STYLES", "open_http"]
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from flodl.errors import ConfigError, TrainError
 from flodl.metrics import Metric
 from flodl.train import Callback
-from flodl_hf.finetuning.own_loss import LossFunction
 from flodl_hf.finetuning.task import Scorer, Task
+from flodl_hf.finetuning.user_loss import LossFunction
 
 __all__ = ["Kept", "Own", "OwnScorer"]
 
@@ -28,7 +28,7 @@ class Own:
     """What the user brings.
 
     Attributes:
-        loss: ``loss(scores, labels)``; see `flodl_hf.finetuning.own_loss.own_loss`.
+        loss: ``loss(scores, labels)``; see `flodl_hf.finetuning.user_loss.own_loss`.
         metrics: ``metrics(predictions, truth)`` gives figures by name; or such functions by name, each giving one.
         callbacks: take part in training.
     """

@@ -25,7 +25,7 @@ LARGE = (65_536, 16_384, 8_192, 4_096, 2_048, 1_024, 512)
 # Free memory of a device, in bytes, of which some is taken for that.
 ROOM = 8 << 30
 
-_IMPORTED = ("flodl_hf.tables.arrange", "flodl_hf.runtime.session", "flodl_hf.decode.classes")
+_IMPORTED = ("flodl_hf.backends.choose", "flodl_hf.runtime.session", "flodl_hf.decode.classes")
 
 
 class Warming:
@@ -86,9 +86,9 @@ def _make_handles(device: torch.device) -> None:
 
 
 def _load_kernels(graph: Graph, device: torch.device, dtype: torch.dtype, before: tuple[Thread, ...]) -> None:
+    from flodl_hf.backends.choose import prediction_sizes, splits
+    from flodl_hf.backends.trials import buckets, prediction
     from flodl_hf.kernels.trust import trusted
-    from flodl_hf.tables.arrange import prediction_sizes, splits
-    from flodl_hf.tables.trials import buckets, prediction
 
     for thread in before:
         thread.join()
@@ -104,8 +104,8 @@ def _load_kernels(graph: Graph, device: torch.device, dtype: torch.dtype, before
 
 def _load_products(graph: Graph, device: torch.device, dtype: torch.dtype, before: Thread) -> None:
     """Have the library load the kernels that it chooses for large batches, some 10 ms each."""
-    from flodl_hf.tables.arrange import prediction_sizes, splits
-    from flodl_hf.tables.trials import multiply
+    from flodl_hf.backends.choose import prediction_sizes, splits
+    from flodl_hf.backends.trials import multiply
 
     before.join()
     with suppress(RuntimeError), torch.inference_mode(), torch.cuda.device(device):

@@ -13,14 +13,14 @@ from torch import Tensor
 from flodl.errors import DataError
 from flodl.metrics import Metric
 from flodl_hf.finetuning.options import Options
-from flodl_hf.finetuning.own import Kept
 from flodl_hf.finetuning.task import Examples, Prepared
+from flodl_hf.finetuning.user_code import Kept
 from flodl_hf.finetuning.vectors.scorer import VectorScorer
 from flodl_hf.finetuning.vectors.step import VectorObjective
 from flodl_hf.finetuning.vectors.tables import TextTable, read_table
 from flodl_hf.finetuning.vectors.task import EmbeddingTask
 from flodl_hf.vectors.losses import USUAL, make_loss
-from flodl_hf.vectors.losses.beside import BESIDE, OF_CLASSES, classifies
+from flodl_hf.vectors.losses.auxiliary import BESIDE, OF_CLASSES, classifies
 
 if TYPE_CHECKING:
     from flodl_hf.model.encoder_model import EncoderModel

@@ -64,7 +64,7 @@ class Familiar(GraphModel):
         Raises:
             PredictError: the model has no such head, or its attention weights are never there.
         """
-        from flodl_hf.model.contacts import contacts_of_texts, contacts_of_tokens
+        from flodl_hf.model.protein_contacts import contacts_of_texts, contacts_of_tokens
 
         if isinstance(tokens, Tensor):
             return contacts_of_tokens(self, tokens, attention_mask)
