@@ -1,4 +1,4 @@
-"""The pages of ``docs/reference``, and tables of families on two other pages: ``python -m docs.generate``.
+"""The pages of ``docs/reference``, tables on two other pages, and the index of families: ``python -m docs.generate``.
 
 Written from the tables that the program runs on.
 
@@ -20,7 +20,7 @@ from typing import Any
 from flodl import errors
 from flodl_hf import errors as hf_errors
 from flodl_hf.config.shared_keys import COMMON_INERT, FOREIGN
-from flodl_hf.families import FAMILIES
+from flodl_hf.families import FAMILIES, index
 from flodl_hf.family import Family
 from flodl_hf.family.config_rows import REQUIRED, Inert, Row
 from flodl_hf.family.keys import KeyRow
@@ -28,6 +28,7 @@ from flodl_hf.heads import HEADS
 from flodl_hf.parity.published import checkpoints_of
 
 FOLDER = Path(__file__).parent / "reference"
+INDEX = Path(__file__).parents[1] / "flodl_hf" / "families" / "index.json"
 MODELS = FOLDER.parent / "which-models.md"
 SPEED = FOLDER.parent / "performance.md"
 MEASURED = FOLDER.parent / "families_measured.json"
@@ -379,8 +380,16 @@ def joined(*parts: str) -> str:
     return "\n\n".join(part.strip("\n") for part in parts if part) + "\n"
 
 
+def families_index() -> str:
+    """Return the file in which a family is looked up, a line a family."""
+    return "[\n" + ",\n".join(map(json.dumps, index())) + "\n]\n"
+
+
 def main() -> None:
-    """Write the pages and name those that changed."""
+    """Write the pages and the index, and name those that changed."""
+    if INDEX.read_text("utf-8") != families_index():
+        INDEX.write_text(families_index(), "utf-8")
+        print("flodl_hf/families/index.json")
     FOLDER.mkdir(exist_ok=True)
     for name, text in pages().items():
         path = FOLDER / name

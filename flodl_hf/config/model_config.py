@@ -16,7 +16,7 @@ from flodl.errors import ConfigError, nearest, printable, shown
 from flodl_hf.config.file import config_text_of, read_json
 from flodl_hf.config.label_thresholds import LABEL_THRESHOLDS, thresholds_of
 from flodl_hf.config.shared_keys import COMMON_INERT, FOREIGN
-from flodl_hf.families import families
+from flodl_hf.families import model_types, named, row_of, that_claims
 from flodl_hf.family import Family
 from flodl_hf.family.config_rows import Row as Row
 from flodl_hf.family.config_rows import Triage, boolean, one_of, read_rows, refuse
@@ -140,7 +140,7 @@ class ModelConfig:
             (*family.rows, *_SHARED_ROWS),
             (*family.inert, *COMMON_INERT),
             FOREIGN,
-            {row.key: row for other in reversed(families()) for row in other.rows},
+            row_of,
             _LABEL_KEYS,
         )
         notes += decide(source, fields, problems, ignore_config_keys, strict=strict_config)
@@ -385,19 +385,16 @@ def family_of(source: Mapping[str, Any], where: str) -> Family:
     Raises:
         ConfigError: no such key, or a type that is not among the families; the nearest is suggested.
     """
-    known = {family.model_type: family for family in families()}
-    for family in known.values():
-        if family.claims is not None and family.claims(source):
-            return family
     model_type = source.get("model_type")
-    if isinstance(model_type, str) and model_type in known:
-        return known[model_type]
+    if (family := that_claims(source) or named(model_type)) is not None:
+        return family
+    known = model_types()
     found = "is missing" if model_type is None else f"is {printable(str(model_type), 60)}"
     hint, other = "", None
     if isinstance(model_type, str):
         # A name of its own is no misspelling: modernbert is near camembert in letters alone.
         other = _OTHERS.get(model_type.replace("_", "-"))
-        close = get_close_matches(model_type, list(known), n=1, cutoff=0.8)
+        close = get_close_matches(model_type, known, n=1, cutoff=0.8)
         hint = f", did you mean {close[0]!r}?" if close and other is None else ""
     what = f" That is {other}, another architecture." if other else ""
     raise ConfigError(
@@ -406,7 +403,7 @@ def family_of(source: Mapping[str, Any], where: str) -> Family:
         "these is one file (docs/adding-a-family.md, `flodl_hf.families.register`).",
         where=where,
         problems=["model_type"],
-        known=list(known),
+        known=known,
     )
 
 

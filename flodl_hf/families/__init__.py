@@ -1,77 +1,110 @@
 """The families this package knows. A new one is a file in this folder and a name in the tuple below.
 
-`register` adds one from outside the package; nothing is discovered by itself.
+A file is imported when its family is asked for: what is asked of all of them before one is chosen stands in
+``index.json``, which ``make docs`` writes from the files. `register` adds a family from outside the package; nothing is
+discovered by itself.
 """
 
 from __future__ import annotations
 
 import copyreg
-from typing import Any
+import json
+from collections.abc import Iterable, Mapping
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from flodl.errors import ConfigError, nearest
 from flodl_hf.config.head_names import HEAD_NAMES
-from flodl_hf.families import (
-    albert,
-    bert,
-    camembert,
-    data2vec_text,
-    deberta,
-    deberta_v2,
-    distilbert,
-    electra,
-    esm,
-    eurobert,
-    gte,
-    jina_bert,
-    jina_embeddings_v3,
-    modernbert,
-    mpnet,
-    nomic_bert,
-    roberta,
-    roberta_prelayernorm,
-    xlm_roberta,
-    xlm_roberta_xl,
-)
 from flodl_hf.family import Family
+from flodl_hf.family.config_rows import Row
 
-__all__ = ["FAMILIES", "families", "named", "register", "registered"]
+if TYPE_CHECKING:
+    FAMILIES: tuple[Family, ...]
 
-FAMILIES: tuple[Family, ...] = (
-    bert.FAMILY,
-    roberta.FAMILY,
-    xlm_roberta.FAMILY,
-    camembert.FAMILY,
-    distilbert.FAMILY,
-    albert.FAMILY,
-    deberta_v2.FAMILY,
-    deberta.FAMILY,
-    electra.FAMILY,
-    mpnet.FAMILY,
-    modernbert.FAMILY,
-    nomic_bert.FAMILY,
-    gte.FAMILY,
-    gte.NEW,
-    eurobert.FAMILY,
-    jina_bert.FAMILY,
-    jina_embeddings_v3.FAMILY,
-    jina_embeddings_v3.TASKED,
-    xlm_roberta_xl.FAMILY,
-    roberta_prelayernorm.FAMILY,
-    data2vec_text.FAMILY,
-    esm.FAMILY,
+__all__ = [
+    "FAMILIES",
+    "families",
+    "index",
+    "model_types",
+    "named",
+    "register",
+    "registered",
+    "row_of",
+    "that_claims",
+    "that_tokenizes",
+]
+
+FILES = (
+    "bert",
+    "roberta",
+    "xlm_roberta",
+    "camembert",
+    "distilbert",
+    "albert",
+    "deberta_v2",
+    "deberta",
+    "electra",
+    "mpnet",
+    "modernbert",
+    "nomic_bert",
+    "gte",
+    "eurobert",
+    "jina_bert",
+    "jina_embeddings_v3",
+    "xlm_roberta_xl",
+    "roberta_prelayernorm",
+    "data2vec_text",
+    "esm",
 )
 
+_INDEX = Path(__file__).with_name("index.json")
 _registered: dict[str, Family] = {}
 
 
+def __getattr__(name: str) -> Any:
+    if name == "FAMILIES":
+        return _own()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 def families() -> tuple[Family, ...]:
-    """Return the families of this package, then those that were registered in this process."""
-    return (*FAMILIES, *_registered.values())
+    """Return the families of this package, then those that were registered in this process; imports them all."""
+    return (*_own(), *_registered.values())
+
+
+def model_types() -> list[str]:
+    """Return the ``model_type`` of each family, in their order."""
+    return [entry["model_type"] for entry in _entries()]
 
 
 def named(model_type: str | None) -> Family | None:
     """Return the family of a ``model_type``, or None where this process knows none."""
-    return next((family for family in families() if family.model_type == model_type), None)
+    return next((_found(entry) for entry in _entries() if entry["model_type"] == model_type), None)
+
+
+def that_claims(source: Mapping[str, Any]) -> Family | None:
+    """Return the family that says a ``config.json`` of another ``model_type`` is its own; None where none does."""
+    return next((_found(entry) for entry in _entries() if entry["claims"] and _holds(source, entry["claims"])), None)
+
+
+def that_tokenizes(word: str) -> Family | None:
+    """Return the family whose tokenizer class begins with a word in small letters: its own, else one that it shares."""
+    own = [entry for entry in _entries() if entry["tokenizers"][:1] == [word]]
+    shared = [entry for entry in _entries() if word in entry["tokenizers"][1:]]
+    return next(map(_found, own + shared), None)
+
+
+def row_of(key: str) -> Row | None:
+    """Return the row of the first family that reads a key of ``config.json``; None where none does."""
+    rows = (row for entry in _entries() if key in entry["keys"] for row in _found(entry).rows)
+    return next((row for row in rows if row.key == key), None)
+
+
+def index() -> list[dict[str, Any]]:
+    """Return what ``index.json`` has to hold: of each family where it stands, and what is asked of all of them."""
+    return [entry for name in FILES for entry in _described(name)]
 
 
 def registered() -> tuple[Family, ...]:
@@ -87,7 +120,7 @@ def register(family: Family) -> Family:
     Raises:
         ConfigError: the package itself has a family of that ``model_type``, or a head is of no known task.
     """
-    if any(family.model_type == own.model_type for own in FAMILIES):
+    if family.model_type not in _registered and family.model_type in model_types():
         raise ConfigError(
             f"register: this package has a family {family.model_type!r} of its own; expected another model_type. "
             "Derive an alias from it with FAMILY.renamed(...).",
@@ -113,7 +146,7 @@ def _travelled(model_type: str, config: type[Any]) -> Family:
     """
     if (family := named(model_type)) is not None:
         return family
-    known = [family.model_type for family in families()]
+    known = model_types()
     raise ConfigError(
         f"the family {model_type!r} of what is pickled is not known in this process, which has {', '.join(known)}. "
         f"Call flodl_hf.register(FAMILY) where the module {config.__module__} is imported, so that every process that "
@@ -131,3 +164,45 @@ def _by_name(family: Family) -> tuple[Any, ...]:
 
 
 copyreg.pickle(Family, _by_name)
+
+
+@cache
+def _own() -> tuple[Family, ...]:
+    return tuple(_found(entry) for entry in _indexed())
+
+
+@cache
+def _indexed() -> tuple[dict[str, Any], ...]:
+    """Return what is known of the package's own families; a file that the index does not have yet is imported."""
+    written = json.loads(_INDEX.read_text("utf-8"))
+    by_file = {name: [entry for entry in written if entry["place"].startswith(f"{name}.")] for name in FILES}
+    return tuple(entry for name, entries in by_file.items() for entry in entries or _described(name))
+
+
+def _entries() -> Iterable[dict[str, Any]]:
+    return (*_indexed(), *(_entry(family, "") for family in _registered.values()))
+
+
+def _described(name: str) -> list[dict[str, Any]]:
+    stated = vars(import_module(f"{__name__}.{name}")).items()
+    return [_entry(value, f"{name}.{constant}") for constant, value in stated if isinstance(value, Family)]
+
+
+def _entry(family: Family, place: str) -> dict[str, Any]:
+    rules = family.tokenizer
+    return {
+        "model_type": family.model_type,
+        "place": place,
+        "claims": {key: list(values) for key, values in family.claims.items()},
+        "tokenizers": [] if rules is None else [word.lower() for word in (family.class_prefix, *rules.classes)],
+        "keys": [row.key for row in family.rows],
+    }
+
+
+def _found(entry: Mapping[str, Any]) -> Family:
+    file, _, constant = entry["place"].partition(".")
+    return getattr(import_module(f"{__name__}.{file}"), constant) if file else _registered[entry["model_type"]]
+
+
+def _holds(source: Mapping[str, Any], claims: Mapping[str, list[Any]]) -> bool:
+    return all(key in source and (not values or source[key] in values) for key, values in claims.items())

@@ -87,5 +87,5 @@ FAMILY = bert.FAMILY.renamed(
     "jina_bert", "JinaBert", config=JinaBertConfig, rows=CONFIG, inert=INERT, keys=KEYS, encoder=encoder,
     heads={task: bert.HEADS[task] for task in TASKS}, pretraining={}, tiny={}, real={},
     takes_prefix=False,
-    claims=lambda source: source.get("model_type") == "bert" and source.get("position_embedding_type") == "alibi",
+    claims={"model_type": ("bert",), "position_embedding_type": ("alibi",)},
 )  # fmt: skip

@@ -12,7 +12,6 @@ task (`flodl_hf.adapters.task_adapters`); that is the family ``TASKED`` below.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,11 +127,6 @@ def _tasks(value: Any) -> tuple[str, ...]:
     return tuple(value)
 
 
-def _is_tasked(source: Mapping[str, Any]) -> bool:
-    rotary = source.get("position_embedding_type") == "rotary"
-    return source.get("model_type") == "xlm-roberta" and rotary and "lora_adaptations" in source
-
-
 # fmt: off
 TASKED_CONFIG = (
     *(row for row in CONFIG if row.field not in ("theta", "rotary", "scaling")),
@@ -182,7 +176,8 @@ ADAPTED = (
 
 TASKED = FAMILY.renamed(
     "jina_embeddings_v3_tasks", "XLMRoberta", config=TaskedConfig, rows=TASKED_CONFIG, inert=TASKED_INERT,
-    keys=_tasked_keys(), also=(), heads={}, tiny={}, real={}, claims=_is_tasked,
+    keys=_tasked_keys(), also=(), heads={}, tiny={}, real={},
+    claims={"model_type": ("xlm-roberta",), "position_embedding_type": ("rotary",), "lora_adaptations": ()},
     ignored=tuple(
         Ignored(f"roberta.{name}.parametrizations.weight.0.lora_{side}", "an adapter, which `embed(task=)` adds")
         for name in ADAPTED for side in "AB"

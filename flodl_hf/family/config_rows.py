@@ -252,14 +252,14 @@ class Triage:
         rows: the family's rows and the shared ones.
         inert: keys known to change nothing; a family's own come before the common ones.
         foreign: keys of other architectures, which change the numbers.
-        elsewhere: rows of other families by their key, which this one does not read.
+        elsewhere: ``elsewhere(key)`` is the row of another family that reads a key, or None.
         shared: keys read by other means than rows.
     """
 
     rows: Sequence[Row]
     inert: Sequence[Inert]
     foreign: Sequence[Foreign]
-    elsewhere: Mapping[str, Row]
+    elsewhere: Callable[[str], Row | None]
     shared: Sequence[str] = ()
 
     def __call__(
@@ -302,8 +302,8 @@ class Triage:
                     "transformers without the repository's own code passes over it and gives other numbers than this "
                     "model was made for"
                 )
-            elif key in self.elsewhere:
-                self._elsewhere(self.elsewhere[key], key, value, fields, problems, notes)
+            elif (row := self.elsewhere(key)) is not None:
+                self._elsewhere(row, key, value, fields, problems, notes)
             elif hint := self._misspelt(key, source):
                 problems.append(
                     f"{found}, a setting that is not understood; expected one that is{hint} "

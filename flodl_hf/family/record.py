@@ -132,8 +132,8 @@ class Family:
         also: rows of other names that files may have in place of ``keys``' and the heads': older ones, or those that
             transformers gives its modules and not its files.
         prefixes: what names of the encoder may begin with in place of ``base_prefix``.
-        claims: whether a ``config.json`` of another ``model_type`` is this family's, by what else it says; None where
-            only ``model_type`` decides.
+        claims: keys and their values, any value where none is listed, by which a ``config.json`` of another
+            ``model_type`` is this family's; empty where only its own ``model_type`` decides.
         ignored: tensors that may be in a file and are not used; names may have ``{i}`` for the layer.
         kept: tensors that are kept beside a model.
         encoder: ``encoder(config)`` returns the graph from ids to token states.
@@ -165,7 +165,7 @@ class Family:
     inert: tuple[Inert, ...] = ()
     also: tuple[KeyRow, ...] = ()
     prefixes: tuple[str, ...] = ()
-    claims: Callable[[Mapping[str, Any]], bool] | None = None
+    claims: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     ignored: tuple[Ignored, ...] = ()
     kept: tuple[Kept, ...] = ()
     indices: Callable[[Any], Sequence[Mapping[str, int]]] = field(

@@ -13,7 +13,7 @@ from typing import Any
 
 from flodl.errors import nearest, shown
 from flodl_hf.errors import TokenizerError
-from flodl_hf.families import bert, families, named, roberta
+from flodl_hf.families import named, that_tokenizes
 from flodl_hf.family import Family, FamilyTokenizer
 
 from .source import parse_json
@@ -31,8 +31,8 @@ __all__ = [
 
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
-# Where neither files nor a family say: BERT's words, then RoBERTa's.
-_USUAL = (bert.TOKENIZER.special, roberta.TOKENIZER.special)
+# Whose words they are, where neither files nor a family say.
+_USUAL = ("bert", "roberta")
 
 # Writers without a limit store int(1e30) here; no supported model comes near a million positions.
 _NO_LIMIT = 10**6
@@ -76,7 +76,8 @@ def guess_model_type(config: Mapping[str, Any], tokenizer_config: Mapping[str, A
 
 def class_family(tokenizer_config: Mapping[str, Any]) -> str | None:
     """Return the family of ``tokenizer_class``, or ``None`` if that is absent or unknown."""
-    family = _of_class(_class_word(tokenizer_config))
+    word = _class_word(tokenizer_config)
+    family = None if word is None else that_tokenizes(word)
     return None if family is None else family.model_type
 
 
@@ -84,16 +85,6 @@ def _class_word(tokenizer_config: Mapping[str, Any]) -> str | None:
     """Return ``tokenizer_class`` without its endings, in small letters, or ``None``."""
     name = tokenizer_config.get("tokenizer_class")
     return name.removesuffix("Fast").removesuffix("Tokenizer").lower() if isinstance(name, str) and name else None
-
-
-def _of_class(word: str | None) -> Family | None:
-    """Return the family whose tokenizer class begins with a word: its own, else one that it shares."""
-    if word is None:
-        return None
-    known = [family for family in families() if family.tokenizer is not None]
-    own = [family for family in known if family.class_prefix.lower() == word]
-    shared = [family for family in known if word in map(str.lower, rules_of(family).classes)]
-    return next(iter(own + shared), None)
 
 
 def rules_of(family: Family | None) -> FamilyTokenizer:
@@ -114,7 +105,7 @@ def _type_ids(stated: Mapping[str, Any], family: Family | None) -> bool:
         # Without a class transformers takes the family's own.
         return rules_of(family).type_ids
     # A class that returns them, and a model that takes them.
-    of_class = _of_class(word)
+    of_class = that_tokenizes(word)
     return of_class is not None and rules_of(of_class).type_ids and (family is None or family.uses_token_types)
 
 
@@ -206,7 +197,7 @@ def read_settings(
     for role in ROLES:
         sources = [stated.get(role), mapped.get(role), fallback.get(role), custom.get(role)]
         if not custom:
-            sources += [tokens.get(role) for tokens in _USUAL]
+            sources += [rules_of(named(usual)).special.get(role) for usual in _USUAL]
         token = next((token for token in map(content, sources) if token and known(token)), None)
         if token is not None:
             special[role] = token

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from flodl_hf import families as families_known
 from flodl_hf.families import FAMILIES
 from flodl_hf.heads import HEADS
 
@@ -26,6 +27,13 @@ def test_the_table_of_families_is_what_is_generated() -> None:
     page = (ROOT / "docs" / "which-models.md").read_text("utf-8")
     assert page == TOOLS["with_overview"](page), "docs/which-models.md is out of date: make docs"
     assert all(f"| `{family.model_type}` |" in page for family in FAMILIES)
+
+
+def test_the_index_of_families_is_what_their_files_say() -> None:
+    assert TOOLS["INDEX"].read_text("utf-8") == TOOLS["families_index"](), "index.json is out of date: make docs"
+    files = sorted(path.stem for path in TOOLS["INDEX"].parent.glob("[!_]*.py"))
+    assert sorted(families_known.FILES) == files
+    assert families_known.model_types() == [family.model_type for family in FAMILIES]
 
 
 def test_speeds_are_those_that_were_measured() -> None:

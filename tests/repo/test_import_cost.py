@@ -59,3 +59,25 @@ def test_torch_comes_with_the_first_model(module: str) -> None:
 
 def test_flodl_alone_never_loads_flodl_hf() -> None:
     assert not [name for name in imported("flodl")["new"] if str(name).startswith("flodl_hf")]  # type: ignore[attr-defined]
+
+
+def test_a_configuration_takes_one_family_with_it() -> None:
+    code = """
+import sys
+from flodl_hf.config.model_config import ModelConfig, family_of
+from flodl_hf.tokenization.settings import class_family, read_settings
+
+def files():
+    return sorted(name for name in sys.modules if name.startswith("flodl_hf.families."))
+
+sizes = dict.fromkeys(("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"), 4)
+sizes |= dict.fromkeys(("intermediate_size", "max_position_embeddings", "type_vocab_size"), 4)
+ModelConfig.for_model("bert", **sizes, position_embedding_type="absolute", use_cache=True, of_nobody=1)
+known = {"tokenizer_config.json": b'{"tokenizer_class": "BertTokenizerFast"}'}
+read_settings(known, lambda token: False, folder="", model_type="bert", config={})
+assert class_family({"tokenizer_class": "PreTrainedTokenizerFast"}) is None
+assert files() == ["flodl_hf.families.bert"], files()
+assert family_of({"model_type": "gte"}, "config.json").class_prefix == "Gte"
+assert files() == ["flodl_hf.families." + name for name in ("bert", "gte", "roberta")], files()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

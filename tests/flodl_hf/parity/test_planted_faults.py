@@ -128,7 +128,7 @@ def run_with(fault: Fault, monkeypatch: pytest.MonkeyPatch, checks: tuple[str, .
     monkeypatch.setattr(matrix, "Bench", Faulty)
     if fault.family is not None:
         broken = fault.family(bert.FAMILY)
-        monkeypatch.setattr("flodl_hf.config.model_config.families", lambda: (broken,))
+        monkeypatch.setattr("flodl_hf.config.model_config.family_of", lambda source, where: broken)
         monkeypatch.setattr(Cell, "record", property(lambda _: broken))
     return run_cell(Cell("bert", fault.head), checks=checks)
 
