@@ -55,8 +55,10 @@ def rotary_settings(*groups: str) -> Check:
     words = "a table with rope_theta, and rope_type of default, linear or ntk (with its factor)"
 
     def accepts(value: Any) -> Any:
-        if value is None or not groups:
-            return None if value is None else _settings(value)
+        if not groups and isinstance(value, Mapping):
+            return _settings(value) if value else None  # an empty table says nothing
+        if value is None:
+            return None
         if not isinstance(value, Mapping) or not set(value) <= set(groups):
             raise ValueError
         return {group: _settings(entry) for group, entry in value.items() if entry is not None}
@@ -77,6 +79,8 @@ def wavelength() -> Check:
 
 def rotary_rows(theta: float) -> tuple[Row, ...]:
     """Return the rows of families that turn all layers alike: fields ``theta``, ``rotary`` and ``scaling``.
+
+    Where a file has both tables the one of the older name, ``rope_scaling``, holds, as in transformers.
 
     Args:
         theta: the family's own base of wavelengths.

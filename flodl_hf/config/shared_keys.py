@@ -11,7 +11,8 @@ __all__ = ["COMMON_INERT", "FOREIGN"]
 
 _CODE = "names code in the repository, which is never run"
 _ATTENTION = "chooses kernels, not numbers; here it is the argument attention="
-_WIDTH = "repeats the width of the states"
+_WIDTH = "the width of the states, which the tensors show"
+_DECODER = "only decoders that look at an encoder read it"
 _GENERATION = "a text generation setting; encoders do not generate"
 _OUTPUT = "chooses what a call returns in transformers; here it is an argument of the call"
 
@@ -30,10 +31,13 @@ COMMON_INERT: tuple[Inert, ...] = (
     Inert("tie_weights_", "an old note of whether words are tied; tie_word_embeddings says it"),
     Inert("eos_token_ids", "an old list of eos_token_id; the tokenizer places special tokens"),
     Inert("pad_token_ids", "an old list of pad_token_id"),
-    Inert("embedding_size", _WIDTH, repeats="hidden_size"),
-    Inert("emb_size", _WIDTH, repeats="hidden_size"),
-    Inert("embedding_dim", _WIDTH, repeats="hidden_size"),
-    Inert("emb_dim", _WIDTH, repeats="hidden_size"),
+    Inert("embedding_size", _WIDTH, repeats="hidden_size", said=True),
+    Inert("emb_size", _WIDTH, repeats="hidden_size", said=True),
+    Inert("embedding_dim", _WIDTH, repeats="hidden_size", said=True),
+    Inert("emb_dim", _WIDTH, repeats="hidden_size", said=True),
+    Inert("num_key_value_heads", "heads do not share keys and values", repeats="num_heads"),
+    Inert("head_dim", "a head is as wide as states are by heads", repeats="head_width"),
+    Inert("attention_head_size", "a head is as wide as states are by heads", repeats="head_width"),
     Inert("padding", "an option of tokenizing"),
     Inert("truncation", "an option of tokenizing"),
     Inert("classifiers_size", "label counts of a training of several tasks, whose other heads are not in the file"),
@@ -78,17 +82,18 @@ COMMON_INERT: tuple[Inert, ...] = (
         ("absolute", None),
     ),
     Inert("is_decoder", "these are encoders", (False, None)),
-    Inert("is_encoder_decoder", "these are encoders", (False, None)),
+    Inert("is_encoder_decoder", "a note of the pair of models that an encoder was taken from", said=True),
     Inert("add_cross_attention", "these are encoders", (False, None)),
-    Inert("cross_attention_hidden_size", "these are encoders", (None,)),
-    Inert("tie_encoder_decoder", "these are encoders", (False, None)),
+    Inert("cross_attention_hidden_size", _DECODER),
+    Inert("tie_encoder_decoder", _DECODER),
     Inert("quantization_config", "quantised weights are not supported", (None, {})),
     *(
         Inert(f"summary_{word}", "ELECTRA's multiple choice alone reads it")
         for word in ("type", "use_proj", "activation", "last_dropout")
     ),
     Inert("num_choices", "multiple choice counts the choices that it is given"),
-    Inert("directionality", "a note of the first BERT release", ("bidi", None)),
+    Inert("type_vocab_size", "this family has no token types, and a file with some would not fit"),
+    Inert("directionality", "a note of the first BERT release, which no code reads"),
     Inert("pooler_fc_size", "a note of the first BERT release; the pooler is hidden_size wide"),
     Inert("pooler_num_attention_heads", "a note of the first BERT release"),
     Inert("pooler_num_fc_layers", "a note of the first BERT release"),
@@ -148,7 +153,6 @@ FOREIGN: tuple[Foreign, ...] = (
     Foreign("feed_forward_type", "the feed-forward part is another, perhaps gated"),
     Foreign("hidden_act_gated", "the feed-forward part is gated"),
     Foreign("use_glu", "the feed-forward part is gated"),
-    Foreign("num_key_value_heads", "heads share keys and values"),
     Foreign("num_experts", "the feed-forward part is a mixture of experts"),
     Foreign("moe_num_experts", "the feed-forward part is a mixture of experts"),
     Foreign("prenorm", "layers normalise before they compute"),
@@ -158,6 +162,12 @@ FOREIGN: tuple[Foreign, ...] = (
     Foreign("emb_pooler", "the embedding is made by code of the repository"),
     Foreign("lora_adaptations", "adapters change the weights, chosen by task"),
     Foreign("adapters", "adapters change what layers compute"),
+    Foreign("lora", "adapters change the weights"),
+    Foreign("lora_config", "adapters change the weights"),
+    Foreign("peft_config", "adapters change the weights"),
+    Foreign("adapter_config", "adapters change the weights"),
+    Foreign("compression_config", "weights are stored as codes"),
+    Foreign("quantization", "weights are stored as codes"),
     Foreign("prefix_projection", "learned prefixes join every layer's keys and values"),
     Foreign("pre_seq_len", "learned prefixes join every layer's keys and values"),
 )

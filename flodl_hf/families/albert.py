@@ -66,7 +66,7 @@ CONFIG = (
     Row("num_groups",         "num_hidden_groups",            count(most=1024), 1),
     Row("blocks_per_group",   "inner_group_num",              count(most=64), 1),
     Row("max_positions",      "max_position_embeddings",      count(most=1_000_000)),
-    Row("type_vocab_size",    "type_vocab_size",              count()),
+    Row("type_vocab_size",    "type_vocab_size",              count(), 2),
     Row("activation",         "hidden_act",                   activation(), "gelu_new"),
     Row("hidden_dropout",     "hidden_dropout_prob",          fraction(), 0.0),
     Row("attention_dropout",  "attention_probs_dropout_prob", fraction(), 0.0),

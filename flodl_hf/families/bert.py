@@ -48,7 +48,7 @@ class BertConfig(EncoderSizes):
 CONFIG = (
     *SIZES,
     Row("max_positions",      "max_position_embeddings",      count(most=1_000_000)),
-    Row("type_vocab_size",    "type_vocab_size",              count(most=65_536)),
+    Row("type_vocab_size",    "type_vocab_size",              count(most=65_536), 2),
     Row("activation",         "hidden_act",                   activation(), "gelu"),
     Row("hidden_dropout",     "hidden_dropout_prob",          fraction(), 0.1),
     Row("attention_dropout",  "attention_probs_dropout_prob", fraction(), 0.1),

@@ -66,7 +66,6 @@ CONFIG = (
 
 INERT = (
     Inert("sinusoidal_pos_embds", "how the position table was first filled; its values are in the weights"),
-    Inert("type_vocab_size",      "this family has no token types, and a file with some would not fit"),
 )
 
 KEYS = (

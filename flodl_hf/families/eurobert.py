@@ -69,7 +69,7 @@ class EuroBertConfig(EncoderSizes):
     theta: float = 10_000.0
     """Base of the wavelengths, where ``rotary`` does not state it."""
     rotary: RotarySettings | None = None
-    """How queries and keys are turned; None for ``theta`` and ``scaling``."""
+    """How queries and keys are turned, where ``scaling`` says nothing; None for ``theta``."""
     scaling: RotarySettings | None = None
     """How wavelengths are stretched, as older files state it."""
 
@@ -124,7 +124,7 @@ KEYS = (
 
 def block(c: EuroBertConfig) -> EncoderLayer:
     """Return one layer: norms first, rotations, grouped heads, a gate."""
-    rotary = Rotary(c.hidden_size // c.num_heads, c.theta, c.rotary or c.scaling)
+    rotary = Rotary(c.hidden_size // c.num_heads, c.theta, c.scaling or c.rotary)
     attention = SelfAttention(
         c.hidden_size, c.num_heads, c.attention_dropout, 0.0,
         bias=c.attention_bias, kv_heads=c.kv_heads, rotary=rotary,

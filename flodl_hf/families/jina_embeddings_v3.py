@@ -35,7 +35,7 @@ class JinaEmbeddingsV3Config(bert.BertConfig):
     theta: float = 20_000.0
     """Base of the wavelengths, where ``rotary`` does not state it."""
     rotary: RotarySettings | None = None
-    """How queries and keys are turned; None for ``theta`` and ``scaling``."""
+    """How queries and keys are turned, where ``scaling`` says nothing; None for ``theta``."""
     scaling: RotarySettings | None = None
     """How wavelengths are stretched, as older files state it."""
 
@@ -81,7 +81,7 @@ ALSO = (
 
 def block(c: JinaEmbeddingsV3Config) -> EncoderLayer:
     """Return one layer: BERT's, with rotations."""
-    rotary = Rotary(c.hidden_size // c.num_heads, c.theta, c.rotary or c.scaling)
+    rotary = Rotary(c.hidden_size // c.num_heads, c.theta, c.scaling or c.rotary)
     attention = SelfAttention(c.hidden_size, c.num_heads, c.attention_dropout, c.hidden_dropout, rotary=rotary)
     feed_forward = FeedForward(c.hidden_size, c.intermediate_size, c.activation, c.hidden_dropout)
     return post_norm_block(attention, feed_forward, c.hidden_size, c.norm_eps)

@@ -92,9 +92,9 @@ def changed(rows: Sequence[Row], changes: Mapping[str, Mapping[str, Any]]) -> tu
 class Inert:
     """A key that changes nothing here.
 
-    With ``only``, it does so at those values alone; with ``repeats``, where it has the value of that field of
-    ours. At other values it is refused. ``said`` inert keys are told in the load report where they
-    are not as ``usual``.
+    With ``only``, it does so at those values alone, or switched off where null is among them; with ``repeats``, where
+    it has the value of that field of ours (``head_width`` is that of a head). At other values it is refused.
+    ``said`` inert keys are told in the load report where they are not as ``usual``, or not what they repeat.
     """
 
     key: str
@@ -309,7 +309,8 @@ class Triage:
                     f"{found}, a setting that is not understood; expected one that is{hint} "
                     "transformers passes over it and takes the default"
                 )
-            elif isinstance(value, Mapping) or strict:
+            elif strict or (isinstance(value, Mapping) and source.get("auto_map")):
+                # Code of the repository may read a table; without any, transformers' own passes over it.
                 hint = nearest(key, [*used, *inert])
                 problems.append(f"{found}, a setting that is not understood; expected one that is{hint}")
             else:
@@ -320,13 +321,17 @@ class Triage:
         self, entry: Inert, value: Any, fields: Mapping[str, Any], problems: list[str], notes: list[str]
     ) -> None:
         if entry.repeats is not None:
-            expected = fields.get(entry.repeats)
-            if not _off(value) and expected is not None and value != expected:
+            expected = _repeated(entry.repeats, fields)
+            if _off(value) or expected is None or value == expected:
+                return
+            if entry.said:
+                notes.append(f"{entry.key}: {shown(value, 60)} changes no number here ({entry.reason})")
+            else:
                 problems.append(
                     f"{entry.key}: found {shown(value, 60)}; expected {expected!r} ({entry.reason}); "
                     "transformers passes over it"
                 )
-        elif entry.only is not None and value not in entry.only:
+        elif entry.only is not None and value not in entry.only and not (None in entry.only and _off(value)):
             allowed = " or ".join(repr(v) for v in entry.only)
             problems.append(
                 f"{entry.key}: found {shown(value, 60)}, which is not supported; expected {allowed} ({entry.reason})"
@@ -370,6 +375,14 @@ def refuse(problems: Sequence[str], where: str, model_type: str) -> ConfigError:
         model_type=model_type,
         problems=list(problems),
     )
+
+
+def _repeated(field: str, fields: Mapping[str, Any]) -> Any:
+    """Return a field of ours, or the width of a head, which is none; None where the file has a fault in it."""
+    if field == "head_width":
+        hidden, heads = fields.get("hidden_size"), fields.get("num_heads")
+        return hidden // heads if hidden and heads else None
+    return fields.get(field)
 
 
 def _usual(row: Row, fields: Mapping[str, Any]) -> Any:

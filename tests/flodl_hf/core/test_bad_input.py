@@ -189,7 +189,7 @@ CONFIG_CASES = [
     Case("heads that do not divide", settings(num_attention_heads=3), ConfigError, ("num_attention_heads: found 3", r"divisor of the hidden size 16 \(hidden_size\)")),
     Case("padding outside the table", settings(pad_token_id=500), ConfigError, ("pad_token_id: found 500", "below vocab_size")),
     Case("several faults at once", settings("vocab_size", hidden_size=-1, hidden_act="x", rope_theta=3), ConfigError, ("4 problem", "vocab_size: missing", "hidden_size: found", "hidden_act: found", "rope_theta: found")),
-    Case("an unknown table", settings(wavelets={"levels": 3}), ConfigError, ("wavelets: found .*levels", "not understood", "ignore_config_keys")),
+    Case("an unknown table beside code", settings(wavelets={"levels": 3}, auto_map={"AutoModel": "m.M"}), ConfigError, ("wavelets: found .*levels", "not understood", "ignore_config_keys")),
     Case("an unknown setting where all must be known", settings(wavelets=3), ConfigError, ("wavelets: found 3", "not understood", "ignore_config_keys"), options={"strict_config": True}),
     Case("a misspelt setting", settings("hidden_dropout_prob", hidden_dropout_probb=0.2), ConfigError, ("hidden_dropout_probb", "did you mean 'hidden_dropout_prob'")),
     Case("a decoder", settings(is_decoder=True), ConfigError, ("is_decoder: found True", "not supported", "expected False", "encoders")),

@@ -48,6 +48,8 @@ HARMLESS: dict[str, Any] = {
     "adapters": {"adapters": {}, "config_map": {}, "fusions": {}},
     "cell": {}, "pre_trained": "", "structure": [], "training": "",
     "tie_last_hidden_states": True,
+    "directionality": "uni", "tie_encoder_decoder": True, "is_encoder_decoder": True, "cross_attention_hidden_size": 8,
+    "pruned_heads": {"0": []}, "training_args": {"learning_rate": 2e-5}, "embedding_dim": 128,
 }  # fmt: skip
 
 
@@ -65,7 +67,7 @@ def test_a_key_that_changes_no_number_stops_no_load(model_type: str, key: str) -
 
 @pytest.mark.parametrize("model_type", TYPES)
 def test_an_unknown_plain_value_is_noted_and_refused_when_asked(model_type: str) -> None:
-    for value in (3, 0.5, "haar", True, ["a", {"b": 1}]):
+    for value in (3, 0.5, "haar", True, ["a", {"b": 1}], {"levels": 3}):
         (note,) = made(model_type, wavelets=value).notes
         assert note.startswith("wavelets: ")
         assert "changes nothing" in note
@@ -76,7 +78,7 @@ def test_an_unknown_plain_value_is_noted_and_refused_when_asked(model_type: str)
     for nothing in (None, False, "", [], {}, {"a": {}}):
         assert made(model_type, wavelets=nothing, strict_config=True).notes == ()
     with pytest.raises(ConfigError, match=r"wavelets: found .*not understood"):
-        made(model_type, wavelets={"levels": 3})
+        made(model_type, wavelets={"levels": 3}, auto_map={"AutoModel": "modeling_wavelets.Model"})
 
 
 def read_by(model_type: str) -> set[str]:
@@ -129,10 +131,19 @@ def test_a_setting_of_another_family_has_to_agree(model_type: str, key: str) -> 
 
 @pytest.mark.parametrize("model_type", [f.model_type for f in FAMILIES if "embedding_size" not in TINY[f.model_type]])
 @pytest.mark.parametrize("key", ["emb_size", "embedding_dim"])
-def test_a_repeated_width_has_to_be_the_width(model_type: str, key: str) -> None:
+def test_another_width_is_noted_for_tensors_show_the_width(model_type: str, key: str) -> None:
     assert made(model_type, **{key: 16}).notes == ()
-    with pytest.raises(ConfigError, match=f"{key}: found 12; expected 16"):
-        made(model_type, **{key: 12})
+    (note,) = made(model_type, **{key: 12}).notes
+    assert note.startswith(f"{key}: 12 changes no number here")
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize(("key", "same"), [("num_key_value_heads", 2), ("head_dim", 8), ("attention_head_size", 8)])
+def test_heads_that_are_stated_twice_have_to_agree(model_type: str, key: str, same: int) -> None:
+    assert made(model_type, **{key: same}).notes == ()
+    if key not in read_by(model_type):
+        with pytest.raises(ConfigError, match=f"{key}: found 1; expected {same} .*transformers passes over it"):
+            made(model_type, **{key: 1})
 
 
 def test_a_misspelt_setting_is_refused_where_its_own_key_is_absent() -> None:
