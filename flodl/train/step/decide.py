@@ -18,12 +18,12 @@ import numpy as np
 import torch
 from torch.nn.utils import get_total_norm
 
-__all__ = ["KEPT_ROWS", "GradientCheck", "StepDecision", "find_faults", "is_dense", "load_kernels"]
+from flodl.train.step.blocks import BLOCK, BlockLayout, capturing, is_dense, sent
+
+__all__ = ["KEPT_ROWS", "GradientCheck", "StepDecision", "find_faults", "load_kernels"]
 
 KEPT_ROWS = 512
 
-BLOCK = 2048  # elements that a program reads at once
-MOST_PROGRAMS = 1056  # so that all run at once, and one program can add up what they found
 SUMS = 1024
 MOST_FURTHER = 1024  # numbers besides loss, norm and count that one program copies
 WARPS = 4
@@ -49,31 +49,6 @@ class StepDecision:
     next_row: Callable[[], torch.Tensor] | None = None
 
 
-@dataclass(frozen=True)
-class _BlockLayout:
-    """Who reads what: the same for all gradients of these shapes.
-
-    ``spare`` is room for the addresses that a captured graph reads. What is allocated during capture shares its memory
-    with other tensors of the graph, which overwrite it at each replay; so this room is made before.
-    """
-
-    sizes: torch.Tensor
-    which: torch.Tensor
-    starts: torch.Tensor
-    span: int
-    spare: list[torch.Tensor]
-
-    @classmethod
-    def of(cls, sizes: Sequence[int], device: torch.device) -> _BlockLayout:
-        span = BLOCK
-        while sum(-(-size // span) for size in sizes) > max(MOST_PROGRAMS, len(sizes)):
-            span *= 2
-        which = np.repeat(np.arange(len(sizes)), [-(-size // span) for size in sizes])
-        starts = np.concatenate([np.arange(0, size, span) for size in sizes])
-        numbers = np.asarray(sizes)
-        return cls(_sent(numbers, device), _sent(which.astype(np.int32), device), _sent(starts, device), span, [])
-
-
 class GradientCheck:
     """Decides whether steps count.
 
@@ -91,8 +66,8 @@ class GradientCheck:
         self.state = torch.zeros((), dtype=torch.float32, device=device)
         self._one = torch.ones((), dtype=torch.float32, device=device)
         self._kernels = _kernels(device) if device.type == "cuda" else None
-        self._layouts: dict[Any, _BlockLayout] = {}
-        self._unknown: list[tuple[_BlockLayout, torch.Tensor, list[int]]] = []
+        self._layouts: dict[Any, BlockLayout] = {}
+        self._unknown: list[tuple[BlockLayout, torch.Tensor, list[int]]] = []
         if self._kernels is not None:
             self._make_ring()
 
@@ -107,7 +82,7 @@ class GradientCheck:
         """Return the room for figures with so many further ones; None where there is none and it is too late."""
         if further not in self._rings:
             # A capture would take its memory for other things too.
-            if further > MOST_FURTHER or _capturing(self.device):
+            if further > MOST_FURTHER or capturing(self.device):
                 return None
             self._rings[further] = torch.zeros(KEPT_ROWS, 3 + further, dtype=torch.float64, device=self.device)
         return self._rings[further]
@@ -187,7 +162,7 @@ class GradientCheck:
             blocks.spare.append(torch.empty_like(table))
         return done
 
-    def _layout_of(self, grads: Sequence[torch.Tensor]) -> _BlockLayout | None:
+    def _layout_of(self, grads: Sequence[torch.Tensor]) -> BlockLayout | None:
         if grads[0].dtype not in _KINDS or any(
             g.dtype != grads[0].dtype or g.layout != torch.strided or g.device != self.device for g in grads
         ):
@@ -196,19 +171,19 @@ class GradientCheck:
         if not all(map(is_dense, grads)):
             return None
         blocks = self._layouts.get(sizes)
-        if _capturing(self.device):
+        if capturing(self.device):
             return blocks if blocks is not None and blocks.spare else None
         if blocks is None:
             if min(sizes) == 0:
                 return None
-            blocks = self._layouts[sizes] = _BlockLayout.of(sizes, self.device)
+            blocks = self._layouts[sizes] = BlockLayout.of(sizes, self.device)
         if not blocks.spare:
             blocks.spare.append(torch.empty(len(sizes), dtype=torch.int64, device=self.device))
         return blocks
 
-    def _table(self, blocks: _BlockLayout, addresses: list[int]) -> torch.Tensor:
-        if not _capturing(self.device):
-            return _sent(np.asarray(addresses), self.device)
+    def _table(self, blocks: BlockLayout, addresses: list[int]) -> torch.Tensor:
+        if not capturing(self.device):
+            return sent(np.asarray(addresses), self.device)
         # Nothing is brought to the device while it captures; addresses stay the same in all replays.
         table = blocks.spare.pop()
         self._unknown.append((blocks, table, addresses))
@@ -216,7 +191,7 @@ class GradientCheck:
 
     def _by_kernels(
         self,
-        blocks: _BlockLayout,
+        blocks: BlockLayout,
         grads: Sequence[torch.Tensor],
         loss: torch.Tensor,
         count: Any,
@@ -250,7 +225,7 @@ class GradientCheck:
                 figures, ring, self._turn, figures if rest is None else rest, further, float(self.max_grad_norm or 1.0),
                 counts, self.sticky, clips, summed, KEPT_ROWS, room, SUMS, num_warps=8,
             )  # fmt: skip
-        if _capturing(self.device):
+        if capturing(self.device):
             return StepDecision(found, scale, figures, 1, partial(self._next_row, width, further))
         self._turns += 1
         return StepDecision(found, scale, figures, 1)
@@ -305,24 +280,3 @@ def _kernels(device: torch.device) -> Any:
         warnings.warn(f"train: kernels for the gradient's norm are not used: {fault}", RuntimeWarning, stacklevel=2)
         return None
     return kernels
-
-
-def _capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether the elements are one stretch of memory, in any order."""
-    spans = sorted(zip(tensor.stride(), tensor.shape, strict=True))
-    size = 1
-    for stride, length in spans:
-        if length != 1 and stride != size:
-            return False
-        size *= length
-    return True
-
-
-def _sent(array: Any, device: torch.device) -> torch.Tensor:
-    """Return the numbers on the device, without making the host wait."""
-    found = torch.from_numpy(array)
-    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found

@@ -17,6 +17,7 @@ from torch import nn
 
 from flodl.train.precision import Precision
 from flodl.train.step.accumulate import Accumulator
+from flodl.train.step.adam import AdamUpdate
 from flodl.train.step.decide import GradientCheck, StepDecision
 from flodl.train.step.outcome import Outcome, outcome_of, told_of
 
@@ -90,6 +91,7 @@ class DeviceStep:
         self.sum_of_means = sum_of_means
         self.accumulator = Accumulator(model, precision, sum_of_means=sum_of_means)
         self.check = GradientCheck(device, max_grad_norm=max_grad_norm, sticky=sticky)
+        self.update = AdamUpdate(device)
         make_ready(optimizer, device)
         self._rates = [group["lr"] for group in optimizer.param_groups]
 
@@ -158,10 +160,12 @@ class DeviceStep:
 
     def finish_capture(self) -> object:
         """Complete what was captured; the answer must be held as long as that is replayed."""
-        return self.check.finish_capture()
+        return self.check.finish_capture(), self.update.finish_capture()
 
     def _move(self, decision: StepDecision) -> None:
         """Move the parameters unless the decision says not to; clip on the way."""
+        if self.update(self.optimizer, decision.found, decision.scale):
+            return
         flags: Any = self.optimizer
         flags.found_inf = decision.found
         if decision.scale is not None:

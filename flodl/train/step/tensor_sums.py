@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flodl.train.step.decide import is_dense, load_kernels
+from flodl.train.step.blocks import is_dense
+from flodl.train.step.decide import load_kernels
 
 __all__ = ["TensorSums"]
 

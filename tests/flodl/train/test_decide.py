@@ -124,7 +124,7 @@ def test_figures_of_replays_are_kept_for_a_while_each_in_a_place_of_its_own(monk
     check = make_judge(kernels=True)
     rest = torch.zeros(further, dtype=torch.float64) if further else None
     told(check(gradients(), torch.tensor(0.0), 1.0, apart=True, rest=rest))  # an ordinary step goes before
-    monkeypatch.setattr(decide, "_capturing", lambda device: True)
+    monkeypatch.setattr(decide, "capturing", lambda device: True)
     monkeypatch.setattr(GradientCheck, "_table", lambda self, plan, addresses: torch.tensor(addresses))
     assert check(gradients()[1:], torch.tensor(0.0), 1.0, apart=True).next_row is None  # no ordinary step of this shape
     metrics = tuple((f"m{i}", None, 1.0) for i in range(further))
@@ -148,7 +148,7 @@ def test_figures_of_replays_are_kept_for_a_while_each_in_a_place_of_its_own(monk
 def test_numbers_that_no_ordinary_step_told_come_after_the_figures_all_the_same(monkeypatch):
     check, rest = make_judge(kernels=True), torch.tensor([5.0, 6.0], dtype=torch.float64)
     told(check(gradients(), torch.tensor(0.0), 1.0, apart=True))
-    monkeypatch.setattr(decide, "_capturing", lambda device: True)
+    monkeypatch.setattr(decide, "capturing", lambda device: True)
     monkeypatch.setattr(GradientCheck, "_table", lambda self, plan, addresses: torch.tensor(addresses))
     decision = check(gradients(), torch.tensor(0.5), 1.0, apart=True, rest=rest)
     assert decision.next_row is None
@@ -162,7 +162,7 @@ def test_room_for_the_addresses_of_a_capture_is_made_before_it(monkeypatch):
     told(check(gradients(), torch.tensor(0.0), 1.0, apart=True))
     (plan,) = check._layouts.values()
     (room,) = plan.spare
-    monkeypatch.setattr(decide, "_capturing", lambda device: True)
+    monkeypatch.setattr(decide, "capturing", lambda device: True)
     grads = gradients()
     assert check._table(plan, [g.data_ptr() for g in grads]) is room
     assert check._layout_of(grads) is None  # a second one has no room yet

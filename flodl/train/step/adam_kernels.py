@@ -1,0 +1,142 @@
+"""Triton kernels of Adam and AdamW (Kingma and Ba 2015; Loshchilov and Hutter 2019) over all parameters at once.
+
+They do the operations of torch's fused kernels in their order, so that parameters and averages are the same to the bit;
+numbers travel sixteen bytes at a time, and gradients that are divided on the way are not written back. Which arithmetic
+torch has depends on its version: between float32 numbers it was float64 once (``WIDE``) and is float32 since. What is
+launched when is in `flodl.train.step.adam`; importing this file needs Triton.
+"""
+
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportIndexIssue=false
+# pyright: reportMissingImports=false, reportPossiblyUnboundVariable=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+__all__ = ["count_steps", "move"]
+
+
+@triton.jit(do_not_specialize=["number"])
+def count_steps(steps, number, settings, found, corrections, WIDE: tl.constexpr, block: tl.constexpr):
+    """Count a step of each parameter unless it is left out, and write what averages are corrected by.
+
+    Args:
+        steps: addresses of the counts, float32, int64 ``(parameters,)``.
+        number: how many.
+        settings: both betas first, float64.
+        found: float32, 1 where the step is left out.
+        corrections: float64 ``(2, parameters)``: one minus the power of the first beta, and the root of the second's.
+    """
+    places = tl.program_id(0) * block + tl.arange(0, block)
+    there = places < number
+    count = tl.load(steps + places, mask=there, other=0).to(tl.pointer_type(tl.float32))
+    now = tl.load(count, mask=there, other=0.0) + 1.0
+    first = tl.load(settings)
+    second = tl.load(settings + 1)
+    if WIDE:
+        power = now.to(tl.float64)
+        one = 1.0 - libdevice.pow(first + tl.zeros([block], tl.float64), power)
+        two = tl.sqrt(1.0 - libdevice.pow(second + tl.zeros([block], tl.float64), power))
+    else:
+        one = 1.0 - libdevice.pow(first.to(tl.float32) + tl.zeros([block], tl.float32), now)
+        two = tl.sqrt_rn(1.0 - libdevice.pow(second.to(tl.float32) + tl.zeros([block], tl.float32), now))
+    tl.store(corrections + places, one.to(tl.float64), mask=there)
+    tl.store(corrections + number + places, two.to(tl.float64), mask=there)
+    if tl.load(found) != 1.0:
+        tl.store(count, now, mask=there)
+
+
+@triton.jit
+def _moved(
+    param, grad, first, second, at, mask, rate, settings, by, one, two,
+    WIDE: tl.constexpr, DIVIDED: tl.constexpr, DECAYS: tl.constexpr, DECOUPLED: tl.constexpr,
+):  # fmt: skip
+    p = tl.load(param + at, mask=mask, other=0.0)
+    g = tl.load(grad + at, mask=mask, other=0.0)
+    m = tl.load(first + at, mask=mask, other=0.0)
+    v = tl.load(second + at, mask=mask, other=0.0)
+    beta_1, beta_2 = tl.load(settings), tl.load(settings + 1)
+    eps, decay = tl.load(settings + 2), tl.load(settings + 3)
+    if WIDE:
+        if DIVIDED:
+            g = (g.to(tl.float64) / by.to(tl.float64)).to(tl.float32)
+        if DECAYS:
+            if DECOUPLED:
+                p = (p.to(tl.float64) - rate.to(tl.float64) * decay * p.to(tl.float64)).to(tl.float32)
+            else:
+                g = (g.to(tl.float64) + p.to(tl.float64) * decay).to(tl.float32)
+        long = g.to(tl.float64)
+        m = (beta_1 * m.to(tl.float64) + (1.0 - beta_1) * long).to(tl.float32)
+        v = (beta_2 * v.to(tl.float64) + (1.0 - beta_2) * long * long).to(tl.float32)
+        size = (rate.to(tl.float64) / one).to(tl.float32)
+        below = (tl.sqrt_rn(v).to(tl.float64) / two + eps).to(tl.float32)
+    else:
+        if DIVIDED:
+            g = tl.div_rn(g, by)
+        if DECAYS:
+            if DECOUPLED:
+                p = p - rate * decay.to(tl.float32) * p
+            else:
+                g = g + p * decay.to(tl.float32)
+        narrow_1, narrow_2 = beta_1.to(tl.float32), beta_2.to(tl.float32)
+        m = tl.fma(narrow_1, m, tl.fma(-narrow_1, g, g))
+        square = g * g
+        v = tl.fma(narrow_2, v, tl.fma(-narrow_2, square, square))
+        size = tl.div_rn(rate, one.to(tl.float32))
+        below = tl.div_rn(tl.sqrt_rn(v), two.to(tl.float32)) + eps.to(tl.float32)
+    p = p - tl.div_rn(size * m, below)
+    tl.store(param + at, p, mask=mask)
+    tl.store(first + at, m, mask=mask)
+    tl.store(second + at, v, mask=mask)
+
+
+@triton.jit(do_not_specialize=["number", "span"])
+def move(
+    base, table, number, sizes, which, starts, corrections, settings, rate, found, by, span,
+    WIDE: tl.constexpr, DIVIDED: tl.constexpr, DECAYS: tl.constexpr, DECOUPLED: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    """Move each parameter, and the averages of its gradient and of its square, unless the step is left out.
+
+    Args:
+        base: a float32 tensor; the others' places are told from here.
+        table: how many elements after ``base`` parameters, gradients, averages and averages of squares begin, and 1
+            where all four begin at sixteen bytes and have a whole number of these, int64 ``(5, parameters)``.
+        number: how many parameters.
+        sizes: their numbers of elements, int64.
+        which: the parameter of each program, int32.
+        starts: where in it the program's stretch begins, int64, a multiple of ``block``.
+        corrections: what `count_steps` wrote.
+        settings: betas, epsilon and decay, float64.
+        rate: float32, one number.
+        found: float32, 1 where the step is left out.
+        by: float32, what gradients are divided by, where ``DIVIDED``.
+        span: elements of a stretch, a multiple of ``block``.
+    """
+    if tl.load(found) != 1.0:
+        program = tl.program_id(0)
+        tensor = tl.load(which + program)
+        size = tl.load(sizes + tensor)
+        start = tl.multiple_of(tl.load(starts + program), 16)
+        one, two = tl.load(corrections + tensor), tl.load(corrections + number + tensor)
+        speed, divisor = tl.load(rate), tl.load(by)
+        at_p, at_g = tl.load(table + tensor), tl.load(table + number + tensor)
+        at_m, at_v = tl.load(table + 2 * number + tensor), tl.load(table + 3 * number + tensor)
+        if tl.load(table + 4 * number + tensor) == 1:
+            even = tl.multiple_of(size, 4)
+            param, grad = base + tl.multiple_of(at_p, 4), base + tl.multiple_of(at_g, 4)
+            first, second = base + tl.multiple_of(at_m, 4), base + tl.multiple_of(at_v, 4)
+            for offset in range(0, span, block):
+                at = start + offset + tl.arange(0, block)
+                _moved(
+                    param, grad, first, second, at, at < even, speed, settings, divisor, one, two,
+                    WIDE, DIVIDED, DECAYS, DECOUPLED,
+                )  # fmt: skip
+        else:
+            for offset in range(0, span, block):
+                at = start + offset + tl.arange(0, block)
+                _moved(
+                    base + at_p, base + at_g, base + at_m, base + at_v, at, at < size, speed, settings, divisor, one,
+                    two, WIDE, DIVIDED, DECAYS, DECOUPLED,
+                )  # fmt: skip
