@@ -43,6 +43,7 @@ ONLY_IN = {
     "msvcrt": ("flodl/system.py",),
     "ctypes": ("flodl/system.py", "flodl/distributed/board.py"),
     "triton": (
+        "flodl/train/step/adam_kernels.py",
         "flodl/train/step/norm_kernels.py",
         "flodl_hf/kernels/",
     ),

@@ -37,6 +37,7 @@ def modules() -> list[str]:
 
 # Modules that a machine may lack the library for.
 NEEDS = {
+    "flodl.train.step.adam_kernels": "triton",
     "flodl.train.step.norm_kernels": "triton",
     "flodl_hf.cli": "typer",
     "flodl_hf.client": "httpx",
