@@ -277,6 +277,8 @@ class Recorder:
     def _on_RunDone(self, event: Any) -> None:
         self.pace.end(event.step)
         self.note(f"{ENDS.get(event.reason, event.reason)} after step {event.step:,}", step=event.step)
+        if event.recorded is not None:
+            self.note(str(event.recorded), step=event.step)
         self.say(state={"status": event.reason, "reason": None})
 
     def _on_RunFailed(self, event: Any) -> None:

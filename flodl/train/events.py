@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Protocol
 
+from flodl.train.recorded import Recorded
+
 __all__ = [
     "Decided",
     "EpochDone",
@@ -224,11 +226,16 @@ class Warned(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class RunDone(Event):
-    """The run ended by itself: ``reason`` is ``"finished"``, ``"stopped"`` or ``"signal"``."""
+    """The run ended by itself: ``reason`` is ``"finished"``, ``"stopped"`` or ``"signal"``.
+
+    ``recorded`` says how many steps of this rank were replayed from captured graphs, and why others were not; None on a
+    device that captures none.
+    """
 
     step: int
     epoch: int
     reason: str
+    recorded: Recorded | None = None
 
 
 class Subscriber(Protocol):

@@ -278,7 +278,9 @@ class Loop(TrainerCore):
         self.snapshots.close()
         reason = "finished" if self.epoch_number >= self.settings.num_epochs else "stopped"
         self._close()
-        self.events.emit(RunDone(rank=self.ranks.rank, step=self.policy.steps, epoch=self.epoch_number, reason=reason))
+        done = {"step": self.policy.steps, "epoch": self.epoch_number}
+        recorded = self.step_.recorded(self.policy.steps)
+        self.events.emit(RunDone(rank=self.ranks.rank, **done, reason=reason, recorded=recorded))
 
     def _close(self) -> None:
         self.ranks.phase("shutdown")

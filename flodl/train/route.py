@@ -59,6 +59,8 @@ def choose_route(trainer: TrainerCore) -> None:
             strict=settings.capture is True,
             num_rows=settings.capture_num_rows,
         )
+    if capturer is not None:
+        trainer.step_.unrecorded = "it is not asked for (capture=False)" if settings.capture is False else reason
     trainer.log.before = trainer.step_.count_writes
     trainer.step_.arrived = trainer.log.arrived
     if reason is None or settings.capture is False:

@@ -113,6 +113,8 @@ def run(
     record = getattr(monitor, "folder", None)
     if record is not None:
         say("look at this run again: " + command_line("flodl-hf", "runs", "serve", record))
+    if result.recorded is not None:
+        say(f"steps: {result.recorded}")
     if json_output:
         emit_json(
             {

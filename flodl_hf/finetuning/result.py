@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ from flodl.observe.curve import curve_svg
 from flodl.progress import clock, count
 
 if TYPE_CHECKING:
+    from flodl.train.recorded import Recorded
     from flodl_hf.finetuning.thresholds import Tuned
     from flodl_hf.model.encoder_model import EncoderModel
 
@@ -36,6 +37,7 @@ class FinetuneResult:
         changes: what was changed with ``allow_change`` when the run was taken up again: ``step``, ``name``, ``was``,
             ``is``. Losses, history, steps and seconds are those of the whole run, however often it was ended.
         tuned: the thresholds that ``tune_thresholds`` chose, on the first rank; None without.
+        recorded: how many steps were replayed from captured graphs, and why others were not; None on a processor.
     """
 
     model: EncoderModel
@@ -50,6 +52,7 @@ class FinetuneResult:
     recipe: dict[str, Any] = field(repr=False)
     changes: list[Mapping[str, Any]] = field(default_factory=list, repr=False)
     tuned: Tuned | None = field(default=None, repr=False)
+    recorded: Recorded | None = field(default=None, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything but the model as JSON types."""
@@ -89,6 +92,7 @@ def _run_dict(run: FinetuneResult) -> dict[str, Any]:
             "recipe": {name: value if _is_json(value) else str(value) for name, value in run.recipe.items()},
             "changes": run.changes,
             "tuned": None if run.tuned is None else run.tuned.to_dict(),
+            "recorded": None if run.recorded is None else asdict(run.recorded),
         }
     )
 

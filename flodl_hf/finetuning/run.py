@@ -127,7 +127,7 @@ def finetune(
         for tracker in trackers:
             stack.callback(tracker.end)
         folder = _checkpoint_folder(job, target, stack)
-        notes = _Notes(on_event)
+        notes = _Notes(on_event, job.unrecorded)
         if folder is None and job.metric is not None and chosen.keep_best:
             # Under torchrun: every rank holds the best itself, since there is no folder that all of them see.
             notes.keep_best(Best(job.metric), job.model)
@@ -148,7 +148,7 @@ def finetune(
         trained.config = trained.config.changed(label_thresholds={} if tuned is None else tuned.thresholds)
     result = FinetuneResult(
         trained, None, name_of(job.task), metrics, notes.history, notes.losses, notes.steps, best_step, seconds, recipe,
-        list(notes.past.changes), tuned,
+        list(notes.past.changes), tuned, notes.recorded,
     )  # fmt: skip
     if target is not None and _is_first_rank():
         written = _write(job, result, target, overwrite, judged)
@@ -161,12 +161,13 @@ def finetune(
 class _Notes:
     """Keeps what the result reports, and hands events on."""
 
-    def __init__(self, on_event: Callable[[Any], Any] | None) -> None:
-        self.on_event = on_event
+    def __init__(self, on_event: Callable[[Any], Any] | None, unrecorded: str | None = None) -> None:
+        self.on_event, self.unrecorded = on_event, unrecorded
         self.losses: list[float] = []
         self.history: list[dict[str, Any]] = []
         self.steps = 0
         self.past = Past()
+        self.recorded: Any = None
         self.best: Best | None = None
         self._model: Any = None
 
@@ -187,7 +188,9 @@ class _Notes:
             if self.best is not None:
                 self.best(self._model, event.step, event.metrics)
         elif isinstance(event, RunDone):
-            self.steps = event.step
+            self.steps, self.recorded = event.step, event.recorded
+            if self.recorded is not None and self.unrecorded is not None:
+                self.recorded = replace(self.recorded, reason=self.unrecorded)
         if self.on_event is not None:
             self.on_event(event)
 

@@ -216,6 +216,12 @@ def _training(graph: Graph, device: torch.device, named: str, dtype: torch.dtype
     else:
         table = TrainingTable(dtype)
         groups = _grouped({path: table.lacks(layer) for path, layer in layers_of(graph)}, "cuda-training")
-    recorded = "yes: steps whose shapes come again" if device.type == "cuda" else "no: only CUDA devices record steps"
+    recorded = "no: only CUDA devices record steps"
+    if device.type == "cuda":
+        recorded = (
+            "no: fp16 needs a loss scale, which the host decides"
+            if dtype == torch.float16
+            else "yes: steps whose shapes come again; a run says how many were, and why others were not"
+        )
     kernels = () if present else ("our kernels: not tried, there is no CUDA device here",)
     return Explanation(str(device), named, True, groups, kernels, recorded)

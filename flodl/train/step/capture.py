@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
@@ -26,6 +27,7 @@ from flodl.distributed.group import Ranks
 from flodl.errors import TrainError
 from flodl.garbage_collection import gc_paused
 from flodl.nested import map_leaves
+from flodl.train.recorded import Recorded
 from flodl.train.step.on_device import DeviceStep
 from flodl.train.step.outcome import OBSERVED, Outcome
 from flodl.train.step.overlap import Overlap, choose_overlap, fault_of
@@ -110,7 +112,15 @@ class Captures:
         self.num_rows = num_rows
         self.given_up: str | None = None
         self._told_full = False
+        self._steps = self._replayed = self._captured = 0
+        self._first_s = self._capture_s = 0.0
         self.forget()
+
+    @property
+    def recorded(self) -> Recorded:
+        """What became of the steps so far."""
+        reason = self.given_up or (f"there are more shapes than {self.most}" if self._told_full else None)
+        return Recorded(self._steps, self._replayed, self._captured, self._first_s, self._capture_s, reason)
 
     def forget(self) -> None:
         """Drop all captured graphs: tensors that they use were replaced, or modules changed."""
@@ -145,8 +155,9 @@ class Captures:
 
     def run(self, train_step: Callable[..., Any], batches: Sequence[Any]) -> Outcome:
         """Return the outcome of one step, replayed where its shape has been captured."""
+        self._steps += 1
         if self.given_up is not None:
-            return self.step(train_step, batches)
+            return self._launched(train_step, batches)
         try:
             tensors: list[torch.Tensor] = []
             spec = tuple(flatten(batch, tensors, self.num_rows) for batch in batches)
@@ -156,7 +167,7 @@ class Captures:
             graph = self._graphs.get(key)
         except (Refused, TypeError) as error:
             self._give_up(str(error))
-            return self.step(train_step, batches)
+            return self._launched(train_step, batches)
         if graph is None:
             graph = self._prepare(key, train_step, batches, tensors)
             if isinstance(graph, Outcome):
@@ -164,7 +175,16 @@ class Captures:
         graph.take(tensors)
         if graph.put_tags is not None:
             graph.put_tags()
+        self._replayed += 1
         return graph.replay().replayed()
+
+    def _launched(self, train_step: Callable[..., Any], batches: Sequence[Any]) -> Outcome:
+        """Return the outcome of an ordinary step."""
+        began = time.perf_counter()
+        try:
+            return self.step(train_step, batches)
+        finally:
+            self._first_s += time.perf_counter() - began
 
     def _prepare(
         self, key: Any, train_step: Callable[..., Any], batches: Sequence[Any], tensors: list[torch.Tensor]
@@ -177,10 +197,11 @@ class Captures:
                     f"capture: {self.most} shapes of batches are captured, steps of others run one operation at a "
                     "time. Expected few shapes; use buckets, or batches of one size."
                 )
-            return self.step(train_step, batches)
+            return self._launched(train_step, batches)
         if not self._runs.get(key):
-            translated = _translated()
+            translated, began = _translated(), time.perf_counter()
             outcome, fault = self.capturer.watch(lambda: self.step(train_step, batches))
+            self._first_s += time.perf_counter() - began
             if translated != _translated():
                 return outcome  # torch.compile waits for the device while it translates; another run will tell
             fault = fault or _fixed_numbers(outcome)
@@ -194,7 +215,7 @@ class Captures:
         inputs = [tensor.clone() for tensor in tensors]
         rest = iter(inputs)
         own = [_with(batch, rest) for batch in batches]
-        before = _host_random()
+        before, began = _host_random(), time.perf_counter()
         fault, replay = None, None
         try:
             replay = self.capturer.capture(lambda: self.step(train_step, own))
@@ -206,9 +227,11 @@ class Captures:
             # Outside of the handler, since the error's frames hold on to what was half captured.
             _set_host_random(before)
             self._give_up(fault or "nothing was captured")
-            return self.step(train_step, batches)
+            return self._launched(train_step, batches)
         watching = self.step.accumulator.watching
         put_tags = watching.holding() if watching is not None else None
+        self._captured += 1
+        self._capture_s += time.perf_counter() - began
         graph = self._graphs[key] = _Graph(inputs, replay, self.step.finish_capture(), put_tags)
         return graph
 

@@ -27,6 +27,7 @@ from flodl.errors import TrainError
 from flodl.train.callback import Hooks
 from flodl.train.loss import Loss, batch_len
 from flodl.train.precision import Precision
+from flodl.train.recorded import Recorded
 from flodl.train.step.accumulate import Accumulator, Part
 from flodl.train.step.capture import Capturer, Captures
 from flodl.train.step.on_device import DeviceStep, divide, make_ready, unfit
@@ -89,6 +90,7 @@ class Step:
         self._deferred = False
         self._lag: StepTimes | None = None
         self.captures: Captures | None = None
+        self.unrecorded: str | None = None  # why steps on a device that captures them are not captured
         self.common: Common | None = None
         self.arrived: Callable[[], bool] = lambda: False  # whether the oldest figures under way are on this host
         self._device_step: DeviceStep | None = None
@@ -387,6 +389,16 @@ class Step:
 
     def _parameters(self) -> Iterator[nn.Parameter]:
         return (p for p in self.model.parameters() if p.requires_grad)
+
+    def recorded(self, steps: int) -> Recorded | None:
+        """Return what became of the steps of this run; None on a device that captures none.
+
+        Args:
+            steps: how many there were.
+        """
+        if self.captures is not None:
+            return self.captures.recorded
+        return None if self.unrecorded is None else Recorded(steps, 0, 0, reason=self.unrecorded)
 
     def count_writes(self) -> None:
         """Tell torch that replays wrote to the parameters, which it does not see."""

@@ -14,8 +14,9 @@ from flodl.data import DataLoader, TensorRows
 from flodl.data.batch import Batch
 from flodl.data.piece import lay_out
 from flodl.errors import TrainError
-from flodl.train import Callback, Loss, StepDone, Trainer, Warned, adamw, route, sgd
+from flodl.train import Callback, Loss, RunDone, StepDone, Trainer, Warned, adamw, route, sgd
 from flodl.train.precision import Precision
+from flodl.train.recorded import Recorded
 from flodl.train.schedule import Linear
 from flodl.train.step.capture import Captures, Refused, flatten
 from flodl.train.step.on_device import DeviceStep, unfit
@@ -163,6 +164,8 @@ def test_more_shapes_than_there_is_room_for_run_ordinarily(monkeypatch):
     assert captures.num_graphs == 2
     assert len(said) == 1
     assert "2 shapes" in said[0]
+    assert (captures.recorded.steps, captures.recorded.replayed) == (12, 4)
+    assert "because there are more shapes than 2" in str(captures.recorded)
 
 
 def test_a_key_sees_modes_frozen_parts_options_and_plain_values():
@@ -619,3 +622,33 @@ def test_what_acts_around_the_backward_pass_is_not_captured_and_says_so(monkeypa
     assert "Acts acts around the backward pass" in said[0]
     with pytest.raises(TrainError, match="acts around the backward pass"):
         run(Repeats(), monkeypatch, callbacks=[Acts()], capture=True)
+
+
+# ---- what is told of it ---------------------------------------------------------------------------------
+
+
+def ends(monkeypatch, capturer, **settings):
+    """Return what the last event of a run says of its steps."""
+    monkeypatch.setattr(route, "make_capturer", lambda device, settings: capturer)
+    found = []
+    builder = Trainer.builder(make_model, adamw(1e-2), step).dataset(make_data())
+    builder.set(**{"batch_size": 8, "num_epochs": 4, "seed": 1, **settings}).devices("cpu")
+    builder.subscribe(found.append, RunDone).run().join()
+    return found[0].recorded
+
+
+def test_a_run_ends_with_how_many_steps_were_replayed_and_why_others_were_not(monkeypatch):
+    told = ends(monkeypatch, Repeats())
+    assert (told.steps, told.replayed, told.shapes, told.reason) == (20, 19, 1, None)
+    assert told.first_s > 0
+    assert told.capture_s > 0
+    assert str(told).startswith("95% of 20 steps replayed, 1 shape of batches captured in ")
+    assert "; others were launched one operation at a time, the first of each shape, and took " in str(told)
+    waits = ends(monkeypatch, Repeats(waits=9))
+    assert (waits.steps, waits.replayed, waits.reason) == (20, 0, "it waits")
+    assert str(waits) == "steps were launched one operation at a time, because it waits"
+    apart = ends(monkeypatch, Repeats(), batch_size=16)  # a batch of 8 ends each epoch
+    assert (apart.replayed, apart.shapes) == (10, 2)
+    assert "capture=False" in ends(monkeypatch, Repeats(), capture=False).reason
+    assert ends(monkeypatch, None) is None
+    assert str(Recorded(0, 0, 0)).startswith("0% of 0 steps")

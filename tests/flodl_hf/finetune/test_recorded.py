@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flodl.data.batch import Batch
 from flodl.data.collate import Where
-from flodl.train import Warned
+from flodl.train import Warned, route
 from flodl.train.step.capture import flatten
 from flodl_hf import load
 from flodl_hf.auto import head_named
@@ -196,6 +196,56 @@ def test_batches_of_an_epoch_come_in_few_shapes_and_recordings_serve_all_of_one(
     (a, learned), (b, others) = gradients(job, first), gradients(job, second)
     assert torch.equal(a, b)
     assert all(torch.equal(grad, others[name]) for name, grad in learned.items())
+
+
+class Repeats:
+    """Stands in for capturing where there is no CUDA: a replay runs the step again, on the inputs kept for it."""
+
+    def watch(self, run: Callable[[], Any]) -> tuple[Any, None]:
+        return run(), None
+
+    def capture(self, run: Callable[[], Any]) -> Callable[[], Any]:
+        return run
+
+
+@pytest.mark.parametrize("cell", ["pair classes", "sparse", "multivector", "denoising"])
+def test_replayed_steps_are_ordinary_ones_and_a_run_says_how_many_there_were(
+    cell: str, starts: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task, rows, given = CELLS[cell]
+    monkeypatch.setattr(job_module, "_layout", lambda options: "bucketed")
+    monkeypatch.setattr(Padded, "of", lambda mask: Padded(mask != 0))
+    monkeypatch.setattr(route, "make_capturer", lambda device, settings: Repeats())
+    options: Any = {**FIXED, "max_steps": 15, "task": task, "lr": 0.01, **given}
+    replayed, plain = (finetune(starts(task), train=rows, capture=capture, **options) for capture in (True, False))
+    assert replayed.losses == plain.losses
+    learned, others = replayed.model.graph.state_dict(), plain.model.graph.state_dict()
+    assert all(torch.equal(tensor, others[name]) for name, tensor in learned.items())
+    told = replayed.recorded
+    assert told is not None
+    assert told.steps == 15
+    assert told.share > 0.6
+    assert replayed.to_dict()["recorded"]["replayed"] == told.replayed
+    assert "capture=False" in str(plain.recorded)
+
+
+def test_a_run_says_why_its_steps_are_not_recorded(
+    starts: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_module, "_on_cuda", lambda options: True)
+    monkeypatch.setattr(route, "make_capturer", lambda device, settings: Repeats())
+    told: list[Any] = []
+    options: Any = {**FIXED, "max_steps": 2, "layout": "packed", "on_event": told.append}
+    parts = finetune(starts("embedding"), train=PAIRS, cache_tokens=64, **options)
+    own = finetune(starts("rank"), train=TABLES["sequence_classification"](16), loss=mean_loss, **options)
+    messages = [event.message for event in told if isinstance(event, Warned)]
+    for result, reason in ((parts, "texts go through the model in parts"), (own, "a loss of your own")):
+        assert reason in str(result.recorded)
+        assert sum("one operation at a time" in message and reason in message for message in messages) == 1
+
+
+def mean_loss(scores: Tensor, labels: Tensor) -> Tensor:
+    return torch.nn.functional.cross_entropy(scores, labels)
 
 
 def test_gradients_of_the_largest_values_are_shared_by_equal_ones() -> None:
