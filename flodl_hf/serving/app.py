@@ -57,14 +57,18 @@ def create_app(settings: Settings) -> Starlette:
     metrics = Metrics()
     admission = Admission(settings)
 
+    queue, fill = metrics.counter("flodl_queue_tokens"), metrics.counter("flodl_batch_fill")
+    sizes, lengths = metrics.histogram("te_batch_next_size"), metrics.histogram("te_batch_next_tokens")
+    times = metrics.histogram("flodl_batch_seconds")
+
     def heard(ran: list[Any], queued: int) -> None:
-        metrics.set("flodl_queue_tokens", queued)
+        queue.value = queued
         admission.rate = house.workers.rate
         for rows, tokens, seconds in ran:
-            metrics.observe("te_batch_next_size", rows)
-            metrics.observe("te_batch_next_tokens", tokens)
-            metrics.observe("flodl_batch_seconds", seconds)
-            metrics.set("flodl_batch_fill", tokens / house.workers.max_batch_tokens)
+            sizes.add(rows)
+            lengths.add(tokens)
+            times.add(seconds)
+            fill.value = tokens / house.workers.max_batch_tokens
 
     traces = None if settings.otlp_endpoint is None else Traces(settings.otlp_endpoint)
     house = House(settings, Workers(settings, heard), admission, metrics, traces)

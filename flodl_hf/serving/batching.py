@@ -184,6 +184,7 @@ class Batcher:
             number = next(self._numbers) - (PASSES + 0.25) * ticket.priority
             heappush(group.setdefault(key, []), (sent.tag, number, sent))
             self._changed.notify()
+        ticket.read_on()
         return pending
 
     def _claimed(self, tokens: int) -> bool:
@@ -208,7 +209,9 @@ class Batcher:
         try:
             self._models[key] = of
             _note(taken, sent.table, started)
-            _share_out(taken, self._engine(key).start(sent.table, work, sent.places))
+            running = self._engine(key).start(sent.table, work, sent.places)
+            sent.ticket.read_on()
+            _share_out(taken, running)
         except Exception as fault:
             self._failed(taken, fault)
         else:

@@ -6,6 +6,7 @@ Decides when nobody waits for an answer any more.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from threading import Event, Semaphore
 from typing import Any
@@ -18,6 +19,9 @@ __all__ = ["Awaited", "DeadlineError", "GivenUpError", "Ticket"]
 
 _LATE = "the answer was not there in time; ask for less at once, or allow more time"
 _GONE = "the request was given up"
+
+
+def _nothing() -> None: ...
 
 
 class DeadlineError(PredictError):
@@ -44,6 +48,7 @@ class Ticket:
         waited_s: how long its rows waited before the first of them ran.
         timeline: when what happened, where it is traced.
         turn: held by its thread while that computes, and let go of while it waits for a batch.
+        read_on: called when the device has what it needs: others may be read then.
     """
 
     key: str = ""
@@ -57,6 +62,7 @@ class Ticket:
     waited_s: float = 0.0
     timeline: Timeline | None = None
     turn: Semaphore | None = None
+    read_on: Callable[[], None] = _nothing
     waits: list[Event] = field(default_factory=list)
 
     def give_up(self) -> None:

@@ -1,7 +1,8 @@
 """Threads that take turns at reading requests: who has read one answers it, and another reads on.
 
 So a request is not handed from thread to thread before its answer is begun (leader and followers, Schmidt et al. 2000).
-Of those that wait, the last to have worked reads next: while few requests come, the same two threads do everything.
+Of those that wait, the last to have worked reads next: while few requests come, the same two threads do everything. Who
+answers says when another is to read on: one that is woken wants the interpreter, which somebody alone needs first.
 """
 
 from __future__ import annotations
@@ -13,19 +14,21 @@ from typing import Any
 __all__ = ["take_turns"]
 
 
-def take_turns(read: Callable[[], Any], answer: Callable[[Any], None], most: int) -> None:
+def take_turns(read: Callable[[], Any], answer: Callable[[Any, Callable[[], None]], None], most: int) -> None:
     """Read and answer until there is nothing to be read; return then, whatever is still being answered.
 
     Args:
         read: gives the next request, or None at the end; called by one thread at a time.
-        answer: called with each request, by as many threads at a time as there are requests, and at most ``most``.
+        answer: called with each request, by as many threads at a time as there are requests, and at most ``most``; and
+            with what lets another thread read on, which is to be called before anything that takes long. If it is not
+            called at all, the same thread reads on behind the answer.
         most: threads.
     """
     _Turns(read, answer, most).run()
 
 
 class _Turns:
-    def __init__(self, read: Callable[[], Any], answer: Callable[[Any], None], most: int) -> None:
+    def __init__(self, read: Callable[[], Any], answer: Callable[[Any, Callable[[], None]], None], most: int) -> None:
         self._read, self._answer, self._most = read, answer, most
         self._lock = Lock()
         self._idle: list[Semaphore] = []
@@ -62,8 +65,21 @@ class _Turns:
             if request is None:
                 self._end.set()
                 return
-            self._next_reader()
-            self._answer(request)
+            handed = False
+
+            def read_on() -> None:
+                nonlocal handed
+                if not handed:
+                    handed = True
+                    self._next_reader()
+
+            try:
+                self._answer(request, read_on)
+            except BaseException:
+                read_on()
+                raise
+            if not handed:
+                continue
             with self._lock:
                 reads = self._vacant
                 self._vacant = False

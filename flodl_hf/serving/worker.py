@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from threading import Lock, Semaphore
 from typing import Any
@@ -44,6 +45,9 @@ CONTEXT = 1 << 30
 # behind all of them whenever they let go of it.
 TURNS = 3
 LONG = 65_536
+# A request alone with at most so many characters is tokenised and on the device before another thread reads on, in a
+# millisecond.
+SHORT = 2048
 _KINDS = {DeadlineError: "deadline", GivenUpError: "given_up", TokenizerError: "tokenizer", FlodlError: "refused"}
 
 
@@ -223,9 +227,13 @@ def serve(descriptor: int) -> None:
                 gone.give_up()
         return None
 
-    def work(request: tuple[dict[str, Any], Ticket]) -> None:
+    def work(request: tuple[dict[str, Any], Ticket], read_on: Callable[[], None]) -> None:
         message, ticket = request
         started = time.perf_counter()
+        if len(tickets) == 1 and weigh(message["items"]) <= SHORT:
+            ticket.read_on = read_on
+        else:
+            read_on()
         number, reply, arrays = message["id"], {}, []
         assert ticket.turn is not None
         with ticket.turn:

@@ -281,14 +281,27 @@ def test_threads_take_turns_at_reading() -> None:
         reading -= 1
         return found
 
-    def answer(request: int) -> None:
+    def answer(request: int, read_on: Any) -> None:
         inside.release()
+        if not alone:
+            read_on()
+            read_on()
         if request >= 100:
             gate.wait()
         answered.append((request, threading.get_ident()))
 
     ran = threading.Thread(target=take_turns, args=(read, answer, 3))
     ran.start()
+    # Where nobody is to read on meanwhile, one thread does it all.
+    alone = True
+    for number in range(-5, 0):
+        requests.put(number)
+        inside.acquire()
+        while len(answered) <= number + 5:
+            time.sleep(0.0005)
+    assert len({thread for _, thread in answered}) == 1
+    answered.clear()
+    alone = False
     # One after another, two threads do it all.
     for number in range(20):
         requests.put(number)
@@ -311,3 +324,28 @@ def test_threads_take_turns_at_reading() -> None:
     while len(answered) < 24:
         time.sleep(0.0005)
     assert most == 1
+
+
+def test_a_fault_while_answering_lets_another_thread_read_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", ended.append)
+    requests: queue.Queue[Any] = queue.Queue()
+    answered = []
+    seen = threading.Event()
+
+    def answer(request: int, read_on: Any) -> None:
+        if request == 0:
+            raise RuntimeError("no answer")
+        answered.append(request)
+        seen.set()
+
+    ran = threading.Thread(target=take_turns, args=(requests.get, answer, 3))
+    ran.start()
+    requests.put(0)
+    requests.put(1)
+    assert seen.wait(60)
+    requests.put(None)
+    ran.join(60)
+    assert answered == [1]
+    assert [str(one.exc_value) for one in ended] == ["no answer"]
+    assert not ran.is_alive()
