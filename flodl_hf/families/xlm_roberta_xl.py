@@ -27,7 +27,7 @@ MOVED = {
     "encoder.layers.{i}.feed_forward_norm": "encoder.layer.{i}.LayerNorm",
 }
 KEYS = (*rows_under("roberta", roberta.KEYS, MOVED), KeyRow("encoder.norm", "roberta.encoder.LayerNorm"))
-ROWS = changed(roberta.CONFIG, {"norm_eps": {"default": 1e-5}})
+ROWS = changed(roberta.CONFIG, {"norm_eps": {"default": 1e-5}, "type_vocab_size": {"default": 1}})
 
 
 def encoder(c: RobertaConfig) -> Graph:
