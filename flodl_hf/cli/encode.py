@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from flodl_hf.cli.choices import FaultWord, FormatWord, PrecisionWord, WeightsWord
+from flodl_hf.cli.choices import FaultWord
+from flodl_hf.cli.options import Device, Devices, Format, PartRows, Precision, Restart, TextColumn, Weights, file_option
 from flodl_hf.cli.shared import Json, Local, Model, Revision, device_said, reporting
 
 NAME = "encode"
@@ -29,16 +30,13 @@ class Stored(StrEnum):
 def command(
     model: Model,
     source: Annotated[
-        str,
-        typer.Option("--in", "-i", help="CSV, TSV, JSON lines, Parquet, Arrow or text file; - is standard input."),
+        str, file_option("--in", "-i", says="CSV, TSV, JSON lines, Parquet, Arrow or text file; - is standard input.")
     ],
-    out: Annotated[Path, typer.Option("--out", "-o", help="File to write: .npy, .parquet, .arrow or .jsonl.")],
-    text_column: Annotated[str | None, typer.Option("--text-column", help="Column of texts.")] = None,
-    input_format: Annotated[
-        FormatWord | None, typer.Option("--format", help="By default by the suffix of the file.")
-    ] = None,
+    out: Annotated[Path, file_option("--out", "-o", says="File to write: .npy, .parquet, .arrow or .jsonl.")],
+    text_column: TextColumn = None,
+    input_format: Format = None,
     keep: Annotated[
-        str | None, typer.Option("--keep", help="Columns to keep beside the vector: all, none, or a,b; by default all.")
+        str | None, file_option("--keep", says="Columns to keep beside the vector: all, none, or a,b; by default all.")
     ] = None,
     store: Annotated[
         Stored, typer.Option("--store", help="How numbers are kept: whole, in half, in a byte or in a bit each.")
@@ -54,29 +52,14 @@ def command(
     ] = None,
     on_error: Annotated[
         FaultWord,
-        typer.Option("--on-error", help="Rows without a text; null writes no vector and the reason (not to .npy)."),
+        file_option("--on-error", says="Rows without a text; null writes no vector and the reason (not to .npy)."),
     ] = FaultWord.stop,
-    part_rows: Annotated[
-        int | None, typer.Option("--part-rows", help="Rows in a part; 2,048 on a CPU, 32,768 on CUDA.", min=1)
-    ] = None,
-    restart: Annotated[
-        bool, typer.Option("--restart", help="Begin anew: throw away parts and output of an earlier run.")
-    ] = False,
-    devices: Annotated[
-        str | None,
-        typer.Option("--devices", help="How many processes, or their devices: 2, cuda:0,cuda:1, or auto for all."),
-    ] = None,
-    precision: Annotated[PrecisionWord | None, typer.Option("--precision", help="Of the arithmetic.")] = None,
-    weights: Annotated[
-        WeightsWord | None,
-        typer.Option(
-            "--weights",
-            help="disk leaves them in their files and reads layer after layer; by default where memory has no room.",
-        ),
-    ] = None,
-    device: Annotated[
-        str, typer.Option("--device", help="cpu, cuda, cuda:1, mps, or auto for the best device there is.")
-    ] = "auto",
+    part_rows: PartRows = None,
+    restart: Restart = False,
+    devices: Devices = None,
+    precision: Precision = None,
+    weights: Weights = None,
+    device: Device = "auto",
     revision: Revision = None,
     local_files_only: Local = False,
     json_output: Json = False,

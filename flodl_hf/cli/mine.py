@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from flodl_hf.cli.choices import PrecisionWord
+from flodl_hf.cli.options import Device, Precision
 from flodl_hf.cli.shared import Json, Local, Model, Revision, emit_json, reporting, tell
 
 NAME = "mine"
@@ -46,10 +46,8 @@ def command(
     ] = None,
     sampling: Annotated[Sampling, typer.Option("--sampling", help="The nearest, or drawn.")] = Sampling.top,
     seed: Annotated[int, typer.Option("--seed", help="Decides what is drawn.")] = 42,
-    precision: Annotated[PrecisionWord | None, typer.Option("--precision", help="Of the arithmetic.")] = None,
-    device: Annotated[
-        str, typer.Option("--device", help="cpu, cuda, cuda:1, mps, or auto for the best device there is.")
-    ] = "auto",
+    precision: Precision = None,
+    device: Device = "auto",
     revision: Revision = None,
     local_files_only: Local = False,
     json_output: Json = False,

@@ -17,7 +17,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flodl.errors import ConfigError
-from flodl_hf.cli.choices import AggregationWord, FaultWord, FormatWord, Head, HeadWord, PrecisionWord, WeightsWord
+from flodl_hf.cli.choices import AggregationWord, FaultWord, Head, HeadWord
+from flodl_hf.cli.options import (
+    Device,
+    Devices,
+    Format,
+    OnError,
+    PartRows,
+    Precision,
+    Restart,
+    TextColumn,
+    Weights,
+    file_option,
+    running_option,
+)
 from flodl_hf.cli.shared import (
     Json,
     Local,
@@ -44,116 +57,94 @@ MOST_DRAWN = 1_000
 """Most answers that --html draws."""
 
 
-def _file_option(*names: str, says: str, **more: Any) -> Any:
-    return typer.Option(*names, help=says, rich_help_panel="A file of texts", **more)
-
-
 def _answer_option(*names: str, says: str, **more: Any) -> Any:
     return typer.Option(*names, help=says, rich_help_panel="Answers", **more)
 
 
-def _running_option(*names: str, says: str, **more: Any) -> Any:
-    return typer.Option(*names, help=says, rich_help_panel="How it runs", **more)
+Text = Annotated[list[str] | None, typer.Argument(metavar="[TEXT]...", help="Texts; none reads lines from stdin.")]
+Question = Annotated[str | None, _answer_option("--question", "-q", says="The question, for question answering.")]
+Query = Annotated[
+    str | None, _answer_option("--query", says="Order texts by how well they fit this, with a model of one label.")
+]
+TopK = Annotated[int | None, _answer_option("--top-k", says="Most answers for each text.", min=1)]
+Threshold = Annotated[
+    str | None,
+    _answer_option(
+        "--threshold",
+        metavar="NUMBER|tuned",
+        says="Least score of a label, for classes; tuned for those that the model keeps.",
+    ),
+]
+Aggregation = Annotated[AggregationWord | None, _answer_option("--aggregation", says="What carries an entity's label.")]
+NoAnswer = Annotated[bool, _answer_option("--no-answer", says="Allow 'there is no answer', for question answering.")]
+Strict = Annotated[
+    bool,
+    _answer_option(
+        "--strict/--no-strict", says="Refuse texts longer than one window instead of reading them in several."
+    ),
+]
+Page = Annotated[
+    Path | None,
+    _answer_option("--html", says="Also write the answers as a page, drawn as notebooks draw them; at most 1,000."),
+]
+BatchInvariant = Annotated[
+    bool, running_option("--batch-invariant", says="Let an answer depend on its text alone, bit for bit; slower.")
+]
+In = Annotated[
+    str | None,
+    file_option("--in", "-i", says="CSV, TSV, JSON lines, Parquet, Arrow or text file; - is standard input."),
+]
+Out = Annotated[
+    Path | None,
+    file_option("--out", "-o", says="File to write: .jsonl, .csv, .tsv or .parquet; - is standard output."),
+]
+Header = Annotated[
+    bool | None,
+    file_option("--header/--no-header", says="Whether a CSV or TSV file has one; by default its looks."),
+]
+PairColumn = Annotated[str | None, file_option("--pair-column", says="Column of second texts, for models of pairs.")]
+QuestionColumn = Annotated[str | None, file_option("--question-column", says="Column of questions.")]
+ContextColumn = Annotated[str | None, file_option("--context-column", says="Column of texts that hold the answers.")]
+QueryColumn = Annotated[str | None, file_option("--query-column", says="Column of queries.")]
+IdColumn = Annotated[str | None, file_option("--id-column", says="Column that is kept, and comes first.")]
+Keep = Annotated[
+    str | None,
+    file_option("--keep", says="Columns to keep: all, none, or a,b; all unless there is an --id-column."),
+]
 
 
 @reporting
 def command(
     model: Model,
-    text: Annotated[
-        list[str] | None, typer.Argument(metavar="[TEXT]...", help="Texts; none reads lines from stdin.")
-    ] = None,
-    question: Annotated[
-        str | None, _answer_option("--question", "-q", says="The question, for question answering.")
-    ] = None,
-    query: Annotated[
-        str | None, _answer_option("--query", says="Order texts by how well they fit this, with a model of one label.")
-    ] = None,
+    text: Text = None,
+    question: Question = None,
+    query: Query = None,
     head: Head = HeadWord.auto,
-    top_k: Annotated[int | None, _answer_option("--top-k", says="Most answers for each text.", min=1)] = None,
-    threshold: Annotated[
-        str | None,
-        _answer_option(
-            "--threshold",
-            metavar="NUMBER|tuned",
-            says="Least score of a label, for classes; tuned for those that the model keeps.",
-        ),
-    ] = None,
-    aggregation: Annotated[
-        AggregationWord | None, _answer_option("--aggregation", says="What carries an entity's label.")
-    ] = None,
-    no_answer: Annotated[
-        bool, _answer_option("--no-answer", says="Allow 'there is no answer', for question answering.")
-    ] = False,
-    strict: Annotated[
-        bool,
-        _answer_option(
-            "--strict/--no-strict", says="Refuse texts longer than one window instead of reading them in several."
-        ),
-    ] = False,
-    precision: Annotated[
-        PrecisionWord | None, _running_option("--precision", says="By default that of the weights.")
-    ] = None,
-    batch_invariant: Annotated[
-        bool,
-        _running_option("--batch-invariant", says="Let an answer depend on its text alone, bit for bit; slower."),
-    ] = False,
-    weights: Annotated[
-        WeightsWord | None,
-        _running_option(
-            "--weights",
-            says="disk leaves them in their files and reads layer after layer; by default where memory has no room.",
-        ),
-    ] = None,
-    source: Annotated[
-        str | None,
-        _file_option("--in", "-i", says="CSV, TSV, JSON lines, Parquet, Arrow or text file; - is standard input."),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        _file_option("--out", "-o", says="File to write: .jsonl, .csv, .tsv or .parquet; - is standard output."),
-    ] = None,
-    input_format: Annotated[
-        FormatWord | None, _file_option("--format", says="By default by the suffix of the file.")
-    ] = None,
-    header: Annotated[
-        bool | None,
-        _file_option("--header/--no-header", says="Whether a CSV or TSV file has one; by default its looks."),
-    ] = None,
-    text_column: Annotated[str | None, _file_option("--text-column", says="Column of texts.")] = None,
-    pair_column: Annotated[
-        str | None, _file_option("--pair-column", says="Column of second texts, for models of pairs.")
-    ] = None,
-    question_column: Annotated[str | None, _file_option("--question-column", says="Column of questions.")] = None,
-    context_column: Annotated[
-        str | None, _file_option("--context-column", says="Column of texts that hold the answers.")
-    ] = None,
-    query_column: Annotated[str | None, _file_option("--query-column", says="Column of queries.")] = None,
-    id_column: Annotated[str | None, _file_option("--id-column", says="Column that is kept, and comes first.")] = None,
-    keep: Annotated[
-        str | None,
-        _file_option("--keep", says="Columns to keep: all, none, or a,b; all unless there is an --id-column."),
-    ] = None,
-    on_error: Annotated[
-        FaultWord,
-        _file_option("--on-error", says="Rows that cannot be answered; null writes no answer and the reason."),
-    ] = FaultWord.stop,
-    part_rows: Annotated[
-        int | None, _file_option("--part-rows", says="Rows in a part; 2,048 on a CPU, 32,768 on CUDA.", min=1)
-    ] = None,
-    restart: Annotated[
-        bool, _file_option("--restart", says="Begin anew: throw away parts and output of an earlier run.")
-    ] = False,
-    devices: Annotated[
-        str | None,
-        _file_option("--devices", says="How many processes, or their devices: 2, cuda:0,cuda:1, or auto for all."),
-    ] = None,
-    page: Annotated[
-        Path | None,
-        _answer_option("--html", says="Also write the answers as a page, drawn as notebooks draw them; at most 1,000."),
-    ] = None,
-    device: Annotated[
-        str, _running_option("--device", says="cpu, cuda, cuda:1, mps, or auto for the best device there is.")
-    ] = "auto",
+    top_k: TopK = None,
+    threshold: Threshold = None,
+    aggregation: Aggregation = None,
+    no_answer: NoAnswer = False,
+    strict: Strict = False,
+    precision: Precision = None,
+    batch_invariant: BatchInvariant = False,
+    weights: Weights = None,
+    source: In = None,
+    out: Out = None,
+    input_format: Format = None,
+    header: Header = None,
+    text_column: TextColumn = None,
+    pair_column: PairColumn = None,
+    question_column: QuestionColumn = None,
+    context_column: ContextColumn = None,
+    query_column: QueryColumn = None,
+    id_column: IdColumn = None,
+    keep: Keep = None,
+    on_error: OnError = FaultWord.stop,
+    part_rows: PartRows = None,
+    restart: Restart = False,
+    devices: Devices = None,
+    page: Page = None,
+    device: Device = "auto",
     revision: Revision = None,
     local_files_only: Local = False,
     json_output: Json = False,
@@ -171,50 +162,71 @@ def command(
         "question_column": question_column, "context_column": context_column, "query_column": query_column,
         "id_column": id_column, "keep": keep, "part_rows": part_rows, "devices": devices,
     }  # fmt: skip
+    files = {name: value for name, value in files.items() if value is not None}
+    loading: dict[str, Any] = {"revision": revision, "local_files_only": local_files_only, "weights": weights}
     if page is not None and (source is not None or out is not None):
         _misused("--html draws the answers to texts; it has no room for --in and --out")
     if source is not None and out is not None and not text:
-        said = {name: value for name, value in files.items() if value is not None}
-        said |= {"question": question, "query": query, "on_error": on_error, "restart": restart, "head": head}
-        with beginning(model, {"device": device if devices is None else None, "weights": weights}):
-            if devices is None:
-                said["device"] = device_said(device)
-            said |= {"revision": revision, "local_files_only": local_files_only}
-            said |= {} if weights is None else {"weights": weights}
-            if str(out) == "-":
-                predict_to_output(model, source, {**said, **options})
-            else:
-                predict_to_file(model, source, out, {**said, **options}, json_output)
+        said = {"question": question, "query": query, "on_error": on_error, "restart": restart, "head": head}
+        _file(model, source, out, {**files, **said, **options}, loading, device, json_output)
         return
-    stray = [name for name, value in files.items() if value is not None]
     if source is not None or out is not None:
         _misused("--in and --out belong together, and leave no room for texts: --in FILE --out FILE")
-    if stray or restart or on_error != "stop":
-        named = [f"--{name.replace('_', '-')}" for name in stray] or ["--restart" if restart else "--on-error"]
+    if files or restart or on_error != "stop":
+        named = [f"--{name.replace('_', '-')}" for name in files] or ["--restart" if restart else "--on-error"]
         _misused(f"{', '.join(named)}: needs --in FILE and --out FILE")
-
-    from flodl_hf.auto import load
-
     if text is None and sys.stdin.isatty():
         say("reading texts from standard input, one a line (Ctrl-D ends)")
     if page is not None and (page.is_dir() or not page.parent.is_dir()):
         what = "is a folder; expected a file" if page.is_dir() else "its folder does not exist; make it first"
         raise ConfigError(f"--html: {page}: {what}", problems=["html"])
-    texts = iter(text) if text is not None else stdin_lines()
-    how: dict[str, Any] = {"revision": revision, "local_files_only": local_files_only, "weights": weights}
     with beginning(model, {"device": device, "weights": weights}):
-        loaded = load(model, head=head, **how, device=device_said(device))
-    answers = (
-        ranked(loaded, list(texts), query, {k: v for k, v in options.items() if v is not None})
-        if query is not None
-        else answer(loaded, texts, question=question, options={k: v for k, v in options.items() if v is not None})
-    )
-    drawn: list[tuple[str, Any]] = []
+        from flodl_hf.auto import load
+
+        loaded = load(model, head=head, **loading, device=device_said(device))
+    texts = iter(text) if text is not None else stdin_lines()
+    given = {name: value for name, value in options.items() if value is not None}
+    if query is not None:
+        answers = ranked(loaded, list(texts), query, given)
+    else:
+        answers = answer(loaded, texts, question=question, options=given)
+    drawn = _told(answers, json_output, most=0 if page is None else MOST_DRAWN)
+    if page is not None:
+        from flodl_hf.report.answers import write_page
+
+        write_page(page, model, drawn)
+        say(f"drawn in {page}")
+
+
+def _file(
+    model: str,
+    source: str,
+    out: Path,
+    said: dict[str, Any],
+    loading: dict[str, Any],
+    device: str,
+    json_output: bool,
+) -> None:
+    """Answer a file into a file or onto standard output, on one device or, with ``devices``, on several."""
+    one = "devices" not in said
+    with beginning(model, {"device": device if one else None, "weights": loading["weights"]}):
+        if one:
+            said = {**said, "device": device_said(device)}
+        said |= {name: value for name, value in loading.items() if name != "weights" or value is not None}
+        if str(out) == "-":
+            predict_to_output(model, source, said)
+        else:
+            predict_to_file(model, source, out, said, json_output)
+
+
+def _told(answers: Iterator[tuple[str, Any]], json_output: bool, most: int) -> list[tuple[str, Any]]:
+    """Print each text with its answer; return the first ``most`` of them."""
+    kept: list[tuple[str, Any]] = []
     answered = False
     for given, found in answers:
         answered = True
-        if page is not None and len(drawn) < MOST_DRAWN:
-            drawn.append((given, found))
+        if len(kept) < most:
+            kept.append((given, found))
         if json_output:
             # One object a line, so that any number of texts can be piped on.
             line = {"text": given, "result": plain(found)}
@@ -225,11 +237,7 @@ def command(
             tell(show(found))
     if not answered:
         say("no texts were given: as arguments, or one a line on standard input")
-    if page is not None:
-        from flodl_hf.report.answers import write_page
-
-        write_page(page, model, drawn)
-        say(f"drawn in {page}")
+    return kept
 
 
 def _misused(text: str) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from flodl_hf.cli.choices import PrecisionWord
+from flodl_hf.cli.options import Device, Precision, TextColumn
 from flodl_hf.cli.shared import Json, Local, Model, Revision, emit_json, reporting, say, stdin_lines, tell
 
 NAME = "search"
@@ -22,13 +22,11 @@ def command(
     vectors: Annotated[
         str | None, typer.Option("--vectors", help="Their vectors as `flodl-hf encode` wrote them; else they are made.")
     ] = None,
-    text_column: Annotated[str | None, typer.Option("--text-column", help="Column of texts.")] = None,
+    text_column: TextColumn = None,
     top_k: Annotated[int, typer.Option("--top-k", min=1, help="Most texts for each query.")] = 5,
     prompt: Annotated[str, typer.Option("--prompt", help="Put before each query.")] = "",
-    precision: Annotated[PrecisionWord | None, typer.Option("--precision", help="Of the arithmetic.")] = None,
-    device: Annotated[
-        str, typer.Option("--device", help="cpu, cuda, cuda:1, mps, or auto for the best device there is.")
-    ] = "auto",
+    precision: Precision = None,
+    device: Device = "auto",
     revision: Revision = None,
     local_files_only: Local = False,
     json_output: Json = False,

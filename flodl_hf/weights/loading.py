@@ -155,6 +155,7 @@ class _Names:
 
     def __init__(self, family: Family, config: Any, key_map: KeyMap, targets: Iterable[str], head: str) -> None:
         self.family = family
+        self.key_map = key_map
         self.wanted = {theirs: ours for ours, theirs in key_map.names(targets).items()}
         # Names of stored tensors that hold several of ours, with those of their parts.
         self.wholes: dict[str, list[str]] = {}
@@ -267,96 +268,148 @@ def plan_load(
     """
     names = _Names(family, config, key_map, targets, head)
     stored = _with_parts(stored, names)
-    report = LoadReport(where, head, source_head)
-    own_head = source_head is None or source_head == head
-    placed: dict[str, str] = {}
-    repeated: list[tuple[str, str]] = []
-    problems: dict[str, list[str]] = {
-        "unexpected": [],
-        "wrong shape": [],
-        "wrong dtype": [],
-        "named twice": [],
-        "missing": [],
-    }
-    renew = tuple(renew)
-    fresh: set[str] = set()
-    misfits: set[str] = set()  # in the file, but not as they should be: named once, not also as missing
-
+    matching = _Matching(names, targets, LoadReport(where, head, source_head), tuple(renew), custom)
     for name, tensor in stored.items():
-        canonical = names.canonical(name)
-        if canonical is None and custom is not None and not names.of_encoder(name):
-            report.ignored[name] = f"belongs to {printable(custom, 60)}, which is none of our classes"
-            continue
-        if canonical is None:
-            hint = nearest(name, names.wanted)
-            problems["unexpected"].append(f"{name} {list(tensor.shape)}{hint}")
-            continue
-        alias_of = names.aliases.get(canonical)
-        ours = names.wanted.get(alias_of or canonical)
-        if ours is None:
-            report.ignored[name] = names.reason(canonical) or "not used"
-            continue
-        # A file that says it is an encoder alone was written for no other head: the one that it holds is meant.
-        if ours.startswith(_HEAD) and not own_head and source_head != "base":
-            report.ignored[name] = f"written for the {source_head} head, and this is {head}"
-            continue
-        if tensor.dtype not in FLOATS:
-            misfits.add(ours)
-            problems["wrong dtype"].append(f"{name}: found {tensor.dtype}; expected one of {', '.join(FLOATS)}")
-            continue
-        if tuple(tensor.shape) != tuple(targets[ours]):
-            if ours.startswith(renew) and renew:
-                fresh.add(ours)
-                report.ignored[name] = f"has shape {list(tensor.shape)}; the new labels need {list(targets[ours])}"
-                continue
-            misfits.add(ours)
-            problems["wrong shape"].append(f"{name}: found {list(tensor.shape)}; expected {list(targets[ours])}")
-            continue
-        if ours in placed:
-            # The alias is what the reference reads, so it wins; equality is checked on the values.
-            keep, drop = (name, placed[ours]) if alias_of else (placed[ours], name)
-            if not alias_of and names.aliases.get(names.canonical(placed[ours]) or "") is None:
-                problems["named twice"].append(f"{name} and {placed[ours]} are both {canonical}")
-                continue
-            placed[ours] = keep
-            repeated.append((drop, keep))
-        else:
-            placed[ours] = name
-        if canonical != name and canonical.removeprefix(family.base_prefix + ".") != name:
-            report.renamed[name] = canonical
-
-    ties, compare = _tied(family.heads[head].ties if head != "base" and tie_words else (), placed)
+        matching.take(name, tensor)
+    ties, compare = _tied(family.heads[head].ties if head != "base" and tie_words else (), matching.placed)
     covered = {tie.also for tie in ties}
-    found = placed.keys() | covered | fresh | misfits
-    head_names = [ours for ours in targets if ours.startswith(_HEAD) and ours not in covered]
-    no_head = own_head is False or (source_head is None and not any(ours in placed for ours in head_names))
-    # A part that the file was never written with may start fresh; half of one may not.
-    absent: tuple[str, ...] = ()
-    for part, may_be_new in ((_HEAD, no_head), (("pooler.",), source_head != head)):
-        if may_be_new and not any(name in placed for name in targets if name.startswith(part) and name not in covered):
-            absent += part
-    for ours in targets:
-        if ours in found:
-            continue
-        if ours.startswith(absent):
-            fresh.add(ours)
-        else:
-            problems["missing"].append(f"{key_map.theirs(ours)} {list(targets[ours])}")
-    if any(problems.values()):
+    matching.complete(covered)
+    if any(matching.problems.values()):
         files = sorted({getattr(tensor, "file", "") for tensor in stored.values()} - {""})
-        lost = {kind for kind, lines in problems.items() if lines}
-        headless = lost == {"missing"} and not any(ours in found for ours in head_names)
-        headless = headless and len(problems["missing"]) == len(head_names) > 0
-        raise _misfit(where, files, head, source_head, problems, headless=headless)
+        headless = matching.is_headless(covered)
+        raise _misfit(where, files, head, source_head, matching.problems, headless=headless)
 
-    report.new = tuple(ours for ours in targets if ours in fresh)
+    report, placed = matching.report, matching.placed
+    report.new = tuple(ours for ours in targets if ours in matching.fresh)
     report.matched = {ours: placed[ours] for ours in targets if ours in placed}
     report.tied = tuple(tie.also for tie in ties)
     for ours in report.matched:
         dtype = stored[placed[ours]].dtype
         report.dtypes[dtype] = report.dtypes.get(dtype, 0) + 1
     report.prefixed = any(family.base_prefix + "." in name for name in stored)
-    return Plan(placed, tuple(ties), tuple(compare), tuple(repeated), report, stored)
+    return Plan(placed, tuple(ties), tuple(compare), tuple(matching.repeated), report, stored)
+
+
+@dataclass
+class _Matching:
+    """Stored tensors as they are matched with ours, one after another, and what is wrong with them.
+
+    Attributes:
+        names: what a stored name means.
+        targets: our tensors with their shapes.
+        report: gets what is ignored and what is renamed.
+        renew: prefixes of our tensors that start fresh if the stored shape does not fit.
+        custom: the class the file was written for, where it is none of ours.
+        placed: our names with the stored tensor that fills each.
+        repeated: stored tensors that must equal another, with that one.
+        fresh: our tensors that the file does not fill.
+        misfits: ours that are in the file, but not as they should be: named once, not also as missing.
+        problems: lines by kind.
+    """
+
+    names: _Names
+    targets: Mapping[str, tuple[int, ...]]
+    report: LoadReport
+    renew: tuple[str, ...]
+    custom: str | None
+    placed: dict[str, str] = field(default_factory=dict)
+    repeated: list[tuple[str, str]] = field(default_factory=list)
+    fresh: set[str] = field(default_factory=set)
+    misfits: set[str] = field(default_factory=set)
+    problems: dict[str, list[str]] = field(
+        default_factory=lambda: {
+            kind: [] for kind in ("unexpected", "wrong shape", "wrong dtype", "named twice", "missing")
+        }
+    )
+
+    @property
+    def _own_head(self) -> bool:
+        return self.report.source_head in (None, self.report.head)
+
+    def take(self, name: str, tensor: Stored) -> None:
+        """Place a stored tensor, or note why it is not used or what is wrong with it."""
+        canonical = self.names.canonical(name)
+        if canonical is None:
+            if self.custom is not None and not self.names.of_encoder(name):
+                self.report.ignored[name] = f"belongs to {printable(self.custom, 60)}, which is none of our classes"
+            else:
+                hint = nearest(name, self.names.wanted)
+                self.problems["unexpected"].append(f"{name} {list(tensor.shape)}{hint}")
+            return
+        ours = self.names.wanted.get(self.names.aliases.get(canonical) or canonical)
+        if ours is None:
+            self.report.ignored[name] = self.names.reason(canonical) or "not used"
+        # A file that says it is an encoder alone was written for no other head: the one that it holds is meant.
+        elif ours.startswith(_HEAD) and not self._own_head and self.report.source_head != "base":
+            written = self.report.source_head
+            self.report.ignored[name] = f"written for the {written} head, and this is {self.report.head}"
+        elif self._fits(ours, name, tensor):
+            self._place(ours, name, canonical)
+
+    def _fits(self, ours: str, name: str, tensor: Stored) -> bool:
+        expected = list(self.targets[ours])
+        if tensor.dtype not in FLOATS:
+            kind, line = "wrong dtype", f"{name}: found {tensor.dtype}; expected one of {', '.join(FLOATS)}"
+        elif list(tensor.shape) == expected:
+            return True
+        elif self.renew and ours.startswith(self.renew):
+            self.fresh.add(ours)
+            self.report.ignored[name] = f"has shape {list(tensor.shape)}; the new labels need {expected}"
+            return False
+        else:
+            kind, line = "wrong shape", f"{name}: found {list(tensor.shape)}; expected {expected}"
+        self.misfits.add(ours)
+        self.problems[kind].append(line)
+        return False
+
+    def _place(self, ours: str, name: str, canonical: str) -> None:
+        aliases = self.names.aliases
+        before = self.placed.setdefault(ours, name)
+        if before != name:
+            # The alias is what the reference reads, so it wins; equality is checked on the values.
+            keep, drop = (name, before) if canonical in aliases else (before, name)
+            if canonical not in aliases and (self.names.canonical(before) or "") not in aliases:
+                self.problems["named twice"].append(f"{name} and {before} are both {canonical}")
+                return
+            self.placed[ours] = keep
+            self.repeated.append((drop, keep))
+        if canonical != name and canonical.removeprefix(self.names.family.base_prefix + ".") != name:
+            self.report.renamed[name] = canonical
+
+    def complete(self, covered: set[str]) -> None:
+        """Say of each of our tensors that nothing fills whether it starts fresh or is missing.
+
+        Args:
+            covered: our tensors that are tied to another.
+        """
+        source_head = self.report.source_head
+        found = self.placed.keys() | covered | self.fresh | self.misfits
+        has_head = any(ours in self.placed for ours in self._head_names(covered))
+        no_head = not self._own_head or (source_head is None and not has_head)
+        # A part that the file was never written with may start fresh; half of one may not.
+        absent: tuple[str, ...] = ()
+        for part, may_be_new in ((_HEAD, no_head), (("pooler.",), source_head != self.report.head)):
+            own = (name for name in self.targets if name.startswith(part) and name not in covered)
+            if may_be_new and not any(name in self.placed for name in own):
+                absent += part
+        for ours in self.targets:
+            if ours in found:
+                continue
+            if ours.startswith(absent):
+                self.fresh.add(ours)
+            else:
+                self.problems["missing"].append(f"{self.names.key_map.theirs(ours)} {list(self.targets[ours])}")
+
+    def is_headless(self, covered: set[str]) -> bool:
+        """Return whether nothing is wrong but that the whole head is missing."""
+        wrong = {kind for kind, lines in self.problems.items() if lines}
+        head_names = self._head_names(covered)
+        found = self.placed.keys() | covered | self.fresh | self.misfits
+        alone = wrong == {"missing"} and not any(ours in found for ours in head_names)
+        return alone and len(self.problems["missing"]) == len(head_names) > 0
+
+    def _head_names(self, covered: set[str]) -> list[str]:
+        return [ours for ours in self.targets if ours.startswith(_HEAD) and ours not in covered]
 
 
 def _tied(ties: Iterable[Tie], placed: dict[str, str]) -> tuple[list[Tie], list[tuple[Tie, str, str]]]:

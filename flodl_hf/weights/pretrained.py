@@ -170,25 +170,7 @@ def _load(
         kept = _kept(plan.report.ignored, config)
         repeated = (name for pair in plan.duplicates for name in pair)
         names = list(dict.fromkeys([*plan.placed.values(), *repeated, *carried_names, *kept]))
-        on_disk: OnDisk | None = None
-        place = torch.device("cpu") if device is None else torch.device(device)
-        stays = stays_on_disk(
-            weights, checkpoint.manifest, map(as_whole, plan.placed.values()), dtype, place, mapped=mapped,
-            notes=plan.report.notes,
-        )  # fmt: skip
-        # Blobs of a Hub cache are never rewritten, so they may be shown instead of copied; a folder that
-        # someone may write to is copied, so that no later change reaches the model.
-        wholes = list(dict.fromkeys(map(as_whole, names)))
-        layers: set[str] = set()
-        if stays:
-            layers = {as_whole(name) for ours, name in plan.placed.items() if ours.startswith("encoder.layers.")}
-            values = checkpoint.read_all([name for name in wholes if name in layers], mapped=True)
-            values |= checkpoint.read_all([name for name in wholes if name not in layers])
-        else:
-            values = checkpoint.read_all(wholes, mapped=in_hub_cache(folder) if mapped is None else mapped)
-        values = parts_from(values, names)
-        if stays:
-            on_disk = OnDisk((values[name] for name in names if as_whole(name) in layers), place)
+        values, on_disk = _read(checkpoint, plan, names, folder, dtype, device, mapped=mapped, weights=weights)
         manifest = checkpoint.manifest
     report = plan.report
     finite = FiniteCheck(values, plan.placed.values(), dtype, done=on_disk.release if on_disk else None)
@@ -204,11 +186,8 @@ def _load(
     beside = _taken(graph, kept, values, str(folder))
     fill(graph, plan, values, dtype)
     if report.new:
-        scale = float(config.source.get("initializer_range", 0.02))
-        shapes = {name: graph.get_parameter(name).shape for name in report.new}
-        fresh = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
-        assign(graph, fresh)
-        initialise(graph, report.new, scale)
+        assign(graph, {name: torch.empty(graph.get_parameter(name).shape, dtype=dtype) for name in report.new})
+        initialise(graph, report.new, float(config.source.get("initializer_range", 0.02)))
     tie_tensors(graph, ties)
     model = model_class(config, graph)
     model.mark_untrained(report.new)
@@ -243,6 +222,38 @@ def _load(
     if held is not None:
         held.check()
     return model
+
+
+def _read(
+    checkpoint: Checkpoint,
+    plan: Plan,
+    names: Sequence[str],
+    folder: Path,
+    dtype: torch.dtype,
+    device: torch.device | str | None,
+    *,
+    mapped: bool | None,
+    weights: Weights | None,
+) -> tuple[dict[str, Tensor], OnDisk | None]:
+    """Return the stored tensors of these names, and where weights stay on disk what knows of those.
+
+    Blobs of a Hub cache are never rewritten, so they may be shown instead of copied; a folder that someone may write to
+    is copied, so that no later change reaches the model.
+    """
+    place = torch.device("cpu") if device is None else torch.device(device)
+    used = map(as_whole, plan.placed.values())
+    stays = stays_on_disk(
+        weights, checkpoint.manifest, used, dtype, place, mapped=mapped, notes=plan.report.notes
+    )  # fmt: skip
+    wholes = list(dict.fromkeys(map(as_whole, names)))
+    if not stays:
+        values = checkpoint.read_all(wholes, mapped=in_hub_cache(folder) if mapped is None else mapped)
+        return parts_from(values, names), None
+    layers = {as_whole(name) for ours, name in plan.placed.items() if ours.startswith("encoder.layers.")}
+    values = checkpoint.read_all([name for name in wholes if name in layers], mapped=True)
+    values |= checkpoint.read_all([name for name in wholes if name not in layers])
+    values = parts_from(values, names)
+    return values, OnDisk((values[name] for name in names if as_whole(name) in layers), place)
 
 
 def _kept(unused: Iterable[str], config: ModelConfig) -> dict[str, Kept]:

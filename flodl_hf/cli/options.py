@@ -1,0 +1,59 @@
+"""Options that several commands take: of a file of texts, and of how a model runs."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from flodl_hf.cli.choices import FaultWord, FormatWord, PrecisionWord, WeightsWord
+
+__all__ = [
+    "Device",
+    "Devices",
+    "Format",
+    "OnError",
+    "PartRows",
+    "Precision",
+    "Restart",
+    "TextColumn",
+    "Weights",
+    "file_option",
+    "running_option",
+]
+
+
+def file_option(*names: str, says: str, **more: Any) -> Any:
+    """Return an option that help lists among those of a file of texts."""
+    return typer.Option(*names, help=says, rich_help_panel="A file of texts", **more)
+
+
+def running_option(*names: str, says: str, **more: Any) -> Any:
+    """Return an option that help lists among those of how a model runs."""
+    return typer.Option(*names, help=says, rich_help_panel="How it runs", **more)
+
+
+TextColumn = Annotated[str | None, file_option("--text-column", says="Column of texts.")]
+Format = Annotated[FormatWord | None, file_option("--format", says="By default by the suffix of the file.")]
+OnError = Annotated[
+    FaultWord, file_option("--on-error", says="Rows that cannot be answered; null writes no answer and the reason.")
+]
+PartRows = Annotated[
+    int | None, file_option("--part-rows", says="Rows in a part; 2,048 on a CPU, 32,768 on CUDA.", min=1)
+]
+Restart = Annotated[bool, file_option("--restart", says="Begin anew: throw away parts and output of an earlier run.")]
+Devices = Annotated[
+    str | None,
+    file_option("--devices", says="How many processes, or their devices: 2, cuda:0,cuda:1, or auto for all."),
+]
+Precision = Annotated[PrecisionWord | None, running_option("--precision", says="By default that of the weights.")]
+Weights = Annotated[
+    WeightsWord | None,
+    running_option(
+        "--weights",
+        says="disk leaves them in their files and reads layer after layer; by default where memory has no room.",
+    ),
+]
+Device = Annotated[
+    str, running_option("--device", says="cpu, cuda, cuda:1, mps, or auto for the best device there is.")
+]
