@@ -22,9 +22,9 @@ def main() -> None:
 
     opened()
     try:
-        from flodl_hf.cli.app import app
+        from flodl_hf.cli.app import app_for
 
-        app()
+        app_for(sys.argv[1:])()
     except OSError as fault:  # of help and the version, which are no command's
         if fault.errno not in NO_ROOM:
             raise

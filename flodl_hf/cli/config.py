@@ -10,8 +10,6 @@ import typer
 
 from flodl_hf.cli.shared import Json, emit_json, reporting, say, tell
 
-NAME = "config"
-
 app = typer.Typer(help="Look into recipes.", no_args_is_help=True, pretty_exceptions_enable=False)
 
 

@@ -12,8 +12,6 @@ from flodl_hf.cli.shared import Json, Local, Model, Revision, emit_json, reporti
 if TYPE_CHECKING:
     from flodl_hf.config.model_config import ModelConfig
 
-NAME = "convert"
-
 
 @reporting
 def command(

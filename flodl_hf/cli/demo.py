@@ -11,8 +11,6 @@ from flodl_hf.cli.shared import Json, emit_json, progress, reporting, say, tell
 from flodl_hf.cli.spelling import command_line
 from flodl_hf.cli.verify_export import MARKS
 
-NAME = "demo"
-
 
 @reporting
 def command(

@@ -6,7 +6,6 @@ import typer
 
 from flodl_hf.cli.shared import Json, emit_json, reporting, tell
 
-NAME = "doctor"
 _MARKS = {"ok": "     ", "note": " !   ", "problem": " !!! "}
 _COLOURS = {"ok": None, "note": "yellow", "problem": "red"}
 

@@ -12,8 +12,6 @@ from flodl_hf.cli.choices import FaultWord
 from flodl_hf.cli.options import Device, Devices, Format, PartRows, Precision, Restart, TextColumn, Weights, file_option
 from flodl_hf.cli.shared import Json, Local, Model, Revision, device_said, reporting
 
-NAME = "encode"
-
 
 class Stored(StrEnum):
     """How the numbers of vectors are kept."""

@@ -15,8 +15,6 @@ from flodl_hf.cli.spelling import command_line
 if TYPE_CHECKING:
     from flodl_hf.export.engine import EngineFile
 
-NAME = "export"
-
 
 @reporting
 def command(

@@ -24,7 +24,6 @@ from flodl_hf.cli.spelling import command_line
 from flodl_hf.finetuning.options import SCHEDULES, Options
 from flodl_hf.finetuning.task_names import TASK_WORDS, TASKS
 
-NAME = "finetune"
 ANY_PORT = "any"
 ARGUMENTS = ("model", "train", "eval")
 GROUPS = {

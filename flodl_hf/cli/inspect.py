@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from flodl_hf.config.model_config import ModelConfig
     from flodl_hf.runtime.explain import Explanation
 
-NAME = "inspect"
 _SENTENCES = ("notes", "tokenizer_settings", "tokenizer_differences")
 
 

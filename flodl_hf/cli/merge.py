@@ -10,8 +10,6 @@ import typer
 from flodl_hf.cli.shared import Json, Local, Revision, emit_json, reporting, say, tell
 from flodl_hf.cli.spelling import command_line
 
-NAME = "merge"
-
 
 @reporting
 def command(

@@ -12,8 +12,6 @@ import typer
 from flodl_hf.cli.options import Device, Precision
 from flodl_hf.cli.shared import Json, Local, Model, Revision, emit_json, reporting, tell
 
-NAME = "mine"
-
 
 class Sampling(StrEnum):
     """Which of the texts found become negatives."""

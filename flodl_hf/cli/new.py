@@ -10,7 +10,6 @@ import typer
 from flodl_hf.cli.shared import Json, emit_json, reporting, say, tell
 from flodl_hf.cli.spelling import command_line
 
-NAME = "new"
 TASKS = "What is learned: seqcls, ner, qa, mlm, choice, embedding or rank."
 
 

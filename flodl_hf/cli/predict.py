@@ -52,7 +52,6 @@ from flodl_hf.weights.early import beginning
 if TYPE_CHECKING:
     from flodl_hf.bulk import FileResult, Progress
 
-NAME = "predict"
 MOST_DRAWN = 1_000
 """Most answers that --html draws."""
 

@@ -10,8 +10,6 @@ import typer
 
 from flodl_hf.cli.shared import Json, emit_json, reporting, say, tell
 
-NAME = "runs"
-
 app = typer.Typer(help="Look at runs and their records.", no_args_is_help=True, pretty_exceptions_enable=False)
 
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="A folder of runs, each with its run.jsonl.")]

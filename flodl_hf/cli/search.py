@@ -9,8 +9,6 @@ import typer
 from flodl_hf.cli.options import Device, Precision, TextColumn
 from flodl_hf.cli.shared import Json, Local, Model, Revision, emit_json, reporting, say, stdin_lines, tell
 
-NAME = "search"
-
 
 @reporting
 def command(

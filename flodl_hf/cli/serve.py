@@ -12,8 +12,6 @@ from flodl_hf.cli.choices import Head, HeadWord, PrecisionWord
 from flodl_hf.cli.shared import Local, reporting, say
 from flodl_hf.errors import PredictError
 
-NAME = "serve"
-
 
 def _limit(*names: str, says: str, **more: Any) -> Any:
     return typer.Option(*names, help=says, rich_help_panel="Limits", **more)

@@ -10,7 +10,6 @@ import typer
 
 from flodl_hf.cli.shared import Json, emit_json, reporting, say, tell
 
-NAME = "verify"
 UNKNOWN = 3
 
 

@@ -9,8 +9,6 @@ import typer
 from flodl_hf.cli.choices import StyleWord
 from flodl_hf.cli.shared import Json, Local, emit_json, reporting, tell
 
-NAME = "verify-endpoint"
-
 
 @reporting
 def command(

@@ -10,7 +10,6 @@ import typer
 
 from flodl_hf.cli.shared import Json, Local, emit_json, reporting, say, tell
 
-NAME = "verify-export"
 MARKS = {"pass": "pass", "fail": "FAIL", "not run": "  - "}
 
 

@@ -14,8 +14,6 @@ from flodl_hf.cli.choices import SizeWord
 from flodl_hf.cli.shared import Json, emit_json, progress, reporting, say, tell
 from flodl_hf.errors import ParityError
 
-NAME = "verify-matrix"
-
 
 @reporting
 def command(

@@ -81,3 +81,16 @@ assert family_of({"model_type": "gte"}, "config.json").class_prefix == "Gte"
 assert files() == ["flodl_hf.families." + name for name in ("bert", "gte", "roberta")], files()
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_command_takes_no_other_with_it() -> None:
+    pytest.importorskip("typer")
+    code = """
+import sys
+from flodl_hf.cli.app import app_for
+app_for(["predict", "MODEL", "a text"])
+others = ("finetune", "serve", "export", "runs", "verify_matrix", "flodl_hf.finetuning", "flodl_hf.serving", "torch")
+print(sorted({name for name in others if {name, "flodl_hf.cli." + name} & set(sys.modules)}))
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["[]"]

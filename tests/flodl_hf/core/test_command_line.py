@@ -15,7 +15,7 @@ import pytest
 typer_testing = pytest.importorskip("typer.testing")
 
 from flodl_hf.cli import choices, shared  # noqa: E402
-from flodl_hf.cli.app import app  # noqa: E402
+from flodl_hf.cli.app import NAMES, app, app_for  # noqa: E402
 
 
 def run(*arguments: Any, code: int = 0, **more: Any) -> Any:
@@ -66,6 +66,30 @@ def test_options_come_in_groups() -> None:
     assert (panels["lr"], panels["warmup"], panels["save_every"]) == ("Learning", "Learning", "Checkpoints")
     said = run("predict", "--help", env={"COLUMNS": "160", "TERMINAL_WIDTH": "160"}).output
     assert [said.index(f"─ {group} ─") for group in ("Options", "Answers", "How it runs", "A file of texts")]
+
+
+@pytest.mark.parametrize("words", [["-v", "predict"], ["config"], ["verify-export"]])
+def test_a_command_alone_looks_as_it_does_among_all(words: list[str]) -> None:
+    runner = typer_testing.CliRunner()
+    alone = runner.invoke(app_for([*words, "--help"]), [*words, "--help"])
+    assert alone.exit_code == 0
+    assert alone.output == run(*words, "--help").output
+    assert runner.invoke(app_for(words), ["doctor"]).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["--help"], ["--version"], ["--help", "predict"], ["predcit"], ["--show-completion", "predict"]]
+)
+def test_all_commands_are_there_where_none_is_named(words: list[str]) -> None:
+    assert typer_testing.CliRunner().invoke(app_for(words), ["merge", "--help"]).exit_code == 0
+
+
+def test_shells_are_told_of_all_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("_FLODL_HF_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", "flodl-hf ")
+    monkeypatch.setenv("COMP_CWORD", "1")
+    offered = typer_testing.CliRunner().invoke(app_for(["predict"]), [], prog_name="flodl-hf").output.split()
+    assert [name for name in offered if name in NAMES] == list(NAMES)
 
 
 def test_a_word_that_is_none_is_wrong_usage(folder: Path) -> None:
