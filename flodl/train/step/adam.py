@@ -18,7 +18,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from flodl.train.step.blocks import BlockLayout, capturing, is_dense, sent
 
-__all__ = ["AdamUpdate", "arithmetic_of"]
+__all__ = ["AdamUpdate", "powers_of"]
 
 MOST_PROGRAMS = 1 << 14
 BLOCK = 1024
@@ -31,7 +31,7 @@ class AdamUpdate:
 
     Args:
         device: of all parameters.
-        wide: which arithmetic torch has; None asks `arithmetic_of` when it is needed.
+        wide: how powers of the betas are computed; None asks `powers_of` when it is needed.
     """
 
     def __init__(self, device: torch.device, wide: bool | None = None) -> None:
@@ -57,10 +57,10 @@ class AdamUpdate:
         if wide is None:
             if capturing(self.device):
                 return False  # it was not asked before; what is tried now would be captured
-            arithmetic = arithmetic_of(self.device)
-            if arithmetic is None:
+            powers = powers_of(self.device)
+            if powers is None:
                 return False
-            self._wide = wide = arithmetic == "float64"
+            self._wide = wide = powers == "float64"
         ready = [(group, tensors, self._ready(group, tensors)) for group, tensors in parts]
         if any(made is None for _, _, made in ready):
             return False
@@ -107,7 +107,7 @@ class AdamUpdate:
         else:
             table = sent(rows, self.device)
         number = len(params)
-        corrections = torch.empty(2, number, dtype=torch.float64, device=self.device)
+        corrections = torch.empty(2, number, dtype=torch.float32, device=self.device)
         decays = group["weight_decay"] != 0
         with torch.cuda.device(self.device):
             kernels.count_steps[(-(-number // STEPS),)](
@@ -115,7 +115,7 @@ class AdamUpdate:
             )
             kernels.move[(layout.which.numel(),)](
                 params[0], table, number, layout.sizes, layout.which, layout.starts, corrections, settings,
-                group["lr"], found, found if by is None else by, layout.span, wide, by is not None, decays,
+                group["lr"], found, found if by is None else by, layout.span, by is not None, decays,
                 group["decoupled_weight_decay"], BLOCK, num_warps=4,
             )  # fmt: skip
 
@@ -165,10 +165,10 @@ def _tensors_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> list
 
 
 @lru_cache(maxsize=8)
-def arithmetic_of(device: torch.device) -> str | None:
-    """Return between which numbers torch's fused kernels compute, "float64" or "float32"; None for neither of ours.
+def powers_of(device: torch.device) -> str | None:
+    """Return in which numbers torch's fused kernels raise betas to powers; None where their bits are not met at all.
 
-    Both are tried for three steps, with decay of both kinds, divided gradients and a step that is left out.
+    Both "float64" and "float32" are tried, for steps with and without decay, with divided gradients, and left out.
     """
     with contextlib.suppress(ImportError):
         from flodl.train.step import adam_kernels  # noqa: F401

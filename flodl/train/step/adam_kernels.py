@@ -1,9 +1,8 @@
 """Triton kernels of Adam and AdamW (Kingma and Ba 2015; Loshchilov and Hutter 2019) over all parameters at once.
 
 They do the operations of torch's fused kernels in their order, so that parameters and averages are the same to the bit;
-numbers travel sixteen bytes at a time, and gradients that are divided on the way are not written back. Which arithmetic
-torch has depends on its version: between float32 numbers it was float64 once (``WIDE``) and is float32 since. What is
-launched when is in `flodl.train.step.adam`; importing this file needs Triton.
+numbers travel sixteen bytes at a time, and gradients that are divided on the way are not written back. What is launched
+when is in `flodl.train.step.adam`; importing this file needs Triton.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportIndexIssue=false
@@ -27,23 +26,22 @@ def count_steps(steps, number, settings, found, corrections, WIDE: tl.constexpr,
         number: how many.
         settings: both betas first, float64.
         found: float32, 1 where the step is left out.
-        corrections: float64 ``(2, parameters)``: one minus the power of the first beta, and the root of the second's.
+        corrections: float32 ``(2, parameters)``: one minus the power of the first beta, and the root of the second's.
+        WIDE: whether powers are computed in float64 and rounded, which the compiler of torch decides.
     """
     places = tl.program_id(0) * block + tl.arange(0, block)
     there = places < number
     count = tl.load(steps + places, mask=there, other=0).to(tl.pointer_type(tl.float32))
     now = tl.load(count, mask=there, other=0.0) + 1.0
-    first = tl.load(settings)
-    second = tl.load(settings + 1)
+    first = tl.load(settings).to(tl.float32) + tl.zeros([block], tl.float32)
+    second = tl.load(settings + 1).to(tl.float32) + tl.zeros([block], tl.float32)
     if WIDE:
-        power = now.to(tl.float64)
-        one = 1.0 - libdevice.pow(first + tl.zeros([block], tl.float64), power)
-        two = tl.sqrt(1.0 - libdevice.pow(second + tl.zeros([block], tl.float64), power))
+        one = libdevice.pow(first.to(tl.float64), now.to(tl.float64)).to(tl.float32)
+        two = libdevice.pow(second.to(tl.float64), now.to(tl.float64)).to(tl.float32)
     else:
-        one = 1.0 - libdevice.pow(first.to(tl.float32) + tl.zeros([block], tl.float32), now)
-        two = tl.sqrt_rn(1.0 - libdevice.pow(second.to(tl.float32) + tl.zeros([block], tl.float32), now))
-    tl.store(corrections + places, one.to(tl.float64), mask=there)
-    tl.store(corrections + number + places, two.to(tl.float64), mask=there)
+        one, two = libdevice.pow(first, now), libdevice.pow(second, now)
+    tl.store(corrections + places, 1.0 - one, mask=there)
+    tl.store(corrections + number + places, tl.sqrt_rn(1.0 - two), mask=there)
     if tl.load(found) != 1.0:
         tl.store(count, now, mask=there)
 
@@ -51,41 +49,26 @@ def count_steps(steps, number, settings, found, corrections, WIDE: tl.constexpr,
 @triton.jit
 def _moved(
     param, grad, first, second, at, mask, rate, settings, by, one, two,
-    WIDE: tl.constexpr, DIVIDED: tl.constexpr, DECAYS: tl.constexpr, DECOUPLED: tl.constexpr,
+    DIVIDED: tl.constexpr, DECAYS: tl.constexpr, DECOUPLED: tl.constexpr,
 ):  # fmt: skip
     p = tl.load(param + at, mask=mask, other=0.0)
     g = tl.load(grad + at, mask=mask, other=0.0)
     m = tl.load(first + at, mask=mask, other=0.0)
     v = tl.load(second + at, mask=mask, other=0.0)
-    beta_1, beta_2 = tl.load(settings), tl.load(settings + 1)
-    eps, decay = tl.load(settings + 2), tl.load(settings + 3)
-    if WIDE:
-        if DIVIDED:
-            g = (g.to(tl.float64) / by.to(tl.float64)).to(tl.float32)
-        if DECAYS:
-            if DECOUPLED:
-                p = (p.to(tl.float64) - rate.to(tl.float64) * decay * p.to(tl.float64)).to(tl.float32)
-            else:
-                g = (g.to(tl.float64) + p.to(tl.float64) * decay).to(tl.float32)
-        long = g.to(tl.float64)
-        m = (beta_1 * m.to(tl.float64) + (1.0 - beta_1) * long).to(tl.float32)
-        v = (beta_2 * v.to(tl.float64) + (1.0 - beta_2) * long * long).to(tl.float32)
-        size = (rate.to(tl.float64) / one).to(tl.float32)
-        below = (tl.sqrt_rn(v).to(tl.float64) / two + eps).to(tl.float32)
-    else:
-        if DIVIDED:
-            g = tl.div_rn(g, by)
-        if DECAYS:
-            if DECOUPLED:
-                p = p - rate * decay.to(tl.float32) * p
-            else:
-                g = g + p * decay.to(tl.float32)
-        narrow_1, narrow_2 = beta_1.to(tl.float32), beta_2.to(tl.float32)
-        m = tl.fma(narrow_1, m, tl.fma(-narrow_1, g, g))
-        square = g * g
-        v = tl.fma(narrow_2, v, tl.fma(-narrow_2, square, square))
-        size = tl.div_rn(rate, one.to(tl.float32))
-        below = tl.div_rn(tl.sqrt_rn(v), two.to(tl.float32)) + eps.to(tl.float32)
+    beta_1, beta_2 = tl.load(settings).to(tl.float32), tl.load(settings + 1).to(tl.float32)
+    eps, decay = tl.load(settings + 2).to(tl.float32), tl.load(settings + 3).to(tl.float32)
+    if DIVIDED:
+        g = tl.div_rn(g, by)
+    if DECAYS:
+        if DECOUPLED:
+            p = p - rate * decay * p
+        else:
+            g = g + p * decay
+    m = tl.fma(beta_1, m, tl.fma(-beta_1, g, g))
+    square = g * g
+    v = tl.fma(beta_2, v, tl.fma(-beta_2, square, square))
+    size = tl.div_rn(rate, one)
+    below = tl.div_rn(tl.sqrt_rn(v), two) + eps
     p = p - tl.div_rn(size * m, below)
     tl.store(param + at, p, mask=mask)
     tl.store(first + at, m, mask=mask)
@@ -95,7 +78,7 @@ def _moved(
 @triton.jit(do_not_specialize=["number", "span"])
 def move(
     base, table, number, sizes, which, starts, corrections, settings, rate, found, by, span,
-    WIDE: tl.constexpr, DIVIDED: tl.constexpr, DECAYS: tl.constexpr, DECOUPLED: tl.constexpr, block: tl.constexpr,
+    DIVIDED: tl.constexpr, DECAYS: tl.constexpr, DECOUPLED: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     """Move each parameter, and the averages of its gradient and of its square, unless the step is left out.
 
@@ -131,12 +114,12 @@ def move(
                 at = start + offset + tl.arange(0, block)
                 _moved(
                     param, grad, first, second, at, at < even, speed, settings, divisor, one, two,
-                    WIDE, DIVIDED, DECAYS, DECOUPLED,
+                    DIVIDED, DECAYS, DECOUPLED,
                 )  # fmt: skip
         else:
             for offset in range(0, span, block):
                 at = start + offset + tl.arange(0, block)
                 _moved(
                     base + at_p, base + at_g, base + at_m, base + at_v, at, at < size, speed, settings, divisor, one,
-                    two, WIDE, DIVIDED, DECAYS, DECOUPLED,
+                    two, DIVIDED, DECAYS, DECOUPLED,
                 )  # fmt: skip

@@ -67,4 +67,4 @@ def test_places_are_told_from_the_first_parameter_and_say_which_are_even():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_they_have_the_bits_of_torchs_kernels():
-    assert adam.arithmetic_of(torch.device("cuda", 0)) in ("float64", "float32")
+    assert adam.powers_of(torch.device("cuda", 0)) in ("float64", "float32")
