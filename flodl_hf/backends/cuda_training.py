@@ -30,6 +30,8 @@ __all__ = ["TrainingTable"]
 # Streams of random numbers of one layer: its heads, then what follows attention and what ends the layer.
 AFTER_ATTENTION, AFTER_FEED_FORWARD = 1 << 20, (1 << 20) + 1
 STREAMS = 1 << 21
+# Tokens of a batch's longest text up to which our attention is cheaper than torch's, forward and backward together.
+LONGEST = 128
 
 
 class _Branch(NamedTuple):
@@ -241,7 +243,7 @@ class TrainingTable(Table):
             assert attention.rotary is not None
             heads, width = attention.num_heads + attention.kv_heads, attention.rotary.width
             qkv = turned(qkv, *angles, heads=heads, width=width, wide=attention.rotary.widened)
-        if not given and walks(layout, attention.window) and attention.kv_heads == attention.num_heads:
+        if not given and walks(layout, attention.window, LONGEST) and attention.kv_heads == attention.num_heads:
             assert isinstance(layout, Packed)
             assert layout.places is not None
             return mixed(

@@ -12,7 +12,7 @@ Shapes: T tokens, D width of a state, N heads, H width of a head.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -29,6 +29,30 @@ __all__ = ["activated", "added_and_normed", "gated", "mix", "mixed", "norm_of_su
 TILE, MET, TURNED = 64, 32, 64
 
 
+class Tiles(NamedTuple):
+    """How attention's kernels are cut while training.
+
+    Attributes:
+        tile: tokens of a program.
+        met: tokens that it meets at a time.
+        warps: of a program.
+        stages: rounds of its loop whose loads are on their way.
+    """
+
+    tile: int
+    met: int
+    warps: int = 4
+    stages: int = 3
+
+
+FORWARD, BACKWARD = Tiles(64, 32), Tiles(64, 32)
+JOINED = True
+NORM_WARPS = 2
+ACTIVATE = (2048, 4)
+# Rows at a time where a row has up to 1,024 numbers, warps, programs for each multiprocessor.
+NORM_BACKWARD = (2, 8, 2)
+
+
 def _programs(device: torch.device, each: int) -> int:
     if device.type != "cuda":
         return each
@@ -42,26 +66,36 @@ def _of_weight(d_out: Tensor, x: Tensor) -> Tensor:
     return torch.mm(d_out.t().float(), x.float())
 
 
-def _added(parts: Tensor) -> Tensor:
+def _added(parts: Tensor, *, high: int = 64, wide: int = 16, warps: int = 8) -> Tensor:
     """Return the sum over the first dimension, in an order that depends on the shape alone."""
     out = torch.empty(parts.shape[1:], dtype=parts.dtype, device=parts.device)
-    wide = 16
-    rows.add_parts[(triton.cdiv(out.numel(), wide),)](parts, out, len(parts), out.numel(), 32, wide, num_warps=8)
+    rows.add_parts[(triton.cdiv(out.numel(), wide),)](parts, out, len(parts), out.numel(), high, wide, num_warps=warps)
     return out
 
 
-def _sums(d_out: Tensor, x: Tensor | None, tanh: bool) -> tuple[Tensor, Tensor]:
-    """Return the gradient before the GELU (``d_out`` itself without ``x``), and the sums of its columns, float32."""
+def _sums(
+    d_out: Tensor, x: Tensor | None, tanh: bool, *, high: int = 256, wide: int = 16, warps: int = 8, share: int = 2
+) -> tuple[Tensor, Tensor]:
+    """Return the gradient before the GELU (``d_out`` itself without ``x``), and the sums of its columns, float32.
+
+    Args:
+        d_out: ``(tokens, width)``.
+        x: what the GELU was given; None where there is none.
+        tanh: GELU's approximation by tanh.
+        high: tokens that a program reads at a time.
+        wide: columns of a program: narrow ones, so that a program can take all tokens and no parts are left to add up.
+        warps: of a program.
+        share: programs for each multiprocessor, where columns alone are fewer and tokens many.
+    """
     tokens, width = d_out.shape
     d_x = d_out if x is None else torch.empty_like(d_out)
-    wide, high = 128, 16
     columns = triton.cdiv(width, wide)
-    blocks = max(1, min(triton.cdiv(tokens, 2 * high), _programs(d_out.device, 16) // columns))
+    blocks = max(1, min(triton.cdiv(tokens, 2 * high), _programs(d_out.device, share) // columns))
     parts = torch.empty(blocks, width, dtype=torch.float32, device=d_out.device)
     rows.column_sums[(blocks, columns)](
-        d_out, d_out if x is None else x, d_x, parts, tokens, width, high, wide, x is not None, tanh, num_warps=4
+        d_out, d_out if x is None else x, d_x, parts, tokens, width, high, wide, x is not None, tanh, num_warps=warps
     )
-    return d_x, _added(parts)
+    return d_x, parts[0] if blocks == 1 else _added(parts)
 
 
 class _Projected(Function):
@@ -150,10 +184,11 @@ class _Mixed(Function):
         out = torch.empty(tokens, heads * width, dtype=qkv.dtype, device=qkv.device)
         lse = torch.empty(heads, tokens, dtype=torch.float32, device=qkv.device)
         strides = [qkv.stride(0)] * 3
-        short_texts.mix[(triton.cdiv(tokens, TILE), heads)](
+        tile, met, warps, stages = FORWARD
+        short_texts.mix[(triton.cdiv(tokens, tile), heads)](
             *qkv.chunk(3, 1), places, ends, seed, lse, qkv, qkv, out, lse, tokens, *strides, 0, width**-0.5, p, stream,
-            window or 0, 0, heads, width, TILE, MET, 1, p > 0, True, window is not None, False, False, False,
-            num_warps=4,
+            window or 0, 0, heads, width, tile, met, 1, p > 0, True, window is not None, False, False, False,
+            num_warps=warps, num_stages=stages,
         )  # fmt: skip
         ctx.save_for_backward(qkv, places, ends, seed, out, lse)
         ctx.about = heads, p, stream, window
@@ -166,19 +201,20 @@ class _Mixed(Function):
         heads, p, stream, window = ctx.about
         d_out = grads[0].contiguous()
         tokens, width = qkv.shape[0], qkv.shape[1] // (3 * heads)
-        d_qkv, dots = torch.empty_like(qkv), torch.empty_like(lse)
+        d_qkv = torch.empty_like(qkv)
         d_q, d_k, d_v = d_qkv.chunk(3, 1)
-        parts = qkv.chunk(3, 1)
-        grid = (triton.cdiv(tokens, TILE), heads)
-        strides = [qkv.stride(0)] * 4
-        numbers = (tokens, *strides, width**-0.5, p, stream, window or 0, heads, width)
+        given = (*qkv.chunk(3, 1), places, ends, seed, out, lse, d_out)
+        tile, met, warps, stages = BACKWARD
+        blocks = triton.cdiv(tokens, tile)
+        numbers = (tokens, *[qkv.stride(0)] * 4, width**-0.5, p, stream, window or 0, heads, width)
         kinds = (p > 0, window is not None)
-        short_texts.mix_queries[grid](
-            *parts, places, ends, seed, out, lse, d_out, d_q, dots, *numbers, TILE, MET, *kinds, num_warps=4
-        )
-        short_texts.mix_keys[grid](
-            *parts, places, ends, seed, lse, d_out, d_k, d_v, dots, *numbers, MET, TILE, *kinds, num_warps=4
-        )
+        about = {"num_warps": warps, "num_stages": stages}
+        if JOINED:
+            short_texts.mix_backward[(blocks, heads, 2)](*given, d_q, d_k, d_v, *numbers, tile, met, *kinds, **about)
+        else:
+            dots = torch.empty_like(lse)
+            short_texts.mix_queries[(blocks, heads)](*given, d_q, dots, *numbers, tile, met, *kinds, True, **about)
+            short_texts.mix_keys[(blocks, heads)](*given, d_k, d_v, dots, *numbers, met, tile, *kinds, True, **about)
         return d_qkv, None, None, None, None, None, None, None
 
 
@@ -255,7 +291,7 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor, *, heads: int, width: int, wide:
 
 
 def _warps(block: int) -> int:
-    return 2 if block <= 1024 else 8
+    return NORM_WARPS if block <= 1024 else 8
 
 
 def norm_of_sum(
@@ -311,14 +347,15 @@ class _Normed(Function):
         full, half = (None if grad is None else grad.contiguous() for grad in grads)
         tokens, width = x.shape
         # Each program leaves a part of three sums, so with few rows there are few programs.
-        programs = max(1, min(triton.cdiv(tokens, 4), _programs(x.device, 4)))
+        high, warps, share = NORM_BACKWARD
+        block = triton.next_power_of_2(width)
+        programs = max(1, min(triton.cdiv(tokens, 4), _programs(x.device, share)))
         d_residual, d_x = torch.empty_like(residual), torch.empty_like(x)
         parts = torch.empty(programs, 3, width, dtype=torch.float32, device=x.device)
-        block = triton.next_power_of_2(width)
         rows.norm_backward[(programs,)](
             x if full is None else full, x if half is None else half, x, residual, weight, stats, seed, d_residual,
-            d_x, parts, tokens, p, stream, width, block, p > 0, center, pre, full is not None, half is not None,
-            num_warps=8,
+            d_x, parts, tokens, p, stream, width, block, max(1, min(high, 1024 * high // block)), p > 0, center, pre,
+            full is not None, half is not None, num_warps=warps,
         )  # fmt: skip
         d_weight, d_bias, d_x_bias = _added(parts).unbind(0)
         found = d_x, d_residual, d_weight, d_bias if has_bias else None, d_x_bias if has_x_bias else None
@@ -351,8 +388,8 @@ class _Activated(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, x_bias: Tensor | None, tanh: bool) -> Tensor:
         out = torch.empty_like(x)
-        block = 2048
-        rows.activate[(triton.cdiv(x.numel(), block),)](x, out, x.numel(), block, tanh, num_warps=4)
+        block, warps = ACTIVATE
+        rows.activate[(triton.cdiv(x.numel(), block),)](x, out, x.numel(), block, tanh, num_warps=warps)
         ctx.save_for_backward(x)
         ctx.about = tanh, x_bias is not None
         return out

@@ -20,7 +20,7 @@ import triton.language as tl
 from flodl_hf.kernels.random import kept, keys_of
 from flodl_hf.kernels.rotary import turned
 
-__all__ = ["mix", "mix_keys", "mix_queries"]
+__all__ = ["mix", "mix_backward", "mix_keys", "mix_queries"]
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -125,19 +125,22 @@ def mix_queries(
     q, k, v, places, ends, seed, out, lse, d_out, d_q, dots, tokens, q_stride, k_stride, v_stride, d_stride, scale, p,
     stream, window,
     N: tl.constexpr, H: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, DROPOUT: tl.constexpr, WINDOW: tl.constexpr,
+    DOTS: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of the queries, and ``out . d_out`` of each row into ``dots``."""
+    """Write the gradient of the queries; with ``DOTS`` the ``out . d_out`` of each row too."""
     head = tl.program_id(1)
     rows, live, start, end, low, high = _block(places, ends, tokens, window, Q, WINDOW)
     cols = tl.arange(0, H)
     if DROPOUT:
         one, two = keys_of(tl.load(seed), stream + head)
+        raised = 1.0 / (1.0 - p)
     here = rows[:, None] * (N * H) + head * H + cols[None, :]
     queries = tl.load(q + head * H + rows[:, None] * q_stride + cols[None, :], mask=live[:, None], other=0.0)
     d_mixed = tl.load(d_out + here, mask=live[:, None], other=0.0)
     mixed = tl.load(out + here, mask=live[:, None], other=0.0)
     dot = tl.sum(d_mixed.to(tl.float32) * mixed.to(tl.float32), 1)
-    tl.store(dots + head * tokens + rows, dot, mask=live)
+    if DOTS:
+        tl.store(dots + head * tokens + rows, dot, mask=live)
     sums = tl.load(lse + head * tokens + rows, mask=live, other=0.0)
     d_queries = tl.zeros([Q, H], tl.float32)
     for at in range(low, high, K):
@@ -151,7 +154,7 @@ def mix_queries(
         d_weights = tl.dot(d_mixed, tl.trans(values))
         if DROPOUT:
             stays = kept(one, two, rows[:, None] * tokens + places_of[None, :], p)
-            d_weights = tl.where(stays, d_weights / (1.0 - p), 0.0)
+            d_weights = tl.where(stays, d_weights * raised, 0.0)
         d_scores = weights * (d_weights - dot[:, None])
         d_queries += tl.dot(d_scores.to(keys.dtype), keys)
     to = d_q + head * H + rows[:, None] * d_stride + cols[None, :]
@@ -160,16 +163,21 @@ def mix_queries(
 
 @triton.jit
 def mix_keys(
-    q, k, v, places, ends, seed, lse, d_out, d_k, d_v, dots, tokens, q_stride, k_stride, v_stride, d_stride, scale, p,
-    stream, window,
+    q, k, v, places, ends, seed, out, lse, d_out, d_k, d_v, dots, tokens, q_stride, k_stride, v_stride, d_stride, scale,
+    p, stream, window,
     N: tl.constexpr, H: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, DROPOUT: tl.constexpr, WINDOW: tl.constexpr,
+    DOTS: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of keys and values; a block is ``K`` keys, met by ``Q`` queries at a time."""
+    """Write the gradients of keys and values; a block is ``K`` keys, met by ``Q`` queries at a time.
+
+    With ``DOTS`` the ``out . d_out`` of each row are there already.
+    """
     head = tl.program_id(1)
     places_of, live, start, end, low, high = _block(places, ends, tokens, window, K, WINDOW)
     cols = tl.arange(0, H)
     if DROPOUT:
         one, two = keys_of(tl.load(seed), stream + head)
+        raised = 1.0 / (1.0 - p)
     keys = tl.load(k + head * H + places_of[:, None] * k_stride + cols[None, :], mask=live[:, None], other=0.0)
     values = tl.load(v + head * H + places_of[:, None] * v_stride + cols[None, :], mask=live[:, None], other=0.0)
     d_keys = tl.zeros([K, H], tl.float32)
@@ -181,7 +189,11 @@ def mix_keys(
         here = rows[:, None] * (N * H) + head * H + cols[None, :]
         d_mixed = tl.load(d_out + here, mask=seen[:, None], other=0.0)
         sums = tl.load(lse + head * tokens + rows, mask=seen, other=0.0)
-        dot = tl.load(dots + head * tokens + rows, mask=seen, other=0.0)
+        if DOTS:
+            dot = tl.load(dots + head * tokens + rows, mask=seen, other=0.0)
+        else:
+            mixed = tl.load(out + here, mask=seen[:, None], other=0.0)
+            dot = tl.sum(d_mixed.to(tl.float32) * mixed.to(tl.float32), 1)
         own = (rows[None, :] >= start[:, None]) & (rows[None, :] < end[:, None])
         scores = tl.dot(keys, tl.trans(queries)) * (scale * _LOG2E)
         weights = tl.where(own, tl.exp2(scores - sums[None, :]), 0.0)
@@ -189,11 +201,36 @@ def mix_keys(
         passed = weights
         if DROPOUT:
             stays = kept(one, two, rows[None, :] * tokens + places_of[:, None], p)
-            d_weights = tl.where(stays, d_weights / (1.0 - p), 0.0)
-            passed = tl.where(stays, weights / (1.0 - p), 0.0)
+            d_weights = tl.where(stays, d_weights * raised, 0.0)
+            passed = tl.where(stays, weights, 0.0)
         d_values += tl.dot(passed.to(d_mixed.dtype), d_mixed)
         d_scores = weights * (d_weights - dot[None, :])
         d_keys += tl.dot(d_scores.to(queries.dtype), queries)
+    if DROPOUT:
+        d_values *= raised
     to = head * H + places_of[:, None] * d_stride + cols[None, :]
     tl.store(d_k + to, (d_keys * scale).to(d_k.dtype.element_ty), mask=live[:, None])
     tl.store(d_v + to, d_values.to(d_v.dtype.element_ty), mask=live[:, None])
+
+
+@triton.jit
+def mix_backward(
+    q, k, v, places, ends, seed, out, lse, d_out, d_q, d_k, d_v, tokens, q_stride, k_stride, v_stride, d_stride, scale,
+    p, stream, window,
+    N: tl.constexpr, H: tl.constexpr, TILE: tl.constexpr, MET: tl.constexpr, DROPOUT: tl.constexpr,
+    WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Write the gradients of queries, keys and values: half the programs take blocks of keys, half of queries.
+
+    So they need not wait for each other, and a small batch keeps more of the device busy.
+    """
+    if tl.program_id(2) == 0:
+        mix_keys(
+            q, k, v, places, ends, seed, out, lse, d_out, d_k, d_v, lse, tokens, q_stride, k_stride, v_stride, d_stride,
+            scale, p, stream, window, N, H, MET, TILE, DROPOUT, WINDOW, False,
+        )  # fmt: skip
+    else:
+        mix_queries(
+            q, k, v, places, ends, seed, out, lse, d_out, d_q, lse, tokens, q_stride, k_stride, v_stride, d_stride,
+            scale, p, stream, window, N, H, TILE, MET, DROPOUT, WINDOW, False,
+        )  # fmt: skip

@@ -31,6 +31,7 @@ def gradients(bad=None, dtype=torch.float32, device=CPU):
     g = torch.Generator().manual_seed(1)
     found = [torch.randn(shape, generator=g).to(dtype) for shape in SHAPES]
     found.append(torch.randn(6, 4, generator=g).to(dtype).t())
+    found.append(torch.randn(4099, generator=g).to(dtype)[3:])  # where no 16 bytes can be read at once
     if bad is not None:
         found[3].view(-1)[5000] = bad
     return [part.to(device) for part in found]
