@@ -404,57 +404,46 @@ class Tokenizer(Vocabulary):
             texts, pairs = self._shorten(texts, pairs, limit, cut)
         backend = self._backend if split_special_tokens is None else self._reading(split_special_tokens)
         whole = backend.rows(texts, pairs, words=is_split_into_words, special=add_special_tokens)
-        rows: list[Row] = []
-        samples: list[int] = []
-        for index, row in enumerate(whole):
-            if cut is not None and limit is not None:
-                overflow: Overflow = "windows" if return_overflowing_tokens else "truncate"
-                cut_up = cut_rows(
-                    row,
-                    limit,
-                    stride=stride,
-                    cut=cut,
-                    overflow=overflow,
-                    snap=False,
-                    side=self._cut_side,
-                    where=f"text {index}",
-                )
-            else:
-                cut_up = [row]
-            rows += cut_up
-            samples += [index] * len(cut_up)
+        groups = [[row] for row in whole]
+        if cut is not None and limit is not None:
+            overflow: Overflow = "windows" if return_overflowing_tokens else "truncate"
+            how: Any = {"stride": stride, "cut": cut, "overflow": overflow, "snap": False, "side": self._cut_side}
+            groups = [cut_rows(row, limit, **how, where=f"text {index}") for index, row in enumerate(whole)]
+        rows: list[Row] = [row for group in groups for row in group]
         width = None
         if pad == "longest":
             width = max((len(row) for row in rows), default=0)
         elif pad == "max_length":
             width = limit
-        pad_id = self.pad_token_id
-        if pad_id is None:
-            if width is not None and any(len(row) < width for row in rows):
-                raise TokenizerError(
-                    f"{self._folder}: there is no padding token; name one as pad_token in "
-                    "tokenizer_config.json, "
-                    "or encode without padding"
-                )
-            pad_id = 0
         data, lead = pad_rows(
             rows,
             width,
             multiple=pad_to_multiple_of,
             side=padding_side or self._settings.padding_side,
-            pad_id=pad_id,
+            pad_id=self._pad_id(rows, width),
             type_ids=self._settings.type_ids if return_token_type_ids is None else return_token_type_ids,
             attention=return_attention_mask,
             special=return_special_tokens_mask,
             offsets=return_offsets_mapping,
         )
         if return_overflowing_tokens:
-            data["overflow_to_sample_mapping"] = samples
+            data["overflow_to_sample_mapping"] = [index for index, group in enumerate(groups) for _ in group]
         if return_tensors is not None:
             data = as_tensors(data, return_tensors)
         elif single and not return_overflowing_tokens:
             data = {key: values[0] for key, values in data.items()}
         return Encoded(data, rows, lead, self._tokens_of)
+
+    def _pad_id(self, rows: Sequence[Row], width: int | None) -> int:
+        """Return the id that fills rows up to ``width``; any where there is none and no row needs it."""
+        if self.pad_token_id is not None:
+            return self.pad_token_id
+        if width is not None and any(len(row) < width for row in rows):
+            raise TokenizerError(
+                f"{self._folder}: there is no padding token; name one as pad_token in tokenizer_config.json, or encode "
+                "without padding"
+            )
+        return 0
 
     def _reading(self, split: bool) -> Backend:
         """Return the tokenizer that takes special tokens in a text apart, or does not."""

@@ -25,7 +25,6 @@ from flodl_hf.finetuning.options import SCHEDULES, Options
 from flodl_hf.finetuning.task_names import TASK_WORDS, TASKS
 
 ANY_PORT = "any"
-ARGUMENTS = ("model", "train", "eval")
 GROUPS = {
     "task": "Task and data",
     "epochs": "Steps and batches",

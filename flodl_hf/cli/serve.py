@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -93,13 +94,7 @@ def command(
     """
     from flodl_hf.serving import serve
 
-    keys = list(api_key or [])
-    keys += [key.strip() for key in os.environ.get("FLODL_HF_API_KEYS", "").split(",") if key.strip()]
-    if api_key_file is not None:
-        try:
-            keys += [line.strip() for line in api_key_file.read_text("utf-8").splitlines() if line.strip()]
-        except (OSError, UnicodeDecodeError) as fault:
-            raise PredictError(f"serve: {api_key_file} cannot be read ({fault}); expected a key a line") from None
+    keys = _keys(api_key or [], api_key_file)
     say(f"loading {', '.join(models)}")
     serve(
         models,
@@ -114,7 +109,7 @@ def command(
         mix_adapters=mix_adapters,
         batch_invariant=batch_invariant,
         local_files_only=local,
-        api_keys=tuple(keys),
+        api_keys=keys,
         max_batch_tokens=max_batch_tokens,
         max_concurrent=max_concurrent,
         max_key_concurrent=max_key_concurrent,
@@ -128,3 +123,14 @@ def command(
         log_texts=log_texts,
         otlp_endpoint=otlp_endpoint,
     )
+
+
+def _keys(given: Sequence[str], file: Path | None) -> tuple[str, ...]:
+    """Return the keys of the command line, of the environment and of a file."""
+    keys = [*given, *os.environ.get("FLODL_HF_API_KEYS", "").split(",")]
+    if file is not None:
+        try:
+            keys += file.read_text("utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as fault:
+            raise PredictError(f"serve: {file} cannot be read ({fault}); expected a key a line") from None
+    return tuple(key.strip() for key in keys if key.strip())

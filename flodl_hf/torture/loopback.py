@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import unquote
 
 from flodl_hf.torture.damage import damaged_bytes
@@ -64,7 +64,10 @@ class Hub:
         self.fault: Mapping[str, Any] = {}
         self.times = 0
         self.victim = 0
-        self.server, self.other = _Server(("127.0.0.1", 0), _answers(self)), _Server(("127.0.0.1", 0), _elsewhere(self))
+        self.server, self.other = (
+            _Server(("127.0.0.1", 0), type("Repository", (_Repository,), {"hub": self})),
+            _Server(("127.0.0.1", 0), type("Stranger", (_Stranger,), {"hub": self})),
+        )
         for server in (self.server, self.other):
             threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
 
@@ -85,116 +88,117 @@ class Hub:
         self.strangers.clear()
 
 
-def _answers(hub: Hub) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-        timeout = 30
+class _Repository(BaseHTTPRequestHandler):
+    """Answers for a repository, with the fault that its hub holds."""
 
-        def log_message(self, format: str, *args: object) -> None:
-            """Say nothing."""
+    hub: ClassVar[Hub]
+    protocol_version = "HTTP/1.1"
+    timeout = 30
 
-        def do_GET(self) -> None:
-            """Answer."""
-            path = unquote(self.path.split("?")[0])
-            hub.requests.append(f"{self.command} {path}")
-            name = path.removeprefix(f"/{REPOSITORY}/resolve/{COMMIT}/")
-            listing = path.startswith(f"/api/models/{REPOSITORY}")
-            fault = hub.fault
-            mine = fault.get("at") == ("listing" if listing else name)
-            with suppress(OSError):
-                if listing:
-                    body = json.dumps({**listing_of(hub.files), **(fault.get("listing", {}) if mine else {})}).encode()
-                    self._send(body, {"Content-Type": "application/json"}, fault if mine else {})
-                elif name in hub.files:
-                    data = hub.files[name]
-                    headers = {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": COMMIT}
-                    self._send(data, headers, fault if mine else {})
-                else:
-                    said = {"X-Error-Code": "EntryNotFound" if path.startswith(f"/{REPOSITORY}/") else "RepoNotFound"}
-                    self._send(b"{}", said, {"status": 404})
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing."""
 
-        do_HEAD = do_GET
+    def do_GET(self) -> None:
+        """Answer."""
+        path = unquote(self.path.split("?")[0])
+        self.hub.requests.append(f"{self.command} {path}")
+        name = path.removeprefix(f"/{REPOSITORY}/resolve/{COMMIT}/")
+        listing = path.startswith(f"/api/models/{REPOSITORY}")
+        fault = self.hub.fault
+        mine = fault.get("at") == ("listing" if listing else name)
+        with suppress(OSError):
+            if listing:
+                body = json.dumps({**listing_of(self.hub.files), **(fault.get("listing", {}) if mine else {})}).encode()
+                self._send(body, {"Content-Type": "application/json"}, fault if mine else {})
+            elif name in self.hub.files:
+                data = self.hub.files[name]
+                headers = {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": COMMIT}
+                self._send(data, headers, fault if mine else {})
+            else:
+                said = {"X-Error-Code": "EntryNotFound" if path.startswith(f"/{REPOSITORY}/") else "RepoNotFound"}
+                self._send(b"{}", said, {"status": 404})
 
-        def _send(self, body: bytes, headers: dict[str, str], fault: Mapping[str, Any]) -> None:
-            head = self.command == "HEAD"
-            if fault.get("only") not in (None, self.command):
-                fault = {}
-            if fault.get("once") and hub.times:
-                fault = {}
-            hub.times += bool(fault)
-            status, way = fault.get("status", 200), fault.get("way", "")
-            if way == "silent":
+    do_HEAD = do_GET
+
+    def _send(self, body: bytes, headers: dict[str, str], fault: Mapping[str, Any]) -> None:
+        head = self.command == "HEAD"
+        if fault.get("only") not in (None, self.command):
+            fault = {}
+        if fault.get("once") and self.hub.times:
+            fault = {}
+        self.hub.times += bool(fault)
+        status, way = fault.get("status", 200), fault.get("way", "")
+        if way == "silent":
+            self._wait(fault)
+            return
+        if way == "closed":
+            self.connection.close()
+            return
+        if "how" in fault and not head:
+            body = damaged_bytes(body, fault)
+        elif "body" in fault and not head:
+            body = fault["body"].encode()
+        stated = {"Content-Length": str(len(body)), **headers, **fault.get("headers", {})}
+        if "to" in fault:
+            status = 302
+            stated |= {"Location": fault["to"].format(url=self.hub.url, elsewhere=self.hub.elsewhere, path=self.path)}
+        start = f"HTTP/1.1 {status} Said\r\n" + "".join(f"{k}: {v}\r\n" for k, v in stated.items() if v is not None)
+        raw = (start + "\r\n").encode("latin-1", "replace")
+        if way == "slow-head":
+            self._drip(raw, fault)
+        else:
+            self.connection.sendall(raw)
+        if head:
+            return
+        if way == "kill":
+            self.connection.sendall(body[: fault["after"] % (len(body) + 1)])
+            if self.hub.victim:
+                os.kill(self.hub.victim, signal.SIGKILL)
+        elif way in ("stop", "drop", "drip"):
+            at = len(body) * fault.get("part", 1) // 4
+            self.connection.sendall(body[:at])
+            if way == "stop":
                 self._wait(fault)
-                return
-            if way == "closed":
-                self.connection.close()
-                return
-            if "how" in fault and not head:
-                body = damaged_bytes(body, fault)
-            elif "body" in fault and not head:
-                body = fault["body"].encode()
-            stated = {"Content-Length": str(len(body)), **headers, **fault.get("headers", {})}
-            if "to" in fault:
-                status = 302
-                stated |= {"Location": fault["to"].format(url=hub.url, elsewhere=hub.elsewhere, path=self.path)}
-            start = f"HTTP/1.1 {status} Said\r\n" + "".join(f"{k}: {v}\r\n" for k, v in stated.items() if v is not None)
-            raw = (start + "\r\n").encode("latin-1", "replace")
-            if way == "slow-head":
-                self._drip(raw, fault)
-            else:
-                self.connection.sendall(raw)
-            if head:
-                return
-            if way == "kill":
-                self.connection.sendall(body[: fault["after"] % (len(body) + 1)])
-                if hub.victim:
-                    os.kill(hub.victim, signal.SIGKILL)
-            elif way in ("stop", "drop", "drip"):
-                at = len(body) * fault.get("part", 1) // 4
-                self.connection.sendall(body[:at])
-                if way == "stop":
-                    self._wait(fault)
-                elif way == "drip":
-                    self._drip(body[at:], fault)
-                self.close_connection = True
-            else:
-                self.connection.sendall(body)
-
-        def _wait(self, fault: Mapping[str, Any]) -> None:
-            while hub.fault is fault:
-                time.sleep(0.05)
+            elif way == "drip":
+                self._drip(body[at:], fault)
             self.close_connection = True
+        else:
+            self.connection.sendall(body)
 
-        def _drip(self, data: bytes, fault: Mapping[str, Any]) -> None:
-            for place in range(len(data)):
-                if hub.fault is not fault:
-                    break
-                self.connection.sendall(data[place : place + 1])
-                time.sleep(SLOW_S)
+    def _wait(self, fault: Mapping[str, Any]) -> None:
+        while self.hub.fault is fault:
+            time.sleep(0.05)
+        self.close_connection = True
 
-    return Handler
+    def _drip(self, data: bytes, fault: Mapping[str, Any]) -> None:
+        for place in range(len(data)):
+            if self.hub.fault is not fault:
+                break
+            self.connection.sendall(data[place : place + 1])
+            time.sleep(SLOW_S)
 
 
-def _elsewhere(hub: Hub) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        def log_message(self, format: str, *args: object) -> None:
-            """Say nothing."""
+class _Stranger(BaseHTTPRequestHandler):
+    """Answers for another host, which no request with a token should reach."""
 
-        def do_GET(self) -> None:
-            """Give the repository's files by their names, and other bytes under ``evil/``."""
-            if self.headers.get("Authorization"):
-                hub.strangers.append(self.headers["Authorization"])
-            name = unquote(self.path).lstrip("/").removeprefix("evil/")
-            data = hub.files.get(name, b"{}")
-            if self.path.startswith("/evil/"):
-                data = data[:-1] + bytes([data[-1] ^ 1])
-            with suppress(OSError):
-                self.send_response(200)
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                if self.command == "GET":
-                    self.wfile.write(data)
+    hub: ClassVar[Hub]
 
-        do_HEAD = do_GET
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing."""
 
-    return Handler
+    def do_GET(self) -> None:
+        """Give the repository's files by their names, and other bytes under ``evil/``."""
+        if self.headers.get("Authorization"):
+            self.hub.strangers.append(self.headers["Authorization"])
+        name = unquote(self.path).lstrip("/").removeprefix("evil/")
+        data = self.hub.files.get(name, b"{}")
+        if self.path.startswith("/evil/"):
+            data = data[:-1] + bytes([data[-1] ^ 1])
+        with suppress(OSError):
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(data)
+
+    do_HEAD = do_GET

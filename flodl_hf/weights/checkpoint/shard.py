@@ -19,7 +19,7 @@ from .manifest import DTYPES, SourceFile
 from .read import map_extents, read_extents, read_extents_into
 from .scatter import Extent
 
-__all__ = ["SafetensorsShard", "Shard"]
+__all__ = ["OpenShard", "SafetensorsShard", "Shard"]
 
 
 class Shard(Protocol):
@@ -49,8 +49,8 @@ class Shard(Protocol):
         ...
 
 
-class SafetensorsShard:
-    """An open safetensors file.
+class OpenShard:
+    """What open weight files share: a descriptor that is closed once, and what `parse` finds.
 
     Args:
         descriptor: the open file, which the shard closes.
@@ -65,6 +65,28 @@ class SafetensorsShard:
         self.ties: Mapping[str, str] = {}
         self._where = where
         self._descriptor: int | None = descriptor
+
+    def close(self) -> None:
+        """Release the file; closing twice is harmless."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _open_descriptor(self) -> int:
+        if self._descriptor is None:
+            raise CheckpointError(
+                f"{self._where}: is closed; read its tensors before the checkpoint is closed",
+                path=self._where,
+                problems=["closed"],
+            )
+        return self._descriptor
+
+
+class SafetensorsShard(OpenShard):
+    """An open safetensors file."""
+
+    def __init__(self, descriptor: int, name: str, where: str) -> None:
+        super().__init__(descriptor, name, where)
         self._extents: dict[str, Extent] = {}
 
     def parse(self) -> None:
@@ -101,18 +123,3 @@ class SafetensorsShard:
     def read_into(self, name: str, tensor: Tensor) -> None:
         """Fill ``tensor``, contiguous, on the CPU, of the stored dtype and shape."""
         read_extents_into(self._open_descriptor(), self._where, [self._extents[name]], [tensor])
-
-    def close(self) -> None:
-        """Release the file; closing twice is harmless."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
-
-    def _open_descriptor(self) -> int:
-        if self._descriptor is None:
-            raise CheckpointError(
-                f"{self._where}: is closed; read its tensors before the checkpoint is closed",
-                path=self._where,
-                problems=["closed"],
-            )
-        return self._descriptor

@@ -7,7 +7,7 @@ sequence of programs and storages before it.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,9 +16,10 @@ from torch import Tensor
 from flodl.errors import CheckpointError, printable
 from flodl.files import POINTER_ADVICE, is_pointer, open_regular
 from flodl.system import read_at
-from flodl_hf.weights.checkpoint.manifest import DTYPES, SourceFile
+from flodl_hf.weights.checkpoint.manifest import DTYPES
 from flodl_hf.weights.checkpoint.read import map_extents, read_extents
 from flodl_hf.weights.checkpoint.scatter import Extent
+from flodl_hf.weights.checkpoint.shard import OpenShard
 
 from .archive import Member, stored_members
 from .checksums import check_sums
@@ -51,22 +52,11 @@ def read_bin(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         shard.close()
 
 
-class BinShard:
-    """An open ``.bin`` file.
-
-    Args:
-        descriptor: the open file, which the shard closes.
-        name: its name in the folder.
-        where: its path, for messages.
-    """
+class BinShard(OpenShard):
+    """An open ``.bin`` file."""
 
     def __init__(self, descriptor: int, name: str, where: str) -> None:
-        self.file = SourceFile(name, os.fstat(descriptor).st_size)
-        self.metadata: Mapping[str, str] = {}
-        self.entries: Mapping[str, tuple[str, tuple[int, ...]]] = {}
-        self.ties: Mapping[str, str] = {}
-        self._where = where
-        self._descriptor: int | None = descriptor
+        super().__init__(descriptor, name, where)
         self._records: dict[str, TensorRecord] = {}
         self._places: dict[str, tuple[int, int]] = {}
         self._members: dict[str, Member] = {}
@@ -125,12 +115,6 @@ class BinShard:
     def read_into(self, name: str, tensor: Tensor) -> None:
         """Fill ``tensor``, contiguous, on the CPU, of the stored dtype and shape."""
         tensor.detach().copy_(self.read([name])[0])
-
-    def close(self) -> None:
-        """Release the file; closing twice is harmless."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
 
     def _parse_archive(self, descriptor: int) -> Any:
         members = stored_members(descriptor, self._where)
@@ -217,15 +201,6 @@ class BinShard:
             path=self._where,
             problems=[found],
         )
-
-    def _open_descriptor(self) -> int:
-        if self._descriptor is None:
-            raise CheckpointError(
-                f"{self._where}: is closed; read its tensors before the checkpoint is closed",
-                path=self._where,
-                problems=["closed"],
-            )
-        return self._descriptor
 
 
 class _Cursor:
