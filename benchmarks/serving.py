@@ -299,7 +299,7 @@ def main() -> None:
         folder = write_model(args.place, args.size)
         given = {
             "devices": [str(device)], "precision": args.precision, "max_batch_tokens": args.max_batch_tokens,
-            "workers": args.workers, "port": 0, **({"max_queue_s": 1.0} if "overload" in wanted else {}),
+            "workers": args.workers, "port": 0,
         }  # fmt: skip
         model: Any = load(folder, device=str(device)).runtime(precision=args.precision, progress=False)
         with server(folder, given) as (url, pids):

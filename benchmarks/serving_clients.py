@@ -120,6 +120,8 @@ async def client(
                     compare(found, body, right[place])
             elif status == 429:
                 found.refused.append(took)
+                if not load.rate:
+                    await asyncio.sleep(1.0)  # what `Retry-After` says at least
             else:
                 found.faults.append(str(status))
             if load.rate:

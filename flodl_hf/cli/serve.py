@@ -76,6 +76,9 @@ def command(
     max_tokens: Annotated[int, _limit("--max-tokens", says="Most tokens of a request, about.", min=1)] = 300_000,
     max_body: Annotated[int, _limit("--max-body", says="Most bytes of a request.", min=1)] = 16 << 20,
     max_queue: Annotated[float, _limit("--max-queue-s", says="Refuse requests when more than this waits.")] = 10.0,
+    max_wait: Annotated[
+        float, _limit("--max-wait-s", says="Refuse requests when more than this waits all the time.")
+    ] = 0.5,
     timeout: Annotated[float, _limit("--timeout-s", says="Give a request up after so long.")] = 60.0,
     drain: Annotated[float, _limit("--drain-s", says="How long requests may go on when told to stop.")] = 30.0,
     log_texts: Annotated[
@@ -118,6 +121,7 @@ def command(
         max_tokens=max_tokens,
         max_body=max_body,
         max_queue_s=max_queue,
+        max_wait_s=max_wait,
         timeout_s=timeout,
         drain_s=drain,
         log_texts=log_texts,

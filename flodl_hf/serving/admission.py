@@ -1,7 +1,11 @@
 """Which requests are let in: what is refused is refused at once, with a time after which to come again.
 
 Tokens are counted before they are known, by the characters a token has had so far; how long the queue takes is
-reckoned from how fast full batches have run.
+reckoned from how fast full batches have run, and for a key from what is before it: keys take turns, so that one waits
+for no more of another than it has itself.
+
+A queue that comes and goes is let grow, and one that stays is kept short: a wait that everybody has serves nobody
+(Nichols and Jacobson 2012).
 """
 
 from __future__ import annotations
@@ -21,6 +25,10 @@ __all__ = ["Admission", "OverloadedError", "known_key", "weigh"]
 
 # English in word pieces has four to five characters a token; what is measured soon takes its place.
 CHARACTERS = 4.0
+# A queue stays when it has not been below this part of what it may be for so long.
+CALM, STAYS_S = 0.25, 1.0
+# A device is kept busy by so many batches at a time, and a queue of fewer requests is none.
+BATCHES, FEW = 4, 8
 
 
 class OverloadedError(FlodlError):
@@ -72,6 +80,10 @@ class Admission:
         """Tokens of all requests inside, about."""
         self.rate = 0.0
         """Tokens a second that the devices run together when there is enough to run; 0 while nobody knows."""
+        self.full = 0
+        """Tokens of a full batch of each worker, together."""
+        self._calm = time.monotonic()
+        self._tokens_of_key: Counter[str] = Counter()
         self._characters = CHARACTERS
         self._of_key: Counter[str] = Counter()
         self._spent: dict[str, tuple[float, float]] = {}
@@ -90,12 +102,41 @@ class Admission:
         """How long what is inside takes, about."""
         return self.tokens / self.rate if self.rate else 0.0
 
-    def entering(self, key: str, tokens: int) -> _Inside:
+    def wait_of(self, key: str, tokens: int) -> float:
+        """Return about how long what is before another request of a key takes.
+
+        Args:
+            key: whose it is.
+            tokens: about how many it has.
+        """
+        if not self.rate:
+            return 0.0
+        mine = self._tokens_of_key[key]
+        if mine == self.tokens:
+            return mine / self.rate
+        others = (min(held, mine + tokens) for other, held in self._tokens_of_key.items() if other != key)
+        return (mine + sum(others)) / self.rate
+
+    def longest_wait(self, now: float) -> float:
+        """Return the longest wait with which a request is let in now.
+
+        Args:
+            now: by ``time.monotonic``.
+        """
+        settings = self.settings
+        short = max(settings.max_wait_s, BATCHES * self.full / self.rate if self.rate else 0.0)
+        if self.wait_s < CALM * short:
+            self._calm = now
+        stays = now - self._calm > STAYS_S and self.inside >= FEW
+        return min(short, settings.max_queue_s) if stays else settings.max_queue_s
+
+    def entering(self, key: str, tokens: int, left_s: float = math.inf) -> _Inside:
         """Let a request in for as long as what this returns is held.
 
         Args:
             key: whose it is.
             tokens: about how many it has.
+            left_s: when its time is over; what cannot be answered by then is not begun.
 
         Raises:
             OverloadedError: a limit is reached.
@@ -105,8 +146,9 @@ class Admission:
             raise self._refused(f"{self.inside} requests are being answered, and no more are at a time")
         if settings.max_key_concurrent is not None and self._of_key[key] >= settings.max_key_concurrent:
             raise self._refused(f"{self._of_key[key]} requests of this key are being answered, and no more are")
-        if self.inside and self.wait_s > settings.max_queue_s:
-            raise self._refused(f"what waits takes {self.wait_s:.1f} s")
+        wait, longest = self.wait_of(key, tokens), self.longest_wait(time.monotonic())
+        if self.inside and (wait > longest or wait > left_s > 0):
+            raise self._refused(f"what waits takes {wait:.1f} s")
         self._spend(key, tokens)
         return _Inside(self, key, tokens)
 
@@ -115,6 +157,13 @@ class Admission:
         self.inside += requests
         self.tokens += tokens
         self._of_key[key] += requests
+        held = self._tokens_of_key[key] + tokens
+        if held:
+            self._tokens_of_key[key] = held
+        else:
+            del self._tokens_of_key[key]
+        if requests < 0 and not self.inside:
+            self._calm = time.monotonic()
 
     def _spend(self, key: str, tokens: int) -> None:
         """Take tokens from what a key may have in a minute, which comes back all the time."""

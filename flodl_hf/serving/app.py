@@ -64,6 +64,7 @@ def create_app(settings: Settings) -> Starlette:
     def heard(ran: list[Any], queued: int) -> None:
         queue.value = queued
         admission.rate = house.workers.rate
+        admission.full = house.workers.max_batch_tokens * len(house.workers.pids)
         for rows, tokens, seconds in ran:
             sizes.add(rows)
             lengths.add(tokens)

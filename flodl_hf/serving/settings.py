@@ -54,6 +54,7 @@ class Settings:
         max_tokens: most tokens of a request, about, counted before they are known.
         max_body: most bytes of a request's body.
         max_queue_s: a request is refused when what waits before it would take longer.
+        max_wait_s: likewise of a queue that stays: more is asked for than is done, and has been for a second.
         timeout_s: after so long a request is given up; clients may ask for less (``x-timeout-s``).
         header_s: a connection that has not sent a request's head by then is closed.
         body_s: a body has to be there by then.
@@ -82,6 +83,7 @@ class Settings:
     max_tokens: int = 300_000
     max_body: int = 16 << 20
     max_queue_s: float = 10.0
+    max_wait_s: float = 0.5
     timeout_s: float = 60.0
     header_s: float = 10.0
     body_s: float = 30.0

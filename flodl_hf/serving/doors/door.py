@@ -173,7 +173,7 @@ class Call:
                 f"the inputs have about {weight} tokens; expected at most {settings.max_tokens} in a request", "limit"
             )
         try:
-            with admission.entering(self.key, weight):
+            with admission.entering(self.key, weight, self.until - time.monotonic()):
                 found = await house.workers.ask(
                     task,
                     self.model,

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -231,9 +232,76 @@ def test_what_a_key_may_have() -> None:
     with (
         admission.entering("c", 590),
         pytest.raises(OverloadedError, match=r"takes 5\.9 s"),
-        admission.entering("d", 1),
+        admission.entering("c", 1),
     ):
         pass
+
+
+def test_a_key_waits_for_no_more_of_others_than_it_has_itself() -> None:
+    admission = Admission(Settings(models=served(["m"]), max_queue_s=5.0))
+    admission.rate = 100.0
+    with admission.entering("c", 590):
+        assert admission.wait_of("c", 1) == pytest.approx(5.9)
+        assert admission.wait_of("d", 10) == pytest.approx(0.1)
+        with admission.entering("d", 100):
+            assert admission.wait_of("d", 10) == pytest.approx(1.0 + 1.1)
+            assert admission.wait_of("e", 50) == pytest.approx(1.0)
+            with pytest.raises(OverloadedError, match=r"takes 2\.1 s"):
+                admission.entering("d", 10, left_s=2.0)
+            with admission.entering("d", 10, left_s=3.0):
+                pass
+    assert (admission.inside, admission.tokens) == (0, 0)
+
+
+def test_a_queue_that_stays_is_kept_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = 100.0
+    monkeypatch.setattr("flodl_hf.serving.admission.time", SimpleNamespace(monotonic=lambda: clock))
+    admission = Admission(Settings(models=served(["m"]), max_wait_s=0.5, max_queue_s=5.0))
+    admission.rate = 1000.0
+    held = []
+
+    def come(tokens: int = 50) -> bool:
+        try:
+            inside = admission.entering("", tokens)
+        except OverloadedError:
+            return False
+        inside.__enter__()
+        held.append(inside)
+        return True
+
+    # A burst may be as long as the queue may be, and what is beyond it is refused.
+    assert [come() for _ in range(110)] == [True] * 101 + [False] * 9
+    # A second later it still is there: nothing is let in until what waits takes no more than half a second.
+    clock += 1.1
+    accepted = []
+    while held and not accepted:
+        held.pop().__exit__()
+        accepted = [one for one in [come()] if one]
+    assert admission.tokens == 550
+    # So it stays short, for as long as more is asked for than is done.
+    for _ in range(30):
+        clock += 0.05
+        held.pop().__exit__()
+        assert come()
+        assert not come()
+    # Few requests are no queue, however long they take.
+    while held:
+        held.pop().__exit__()
+    clock += 10
+    assert come(900)
+    assert come(900)
+    clock += 2
+    assert come(900)
+    assert [come(200) for _ in range(6)] == [True] * 5 + [False]
+    while held:
+        held.pop().__exit__()
+    # Once it was empty there may be a burst again; and a slow device has some batches at least.
+    assert [come() for _ in range(40)] == [True] * 40
+    clock += 1.1
+    assert not come()
+    admission.full = 1000
+    assert admission.longest_wait(clock) == 4.0
+    assert come()
 
 
 def test_a_line_of_the_log() -> None:
