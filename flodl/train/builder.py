@@ -381,7 +381,8 @@ class TrainerBuilder:
                 monitor.take_orders(orders_of(plan.settings, plan.is_judged), trainer.ask)
             trainer.fit()
             # A model in shards is no use outside of its ranks, and is put together while they are there.
-            handle.finish(Trained.of(trainer.model), None if trainer.sharded else trainer.model)
+            keep = ranks.rank == 0 or not trainer.sharded
+            handle.finish(Trained.of(trainer.model, keep=keep), None if trainer.sharded else trainer.model)
         except Exception as fault:
             if monitor is not None:
                 monitor.failed(f"{type(fault).__name__}: {fault}")
@@ -433,7 +434,8 @@ def _run_rank(ranks: Ranks, plan: RunPlan) -> bytes | None:
     if plan.listening and ranks.rank == 0:
         trainer.events.subscribe(SendEvents(ranks.pipe, every_s=0.1 if plan.listening == "some" else 0.0))
     trainer.fit()
+    if ranks.rank == 0:
+        return Trained.of(trainer.model).to_bytes()
     if trainer.sharded:
-        trained = Trained.of(trainer.model)
-        return trained.to_bytes() if ranks.rank == 0 else None
-    return Trained.of(trainer.model).to_bytes() if ranks.rank == 0 else None
+        Trained.of(trainer.model, keep=False)
+    return None

@@ -6,7 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,44 +27,76 @@ __all__ = ["Handle", "RankStatus", "SendEvents", "Trained"]
 class Trained:
     """The end of a run, on the CPU, by name.
 
+    Weights that were in shards are put together on the first rank alone. On the others both dicts are empty, ``whole``
+    is False, and what asks for the weights is refused.
+
     Attributes:
         parameters: every parameter.
         buffers: every persistent buffer.
         metrics: the figures of each epoch that this process saw.
+        whole: whether the weights are here.
     """
 
     parameters: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
     metrics: list[EpochMetrics] = field(default_factory=list)
+    whole: bool = True
 
     @classmethod
-    def of(cls, model: nn.Module) -> Trained:
-        """Return copies of the state of ``model``."""
-        state = model_state(model)
+    def of(cls, model: nn.Module, *, keep: bool = True) -> Trained:
+        """Return copies of the state of ``model``; of shards all ranks call this together.
+
+        Args:
+            model: on this rank, whole or in shards.
+            keep: whether this rank is to hold the weights; one tensor at a time is whole on ranks that do not.
+        """
+        state = model_state(model, keep=keep)
+        if not keep:
+            return cls({}, {}, whole=False)
         names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         return cls({k: v for k, v in state.items() if k in names}, {k: v for k, v in state.items() if k not in names})
 
     def __repr__(self) -> str:
+        if not self.whole:
+            return f"Trained(the weights are on rank 0, {len(self.metrics)} epochs)"
         numbers = sum(value.numel() for value in self.parameters.values())
         return f"Trained({numbers:,} parameters in {len(self.parameters)} tensors, {len(self.metrics)} epochs)"
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return parameters and buffers together."""
+        """Return parameters and buffers together.
+
+        Raises:
+            TrainError: the weights are not on this rank.
+        """
+        self._check_whole()
         return {**self.parameters, **self.buffers}
 
     def load_into(self, model: nn.Module) -> nn.Module:
         """Copy the state into ``model`` and return it.
 
         Raises:
+            TrainError: the weights are not on this rank.
             CheckpointError: names, shapes or dtypes differ.
         """
         load_model(model, self.state_dict())
         return model
 
     def to_bytes(self) -> bytes:
-        """Return the state as safetensors, to be sent to another process."""
+        """Return the state as safetensors, to be sent to another process.
+
+        Raises:
+            TrainError: the weights are not on this rank.
+        """
+        self._check_whole()
         marked = {f"p:{k}": v for k, v in self.parameters.items()} | {f"b:{k}": v for k, v in self.buffers.items()}
         return format_tensors(marked)
+
+    def _check_whole(self) -> None:
+        if not self.whole:
+            raise TrainError(
+                "trained: the weights were in shards and have been put together on rank 0 alone; expected this to be "
+                "asked there. Ask `trained.whole` first, or read the checkpoint or the folder that was written."
+            )
 
     @classmethod
     def from_bytes(cls, data: bytes, metrics: Sequence[EpochMetrics] = ()) -> Trained:
@@ -170,7 +202,7 @@ class Handle:
 
     def finish(self, trained: Trained, model: nn.Module | None = None) -> None:
         """Be told how the run ended."""
-        self._trained = Trained(trained.parameters, trained.buffers, list(self._seen))
+        self._trained = replace(trained, metrics=list(self._seen))
         self.model = model
 
     # ---- while it runs -------------------------------------------------------------------------------

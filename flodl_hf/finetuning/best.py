@@ -71,7 +71,7 @@ def take_best(
     taken, fault = None, ""
     for _, step, path in sorted(judged, key=lambda entry: (-entry[0], entry[1])):
         try:
-            saved = read_checkpoint(path)
+            saved = read_checkpoint(path, weights_only=True)
         except CheckpointError as error:
             fault = fault or error.message
             continue

@@ -283,9 +283,12 @@ def _settle_head(known: Known, task: Task, options: Options) -> tuple[Options, l
 
 def _open(model: Any, task: Task, options: Options) -> tuple[EncoderModel, ModelFactory | FixedModel]:
     if isinstance(model, (str, os.PathLike)):
+        # Ranks that keep a part look at the file, whose pages they share, rather than read a whole model each.
+        shown = {"mapped": True} if options.shard and options.ranks > 1 else {}
         factory = ModelFactory(
             os.fspath(model), task.head, task.labels, task.problem_type, options.freeze, options.dropout,
-            {"attention": options.attention, **_hub(options)}, bool(options.new_head), options.adapter, options.seed,
+            {**shown, "attention": options.attention, **_hub(options)}, bool(options.new_head), options.adapter,
+            options.seed,
             task.start if isinstance(task, EmbeddingTask) else None,
         )  # fmt: skip
         return factory.open(), factory

@@ -8,6 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flodl.errors import TrainError
 from flodl.observe.curve import curve_svg
 from flodl.progress import clock, count
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from flodl_hf.finetuning.thresholds import Tuned
     from flodl_hf.model.encoder_model import EncoderModel
 
-__all__ = ["FinetuneResult"]
+__all__ = ["FinetuneResult", "OnFirstRank"]
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,8 @@ class FinetuneResult:
     """A finished run.
 
     Attributes:
-        model: the trained model, ready to predict.
+        model: the trained model, ready to predict. Under torchrun with ``shard``, on the first rank alone: what is
+            asked of it elsewhere is refused.
         folder: where it was written; None without ``out``.
         task: the head's name.
         metrics: figures of the model on the held-out data; empty without any.
@@ -38,6 +40,7 @@ class FinetuneResult:
             ``is``. Losses, history, steps and seconds are those of the whole run, however often it was ended.
         tuned: the thresholds that ``tune_thresholds`` chose, on the first rank; None without.
         recorded: how many steps were replayed from captured graphs, and why others were not; None on a processor.
+        holds_model: whether the trained model is in this process.
     """
 
     model: EncoderModel
@@ -53,6 +56,7 @@ class FinetuneResult:
     changes: list[Mapping[str, Any]] = field(default_factory=list, repr=False)
     tuned: Tuned | None = field(default=None, repr=False)
     recorded: Recorded | None = field(default=None, repr=False)
+    holds_model: bool = True
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything but the model as JSON types."""
@@ -65,12 +69,32 @@ class FinetuneResult:
         return _run_page(self)
 
 
+class OnFirstRank:
+    """Stands for the trained model on a rank that held a part of it alone; whatever is asked of it is refused."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise TrainError(
+            f"finetune: result.model.{name}: the weights were in shards and have been put together on rank 0 alone; "
+            "expected this to be asked there. Ask `result.holds_model` first, or load the folder that was written."
+        )
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        """Refuse."""
+        return self.__getattr__("forward")
+
+    def __repr__(self) -> str:
+        return "OnFirstRank(the trained model is on rank 0)"
+
+
 def _run_line(run: FinetuneResult) -> str:
     """Return what came of a run in one line."""
     figures = ", ".join(f"{name} {value:.4g}" for name, value in list(run.metrics.items())[:4])
     loss = f", last loss {run.losses[-1]:.4g}" if run.losses else ""
     best = f", best at step {run.best_step:,}" if run.best_step != run.steps else ""
     where = f", in {run.folder}" if run.folder is not None else ""
+    where = where if run.holds_model else f"{where}, the model on rank 0"
     told = f": {figures}" if figures else ""
     return f"FinetuneResult({run.task}, {run.steps:,} steps in {clock(run.seconds)}{loss}{best}{told}{where})"
 

@@ -33,7 +33,7 @@ from flodl_hf.finetuning.job import Job, plan_job
 from flodl_hf.finetuning.keywords import FinetuneWords
 from flodl_hf.finetuning.monitoring import monitor_of_job
 from flodl_hf.finetuning.options import Options, make_options
-from flodl_hf.finetuning.result import FinetuneResult
+from flodl_hf.finetuning.result import FinetuneResult, OnFirstRank
 from flodl_hf.finetuning.task import name_of
 from flodl_hf.finetuning.thresholds import tune_thresholds
 from flodl_hf.finetuning.training import CHECKPOINTS, make_builder, settings_of_torch, train_job
@@ -107,7 +107,7 @@ def finetune(
         HubError, CheckpointError, TokenizerError: the model cannot be opened.
 
     Torch's and Python's global random generators are seeded by this call. Under torchrun every rank calls it; the
-    first one writes, and its result has the best model.
+    first one writes, and its result has the best model. With ``shard`` the others' results have none (``holds_model``).
     """
     if isinstance(loss, str):
         options["vector_loss"], loss = loss, None
@@ -130,25 +130,31 @@ def finetune(
         notes = _Notes(on_event, job.unrecorded)
         if folder is None and job.metric is not None and chosen.keep_best:
             # Under torchrun: every rank holds the best itself, since there is no folder that all of them see.
-            notes.keep_best(Best(job.metric), job.model)
+            if chosen.shard is None:
+                notes.keep_best(Best(job.metric), job.model)
+            else:
+                job.notes.append("without out= or checkpoints= the model of the last step is kept, not the best one")
         watched = monitor_of_job(monitor, job, recipe, target, is_first=_is_first_rank())
         began = time.perf_counter()
         with _naming_the_option():
             trained = train_job(job, notes, stack, folder, progress=progress, trackers=trackers, monitor=watched)
         seconds = notes.past.seconds + time.perf_counter() - began
-        best_step, metrics = _take_best(job, trained, folder, notes)
-        trained.eval()
-        judged = _judged(job, trained, target)
-    _conclude(job, trained)
+        # Weights that were in shards are put together on the first rank; others have the model that they began with.
+        model = job.model if trained is None else trained
+        best_step, metrics = _take_best(job, model, folder, notes)
+        model.eval()
+        judged = _judged(job, model, target)
+    _conclude(job, model)
     tuned = None
     if chosen.tune_thresholds and judged is not None:
-        tuned = tune_thresholds(judged, tuple(trained.config.labels))
-    if tuned is not None or trained.config.label_thresholds is not None:
+        tuned = tune_thresholds(judged, tuple(model.config.labels))
+    if tuned is not None or model.config.label_thresholds is not None:
         # Those of the start were chosen for other weights.
-        trained.config = trained.config.changed(label_thresholds={} if tuned is None else tuned.thresholds)
+        model.config = model.config.changed(label_thresholds={} if tuned is None else tuned.thresholds)
+    found: Any = OnFirstRank() if trained is None else trained
     result = FinetuneResult(
-        trained, None, name_of(job.task), metrics, notes.history, notes.losses, notes.steps, best_step, seconds, recipe,
-        list(notes.past.changes), tuned, notes.recorded,
+        found, None, name_of(job.task), metrics, notes.history, notes.losses, notes.steps, best_step, seconds, recipe,
+        list(notes.past.changes), tuned, notes.recorded, trained is not None,
     )  # fmt: skip
     if target is not None and _is_first_rank():
         written = _write(job, result, target, overwrite, judged)

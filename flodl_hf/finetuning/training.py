@@ -8,7 +8,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ import torch
 from flodl.errors import ConfigError
 from flodl.train import Profiler, Trainer, adamw, parameter_groups, sgd
 from flodl.train.optim.optimizers import layerwise_decay
+from flodl.train.saving.state import check_fits
 from flodl_hf.finetuning.factory import FixedModel, ModelFactory, checkpoint_layers, restore_layers, set_dropout
 from flodl_hf.finetuning.identity import identity_of
 from flodl_hf.finetuning.job import Job
@@ -60,8 +61,8 @@ def train_job(
     progress: bool | None = False,
     trackers: Sequence[Callable[[Any], Any]] = (),
     monitor: Any = None,
-) -> EncoderModel:
-    """Return the model of a planned job after its last step.
+) -> EncoderModel | None:
+    """Return the model of a planned job after its last step; None on ranks that held a part of it alone.
 
     Args:
         job: from `plan_job`.
@@ -80,8 +81,19 @@ def train_job(
     if handle.model is not None:
         trained: Any = handle.model
         return trained
-    state.load_into(job.model)
+    if not state.whole:
+        return None
+    _take(job.model, state.state_dict())
     return job.model
+
+
+def _take(model: EncoderModel, state: dict[str, Any]) -> None:
+    """Give a model trained tensors for its own, which are let go: there are never two of the whole."""
+    check_fits(model, state)
+    own = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    with torch.no_grad():
+        for name, value in state.items():
+            own[name].set_(value.to(own[name].device))  # noted as written to, unlike an exchange of ``data``
 
 
 def make_builder(
@@ -190,10 +202,9 @@ def _factory(job: Job, stack: ExitStack) -> Any:
         job_model = job.model
         _ready(job, job_model, stack)
         return FixedModel(job_model)
-    # Ranks that keep a part look at the file, whose pages they share, rather than read a whole model each.
-    shown = {"mapped": True} if job.options.shard and several else {}
     if isinstance(job.factory, ModelFactory):
-        return replace(job.factory, options={**shown, **job.factory.options}) if shown else job.factory
+        return job.factory
+    shown = {"mapped": True} if job.options.shard and several else {}  # pages that ranks share
     # A model cannot be sent to other processes, its folder can.
     room = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flodl-hf-")))
     opening: dict[str, Any] = {**shown, "attention": job.options.attention}

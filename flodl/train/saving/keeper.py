@@ -32,6 +32,7 @@ from flodl.files import make_folders, read_regular
 from flodl.hashed_json import seal, unseal
 from flodl.system import lock, sync_folder
 from flodl.train.events import Event, Saved, SaveFailed, Warned
+from flodl.train.saving.state import MODEL
 from flodl.train.saving.tensor_stream import safetensors_chunks
 
 __all__ = ["Checkpoint", "Keeper", "list_checkpoints", "read_checkpoint", "read_manifest"]
@@ -95,8 +96,13 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return unseal(read_regular(path / "manifest.json"), _UNSEALED)
 
 
-def read_checkpoint(path: Path) -> Checkpoint:
+def read_checkpoint(path: Path, *, weights_only: bool = False) -> Checkpoint:
     """Return the checkpoint at ``path`` after comparing every file with the manifest.
+
+    Args:
+        path: its folder.
+        weights_only: of the tensors, return those of the model and of its average, and let go of all others: of a run
+            in shards a file is read and dropped after another.
 
     Raises:
         CheckpointError: a file is missing, cut, changed or unreadable.
@@ -124,12 +130,19 @@ def read_checkpoint(path: Path) -> Checkpoint:
                 raise fault(f"{name} is not as it was written")
             stem, suffix = name.rsplit(".", 1)
             if suffix == "safetensors":
-                tensors[stem] = parse_tensors(data)
+                held = parse_tensors(data)
+                tensors[stem] = _weights_in(stem, held) if weights_only else held
             else:
                 values[stem] = json.loads(data)
         return Checkpoint(path, manifest["step"], manifest["world"], manifest["metrics"], tensors, values)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
         raise fault(f"{type(error).__name__}: {error}") from error
+
+
+def _weights_in(stem: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file that are weights, in memory of their own."""
+    every = stem in ("model", "ema")
+    return {name: tensor.clone() for name, tensor in tensors.items() if every or name.startswith(MODEL)}
 
 
 def list_checkpoints(folder: str | os.PathLike[str]) -> list[Path]:

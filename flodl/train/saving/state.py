@@ -39,13 +39,22 @@ MODEL = "shard/model/"
 """Before the names of parts of weights that a rank saves."""
 
 
-def model_state(model: nn.Module) -> Tensors:
+def model_state(model: nn.Module, *, keep: bool = True) -> Tensors:
     """Return copies of what training may change by name, in host memory: see `learned_tensors`; of shards, the whole.
+
+    Args:
+        model: in shards, one that all ranks ask for together.
+        keep: False on ranks that only give their parts: a tensor is gathered after another and let go.
 
     Raises:
         TrainError: the model keeps something other than tensors in its ``state_dict``.
     """
-    return {name: to_cpu(whole(value)) for name, value in learned_tensors(model).items()}
+    found: Tensors = {}
+    for name, value in learned_tensors(model).items():
+        gathered = whole(value)
+        if keep:
+            found[name] = to_cpu(gathered)
+    return found
 
 
 def learned_tensors(model: nn.Module) -> Tensors:
