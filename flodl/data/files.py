@@ -80,6 +80,10 @@ def read_rows(
         return _rows_of_object(source)
     path = Path(source)
     if not os.path.isfile(path):  # no for a path that none can have, where Path.is_file raises
+        if os.path.isdir(path):
+            raise DataError(
+                f"{path}: is a folder, which has {_neighbours(path / '_')}; expected one of its files", path=str(path)
+            )
         is_folder = os.path.isdir(path.parent)
         raise DataError(
             f"{path}: no such file; "

@@ -13,7 +13,7 @@ from typing import Any, get_args, get_type_hints
 
 from flodl.errors import ConfigError, capped, nearest
 from flodl_hf.adapters.settings import Settings, adapter_faults, adapter_of
-from flodl_hf.finetuning.training_arguments import translated
+from flodl_hf.finetuning.training_arguments import TAKEN, translated
 
 __all__ = ["Options", "make_options"]
 
@@ -326,7 +326,7 @@ def make_options(given: Mapping[str, Any], where: str = "finetune") -> Options:
     hints = get_type_hints(Options)
     values: dict[str, Any] = {}
     given, problems = translated(given, table)
-    problems += [f"{name}: no such option{nearest(name, table)}" for name in given if name not in table]
+    problems += [f"{name}: no such option{nearest(name, [*table, *TAKEN])}" for name in given if name not in table]
     for name, value in given.items():
         if name not in table:
             continue

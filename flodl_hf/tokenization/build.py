@@ -30,7 +30,7 @@ from .added import add_missing, add_roles, add_stated, frame
 from .guard import guarded
 from .plain_files import read_merges, read_vocab_json, read_vocab_txt
 from .sentencepiece import BPE, BYTE, CONTROL, NORMAL, USER_DEFINED, SentencePieceModel, read_model
-from .settings import ROLES, class_family, content, rules_of
+from .settings import ROLES, class_family, content, rules_of, said_of
 from .source import TOKENIZER_FILES, parse_json, vocabulary_file
 
 __all__ = ["build_backend"]
@@ -302,7 +302,7 @@ def build_backend(
         mapped = parse_json(files["special_tokens_map.json"], f"{folder}/special_tokens_map.json")
     decoder = settings.get("added_tokens_decoder")
     by_text = {content(v): v for v in decoder.values()} if isinstance(decoder, Mapping) else {}
-    stated = {role: settings.get(role) or mapped.get(role) for role in ROLES}
+    stated = {role: next(filter(None, said_of(role, settings, mapped)), None) for role in ROLES}
     # A bare name says nothing about spaces; the entry with its id may.
     stated = {role: by_text.get(v, v) if isinstance(v, str) else v for role, v in stated.items()}
     tokens = {**own.special, **{role: text for role, v in stated.items() if (text := content(v))}}

@@ -14,7 +14,7 @@ import tokenizers
 
 from flodl.errors import printable
 
-from .settings import Settings, content
+from .settings import ROLES, Settings, content, said_of
 
 __all__ = ["contradictions"]
 
@@ -40,6 +40,7 @@ def contradictions(
     stated = settings.raw
     return [
         *_switches(inner, stated),
+        *_files(stated, mapped),
         *_template(inner, stated, mapped),
         *_unknown(inner, stated, mapped),
         *_padding(settings, pad_token),
@@ -80,7 +81,18 @@ def _switches(inner: tokenizers.Tokenizer, stated: Mapping[str, Any]) -> Iterato
 
 
 def _role(role: str, stated: Mapping[str, Any], mapped: Mapping[str, Any]) -> str | None:
-    return content(stated.get(role)) or content(mapped.get(role))
+    return next(filter(None, map(content, said_of(role, stated, mapped))), None)
+
+
+def _files(stated: Mapping[str, Any], mapped: Mapping[str, Any]) -> Iterator[str]:
+    which = "former" if "added_tokens_decoder" in stated else "latter"
+    for role in ROLES:
+        one, other = content(stated.get(role)), content(mapped.get(role))
+        if one and other and one != other:
+            yield (
+                f"{role}: {printable(one, 40)} in tokenizer_config.json and {printable(other, 40)} in "
+                f"special_tokens_map.json; the {which} holds, as in transformers"
+            )
 
 
 def _template(inner: tokenizers.Tokenizer, stated: Mapping[str, Any], mapped: Mapping[str, Any]) -> Iterator[str]:

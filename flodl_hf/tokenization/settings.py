@@ -1,7 +1,8 @@
 """What a tokenizer's JSON files say besides the vocabulary: special tokens, length limit, padding side.
 
-Decides: which file wins (``tokenizer_config.json``, then ``special_tokens_map.json``, then the family's
-custom, then the vocabulary), and that a special token which the vocabulary lacks is no special token.
+Decides: which file wins (``special_tokens_map.json``, then ``tokenizer_config.json``, the other way round
+where the latter lists tokens by id; then the family's custom, then the vocabulary), and that a special token
+which the vocabulary lacks is no special token.
 Leaves to others: the vocabulary itself and the padding.
 """
 
@@ -27,6 +28,7 @@ __all__ = [
     "guess_model_type",
     "read_settings",
     "rules_of",
+    "said_of",
 ]
 
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -116,6 +118,15 @@ def content(value: Any) -> str | None:
     return value if isinstance(value, str) and value else None
 
 
+def said_of(role: str, stated: Mapping[str, Any], mapped: Mapping[str, Any]) -> list[Any]:
+    """Return what ``tokenizer_config.json`` and ``special_tokens_map.json`` say of a role, the one that holds first.
+
+    As transformers reads them: the map is laid over the settings, unless these list tokens by id, as newer ones do.
+    """
+    both = [stated.get(role), mapped.get(role)]
+    return both if "added_tokens_decoder" in stated else both[::-1]
+
+
 def extra_tokens(*sources: Mapping[str, Any]) -> dict[str, Any]:
     """Return the further special tokens that settings files name, in their order, as they are stated."""
     found: dict[str, Any] = {}
@@ -195,7 +206,7 @@ def read_settings(
     fallback = {"pad_token": pad_token} if pad_token else {}
     special = {}
     for role in ROLES:
-        sources = [stated.get(role), mapped.get(role), fallback.get(role), custom.get(role)]
+        sources = [*said_of(role, stated, mapped), fallback.get(role), custom.get(role)]
         if not custom:
             sources += [rules_of(named(usual)).special.get(role) for usual in _USUAL]
         token = next((token for token in map(content, sources) if token and known(token)), None)

@@ -265,6 +265,7 @@ def test_good_rows_before_a_fault_are_streamed(write):
     [
         ("nowhere/a.csv", {}, "folder"),
         ("a.cvs", {}, "a.csv"),
+        (".", {}, r"is a folder, which has \['a.csv', 'a.docx'\]; expected one of its files"),
         ("a.docx", {}, "suffix"),
         ("a.csv", {"format": "cvs"}, "did you mean 'csv'"),
         ({"a": [1], "b": [1, 2]}, {}, "lengths"),

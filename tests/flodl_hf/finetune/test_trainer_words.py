@@ -110,7 +110,7 @@ REASONS: list[tuple[dict[str, Any], str]] = [
     ({"resume_from_checkpoint": "out/checkpoint-500"}, "say resume=True, and checkpoints="),
     ({"id2label": {0: "a", 2: "b"}}, "labels= is a list of names"),
     ({"train_sampling_strategy": "sequential"}, "rows come in a new order"),
-    ({"learning_rat": 1e-4}, "no such option"),
+    ({"learning_rat": 1e-4}, "no such option, did you mean 'learning_rate'"),
     ({"batch_size": "auto"}, "say micro_batch_size='auto'"),
     ({"learning_rate": "fast"}, "lr: found 'fast'; expected a number"),
     *(({name: True}, f"{name}: a word of transformers; {reason}") for name, reason in REFUSED.items()),

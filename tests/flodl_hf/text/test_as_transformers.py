@@ -171,6 +171,27 @@ def test_settings_files_say_the_same(kind: str, config: Any, others: Any, tmp_pa
     assert dict(again("the [E1] dog quux", "b")) == dict(ours("the [E1] dog quux", "b"))
 
 
+ONE, OTHER = "a", "e"  # in every vocabulary that is learned from English
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "roberta" not in kind])
+@pytest.mark.parametrize("role", ["pad_token", "mask_token", "bos_token"])
+@pytest.mark.parametrize("listed", [False, True])
+def test_of_two_files_the_older_holds_unless_the_newer_lists_tokens(
+    kind: str, role: str, listed: bool, tmp_path: Path
+) -> None:
+    stated = {role: ONE} | ({"added_tokens_decoder": {}} if listed else {})
+    theirs, ours = both(tmp_path, kind, {"special_tokens_map.json": {role: OTHER}}, **stated)
+    assert getattr(ours, role) == getattr(theirs, role) == (ONE if listed else OTHER)
+    assert getattr(ours, f"{role}_id") == getattr(theirs, f"{role}_id")
+    texts = ["it is our dog", "o"]  # without either
+    assert ours(texts, padding=True).input_ids == theirs(texts, padding=True)["input_ids"]
+    if "," not in kind:
+        which = "former" if listed else "latter"
+        said = f"{role}: '{ONE}' in tokenizer_config.json and '{OTHER}' in special_tokens_map.json; the {which} holds"
+        assert any(note.startswith(said) for note in ours.notes), ours.notes
+
+
 @pytest.mark.parametrize("kind", ["bert, vocab.txt", "roberta, merges"])
 def test_further_special_tokens_join_vocabulary_files(kind: str, tmp_path: Path) -> None:
     theirs, ours = both(tmp_path, kind, additional_special_tokens=["[E1]", "dog"])
