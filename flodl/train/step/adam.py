@@ -20,7 +20,7 @@ from flodl.train.step.blocks import BlockLayout, capturing, is_dense, sent
 
 __all__ = ["AdamUpdate", "powers_of"]
 
-MOST_PROGRAMS = 1 << 14
+MOST_PROGRAMS = 1 << 15
 BLOCK = 1024
 STEPS = 256  # counts that a program counts up
 AVERAGES = ("exp_avg", "exp_avg_sq")

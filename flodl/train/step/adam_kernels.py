@@ -61,9 +61,9 @@ def _moved(
         g = tl.div_rn(g, by)
     if DECAYS:
         if DECOUPLED:
-            p = p - rate * decay * p
+            p = tl.fma(-(rate * decay), p, p)
         else:
-            g = g + p * decay
+            g = tl.fma(p, decay, g)
     m = tl.fma(beta_1, m, tl.fma(-beta_1, g, g))
     square = g * g
     v = tl.fma(beta_2, v, tl.fma(-beta_2, square, square))
