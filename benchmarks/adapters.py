@@ -121,6 +121,8 @@ def ways_of(
                     base, train=table, out=Path(place) / "out", epochs=2, batch_size=batch, report=False,
                     precision="bf16" if cuda else "fp32", on_event=note, progress=False, log_every=1, **options,
                 )  # fmt: skip
+                if result.recorded is not None:
+                    print(f"    {result.recorded}", flush=True)
                 assert result.folder is not None
                 kept = sum(path.stat().st_size for path in result.folder.glob("*.safetensors"))
             return told((len(times) - steps - 1) / (times[-1] - times[steps]), cuda, kept)

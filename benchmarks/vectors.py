@@ -74,11 +74,13 @@ def our_steps(kind: str, model: str, rows: list[dict[str, str]], pairs: int, dev
     elif pairs >= CACHED:
         options |= {"vector_loss": "CachedMultipleNegativesRankingLoss", "cache_tokens": 131_072}
     warm, passes = (1, 1) if pairs >= CACHED else (WARM, TIMED)
-    finetune(
+    result = finetune(
         model, train=rows, epochs=warm + passes, batch_size=pairs, lr=RATE, max_length=128,
         precision="bf16" if half(device) else "fp32", devices=device, on_event=note, progress=False,
         schedule="constant", no_duplicates=False, report=False, **options,
     )  # fmt: skip
+    if result.recorded is not None:
+        print(f"    {result.recorded}", flush=True)
     times = [b - a for a, b in pairwise(marks)][-passes:]
     return [len(rows) / pairs / seconds for seconds in times]
 

@@ -29,7 +29,7 @@ from flodl_hf.finetuning.ranking import RankTask
 from flodl_hf.finetuning.rates import make_schedule
 from flodl_hf.finetuning.replaced import ReplacedTask
 from flodl_hf.finetuning.rows import CollateRows, EncodedRows, Masking
-from flodl_hf.finetuning.shapes import choose_shapes
+from flodl_hf.finetuning.shapes import choose_shapes, choose_widths
 from flodl_hf.finetuning.step import Objective
 from flodl_hf.finetuning.task import LengthLimits, Prepared, Task, name_of
 from flodl_hf.finetuning.thresholds import check_tunable
@@ -178,17 +178,20 @@ def plan_job(
     several: Any = vectors or (task if listed else None)
     batches = _batches(options, rows, layout) if vectors is None else vectors.batches(texts)
     collate = CollateRows(tokenizer.pad_token_id or 0, layout, masking, noise=bool(options.neftune))
+    if several is None:
+        laid = Laid(rows.lengths, rows.lengths)
+    else:
+        laid = texts.laid if vectors is None else vectors.laid(texts)
     if layout == "bucketed":
-        if several is None:
-            laid = Laid(rows.lengths, int(rows.lengths.max()))
-        else:
-            laid = texts.laid if vectors is None else vectors.laid(texts)
         cut: Any = {"accumulate": options.accumulate, "texts_per_row": laid.texts}
         cut["ranks"] = options.ranks if options.policy in (None, "sync") else 1  # others take whole batches
-        shapes = partial(choose_shapes, laid.lengths, batches, _most(laid.longest, opened.max_tokens), **cut)
+        longest = _most(int(laid.widest.max()), opened.max_tokens)
+        shapes = partial(choose_shapes, laid.lengths, batches, longest, **cut)
         collate = replace(collate, shapes=shapes(micro_batch_size=micro))
         if options.micro_batch_size == "auto":
             collate = replace(collate, shapes_for=shapes)
+    elif layout == "padded" and unrecorded is None and _has_widths(options, task):
+        collate = replace(collate, widths=choose_widths(laid.lengths, laid.widest, batches))
     weights = _weights(options, task, rows)
     own.check(task, weights, options.label_smoothing)
     make = PretrainingObjective if task.kind == "pairs" else Objective
@@ -199,7 +202,7 @@ def plan_job(
         objective, collate = several.objective(), several.collate(collate, texts)
     for name, examples in tables.evals.items():
         prepared[f"eval {name}".strip()] = task.prepare(examples, tokenizer, limits, training=False)
-    judging = replace(collate, layout="packed" if layout == "bucketed" else layout, noise=False)
+    judging = replace(collate, layout="packed" if layout == "bucketed" else layout, noise=False, widths=())
     evaluations = {
         name: Evaluation(
             task,
@@ -360,6 +363,12 @@ def _layout(options: Options) -> Literal["padded", "packed", "bucketed"]:
     if options.layout == "packed":
         return "bucketed" if cuda else "packed"
     return "padded"
+
+
+def _has_widths(options: Options, task: Task) -> bool:
+    """Return whether padded batches are filled up to widths that come again, for steps that are recorded."""
+    # transformers' loss of spans depends on the width of a batch, which stays its own
+    return options.capture and _on_cuda(options) and (task.kind != "spans" or options.mask_padding)
 
 
 def _on_cuda(options: Options) -> bool:

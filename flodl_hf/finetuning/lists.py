@@ -176,7 +176,9 @@ class CollateLists(CollateTexts):
 
 def collate_lists(usual: CollateRows) -> CollateLists:
     """Return what makes batches of lists, laid out like the usual ones."""
-    return CollateLists(usual.pad_id, usual.layout, shapes=usual.shapes, shapes_for=usual.shapes_for)
+    return CollateLists(
+        usual.pad_id, usual.layout, shapes=usual.shapes, widths=usual.widths, shapes_for=usual.shapes_for
+    )
 
 
 @dataclass(frozen=True)

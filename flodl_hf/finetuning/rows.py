@@ -230,6 +230,7 @@ class CollateRows:
         masking: hides or replaces tokens, for what learns from plain text.
         shapes: bucketed: what batches are filled up to.
         least: bucketed: fewest tokens of a batch.
+        widths: padded: what rows are filled up to, ascending; longer ones to their own longest.
         noise: give each row a seed for the noise on its embeddings.
         shapes_for: chooses shapes for another ``micro_batch_size``, where that is found out later.
     """
@@ -241,6 +242,12 @@ class CollateRows:
     noise: bool = False
     shapes_for: Callable[..., Shapes] | None = None
     least: int = 0
+    widths: tuple[int, ...] = ()
+
+    @property
+    def settled(self) -> bool:
+        """Whether batches come in few shapes, and nothing in them is a matter of their rows' lengths."""
+        return self.layout == "bucketed" or (self.layout == "padded" and bool(self.widths))
 
     def cut_to(self, size: int | None) -> CollateRows:
         """Return what makes micro-batches of so many rows; shapes to fill up to are chosen anew."""
@@ -258,7 +265,8 @@ class CollateRows:
         return {name: _tensor(part) for name, part in make(taken).items()}
 
     def _padded(self, rows: TakenRows) -> dict[str, Any]:
-        mask = np.arange(int(rows.lengths.max())) < rows.lengths[:, None]
+        longest = int(rows.lengths.max())
+        mask = np.arange(next((n for n in self.widths if n >= longest), longest)) < rows.lengths[:, None]
         pad = {"input_ids": self.pad_id, "labels": IGNORE}
         parts: dict[str, Any] = {}
         for name, column in rows.columns.items():

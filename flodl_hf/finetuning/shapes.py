@@ -17,17 +17,20 @@ from numpy.typing import NDArray
 from flodl.distributed.shares import ranges, split
 from flodl_hf.layout.buckets import Bucket, round_up
 
-__all__ = ["Shapes", "choose_shapes"]
+__all__ = ["Shapes", "choose_shapes", "choose_widths"]
 
 MOST_SHAPES = 6
 MOST_RECORDINGS = 8  # of a step with several micro-batches, each of which may have any of the shapes
 ENOUGH = 0.03  # filling, of all tokens, that no further shape is worth
+ROUGHLY = 0.1  # filling from which a further shape has to save more than its recording costs
+RECORDING = 1 << 16  # tokens that recorded steps compute in the time that recording another shape takes
+RUN = 10  # epochs in which a shape has to pay; those of a run do not count, since it may go on
 ENOUGH_SLOTS = 0.5  # an empty slot costs a few blocks of a kernel that end at once
 MOST_SEEN = 512  # batches looked at,
 MOST_EPOCHS = 16  # and epochs at most
-TOKENS, SLOTS = 16, 8  # sizes are multiples of these
+TOKENS, SLOTS, WIDTHS = 16, 8, 8  # sizes are multiples of these
 
-STEPS = 8  # of other batches: sizes from one power of two to the next, so that a sixteenth is filling at most
+STEPS = 4  # of other batches: sizes from one power of two to the next; what is left of each epoch is one of them
 LEAST_TOKENS = 128
 LEAST_TEXTS = 16
 
@@ -94,22 +97,13 @@ def choose_shapes(
         ranks: among how many the rows of a batch are shared out.
         texts_per_row: how many texts a row of the data has, each of which is a row of the model.
     """
-    totals, counts, whole = [], [], 0
-    for epoch in range(MOST_EPOCHS):
-        plan = batches.plan(epoch)
-        for rows in list(plan)[: MOST_SEEN - whole]:
-            for begin, end in ranges(split(len(rows), [1.0] * ranks)):
-                size = micro_batch_size or max(1, end - begin)
-                for start in range(begin, end, size):
-                    part = lengths[rows[start : min(start + size, end)]]
-                    totals.append(int(part.sum()))
-                    counts.append(len(part) * texts_per_row)
-            whole += 1
-        if whole >= MOST_SEEN:
-            break
+    passes = _passes(batches, micro_batch_size, ranks)
+    totals = [int(lengths[part].sum()) for _, part in passes]
+    counts = [len(part) * texts_per_row for _, part in passes]
+    whole = passes[-1][0] + 1
     parts = max(1, round(len(totals) / max(1, whole * ranks))) * accumulate
     most = max(1, min(MOST_SHAPES, int(MOST_RECORDINGS ** (1 / parts) + 1e-9)))
-    sizes = _sizes(np.maximum(totals, LEAST_TOKENS), most, ENOUGH, TOKENS)
+    sizes = _sizes(np.maximum(totals, LEAST_TOKENS), most, ENOUGH, TOKENS, _worth(lengths))
     slots: list[list[int]] = [[] for _ in sizes]
     for total, count, at in zip(totals, counts, np.searchsorted(sizes, totals).tolist(), strict=True):
         if 2 * total >= sizes[0]:
@@ -120,10 +114,44 @@ def choose_shapes(
     return Shapes(longest, tuple(sizes), tuple(texts))
 
 
-def _sizes(totals: NDArray[Any], most: int, enough: float, grain: int) -> list[int]:
-    """Return at most so many sizes that fill these totals up the least; fewer where they fill up less than enough.
+def choose_widths(lengths: NDArray[Any], longest: NDArray[Any], batches: Any) -> tuple[int, ...]:
+    """Return widths for padded batches of a run, ascending.
 
-    Found by dynamic programming over the totals, rounded up to a grain.
+    Args:
+        lengths: tokens of each row of the data.
+        longest: of its longest text.
+        batches: which rows come together.
+    """
+    widths = [int(longest[part].max()) for _, part in _passes(batches)]
+    found = _sizes(np.asarray(widths), MOST_SHAPES, ENOUGH, WIDTHS, _worth(lengths))
+    return tuple(min(width, int(longest.max())) for width in found)
+
+
+def _passes(batches: Any, micro_batch_size: int | None = None, ranks: int = 1) -> list[tuple[int, NDArray[Any]]]:
+    """Return the rows that go through the model together, behind the number of their batch, of the first epochs."""
+    found: list[tuple[int, NDArray[Any]]] = []
+    whole = 0
+    for epoch in range(MOST_EPOCHS):
+        for rows in list(batches.plan(epoch))[: MOST_SEEN - whole]:
+            for begin, end in ranges(split(len(rows), [1.0] * ranks)):
+                size = micro_batch_size or max(1, end - begin)
+                found += [(whole, rows[start : min(start + size, end)]) for start in range(begin, end, size)]
+            whole += 1
+        if whole >= MOST_SEEN:
+            break
+    return found
+
+
+def _worth(lengths: NDArray[Any]) -> float:
+    """Return the least share of all tokens that a shape has to save of filling."""
+    return RECORDING / (RUN * max(1, int(lengths.sum())))
+
+
+def _sizes(totals: NDArray[Any], most: int, enough: float, grain: int, worth: float = 0.0) -> list[int]:
+    """Return at most so many sizes that fill these totals up the least.
+
+    Fewer where they fill up less than enough, or roughly enough and another size saves less than it is worth. Found by
+    dynamic programming over the totals, rounded up to a grain.
     """
     grain = max(grain, 1 << max(8, int(totals.max()).bit_length()) - 8)
     values, weights = np.unique(-(-totals // grain) * grain, return_counts=True)
@@ -136,8 +164,10 @@ def _sizes(totals: NDArray[Any], most: int, enough: float, grain: int) -> list[i
         # one more size, the last of the first j values, holds values i to j
         table = cost[:-1, None] + (below[None, 1:] - below[:-1, None]) * values[None, :].astype(float)
         table = np.where(np.arange(len(values))[:, None] <= np.arange(len(values))[None, :], table, np.inf)
+        before, cost = cost[-1], np.concatenate([[np.inf], table.min(0)])
+        if before <= (1 + ROUGHLY) * spent and before - cost[-1] < worth * spent:
+            break
         choices.append(table.argmin(0))
-        cost = np.concatenate([[np.inf], table.min(0)])
         if cost[-1] <= (1 + enough) * spent:
             break
     found: list[int] = []

@@ -36,6 +36,8 @@ __all__ = ["Capturer", "Captures", "CudaCapturer", "Refused", "flatten", "option
 
 MOST_GRAPHS = 64
 SMALL = 1 << 15  # numbers; the common kernel gives 65,536 of them to one block
+OFTEN = 16  # steps from one coming of a shape to the next within which it is captured when it comes again;
+SELDOM = 5  # others when they come for the fifth time: a capture takes as long as some ordinary steps
 DIRTY_RUNS = 2  # a first run may wait while kernels are chosen; a second one that waits is how the step is
 
 
@@ -125,7 +127,7 @@ class Captures:
     def forget(self) -> None:
         """Drop all captured graphs: tensors that they use were replaced, or modules changed."""
         self._graphs: dict[Any, _Graph] = {}
-        self._runs: dict[Any, int] = {}
+        self._runs: dict[Any, tuple[int, int]] = {}
         self._dirty = 0
         modules = list(self.step.model.modules())
         self._own = [vars(m) for m in modules]
@@ -186,6 +188,12 @@ class Captures:
         finally:
             self._first_s += time.perf_counter() - began
 
+    def _is_rare(self, key: Any) -> bool:
+        """Count that a shape came again, and return whether it comes too seldom for a capture to pay yet."""
+        came, first = self._runs[key]
+        self._runs[key] = came + 1, first
+        return came + 1 < SELDOM and self._steps - first > OFTEN * came
+
     def _prepare(
         self, key: Any, train_step: Callable[..., Any], batches: Sequence[Any], tensors: list[torch.Tensor]
     ) -> _Graph | Outcome:
@@ -198,7 +206,10 @@ class Captures:
                     "time. Expected few shapes; use buckets, or batches of one size."
                 )
             return self._launched(train_step, batches)
-        if not self._runs.get(key):
+        if key in self._runs:
+            if self._is_rare(key):
+                return self._launched(train_step, batches)
+        else:
             translated, began = _translated(), time.perf_counter()
             outcome, fault = self.capturer.watch(lambda: self.step(train_step, batches))
             self._first_s += time.perf_counter() - began
@@ -206,7 +217,7 @@ class Captures:
                 return outcome  # torch.compile waits for the device while it translates; another run will tell
             fault = fault or _fixed_numbers(outcome)
             if fault is None:
-                self._runs[key] = 1
+                self._runs[key] = 1, self._steps
             else:
                 self._dirty += 1
                 if self._dirty >= DIRTY_RUNS:

@@ -88,7 +88,7 @@ class DenoisingTask(EmbeddingTask):
         return EncodedRows(builder.build().columns, parts.sum(1).tolist(), {PARTS: parts}), cut
 
     def laid(self, rows: TextRows) -> Laid:
-        """Return what lies end to end in a batch: texts without the words that one drawing deletes."""
+        """Return what lies in a batch: texts without the words that one drawing deletes."""
         table, share = rows.tables[0], self._share
         parts = table.values[PARTS]
         lengths = parts[:, 0].copy()
@@ -100,7 +100,7 @@ class DenoisingTask(EmbeddingTask):
             kept = (words == SPECIAL) | left[np.cumsum(begins) - 1]
             starts = np.cumsum(parts.reshape(-1)) - parts.reshape(-1)
             lengths = np.maximum(np.add.reduceat(kept, starts)[::2], 1)
-        return Laid(lengths, int(parts[:, 0].max()))
+        return Laid(lengths, parts[:, 0])
 
     @property
     def _share(self) -> float | None:
@@ -110,9 +110,10 @@ class DenoisingTask(EmbeddingTask):
     def collate(self, usual: CollateRows, rows: TextRows) -> CollateDamaged:
         """Return what makes batches of damaged texts, with the texts that they are of."""
         made, whole = super().collate(usual, rows), rows.tables[0].values[PARTS][:, 1]
+        room = SLACK * float((whole - 1).sum() / self.laid(rows).lengths.sum())
         return CollateDamaged(
-            made.pad_id, made.layout, shapes=made.shapes, lengths=made.lengths, del_ratio=self._share,
-            longest=int(whole.max()) - 1, targets=SLACK * float((whole - 1).sum() / self.laid(rows).lengths.sum()),
+            made.pad_id, made.layout, shapes=made.shapes, widths=made.widths, lengths=made.lengths,
+            del_ratio=self._share, longest=int(whole.max()) - 1, targets=room,
         )  # fmt: skip
 
     def objective(self) -> DenoisingObjective:
@@ -165,10 +166,12 @@ class CollateDamaged(CollateTexts):
         rest = TakenRows(
             {name: column[damaged] for name, column in columns.items()}, left, {**taken.values, PARTS: left[:, None]}
         )
-        filled = self.layout == "bucketed"
-        least = math.ceil(int((lengths[:, 1] - 1).sum()) / self.targets) if filled else 0
-        batch = replace(self, least=least)(rest, where)
-        room = math.ceil(len(batch["input_ids"]) * self.targets) if filled else None
+        count, room = int((lengths[:, 1] - 1).sum()), None
+        batch = replace(self, least=math.ceil(count / max(self.targets, 1e-9)))(rest, where)
+        if self.layout == "bucketed":
+            room = math.ceil(len(batch["input_ids"]) * self.targets)
+        elif self.settled:
+            room = round_up(count, TARGET_STEPS, LEAST_TARGETS)
         return {**batch, **self._targets(columns["input_ids"][owner % 2 == 1], lengths[:, 1], room)}
 
     def _targets(self, ids: NDArray[np.int64], lengths: NDArray[np.int64], room: int | None) -> dict[str, Tensor]:

@@ -89,19 +89,18 @@ class MultiVectorTask(EmbeddingTask):
         return EncodedRows(builder.build().columns, parts.sum(1).tolist(), {PARTS: parts}), cut
 
     def laid(self, rows: TextRows) -> Laid:
-        """Return what lies end to end in a batch: documents alone."""
+        """Return what lies in a batch: documents alone."""
         parts = [table.values[PARTS][:, 1:] for table in rows.tables]
-        return Laid(
-            np.concatenate([part.sum(1) for part in parts]), max(int(part.max()) for part in parts), rows.width - 1
-        )
+        sums, widest = (np.concatenate([count(part, 1) for part in parts]) for count in (np.sum, np.max))
+        return Laid(sums, widest, rows.width - 1)
 
     def collate(self, usual: CollateRows, rows: TextRows) -> CollateLate:
         """Return what makes batches, queries apart from documents."""
         late, mask = self._late, self._guides["mask"]
         filled = min((n for n in (late.query_length, self._guides["most"]) if n), default=None)
         return CollateLate(
-            usual.pad_id, usual.layout, shapes=usual.shapes, lengths=True, mask_id=mask, query_tokens=filled,
-            attended=late.attended, skipped=self._guides["skipped"], first=late.first,
+            usual.pad_id, usual.layout, shapes=usual.shapes, widths=usual.widths, mask_id=mask,
+            query_tokens=filled, attended=late.attended, skipped=self._guides["skipped"], first=late.first,
         )  # fmt: skip
 
     def objective(self) -> LateObjective:

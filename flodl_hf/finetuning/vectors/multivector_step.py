@@ -69,7 +69,7 @@ class CollateLate(CollateTexts):
             columns[COUNTED][np.cumsum(lengths[~asked]) - lengths[~asked]] = False
         batch = CollateRows.__call__(self, TakenRows(columns, lengths[~asked], {}), where)
         longest = int(parts[:, 0].max())
-        if self.layout != "bucketed":
+        if not self.settled:
             batch["row_lengths"] = lengths[~asked].tolist()
         elif self.mask_id is None:
             longest = min(round_up(longest, QUERY_STEPS, LEAST_QUERY), self.query_tokens or 1 << 30)
@@ -113,7 +113,9 @@ class LateObjective(VectorObjective):
         loss, own = self.losses[batch[TABLE]], None
         count, labels = len(vectors), batch.get("labels")
         queries = vectors[:, 0, : batch["query_ids"].shape[1]]
-        longest = batch["longest"] if "places" in batch else max(batch["row_lengths"])
+        longest = batch["input_ids"].shape[-1]
+        if "cu_seqlens" in batch:
+            longest = batch["longest"] if "places" in batch else max(batch["row_lengths"])
         documents = vectors[:, 1:, :longest]
         # similarities in half precision would tell few of them apart
         with torch.autocast(vectors.device.type, enabled=False):

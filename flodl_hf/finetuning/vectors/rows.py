@@ -25,16 +25,16 @@ PARTS = "parts"
 
 @dataclass(frozen=True)
 class Laid:
-    """What of the rows lies end to end in a batch.
+    """What of the rows lies in a batch: all texts of each, or some.
 
     Attributes:
         lengths: tokens of each row.
-        longest: most tokens of a text.
+        widest: tokens of the longest text of each row.
         texts: most texts of a row.
     """
 
     lengths: NDArray[np.int64]
-    longest: int
+    widest: NDArray[np.int64]
     texts: int = 1
 
 
@@ -73,9 +73,8 @@ class TextRows:
 
     @property
     def laid(self) -> Laid:
-        """What lies end to end in a batch: all texts of each row."""
-        longest = max(int(table.values[PARTS].max()) for table in self.tables)
-        return Laid(self.lengths, longest, self.width)
+        """What lies in a batch: all texts of each row."""
+        return Laid(self.lengths, np.concatenate([table.values[PARTS].max(1) for table in self.tables]), self.width)
 
     def get(self, index: int) -> dict[str, Any]:
         """Return one row."""

@@ -251,13 +251,13 @@ class EmbeddingTask:
         return VectorObjective((fitting[0] if fitting else make_loss(USUAL[form]),), recipe.pooling, recipe.normalize)
 
     def laid(self, rows: TextRows) -> Laid:
-        """Return what lies end to end in a batch."""
+        """Return what lies in a batch."""
         return rows.laid
 
     def collate(self, usual: CollateRows, rows: TextRows) -> CollateTexts:
         """Return what makes batches, laid out like the usual ones."""
-        lengths = usual.layout == "padded" or self.options.cache_tokens is not None
-        return CollateTexts(usual.pad_id, usual.layout, shapes=usual.shapes, lengths=lengths)
+        lengths = (usual.layout == "padded" and not usual.settled) or self.options.cache_tokens is not None
+        return CollateTexts(usual.pad_id, usual.layout, shapes=usual.shapes, widths=usual.widths, lengths=lengths)
 
     def batches(self, rows: TextRows) -> TextBatches:
         """Return which examples come together.

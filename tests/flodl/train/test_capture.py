@@ -168,6 +168,22 @@ def test_more_shapes_than_there_is_room_for_run_ordinarily(monkeypatch):
     assert "because there are more shapes than 2" in str(captures.recorded)
 
 
+def test_a_shape_that_comes_seldom_is_captured_when_ordinary_steps_have_cost_as_much():
+    model = make_model()
+    optimizer = adamw(1e-3)(model.parameters())
+    on_device = DeviceStep(model, optimizer, torch.device("cpu"), Precision("fp32", torch.device("cpu")))
+    capturer, data = Repeats(), make_data()
+    captures = Captures(on_device, capturer, lambda text: None)
+    captured = []
+    for number in range(1, 201):
+        size = 5 if number % 25 == 0 else 8
+        before = capturer.captured
+        captures.run(step, [{name: part[:size] for name, part in data.items()}])
+        captured += [(number, size)] * (capturer.captured - before)
+    assert captured == [(2, 8), (125, 5)]
+    assert captures.recorded.replayed == 200 - 1 - 4
+
+
 def test_a_key_sees_modes_frozen_parts_options_and_plain_values():
     model = make_model()
     optimizer = adamw(1e-3)(model.parameters())

@@ -20,7 +20,7 @@ from flodl.train import Warned
 from flodl_hf.finetuning import finetune, plan_job
 from flodl_hf.finetuning import job as job_module
 from flodl_hf.finetuning.options import make_options
-from flodl_hf.finetuning.shapes import Shapes, choose_shapes
+from flodl_hf.finetuning.shapes import Shapes, choose_shapes, choose_widths
 from flodl_hf.finetuning.training import make_builder
 from flodl_hf.layout.buckets import Bucket, fill
 
@@ -116,8 +116,44 @@ def test_batches_of_all_epochs_come_in_six_shapes_that_fit(count: int) -> None:
     shapes = choose_shapes(lengths, source, 128)
     assert shapes == choose_shapes(lengths, source, 128)
     found, filling = used(shapes, lengths, source, range(20, 23))
-    assert sum(n for _, n in found.most_common(6)) > 0.99 * found.total()
-    assert filling < 0.065
+    assert sum(n for _, n in found.most_common(6)) > 0.97 * found.total()
+    assert filling < (0.08 if count > 9600 else 0.115)
+
+
+@pytest.mark.parametrize("size", [16, 32, 64])
+def test_short_epochs_come_in_fewer_shapes_than_long_ones(size: int) -> None:
+    lengths, many = lognormal(20 * size), lognormal(2000 * size)
+    few = choose_shapes(lengths, FixedBatches(RandomSampler(len(lengths), 1), size), 128)
+    assert 1 <= len(few.tokens) <= 4
+    found, filling = used(few, lengths, FixedBatches(RandomSampler(len(lengths), 1), size), range(5))
+    assert filling < 0.13
+    steps = found.total()
+    assert sum(min(2, count) for count in found.values()) < 0.1 * steps  # all others are replayed
+    assert len(choose_shapes(many, FixedBatches(RandomSampler(len(many), 1), size), 128).tokens) > len(few.tokens)
+
+
+def test_padded_batches_come_in_few_widths(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = lognormal(640)
+    source = FixedBatches(RandomSampler(640, 1), 16)
+    widths = choose_widths(lengths, lengths, source)
+    own = [int(lengths[rows].max()) for epoch in range(4) for rows in source.plan(epoch)]
+    assert len(set(own)) > 20
+    assert len(widths) <= 6
+    assert max(widths) == max(lengths)
+    wide = [next(width for width in widths if width >= one) for one in own]
+    assert sum(wide) < 1.15 * sum(own)
+    # on CUDA, for what is recorded: not where the width of a batch decides its loss
+    rows = {task: TABLES[task](21) for task in ("sequence_classification", "question_answering")}
+    for task, options, expected in (
+        ("sequence_classification", {}, True),
+        ("sequence_classification", {"capture": False}, False),
+        ("question_answering", {}, False),
+        ("question_answering", {"mask_padding": True}, True),
+    ):
+        for cuda in (True, False):
+            monkeypatch.setattr(job_module, "_on_cuda", lambda options, cuda=cuda: cuda)
+            job = plan_job(base, rows[task], None, make_options({**FIXED, **options, "layout": "padded"}))
+            assert bool(job.collate.widths) == (expected and cuda)
 
 
 def test_batches_of_a_budget_of_tokens_come_in_a_size_or_two() -> None:
