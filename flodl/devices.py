@@ -182,8 +182,8 @@ def training_devices(devices: Devices | None, *, shared: bool = True) -> int | s
 def _for_training(device: torch.device) -> torch.device:
     if device.type == "mps":
         raise DeviceError(
-            "device: training on mps was asked for, and sums of a step are kept in float64, which MPS has not. Use "
-            "cpu; models that were trained predict on mps.",
+            "device: training on mps was asked for, and sums of a step are kept in float64, which MPS does not "
+            "support. Use cpu; models that were trained predict on mps.",
             device=str(device),
         )
     return device

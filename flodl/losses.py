@@ -27,7 +27,7 @@ def focal_loss(
 
     Args:
         logits: ``(batch, labels)``, or ``(batch, labels, ...)`` as ``cross_entropy`` takes them.
-        labels: ``(batch,)`` or ``(batch, ...)``, whole numbers.
+        labels: ``(batch,)`` or ``(batch, ...)``, integers.
         gamma: how little; from 0.
         weight: of each label, ``(labels,)``; the alpha of the paper.
         ignore_index: labels that count nothing.

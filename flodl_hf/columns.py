@@ -121,7 +121,7 @@ def infer_columns(rows: Sequence[Mapping[str, Any]], **said: str | None) -> Colu
         return Columns(task="masked-lm", text=text)
     kinds = [f"{name}: {_kind(rows, name)}" for name in names]
     raise DataError(
-        f"columns: what these columns are for cannot be told:\n{capped(kinds)}\nexpected text and label, words and "
+        f"columns: what these columns are for is not clear:\n{capped(kinds)}\nexpected text and label, words and "
         f"tags, "
         "text and spans, or question, context and answers; rename them, or say which is which: "
         "columns={'text': ..., 'label': ...}",
@@ -158,7 +158,7 @@ def pair_columns(rows: Sequence[Mapping[str, Any]], said: Mapping[str, str] | No
         found |= {"text": texts[0], "text_pair": texts[1]}
     if found["text"] is None or found["text_pair"] is None:
         raise DataError(
-            f"{where}: which of the columns {names} hold two texts cannot be told; expected text and text_pair (or "
+            f"{where}: which of the columns {names} hold two texts is not clear; expected text and text_pair (or "
             "sentence1 and sentence2, sentence_a and sentence_b), with a label or without; or say which is which: "
             "columns={'text': ..., 'text_pair': ...}",
             names=names,

@@ -364,7 +364,7 @@ def source_of_rows(
         return batches
     if batch_size is None or isinstance(batch_size, bool) or int(batch_size) != batch_size or batch_size < 1:
         raise DataError(
-            f"DataLoader: batch_size is {batch_size!r}; expected a whole number above 0, or batches=...",
+            f"DataLoader: batch_size is {batch_size!r}; expected an integer above 0, or batches=...",
             batch_size=batch_size,
         )
     if sampler is None:
@@ -406,7 +406,7 @@ def _checked_lengths(lengths: NDArray[Any], order: Indices) -> NDArray[np.int64]
 def _at_least_one(name: str, value: int) -> None:
     if isinstance(value, bool) or int(value) != value or value < 1:
         raise DataError(
-            f"batch planning: {name} is {value!r}; expected a whole number above 0",
+            f"batch planning: {name} is {value!r}; expected an integer above 0",
             argument=name,
             value=value,
         )

@@ -63,13 +63,13 @@ class Rng:
         return (self.bits(count) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
     def integers(self, high: int, count: int) -> NDArray[np.int64]:
-        """Return ``count`` whole numbers in ``[0, high)``, shape ``(count,)``; bias below ``high / 2**53``.
+        """Return ``count`` integers in ``[0, high)``, shape ``(count,)``; bias below ``high / 2**53``.
 
         Raises:
             DataError: ``high`` is not positive.
         """
         if high <= 0:
-            raise DataError(f"Rng.integers: the bound is {high}; there is no whole number in [0, {high})", high=high)
+            raise DataError(f"Rng.integers: the bound is {high}; there is no integer in [0, {high})", high=high)
         return np.minimum((self.uniforms(count) * high).astype(np.int64), high - 1)
 
     def permutation(self, size: int) -> NDArray[np.int64]:
@@ -81,11 +81,11 @@ class Rng:
         return float(self.uniforms(1)[0])
 
     def integer(self, high: int) -> int:
-        """Return one whole number in ``[0, high)``."""
+        """Return one integer in ``[0, high)``."""
         return int(self.integers(high, 1)[0])
 
     def between(self, low: int, high: int) -> int:
-        """Return one whole number in ``[low, high)``."""
+        """Return one integer in ``[low, high)``."""
         return low + self.integer(high - low)
 
     def bernoulli(self, probability: float) -> bool:

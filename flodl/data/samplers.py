@@ -170,7 +170,7 @@ def digest(array: NDArray[Any]) -> str:
 def _positive(owner: str, name: str, value: int) -> int:
     if isinstance(value, bool) or int(value) != value or value <= 0:
         raise DataError(
-            f"{owner}: {name} is {value!r}; expected a whole number above 0",
+            f"{owner}: {name} is {value!r}; expected an integer above 0",
             owner=owner,
             argument=name,
             value=value,

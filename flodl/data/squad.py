@@ -71,7 +71,7 @@ def _answers(question: dict[str, Any], context: str, where: str, faults: Faults)
         if text is None:
             continue
         if not isinstance(start, int) or isinstance(start, bool):
-            faults.add(f"answer_start {start!r}", "a whole number", column=f"{where}.answers[{k}]")
+            faults.add(f"answer_start {start!r}", "an integer", column=f"{where}.answers[{k}]")
         elif start < 0 or context[start : start + len(text)] != text:
             found = printable(context[max(start, 0) : max(start, 0) + len(text)], 40)
             place = f"{where}.answers[{k}]"

@@ -63,7 +63,7 @@ def infer_targets(
     """Return what kind of labels ``values`` are, and their names in order.
 
     Lists are several labels; numbers with a fraction, other than in lists, are for regression; all else is one label.
-    Names that are whole numbers are ordered as numbers, others by character.
+    Names that are integers are ordered as numbers, others by character.
 
     Args:
         values: the labels of all training rows.
@@ -71,7 +71,7 @@ def infer_targets(
 
     Raises:
         DataError: a label is missing or not finite, no row has one, kinds are mixed, lists are written as text, or
-            whole numbers take so many values that they may be for regression: say ``kind``.
+            integers take so many values that they may be for regression: say ``kind``.
     """
     # Data frames have NaN where nothing is.
     empty = [i for i, v in enumerate(values) if v is None or (isinstance(v, str) and not v) or _is_nan(v)]
@@ -128,7 +128,7 @@ def infer_targets(
         )
     if kind is None and is_numeric and len(names) > max(20, len(values) // 2):
         raise DataError(
-            f"labels: {len(names)} different whole numbers in {len(values)} rows; say kind='regression' to predict "
+            f"labels: {len(names)} different integers in {len(values)} rows; say kind='regression' to predict "
             "numbers, or kind='single_label' for that many classes",
             count=len(names),
         )

@@ -152,7 +152,7 @@ class Flight:
 
 
 class ParameterMean:
-    """Averages trainable parameters and buffers over ranks, weighted by work, at once or while training goes on.
+    """Averages trainable parameters and buffers over ranks, weighted by work, at once or while training continues.
 
     Args:
         on_cpu: send parameters through host memory (gloo) whatever the device.
@@ -249,7 +249,7 @@ def check_equal(ranks: Ranks, model: nn.Module, step: int) -> None:
     raise TrainError(
         f"step {step}: the parameters of rank {odd[0]} differ from the others' in {', '.join(bad[:5])}"
         f"{f' and {len(bad) - 5} more' if len(bad) > 5 else ''}. Expected equal bits after a common step. "
-        "Look for memory faults, or for code that treats ranks differently; go on from the last checkpoint.",
+        "Look for memory faults, or for code that treats ranks differently; resume from the last checkpoint.",
         rank=odd[0],
         tensors=bad,
         step=step,

@@ -15,7 +15,7 @@ __all__ = ["chunk_size", "deal", "ranges", "ratios_from_ms", "split", "wants_chu
 
 
 def split(total: int, ratios: Sequence[float], least: int = 1) -> list[int]:
-    """Return one whole number per ratio, in proportion to it, with sum ``total`` exactly.
+    """Return one integer per ratio, in proportion to it, with sum ``total`` exactly.
 
     Parts are rounded down, then the largest remainders get one more each (earlier ranks first on
     ties), so equal ratios differ by at most one. A ratio of 0 gets nothing.

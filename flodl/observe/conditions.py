@@ -280,7 +280,7 @@ def _fault(word: str, name: str, value: Any) -> str | None:
         return f"{word}: found {value!r} for the name; expected the name of a figure, such as loss"
     least = 2 if name == "window" and word != "no_better" else 1
     if name in ("window", "count") and (number is None or number != int(number) or number < least):
-        return f"{word}: found {value!r} for {name}; expected a whole number from {least}"
+        return f"{word}: found {value!r} for {name}; expected an integer from {least}"
     if name in ("tolerance", "value") and number is None:
         return f"{word}: found {value!r} for {name}; expected a number"
     if name == "tolerance" and number is not None and number <= 0:

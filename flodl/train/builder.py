@@ -404,7 +404,7 @@ class TrainerBuilder:
         alone = not self._subscribers and len(subscribers) == 1 and isinstance(subscribers[0][0], ShowProgress)
         if settings.max_restarts and settings.folder is None:
             raise TrainError(
-                "max_restarts: found no folder for checkpoints; expected one, to go on from. Call .checkpoints(folder)."
+                "max_restarts: found no folder for checkpoints; expected one to resume from. Call .checkpoints(folder)."
             )
         devices = None if isinstance(self._devices, (int, str)) else self._devices
         if monitor is not None:

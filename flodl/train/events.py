@@ -243,8 +243,8 @@ class Subscriber(Protocol):
 
     The progress bar (`flodl.train.ShowProgress`), trackers (`flodl.train.trackers`), the monitor, the timeline and what
     you write yourself are subscribers alike: given to ``subscribe``, called with each event when it happens, in the
-    process that asked. A subscriber changes nothing in the run; what it raises is warned of once, and training goes on.
-    The last event of a run that ends by itself is `RunDone`.
+    process that asked. A subscriber changes nothing in the run; what it raises is warned of once, and training
+    continues. The last event of a run that ends by itself is `RunDone`.
     """
 
     def __call__(self, event: Any, /) -> Any:
@@ -336,6 +336,6 @@ class Events:
                     self._failed.add(id(call))
                     warnings.warn(
                         f"a subscriber of training events raised {type(error).__name__}: {error}; "
-                        "training goes on, further errors of this subscriber are not shown",
+                        "training continues; further errors of this subscriber are not shown",
                         RuntimeWarning,
                     )

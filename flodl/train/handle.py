@@ -196,7 +196,7 @@ class Handle:
             if not self._failed:
                 import warnings
 
-                warnings.warn(f"metrics_fn raised {type(error).__name__}: {error}; training goes on", RuntimeWarning)
+                warnings.warn(f"metrics_fn raised {type(error).__name__}: {error}; training continues", RuntimeWarning)
             self._failed = True
             return True
 

@@ -227,7 +227,7 @@ class Loop(TrainerCore):
                 raise
             if name not in self.callbacks.warned:
                 self.callbacks.warned.add(name)
-                self.warn(f"{name} raised {type(error).__name__}: {error}; training goes on")
+                self.warn(f"{name} raised {type(error).__name__}: {error}; training continues")
             return None
 
     # ---- beginning and ending ------------------------------------------------------------------------

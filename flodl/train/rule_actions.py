@@ -122,8 +122,8 @@ class Deciding:
             for name in names:
                 if name not in known and name not in allowed:
                     raise TrainError(
-                        f"rules: {str(rule)!r} asks about {name!r}{nearest(name, known)}, which nothing told so far. "
-                        f"Expected one of {', '.join(known)}.",
+                        f"rules: {str(rule)!r} asks about {name!r}{nearest(name, known)}, which has not been "
+                        f"recorded so far. Expected one of {', '.join(known)}.",
                         name=name,
                     )
 

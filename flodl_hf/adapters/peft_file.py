@@ -125,7 +125,7 @@ def _read_lora(values: Mapping[str, Any], where: str) -> Lora:
     changed = isinstance(begun, str) and begun.lower().startswith(CHANGED_BASE)
     wrong = [
         f"init_lora_weights: {printable(begun, 60)}, which changed the base's weights too" if changed else None,
-        _wrong("r", values.get("r", 8), "a whole number", _whole),
+        _wrong("r", values.get("r", 8), "an integer", _whole),
         _wrong("lora_alpha", values.get("lora_alpha", 8), "a number", _number),
         _wrong("lora_dropout", values.get("lora_dropout", 0.0), "a number", _number),
         *(_wrong(name, values.get(name, False), "true or false", _flag) for name in ("use_rslora", "use_dora")),
@@ -166,9 +166,9 @@ def _read_virtual(values: Mapping[str, Any], where: str) -> Prompt | Prefix:
     count, parts = values.get("num_virtual_tokens"), values.get("num_transformer_submodules", 1)
     sizes = ("token_dim", "num_attention_heads", "num_layers")
     wrong = [
-        _wrong("num_virtual_tokens", count, "a whole number", _whole),
+        _wrong("num_virtual_tokens", count, "an integer", _whole),
         _wrong("num_transformer_submodules", parts, "1", lambda v: v is None or (_whole(v) and v == 1)),
-        *(_wrong(name, values.get(name), "a whole number", lambda v: v is None or _whole(v)) for name in sizes),
+        *(_wrong(name, values.get(name), "an integer", lambda v: v is None or _whole(v)) for name in sizes),
     ]
     _check(values, where, kind, (*UNDERSTOOD_VIRTUAL, *BEGUN), wrong)
     made = kind == "P_TUNING" or bool(values.get("prefix_projection"))

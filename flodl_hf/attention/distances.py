@@ -20,7 +20,7 @@ class DistanceBias:
     """What is added to scores in one call of a model; each length is computed once, for all layers.
 
     Args:
-        values: ``values(distances)`` gives whole numbers, key's place minus query's, the N biases of each.
+        values: ``values(distances)`` gives integers, key's place minus query's, the N biases of each.
     """
 
     def __init__(self, values: Callable[[Tensor], Tensor]) -> None:

@@ -93,7 +93,7 @@ def choose_columns(head: str, names: Sequence[str], said: ColumnArgs, own: bool)
     else:
         first = first or _look("text", names, [said.pair_column]) or (names[0] if len(names) == 1 else None)
         if first is None:
-            faults.append("which column holds the texts cannot be told; say text_column=")
+            faults.append("which column holds the texts is not clear; name it: text_column=")
         if task == "classes" and second is None and said.text_column is None:
             second = _look("text_pair", names, [first])
     keep, more = _kept(names, said, own)

@@ -118,7 +118,7 @@ class Parts:
         may_replace = replace if manifest is None else manifest["replace"] or (self.folder / JOINING).exists()
         if self.target.exists() and not may_replace:
             raise PredictError(
-                f"{self.target}: is there already; name another output, or begin anew with --restart (restart=True), "
+                f"{self.target}: exists already; name another output, or start over with --restart (restart=True), "
                 "which replaces it",
                 path=str(self.target),
             )
@@ -180,7 +180,7 @@ class Parts:
             lines = [f"{name}: begun with {was!r}, now {now!r}" for name, (was, now) in parted.items()]
             raise PredictError(
                 f"{self.folder}: holds the parts of a run with other input, model or options:\n{capped(lines)}\n"
-                "expected the same; say what was said then and the run goes on, or begin anew with --restart "
+                "expected the same; give the options of that run to continue it, or start over with --restart "
                 "(restart=True)",
                 path=str(self.folder),
                 problems=lines,

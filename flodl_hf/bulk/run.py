@@ -200,7 +200,7 @@ class Run:
         if part.record is not None and part.record.get("digest") != part.digest:
             raise DataError(
                 f"{self._plan.source}: the rows of part {part.number} are not those that were read before; expected "
-                "the same input. Send it again, or begin anew with --restart (restart=True)",
+                "the same input. Send it again, or start over with --restart (restart=True)",
                 part=part.number,
             )
 
@@ -301,7 +301,8 @@ class Run:
         return DataError(
             f"{self._plan.source}: {len(lines)} row{'s' * (len(lines) > 1)} cannot be answered:\n{capped(lines)}\n"
             "expected a text in every row; leave such rows out with --on-error skip, which goes on from the finished "
-            "parts, write them without an answer with --on-error null, or mend the file and begin anew with --restart",
+            "parts, write them without an answer with --on-error null, or correct the file and start over with "
+            "--restart",
             rows=[rows[place].number for place in places],
             problems=lines,
         )

@@ -123,7 +123,7 @@ def _keywords(method: Any, task: str) -> list[str]:
 
 
 def _stored(encode: Any, precision: str, given: dict[str, Any]) -> Answerer:
-    """Return vectors as arrays; those that become bytes later are whole numbers, see `flodl_hf.bulk.vectors`."""
+    """Return vectors as arrays; those that become bytes later are integers, see `flodl_hf.bulk.vectors`."""
     from flodl_hf.vectors.quantize import quantize_embeddings
 
     (one,) = quantize_embeddings(encode(["a"], **given), precision)

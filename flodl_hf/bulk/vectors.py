@@ -1,7 +1,7 @@
 """Vectors of a file's texts in few bytes: what a part holds of them, and the file that parts become.
 
 Decides how `flodl_hf.bulk.encode_file` keeps numbers. What each number becomes alone (halves, bits) is so in parts
-already; bytes (int8, uint8) need the least and greatest number of every feature, so that parts hold whole numbers and
+already; bytes (int8, uint8) need the least and greatest number of every feature, so that parts hold integers and
 become bytes when all are there. The ranges then lie beside the output (`ranges_path`). `.npy` is written here; rows of
 other formats are `write`'s.
 """

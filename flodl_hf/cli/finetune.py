@@ -74,7 +74,10 @@ def run(
 
         values = load_recipe(recipe, env).values
     elif env is not None:
-        raise ConfigError("--env: there is no --recipe that it could be laid over", problems=["env"])
+        raise ConfigError(
+            "--env: found no --recipe; expected the recipe whose values the environment's file replaces",
+            problems=["env"],
+        )
     said = {"model": model, "train": train, "eval": held_out, "out": out, **given}
     values |= {name: value for name, value in said.items() if value is not None}
     absent = [name for name in ("model", "train") if values.get(name) is None]

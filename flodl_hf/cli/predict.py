@@ -401,7 +401,7 @@ def _bar(bar: Any, signals: Any, doing: str) -> Callable[[Progress], None]:
     def update(now: Progress) -> None:
         if signals.number and not warned:
             warned.append(True)
-            say("finishing this part; once more stops at once and loses it")
+            say("finishing this part; interrupt again to stop at once and lose it")
         if bar.disable:
             return
         if not task:

@@ -412,7 +412,7 @@ def _labels(source: Mapping[str, Any], problems: list[str], notes: list[str]) ->
     names = source.get("id2label")
     stated = source.get("num_labels")
     if stated is not None and (isinstance(stated, bool) or not isinstance(stated, int) or not 0 < stated <= MAX_LABELS):
-        problems.append(f"num_labels: found {shown(stated, 40)}; expected a whole number from 1 to {MAX_LABELS}")
+        problems.append(f"num_labels: found {shown(stated, 40)}; expected an integer from 1 to {MAX_LABELS}")
         return []
     if names is None:
         return [f"LABEL_{i}" for i in range(stated or 2)]

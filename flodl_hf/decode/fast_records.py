@@ -56,7 +56,7 @@ _PAIRS = threading.local()
 
 
 def pairs_of(first: np.ndarray, second: np.ndarray) -> list[tuple[int, int]]:
-    """Return ``list(zip(first, second))`` of whole numbers, equal pairs being one object.
+    """Return ``list(zip(first, second))`` of integers, equal pairs being one object.
 
     Spans of words repeat from text to text, and each new tuple is one more object for the collector of cycles to
     walk over: with a large program's heap, that is most of what an answer costs.

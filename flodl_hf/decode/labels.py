@@ -50,7 +50,7 @@ def normalise_id2label(
     for key, name in pairs:
         text = str(key).strip()
         if isinstance(key, bool) or not text.isdecimal() or not text.isascii():
-            problems.append(f"id {key!r} is not a whole number of at least 0")
+            problems.append(f"id {key!r} is not an integer of at least 0")
         elif not isinstance(name, str):
             problems.append(f"id {key!r} is named {name!r}, which is not a text")
         elif int(text) in names:

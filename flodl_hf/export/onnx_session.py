@@ -109,7 +109,7 @@ class OnnxModel:
         strange = [f"{name}: {kind}" for name, kind in given.items() if name not in _INPUTS or kind not in _DTYPES]
         if strange:
             raise ExportError(
-                f"{self.path}: found the inputs {', '.join(strange)}; expected {', '.join(_INPUTS)}, whole numbers. "
+                f"{self.path}: found the inputs {', '.join(strange)}; expected {', '.join(_INPUTS)}, integers. "
                 "Rename them where the file was made",
                 path=str(self.path),
                 problems=strange,

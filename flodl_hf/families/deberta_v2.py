@@ -147,14 +147,14 @@ def _relative_norm(value: Any) -> str:
 
 
 def _range(least: int) -> Check:
-    """A whole number from ``least``, or one below 1 for "not set"."""
+    """An integer from ``least``, or one below 1 for "not set"."""
 
     def accepts(value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or 1 <= value < least or abs(value) > 1_000_000:
             raise ValueError
         return value
 
-    return Check(f"a whole number from {least} to 1000000, or -1 for none", accepts)
+    return Check(f"an integer from {least} to 1000000, or -1 for none", accepts)
 
 
 KINDS = Check('null, "c2p", "p2c", "p2c|c2p" or a list of these', _kinds)

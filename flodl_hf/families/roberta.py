@@ -34,7 +34,7 @@ class RobertaConfig(bert.BertConfig):
 
 PADDING = replace(
     count(0, 10_000_000),
-    expected="a whole number from 0 to 10000000, because positions are counted from it (without it transformers fails)",
+    expected="an integer from 0 to 10000000, because positions are counted from it (without it transformers fails)",
 )
 
 # fmt: off

@@ -120,18 +120,18 @@ def _number(value: Any) -> bool:
 
 
 def count(least: int = 1, most: int = 65_536) -> Check:
-    """A whole number from ``least`` to ``most``."""
+    """An integer from ``least`` to ``most``."""
 
     def accepts(value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
             raise ValueError
         return value
 
-    return Check(f"a whole number from {least} to {most}", accepts)
+    return Check(f"an integer from {least} to {most}", accepts)
 
 
 def token_id() -> Check:
-    """A token's id: a whole number from 0."""
+    """A token's id: an integer from 0."""
     return count(0, 100_000_000)
 
 

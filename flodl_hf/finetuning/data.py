@@ -145,7 +145,7 @@ def _held_out(rows: list[Any], share: float, seed: int) -> tuple[list[Any], list
     count = round(share * len(rows)) if share < 1 else int(share)
     if share <= 0 or not 0 < count < len(rows) or (share >= 1 and share != count):
         raise ConfigError(
-            f"eval: found {share!r} of {len(rows)} training rows; expected a share between 0 and 1, or a whole number "
+            f"eval: found {share!r} of {len(rows)} training rows; expected a share between 0 and 1, or an integer "
             "of rows, that leaves some of both",
             problems=["eval"],
         )
@@ -200,7 +200,7 @@ def choose_task(tables: Tables, options: Options, known: Known, own: Any = None)
         )
     task = _of_its_own(named, tables, options, known)
     if task is not None and own is not None and task.kind in ("choices", "pairs"):
-        raise ConfigError(f"loss: {task.head} has none beside its own; expected nothing", problems=["loss"])
+        raise ConfigError(f"loss: {task.head} has no other loss than its own; leave the option out", problems=["loss"])
     return task or _with_head(tables, options, known, named), options
 
 

@@ -399,7 +399,7 @@ def _number(value: Any, fraction: bool) -> int | float:
     if fraction:
         return float(value)
     if int(value) != value:
-        raise ValueError(f"found {value!r}; expected a whole number")
+        raise ValueError(f"found {value!r}; expected an integer")
     return int(value)
 
 
@@ -430,7 +430,7 @@ def _together(options: Options) -> list[str]:
     if options.mask_probability == 0.0:
         problems.append("mask_probability: found 0.0; expected more, or nothing is learned")
     if options.warmup > 1 and options.warmup != int(options.warmup):
-        problems.append(f"warmup: found {options.warmup!r}; expected a whole number of steps, or a share below 1")
+        problems.append(f"warmup: found {options.warmup!r}; expected an integer of steps, or a share below 1")
     return problems
 
 

@@ -63,7 +63,7 @@ def read_character_spans(value: Any, row: int) -> list[tuple[int, int, str]]:
         )
         if label is None or not all(isinstance(item.get(k), int) for k in ("start", "end")):
             raise DataError(
-                f"finetune: row {row}: the span {item!r} is not understood; expected start and end as whole numbers, "
+                f"finetune: row {row}: the span {item!r} is not understood; expected start and end as integers, "
                 "and a label",
                 row=row,
             )

@@ -70,7 +70,7 @@ def train_job(
         stack: undoes what is set for training alone, when it is closed.
         folder: where checkpoints go.
         progress: as for `finetune`.
-        trackers: called with events too; what they raise is told and training goes on.
+        trackers: called with events too; what they raise is told and training continues.
         monitor: looks on.
     """
     builder = make_builder(job, on_event, stack, folder).progress(progress, total=job.steps).set(monitor=monitor)

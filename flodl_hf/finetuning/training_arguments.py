@@ -85,7 +85,7 @@ def _trackers(value: Any, given: Mapping[str, Any]) -> Found:
 
 def _epochs(value: Any, given: Mapping[str, Any]) -> Found:
     if isinstance(value, (int, float)) and value != int(value):
-        raise Refusal("passes are whole here; say epochs=, and max_steps= where the last one is cut")
+        raise Refusal("epochs are whole here; give epochs=, and max_steps= to stop within one")
     return {"epochs": value}
 
 

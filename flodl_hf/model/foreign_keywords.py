@@ -148,7 +148,7 @@ def _budget(size: Any, model: Any) -> int | None:
     if size is None:
         return None
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise ValueError("expected a whole number of at least 1")
+        raise ValueError("expected an integer of at least 1")
     return min(usual_budget(model.device.type), size * (model.max_tokens or 512))
 
 

@@ -79,6 +79,6 @@ class RunOptions:
         for name in ("token_budget", "window"):
             value = getattr(found, name)
             if value is not None and (not isinstance(value, int) or value < 1):
-                raise PredictError(f"{name}={value!r}; expected a whole number of at least 1, or None", **{name: value})
+                raise PredictError(f"{name}={value!r}; expected an integer of at least 1, or None", **{name: value})
         check_name(found.precision)
         return found

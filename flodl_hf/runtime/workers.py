@@ -243,7 +243,7 @@ class Workers:
             self.close()
             if not closed:
                 warnings.warn(
-                    f"prediction on {len(self.devices)} devices goes on in one process, which keeps them less busy: "
+                    f"prediction on {len(self.devices)} devices continues in one process, which uses them less fully: "
                     f"{type(fault).__name__}: {fault}",
                     stacklevel=2,
                 )

@@ -74,7 +74,7 @@ def _length(said: Mapping[str, Any], key: str, usual: int, where: str) -> int:
     value = said.get(key, usual)
     if type(value) is not int or not 3 < value <= 1_000_000:
         raise ConfigError(
-            f"{where}: {key} is {shown(value, 60)}; expected a whole number from 4. Correct it.",
+            f"{where}: {key} is {shown(value, 60)}; expected an integer from 4. Correct it.",
             where=where,
             problems=[key],
         )

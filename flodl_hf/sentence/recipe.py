@@ -100,9 +100,7 @@ class SentenceRecipe:
             return found
         names = list(dict.fromkeys((*self.routes, *self.kinds)))
         if asked is None:
-            raise PredictError(
-                f"route: none is usual in this model, so it has to be said; expected one of {', '.join(names)}"
-            )
+            raise PredictError(f"route: this model has no default route; expected one of {', '.join(names)}")
         raise PredictError(
             f"route={asked!r}: this model has no such route{nearest(asked, names)}; expected one of {', '.join(names)}"
         )
@@ -206,7 +204,7 @@ def _recipe(root: Path, modules: Modules, transformer: str, *, keep: bool) -> Se
     length, lower = settings.get("max_seq_length"), settings.get("do_lower_case")
     if length is not None and (type(length) is not int or length < _LEAST_TOKENS):
         found = f"max_seq_length is {shown(length, 60)}"
-        raise wrong(root / bounds, found, f"a whole number from {_LEAST_TOKENS}, or null")
+        raise wrong(root / bounds, found, f"an integer from {_LEAST_TOKENS}, or null")
     if lower is not None and not isinstance(lower, bool):
         raise wrong(root / bounds, f"do_lower_case is {shown(lower, 60)}", "true or false")
     said = settings_in(root, said_in) if is_entry(root, said_in) else {}

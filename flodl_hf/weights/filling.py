@@ -103,7 +103,7 @@ class FiniteCheck:
     """Looks through weights for values that are no numbers, beside what the caller does meanwhile.
 
     One pass for the greatest number of each tensor. Without their signs, floating numbers are ordered as their bits
-    are, with infinities and NaN above all others; so whole numbers are compared, by threads that hold no lock.
+    are, with infinities and NaN above all others; so integers are compared, by threads that hold no lock.
     """
 
     def __init__(

@@ -60,9 +60,7 @@ def numbered_labels(count: int | None) -> list[str] | None:
     if count is None:
         return None
     if not isinstance(count, Integral) or not 0 < count <= MAX_LABELS:
-        raise ConfigError(
-            f"num_labels={count!r}; expected a whole number from 1 to {MAX_LABELS}", problems=["num_labels"]
-        )
+        raise ConfigError(f"num_labels={count!r}; expected an integer from 1 to {MAX_LABELS}", problems=["num_labels"])
     return [f"LABEL_{i}" for i in range(count)]
 
 

@@ -100,7 +100,7 @@ def test_devices_to_train_on(machine: Any, monkeypatch: pytest.MonkeyPatch) -> N
         lambda: devices.training_devices(["mps"]),
         lambda: devices.pick_device("mps", 0),
     ):
-        with pytest.raises(DeviceError, match="float64, which MPS has not"):
+        with pytest.raises(DeviceError, match="float64, which MPS does not support"):
             call()
     machine()
     assert devices.training_devices(2, shared=False) == 2

@@ -428,7 +428,7 @@ class Keeper:
                 tell(Warned(step=0, message=f"{error.message} Going on from the one before it."))
         if faults:
             raise CheckpointError(
-                f"resume: none of the {len(faults)} checkpoints in {self.folder} is whole; the newest: "
+                f"resume: none of the {len(faults)} checkpoints in {self.folder} is complete; the newest: "
                 f"{faults[0].message} Start in another folder to train from the beginning.",
                 problems=[error.message for error in faults],
             )

@@ -1,6 +1,6 @@
 """Tensors of any device as the bytes of a safetensors file, a piece at a time.
 
-A checkpoint is written while training goes on, by a thread of the process that trains. So no tensor is copied to the
+A checkpoint is written while training continues, by a thread of the process that trains. So no tensor is copied to the
 host as a whole, and nothing here holds the interpreter for long: a piece comes over on a stream of its own into pinned
 memory that is used again, and hashing and writing release the interpreter while they work.
 """

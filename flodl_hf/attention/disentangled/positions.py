@@ -88,7 +88,7 @@ class Relative:
 
 
 def bucketed(distance: Tensor, buckets: int, max_distance: int) -> Tensor:
-    """Return distances with the far ones merged: whole numbers kept in float32.
+    """Return distances with the far ones merged: integers kept in float32.
 
     Up to ``mid = buckets // 2`` a distance stands for itself. Beyond, it becomes
     ``mid + ceil(log(distance / mid) / log((max_distance - 1) / mid) * (mid - 1))``, with its sign.
@@ -96,7 +96,7 @@ def bucketed(distance: Tensor, buckets: int, max_distance: int) -> Tensor:
     whole row.
 
     Args:
-        distance: whole numbers of any shape.
+        distance: integers of any shape.
         buckets: how many rows each sign has, at least 2.
         max_distance: the distance that falls into the last bucket, plus one.
     """

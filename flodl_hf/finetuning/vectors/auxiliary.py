@@ -65,7 +65,7 @@ class BesideTask(EmbeddingTask):
 
     @classmethod
     def read(cls, examples: Examples, options: Options, where: str) -> TextTable:
-        """Return a table; whole numbers are classes where the loss is of classes."""
+        """Return a table; integers are classes where the loss is of classes."""
         table = read_table(examples, options.columns, where)
         whole = table.labels is not None and table.labels.dtype.kind == "i" and table.labels.min() >= 0
         if classifies(options.vector_loss) and table.form in ("scored", "binary") and whole:

@@ -102,7 +102,7 @@ class LateStart:
             recipe = SentenceRecipe(max_tokens=late.document_length, late=late, files=pylate_files(late))
         elif self.settings:
             raise ConfigError(
-                "projection: the start has one with settings of its own, which go on; expected nothing",
+                "projection: the model to start from has one, which is trained further; leave the option out",
                 problems=["projection"],
             )
         layers = [Learning(layer) for layer in late.projections]
@@ -163,7 +163,7 @@ def _settings(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         elif isinstance(usual, int):
             least = 1 if name == "size" else LEAST_LENGTH
             if not str(value).isdecimal() or int(value) < least:
-                problems.append(f"{name}: found {value!r}; expected a whole number from {least}")
+                problems.append(f"{name}: found {value!r}; expected an integer from {least}")
             else:
                 found[name] = int(value)
         elif not isinstance(value, str):

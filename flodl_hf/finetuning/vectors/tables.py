@@ -126,7 +126,7 @@ def _columns(
     strange = [name for name in texts if not isinstance(row.get(name), str)]
     if strange or not texts:
         raise DataError(
-            f"{where}: which of the columns {names} are texts that belong together cannot be told. Expected anchor and "
+            f"{where}: which of the columns {names} are texts that belong together is not clear. Expected anchor and "
             "positive (and negative, label), or nothing but texts and a label; or say which is which: "
             "columns={'anchor': ..., 'positive': ...}",
             names=names,

@@ -132,7 +132,7 @@ KINDS: dict[str, tuple[dict[str, Any], str, Callable[[Any], Any]]] = {
         '{"question": ..., "context": ...}, or a list of such, or of pairs',
         _questions,
     ),
-    "whole": ({"type": "integer", "minimum": 1}, "a whole number from 1", _whole),
+    "whole": ({"type": "integer", "minimum": 1}, "an integer from 1", _whole),
     "number": ({"type": "number"}, "a number", _number),
     "thresholds": ({"oneOf": [{"type": "number"}, {"type": "object"}]}, "a number, or one for each label", _thresholds),
     "flag": ({"type": "boolean"}, "true or false", _flag),

@@ -134,5 +134,5 @@ def _as(usual: Any, value: Any) -> Any:
         return tuple(value.split("+")) if isinstance(value, str) else tuple(value)
     if isinstance(usual, float):
         return float(value)
-    # what is nothing by default is a word or a whole number
+    # what is nothing by default is a word or an integer
     return None if value is None else int(value) if str(value).isdecimal() else str(value)

@@ -57,7 +57,7 @@ class LambdaLoss:
         if self.reduction_log not in ("binary", "natural"):
             wrong.append(f"reduction_log is {self.reduction_log!r}; expected binary or natural")
         if self.k is not None and (not isinstance(self.k, int) or self.k < 1):
-            wrong.append(f"k is {self.k!r}; expected a whole number from 1")
+            wrong.append(f"k is {self.k!r}; expected an integer from 1")
         return wrong
 
     def __call__(self, scores: Tensor, labels: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:

@@ -55,7 +55,7 @@ class EmbedDistillLoss(MSELoss):
         if self.distance_metric not in ("cosine", "l2", "mse"):
             found.append(f"distance_metric is {self.distance_metric!r}; expected cosine, l2 or mse")
         if self.projection_dim is not None and (not isinstance(self.projection_dim, int) or self.projection_dim < 1):
-            found.append(f"projection_dim is {self.projection_dim!r}; expected a whole number from 1")
+            found.append(f"projection_dim is {self.projection_dim!r}; expected an integer from 1")
         return found
 
     def __call__(self, vectors: Sequence[Tensor], labels: Tensor | None, own: slice | None = None) -> Tensor:

@@ -265,7 +265,7 @@ def test_labels_of_the_input_stay_beside_those_of_the_answer(
 @pytest.mark.parametrize(
     ("head", "columns", "said", "says"),
     [
-        ("sequence_classification", ["a", "b"], {}, "which column holds the texts cannot be told"),
+        ("sequence_classification", ["a", "b"], {}, "which column holds the texts is not clear"),
         ("sequence_classification", ["headline", "b"], {"text_column": "heading"}, "did you mean 'headline'"),
         ("sequence_classification", ["text"], {"question": "who?"}, "question: this model has no use for it"),
         ("sequence_classification", ["text", "b"], {"keep": "c"}, "keep: no column 'c'"),

@@ -139,7 +139,7 @@ WEIGHT_CASES = [
     Case("half a pooler", tensors(lambda t: t.pop("bert.pooler.dense.bias")), CheckpointError, ("missing \\(1\\)", "pooler.dense.bias")),
     Case("a layer too many", tensors(lambda t: t.update({k.replace("layer.1", "layer.2"): v.clone() for k, v in list(t.items()) if "layer.1" in k})), CheckpointError, ("unexpected \\(16\\)", "layer.2")),
     Case(
-        "whole numbers for weights", tensors(lambda t: t.update({QUERY: t[QUERY].mul(10).to(torch.int64)})), CheckpointError,
+        "integers for weights", tensors(lambda t: t.update({QUERY: t[QUERY].mul(10).to(torch.int64)})), CheckpointError,
         (re.escape(QUERY), "found I64", "expected one of .*F32"),
     ),
     Case("eight bits for weights", tensors(lambda t: t.update({QUERY: t[QUERY].to(torch.float8_e4m3fn)})), CheckpointError, (re.escape(QUERY), "F8_E4M3", "expected one of")),
@@ -173,16 +173,16 @@ CONFIG_CASES = [
     Case("a key twice", config_text(lambda t: t.replace("{", '{"hidden_size": 8, ', 1)), ConfigError, (CONFIG, "'hidden_size' stands twice", "expected")),
     Case("nested 100,000 deep", config_text(lambda t: '{"a":' + "[" * 100_000 + "]" * 100_000 + "}"), ConfigError, (CONFIG, "nested too deeply", "expected")),
     Case("two megabytes", config_text(lambda t: t.replace("{", '{"note": "' + "x" * 2_000_000 + '", ', 1)), ConfigError, (CONFIG, "1,000,000 bytes", "expected")),
-    Case("a missing size", settings("hidden_size"), ConfigError, (CONFIG, ONE, "hidden_size: missing", "expected a whole number", "Correct")),
-    Case("a negative size", settings(hidden_size=-16), ConfigError, ("hidden_size: found -16", "expected a whole number from 1")),
-    Case("no layers", settings(num_hidden_layers=0), ConfigError, ("num_hidden_layers: found 0", "expected a whole number from 1")),
+    Case("a missing size", settings("hidden_size"), ConfigError, (CONFIG, ONE, "hidden_size: missing", "expected an integer", "Correct")),
+    Case("a negative size", settings(hidden_size=-16), ConfigError, ("hidden_size: found -16", "expected an integer from 1")),
+    Case("no layers", settings(num_hidden_layers=0), ConfigError, ("num_hidden_layers: found 0", "expected an integer from 1")),
     Case("an absurd size", settings(hidden_size=10**15), ConfigError, ("hidden_size: found 1000000000000000", "to 65536")),
     Case("absurd layers", settings(num_hidden_layers=10**6), ConfigError, ("num_hidden_layers: found", "to 1024")),
-    Case("a text for a number", settings(hidden_size="16"), ConfigError, ("hidden_size: found .*16", "expected a whole number")),
-    Case("a fraction for a number", settings(hidden_size=16.5), ConfigError, ("hidden_size: found 16.5", "expected a whole number")),
-    Case("true for a number", settings(num_hidden_layers=True), ConfigError, ("num_hidden_layers: found True", "expected a whole number")),
-    Case("null for a number", settings(vocab_size=None), ConfigError, ("vocab_size: found None", "expected a whole number")),
-    Case("a list for a number", settings(vocab_size=[1]), ConfigError, ("vocab_size: found", "expected a whole number")),
+    Case("a text for a number", settings(hidden_size="16"), ConfigError, ("hidden_size: found .*16", "expected an integer")),
+    Case("a fraction for a number", settings(hidden_size=16.5), ConfigError, ("hidden_size: found 16.5", "expected an integer")),
+    Case("true for a number", settings(num_hidden_layers=True), ConfigError, ("num_hidden_layers: found True", "expected an integer")),
+    Case("null for a number", settings(vocab_size=None), ConfigError, ("vocab_size: found None", "expected an integer")),
+    Case("a list for a number", settings(vocab_size=[1]), ConfigError, ("vocab_size: found", "expected an integer")),
     Case("dropout of one", settings(hidden_dropout_prob=1.0), ConfigError, ("hidden_dropout_prob: found 1.0", r"expected a number in \[0, 1\)")),
     Case("a negative epsilon", settings(layer_norm_eps=-1e-12), ConfigError, ("layer_norm_eps: found", r"expected a number in \(0")),
     Case("an unknown activation", settings(hidden_act="gellu"), ConfigError, ("hidden_act: found", "gellu", "expected one of .*'gelu'")),
@@ -210,8 +210,8 @@ CONFIG_CASES = [
     Case("a label that is a list", settings(id2label={"0": ["a"], "1": "b"}), ConfigError, ("id2label: found '0'", "expected one name")),
     Case("labels as a list", settings(id2label=["a", "b"]), ConfigError, ("id2label: found", "expected a table")),
     Case("a label at 99,999", settings(id2label={"0": "a", "99999": "b"}), ConfigError, ("id2label: ids reach 99999", "only 2 are named")),
-    Case("no labels at all", settings(num_labels=0), ConfigError, ("num_labels: found 0", "expected a whole number from 1")),
-    Case("num_labels as text", settings(num_labels="2"), ConfigError, ("num_labels: found", "expected a whole number")),
+    Case("no labels at all", settings(num_labels=0), ConfigError, ("num_labels: found 0", "expected an integer from 1")),
+    Case("num_labels as text", settings(num_labels="2"), ConfigError, ("num_labels: found", "expected an integer")),
 ]  # fmt: skip
 
 TOKENIZER_CASES = [
@@ -222,7 +222,7 @@ TOKENIZER_CASES = [
 
 ARGUMENT_CASES = [
     Case("a misspelt dtype", lambda f: None, ConfigError, ("dtype='flaot16'", "did you mean 'float16'", "expected one of"), options={"dtype": "flaot16"}),
-    Case("a whole number's dtype", lambda f: None, ConfigError, ("dtype=torch.int8", "expected one of"), options={"dtype": torch.int8}),
+    Case("an integer's dtype", lambda f: None, ConfigError, ("dtype=torch.int8", "expected one of"), options={"dtype": torch.int8}),
     Case("a number for a dtype", lambda f: None, ConfigError, ("dtype=16", "expected one of"), options={"dtype": 16}),
     Case("a misspelt attention", lambda f: None, ConfigError, ("attention='spda'", "did you mean 'sdpa'", "expected one of"), options={"attention": "spda"}),
     Case("an unknown problem type given", lambda f: None, ConfigError, ("problem_type='class'", "expected one of"), options={"problem_type": "class"}),

@@ -231,7 +231,7 @@ def modules(*kinds: str, path: str = "") -> str:
         ("modules.json", modules("Transformer", "Pooling").replace("1_Pooling", "a\\u0000b"), "leads out"),
         ("modules.json", modules("Transformer", "Pooling", path="1_Pooling"), "holds weights too"),
         ("sentence_bert_config.json", '{"max_seq_length": true}', "max_seq_length is True"),
-        ("sentence_bert_config.json", '{"max_seq_length": 1}', "whole number from 3"),
+        ("sentence_bert_config.json", '{"max_seq_length": 1}', "integer from 3"),
         ("sentence_bert_config.json", '{"max_seq_length": "x"}', "max_seq_length is 'x'"),
         ("sentence_bert_config.json", '{"do_lower_case": 1}', "do_lower_case is 1"),
         ("1_Pooling/config.json", '{"pooling_mode_max_tokens": 1}', "pooling_mode_max_tokens is 1"),

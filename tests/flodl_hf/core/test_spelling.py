@@ -18,10 +18,10 @@ from flodl_hf.cli.spelling import in_options, option_names  # noqa: E402
 
 SPELLED = [
     (predict, "keep other columns (keep=text), or", "keep other columns (--keep text), or"),
-    (predict, "cannot be told; say text_column=. The", "cannot be told; say --text-column. The"),
+    (predict, "not clear; name it: text_column=. The", "not clear; name it: --text-column. The"),
     (predict, "strict=False or strict=True", "--no-strict or --strict"),
     (predict, "a column 'keep=3' of transformers' files", "a column 'keep=3' of transformers' files"),
-    (predict, "begin anew with --restart (restart=True), which", "begin anew with --restart, which"),
+    (predict, "start over with --restart (restart=True), which", "start over with --restart, which"),
     (predict, "batch_invariant=False has no opposite", "batch_invariant=False has no opposite"),
     (predict, "format='tsv' is read", "--format tsv is read"),
     (finetune, "(new_head=False would keep it)", "(--no-new-head would keep it)"),

@@ -123,7 +123,7 @@ def test_batch_size_bounds_tokens_and_no_more(make: Maker) -> None:
     assert foreign_keywords._budget(1, model) == 40
     assert foreign_keywords._budget(10_000, model) == 1024
     for wrong in (0, -1, "8", True):
-        with pytest.raises(PredictError, match=r"batch_size=.*whole number"):
+        with pytest.raises(PredictError, match=r"batch_size=.*integer"):
             model.embed(TEXT, batch_size=wrong)
 
 

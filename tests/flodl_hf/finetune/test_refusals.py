@@ -58,7 +58,7 @@ def test_pairs_with_a_label_are_what_they_were(base: Path) -> None:
 @pytest.mark.parametrize("names", [("left", "right"), ("one", "other")])
 def test_a_second_column_of_texts_is_no_label(names: tuple[str, str], base: Path) -> None:
     rows = [dict(zip(names, (TEXTS[i], TEXTS[i + 1]), strict=True)) for i in range(12)]
-    with pytest.raises(DataError, match="cannot be told"):
+    with pytest.raises(DataError, match="not clear"):
         finetune(base, train=rows, **QUICK)
     few = [{names[0]: row["text"], names[1]: row["label"]} for row in labelled(12)]
     assert plan_job(base, few, None, make_options({})).task.kind == "single_label"

@@ -95,7 +95,7 @@ def test_words_that_mean_the_same_are_taken(theirs: dict[str, Any], ours: dict[s
 
 
 REASONS: list[tuple[dict[str, Any], str]] = [
-    ({"num_train_epochs": 2.5}, "num_train_epochs: found 2.5; passes are whole here; say epochs="),
+    ({"num_train_epochs": 2.5}, "num_train_epochs: found 2.5; epochs are whole here; give epochs="),
     ({"warmup_ratio": 1.0}, "warmup_ratio: found 1.0; from 1 up warmup= is a number of steps"),
     ({"lr_scheduler_type": "constant", "warmup_steps": 3}, "say constant_with_warmup"),
     ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "say it if that is meant"),
