@@ -219,7 +219,7 @@ def test_an_input_that_changes_while_it_is_read_is_no_output(model: Any, numbere
 def test_an_output_that_is_there_is_only_replaced_when_told(model: Any, numbered: Any, tmp_path: Path) -> None:
     source, out = numbered(40), tmp_path / "out.jsonl"
     out.write_text("precious")
-    with pytest.raises(PredictError, match="is there already"):
+    with pytest.raises(PredictError, match="exists already"):
         predict_file(model(), source, out)
     assert out.read_text() == "precious"
     asked = iter([False, True])

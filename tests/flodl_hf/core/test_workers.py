@@ -230,7 +230,7 @@ def test_what_cannot_be_sent_stays_here_with_one_warning(
     monkeypatch.setattr(workers.warnings, "warn", lambda message, **_: told.append(message))
     found = model.predict(TEXTS, **TWO)
     workers._OF[model].wait()
-    assert [message for message in told if "goes on in one process" in message] == told[-1:]
+    assert [message for message in told if "continues in one process" in message] == told[-1:]
     assert found == model.predict(TEXTS, **TWO) == model.predict(TEXTS, **EXACT)
 
 

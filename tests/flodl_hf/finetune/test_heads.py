@@ -292,7 +292,7 @@ def test_what_cannot_be_learned_is_refused(
 
 
 def test_a_loss_beside_that_of_choices_is_refused(starts: dict[str, Path]) -> None:
-    with pytest.raises(ConfigError, match="none beside its own"):
+    with pytest.raises(ConfigError, match="no other loss than its own"):
         finetune(starts["bert"], train=choices(4), loss=lambda scores, labels: scores.sum())
 
 

@@ -340,7 +340,7 @@ def test_what_does_not_fit_is_refused(options: dict[str, Any], said: str, base: 
 def test_data_and_settings_that_a_start_cannot_have_are_refused(base: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="multivector has no loss of scored"):
         finetune(base, train=[{"a": text, "b": text, "score": 0.5} for text in TEXTS[:8]], **ONE)
-    with pytest.raises(ConfigError, match="settings of its own"):
+    with pytest.raises(ConfigError, match="the model to start from has one"):
         finetune(folder_of("colbert", base, tmp_path / "start"), train=ROWS, **ONE)
 
 
