@@ -89,11 +89,12 @@ def resolve(
         HubError: if the name is malformed, nothing of that name is found, access is refused, the network is
             needed and absent, or a downloaded file is not what the Hub announced.
     """
-    text = os.fspath(name_or_path)
+    text = os.fspath(name_or_path) if isinstance(name_or_path, (str, os.PathLike)) else None
     if not isinstance(text, str) or not text or any(ord(char) < 32 or ord(char) == 127 for char in text):
         raise HubError(
-            f"{printable(str(text))}: no name; pass what is expected, a folder, 'owner/name' or 'owner/name@revision'",
-            name=str(text),
+            f"{printable(str(name_or_path))}: no name; pass what is expected, a folder, 'owner/name' or "
+            "'owner/name@revision'",
+            name=str(name_or_path),
         )
     if subfolder and not _plain(subfolder, _SUBFOLDER):
         raise HubError(

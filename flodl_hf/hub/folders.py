@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flodl.errors import ConfigError
+from flodl.errors import ConfigError, shown
 
 __all__ = [
     "ADAPTER_CONFIG",
@@ -61,7 +61,7 @@ MODEL_FILES = (
 
 def holds_adapter(name_or_path: str | Path) -> bool:
     """Return whether a name is that of a local folder with an adapter and no model."""
-    path = os.path.expanduser(name_or_path)
+    path = os.path.expanduser(_text(name_or_path))
     return os.path.lexists(os.path.join(path, ADAPTER_CONFIG)) and not os.path.lexists(os.path.join(path, CONFIG_NAME))
 
 
@@ -70,9 +70,10 @@ def resolve_folder(name_or_path: str | Path, hub: Mapping[str, Any], files: Sequ
 
     A folder that exists is taken as it is, without importing the Hub client.
     """
-    if not str(name_or_path):
+    text = _text(name_or_path)
+    if not text:
         raise ConfigError("model: found an empty name; expected a folder, or a name of the Hub", problems=["empty"])
-    path = Path(os.path.expanduser(name_or_path))
+    path = Path(os.path.expanduser(text))
     if os.path.isdir(path):  # no for a name that no folder can have, where Path.is_dir raises
         subfolder = str(hub.get("subfolder") or "")
         inside = path / subfolder if subfolder else path
@@ -81,8 +82,22 @@ def resolve_folder(name_or_path: str | Path, hub: Mapping[str, Any], files: Sequ
         return inside, None
     from flodl_hf.hub.download import resolve
 
-    resolved = resolve(str(name_or_path), files=list(files), modules=_modules, **hub)
+    resolved = resolve(text, files=list(files), modules=_modules, **hub)
     return Path(resolved.folder), resolved.commit
+
+
+def _text(name_or_path: Any) -> str:
+    """Return what was named as text.
+
+    Raises:
+        ConfigError: it is neither text nor a path.
+    """
+    text = os.fspath(name_or_path) if isinstance(name_or_path, (str, os.PathLike)) else None
+    if not isinstance(text, str):
+        raise ConfigError(
+            f"model: found {shown(name_or_path, 60)}; expected a folder, or a name of the Hub", problems=["model"]
+        )
+    return text
 
 
 def _modules(folder: Path) -> Mapping[str, bool]:

@@ -312,9 +312,8 @@ LOAD = {
     "use_fast": Word(harmless=None),
     "weights_only": Word(harmless=None),
     "output_loading_info": Word(reason="model.load_report says what became of every tensor"),
-    "ignore_mismatched_sizes": Word(
-        reason="labels=[...] or num_labels= makes a new classifier; any other tensor of another shape is a fault"
-    ),
+    # num_labels= makes a new classifier without it, and any other tensor of another shape is a fault that is told.
+    "ignore_mismatched_sizes": Word(harmless=None),
     "output_attentions": Word(reason='ask the call: model(..., output_attentions=True) with attention="eager"'),
     "output_hidden_states": Word(reason="ask the call: model(..., output_hidden_states=True)"),
     "return_dict": Word(reason="ask the call: model(..., return_dict=False)", harmless=(None, True)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +13,9 @@ import pytest
 import torch
 
 import flodl_hf
-from flodl.errors import ConfigError
+from flodl.errors import CheckpointError, ConfigError
 from flodl_hf.auto import load
-from flodl_hf.errors import ExportError, PredictError, TokenizerError
+from flodl_hf.errors import ExportError, HubError, PredictError, TokenizerError
 from flodl_hf.model import foreign_keywords
 from flodl_hf.model.encoder_model import EncoderModel
 from flodl_hf.model.foreign_keywords import Word
@@ -202,6 +203,29 @@ def test_values_of_loading_that_cannot_be_are_refused(
     (word,) = given
     with pytest.raises(ConfigError, match=word):
         door(saved("bert", "sequence_classification"), **given)
+
+
+@doors
+def test_a_classifier_of_another_size_is_new_and_other_shapes_are_faults(
+    door: Callable[..., Any], saved: Saved
+) -> None:
+    folder = saved("bert", "sequence_classification")
+    model = door(folder, num_labels=5, ignore_mismatched_sizes=True)
+    assert (model.config.num_labels, len(model.untrained)) == (5, 2)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 7}))
+    with pytest.raises(CheckpointError, match="position_embeddings"):
+        door(folder, ignore_mismatched_sizes=True)
+
+
+NO_NAMES: tuple[Any, ...] = (None, 3, b"folder", ["folder"], object())
+
+
+@pytest.mark.parametrize("given", NO_NAMES, ids=lambda given: type(given).__name__)
+@pytest.mark.parametrize("door", [load, flodl_hf.AutoConfig.from_pretrained, flodl_hf.AutoTokenizer.from_pretrained])
+def test_what_is_no_name_is_told(door: Callable[..., Any], given: Any) -> None:
+    with pytest.raises((ConfigError, HubError), match=r"expected,? a folder"):
+        door(given)
 
 
 @doors
