@@ -33,12 +33,10 @@ def command(
         raise typer.Exit(2)
     from flodl_hf.export.verify import RECEIPT, verify_export
     from flodl_hf.hub.folders import MODEL_FILES, resolve_folder
-    from flodl_hf.sentence.routing import transformer_folder
 
     base = None
     if source is not None:
         base, _ = resolve_folder(source, {"local_files_only": local_files_only}, MODEL_FILES)
-        base = transformer_folder(base)
     elif not no_source:
         say("no --source was given, so nothing says what the bytes should be; comparing with transformers alone")
     result = verify_export(folder, source=base, receipt=not no_receipt, command=" ".join(["flodl-hf", *sys.argv[1:]]))

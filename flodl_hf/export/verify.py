@@ -11,7 +11,7 @@ import json
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from flodl.errors import FlodlError
 from flodl_hf.config.model_config import read_config_file
+from flodl_hf.sentence.routing import transformer_folder, transformer_folders
 from flodl_hf.version import own_version
 from flodl_hf.weights.checkpoint import Checkpoint
 
@@ -84,7 +85,8 @@ def verify_export(
 
     The folder is opened strictly and loaded by us; with a ``source``, names, dtypes and bytes of all
     tensors and the configuration are compared; where transformers is installed, it loads the folder and
-    its names, token ids and outputs are compared with those it gives for the source, and with ours.
+    its names, token ids and outputs are compared with those it gives for the source, and with ours. Of a folder of
+    sentence-transformers that is each transformer in it.
 
     Args:
         folder: the export.
@@ -96,18 +98,53 @@ def verify_export(
     place = Path(folder)
     base = None if source is None else Path(source)
     result = Verification(str(place.name), None if base is None else str(source))
-    run = _Run(place, base, model, result)
-    for check in CHECKS:
+    parts = _parts(place)
+    single = base if base is None or parts != [""] else transformer_folder(base)
+    run = _Run(place, single, model, result)
+    if parts == [""]:
+        _check(run, CHECKS)
+    else:
+        _check(run, [_as_written])
+        for part in parts:
+            found = Verification(part, None)
+            own = _Run(place / part, _source_of(base, part), _model_of(model, part), found)
+            _check(own, [check for check in CHECKS if check is not _as_written])
+            result.checks += [replace(check, name=f"{part}: {check.name}") for check in found.checks]
+            run._model = run._model or own._model
+    result.facts = _facts(run, command)
+    if receipt and place.is_dir():
+        _write_receipt(place, result)
+    return result
+
+
+def _check(run: _Run, checks: Sequence[Callable[[_Run], Iterator[Check]]]) -> None:
+    """Make checks in their order, up to an essential one that fails."""
+    result = run.result
+    for check in checks:
         try:
             result.checks.extend(check(run))
         except FlodlError as fault:
             result.checks.append(Check(_name(check), "fail", str(fault)))
         if result.checks and result.checks[-1].status == "fail" and check in ESSENTIAL:
             break
-    result.facts = _facts(run, command)
-    if receipt and place.is_dir():
-        _write_receipt(place, result)
-    return result
+
+
+def _parts(place: Path) -> list[str]:
+    """Return the folders with weights; the root alone where nothing says it, or what says it cannot be read."""
+    try:
+        return transformer_folders(place)
+    except FlodlError:
+        return [""]
+
+
+def _source_of(base: Path | None, part: str) -> Path | None:
+    return None if base is None else base / part if (base / part).is_dir() else base
+
+
+def _model_of(model: EncoderModel | None, part: str) -> Any:
+    if model is None or model.routed is None or model.sentence_recipe is None:
+        return model
+    return model if model.sentence_recipe.transformer == part else model.routed.at(part)
 
 
 class _Run:

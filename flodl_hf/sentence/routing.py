@@ -15,7 +15,7 @@ from flodl.errors import ConfigError, printable, shown
 from flodl_hf.sentence.small_files import place_in, read_json, settings_in, wrong
 from flodl_hf.weights.checkpoint.members import is_entry
 
-__all__ = ["Modules", "Routing", "kind_of", "module_folders", "routing_of", "transformer_folder"]
+__all__ = ["Modules", "Routing", "kind_of", "module_folders", "routing_of", "transformer_folder", "transformer_folders"]
 
 _KNOWN = ("Transformer", "Pooling", "Dense", "Normalize", "MLMTransformer", "SpladePooling", "MultiVectorMask")
 _ROUTERS = ("Router", "Asym")
@@ -186,6 +186,18 @@ def transformer_folder(root: Path) -> Path:
         found = f"names {printable(place.name, 80)} for the transformer, which holds no config.json"
         raise wrong(root / "modules.json", found, "the folder of a transformer")
     return place
+
+
+def transformer_folders(root: Path) -> list[str]:
+    """Return the folders that hold weights, from the root, "" for the root itself: one of each transformer.
+
+    Raises:
+        ConfigError: as of `routing_of`.
+    """
+    if not is_entry(root, "modules.json"):
+        return [""]
+    found = dict.fromkeys(routing_of(root).transformers(root).values())
+    return ["" if folder == "." else folder for folder in found]
 
 
 def module_folders(root: Path) -> dict[str, bool]:

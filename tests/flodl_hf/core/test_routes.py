@@ -259,6 +259,27 @@ def test_transformers_of_their_own_are_written_where_they_lay(saved: Saved, tmp_
     assert torch.equal(same.embed(TEXTS), one.embed(TEXTS))
 
 
+def test_each_transformer_of_an_export_is_verified(saved: Saved, tmp_path: Path) -> None:
+    from flodl_hf.export.verify import verify_export
+
+    folder = apart(saved("bert"), saved("distilbert"))
+    out = load(folder).save_pretrained(tmp_path / "out")
+    found = verify_export(out, source=folder, receipt=False)
+    states = {check.name: check.status for check in found.checks}
+    assert states["files as they were written"] == "pass"
+    for part in ("query_0_Transformer", "document_0_Transformer"):
+        for name in ("opens", "tensors equal the source's", "config.json equals the source's"):
+            assert states[f"{part}: {name}"] == "pass"
+    assert found.passed
+    weights = out / "query_0_Transformer" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 128
+    weights.write_bytes(data)
+    states = {check.name: check.status for check in verify_export(out, source=folder, receipt=False).checks}
+    assert states["files as they were written"] == states["query_0_Transformer: tensors equal the source's"] == "fail"
+    assert states["document_0_Transformer: tensors equal the source's"] == "pass"
+
+
 def test_routes_that_share_one_of_several_transformers(saved: Saved) -> None:
     folder = apart(saved("bert"), saved("distilbert"), route_mappings={"('question', 'text')": "short"})
     said = json.loads((folder / "router_config.json").read_text())
