@@ -235,6 +235,29 @@ def _squares() -> Part:
     return Part({"BERT-base, 110 million": 12}, {_named(v): v for v in dict.fromkeys(tried)}, make, run)
 
 
+def _copies() -> Part:
+    from flodl_hf.kernels import copies
+
+    def make(width: int) -> tuple[list[Any], list[Tensor]]:
+        shapes = [(width, width)] * 3 + [(width,)] * 3 + [(width, width), (width,), (4 * width, width), (4 * width,)]
+        shapes += [(width, 4 * width), (width,)]
+        sets = [[drawn(*shape, dtype=torch.float32) for shape in shapes] for _ in range(4)]
+        return sets, [torch.cat([t.flatten() for t in sets[0]]).to(torch.bfloat16)]
+
+    def run(variant: tuple[int, int] | None, data: list[Tensor]) -> list[Tensor]:
+        if variant is None:
+            room = torch.empty(sum(t.numel() for t in data), dtype=torch.bfloat16, device="cuda")
+            pieces = [p.view_as(t) for p, t in zip(room.split([t.numel() for t in data]), data, strict=True)]
+            torch._foreach_copy_(pieces, data)  # pyright: ignore[reportPrivateImportUsage]
+            return [room]
+        with cut(copies, BLOCK=variant[0], WARPS=variant[1]):
+            return [copies.copied(data, torch.bfloat16)]
+
+    tried = [(4096, 4), (2048, 4), (8192, 8), (8192, 4), (4096, 8), (16384, 8)]
+    sizes = {"a layer of BERT-base": 768, "a layer of BERT-large": 1024}
+    return Part(sizes, {"torch": None} | {_named(v): v for v in tried}, make, run, (0, 1))
+
+
 def _lengths(texts: int, middle: float, longest: int) -> np.ndarray:
     draw = np.random.default_rng(0).normal(np.log(middle), 0.75, texts)
     found = np.clip(np.exp(draw), 3, longest).astype(np.int64)
@@ -312,7 +335,7 @@ def _named(numbers: Sequence[Any]) -> str:
 
 PARTS: dict[str, Callable[[], Part]] = {
     "sums": _sums, "added": _added, "norm": lambda: _norms(False), "norm_backward": lambda: _norms(True),
-    "activate": _activate, "squares": _squares, "attention": lambda: _attention(False),
+    "activate": _activate, "squares": _squares, "copies": _copies, "attention": lambda: _attention(False),
     "attention_backward": lambda: _attention(True),
 }  # fmt: skip
 

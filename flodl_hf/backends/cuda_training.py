@@ -31,7 +31,7 @@ __all__ = ["TrainingTable"]
 AFTER_ATTENTION, AFTER_FEED_FORWARD = 1 << 20, (1 << 20) + 1
 STREAMS = 1 << 21
 # Tokens of a batch's longest text up to which our attention is cheaper than torch's, forward and backward together.
-LONGEST = 128
+LONGEST = 512
 
 
 class _Branch(NamedTuple):
@@ -161,6 +161,8 @@ class TrainingTable(Table):
 
     def _halved(self, layer: Layer) -> dict[str, Any]:
         """Return copies in half precision of a layer's weights, in one piece of memory made by one launch."""
+        from flodl_hf.kernels.copies import copied
+
         attention: Any = layer.attention
         feed_forward: Any = layer.feed_forward
         # Query, key and value come first, so that one piece of the memory is the weight of their joined product.
@@ -172,11 +174,9 @@ class TrainingTable(Table):
             tensors += [part.weight] if part.bias is None else [part.weight, part.bias]
         adapted = [p for p in layer_linears(layer) if type(p) is AdaptedLinear]
         tensors += [tensor for part in adapted for tensor in (part.lora.down, part.lora.up)]
-        sizes = [t.numel() for t in tensors]
-        room = torch.empty(sum(sizes), dtype=self.dtype, device=tensors[0].device)
-        copies = [piece.view(t.shape) for piece, t in zip(room.split(sizes), tensors, strict=True)]
-        with torch.no_grad():
-            torch._foreach_copy_(copies, tensors)  # pyright: ignore[reportPrivateImportUsage]
+        room = copied([t.detach().contiguous() for t in tensors], self.dtype)
+        pieces = room.split([t.numel() for t in tensors])
+        copies = [piece.view(t.shape) for piece, t in zip(pieces, tensors, strict=True)]
         found: dict[Any, Any] = {}
         if asked:
             weights = sum(p.weight.numel() for p in asked)

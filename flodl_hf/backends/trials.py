@@ -37,6 +37,8 @@ __all__ = [
 TEXTS = (37, 5, 1, 70, 12)
 # Of a layer from float64's result; float32's own is some 5e-7.
 SPLIT_BOUND = 4e-6
+# With one that fills blocks of its own.
+TRAINED = (150, 37, 5, 1, 12)
 
 
 @dataclass(frozen=True)
@@ -137,11 +139,11 @@ def training(device: torch.device, dtype: torch.dtype, sizes: LayerSizes) -> tup
     """
 
     table = TrainingTable(dtype)
-    layer, states, layout, real = small_layer(device, sizes)
+    layer, states, layout, real = small_layer(device, sizes, texts=TRAINED)
     direction = torch.randn(states.shape, generator=torch.Generator().manual_seed(1)).to(device)
     direction[real:] = 0.0
     if sizes.dropout:
-        dropping, _, _, _ = small_layer(device, sizes, p=0.1)
+        dropping, _, _, _ = small_layer(device, sizes, p=0.1, texts=TRAINED)
         dropping.table = table
         with torch.enable_grad(), torch.autocast(device.type, dtype):
             found = dropping(states.clone().requires_grad_(), layout=layout())

@@ -45,7 +45,17 @@ NEEDS = {
     "flodl_hf.serving.running": "uvicorn",
     **{
         f"flodl_hf.kernels.{n}": "triton"
-        for n in ("disentangled", "halves", "operations", "random", "rotary", "rows", "short_texts", "split_products")
+        for n in (
+            "copies",
+            "disentangled",
+            "halves",
+            "operations",
+            "random",
+            "rotary",
+            "rows",
+            "short_texts",
+            "split_products",
+        )
     },
 }
 

@@ -206,6 +206,15 @@ def test_gelu_and_the_sums_of_its_gradient(dtype: torch.dtype, tanh: bool) -> No
 
 
 @runs
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_copies_lie_one_after_another_and_are_rounded_as_torch_rounds(dtype: torch.dtype) -> None:
+    from flodl_hf.kernels.copies import copied
+
+    tensors = [drawn(70, 80).detach(), drawn(3).detach(), drawn(8192).detach(), drawn(4097).detach()[1:]]
+    assert torch.equal(copied(tensors, dtype), torch.cat([t.flatten() for t in tensors]).to(dtype))
+
+
+@runs
 def test_a_layer_draws_anew_each_time_and_the_same_from_one_state() -> None:
     layer, states, layout = small_case(p=0.2)
     layer.table = TrainingTable(torch.float16)
