@@ -120,7 +120,7 @@ def _sums() -> Part:
         return [sums] if x is None else [d_x, sums]
 
     sizes = [(1792, 2304, False), (3584, 2304, False), (1792, 768, False), (1792, 3072, True), (3584, 3072, True)]
-    sizes += [(8192, 2304, False), (8192, 3072, True), (8192, 4096, True)]
+    sizes += [(8192, 2304, False), (8192, 4096, True)]
     tried = [(16, 128, 4, 16), (256, 16, 8, 0), (128, 16, 8, 0), (512, 16, 16, 0), (256, 16, 8, 2), (128, 16, 8, 4)]
     tried += [(256, 32, 8, 0), (256, 32, 8, 2), (128, 32, 8, 4), (64, 64, 8, 4), (32, 128, 8, 4), (32, 64, 4, 8)]
     return Part({_named(s): s for s in sizes}, {_named(v): v for v in tried}, make, run, (0, 3))
@@ -181,7 +181,7 @@ def _norms(backward: bool) -> Part:
         with cut(operations, NORM_BACKWARD=variant):
             return list(torch.autograd.grad(kept["found"], [*given, x_bias], grads, retain_graph=True))
 
-    sizes = [(1792, 768), (3584, 768), (8192, 768), (1792, 1024), (8192, 1024)]
+    sizes = [(1792, 768), (3584, 768), (8192, 768), (8192, 1024)]
     if not backward:
         return Part({_named(s): s for s in sizes}, {f"{w} warps": w for w in (2, 1, 4, 8)}, make, run, (0, 3))
     tried = [(1, 8, 4), (1, 8, 2), (1, 8, 3), (1, 4, 4), (1, 4, 2), (1, 4, 6), (2, 8, 1), (2, 8, 2), (2, 8, 3)]
@@ -334,9 +334,9 @@ def _named(numbers: Sequence[Any]) -> str:
 
 
 PARTS: dict[str, Callable[[], Part]] = {
-    "sums": _sums, "added": _added, "norm": lambda: _norms(False), "norm_backward": lambda: _norms(True),
-    "activate": _activate, "squares": _squares, "copies": _copies, "attention": lambda: _attention(False),
-    "attention_backward": lambda: _attention(True),
+    "attention_backward": lambda: _attention(True), "attention": lambda: _attention(False),
+    "norm_backward": lambda: _norms(True), "sums": _sums, "copies": _copies, "norm": lambda: _norms(False),
+    "activate": _activate, "squares": _squares, "added": _added,
 }  # fmt: skip
 
 
