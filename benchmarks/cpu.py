@@ -37,8 +37,16 @@ from flodl.data import load_rows
 from flodl_hf.auto import head_named
 from flodl_hf.config import ModelConfig
 from flodl_hf.model import EncoderModel
-from flodl_hf.runtime import cpu
-from flodl_hf.runtime.cpu_products import Int8Linear, OneDnnLinear, Scratch, TorchLinear, has_int8, has_onednn
+from flodl_hf.runtime import cpu_features
+from flodl_hf.runtime.cpu_products import (
+    Int8Linear,
+    OneDnnLinear,
+    Scratch,
+    TorchLinear,
+    has_int8,
+    has_onednn,
+    sums_in_32_bits,
+)
 
 TASKS = ("embeddings", "classification", "entities", "answers")
 HEADS = {"embeddings": "base", "classification": "seqcls", "entities": "tokcls", "answers": "qa"}
@@ -153,7 +161,7 @@ def contenders(task: str, folder: Path, options: argparse.Namespace, room: Path)
             add("OpenVINO, 8", partial(on_cpu.openvino, task, place, 8, threads, files))
             add("ONNX Runtime int8, 8", partial(on_cpu.onnx_runtime, task, place, 8, threads, files, True), "int8")
     for precision in options.precisions:
-        reason = None if precision in ("exact", "fp32") else cpu.missing(precision)
+        reason = None if precision in ("exact", "fp32") else cpu_features.missing(precision)
         if reason:
             print(f"  left out: ours {precision}: {reason}", file=sys.stderr)
             continue
@@ -183,11 +191,11 @@ def peaks(width: int, clock: Callable[[], float]) -> dict[str, float]:
     kinds: dict[str, list[Callable[[], Any]]] = {"fp32": [partial(TorchLinear(weight, bias, Scratch()), x, "peak")]}
     if has_onednn(torch.float32):
         kinds["fp32"].append(partial(OneDnnLinear(weight, bias, at_once=True), x))
-    if cpu.missing("bf16") is None:
+    if cpu_features.missing("bf16") is None:
         half = OneDnnLinear(weight.bfloat16(), bias.bfloat16(), at_once=True)
         kinds["bf16"] = [partial(half, x.bfloat16())]
     if has_int8():
-        product = Int8Linear(weight, bias, Scratch(), 8 if cpu._multiplies_whole() else 7)
+        product = Int8Linear(weight, bias, Scratch(), 8 if sums_in_32_bits() else 7)
         kinds["int8"] = [partial(product.multiplied, product.quantised(x)[0].clone())]
     found = {}
     with torch.inference_mode():
