@@ -147,29 +147,13 @@ def plan_job(
             f"{where}: the model has no tokenizer; put its tokenizer files beside the weights, or set model.tokenizer",
             problems=["tokenizer"],
         )
-    usual = 384 if task.kind == "spans" else None
-    bounds = [n for n in (opened.max_tokens, options.max_length or usual) if n]
     vectors = task if isinstance(task, EmbeddingTask) else None
     if vectors is not None:
         notes = [*notes, *vectors.settle(opened)]
-        bounds += vectors.bounds(opened)
-    config = opened.config
-    types = config.uses_token_types and tokenizer.settings.type_ids
-    limits = LengthLimits(min(bounds, default=None), options.stride, types, options.long_texts == "windows")
+    limits = _limits(task, opened, tokenizer, options)
     prepared = {"train": task.prepare(tables.train, tokenizer, limits, training=True)}
     rows = prepared["train"].rows
-    masking: Any = task.drawing(tokenizer) if isinstance(task, ReplacedTask) else None
-    if task.kind in ("words", "pairs"):
-        if tokenizer.mask_token_id is None:
-            raise ConfigError(f"{where}: the tokenizer has no mask token, so nothing can be masked", problems=["mask"])
-        masking = Masking(tokenizer.mask_token_id, tokenizer.vocab_size, options.mask_probability, options.whole_words)
-    micro = None if isinstance(options.micro_batch_size, str) else options.micro_batch_size
-    layout = _layout(options)
-    unrecorded = None if vectors is None else vectors.unrecorded
-    if own.loss is not None and vectors is None:
-        unrecorded = "a loss of your own does not know of what batches are filled up with, so they are not"
-    if layout == "bucketed" and (options.cache_tokens is not None or (unrecorded and vectors is None)):
-        layout = "packed"  # parts of a batch have shapes of their own
+    layout, unrecorded = _batch_layout(options, own, vectors)
     if unrecorded and options.capture and _on_cuda(options):
         notes = [*notes, f"steps are launched one operation at a time, with the same numbers, because {unrecorded}"]
     texts: Any = rows
@@ -177,19 +161,14 @@ def plan_job(
     listed = isinstance(task, ChoiceTask) or (isinstance(task, RankTask) and task.loss is not None)
     several: Any = vectors or (task if listed else None)
     batches = _batches(options, rows, layout) if vectors is None else vectors.batches(texts)
+    masking = _masking(task, tokenizer, options, where)
     collate = CollateRows(tokenizer.pad_token_id or 0, layout, masking, noise=bool(options.neftune))
     if several is None:
         laid = Laid(rows.lengths, rows.lengths)
     else:
         laid = texts.laid if vectors is None else vectors.laid(texts)
     if layout == "bucketed":
-        cut: Any = {"accumulate": options.accumulate, "texts_per_row": laid.texts}
-        cut["ranks"] = options.ranks if options.policy in (None, "sync") else 1  # others take whole batches
-        longest = _most(int(laid.widest.max()), opened.max_tokens)
-        shapes = partial(choose_shapes, laid.lengths, batches, longest, **cut)
-        collate = replace(collate, shapes=shapes(micro_batch_size=micro))
-        if options.micro_batch_size == "auto":
-            collate = replace(collate, shapes_for=shapes)
+        collate = _shaped(collate, options, laid, batches, opened.max_tokens)
     elif layout == "padded" and unrecorded is None and _has_widths(options, task):
         collate = replace(collate, widths=choose_widths(laid.lengths, laid.widest, batches))
     weights = _weights(options, task, rows)
@@ -203,20 +182,15 @@ def plan_job(
     for name, examples in tables.evals.items():
         prepared[f"eval {name}".strip()] = task.prepare(examples, tokenizer, limits, training=False)
     judging = replace(collate, layout="packed" if layout == "bucketed" else layout, noise=False, widths=())
-    evaluations = {
-        name: Evaluation(
-            task,
-            (part := prepared[f"eval {name}".strip()]),
-            judging,
-            # how wide a batch is padded says nothing of a model
-            make(task.kind, mask_padding=True, own=own.loss) if several is None else several.of_held_out(part),
-            options.eval_batch_size or micro or options.batch_size,
-            options.precision,
-            options.seed,
-            own.metrics,
-        )
-        for name in tables.evals
-    }
+    evaluations: dict[str, Evaluation] = {}
+    for name in tables.evals:
+        part = prepared[f"eval {name}".strip()]
+        # how wide a batch is padded says nothing of a model
+        judge = make(task.kind, mask_padding=True, own=own.loss) if several is None else several.of_held_out(part)
+        size = options.eval_batch_size or _micro(options) or options.batch_size
+        evaluations[name] = Evaluation(
+            task, part, judging, judge, size, options.precision, options.seed, own.metrics
+        )  # fmt: skip
     evaluation = evaluations.get("") or (Evaluations(evaluations) if evaluations else None)
     _need_evaluation(options, evaluation)
     if options.tune_thresholds:
@@ -232,6 +206,54 @@ def plan_job(
     )  # fmt: skip
     _ = job.schedule  # values that it cannot have are refused now
     return job
+
+
+def _limits(task: Task, opened: EncoderModel, tokenizer: Any, options: Options) -> LengthLimits:
+    usual = 384 if task.kind == "spans" else None
+    bounds = [n for n in (opened.max_tokens, options.max_length or usual) if n]
+    if isinstance(task, EmbeddingTask):
+        bounds += task.bounds(opened)
+    types = opened.config.uses_token_types and tokenizer.settings.type_ids
+    return LengthLimits(min(bounds, default=None), options.stride, types, options.long_texts == "windows")
+
+
+def _masking(task: Task, tokenizer: Any, options: Options, where: str) -> Any:
+    """Return what replaces tokens of a batch before it is learned from; None where nothing does."""
+    if isinstance(task, ReplacedTask):
+        return task.drawing(tokenizer)
+    if task.kind not in ("words", "pairs"):
+        return None
+    if tokenizer.mask_token_id is None:
+        raise ConfigError(f"{where}: the tokenizer has no mask token, so nothing can be masked", problems=["mask"])
+    return Masking(tokenizer.mask_token_id, tokenizer.vocab_size, options.mask_probability, options.whole_words)
+
+
+def _batch_layout(options: Options, own: Own, vectors: EmbeddingTask | None) -> tuple[Any, str | None]:
+    """Return how batches lie in memory, and why steps are not recorded; None where they are."""
+    layout = _layout(options)
+    unrecorded = None if vectors is None else vectors.unrecorded
+    if own.loss is not None and vectors is None:
+        unrecorded = "a loss of your own does not know of what batches are filled up with, so they are not"
+    if layout == "bucketed" and (options.cache_tokens is not None or (unrecorded and vectors is None)):
+        layout = "packed"  # parts of a batch have shapes of their own
+    return layout, unrecorded
+
+
+def _shaped(collate: CollateRows, options: Options, laid: Laid, batches: Any, most: int | None) -> CollateRows:
+    """Return the collate function with the shapes that its batches are filled up to."""
+    ranks = options.ranks if options.policy in (None, "sync") else 1  # others take whole batches
+    longest = _most(int(laid.widest.max()), most)
+    shapes = partial(
+        choose_shapes, laid.lengths, batches, longest,
+        accumulate=options.accumulate, texts_per_row=laid.texts, ranks=ranks,
+    )  # fmt: skip
+    collate = replace(collate, shapes=shapes(micro_batch_size=_micro(options)))
+    return replace(collate, shapes_for=shapes) if options.micro_batch_size == "auto" else collate
+
+
+def _micro(options: Options) -> int | None:
+    """Return the rows that are computed at once where that is stated as a number."""
+    return None if isinstance(options.micro_batch_size, str) else options.micro_batch_size
 
 
 def _cut_texts(prepared: Mapping[str, Prepared], limits: LengthLimits, task: Task) -> list[str]:
