@@ -170,7 +170,8 @@ def plan_job(
     if layout == "bucketed":
         collate = _shaped(collate, options, laid, batches, opened.max_tokens)
     elif layout == "padded" and unrecorded is None and _has_widths(options, task):
-        collate = replace(collate, widths=choose_widths(laid.lengths, laid.widest, batches))
+        cut: Any = {"micro_batch_size": _micro(options), "accumulate": options.accumulate}
+        collate = replace(collate, widths=choose_widths(laid.lengths, laid.widest, batches, **cut))
     weights = _weights(options, task, rows)
     own.check(task, weights, options.label_smoothing)
     make = PretrainingObjective if task.kind == "pairs" else Objective

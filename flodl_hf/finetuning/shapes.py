@@ -100,9 +100,7 @@ def choose_shapes(
     passes = _passes(batches, micro_batch_size, ranks)
     totals = [int(lengths[part].sum()) for _, part in passes]
     counts = [len(part) * texts_per_row for _, part in passes]
-    whole = passes[-1][0] + 1
-    parts = max(1, round(len(totals) / max(1, whole * ranks))) * accumulate
-    most = max(1, min(MOST_SHAPES, int(MOST_RECORDINGS ** (1 / parts) + 1e-9)))
+    most = _most(passes, accumulate, ranks)
     sizes = _sizes(np.maximum(totals, LEAST_TOKENS), most, ENOUGH, TOKENS, _worth(lengths))
     slots: list[list[int]] = [[] for _ in sizes]
     for total, count, at in zip(totals, counts, np.searchsorted(sizes, totals).tolist(), strict=True):
@@ -114,17 +112,34 @@ def choose_shapes(
     return Shapes(longest, tuple(sizes), tuple(texts))
 
 
-def choose_widths(lengths: NDArray[Any], longest: NDArray[Any], batches: Any) -> tuple[int, ...]:
+def choose_widths(
+    lengths: NDArray[Any],
+    longest: NDArray[Any],
+    batches: Any,
+    *,
+    micro_batch_size: int | None = None,
+    accumulate: int = 1,
+) -> tuple[int, ...]:
     """Return widths for padded batches of a run, ascending.
 
     Args:
         lengths: tokens of each row of the data.
         longest: of its longest text.
         batches: which rows come together.
+        micro_batch_size: rows that go through the model together at most.
+        accumulate: batches of a step.
     """
-    widths = [int(longest[part].max()) for _, part in _passes(batches)]
-    found = _sizes(np.asarray(widths), MOST_SHAPES, ENOUGH, WIDTHS, _worth(lengths))
+    passes = _passes(batches, micro_batch_size)
+    widths = [int(longest[part].max()) for _, part in passes]
+    found = _sizes(np.asarray(widths), _most(passes, accumulate), ENOUGH, WIDTHS, _worth(lengths))
     return tuple(min(width, int(longest.max())) for width in found)
+
+
+def _most(passes: list[tuple[int, NDArray[Any]]], accumulate: int, ranks: int = 1) -> int:
+    """Return the most shapes of a pass, of which a step has some."""
+    whole = passes[-1][0] + 1
+    parts = max(1, round(len(passes) / (whole * ranks))) * accumulate
+    return max(1, min(MOST_SHAPES, int(MOST_RECORDINGS ** (1 / parts) + 1e-9)))
 
 
 def _passes(batches: Any, micro_batch_size: int | None = None, ranks: int = 1) -> list[tuple[int, NDArray[Any]]]:

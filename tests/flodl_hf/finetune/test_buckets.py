@@ -142,6 +142,8 @@ def test_padded_batches_come_in_few_widths(base: Path, monkeypatch: pytest.Monke
     assert max(widths) == max(lengths)
     wide = [next(width for width in widths if width >= one) for one in own]
     assert sum(wide) < 1.15 * sum(own)
+    assert len(choose_widths(lengths, lengths, source, micro_batch_size=4)) == 1  # a step of four would have many
+    assert len(choose_widths(lengths, lengths, source, accumulate=2)) <= 2
     # on CUDA, for what is recorded: not where the width of a batch decides its loss
     rows = {task: TABLES[task](21) for task in ("sequence_classification", "question_answering")}
     for task, options, expected in (

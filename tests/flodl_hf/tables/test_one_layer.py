@@ -313,6 +313,8 @@ def test_it_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [(g.table, g.reason) for g in model.explain("cuda", "bf16").groups] == [("cuda", None)]
     found = model.explain("cuda", "bf16", training=True)
     assert [(g.table, g.reason) for g in found.groups] == [("cuda-training", None)]
+    assert found.recorded.startswith("yes")
+    assert "loss scale" in model.explain("cuda", "fp16", training=True).recorded
     model.graph.get_submodule("encoder.layers.1.attention").register_forward_hook(lambda *_: None)
     groups = model.explain("cuda", "bf16").groups
     assert [(g.table, g.layers) for g in groups][1] == ("torch", ("encoder.layers.1",))
