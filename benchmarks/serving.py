@@ -5,7 +5,8 @@ Clients are processes with plain sockets (`serving_clients`); the server is `flo
 
     throughput  requests of many texts, as many at a time as keep the device busy; beside `embed` in this process,
                 before and after, which is the most that serving can give
-    latency     one short text at a time over HTTP, beside the same call in this process, in turns
+    latency     one short text at a time over HTTP, beside the same call in this process, in turns: by asyncio's
+                streams, whose own time counts too, and by a plain socket
     mixed       many clients, texts of 8 to 400 tokens, at two thirds of the capacity that throughput found; every
                 vector is compared with that of `embed`, and has to be nearest to its own text's
     overload    twice that capacity: latency of what is accepted, how quickly the rest is refused, memory
@@ -25,8 +26,10 @@ import argparse
 import asyncio
 import json
 import math
+import os
 import platform
 import random
+import socket
 import statistics
 import subprocess
 import sys
@@ -137,6 +140,15 @@ def memory(pids: list[int]) -> float:
     return round(total / 2**20, 1)
 
 
+def processor_s(pid: int) -> float:
+    """Return the seconds that a process had of processors, where the system says so."""
+    try:
+        figures = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except OSError:
+        return 0.0
+    return (int(figures[11]) + int(figures[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def local_rate(model: Any, span: tuple[int, int], seconds: float) -> float:
     """Return tokens a second of ``embed`` in this process."""
     draw = random.Random(1)
@@ -210,32 +222,49 @@ def peers(ours: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def latency(url: str, model: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """One text of 30 words at a time, in turns with the same call here."""
+    """One text of 30 words at a time, in turns with the same call here: by asyncio's streams, and by a plain socket."""
     text = " ".join(WORDS[:30])
     request = request_of([text])
     host, port = url.removeprefix("http://").split(":")
+    times: dict[str, list[float]] = {"http": [], "socket": [], "embed": []}
 
-    async def measure() -> tuple[list[float], list[float]]:
+    def plain(held: socket.socket) -> None:
+        held.sendall(request)
+        answer = held.recv(1 << 16)
+        while b"\r\n\r\n" not in answer:
+            answer += held.recv(1 << 16)
+        head, _, body = answer.partition(b"\r\n\r\n")
+        left = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0]) - len(body)
+        while left > 0:
+            left -= len(held.recv(left))
+
+    async def measure() -> None:
         reader, writer = await asyncio.open_connection(host, int(port))
-        over, here = [], []
-        for turn in range(args.calls + 50):
-            begin = time.perf_counter()
-            await ask(reader, writer, request)
-            middle = time.perf_counter()
-            model.embed(text)
-            end = time.perf_counter()
-            if turn >= 50:
-                over.append(middle - begin)
-                here.append(end - middle)
+        with socket.create_connection((host, int(port))) as held:
+            held.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            for turn in range(args.calls + 50):
+                began = time.perf_counter()
+                await ask(reader, writer, request)
+                asked = time.perf_counter()
+                model.embed(text)
+                here = time.perf_counter()
+                plain(held)
+                took = {"http": asked - began, "embed": here - asked, "socket": time.perf_counter() - here}
+                if turn >= 50:
+                    for name, seconds in took.items():
+                        times[name].append(seconds)
         writer.close()
-        return over, here
 
-    over, here = asyncio.run(measure())
-    added = [(a - b) * 1000 for a, b in zip(over, here, strict=True)]
+    asyncio.run(measure())
+
+    def added(name: str) -> float:
+        pairs = zip(times[name], times["embed"], strict=True)
+        return round(statistics.median((over - here) * 1000 for over, here in pairs), 3)
+
     return {
-        **{f"http_{name}": value for name, value in percentiles(over).items()},
-        **{f"embed_{name}": value for name, value in percentiles(here).items()},
-        "added_median_ms": round(statistics.median(added), 3),
+        **{f"{name}_{share}": value for name, taken in times.items() for share, value in percentiles(taken).items()},
+        "added_median_ms": added("http"),
+        "added_socket_median_ms": added("socket"),
     }
 
 
@@ -251,8 +280,9 @@ def mixed(
     # A client waits for its answer; so many of them ask at this rate however long answers take.
     clients = args.clients if share < 1 else min(4000, max(args.clients, round(rate * 2)))
     seconds = args.seconds if share < 1 else min(args.seconds, 20.0)
-    before = memory(pids)
+    before, took = memory(pids), processor_s(pids[0])
     found = loaded(url, args, clients, asked, rate, seconds)
+    took = processor_s(pids[0]) - took
     result = told(found, seconds)
     result |= {
         "seconds": seconds,
@@ -260,6 +290,7 @@ def mixed(
         "texts_of_a_request": texts,
         "asked_per_s": round(rate, 1),
         "asked_tokens_per_s": round(capacity * share),
+        "doors_us_of_a_request": round(took * 1e6 / max(1, len(found.answered) + len(found.refused)), 1),
         "memory_before_mib": before,
         "memory_after_mib": memory(pids),
     }

@@ -384,25 +384,36 @@ def _note(taken: list[_Taken], table: TokenTable, started: float) -> None:
 
 def _share_out(taken: list[_Taken], found: Pending) -> None:
     """Hand each call its rows' results."""
+    if len(taken) == 1:
+        (part,) = taken
+        for rows, sizes, values in found.arrays():
+            part.sent.pending.add(rows + part.first, sizes, torch.from_numpy(values), None)
+        _shared(part)
+        return
     counts = [part.last - part.first for part in taken]
     owner = np.repeat(np.arange(len(taken)), counts)
     offset = np.concatenate([np.arange(part.first, part.last) for part in taken])
     for rows, sizes, values in found.arrays():
-        if len(taken) > 1:
-            # All results change places at once, so that those of a call stand together.
-            order = np.argsort(owner[rows], kind="stable")
-            starts = (np.cumsum(sizes) - sizes)[order]
-            rows, sizes = rows[order], sizes[order]
-            values = values[np.repeat(starts - (np.cumsum(sizes) - sizes), sizes) + np.arange(len(values))]
+        # All results change places at once, so that those of a call stand together.
+        order = np.argsort(owner[rows], kind="stable")
+        starts = (np.cumsum(sizes) - sizes)[order]
+        rows, sizes = rows[order], sizes[order]
+        values = values[np.repeat(starts - (np.cumsum(sizes) - sizes), sizes) + np.arange(len(values))]
         bounds = np.searchsorted(owner[rows], np.arange(len(taken) + 1)).tolist()
         ends = [0, *np.cumsum(sizes).tolist()]
         places = offset[rows]
         for part, a, b in zip(taken, bounds[:-1], bounds[1:], strict=True):
             if a < b:
                 part.sent.pending.add(places[a:b], sizes[a:b], torch.from_numpy(values[ends[a] : ends[b]]), None)
-    for part, done in zip(taken, counts, strict=True):
-        if part.sent.ticket.timeline is not None:
-            part.sent.ticket.timeline.ran()
-        part.sent.pending.left -= done
-        if not part.sent.pending.left:
-            part.sent.pending.here.set()
+    for part in taken:
+        _shared(part)
+
+
+def _shared(part: _Taken) -> None:
+    """Note that the results of some rows are with their call."""
+    sent = part.sent
+    if sent.ticket.timeline is not None:
+        sent.ticket.timeline.ran()
+    sent.pending.left -= part.last - part.first
+    if not sent.pending.left:
+        sent.pending.here.set()

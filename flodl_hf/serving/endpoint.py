@@ -27,8 +27,8 @@ LOG = logging.getLogger("flodl_hf.serving")
 # A body that is too large is read so long and thrown away, for the client to see the answer rather than a closed
 # connection.
 DISCARD_S = 2.0
-# Whether a client is still there is looked at after so long: most have their answer by then.
-PATIENCE_S = 0.05
+# Whether a client is still there is looked at after so long, by a task of its own: most have their answer by then.
+PATIENCE_S = 0.25
 
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
