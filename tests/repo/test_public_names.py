@@ -126,3 +126,16 @@ def test_the_tree_in_the_docstring_is_the_tree(module: ModuleType) -> None:
     own = [k.__name__ for k in kinds() if k.__module__ == module.__name__]
     assert own
     assert [name for name in own if name not in drawn] == []
+
+
+@pytest.mark.parametrize(
+    ("former", "name"),
+    [("bodies", "lm"), ("config_rows", "Row"), ("encoder_layer", "EncoderLayer"), ("endpoints", "verify_endpoint"),
+     ("keys", "KeyRow"), ("late", "max_sim")],
+)  # fmt: skip
+def test_former_import_paths_give_the_same_objects(former: str, name: str) -> None:
+    module = importlib.import_module(f"flodl_hf.{former}")
+    found = getattr(module, name)
+    assert found.__module__ != module.__name__
+    assert found is getattr(importlib.import_module(found.__module__), name)
+    assert not hasattr(module, "nothing_of_this_name")
