@@ -100,7 +100,9 @@ def parse_device(name: str | torch.device) -> torch.device:
     try:
         return torch.device(name)
     except (RuntimeError, TypeError):
-        hint = nearest(str(name).partition(":")[0], [*KINDS, "auto"])
+        word = str(name).partition(":")[0]
+        # "gpu" is one letter from cpu, and the last thing meant by it.
+        hint = ", did you mean 'cuda'?" if word.lower() == "gpu" else nearest(word, [*KINDS, "auto"])
         raise DeviceError(
             f"device: found {str(name)[:60]!r}{hint}; expected cpu, cuda, cuda:1, mps or auto",
             device=str(name),

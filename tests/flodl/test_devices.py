@@ -70,6 +70,7 @@ def test_what_is_absent_is_said_in_one_line(machine: Any, monkeypatch: pytest.Mo
     assert "Apple" in fault("mps", cuda=1)
     assert "did you mean 'cuda'" in fault("cudda")
     assert "expected cpu, cuda" in fault("cuda:x")
+    assert "did you mean 'cuda'" in fault("gpu")
     machine()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert "CUDA_VISIBLE_DEVICES='' leaves none" in devices.why_no_cuda()
