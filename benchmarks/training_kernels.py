@@ -114,9 +114,10 @@ def _sums() -> Part:
         return sets, [d_x, d_x.sum(0)]
 
     def run(variant: tuple[int, ...], data: Any) -> list[Tensor]:
-        high, wide, warps, share = variant
         grad, x = data
-        d_x, sums = operations._sums(grad, x, False, high=high, wide=wide, warps=warps, share=share)
+        stripes = operations.Stripes(*variant)
+        with cut(operations, FEW=stripes, MANY=stripes, CURVED=stripes):
+            d_x, sums = operations._sums(grad, x, False)
         return [sums] if x is None else [d_x, sums]
 
     sizes = [(1792, 2304, False), (3584, 2304, False), (1792, 768, False), (1792, 3072, True), (3584, 3072, True)]
@@ -124,22 +125,6 @@ def _sums() -> Part:
     tried = [(16, 128, 4, 16), (256, 16, 8, 0), (128, 16, 8, 0), (512, 16, 16, 0), (256, 16, 8, 2), (128, 16, 8, 4)]
     tried += [(256, 32, 8, 0), (256, 32, 8, 2), (128, 32, 8, 4), (64, 64, 8, 4), (32, 128, 8, 4), (32, 64, 4, 8)]
     return Part({_named(s): s for s in sizes}, {_named(v): v for v in tried}, make, run, (0, 3))
-
-
-def _added() -> Part:
-    from flodl_hf.kernels import operations
-
-    def make(size: tuple[int, int]) -> tuple[list[Any], list[Tensor]]:
-        sets = [drawn(*size, dtype=torch.float32) for _ in range(4)]
-        return sets, [sets[0].double().sum(0)]
-
-    def run(variant: tuple[int, ...], data: Tensor) -> list[Tensor]:
-        high, wide, warps = variant
-        return [operations._added(data, high=high, wide=wide, warps=warps)]
-
-    tried = [(32, 16, 8), (64, 16, 8), (128, 16, 8), (64, 16, 4), (128, 8, 8), (64, 32, 8), (256, 8, 8)]
-    sizes = [(132, 2304), (264, 2304), (396, 2304), (528, 2304), (264, 3072)]
-    return Part({_named(s): s for s in sizes}, {_named(v): v for v in tried}, make, run)
 
 
 def _norms(backward: bool) -> Part:
@@ -184,8 +169,7 @@ def _norms(backward: bool) -> Part:
     sizes = [(1792, 768), (3584, 768), (8192, 768), (8192, 1024)]
     if not backward:
         return Part({_named(s): s for s in sizes}, {f"{w} warps": w for w in (2, 1, 4, 8)}, make, run, (0, 3))
-    tried = [(1, 8, 4), (1, 8, 2), (1, 8, 3), (1, 4, 4), (1, 4, 2), (1, 4, 6), (2, 8, 1), (2, 8, 2), (2, 8, 3)]
-    tried += [(2, 4, 2), (2, 4, 3), (4, 8, 1), (4, 8, 2)]
+    tried = [(8, 4), (8, 2), (8, 3), (8, 6), (4, 4), (4, 6), (4, 8)]
     return Part({_named(s): s for s in sizes}, {_named(v): v for v in tried}, make, run, (0, 3))
 
 
@@ -308,8 +292,7 @@ def _attention(backward: bool) -> Part:
         key = "torch" if variant is None else "ours"
         if key not in kept:
             kept[key] = mix(variant, qkv, about)
-        joined, *tiles = variant or (True, 64, 32, 4, 3)
-        with cut(operations, BACKWARD=operations.Tiles(*tiles), JOINED=joined):
+        with cut(operations, BACKWARD=variant) if variant else contextlib.nullcontext():
             return list(torch.autograd.grad(kept[key], qkv, direction, retain_graph=True))
 
     sizes = {
@@ -319,13 +302,9 @@ def _attention(backward: bool) -> Part:
     }  # fmt: skip
     tiles = [(64, 32, 4, 3), (64, 32, 4, 2), (64, 64, 4, 3), (64, 64, 4, 2), (32, 32, 4, 3), (32, 32, 2, 3)]
     variants: dict[str, Any] = {"torch": None}
-    if backward:
-        tried = [(True, *t) for t in (*tiles, (64, 32, 8, 2), (64, 64, 8, 2), (128, 32, 8, 2), (128, 64, 8, 2))]
-        tried += [(False, *t) for t in ((64, 32, 4, 3), (64, 64, 4, 2), (64, 64, 8, 2))]
-        variants |= {f"{'one' if v[0] else 'two'} {_named(v[1:])}": v for v in tried}
-    else:
-        tiles += [(128, 64, 8, 3), (128, 64, 8, 2), (128, 32, 8, 3), (64, 128, 4, 2)]
-        variants |= {_named(t): operations.Tiles(*t) for t in tiles}
+    tiles += [(64, 32, 8, 2), (64, 64, 8, 2)] if backward else [(64, 128, 4, 2), (128, 32, 8, 3)]
+    tiles += [(128, 64, 8, 2)]
+    variants |= {_named(t): operations.Tiles(*t) for t in tiles}
     return Part(sizes, variants, make, run)
 
 
@@ -336,7 +315,7 @@ def _named(numbers: Sequence[Any]) -> str:
 PARTS: dict[str, Callable[[], Part]] = {
     "attention_backward": lambda: _attention(True), "attention": lambda: _attention(False),
     "norm_backward": lambda: _norms(True), "sums": _sums, "copies": _copies, "norm": lambda: _norms(False),
-    "activate": _activate, "squares": _squares, "added": _added,
+    "activate": _activate, "squares": _squares,
 }  # fmt: skip
 
 

@@ -42,17 +42,11 @@ class Branch(NamedTuple):
     linear: nn.Linear
 
 
-def walks(layout: Layout, window: int | None, longest: int = SHORT) -> bool:
-    """Return whether attention may walk over blocks of tokens: few keys for each query, texts end to end and known.
-
-    Args:
-        layout: how tokens lie.
-        window: how many tokens to each side a token attends to; None for all.
-        longest: tokens of a text, or of a window, up to which walking pays.
-    """
+def walks(layout: Layout, window: int | None) -> bool:
+    """Return whether attention may walk over blocks of tokens: few keys for each query, texts end to end and known."""
     if not isinstance(layout, Packed) or layout.places is None:
         return False
-    return layout.max_length <= longest or (window is not None and window <= longest)
+    return layout.max_length <= SHORT or (window is not None and window <= SHORT)
 
 
 def norm_kind(norm: nn.Module) -> tuple[Tensor, Tensor | None, float, bool] | None:

@@ -25,13 +25,23 @@ from flodl_hf.encoder.activations import GELUS
 from flodl_hf.encoder.layer import FeedForward
 from flodl_hf.layout.layouts import Layout, Packed
 
-__all__ = ["TrainingTable"]
+__all__ = ["TrainingTable", "trains_walking"]
 
 # Streams of random numbers of one layer: its heads, then what follows attention and what ends the layer.
 AFTER_ATTENTION, AFTER_FEED_FORWARD = 1 << 20, (1 << 20) + 1
 STREAMS = 1 << 21
-# Tokens of a batch's longest text up to which our attention is cheaper than torch's, forward and backward together.
-LONGEST = 512
+# Tokens of the longest text, and of a text in the mean, up to which our attention takes less than torch's, forward and
+# backward together (`python -m benchmarks.training_kernels`: on an H200 a tie at 256 tokens each).
+LONGEST, MEAN = 512, 256
+
+
+def trains_walking(layout: Layout, window: int | None) -> bool:
+    """Return whether attention walks over blocks of tokens while training; shapes alone decide."""
+    if walks(layout, window):
+        return True
+    if not isinstance(layout, Packed) or layout.places is None or layout.max_length > LONGEST:
+        return False
+    return layout.num_tokens <= MEAN * layout.num_texts
 
 
 class _Branch(NamedTuple):
@@ -243,7 +253,7 @@ class TrainingTable(Table):
             assert attention.rotary is not None
             heads, width = attention.num_heads + attention.kv_heads, attention.rotary.width
             qkv = turned(qkv, *angles, heads=heads, width=width, wide=attention.rotary.widened)
-        if not given and walks(layout, attention.window, LONGEST) and attention.kv_heads == attention.num_heads:
+        if not given and trains_walking(layout, attention.window) and attention.kv_heads == attention.num_heads:
             assert isinstance(layout, Packed)
             assert layout.places is not None
             return mixed(

@@ -112,14 +112,13 @@ def describe(name: str, head: str, hub: dict[str, Any]) -> dict[str, Any]:
     from flodl_hf.config.model_config import read_config_file
     from flodl_hf.hub.folders import MODEL_FILES, VOCABULARY_FILES, resolve_folder
     from flodl_hf.model.transformers_methods import size_text
-    from flodl_hf.sentence.routing import transformer_folder, transformer_folders
+    from flodl_hf.sentence.routing import transformer_folder
     from flodl_hf.weights.checkpoint import Checkpoint
     from flodl_hf.weights.loading import head_of
     from flodl_hf.weights.pretrained import plan_folder
 
     root, commit = resolve_folder(name, hub, MODEL_FILES)
     folder = transformer_folder(root)
-    others = [part for part in transformer_folders(root) if root / part != folder]
     config = read_config_file(folder)
     written_for = head_of(config.family, config.source.get("architectures"))
     wanted = (written_for or "base") if head == "auto" else head_named(head).name
@@ -155,4 +154,4 @@ def describe(name: str, head: str, hub: dict[str, Any]) -> dict[str, Any]:
         "max_tokens": config.max_tokens,
         "problem_type": config.problem_type,
         "labels": list(config.labels) if wanted.endswith("classification") else [],
-    } | ({"other_transformers": others} if others else {})
+    }

@@ -24,10 +24,6 @@ from flodl_hf.kernels import rotary, rows, short_texts
 
 __all__ = ["activated", "added_and_normed", "gated", "mix", "mixed", "norm_of_sum", "projected", "turn", "turned"]
 
-# Tokens of a program, and tokens that it meets at a time; with what follows the fastest of those tried on an H200.
-# Those that it turns as it reads them come more at a time, with fewer on their way.
-TILE, MET, TURNED = 64, 32, 64
-
 
 class Tiles(NamedTuple):
     """How attention's kernels are cut while training.
@@ -41,16 +37,35 @@ class Tiles(NamedTuple):
 
     tile: int
     met: int
-    warps: int = 4
-    stages: int = 3
+    warps: int
+    stages: int
 
 
-FORWARD, BACKWARD = Tiles(64, 32), Tiles(64, 32)
-JOINED = True
-NORM_WARPS = 2
-ACTIVATE = (2048, 4)
-# Rows at a time where a row has up to 1,024 numbers, warps, programs for each multiprocessor.
-NORM_BACKWARD = (2, 8, 2)
+class Stripes(NamedTuple):
+    """How sums of columns are cut.
+
+    Attributes:
+        high: rows that a program reads at a time.
+        wide: columns of a program.
+        warps: of a program.
+        share: programs for each multiprocessor; 0 for one a stripe, whatever the rows.
+    """
+
+    high: int
+    wide: int
+    warps: int
+    share: int
+
+
+# These are the fastest of those that `python -m benchmarks.training_kernels` tries on an H200. In prediction: tokens of
+# a program, and tokens that it meets at a time; those that it turns as it reads them come more at a time.
+TILE, MET, TURNED = 64, 32, 64
+FORWARD, BACKWARD = Tiles(64, 64, 4, 3), Tiles(64, 32, 4, 2)
+# With few rows narrow stripes are read by one program each, and no parts are left to add up.
+FEW, MANY, CURVED = Stripes(256, 16, 8, 0), Stripes(128, 32, 8, 4), Stripes(32, 64, 4, 8)
+FEW_ROWS = 2048
+# Warps of a row of up to 1,024 numbers; warps and programs for each multiprocessor; numbers of a program and its warps.
+NORM_WARPS, NORM_BACKWARD, ACTIVATE = 2, (8, 4), (1024, 4)
 
 
 def _programs(device: torch.device, each: int) -> int:
@@ -66,29 +81,20 @@ def _of_weight(d_out: Tensor, x: Tensor) -> Tensor:
     return torch.mm(d_out.t().float(), x.float())
 
 
-def _added(parts: Tensor, *, high: int = 64, wide: int = 16, warps: int = 8) -> Tensor:
+def _added(parts: Tensor) -> Tensor:
     """Return the sum over the first dimension, in an order that depends on the shape alone."""
     out = torch.empty(parts.shape[1:], dtype=parts.dtype, device=parts.device)
-    rows.add_parts[(triton.cdiv(out.numel(), wide),)](parts, out, len(parts), out.numel(), high, wide, num_warps=warps)
+    high, wide = 64, 16
+    rows.add_parts[(triton.cdiv(out.numel(), wide),)](parts, out, len(parts), out.numel(), high, wide, num_warps=8)
     return out
 
 
-def _sums(
-    d_out: Tensor, x: Tensor | None, tanh: bool, *, high: int = 256, wide: int = 16, warps: int = 8, share: int = 2
-) -> tuple[Tensor, Tensor]:
-    """Return the gradient before the GELU (``d_out`` itself without ``x``), and the sums of its columns, float32.
-
-    Args:
-        d_out: ``(tokens, width)``.
-        x: what the GELU was given; None where there is none.
-        tanh: GELU's approximation by tanh.
-        high: tokens that a program reads at a time.
-        wide: columns of a program: narrow ones, so that a program can take all tokens and no parts are left to add up.
-        warps: of a program.
-        share: programs for each multiprocessor, where columns alone are fewer and tokens many.
-    """
+def _sums(d_out: Tensor, x: Tensor | None, tanh: bool) -> tuple[Tensor, Tensor]:
+    """Return the gradient before the GELU (``d_out`` itself without ``x``), and the sums of its columns, float32."""
     tokens, width = d_out.shape
     d_x = d_out if x is None else torch.empty_like(d_out)
+    plain = FEW if tokens <= FEW_ROWS else MANY
+    high, wide, warps, share = plain if x is None else CURVED
     columns = triton.cdiv(width, wide)
     blocks = max(1, min(triton.cdiv(tokens, 2 * high), _programs(d_out.device, share) // columns))
     parts = torch.empty(blocks, width, dtype=torch.float32, device=d_out.device)
@@ -209,12 +215,7 @@ class _Mixed(Function):
         numbers = (tokens, *[qkv.stride(0)] * 4, width**-0.5, p, stream, window or 0, heads, width)
         kinds = (p > 0, window is not None)
         about = {"num_warps": warps, "num_stages": stages}
-        if JOINED:
-            short_texts.mix_backward[(blocks, heads, 2)](*given, d_q, d_k, d_v, *numbers, tile, met, *kinds, **about)
-        else:
-            dots = torch.empty_like(lse)
-            short_texts.mix_queries[(blocks, heads)](*given, d_q, dots, *numbers, tile, met, *kinds, True, **about)
-            short_texts.mix_keys[(blocks, heads)](*given, d_k, d_v, dots, *numbers, met, tile, *kinds, True, **about)
+        short_texts.mix_backward[(blocks, heads, 2)](*given, d_q, d_k, d_v, *numbers, tile, met, *kinds, **about)
         return d_qkv, None, None, None, None, None, None, None
 
 
@@ -347,15 +348,15 @@ class _Normed(Function):
         full, half = (None if grad is None else grad.contiguous() for grad in grads)
         tokens, width = x.shape
         # Each program leaves a part of three sums, so with few rows there are few programs.
-        high, warps, share = NORM_BACKWARD
+        warps, share = NORM_BACKWARD
         block = triton.next_power_of_2(width)
         programs = max(1, min(triton.cdiv(tokens, 4), _programs(x.device, share)))
         d_residual, d_x = torch.empty_like(residual), torch.empty_like(x)
         parts = torch.empty(programs, 3, width, dtype=torch.float32, device=x.device)
         rows.norm_backward[(programs,)](
             x if full is None else full, x if half is None else half, x, residual, weight, stats, seed, d_residual,
-            d_x, parts, tokens, p, stream, width, block, max(1, min(high, 1024 * high // block)), p > 0, center, pre,
-            full is not None, half is not None, num_warps=warps,
+            d_x, parts, tokens, p, stream, width, block, p > 0, center, pre, full is not None, half is not None,
+            num_warps=warps,
         )  # fmt: skip
         d_weight, d_bias, d_x_bias = _added(parts).unbind(0)
         found = d_x, d_residual, d_weight, d_bias if has_bias else None, d_x_bias if has_x_bias else None

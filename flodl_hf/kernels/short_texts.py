@@ -4,7 +4,8 @@ It walks over blocks of tokens rather than over texts: a block of queries meets 
 first text to the last token of its last one, and each query keeps those of its own text. With texts shorter than a
 block this is far less work than a block for every text. The backward pass recomputes weights from the logarithms of
 row sums (FlashAttention-2, Dao 2023, https://arxiv.org/abs/2307.08691), once for queries and once for keys, so that
-nothing is added atomically and a step repeats to the bit. Sums are float32 whatever the states are.
+nothing is added atomically and a step repeats to the bit; one launch does both. Sums are float32 whatever the states
+are.
 
 Launching and gradients are `operations`'. Names: N heads, H width of a head, Q queries and K keys of a tile.
 """
@@ -20,7 +21,7 @@ import triton.language as tl
 from flodl_hf.kernels.random import kept, keys_of
 from flodl_hf.kernels.rotary import turned
 
-__all__ = ["mix", "mix_backward", "mix_keys", "mix_queries"]
+__all__ = ["mix", "mix_backward"]
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -121,13 +122,12 @@ def mix(
 
 
 @triton.jit
-def mix_queries(
-    q, k, v, places, ends, seed, out, lse, d_out, d_q, dots, tokens, q_stride, k_stride, v_stride, d_stride, scale, p,
+def _mix_queries(
+    q, k, v, places, ends, seed, out, lse, d_out, d_q, tokens, q_stride, k_stride, v_stride, d_stride, scale, p,
     stream, window,
     N: tl.constexpr, H: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, DROPOUT: tl.constexpr, WINDOW: tl.constexpr,
-    DOTS: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of the queries; with ``DOTS`` the ``out . d_out`` of each row too."""
+    """Write the gradient of a block of queries, who meet ``K`` keys at a time."""
     head = tl.program_id(1)
     rows, live, start, end, low, high = _block(places, ends, tokens, window, Q, WINDOW)
     cols = tl.arange(0, H)
@@ -139,8 +139,6 @@ def mix_queries(
     d_mixed = tl.load(d_out + here, mask=live[:, None], other=0.0)
     mixed = tl.load(out + here, mask=live[:, None], other=0.0)
     dot = tl.sum(d_mixed.to(tl.float32) * mixed.to(tl.float32), 1)
-    if DOTS:
-        tl.store(dots + head * tokens + rows, dot, mask=live)
     sums = tl.load(lse + head * tokens + rows, mask=live, other=0.0)
     d_queries = tl.zeros([Q, H], tl.float32)
     for at in range(low, high, K):
@@ -162,16 +160,12 @@ def mix_queries(
 
 
 @triton.jit
-def mix_keys(
-    q, k, v, places, ends, seed, out, lse, d_out, d_k, d_v, dots, tokens, q_stride, k_stride, v_stride, d_stride, scale,
+def _mix_keys(
+    q, k, v, places, ends, seed, out, lse, d_out, d_k, d_v, tokens, q_stride, k_stride, v_stride, d_stride, scale,
     p, stream, window,
     N: tl.constexpr, H: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, DROPOUT: tl.constexpr, WINDOW: tl.constexpr,
-    DOTS: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of keys and values; a block is ``K`` keys, met by ``Q`` queries at a time.
-
-    With ``DOTS`` the ``out . d_out`` of each row are there already.
-    """
+    """Write the gradients of a block of keys and values, met by ``Q`` queries at a time."""
     head = tl.program_id(1)
     places_of, live, start, end, low, high = _block(places, ends, tokens, window, K, WINDOW)
     cols = tl.arange(0, H)
@@ -189,11 +183,8 @@ def mix_keys(
         here = rows[:, None] * (N * H) + head * H + cols[None, :]
         d_mixed = tl.load(d_out + here, mask=seen[:, None], other=0.0)
         sums = tl.load(lse + head * tokens + rows, mask=seen, other=0.0)
-        if DOTS:
-            dot = tl.load(dots + head * tokens + rows, mask=seen, other=0.0)
-        else:
-            mixed = tl.load(out + here, mask=seen[:, None], other=0.0)
-            dot = tl.sum(d_mixed.to(tl.float32) * mixed.to(tl.float32), 1)
+        mixed = tl.load(out + here, mask=seen[:, None], other=0.0)
+        dot = tl.sum(d_mixed.to(tl.float32) * mixed.to(tl.float32), 1)
         own = (rows[None, :] >= start[:, None]) & (rows[None, :] < end[:, None])
         scores = tl.dot(keys, tl.trans(queries)) * (scale * _LOG2E)
         weights = tl.where(own, tl.exp2(scores - sums[None, :]), 0.0)
@@ -222,15 +213,15 @@ def mix_backward(
 ):  # fmt: skip
     """Write the gradients of queries, keys and values: half the programs take blocks of keys, half of queries.
 
-    So they need not wait for each other, and a small batch keeps more of the device busy.
+    None waits for another, at the price of ``out . d_out`` found twice, and a small batch keeps more of a device busy.
     """
     if tl.program_id(2) == 0:
-        mix_keys(
-            q, k, v, places, ends, seed, out, lse, d_out, d_k, d_v, lse, tokens, q_stride, k_stride, v_stride, d_stride,
-            scale, p, stream, window, N, H, MET, TILE, DROPOUT, WINDOW, False,
+        _mix_keys(
+            q, k, v, places, ends, seed, out, lse, d_out, d_k, d_v, tokens, q_stride, k_stride, v_stride, d_stride,
+            scale, p, stream, window, N, H, MET, TILE, DROPOUT, WINDOW,
         )  # fmt: skip
     else:
-        mix_queries(
-            q, k, v, places, ends, seed, out, lse, d_out, d_q, lse, tokens, q_stride, k_stride, v_stride, d_stride,
-            scale, p, stream, window, N, H, TILE, MET, DROPOUT, WINDOW, False,
+        _mix_queries(
+            q, k, v, places, ends, seed, out, lse, d_out, d_q, tokens, q_stride, k_stride, v_stride, d_stride, scale, p,
+            stream, window, N, H, TILE, MET, DROPOUT, WINDOW,
         )  # fmt: skip

@@ -280,16 +280,6 @@ def test_each_transformer_of_an_export_is_verified(saved: Saved, tmp_path: Path)
     assert states["document_0_Transformer: tensors equal the source's"] == "pass"
 
 
-def test_inspect_tells_of_the_other_transformers(saved: Saved) -> None:
-    from flodl_hf.cli.inspect import describe
-
-    folder = apart(saved("bert"), saved("distilbert"))
-    found = describe(str(folder), "auto", {})
-    assert (found["folder"], found["family"]) == (str(folder / "document_0_Transformer"), "bert")
-    assert found["other_transformers"] == ["query_0_Transformer"]
-    assert "other_transformers" not in describe(str(folder / "query_0_Transformer"), "auto", {})
-
-
 def test_routes_that_share_one_of_several_transformers(saved: Saved) -> None:
     folder = apart(saved("bert"), saved("distilbert"), route_mappings={"('question', 'text')": "short"})
     said = json.loads((folder / "router_config.json").read_text())

@@ -23,6 +23,7 @@ from flodl_hf.auto import head_named
 from flodl_hf.backends import choose, trials
 from flodl_hf.backends.choose import arrange_cuda, layers_of
 from flodl_hf.backends.cuda import CudaTable, walks
+from flodl_hf.backends.cuda_training import trains_walking
 from flodl_hf.backends.trials import LayerSizes
 from flodl_hf.config.model_config import ModelConfig
 from flodl_hf.encoder.layer import EncoderLayer
@@ -283,10 +284,11 @@ def test_a_norm_is_kept_for_the_layer_that_asks_for_it(monkeypatch: pytest.Monke
 
 @runs
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_windows_of_long_texts_have_gradients(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("window", [None, 9])
+def test_long_texts_have_gradients(dtype: torch.dtype, window: int | None) -> None:
     from flodl_hf.kernels.operations import mixed
 
-    lengths, heads, width, window = (200, 7, 90), 2, 16, 9
+    lengths, heads, width = (200, 7, 90), 2, 16
     layout, inside = packed(lengths), sum(lengths)
     assert layout.places is not None
     qkv = torch.randn(layout.num_tokens, 3 * heads * width).to(DEVICE, dtype).requires_grad_()
@@ -310,6 +312,15 @@ def test_texts_within_windows_are_walked_however_long() -> None:
     assert walks(long, 64)
     assert not walks(long, 200)
     assert not walks(Packed.of([5]), 64)
+
+
+def test_training_walks_among_longer_texts_unless_all_are_long() -> None:
+    assert trains_walking(packed((60, 7)), None)
+    assert trains_walking(packed((500, 7, 30)), None)
+    assert not trains_walking(packed((500, 510)), None)
+    assert trains_walking(packed((500, 510)), 64)
+    assert not trains_walking(packed((600, 7, 30, 8, 9)), None)
+    assert not trains_walking(Packed.of([5]), None)
 
 
 @pytest.mark.parametrize("model_type", ["modernbert", "mpnet", "bert"])
