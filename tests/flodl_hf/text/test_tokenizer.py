@@ -277,12 +277,14 @@ def test_an_impossible_length_limit_is_refused(stated: Any) -> None:
     assert caught.value.field == "model_max_length"
 
 
-def test_settings_win_over_the_token_map_and_both_over_custom() -> None:
-    files = _files(pad_token={"content": "hello", "lstrip": False}, padding_side="left")
+def test_settings_that_list_tokens_win_over_the_token_map_and_both_over_custom() -> None:
+    files = _files(pad_token={"content": "hello", "lstrip": False}, padding_side="left", added_tokens_decoder={})
     files["special_tokens_map.json"] = json.dumps({"pad_token": "world", "mask_token": "world"}).encode()
     tokenizer = Tokenizer.from_files(files)
     assert (tokenizer.pad_token, tokenizer.mask_token, tokenizer.cls_token) == ("hello", "world", "[CLS]")
     assert tokenizer(["hello", "hello world"], padding=True).input_ids[0][0] == tokenizer.pad_token_id
+    files["tokenizer_config.json"] = json.dumps({"pad_token": "hello"}).encode()
+    assert Tokenizer.from_files(files).pad_token == "world"
 
 
 def test_a_special_token_that_the_vocabulary_lacks_is_none() -> None:
