@@ -17,15 +17,11 @@ from threading import Thread, main_thread
 import torch
 
 from flodl.graph import Graph
-from flodl_hf.layout.buckets import Bucket, Buffer
-from flodl_hf.runtime.plan import CUDA_BUDGET
 
 __all__ = ["Warming"]
 
 # Tokens of batches whose products are tried; of sizes between them the library chooses mostly the same kernels.
 LARGE = (65_536, 16_384, 8_192, 4_096, 2_048, 1_024, 512)
-# Batches whose input is on its way to the device at once, the host being ahead of it.
-ON_THEIR_WAY = 8
 # Free memory of a device, in bytes, of which some is taken for that.
 ROOM = 8 << 30
 
@@ -63,7 +59,7 @@ class Warming:
         self._threads.append(own)
         # A first answer needs none of these, so nobody waits for them but the end of the process.
         before = own if dtype == torch.float32 else handles
-        Thread(target=_prepare_large, args=(graph, self.device, dtype, before), name="flodl-hf-warm-large").start()
+        Thread(target=_load_products, args=(graph, self.device, dtype, before), name="flodl-hf-warm-large").start()
 
     def wait(self) -> None:
         """Return when the device is ready; what a first prediction imports is imported meanwhile."""
@@ -106,26 +102,12 @@ def _load_kernels(graph: Graph, device: torch.device, dtype: torch.dtype, before
         trusted("buckets", where, dtype, (each.heads, each.width // each.heads), buckets, rehearse=True)
 
 
-def _prepare_large(graph: Graph, device: torch.device, dtype: torch.dtype, before: Thread) -> None:
-    """Have what a first long call would ask for: pinned memory, and the products of large batches."""
-    before.join()
-    with suppress(RuntimeError), torch.cuda.device(device):
-        _pin_buffers()
-    _load_products(graph, device, dtype)
-
-
-def _pin_buffers() -> None:
-    """Have torch keep pinned memory for full batches: to get it from the driver holds up whatever runs on a device."""
-    full = Bucket(tokens=CUDA_BUDGET, texts=2048, longest=512)
-    held = [Buffer(full, pinned=True) for _ in range(ON_THEIR_WAY)]
-    held.clear()
-
-
-def _load_products(graph: Graph, device: torch.device, dtype: torch.dtype) -> None:
+def _load_products(graph: Graph, device: torch.device, dtype: torch.dtype, before: Thread) -> None:
     """Have the library load the kernels that it chooses for large batches, some 10 ms each."""
     from flodl_hf.backends.choose import prediction_sizes, splits
     from flodl_hf.backends.trials import multiply
 
+    before.join()
     with suppress(RuntimeError), torch.inference_mode(), torch.cuda.device(device):
         sizes = prediction_sizes(graph)
         where = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())

@@ -14,10 +14,8 @@ from flodl_hf.auto import load
 from flodl_hf.backends import choose, trials
 from flodl_hf.backends.trials import LayerSizes
 from flodl_hf.kernels import trust
-from flodl_hf.layout.buckets import Bucket, Buffer
 from flodl_hf.runtime import cuda_warmup
 from flodl_hf.runtime.cuda_warmup import Warming
-from flodl_hf.runtime.plan import usual_budget
 from flodl_hf.weights import pretrained
 
 CUDA = torch.device("cuda", 0)
@@ -30,8 +28,6 @@ def test_kernels_are_tried_at_the_models_sizes_after_the_libraries(monkeypatch: 
     monkeypatch.setattr(cuda_warmup, "_make_handles", lambda device: seen.append(device))
     monkeypatch.setattr(trust, "trusted", lambda *given, rehearse: bool(seen.append((*given, rehearse))))
     large = threading.Event()
-    monkeypatch.setattr(cuda_warmup, "_pin_buffers", lambda: None)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(cuda_warmup, "_load_products", lambda *given: large.set())
     warming = Warming(CUDA)
     warming.layers(demo.demo_model(demo.learn_vocabulary()).graph, torch.bfloat16)
@@ -57,7 +53,7 @@ def test_float32_tries_its_products_in_parts(monkeypatch: pytest.MonkeyPatch) ->
     seen: list[Any] = []
     monkeypatch.setattr(cuda_warmup, "_identify_triton", lambda: None)
     monkeypatch.setattr(cuda_warmup, "_make_handles", lambda device: None)
-    monkeypatch.setattr(cuda_warmup, "_prepare_large", lambda *given: None)
+    monkeypatch.setattr(cuda_warmup, "_load_products", lambda *given: None)
     monkeypatch.setattr(choose, "splits", lambda device, sizes, *, rehearse: seen.append((device, rehearse)))
     warming = Warming(CUDA)
     warming.layers(demo.demo_model(demo.learn_vocabulary()).graph, torch.float32)
@@ -73,28 +69,10 @@ def test_products_of_large_batches_are_tried_where_there_is_room(
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free << 30, 80 << 30))
     monkeypatch.setattr(trials, "multiply", lambda device, dtype, tokens, sizes: tried.append(tokens))
-    cuda_warmup._load_products(demo.demo_model(demo.learn_vocabulary()).graph, CUDA, torch.bfloat16)
-    assert len(tried) == times
-
-
-def test_pinned_memory_for_full_batches_comes_before_their_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Any] = []
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    monkeypatch.setattr(cuda_warmup, "Buffer", lambda bucket, *, pinned: seen.append((bucket.tokens, pinned)))
-    monkeypatch.setattr(cuda_warmup, "_load_products", lambda *given: seen.append("products"))
     before = threading.Thread(target=int)
     before.start()
-    cuda_warmup._prepare_large(demo.demo_model(demo.learn_vocabulary()).graph, CUDA, torch.bfloat16, before)
-    assert seen == [(usual_budget("cuda"), True)] * cuda_warmup.ON_THEIR_WAY + ["products"]
-
-
-@pytest.mark.gpu
-def test_full_batches_find_pinned_memory() -> None:
-    cuda_warmup._pin_buffers()
-    kept = torch.cuda.host_memory_stats()["num_host_alloc"]
-    again = [Buffer(Bucket(usual_budget("cuda"), texts, 256), pinned=True) for texts in (512, 1024, 2048)]
-    assert len(again) == 3
-    assert torch.cuda.host_memory_stats()["num_host_alloc"] == kept
+    cuda_warmup._load_products(demo.demo_model(demo.learn_vocabulary()).graph, CUDA, torch.bfloat16, before)
+    assert len(tried) == times
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
