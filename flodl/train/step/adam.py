@@ -1,16 +1,18 @@
 """Adam and AdamW on CUDA by kernels of our own, where these give torch's bits.
 
 `torch.optim` stays what holds options and state, is saved and resumed; only what moves the parameters is launched here.
-What is not plain (another class, hooks, options without a kernel, a first step, which makes the state) torch does.
+What is not plain (another class, hooks, options without a kernel, a first step, which makes the state) torch does. So
+it does tensors whose bits ours do not meet: torch's kernels round in other places for tensors that begin at sixteen
+bytes than for others, so each kind is tried by itself, once a process.
 """
 
 from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Sequence
-from functools import lru_cache
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,12 +20,36 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from flodl.train.step.blocks import BlockLayout, capturing, is_dense, sent
 
-__all__ = ["AdamUpdate", "powers_of"]
+__all__ = ["AdamUpdate", "Agreement", "agreement"]
 
 MOST_PROGRAMS = 1 << 15
 BLOCK = 1024
 STEPS = 256  # counts that a program counts up
 AVERAGES = ("exp_avg", "exp_avg_sq")
+Tensors = list[list[torch.Tensor]]
+"""Parameters, gradients, averages, averages of squares, and counts of steps, each in the same order."""
+
+
+class Agreement(NamedTuple):
+    """Where our kernels have the bits of torch's.
+
+    Attributes:
+        wide: powers of the betas are computed in float64 and rounded, as torch's compiler has them.
+        even: for tensors that all begin at sixteen bytes and have a whole number of these.
+        others: for the rest.
+    """
+
+    wide: bool
+    even: bool
+    others: bool
+
+
+class _Part(NamedTuple):
+    """Tensors of one group that are moved by one launch, and how; without an agreement by torch."""
+
+    group: dict[str, Any]
+    tensors: Tensors
+    agreed: Agreement | None
 
 
 class AdamUpdate:
@@ -31,11 +57,10 @@ class AdamUpdate:
 
     Args:
         device: of all parameters.
-        wide: how powers of the betas are computed; None asks `powers_of` when it is needed.
     """
 
-    def __init__(self, device: torch.device, wide: bool | None = None) -> None:
-        self.device, self._wide = device, wide
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self._layouts: dict[Any, BlockLayout] = {}
         self._settings: dict[tuple[float, ...], torch.Tensor] = {}
         self._unknown: list[tuple[BlockLayout, torch.Tensor, np.ndarray]] = []
@@ -49,23 +74,22 @@ class AdamUpdate:
         """
         if self.device.type != "cuda" or not _is_plain(optimizer):
             return False
-        parts = [(group, _tensors_of(optimizer, group)) for group in optimizer.param_groups]
-        parts = [(group, tensors) for group, tensors in parts if tensors is None or tensors[0]]
-        if not parts or any(tensors is None for _, tensors in parts):
-            return False
-        wide = self._wide
-        if wide is None:
-            if capturing(self.device):
-                return False  # it was not asked before; what is tried now would be captured
-            powers = powers_of(self.device)
-            if powers is None:
+        parts: list[_Part] = []
+        for group in optimizer.param_groups:
+            tensors = _tensors_of(optimizer, group)
+            if tensors is None:
                 return False
-            self._wide = wide = powers == "float64"
-        ready = [(group, tensors, self._ready(group, tensors)) for group, tensors in parts]
-        if any(made is None for _, _, made in ready):
+            if tensors[0]:
+                parts += _divided(self.device, group, tensors, by is not None)
+        ours = [part for part in parts if part.agreed is not None]
+        ready = [self._ready(part) for part in ours]
+        if not ours or any(made is None for made in ready):
             return False
-        for group, tensors, made in ready:
-            self._launch(group, tensors, made, found, by, wide)
+        for part, made in zip(ours, ready, strict=True):
+            self._launch(part, made, found, by)
+        for part in parts:
+            if part.agreed is None:
+                move_by_torch(part.group, part.tensors, found, by)
         return True
 
     def finish_capture(self) -> object:
@@ -76,9 +100,10 @@ class AdamUpdate:
             layout.spare.append(torch.empty_like(table))
         return done
 
-    def _ready(self, group: dict[str, Any], tensors: Any) -> tuple[BlockLayout, torch.Tensor] | None:
+    def _ready(self, part: _Part) -> tuple[BlockLayout, torch.Tensor] | None:
         """Return where programs read, and the group's settings; None where it is too late to make them."""
-        sizes = tuple(p.numel() for p in tensors[0])
+        group = part.group
+        sizes = tuple(p.numel() for p in part.tensors[0])
         numbers = (*group["betas"], group["eps"], group["weight_decay"])
         layout, settings = self._layouts.get(sizes), self._settings.get(numbers)
         if capturing(self.device):
@@ -92,39 +117,65 @@ class AdamUpdate:
             settings = self._settings[numbers] = sent(np.asarray(numbers, np.float64), self.device)
         return layout, settings
 
-    def _launch(
-        self, group: dict[str, Any], tensors: Any, made: Any, found: torch.Tensor, by: torch.Tensor | None, wide: bool
-    ) -> None:
+    def _launch(self, part: _Part, made: Any, found: torch.Tensor, by: torch.Tensor | None) -> None:
         from flodl.train.step import adam_kernels
 
         kernels: Any = adam_kernels
+        group, tensors, agreed = part
         layout, settings = made
-        params = tensors[0]
         rows = _places(tensors)
         if capturing(self.device):
             table = layout.spare.pop()
             self._unknown.append((layout, table, rows))
         else:
             table = sent(rows, self.device)
-        number = len(params)
+        assert agreed is not None
+        number = len(tensors[0])
         corrections = torch.empty(2, number, dtype=torch.float32, device=self.device)
         decays = group["weight_decay"] != 0
         with torch.cuda.device(self.device):
             kernels.count_steps[(-(-number // STEPS),)](
-                table[5], number, settings, found, corrections, wide, STEPS, num_warps=4
+                table[5], number, settings, found, corrections, agreed.wide, STEPS, num_warps=4
             )
             kernels.move[(layout.which.numel(),)](
-                params[0], table, number, layout.sizes, layout.which, layout.starts, corrections, settings,
+                tensors[0][0], table, number, layout.sizes, layout.which, layout.starts, corrections, settings,
                 group["lr"], found, found if by is None else by, layout.span, by is not None, decays,
                 group["decoupled_weight_decay"], BLOCK, num_warps=4,
             )  # fmt: skip
+
+
+def move_by_torch(group: dict[str, Any], tensors: Tensors, found: torch.Tensor, by: torch.Tensor | None) -> None:
+    """Move some of a group's parameters as its optimiser does; arguments as of `AdamUpdate`."""
+    params, grads, first, second, steps = tensors
+    operations: Any = torch
+    operations._foreach_add_(steps, 1)
+    move = operations._fused_adamw_ if group["decoupled_weight_decay"] else operations._fused_adam_
+    move(
+        params, grads, first, second, [], steps, amsgrad=False, lr=group["lr"], beta1=group["betas"][0],
+        beta2=group["betas"][1], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
+        grad_scale=by, found_inf=found,
+    )  # fmt: skip
+    operations._foreach_sub_(steps, [found] * len(steps))
+
+
+def _divided(device: torch.device, group: dict[str, Any], tensors: Tensors, divided: bool) -> Iterator[_Part]:
+    """Yield the part of a group that our kernels move, and that which torch moves."""
+    agreed = agreement(device, group["decoupled_weight_decay"], group["weight_decay"] != 0, divided)
+    ours: list[int] = []
+    if agreed is not None:
+        even = _places(tensors)[4]
+        ours = [place for place, whole in enumerate(even) if (agreed.even if whole else agreed.others)]
+    rest = sorted({*range(len(tensors[0]))}.difference(ours))
+    for places, by_whom in ((ours, agreed), (rest, None)):
+        if places:
+            yield _Part(group, [[part[place] for place in places] for part in tensors], by_whom)
 
 
 def _places(tensors: Sequence[Sequence[torch.Tensor]]) -> np.ndarray:
     """Return the rows that the kernels go by, int64 ``(6, parameters)``; the last are addresses of counts."""
     *four, steps = [np.asarray([t.data_ptr() for t in part], np.int64) for part in tensors]
     sizes = np.asarray([p.numel() for p in tensors[0]], np.int64)
-    even = np.logical_and.reduce([sizes % 4 == 0, *((part - four[0][0]) % 16 == 0 for part in four)])
+    even = np.logical_and.reduce([sizes % 4 == 0, *(part % 16 == 0 for part in four)])
     return np.stack([*((part - four[0][0]) // 4 for part in four), even.astype(np.int64), steps])
 
 
@@ -141,13 +192,13 @@ def _is_plain(optimizer: Any) -> bool:
     )
 
 
-def _tensors_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> list[list[torch.Tensor]] | None:
+def _tensors_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Tensors | None:
     """Return parameters with a gradient, their gradients, averages and counts; None where a kernel lacks for one."""
     if group["amsgrad"] or group["maximize"] or group["differentiable"] or not group["fused"]:
         return None
     if not isinstance(group["lr"], torch.Tensor) or any(isinstance(beta, torch.Tensor) for beta in group["betas"]):
         return None
-    found: list[list[torch.Tensor]] = [[], [], [], [], []]
+    found: Tensors = [[], [], [], [], []]
     for p in group["params"]:
         if p.grad is None:
             continue
@@ -164,51 +215,91 @@ def _tensors_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> list
     return found
 
 
-@lru_cache(maxsize=8)
-def powers_of(device: torch.device) -> str | None:
-    """Return in which numbers torch's fused kernels raise betas to powers; None where their bits are not met at all.
+# ---- whose bits are met -----------------------------------------------------------------------------------
 
-    Both "float64" and "float32" are tried, for steps with and without decay, with divided gradients, and left out.
+_KNOWN: dict[tuple[Any, ...], Agreement | None] = {}
+
+
+def agreement(device: torch.device, decoupled: bool, decays: bool, divided: bool) -> Agreement | None:
+    """Return where our kernels have the bits of torch's on a device; None where nowhere, or nobody knows yet.
+
+    Args:
+        decoupled: weights decay beside the gradient (AdamW), not through it.
+        decays: whether they do at all.
+        divided: gradients are divided on the way.
     """
+    key = (device, decoupled, decays, divided)
+    if key not in _KNOWN:
+        if capturing(device):
+            return None  # what is tried now would be captured
+        _KNOWN[key] = _found(*key)
+    return _KNOWN[key]
+
+
+def _found(device: torch.device, decoupled: bool, decays: bool, divided: bool) -> Agreement | None:
+    faults = []
     with contextlib.suppress(ImportError):
         from flodl.train.step import adam_kernels  # noqa: F401
 
-        faults = []
-        for name in ("float64", "float32"):
+        for wide in (True, False):
             try:
                 with torch.random.fork_rng(devices=[device]):
-                    if all(_agrees(device, kind, name) for kind in (torch.optim.AdamW, torch.optim.Adam)):
-                        return name
-                faults.append(f"{name}: other bits")
+                    even, others = _equal(device, wide, decoupled, decays, divided)
+                if even or others:
+                    return Agreement(wide, even, others)
             except Exception as error:  # compilers and drivers fail in many ways
-                faults.append(f"{name}: {type(error).__name__}: {error}".splitlines()[0])
-        warnings.warn(
-            f"train: torch's own kernel moves the parameters on {device}, which is slower: {'; '.join(faults)}",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+                faults.append(f"{type(error).__name__}: {error}".splitlines()[0])
+        if faults:
+            warnings.warn(
+                f"train: torch's own kernel moves the parameters on {device}, which is slower: {faults[0]}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
     return None
 
 
-def _agrees(device: torch.device, kind: Any, name: str) -> bool:
+SHAPES = (((512, 96), (64,)), ((257, 129), (3,)))
+"""Of tensors that are even, and of others."""
+
+
+def _equal(device: torch.device, wide: bool, decoupled: bool, decays: bool, divided: bool) -> tuple[bool, bool]:
+    """Return whether even tensors, and others, are torch's after some steps of which one is left out."""
+    return tuple(  # type: ignore[return-value]
+        all(map(torch.equal, *(_moved(device, shapes, who, decoupled, decays, divided) for who in (None, wide))))
+        for shapes in SHAPES
+    )
+
+
+def _moved(
+    device: torch.device, shapes: Any, wide: bool | None, decoupled: bool, decays: bool, divided: bool
+) -> list[torch.Tensor]:
+    """Return parameters and state after four steps: by torch, or from the second on by us."""
     torch.manual_seed(0)
-    shapes = [(257, 129), (1024, 192), (3,), (64,)]
-    start = [torch.randn(shape, device=device) for shape in shapes]
-    both = []
-    for update in (None, AdamUpdate(device, name == "float64")):
-        params = [torch.nn.Parameter(tensor.clone()) for tensor in start]
-        rate = torch.tensor(3e-4, device=device)
-        groups = [{"params": params[:2], "weight_decay": 0.01}, {"params": params[2:], "weight_decay": 0.0}]
-        optimizer = kind(groups, lr=rate, betas=(0.9, 0.999), eps=1e-8, fused=True, capturable=True)
-        torch.manual_seed(1)
-        for turn in range(5):
-            for p in params:
-                p.grad = torch.randn_like(p) * 10.0 ** (turn - 3)
-            found = torch.tensor(float(turn == 3), device=device)
-            by = torch.tensor(7.3, device=device) if turn % 2 else None
-            if update is None or not update(optimizer, found, by):
-                optimizer.found_inf, optimizer.grad_scale = found, by
+    params = [torch.nn.Parameter(torch.randn(shape, device=device)) for shape in shapes]
+    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+    rate = torch.tensor(3e-4, device=device)
+    decay = 0.01 if decays else 0.0
+    optimizer = kind(params, lr=rate, weight_decay=decay, fused=True, capturable=device.type == "cuda")
+    group, update = optimizer.param_groups[0], AdamUpdate(device)
+    by = torch.tensor(7.3, device=device) if divided else None
+    for turn in range(4):
+        for p in params:
+            p.grad = torch.randn_like(p) * 10.0 ** (turn - 2)
+        found = torch.tensor(float(turn == 2), device=device)
+        tensors = _tensors_of(optimizer, group)
+        if wide is None or tensors is None:
+            with _told(optimizer, found, by):
                 optimizer.step()
-                del optimizer.found_inf, optimizer.grad_scale
-        both.append([*params, *(optimizer.state[p][key] for p in params for key in (*AVERAGES, "step"))])
-    return all(torch.equal(a, b) for a, b in zip(*both, strict=True))
+        else:
+            part = _Part(group, tensors, Agreement(wide, True, True))
+            update._launch(part, update._ready(part), found, by)
+    return [*params, *(optimizer.state[p][name] for p in params for name in (*AVERAGES, "step"))]
+
+
+@contextmanager
+def _told(optimizer: Any, found: torch.Tensor, by: torch.Tensor | None) -> Iterator[None]:
+    optimizer.found_inf, optimizer.grad_scale = found, by
+    try:
+        yield
+    finally:
+        del optimizer.found_inf, optimizer.grad_scale

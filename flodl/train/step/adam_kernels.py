@@ -61,9 +61,9 @@ def _moved(
         g = tl.div_rn(g, by)
     if DECAYS:
         if DECOUPLED:
-            p = tl.fma(-(rate * decay), p, p)
+            p = p - rate * decay * p
         else:
-            g = tl.fma(p, decay, g)
+            g = g + p * decay
     m = tl.fma(beta_1, m, tl.fma(-beta_1, g, g))
     square = g * g
     v = tl.fma(beta_2, v, tl.fma(-beta_2, square, square))

@@ -25,12 +25,25 @@ __all__ = ["OpenShard", "SafetensorsShard", "Shard"]
 class Shard(Protocol):
     """An open weight file; ``parse`` comes first and reads no weights."""
 
-    file: SourceFile
-    metadata: Mapping[str, str]
-    entries: Mapping[str, tuple[str, tuple[int, ...]]]
-    """Tensor name to (dtype name, shape), in the order of their bytes."""
-    ties: Mapping[str, str]
-    """A name to the earlier name whose bytes it shares."""
+    @property
+    def file(self) -> SourceFile:
+        """Name and size."""
+        ...
+
+    @property
+    def metadata(self) -> Mapping[str, str]:
+        """The free part of the file."""
+        ...
+
+    @property
+    def entries(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+        """Tensor name to (dtype name, shape), in the order of their bytes."""
+        ...
+
+    @property
+    def ties(self) -> Mapping[str, str]:
+        """A name to the earlier name whose bytes it shares."""
+        ...
 
     def parse(self) -> None:
         """Read and check everything but the weights."""

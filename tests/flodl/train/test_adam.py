@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from flodl.train.step import adam
-from flodl.train.step.adam import AdamUpdate
+from flodl.train.step.adam import AdamUpdate, Agreement
 
 CPU = torch.device("cpu")
 
@@ -64,7 +64,57 @@ def test_places_are_told_from_the_first_parameter_and_say_which_are_even():
     assert [*rows[5]] == [t.data_ptr() for t in tensors[4]]
 
 
+KINDS = [torch.optim.Adam, torch.optim.AdamW]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("by", [None, 7.3])
+@pytest.mark.parametrize("left_out", [False, True])
+def test_what_torch_moves_for_us_is_what_its_optimiser_moves(kind, by, left_out):
+    found, divisor = torch.tensor(float(left_out)), None if by is None else torch.tensor(by)
+    both = []
+    for whole in (True, False):
+        torch.manual_seed(0)
+        model, optimizer = made(kind, weight_decay=0.1)
+        optimizer.step()
+        for p in model.parameters():
+            p.grad = torch.ones_like(p) * 3
+        if whole:
+            with adam._told(optimizer, found, divisor):
+                optimizer.step()
+        else:
+            group = optimizer.param_groups[0]
+            adam.move_by_torch(group, adam._tensors_of(optimizer, group) or [], found, divisor)
+        both.append([*model.parameters(), *(t for state in optimizer.state.values() for t in state.values())])
+    assert all(map(torch.equal, *both))
+
+
+@pytest.mark.parametrize(("agreed", "ours"), [((True, True, True), 2), ((True, True, False), 1), (None, 0)], ids=str)
+def test_each_tensor_is_moved_by_whom_bits_are_met(monkeypatch, agreed, ours):
+    monkeypatch.setattr(adam, "agreement", lambda *args: None if agreed is None else Agreement(*agreed))
+    model = nn.ParameterList([torch.ones(8), torch.ones(2)])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-3), fused=True)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    group = optimizer.param_groups[0]
+    parts = list(adam._divided(CPU, group, adam._tensors_of(optimizer, group) or [], False))
+    by_us = [len(part.tensors[0]) for part in parts if part.agreed is not None]
+    assert sum(by_us) == ours
+    assert sum(len(part.tensors[0]) for part in parts) == 2
+
+
+def test_what_captures_asks_for_nothing_new(monkeypatch):
+    monkeypatch.setattr(adam, "capturing", lambda device: True)
+    assert adam.agreement(torch.device("cuda", 7), True, True, False) is None
+    assert not [key for key in adam._KNOWN if key[0].index == 7]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_they_have_the_bits_of_torchs_kernels():
-    assert adam.powers_of(torch.device("cuda", 0)) in ("float64", "float32")
+@pytest.mark.parametrize("divided", [False, True])
+@pytest.mark.parametrize("decays", [False, True])
+def test_large_tensors_of_adamw_get_the_bits_of_torchs_kernels(decays, divided):
+    agreed = adam.agreement(torch.device("cuda", 0), True, decays, divided)
+    assert agreed is not None
+    assert agreed.even
