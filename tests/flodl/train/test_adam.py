@@ -104,6 +104,15 @@ def test_each_tensor_is_moved_by_whom_bits_are_met(monkeypatch, agreed, ours):
     assert sum(len(part.tensors[0]) for part in parts) == 2
 
 
+@pytest.mark.parametrize("kind", [True, False])
+def test_a_trial_is_the_same_each_time_and_draws_nothing_of_the_run(kind):
+    before = torch.get_rng_state()
+    first, second = (adam._moved(CPU, adam.SHAPES[1], None, kind, True, True) for _ in range(2))
+    assert all(map(torch.equal, first, second))
+    assert [float(count) for count in first if count.ndim == 0] == [3.0, 3.0]  # one of four is left out
+    assert torch.equal(before, torch.get_rng_state())
+
+
 def test_what_captures_asks_for_nothing_new(monkeypatch):
     monkeypatch.setattr(adam, "capturing", lambda device: True)
     assert adam.agreement(torch.device("cuda", 7), True, True, False) is None
