@@ -73,25 +73,39 @@ class AdamUpdate:
             found: float32, 1 where the step is left out.
             by: float32, what gradients are divided by; None for nothing. They are not written back.
         """
-        if self.device.type != "cuda" or not _is_plain(optimizer):
+        planned = self._plan(optimizer, by is not None)
+        if planned is None:
             return False
+        for part, made in planned:
+            if made is None:
+                move_by_torch(part.group, part.tensors, found, by)
+            else:
+                self._launch(part, made, found, by)
+        return True
+
+    def prepare(self, optimizer: torch.optim.Optimizer, divided: bool) -> None:
+        """Make what a capture of the next step will need and cannot make, after torch moved the parameters.
+
+        Args:
+            divided: whether gradients are divided on the way.
+        """
+        if not capturing(self.device):
+            self._plan(optimizer, divided)
+
+    def _plan(self, optimizer: torch.optim.Optimizer, divided: bool) -> list[tuple[_Part, Any]] | None:
+        """Return what is moved, and what each launch of ours needs; None where torch moves everything."""
+        if self.device.type != "cuda" or not _is_plain(optimizer):
+            return None
         parts: list[_Part] = []
         for group in optimizer.param_groups:
             tensors = _tensors_of(optimizer, group)
             if tensors is None:
-                return False
+                return None
             if tensors[0]:
-                parts += _divided(self.device, group, tensors, by is not None)
-        ours = [part for part in parts if part.agreed is not None]
-        ready = [self._ready(part) for part in ours]
-        if not ours or any(made is None for made in ready):
-            return False
-        for part, made in zip(ours, ready, strict=True):
-            self._launch(part, made, found, by)
-        for part in parts:
-            if part.agreed is None:
-                move_by_torch(part.group, part.tensors, found, by)
-        return True
+                parts += _divided(self.device, group, tensors, divided)
+        planned = [(part, self._ready(part, n) if part.agreed is not None else None) for n, part in enumerate(parts)]
+        late = any(part.agreed is not None and made is None for part, made in planned)
+        return None if late or all(part.agreed is None for part in parts) else planned
 
     def finish_capture(self) -> object:
         """Complete what was captured since the last call; the answer must be held as long as that is replayed."""
@@ -101,19 +115,23 @@ class AdamUpdate:
             layout.spare.append(torch.empty_like(table))
         return done
 
-    def _ready(self, part: _Part) -> tuple[BlockLayout, torch.Tensor] | None:
-        """Return where programs read, and the group's settings; None where it is too late to make them."""
+    def _ready(self, part: _Part, number: int = 0) -> tuple[BlockLayout, torch.Tensor] | None:
+        """Return where programs read, and the group's settings; None where it is too late to make them.
+
+        Args:
+            number: of the part in a step: each has room of its own, though it be as large as another.
+        """
         group = part.group
-        sizes = tuple(p.numel() for p in part.tensors[0])
+        sizes = number, *(p.numel() for p in part.tensors[0])
         numbers = (*group["betas"], group["eps"], group["weight_decay"])
         layout, settings = self._layouts.get(sizes), self._settings.get(numbers)
         if capturing(self.device):
             return None if layout is None or settings is None or not layout.spare else (layout, settings)
         if layout is None:
-            layout = self._layouts[sizes] = BlockLayout.of(sizes, self.device, MOST_PROGRAMS)
+            layout = self._layouts[sizes] = BlockLayout.of(sizes[1:], self.device, MOST_PROGRAMS)
         if not layout.spare:
             # What is allocated during capture shares its memory with other tensors of the graph.
-            layout.spare.append(torch.empty(6, len(sizes), dtype=torch.int64, device=self.device))
+            layout.spare.append(torch.empty(6, len(sizes) - 1, dtype=torch.int64, device=self.device))
         if settings is None:
             settings = self._settings[numbers] = sent(np.asarray(numbers, np.float64), self.device)
         return layout, settings
@@ -242,13 +260,14 @@ def _found(device: torch.device, decoupled: bool, decays: bool, divided: bool) -
     with contextlib.suppress(ImportError):
         from flodl.train.step import adam_kernels  # noqa: F401
 
-        for wide in (True, False):
-            try:
-                even, others = _equal(device, wide, decoupled, decays, divided)
-                if even or others:
-                    return Agreement(wide, even, others)
-            except Exception as error:  # compilers and drivers fail in many ways
-                faults.append(f"{type(error).__name__}: {error}".splitlines()[0])
+        with _waiting_allowed():
+            for wide in (True, False):
+                try:
+                    even, others = _equal(device, wide, decoupled, decays, divided)
+                    if even or others:
+                        return Agreement(wide, even, others)
+                except Exception as error:  # compilers and drivers fail in many ways
+                    faults.append(f"{type(error).__name__}: {error}".splitlines()[0])
         if faults:
             warnings.warn(
                 f"train: torch's own kernel moves the parameters on {device}, which is slower: {faults[0]}",
@@ -256,6 +275,17 @@ def _found(device: torch.device, decoupled: bool, decays: bool, divided: bool) -
                 stacklevel=2,
             )
     return None
+
+
+@contextmanager
+def _waiting_allowed() -> Iterator[None]:
+    """Have nobody take the trial's waiting for the device for the step's."""
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode(0)
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 SHAPES = (((512, 96), (64,)), ((257, 129), (3,)))

@@ -173,6 +173,7 @@ class DeviceStep:
         try:
             with largest_first(self.optimizer):
                 self.optimizer.step()
+            self.update.prepare(self.optimizer, decision.scale is not None)
         finally:
             del flags.found_inf
             if decision.scale is not None:

@@ -104,6 +104,24 @@ def test_each_tensor_is_moved_by_whom_bits_are_met(monkeypatch, agreed, ours):
     assert sum(len(part.tensors[0]) for part in parts) == 2
 
 
+def test_parts_of_one_size_have_rooms_of_their_own_when_captured(monkeypatch):
+    update = AdamUpdate(CPU)
+    _, optimizer = made()
+    optimizer.step()
+    group = optimizer.param_groups[0]
+    part = adam._Part(group, adam._tensors_of(optimizer, group) or [], Agreement(True, True, True))
+    rooms = [update._ready(part, number) for number in (0, 1)]
+    assert all(room is not None and room[0].spare for room in rooms)
+    monkeypatch.setattr(adam, "capturing", lambda device: True)
+    again = [update._ready(part, number) for number in (0, 1)]
+    assert [room[0] for room in again if room] == [room[0] for room in rooms if room]
+    assert rooms[0] is not None
+    rooms[0][0].spare.clear()
+    assert update._ready(part, 0) is None
+    assert update._ready(part, 1) is not None
+    assert update._ready(part, 2) is None
+
+
 @pytest.mark.parametrize("kind", [True, False])
 def test_a_trial_is_the_same_each_time_and_draws_nothing_of_the_run(kind):
     before = torch.get_rng_state()
