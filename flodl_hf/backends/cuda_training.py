@@ -171,8 +171,6 @@ class TrainingTable(Table):
 
     def _halved(self, layer: Layer) -> dict[str, Any]:
         """Return copies in half precision of a layer's weights, in one piece of memory made by one launch."""
-        from flodl_hf.kernels.copies import copied
-
         attention: Any = layer.attention
         feed_forward: Any = layer.feed_forward
         # Query, key and value come first, so that one piece of the memory is the weight of their joined product.
@@ -184,7 +182,7 @@ class TrainingTable(Table):
             tensors += [part.weight] if part.bias is None else [part.weight, part.bias]
         adapted = [p for p in layer_linears(layer) if type(p) is AdaptedLinear]
         tensors += [tensor for part in adapted for tensor in (part.lora.down, part.lora.up)]
-        room = copied([t.detach().contiguous() for t in tensors], self.dtype)
+        room = _in_one_piece([t.detach().contiguous() for t in tensors], self.dtype)
         pieces = room.split([t.numel() for t in tensors])
         copies = [piece.view(t.shape) for piece, t in zip(pieces, tensors, strict=True)]
         found: dict[Any, Any] = {}
@@ -340,6 +338,15 @@ class TrainingTable(Table):
             return states, half.view(residual.shape)
         carried.keep(states, half)
         return states, half
+
+
+def _in_one_piece(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Return all numbers of contiguous tensors, one tensor after another, in another dtype."""
+    if not tensors[0].is_cuda:
+        return torch.cat([t.view(-1).to(dtype) for t in tensors])
+    from flodl_hf.kernels.copies import copied
+
+    return copied(tensors, dtype)
 
 
 def _adapted(

@@ -386,7 +386,7 @@ def _go_on_answering(act: str, suffix: str) -> Callable[[Path, frozenset[str]], 
             # What was begun goes on as it was begun; where nothing is left of it, the same command is said again.
             result = _answer(root, lambda mark: None, suffix, restart="restart" in act and not begun)
         except PredictError as error:
-            if whole and not begun and "is there already" in error.message:
+            if whole and not begun and "exists already" in error.message:
                 return None
             return f"cannot be gone on with: {error.message}"
         finished = sum(word.startswith("part ") for word in said)

@@ -13,6 +13,8 @@ from flodl.errors import CheckpointError, ConfigError
 from flodl_hf import load
 
 Saved = Callable[..., Path]
+# Tables that nobody knows are read by that code, maybe, and refused.
+CODE: dict[str, Any] = {"auto_map": {"AutoModel": "modeling_own.OwnModel"}}
 
 
 @pytest.fixture
@@ -46,7 +48,7 @@ def test_a_key_of_another_family_may_hold_anything(folder: Path) -> None:
 
 
 def test_a_long_key_does_not_fill_the_screen(folder: Path) -> None:
-    write(folder, **{"x" * 10_000: {"a": 1}})
+    write(folder, **CODE, **{"x" * 10_000: {"a": 1}})
     with pytest.raises(ConfigError, match="xxx") as caught:
         load(folder)
     assert len(str(caught.value)) < 1_000
@@ -66,7 +68,7 @@ def test_tensors_that_do_not_fit_name_their_file(folder: Path) -> None:
 
 
 def test_line_separators_are_written_out(folder: Path) -> None:
-    write(folder, **{"a\u2028b": {"a": 1}})
+    write(folder, **CODE, **{"a\u2028b": {"a": 1}})
     with pytest.raises(ConfigError) as caught:
         load(folder)
     assert "a\\u2028b" in str(caught.value)
