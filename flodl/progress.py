@@ -226,12 +226,12 @@ class _Log:
         self._stream = stream
         self.every_s = LINE_FIRST_S
         self._drawn = False
-        self._spoken = False
+        self._said: str | None = None
 
     def draw(self, at: Progress, *, last: bool) -> None:
         # The first call comes after a second, which a log need not know.
         if last:
-            if self._spoken:
+            if self._said not in (None, at.text):
                 self.say(at.text)
             return
         if self._drawn:
@@ -240,7 +240,7 @@ class _Log:
         self._drawn = True
 
     def say(self, text: str) -> None:
-        self._spoken = True
+        self._said = text
         print(text, file=self._stream, flush=True)
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from flodl.errors import capped
 from flodl.files import read_regular
 from flodl_hf.hub.request import HubRequest
+from flodl_hf.tokenization.source import TOKENIZER_FILES
 
 __all__ = ["CHECKPOINT_FILES", "WEIGHTS", "any_present", "lacking", "select", "select_modules"]
 
@@ -26,16 +27,7 @@ _SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 CHECKPOINT_FILES = (
     "config.json",
     WEIGHTS,
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.txt",
-    "vocab.json",
-    "merges.txt",
-    "sentencepiece.bpe.model",
-    "spm.model",
-    "spiece.model",
+    *TOKENIZER_FILES,
     "modules.json",
     "config_sentence_transformers.json",
     "sentence_bert_config.json",

@@ -10,7 +10,6 @@ as arguments of the launch, so a recorded graph needs no table of them. Importin
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 
 import torch
 import triton
@@ -41,6 +40,6 @@ def copied(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """Return all numbers of contiguous tensors, one tensor after another, in another dtype."""
     sizes = tuple(t.numel() for t in tensors)
     out = torch.empty(sum(sizes), dtype=dtype, device=tensors[0].device)
-    programs = [*accumulate(triton.cdiv(size, BLOCK) for size in sizes)][-1]
+    programs = sum(triton.cdiv(size, BLOCK) for size in sizes)
     copy[(programs,)](tuple(tensors), out, sizes, len(sizes), BLOCK, num_warps=WARPS)
     return out

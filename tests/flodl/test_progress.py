@@ -67,6 +67,17 @@ def test_a_log_gets_few_lines_that_say_all(now: Clock) -> None:
     assert "\x1b" not in stream.getvalue()
 
 
+def test_a_log_is_told_the_end_once(now: Clock) -> None:
+    stream = io.StringIO()
+    with Progress("rows", 10, stream=stream, now=now) as progress:
+        for done in (1, 2, 10):
+            now.at += 20
+            progress.update(done)
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == len(set(lines)) == 2
+    assert "10 of 10" in lines[-1]
+
+
 def test_a_log_hears_nothing_of_what_takes_five_seconds(now: Clock) -> None:
     stream = io.StringIO()
     with Progress("predict", 50, stream=stream, now=now) as progress:
