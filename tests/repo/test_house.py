@@ -315,3 +315,16 @@ def test_setting_up_shows_what_it_does() -> None:
     assert "pip install" in recipe
     assert not re.search(r"--quiet|-q\b|> */dev/null", recipe)
     assert "echo" in recipe
+
+
+def test_files_that_are_named_are_there() -> None:
+    """A list of tests that names a file by an old name runs nothing, and pytest -n says so without a word."""
+    if not (ROOT / "Makefile").exists():
+        pytest.skip("from a wheel: no checkout")
+    absent = []
+    for path in tracked():
+        if path.suffix not in (".py", ".md", ".toml", ".yml", "") or path.name == "CHANGELOG.md":
+            continue
+        named = re.findall(r"(?<![\w/.])(?:tests|benchmarks|examples)/[\w/]+\.py\b", path.read_text("utf-8"))
+        absent += [f"{name(path)}: {found}" for found in named if not (ROOT / found).exists()]
+    assert not absent

@@ -1,4 +1,4 @@
-"""Where the tests of tables find each other."""
+"""Where the tests of backends find each other."""
 
 import sys
 from pathlib import Path
