@@ -10,10 +10,10 @@ is said.
 
     python -m benchmarks.families --device cpu --precision fp32 --rows 24       # on a processor: some 20 s a family
     python -m benchmarks.families [--only bert modernbert ...] [--rows 20000] [--device cuda:0] [--precision bf16]
-        [--length 0] [--seconds 120] [--json docs/families_measured.json]
+        [--length 0] [--seconds 120] [--json docs/families_measured.json] [--hardware "one H200"]
 
 ``--length 8192`` has all rows of one length instead. ``--seconds`` begins no further family after so many. ``--json``
-puts the figures into a file in place of those that it had of the same families and length; from
+puts the figures into a file in place of those that it had of the same families, length and kind of device; from
 `docs/families_measured.json` the tables of the documents are written (`make docs`).
 """
 
@@ -168,9 +168,9 @@ def measured(model_type: str, args: argparse.Namespace, device: torch.device, pe
 
 
 def put_in(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write rows into a file, in place of those of the same families and length."""
+    """Write rows into a file, in place of those of the same families, length and kind of device."""
     known = json.loads(path.read_text("utf-8")) if path.exists() else []
-    held = {(row["family"], row["length"]): row for row in [*known, *rows]}
+    held = {(row["family"], row["length"], row["kind"]): row for row in [*known, *rows]}
     write_atomically(path, [(json.dumps(list(held.values()), indent=1) + "\n").encode()])
 
 
@@ -184,6 +184,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--attention", default="sdpa", help="of transformers' model")
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--hardware", help="what the device is called in the file")
     args = parser.parse_args(argv)
     device = torch.device(args.device)
     began, rows = time.perf_counter(), []
@@ -192,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"{name}, torch {torch.__version__}, {args.precision}, peak {peak / 1e12:.3g} Tera-operations/s", flush=True)
     names = [family.model_type for family in families() if family.real] + list(PUBLISHED)
     about = {
-        "device": name, "torch": torch.__version__, "precision": args.precision,
+        "device": args.hardware or name, "kind": device.type, "torch": torch.__version__, "precision": args.precision,
         "date": datetime.date.today().isoformat(),
     }  # fmt: skip
     for model_type in names:

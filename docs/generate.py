@@ -105,7 +105,7 @@ def families_page() -> str:
 
 def with_overview(page: str) -> str:
     """Return the page of models with its table of families as the families' records say it."""
-    speeds = {row["family"]: speed_of(row) for row in measured() if not row["length"]}
+    speeds = {row["family"]: speed_of(row) for row in measured() if not row["length"] and row["kind"] == "cuda"}
     rows = (
         (
             code(family.model_type),
@@ -133,21 +133,23 @@ def speed_of(row: Mapping[str, Any]) -> str:
 
 
 def with_speeds(page: str) -> str:
-    """Return the page of figures with the table of families as it was measured."""
-    rows = measured()
-    lines, grounds = [], dict[str, list[str]]()
-    for row in rows:
-        name = row["family"] + (f", rows of {row['length']:,} tokens" if row["length"] else "")
-        own, other = row["tokens_per_s"], row["transformers_tokens_per_s"]
-        share = f"{row['share_of_peak'] * 100:.1f} %" + (", attention not counted" if row["length"] else "")
-        theirs = (row["lacking"], "-") if other is None else (f"{other / 1e3:,.0f}", f"{own / other:.1f}")
-        lines.append((name, f"{own / 1e3:,.0f}", share, *theirs))
-        day = datetime.date.fromisoformat(row["date"])
-        ground = f"{row['device']}, torch {row['torch']}, {row['precision']}, {day.day} {day:%B %Y}"
-        grounds.setdefault(ground, []).append(name)
-    told = [f"{ground}: {'; '.join(names) if len(grounds) > 1 else 'all'}." for ground, names in grounds.items()]
-    head = ("family", "ktok/s", "share of peak", "transformers, ktok/s", "times")
-    return between(page, "measured families", joined(table(head, lines), "\n".join(told)).strip())
+    """Return the page of figures with the tables of families as they were measured, a table for each kind of device."""
+    for kind, unit, scale in (("cuda", "ktok/s", 1e3), ("cpu", "tokens/s", 1.0)):
+        rows = [row for row in measured() if row["kind"] == kind]
+        lines, grounds = [], dict[str, list[str]]()
+        for row in rows:
+            name = row["family"] + (f", rows of {row['length']:,} tokens" if row["length"] else "")
+            own, other = row["tokens_per_s"], row["transformers_tokens_per_s"]
+            share = f"{row['share_of_peak'] * 100:.1f} %" + (", attention not counted" if row["length"] else "")
+            theirs = (row["lacking"], "-") if other is None else (f"{other / scale:,.0f}", f"{own / other:.1f}")
+            lines.append((name, f"{own / scale:,.0f}", share, *theirs))
+            day = datetime.date.fromisoformat(row["date"])
+            ground = f"{row['device']}, torch {row['torch']}, {row['precision']}, {day.day} {day:%B %Y}"
+            grounds.setdefault(ground, []).append(name)
+        told = [f"{ground}: {'; '.join(names) if len(grounds) > 1 else 'all'}." for ground, names in grounds.items()]
+        head = ("family", unit, "share of peak", f"transformers, {unit}", "times")
+        page = between(page, f"measured families, {kind}", joined(table(head, lines), "\n".join(told)).strip())
+    return page
 
 
 def between(page: str, name: str, text: str) -> str:
