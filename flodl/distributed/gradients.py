@@ -20,7 +20,8 @@ from torch import nn
 
 from flodl.distributed.average import buckets_of
 from flodl.distributed.group import Ranks
-from flodl.distributed.peer_memory import PeerRoom
+from flodl.distributed.peer_memory import SWITCH, PeerRoom, Unreached, unfit
+from flodl.distributed.summed import Summed
 from flodl.errors import TrainError
 
 __all__ = ["GradientSum"]
@@ -65,19 +66,39 @@ class GradientSum:
         self._captured = False
         self._event: Callable[[], Any] | None = None
         self._marks: list[Any] = []
-        self._reach = False
+        self._fault = unfit(ranks) or "steps are not recorded"
+        self._tell: Callable[[str], Any] | None = None
         self.room: PeerRoom | None = None
 
-    def prepare_capture(self, event: Callable[[], Any] | None = None, *, reach: bool = False) -> None:
+    @property
+    def summed(self) -> Summed | None:
+        """By what gradients are summed, and why not by what would be faster; None with one rank."""
+        if self.ranks.solo:
+            return None
+        if self.room is not None:
+            return Summed("peer memory")
+        if self.on_cpu:
+            return Summed("gloo", "they travel through host memory (backend='cpu')")
+        return Summed("NCCL", self._fault or None) if self.ranks.device.type == "cuda" else Summed("gloo")
+
+    def prepare_capture(
+        self,
+        event: Callable[[], Any] | None = None,
+        *,
+        fault: str | None = "it was not tried",
+        tell: Callable[[str], Any] | None = None,
+    ) -> None:
         """Use fewer and larger buckets from now on.
 
         Args:
             event: makes an event with ``record()`` and ``wait()``: each bucket is marked by one when it is full, which
                 its sum waits for. None has sums wait for whatever was launched before.
-            reach: whether two ranks reach each other's memory, and shall sum through it; the same on both.
+            fault: why two ranks do not reach each other's memory; None has them sum through it, on both alike.
+            tell: told once where that turns out not to be possible after all.
         """
-        self._captured, self._event, self._reach, self.parameters = True, event, reach, []
-        if reach:
+        self._captured, self._event, self.parameters = True, event, []
+        self._fault, self._tell = fault or "", tell
+        if fault is None:
             self.refresh_buckets()
 
     def refresh_buckets(self) -> bool:
@@ -101,16 +122,28 @@ class GradientSum:
             flat = torch.zeros(sum(sizes), dtype=like[0].dtype, device=like[0].device)
             for place, piece in zip(places, flat.split(sizes), strict=True):
                 p = parameters[place]
-                # in the order that the parameter has in memory, which fused optimisers rely on
-                self._views[place] = piece[: p.numel()].as_strided(p.shape, p.stride(), piece.storage_offset())
+                # In the order that the parameter has in memory, which fused optimisers rely on; without its gaps.
+                strides = torch.empty_like(p, device="meta").stride()
+                self._views[place] = piece[: p.numel()].as_strided(p.shape, strides, piece.storage_offset())
             self._flats.append(flat)
         self._marks = [self._event() for _ in self._buckets] if self._event is not None else []
-        self.room = None
-        if self._reach:
-            # Where one of the two has no memory for it: a collective needs none.
-            with contextlib.suppress(RuntimeError):
-                self.room = PeerRoom(self.ranks, self._flats)
+        self._make_room()
         return True
+
+    def _make_room(self) -> None:
+        """Make room for the other rank's gradients, where both reach each other's memory and have enough of it."""
+        self.room = None
+        if self._fault or not self._flats:
+            return
+        try:
+            self.room = PeerRoom(self.ranks, self._flats)
+        except Unreached as fault:
+            self._fault = f"there is no room for gradients in peer memory ({fault})"
+            if self._tell is not None:
+                self._tell(
+                    f"gradients are summed by NCCL from here on, with the same numbers, because {self._fault}. "
+                    f"Smaller batches leave more memory; {SWITCH}=0 says that this is expected."
+                )
 
     # ---- leaving during the backward pass ------------------------------------------------------------
 

@@ -11,9 +11,10 @@ two devices reach each other so is tried before anything relies on it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import torch.distributed as dist
 
 from flodl.distributed.group import Ranks
 
-__all__ = ["SWITCH", "PeerRoom", "fault_between"]
+__all__ = ["SWITCH", "PeerRoom", "Unreached", "fault_between", "unfit"]
 
 SWITCH = "FLODL_PEER_MEMORY"
 """Environment variable; ``0`` has sums go through NCCL alone."""
@@ -35,6 +36,10 @@ MOST_SIGNALS = 120
 TRIAL = 1 << 16
 
 
+class Unreached(RuntimeError):
+    """Two ranks cannot write into each other's memory; the text says why, and of which rank that is known."""
+
+
 class PeerRoom:
     """Room for tensors of the other rank, on both of two ranks; made by both together.
 
@@ -42,25 +47,26 @@ class PeerRoom:
         tensors: what will be summed, alike on both ranks, on the ranks' devices.
 
     Raises:
-        RuntimeError: there is no memory for it, or it cannot be shared.
+        Unreached: there is no memory for it, or it cannot be shared; on both ranks alike.
     """
 
     def __init__(self, ranks: Ranks, tensors: Sequence[torch.Tensor]) -> None:
         self.ranks, self.other = ranks, 1 - ranks.rank
         # One more for what is summed at the end of a step: two numbers of 8 bytes.
-        like = [*tensors, torch.empty(2, dtype=torch.float64, device=ranks.device)]
+        like = [*tensors, torch.empty(2, dtype=torch.float64, device="meta")]
         if not tensors or len(like) >= MOST_SIGNALS:
-            raise RuntimeError(f"{len(tensors)} tensors are none that signals can be given for")
+            raise Unreached(f"there are {len(tensors)} buckets, and signals for 1 to {MOST_SIGNALS - 2}")
         begins, size = [], 0
         for tensor in like:
             begins.append(size)
             size += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
         self._memory, self._shared = _shared_memory(ranks, size)
-        theirs = self._shared.get_buffer(self.other, (size,), torch.uint8)
-        self._own = [_part(self._memory, begin, tensor) for begin, tensor in zip(begins, like, strict=True)]
-        self._theirs = [_part(theirs, begin, tensor) for begin, tensor in zip(begins, like, strict=True)]
-        self._adding = torch.cuda.Stream(ranks.device)
-        self._shared.put_signal(self.other, FREE)
+        with _together(ranks):
+            theirs = self._shared.get_buffer(self.other, (size,), torch.uint8)
+            self._own = [_part(self._memory, begin, tensor) for begin, tensor in zip(begins, like, strict=True)]
+            self._theirs = [_part(theirs, begin, tensor) for begin, tensor in zip(begins, like, strict=True)]
+            self._adding = torch.cuda.Stream(ranks.device)
+            self._shared.put_signal(self.other, FREE)
 
     def sum_async(self, number: int, tensor: torch.Tensor) -> _Arrival:
         """Begin to replace tensor ``number`` by the sum over both ranks; in a step they come in order, 0 first."""
@@ -114,35 +120,44 @@ def _shared_memory(ranks: Ranks, size: int) -> tuple[torch.Tensor, Any]:
     """Return memory of this rank and what reaches that of the other; made by both together, or by none.
 
     Raises:
-        RuntimeError: it cannot be had on one of them.
+        Unreached: it cannot be had on one of them.
     """
     import torch.distributed._symmetric_memory as shared
 
     memory, handle = None, None
-    fault = ""
-    try:
+    with _together(ranks):
         memory = shared.empty(size, dtype=torch.uint8, device=ranks.device)
-    except Exception as error:  # drivers and versions of torch fail in many ways
-        fault = _short(error)
-    _agree(ranks, fault)
     assert memory is not None
-    try:
+    with _together(ranks):
         handle = shared.rendezvous(memory, dist.group.WORLD)  # type: ignore[arg-type]
-    except Exception as error:
-        fault = _short(error)
-    _agree(ranks, fault)
     return memory, handle
 
 
-def _short(error: Exception) -> str:
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"
+@contextlib.contextmanager
+def _together(ranks: Ranks) -> Iterator[None]:
+    """Have what fails inside on one rank fail on both, which call this together."""
+    fault = ""
+    try:
+        yield
+    except Exception as error:  # drivers and versions of torch fail in many ways
+        text = str(error).strip()
+        said = text.splitlines()[0] if text else ""
+        fault = said if isinstance(error, Unreached) else f"{type(error).__name__}: {said}"
+    _agree(ranks, fault)
 
 
 def _agree(ranks: Ranks, fault: str) -> None:
-    """Raise on both ranks where one has a fault."""
+    """Raise on both ranks where one has a fault, with the faults of both."""
     if any(row[0] for row in ranks.table([float(bool(fault))])):
-        raise RuntimeError(fault or "the other rank cannot share memory")
+        told = [f"rank {rank}: {text}" for rank, text in enumerate(ranks.gather(fault)) if text]
+        raise Unreached("; ".join(told))
+
+
+def unfit(ranks: Ranks) -> str | None:
+    """Return why these ranks could not sum so whatever their devices; None where they may try."""
+    if ranks.device.type != "cuda":
+        return f"peer memory joins CUDA devices, and this is a {ranks.device.type}"
+    return None if ranks.world == 2 else f"peer memory joins two ranks, and there are {ranks.world}"
 
 
 def fault_between(ranks: Ranks) -> str | None:
@@ -150,8 +165,9 @@ def fault_between(ranks: Ranks) -> str | None:
 
     All ranks call it together and get an answer that is None on all or on none.
     """
-    if ranks.world != 2 or ranks.device.type != "cuda":
-        return "it is for two ranks with a CUDA device each"
+    reason = unfit(ranks)
+    if reason is not None:
+        return reason
     place: list[Any] = [socket.gethostname(), _boot(), str(torch.cuda.get_device_properties(ranks.device).uuid)]
     first, second = ranks.gather([*place, os.environ.get(SWITCH, "1")])
     if "0" in (first[-1], second[-1]):
@@ -162,8 +178,8 @@ def fault_between(ranks: Ranks) -> str | None:
         return "both ranks have the same device"
     try:
         _try(ranks)
-    except Exception as error:
-        return _short(error)
+    except Unreached as fault:
+        return str(fault)
     return None
 
 
@@ -180,18 +196,22 @@ def _try(ranks: Ranks) -> None:
     numbers = torch.arange(TRIAL, dtype=torch.float32, device=ranks.device)
     room = PeerRoom(ranks, [numbers])
     wanted = numbers * (1 + room.other)
-    room._push(0, numbers * (1 + ranks.rank))
-    torch.cuda.synchronize(ranks.device)
-    ranks.barrier()
-    pad = room._shared.get_signal_pad(ranks.rank, (4 * ranks.world,), torch.uint32).tolist()
-    came = torch.equal(room._own[0], wanted) and sum(pad) == 2  # one that the room is free, one of the tensor
-    _agree(ranks, "" if came else f"what the other rank wrote did not arrive, its signals are {pad}")
-    room._shared.wait_signal(room.other, FREE)
-    room._shared.wait_signal(room.other, 1)
-    total = numbers.clone()
-    for _ in range(3):
-        room.finish()
-        handle = room.sum_async(0, total)
-        handle.wait()
-    torch.cuda.synchronize(ranks.device)
-    _agree(ranks, "" if torch.equal(total, numbers * 8) else "sums over both ranks came out wrong")
+    with _together(ranks):
+        room._push(0, numbers * (1 + ranks.rank))
+        torch.cuda.synchronize(ranks.device)
+    with _together(ranks):
+        pad = room._shared.get_signal_pad(ranks.rank, (4 * ranks.world,), torch.uint32).tolist()
+        # One that the room is free, one of the tensor.
+        if not torch.equal(room._own[0], wanted) or sum(pad) != 2:
+            raise Unreached(f"what the other rank wrote did not arrive, its signals are {pad}")
+    with _together(ranks):
+        room._shared.wait_signal(room.other, FREE)
+        room._shared.wait_signal(room.other, 1)
+        total = numbers.clone()
+        for _ in range(3):
+            room.finish()
+            handle = room.sum_async(0, total)
+            handle.wait()
+        torch.cuda.synchronize(ranks.device)
+        if not torch.equal(total, numbers * 8):
+            raise Unreached("sums over both ranks came out wrong")

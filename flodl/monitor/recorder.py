@@ -279,6 +279,8 @@ class Recorder:
         self.note(f"{ENDS.get(event.reason, event.reason)} after step {event.step:,}", step=event.step)
         if event.recorded is not None:
             self.note(str(event.recorded), step=event.step)
+        if event.summed is not None:
+            self.note(f"gradients were summed by {event.summed}", step=event.step)
         self.say(state={"status": event.reason, "reason": None})
 
     def _on_RunFailed(self, event: Any) -> None:

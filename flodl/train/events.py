@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Protocol
 
+from flodl.distributed.summed import Summed
 from flodl.train.recorded import Recorded
 
 __all__ = [
@@ -229,13 +230,15 @@ class RunDone(Event):
     """The run ended by itself: ``reason`` is ``"finished"``, ``"stopped"`` or ``"signal"``.
 
     ``recorded`` says how many steps of this rank were replayed from captured graphs, and why others were not; None on a
-    device that captures none.
+    device that captures none. ``summed`` says by what ranks sum their gradients, and why not by what would be faster;
+    None where they sum none.
     """
 
     step: int
     epoch: int
     reason: str
     recorded: Recorded | None = None
+    summed: Summed | None = None
 
 
 class Subscriber(Protocol):

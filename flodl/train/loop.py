@@ -153,9 +153,7 @@ class Loop(TrainerCore):
 
     def _leave(self, code: int) -> None:
         self.log.settle(self.tally)
-        self.events.emit(
-            RunDone(rank=self.ranks.rank, step=self.policy.lr_step, epoch=self.epoch_number, reason="signal")
-        )
+        self._report_end("signal", self.policy.lr_step)
         self._close()
         raise SystemExit(code)
 
@@ -278,9 +276,18 @@ class Loop(TrainerCore):
         self.snapshots.close()
         reason = "finished" if self.epoch_number >= self.settings.num_epochs else "stopped"
         self._close()
-        done = {"step": self.policy.steps, "epoch": self.epoch_number}
-        recorded = self.step_.recorded(self.policy.steps)
-        self.events.emit(RunDone(rank=self.ranks.rank, **done, reason=reason, recorded=recorded))
+        self._report_end(reason, self.policy.steps)
+
+    def _report_end(self, reason: str, step: int) -> None:
+        done = RunDone(
+            rank=self.ranks.rank,
+            step=step,
+            epoch=self.epoch_number,
+            reason=reason,
+            recorded=self.step_.recorded(self.policy.steps),
+            summed=self.step_.summed,
+        )
+        self.events.emit(done)
 
     def _close(self) -> None:
         self.ranks.phase("shutdown")

@@ -25,12 +25,14 @@ from flodl_hf.encoder.norms import StepwiseNorm, normalised
 from flodl_hf.encoder.parts import joined_bias
 from flodl_hf.layout.layouts import Layout, Packed
 
-__all__ = ["GATES", "HEAD_WIDTHS", "SHORT", "WIDEST", "Branch", "CudaTable", "norm_kind", "walks"]
+__all__ = ["GATES", "HEAD_WIDTHS", "OFFSETS", "SHORT", "WIDEST", "Branch", "CudaTable", "norm_kind", "walks"]
 
 # Up to here a block of tokens holds about a text, and walking over tokens beats walking over texts.
 SHORT = 128
 HEAD_WIDTHS = (16, 32, 64, 128)
 WIDEST = 8192
+OFFSETS = 1 << 31
+"""Numbers that attention's kernels tell apart: where in a tensor they are is counted in 32 bits."""
 GATES = {**dict.fromkeys(GELUS, "gelu"), "silu": "silu", "swish": "silu"}
 """The activations of gates that a kernel computes, and by which curve."""
 
@@ -121,7 +123,7 @@ class CudaTable(Table):
         joined = self.times(hidden, weight, bias, layout)
         ours = self._serves(attention, layout)
         rotary = attention.rotary if ours else None
-        mixes = ours and self._mixes(attention, hidden, layout, given)
+        mixes = ours and joined.numel() < OFFSETS and self._mixes(attention, hidden, layout, given)
         angles = None if rotary is None else rotary.angles(joined, layout)
         if rotary is not None and angles is not None and not (mixes and rotary.width >= 32):
             from flodl_hf.kernels.operations import turn

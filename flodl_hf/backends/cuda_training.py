@@ -19,7 +19,7 @@ from flodl_hf.adapters.lora import AdaptedLinear, beside
 from flodl_hf.attention.disentangled.attention import DisentangledAttention
 from flodl_hf.attention.dot_product import SelfAttention
 from flodl_hf.backends.cpu import layer_linears, plain_parts
-from flodl_hf.backends.cuda import HEAD_WIDTHS, WIDEST, norm_kind, walks
+from flodl_hf.backends.cuda import HEAD_WIDTHS, OFFSETS, WIDEST, norm_kind, walks
 from flodl_hf.backends.reference import TORCH, Layer, Table, watched
 from flodl_hf.encoder.activations import GELUS
 from flodl_hf.encoder.layer import FeedForward
@@ -251,7 +251,8 @@ class TrainingTable(Table):
             assert attention.rotary is not None
             heads, width = attention.num_heads + attention.kv_heads, attention.rotary.width
             qkv = turned(qkv, *angles, heads=heads, width=width, wide=attention.rotary.widened)
-        if not given and trains_walking(layout, attention.window) and attention.kv_heads == attention.num_heads:
+        ours = not given and attention.kv_heads == attention.num_heads and qkv.numel() < OFFSETS
+        if ours and trains_walking(layout, attention.window):
             assert isinstance(layout, Packed)
             assert layout.places is not None
             return mixed(

@@ -25,6 +25,8 @@ from flodl_hf.finetuning.options import SCHEDULES, Options
 from flodl_hf.finetuning.task_names import TASK_WORDS, TASKS
 
 ANY_PORT = "any"
+SHOWN = ("task", "folder", "metrics", "steps", "best_step", "seconds", "recorded", "summed")
+"""What ``--json`` prints of a finished run."""
 GROUPS = {
     "task": "Task and data",
     "epochs": "Steps and batches",
@@ -116,17 +118,11 @@ def run(
         say("look at this run again: " + command_line("flodl-hf", "runs", "serve", record))
     if result.recorded is not None:
         say(f"steps: {result.recorded}")
+    if result.summed is not None:
+        say(f"gradients: summed by {result.summed}")
     if json_output:
-        emit_json(
-            {
-                "task": result.task,
-                "folder": None if result.folder is None else str(result.folder),
-                "metrics": result.metrics,
-                "steps": result.steps,
-                "best_step": result.best_step,
-                "seconds": result.seconds,
-            }
-        )
+        found = result.to_dict()
+        emit_json({name: found[name] for name in SHOWN})
         return
     for figure, value in result.metrics.items():
         tell(f"{figure:<20} {value:.4f}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,6 +59,8 @@ def papers(job: Job, result: FinetuneResult, judged: Judged | None = None) -> di
         "losses": result.losses,
         "changes": result.changes,
         "notes": job.notes,
+        "recorded": None if result.recorded is None else asdict(result.recorded),
+        "summed": None if result.summed is None else asdict(result.summed),
         "tuned": None if result.tuned is None else result.tuned.to_dict(),
         "versions": versions(),
     }

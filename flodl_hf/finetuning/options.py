@@ -120,7 +120,7 @@ class Options:
     freeze: Sequence[str] = _opt((), "Parts that do not learn: embeddings, layers.0-5, encoder.")
     class_weights: Any = _opt(None, "Weights of the labels in the loss, by name or in order, or 'balanced'.")  # noqa: RUF009
     label_smoothing: float = _opt(0.0, "Share of the target spread over all labels.", least=0.0, most=1.0)
-    dropout: float | None = _opt(None, "Dropout everywhere, instead of the model's own.", least=0.0, most=1.0)
+    dropout: float | None = _opt(None, "Dropout everywhere, instead of the model's own.", least=0.0, most=0.99)
 
     lora: int | None = _opt(
         None, "Train a LoRA adapter of this rank and the head, and leave all other weights as they are.", least=1

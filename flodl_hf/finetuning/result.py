@@ -13,6 +13,7 @@ from flodl.observe.curve import curve_svg
 from flodl.progress import clock, count
 
 if TYPE_CHECKING:
+    from flodl.distributed.summed import Summed
     from flodl.train.recorded import Recorded
     from flodl_hf.finetuning.thresholds import Tuned
     from flodl_hf.model.encoder_model import EncoderModel
@@ -40,6 +41,7 @@ class FinetuneResult:
             ``is``. Losses, history, steps and seconds are those of the whole run, however often it was ended.
         tuned: the thresholds that ``tune_thresholds`` chose, on the first rank; None without.
         recorded: how many steps were replayed from captured graphs, and why others were not; None on a processor.
+        summed: by what ranks summed their gradients, and why not by what would be faster; None where they sum none.
         holds_model: whether the trained model is in this process.
     """
 
@@ -56,6 +58,7 @@ class FinetuneResult:
     changes: list[Mapping[str, Any]] = field(default_factory=list, repr=False)
     tuned: Tuned | None = field(default=None, repr=False)
     recorded: Recorded | None = field(default=None, repr=False)
+    summed: Summed | None = field(default=None, repr=False)
     holds_model: bool = True
 
     def to_dict(self) -> dict[str, Any]:
@@ -117,6 +120,7 @@ def _run_dict(run: FinetuneResult) -> dict[str, Any]:
             "changes": run.changes,
             "tuned": None if run.tuned is None else run.tuned.to_dict(),
             "recorded": None if run.recorded is None else asdict(run.recorded),
+            "summed": None if run.summed is None else asdict(run.summed),
         }
     )
 

@@ -154,7 +154,7 @@ def finetune(
     found: Any = OnFirstRank() if trained is None else trained
     result = FinetuneResult(
         found, None, name_of(job.task), metrics, notes.history, notes.losses, notes.steps, best_step, seconds, recipe,
-        list(notes.past.changes), tuned, notes.recorded, trained is not None,
+        list(notes.past.changes), tuned, notes.recorded, notes.summed, trained is not None,
     )  # fmt: skip
     if target is not None and _is_first_rank():
         written = _write(job, result, target, overwrite, judged)
@@ -174,6 +174,7 @@ class _Notes:
         self.steps = 0
         self.past = Past()
         self.recorded: Any = None
+        self.summed: Any = None
         self.best: Best | None = None
         self._model: Any = None
 
@@ -194,7 +195,7 @@ class _Notes:
             if self.best is not None:
                 self.best(self._model, event.step, event.metrics)
         elif isinstance(event, RunDone):
-            self.steps, self.recorded = event.step, event.recorded
+            self.steps, self.recorded, self.summed = event.step, event.recorded, event.summed
             if self.recorded is not None and self.unrecorded is not None:
                 self.recorded = replace(self.recorded, reason=self.unrecorded)
         if self.on_event is not None:

@@ -173,11 +173,15 @@ def _version(package: str) -> str:
 
 def _own_text() -> str:
     """Return a hash of the kernels, tables and operators that are tried."""
+    return hashlib.sha256(b"".join(file.read_bytes() for file in _tried())).hexdigest()
+
+
+def _tried() -> list[Path]:
     here = Path(__file__).parents[1]
-    files = [*sorted((here / "kernels").glob("*.py")), *sorted((here / "tables").glob("*.py"))]
+    files = [*sorted((here / "kernels").glob("*.py")), *sorted((here / "backends").glob("*.py"))]
     attention = here / "attention"
-    files += [
+    return [
+        *files,
         attention / "dot_product.py",
         *(attention / "disentangled" / name for name in ("operator.py", "launch.py")),
     ]
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

@@ -152,7 +152,7 @@ class AdamUpdate:
         number = len(tensors[0])
         corrections = torch.empty(2, number, dtype=torch.float32, device=self.device)
         decays = group["weight_decay"] != 0
-        with torch.cuda.device(self.device):
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
             kernels.count_steps[(-(-number // STEPS),)](
                 table[5], number, settings, found, corrections, agreed.wide, STEPS, num_warps=4
             )
@@ -161,6 +161,9 @@ class AdamUpdate:
                 group["lr"], found, found if by is None else by, layout.span, by is not None, decays,
                 group["decoupled_weight_decay"], BLOCK, num_warps=4,
             )  # fmt: skip
+        if not capturing(self.device):
+            # As torch's operations do, for whoever keeps what was computed of weights; of replays nobody is told here.
+            torch.autograd.graph.increment_version(tensors[0])
 
 
 def move_by_torch(group: dict[str, Any], tensors: Tensors, found: torch.Tensor, by: torch.Tensor | None) -> None:

@@ -63,8 +63,8 @@ class Capturer(Protocol):
         """
         ...
 
-    def beside(self, ranks: Ranks) -> tuple[Capturer, Overlap | None]:
-        """Return what captures the end of a step of several ranks, and what launches it beside the rest, if at all."""
+    def beside(self, ranks: Ranks) -> tuple[Capturer, Overlap | str]:
+        """Return what captures the end of a step of several ranks, and what launches it beside the rest, or why not."""
         ...
 
 
@@ -433,10 +433,10 @@ class CudaCapturer:
 
         return replay
 
-    def beside(self, ranks: Ranks) -> tuple[CudaCapturer, Overlap | None]:
+    def beside(self, ranks: Ranks) -> tuple[CudaCapturer, Overlap | str]:
         """Return a capturer whose graphs share no memory with those of this one, so that both may run at once."""
         overlap = choose_overlap(ranks, fault_of(self.device))
-        return (CudaCapturer(self.device, tune=self.tune) if overlap is not None else self), overlap
+        return (self if isinstance(overlap, str) else CudaCapturer(self.device, tune=self.tune)), overlap
 
     @contextlib.contextmanager
     def _tuned(self) -> Iterator[None]:

@@ -28,11 +28,11 @@ class Overlap:
 
     Args:
         device: a CUDA device.
-        reach: whether the ranks' devices write into each other's memory.
+        fault: why the ranks' devices do not write into each other's memory; None where they do.
     """
 
-    def __init__(self, device: torch.device, reach: bool = False) -> None:
-        self.device, self.reach = device, reach
+    def __init__(self, device: torch.device, fault: str | None) -> None:
+        self.device, self.fault = device, fault
         self._side = torch.cuda.Stream(device)
         self._end = self.event()
 
@@ -57,14 +57,14 @@ class Overlap:
         return found
 
 
-def choose_overlap(ranks: Ranks, fault: str | None) -> Overlap | None:
-    """Return what lets sums begin early; None where a rank cannot rely on it.
+def choose_overlap(ranks: Ranks, fault: str | None) -> Overlap | str:
+    """Return what lets sums begin early, or why a rank cannot rely on it; one of them on all ranks alike.
 
     Args:
         fault: what `fault_of` says of this rank's device.
     """
-    able = not any(row[0] for row in ranks.table([float(fault is not None)]))
-    return Overlap(ranks.device, fault_between(ranks) is None) if able else None
+    faults = "; ".join(f"rank {rank}: {told}" for rank, told in enumerate(ranks.gather(fault)) if told is not None)
+    return faults or Overlap(ranks.device, fault_between(ranks))
 
 
 @lru_cache(maxsize=8)

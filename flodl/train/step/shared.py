@@ -69,10 +69,14 @@ class SharedStep(DeviceStep):
         self.ranks, self.sums, self.buffers = ranks, sums, buffers
         self.overlap: Overlap | None = None
 
-    def begin_sums_early(self, overlap: Overlap) -> None:
-        """Have sums wait for the buckets that they add up, and not for all of this rank's part."""
+    def begin_sums_early(self, overlap: Overlap, tell: Callable[[str], Any]) -> None:
+        """Have sums wait for the buckets that they add up, and not for all of this rank's part.
+
+        Args:
+            tell: told once where they have to go another way than they were to.
+        """
         self.overlap = overlap
-        self.sums.prepare_capture(overlap.event, reach=overlap.reach)
+        self.sums.prepare_capture(overlap.event, fault=overlap.fault, tell=tell)
 
     def __call__(self, train_step: Callable[..., Any], batches: Sequence[Any]) -> Outcome:
         """Return sum and count of this rank's losses, its gradients brought to where they are summed.

@@ -23,6 +23,7 @@ from flodl.distributed.average import BufferMean
 from flodl.distributed.gradients import GradientSum
 from flodl.distributed.group import Ranks
 from flodl.distributed.sharded import whole
+from flodl.distributed.summed import Summed
 from flodl.errors import TrainError
 from flodl.train.callback import Hooks
 from flodl.train.loss import Loss, batch_len
@@ -151,11 +152,13 @@ class Step:
         self._deferred = deferred and may_wait
         if self.share_gradients:
             shared = SharedStep(model, optimizer, self.precision, ranks, self._reduce, self._buffers, **rules)
-            again, overlap = capturer.beside(ranks) if capturer is not None else (None, None)
-            if overlap is not None:
-                shared.begin_sums_early(overlap)
-            elif capturer is not None:
-                self._reduce.prepare_capture()
+            again = None
+            if capturer is not None:
+                again, overlap = capturer.beside(ranks)
+                if isinstance(overlap, str):
+                    self._reduce.prepare_capture(fault=f"sums do not begin beside the backward pass ({overlap})")
+                else:
+                    shared.begin_sums_early(overlap, warn)
             self.common = Common(shared, again, warn, strict=strict)
             self._device_step = shared
         else:
@@ -399,6 +402,16 @@ class Step:
         if self.captures is not None:
             return self.captures.recorded
         return None if self.unrecorded is None else Recorded(steps, 0, 0, reason=self.unrecorded)
+
+    @property
+    def summed(self) -> Summed | None:
+        """By what gradients are summed over ranks, and why not by what would be faster; None where they are not."""
+        if not self.share_gradients:
+            return None
+        if self.sharded:
+            cuda = self.ranks.device.type == "cuda"
+            return Summed("NCCL", "the weights are sharded") if cuda else Summed("gloo")
+        return self._reduce.summed
 
     def count_writes(self) -> None:
         """Tell torch that replays wrote to the parameters, which it does not see."""

@@ -152,6 +152,26 @@ def test_a_rank_lost_meanwhile_is_named():
         launch(dies_in_backward, ranks=2, start="fork", timeout_s=20).wait()
 
 
+class Gaps(nn.Module):
+    """Two parameters that are parts of rows, with what lies between them in memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = (nn.Parameter(torch.arange(60.0).view(6, 10)[:, :4]) for _ in range(2))
+
+
+def with_gaps(ranks):
+    model = Gaps()
+    total = GradientSum(ranks, model)
+    (model.one.sum() + 2 * model.two.square().sum()).backward()
+    total(torch.zeros(1, dtype=torch.float64))
+    return [torch.equal(model.one.grad, torch.full((6, 4), 2.0)), torch.equal(model.two.grad, 8 * model.two)]
+
+
+def test_gradients_of_parameters_with_gaps_in_memory_do_not_overlap():
+    assert launch(with_gaps, ranks=2, start="fork").wait() == [[True, True]] * 2
+
+
 class Tall(nn.Module):
     """An embedding, whose gradient comes last, under layers, as an encoder has them."""
 

@@ -109,7 +109,7 @@ def test_looking_on_changes_no_number(monkeypatch, recorded):
             return run
 
         def beside(self, ranks):
-            return self, None
+            return self, "nothing is launched beside here"
 
     if recorded:
         monkeypatch.setattr("flodl.train.route.make_capturer", lambda device, settings: Repeats())
@@ -298,6 +298,8 @@ def test_each_rank_has_a_lane(policy):
         assert lane["about"] == "cpu"
         assert 0 < lane["share"] < 1
     assert bool(record.lanes.meetings) == (policy == "cadence")
+    told = [line[3] for line in record.log if "summed" in line[3]]
+    assert told == ["gradients were summed by gloo"] * (policy == "sync")
     assert record.facts["run"]["ranks"] == 2
     assert record.state["status"] == "finished"
 

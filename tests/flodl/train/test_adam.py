@@ -1,5 +1,8 @@
 """Our kernels of Adam and AdamW: when they take over from torch's, and that they have its bits."""
 
+import os
+from importlib.util import find_spec
+
 import pytest
 import torch
 from torch import nn
@@ -8,6 +11,9 @@ from flodl.train.step import adam
 from flodl.train.step.adam import AdamUpdate, Agreement
 
 CPU = torch.device("cpu")
+interpreted = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1" or find_spec("triton") is None, reason="needs Triton's interpreter"
+)
 
 
 def made(kind=torch.optim.AdamW, **options):
@@ -135,6 +141,61 @@ def test_what_captures_asks_for_nothing_new(monkeypatch):
     monkeypatch.setattr(adam, "capturing", lambda device: True)
     assert adam.agreement(torch.device("cuda", 7), True, True, False) is None
     assert not [key for key in adam._KNOWN if key[0].index == 7]
+
+
+class Powers:
+    """Stands in for the device's library, which the interpreter lacks."""
+
+    @staticmethod
+    def pow(base, exponent):
+        from triton import language as tl
+
+        return tl.exp(tl.log(base) * exponent)
+
+
+AWKWARD = ((1,), (3,), (7, 5), (4,), (2, 1026), (2049,), (4096,))
+
+
+@interpreted
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("divided", [False, True])
+@pytest.mark.parametrize("decays", [False, True])
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_kernels_move_every_element_as_torch_does(monkeypatch, decoupled, decays, divided, wide):
+    from flodl.train.step import adam_kernels
+
+    monkeypatch.setattr(adam_kernels, "libdevice", Powers)
+    theirs, ours = (adam._moved(CPU, AWKWARD, who, decoupled, decays, divided) for who in (None, wide))
+    for right, found in zip(theirs, ours, strict=True):
+        torch.testing.assert_close(found, right, rtol=2e-6, atol=1e-7)
+    counts = [float(found) for found in ours if found.ndim == 0]
+    assert counts == [3.0] * len(AWKWARD)  # one of four is left out
+
+
+@interpreted
+def test_what_moves_is_seen_to_have_been_written_to_and_what_is_left_out_stays(monkeypatch):
+    from flodl.train.step import adam_kernels
+
+    monkeypatch.setattr(adam_kernels, "libdevice", Powers)
+    held = torch.ones(3, 30)
+    model = nn.ParameterList([held[1, 1:14], held[2]])  # one begins where no 16 bytes can be read at once
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2), fused=True)
+    update, group = AdamUpdate(CPU), optimizer.param_groups[0]
+    for turn in range(3):
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        tensors = adam._tensors_of(optimizer, group)
+        if tensors is None:
+            optimizer.step()
+            continue
+        before, versions = [p.detach().clone() for p in model], [p._version for p in model]
+        part = adam._Part(group, tensors, Agreement(True, True, True))
+        update._launch(part, update._ready(part), torch.tensor(float(turn == 2)), None)
+        assert [p._version for p in model] == [version + 1 for version in versions]
+        assert [torch.equal(a, b) for a, b in zip(model, before, strict=True)] == [turn == 2] * 2
+    assert bool((held[0] == 1).all())
+    assert bool((held[1, 14:] == 1).all())
+    assert held[1, 0] == 1
 
 
 @pytest.mark.gpu

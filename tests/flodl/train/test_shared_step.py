@@ -3,6 +3,7 @@
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,8 +31,8 @@ class Repeats:
     def capture(self, run):
         return run
 
-    def beside(self, ranks):
-        return self, None
+    def beside(self, ranks) -> tuple[Any, Any]:
+        return self, "nothing is launched beside here"
 
 
 class Early(Repeats):
@@ -44,7 +45,7 @@ class Early(Repeats):
 class Beside:
     """Stands in for launching beside; notes what happens in which order."""
 
-    reach = False
+    fault = "this stands in for devices"
 
     def __init__(self):
         self.seen, self.events = [], 0
@@ -156,7 +157,8 @@ RECIPES = {
 def test_decided_on_the_device_and_on_the_host_are_one(monkeypatch, recipe):
     settings = {"check_every": 1, **RECIPES[recipe]}  # ranks stay equal to the bit
     host, expected, _ = run(None, monkeypatch, **settings)
-    steps, trained, _ = run(Repeats(), monkeypatch, capture="auto", **settings)
+    steps, trained, ends = run(Repeats(), monkeypatch, capture="auto", **settings)
+    assert [end.to_dict()["summed"] for end in ends] == [{"by": "gloo", "reason": None}]
     assert [s.loss for s in steps] == pytest.approx([s.loss for s in host], rel=1e-5)
     assert [(s.count, s.samples) for s in steps] == [(s.count, s.samples) for s in host]
     for name, tensor in expected.state_dict().items():
@@ -206,7 +208,7 @@ class BreaksOnOne(Repeats):
         made = Repeats()
         if ranks.rank == 1:
             made.capture = self._fail
-        return made, None
+        return made, "nothing is launched beside here"
 
     def _fail(self, run):
         raise RuntimeError("not permitted")

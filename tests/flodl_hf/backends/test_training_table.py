@@ -153,6 +153,12 @@ def test_kernels_that_differ_are_told_of_by_name_and_bound(monkeypatch: pytest.M
     trust.forget()
 
 
+def test_a_verdict_holds_for_the_text_of_all_that_is_tried() -> None:
+    tried = {f"{path.parent.name}/{path.name}" for path in trust._tried()}
+    assert {"kernels/short_texts.py", "backends/cuda_training.py", "backends/trials.py"} < tried
+    assert {"attention/dot_product.py", "disentangled/operator.py"} < tried
+
+
 def test_a_cache_that_is_damaged_or_read_only_costs_a_trial_alone(tmp_path: Path) -> None:
     path = tmp_path / "kernels.json"
     for content in (b"", b"[1, {", b"\xff\xfe", b"null", b'{"a": 1}'):

@@ -13,7 +13,10 @@ from typing import Any
 import pytest
 from finetune_tables import labelled
 
+from flodl.distributed.summed import Summed
 from flodl_hf import load
+from flodl_hf.finetuning import run as run_module
+from flodl_hf.finetuning.result import FinetuneResult
 
 pytest.importorskip("typer")
 from typer.testing import CliRunner
@@ -74,10 +77,22 @@ def test_a_recipe_an_overlay_and_the_command_line_lie_over_each_other(
     recipe.write_text(f"model: {base}\ntrain: {files[0]}\nepochs: 50\nlr: 1e-3\nbatch_size: 4\nseed: 5\n")
     (tmp_path / "run.ci.yaml").write_text("epochs: 1\nbatch_size: 8\nseed: null\n")
     said = run("finetune", "--recipe", recipe, "--env", "ci", "--batch-size", "20", "--json", "--out", tmp_path / "out")
-    assert json.loads(said.stdout)["steps"] == 2
+    told = json.loads(said.stdout)
+    assert told["steps"] == 2
+    assert told["summed"] is None  # there is one rank
     written = (tmp_path / "out" / "recipe.yaml").read_text()
     assert "seed: 42\n" in written
     assert "batch_size: 20\n" in written
+
+
+@pytest.mark.parametrize("summed", [Summed("peer memory"), Summed("NCCL", "FLODL_PEER_MEMORY is 0")], ids=str)
+def test_by_what_gradients_were_summed_is_said(summed: Summed, monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = None
+    done = FinetuneResult(model, None, "rank", {}, [], [], 2, 2, 1.0, {}, summed=summed)
+    monkeypatch.setattr(run_module, "finetune", lambda *args, **options: done)
+    said = run("finetune", "m", "--train", "t.csv", "--json")
+    assert f"gradients: summed by {summed}\n" in said.stderr
+    assert json.loads(said.stdout)["summed"] == {"by": summed.by, "reason": summed.reason}
 
 
 def test_show_gives_each_value_with_its_origin(tmp_path: Path) -> None:

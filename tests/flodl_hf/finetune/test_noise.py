@@ -155,8 +155,8 @@ class Replays:
 
         return replay
 
-    def beside(self, ranks: Any) -> tuple[Any, None]:
-        return self, None
+    def beside(self, ranks: Any) -> tuple[Any, str]:
+        return self, "nothing is launched beside here"
 
 
 def test_captured_steps_have_the_noise_of_their_own_rows(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
