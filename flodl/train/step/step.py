@@ -228,12 +228,14 @@ class Step:
         if not batches:
             self._agree_on_unit(0.0)
         more = self._passes_more(batches) if self.sharded else 0
+        # What callbacks change after the pass has to be what is sent.
+        changed = self.hooks is not None and bool(self.hooks.acts("after_backward"))
 
         @contextlib.contextmanager
         def backward(last: bool) -> Iterator[None]:
             self.ranks.phase("backward")
             with self._reduce.reducing_in_backward(
-                last and self.share_gradients and not self.sharded
+                last and self.share_gradients and not self.sharded and not changed
             ):  # nothing is added after the last pass
                 yield
             if not last:
