@@ -25,7 +25,7 @@ ELSEWHERE = ("interrupts", "runs", "powerloss", "disks", "hub", "serve")
 @pytest.mark.parametrize("name", [name for name in SUITES if name not in ELSEWHERE])
 def test_some_cases(name: str) -> None:
     suite = load_suite(name)
-    cases = list(suite.cases(7, 20))
+    cases = list(suite.cases(7, 12))
     found = list(run_cases(suite, cases, Ours()))
     assert [(case.line, verdict.grade, verdict.text) for case, verdict in found if not verdict.good] == []
     assert len(found) == len(cases)
