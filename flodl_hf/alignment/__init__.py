@@ -4,7 +4,7 @@ Works on rows that are already tokenized, by their offsets and word numbers alon
 """
 
 from flodl_hf.alignment.answers import answer_positions, answer_span
-from flodl_hf.alignment.masking import mask_tokens
+from flodl_hf.alignment.masking import mask_tokens, num_masked
 from flodl_hf.alignment.tags import (
     IGNORE,
     SpanTags,
@@ -28,6 +28,7 @@ __all__ = [
     "answer_span",
     "join_words",
     "mask_tokens",
+    "num_masked",
     "read_spans",
     "read_tags",
     "tags_of_spans",

@@ -15,7 +15,12 @@ from flodl.data.rng import Rng
 from flodl.errors import DataError
 from flodl_hf.alignment.tags import IGNORE
 
-__all__ = ["mask_tokens"]
+__all__ = ["mask_tokens", "num_masked"]
+
+
+def num_masked(free: int, probability: float) -> int:
+    """Return how many of ``free`` tokens of a row are chosen, where words are not chosen whole: one at least."""
+    return max(1, int(probability * free + 0.5))
 
 
 def mask_tokens(
@@ -68,7 +73,7 @@ def mask_tokens(
     if not free:
         return hidden, labels
     groups = _groups(free, words)
-    wanted = max(1, int(probability * len(free) + 0.5))
+    wanted = num_masked(len(free), probability)
     chosen: list[int] = []
     for g in rng.permutation(len(groups)):
         if len(chosen) + len(groups[g]) <= wanted:

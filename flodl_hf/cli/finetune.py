@@ -130,6 +130,8 @@ def run(
         say("nothing was written; give --out DIR to keep the model")
     else:
         tell(f"written to {result.folder} (step {result.best_step} of {result.steps}, {result.seconds:.0f} s)")
+        if result.generator is not None:
+            say(f"the generator lies in {result.folder / 'generator'}")
         if result.model.active_adapter is not None:
             merge = command_line("flodl-hf", "merge", name, result.folder, "--out", "DIR")
             say(f"the adapter and its head alone; for a whole model: {merge}")

@@ -46,6 +46,7 @@ def export_model(
     overwrite: bool = False,
     max_shard_size: int | str | None = None,
     extra_files: Mapping[str, bytes] | None = None,
+    extra_models: Mapping[str, GraphModel] | None = None,
 ) -> Path:
     """Write ``model`` to ``folder`` in one step, reopen it and compare every byte; return the folder.
 
@@ -61,6 +62,7 @@ def export_model(
         overwrite: replace a folder that holds a model.
         max_shard_size: cut the weights above this size, as ``"5GB"`` or bytes; None keeps the source's layout.
         extra_files: further files to put beside, by name.
+        extra_models: further models, each by the folder inside that it gets with its configuration and tokenizer.
 
     Raises:
         ExportError: the folder is in use or not empty, the disk is full or refuses, or what was written
@@ -73,9 +75,11 @@ def export_model(
             stored_tensors(part), part.source.manifest if part.source and _keeps_names(part) else None,
             ties=stored_ties(part), max_shard_size=max_shard_size, metadata={"format": "pt"},
         )
-        for inside, part in _parts(model).items()
+        for inside, part in (_parts(model) | dict(extra_models or {})).items()
     }  # fmt: skip
     others = surroundings(model) | dict(extra_files or {})
+    for inside, part in (extra_models or {}).items():
+        others |= {f"{inside}/{name}": data for name, data in surroundings(part).items()}
     written: list[WrittenFile] = []
     target = publish_folder(
         folder,

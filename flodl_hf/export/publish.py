@@ -28,7 +28,10 @@ from flodl.errors import capped, printable
 from flodl.files import make_folders, path_fault
 from flodl_hf.errors import ExportError
 
-__all__ = ["is_model_file", "publish_folder"]
+__all__ = ["GENERATOR", "is_model_file", "publish_folder"]
+
+GENERATOR = "generator"
+"""The folder inside of a discriminator's for the generator that it was trained with."""
 
 _MODEL_FILES = (
     "*.safetensors",
@@ -65,7 +68,7 @@ def is_model_file(path: str) -> bool:
     depth = path.count("/")
     head, _, name = path.rpartition("/")
     first, _, inside = path.partition("/")
-    if inside and _MODULE.fullmatch(first):
+    if inside and (first == GENERATOR or _MODULE.fullmatch(first)):
         return is_model_file(inside)
     left = _LEFT.fullmatch(name)
     if left is not None:

@@ -30,12 +30,12 @@ SHOWN = (
     *("prompt_tokens", "prompt_text", "prompt_encoder", "prompt_encoder_kind"),
     *("prefix_tokens", "prefix_encoder"),
     *("class_weights", "label_smoothing", "dropout", "neftune", "ema", "precision", "seed"),
-    *("concatenate", "whole_words", "mask_probability"),
+    *("concatenate", "whole_words", "mask_probability", "generator", "discriminator_weight"),
     *("vector_loss", "loss_options", "matryoshka", "adaptive_layers", "guide", "pooling", "normalize", "cache_tokens"),
     "projection",
 )
 MASKED = ("masked_lm", "pretraining", "replaced_tokens")
-MASKING = ("concatenate", "whole_words", "mask_probability", "mask_padding")
+MASKING = ("concatenate", "whole_words", "mask_probability", "mask_padding", "generator", "discriminator_weight")
 
 
 def papers(job: Job, result: FinetuneResult, judged: Judged | None = None) -> dict[str, bytes]:

@@ -20,6 +20,7 @@ from flodl.errors import ConfigError, DataError
 from flodl_hf.columns import NAMES, Columns, infer_columns
 from flodl_hf.finetuning.answers import AnswerTask
 from flodl_hf.finetuning.choices import choice_columns, plan_choices
+from flodl_hf.finetuning.generator.task import GeneratorTask, plan_generator
 from flodl_hf.finetuning.masked import MaskedTask
 from flodl_hf.finetuning.options import Options
 from flodl_hf.finetuning.pairs import plan_pairs
@@ -176,6 +177,12 @@ def choose_task(tables: Tables, options: Options, known: Known, own: Any = None)
         DataError: the columns or labels cannot be understood.
     """
     named = task_named(options.task) if options.task else None
+    if options.generator is not None:
+        named = named or "replaced_tokens"
+        if named != "replaced_tokens":
+            raise ConfigError(
+                f"generator: {named} has none; expected task='replaced', or no generator", problems=["generator"]
+            )
     pairs = are_pairs(list(tables.train[0])) and not options.columns
     if options.projection is not None and named != "multivector":
         raise ConfigError(
@@ -199,7 +206,9 @@ def choose_task(tables: Tables, options: Options, known: Known, own: Any = None)
             problems=["train"],
         )
     task = _of_its_own(named, tables, options, known)
-    if task is not None and own is not None and task.kind in ("choices", "pairs"):
+    if own is not None and (
+        isinstance(task, GeneratorTask) or (task is not None and task.kind in ("choices", "pairs"))
+    ):
         raise ConfigError(f"loss: {task.head} has no other loss than its own; leave the option out", problems=["loss"])
     return task or _with_head(tables, options, known, named), options
 
@@ -216,7 +225,8 @@ def _of_its_own(named: str | None, tables: Tables, options: Options, known: Know
     if named in ("next_sentence", "pretraining"):
         return plan_pairs(named, tables.train, options, ordered=known.ordered)
     if named == "replaced_tokens":
-        return plan_replaced(tables.train[:LOOKED_AT], options)
+        plan = plan_replaced if options.generator is None else plan_generator
+        return plan(tables.train[:LOOKED_AT], options)
     if named == "multiple_choice" or (named is None and not options.columns and choice_columns(tables.train[0])):
         return plan_choices(tables.train, options)
     return None

@@ -25,6 +25,7 @@ from flodl.distributed.shares import deal
 from flodl.errors import ConfigError, nearest
 from flodl.metrics import merged
 from flodl.train.precision import Precision
+from flodl_hf.finetuning.generator.step import JointObjective
 from flodl_hf.finetuning.pairs import PretrainingObjective
 from flodl_hf.finetuning.rows import CollateRows
 from flodl_hf.finetuning.step import Objective, rows_of_scores
@@ -123,7 +124,7 @@ class Evaluation:
                     if turn >= len(batches):
                         continue
                     totals.append(self.objective.of(scores, batch).totals())
-                if isinstance(self.objective, PretrainingObjective):
+                if isinstance(self.objective, (JointObjective, PretrainingObjective)):
                     scores = self.objective.by_row(scores, batch)
                 if self.task.kind == "words":  # the loss says it all, and the scores are large
                     continue

@@ -23,6 +23,7 @@ from flodl_hf.finetuning.choices import ChoiceTask
 from flodl_hf.finetuning.data import HEADED, Known, Tables, choose_task, guessed_columns, read_tables
 from flodl_hf.finetuning.evaluation import Evaluation, Evaluations
 from flodl_hf.finetuning.factory import FixedModel, ModelFactory
+from flodl_hf.finetuning.generator.task import GeneratorTask
 from flodl_hf.finetuning.options import Options
 from flodl_hf.finetuning.pairs import PretrainingObjective
 from flodl_hf.finetuning.ranking import RankTask
@@ -41,13 +42,15 @@ from flodl_hf.finetuning.vectors.task import EmbeddingTask
 if TYPE_CHECKING:
     from flodl_hf.model.encoder_model import EncoderModel
 
-__all__ = ["Job", "plan_job"]
+__all__ = ["BESIDE", "Job", "plan_job"]
 
 ONE_ROW = (
     *("embedding", "rank", "sparse", "multivector"),
     *("multiple_choice", "next_sentence", "pretraining"),
 )
 """Tasks whose texts are one row each, however long."""
+BESIDE = (EmbeddingTask, GeneratorTask)
+"""Tasks that put what learns besides beside a model, and take it away when the run is over."""
 LONG_EPOCH = 256
 """Batches from which rows of similar length come together unasked: what that saves is time, which short runs have, and
 in few steps batches of one length each weigh more than in many (`docs/training-measured.md`)."""
@@ -100,6 +103,10 @@ class Job:
             return None
         return self.evaluation.check_metric(self.options.metric or self.task.main_metric)
 
+    def conclude(self, model: EncoderModel) -> Any:
+        """Put what was learned beside the graph where the model has it; return a generator, which is one of its own."""
+        return self.task.conclude(model) if isinstance(self.task, BESIDE) else None
+
     @property
     def schedule(self) -> Any:
         """The learning rates."""
@@ -148,8 +155,8 @@ def plan_job(
             problems=["tokenizer"],
         )
     vectors = task if isinstance(task, EmbeddingTask) else None
-    if vectors is not None:
-        notes = [*notes, *vectors.settle(opened)]
+    if isinstance(task, BESIDE):
+        notes = [*notes, *task.settle(opened)]
     limits = _limits(task, opened, tokenizer, options)
     prepared = {"train": task.prepare(tables.train, tokenizer, limits, training=True)}
     rows = prepared["train"].rows
@@ -180,6 +187,8 @@ def plan_job(
     )
     if several is not None:
         objective, collate = several.objective(), several.collate(collate, texts)
+    elif isinstance(task, GeneratorTask):
+        objective, collate = task.objective(), task.collate(collate, rows, batches)
     for name, examples in tables.evals.items():
         prepared[f"eval {name}".strip()] = task.prepare(examples, tokenizer, limits, training=False)
     judging = replace(collate, layout="packed" if layout == "bucketed" else layout, noise=False, widths=())
@@ -188,9 +197,12 @@ def plan_job(
         part = prepared[f"eval {name}".strip()]
         # how wide a batch is padded says nothing of a model
         judge = make(task.kind, mask_padding=True, own=own.loss) if several is None else several.of_held_out(part)
+        made = judging
+        if isinstance(task, GeneratorTask):
+            judge, made = objective, task.judging(judging, part)
         size = options.eval_batch_size or _micro(options) or options.batch_size
         evaluations[name] = Evaluation(
-            task, part, judging, judge, size, options.precision, options.seed, own.metrics
+            task, part, made, judge, size, options.precision, options.seed, own.metrics
         )  # fmt: skip
     evaluation = evaluations.get("") or (Evaluations(evaluations) if evaluations else None)
     _need_evaluation(options, evaluation)
@@ -212,7 +224,7 @@ def plan_job(
 def _limits(task: Task, opened: EncoderModel, tokenizer: Any, options: Options) -> LengthLimits:
     usual = 384 if task.kind == "spans" else None
     bounds = [n for n in (opened.max_tokens, options.max_length or usual) if n]
-    if isinstance(task, EmbeddingTask):
+    if isinstance(task, BESIDE):
         bounds += task.bounds(opened)
     types = opened.config.uses_token_types and tokenizer.settings.type_ids
     return LengthLimits(min(bounds, default=None), options.stride, types, options.long_texts == "windows")
@@ -222,10 +234,12 @@ def _masking(task: Task, tokenizer: Any, options: Options, where: str) -> Any:
     """Return what replaces tokens of a batch before it is learned from; None where nothing does."""
     if isinstance(task, ReplacedTask):
         return task.drawing(tokenizer)
-    if task.kind not in ("words", "pairs"):
+    if task.kind not in ("words", "pairs") and not isinstance(task, GeneratorTask):
         return None
     if tokenizer.mask_token_id is None:
         raise ConfigError(f"{where}: the tokenizer has no mask token, so nothing can be masked", problems=["mask"])
+    if isinstance(task, GeneratorTask):
+        return task.masking(tokenizer)
     return Masking(tokenizer.mask_token_id, tokenizer.vocab_size, options.mask_probability, options.whole_words)
 
 
@@ -315,7 +329,7 @@ def _open(model: Any, task: Task, options: Options) -> tuple[EncoderModel, Model
             os.fspath(model), task.head, task.labels, task.problem_type, options.freeze, options.dropout,
             {**shown, "attention": options.attention, **_hub(options)}, bool(options.new_head), options.adapter,
             options.seed,
-            task.start if isinstance(task, EmbeddingTask) else None,
+            task.start if isinstance(task, BESIDE) else None,
         )  # fmt: skip
         return factory.open(), factory
     wrong = ["a new head is made of a folder or name alone"] if options.new_head else []

@@ -81,6 +81,8 @@ class FinetuneOptions(TypedDict, total=False):
     concatenate: bool
     whole_words: bool
     mask_probability: float
+    generator: str | None
+    discriminator_weight: float | None
     mask_padding: bool
     vector_loss: Any
     loss_options: Mapping[str, Any] | None

@@ -21,17 +21,19 @@ from torch import Tensor, nn
 
 from flodl.data.collate import Where
 
-__all__ = ["SEEDS", "noisy", "row_seeds", "uniform_noise"]
+__all__ = ["SEEDS", "STEP", "mixed", "noisy", "row_seeds", "uniform_noise"]
 
 SEEDS = "noise_seeds"
 """The part of a batch with a seed for each row, int64 ``(rows,)``."""
 WORDS = "encoder.embeddings.word"
 MASK = 0xFFFFFFFF
+STEP = 0x61C88647
+"""Between the numbers of neighbours before they are mixed."""
 
 
-def row_seeds(where: Where, rows: Sequence[int]) -> NDArray[np.int64]:
-    """Return a seed below 2**31 for each row of a batch, for this epoch."""
-    return np.asarray([int(where.rng("noise", row).integers(1 << 31, 1)[0]) for row in rows], np.int64)
+def row_seeds(where: Where, rows: Sequence[int], purpose: str = "noise") -> NDArray[np.int64]:
+    """Return a seed below 2**31 for each row of a batch, for this epoch and purpose."""
+    return np.asarray([int(where.rng(purpose, row).integers(1 << 31, 1)[0]) for row in rows], np.int64)
 
 
 @contextmanager
@@ -75,14 +77,14 @@ def uniform_noise(seeds: Tensor, lengths: Tensor, places: Tensor, width: int) ->
         lengths: tokens of each token's row.
         places: of the tokens in their rows.
     """
-    base = _mixed(_mixed(seeds) + places)
-    columns = torch.arange(width, device=seeds.device) * 0x61C88647
-    bits = _mixed(base[..., None] + columns)
+    base = mixed(mixed(seeds) + places)
+    columns = torch.arange(width, device=seeds.device) * STEP
+    bits = mixed(base[..., None] + columns)
     number = (bits >> 8).to(torch.float32) * 2.0**-23 - 1.0  # 24 bits are what float32 holds exactly
     return number * torch.rsqrt(lengths.to(torch.float32) * width)[..., None]
 
 
-def _mixed(value: Tensor) -> Tensor:
+def mixed(value: Tensor) -> Tensor:
     """Return 32 bits, each of which depends on all of ``value``; factors below 2**31, so that int64 holds products."""
     value = value & MASK
     value = ((value ^ (value >> 16)) * 0x7FEB352D) & MASK

@@ -192,6 +192,14 @@ class Options:
     mask_probability: float = _opt(
         0.15, "mlm, pretrain: share of the tokens that are masked; replaced: that are replaced.", least=0.0, most=1.0
     )
+    generator: str | None = _opt(
+        None,
+        "replaced: folder or name of a model of masked words that learns besides and draws what tokens are replaced by "
+        "(ELECTRA's own training); by default they are drawn from the vocabulary.",
+    )
+    discriminator_weight: float | None = _opt(
+        None, "generator: weight of the loss of replaced tokens beside that of masked words; by default 50.", least=0.0
+    )
     mask_padding: bool = _opt(
         False,
         "qa: leave padding out of the loss, which is then the same however a batch is cut; transformers does not.",
@@ -429,6 +437,8 @@ def _together(options: Options) -> list[str]:
         problems.append("label_smoothing: found 1.0; expected less, or nothing of the target is left")
     if options.mask_probability == 0.0:
         problems.append("mask_probability: found 0.0; expected more, or nothing is learned")
+    if options.discriminator_weight is not None and options.generator is None:
+        problems.append("discriminator_weight: there is no generator whose loss it stands beside; expected generator")
     if options.warmup > 1 and options.warmup != int(options.warmup):
         problems.append(f"warmup: found {options.warmup!r}; expected an integer of steps, or a share below 1")
     return problems

@@ -13,6 +13,7 @@ import numpy as np
 
 from flodl.train import RateSearch, Rehearsal
 from flodl_hf.finetuning.evaluation import Evaluation, Evaluations
+from flodl_hf.finetuning.generator.task import GeneratorTask
 from flodl_hf.finetuning.job import Job, plan_job
 from flodl_hf.finetuning.keywords import FinetuneWords
 from flodl_hf.finetuning.options import make_options
@@ -89,6 +90,7 @@ def dry_run(
         stack.enter_context(settings_of_torch())
         if not job.named and job.options.adapter is not None:
             stack.callback(job.model.remove_adapter)
+        stack.callback(_leave, job)
         needs = make_builder(job, lambda event: None, stack).set(eval_start=False).dry_run()
         figures = _judge_some(job)
         place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flodl-hf-"))) / "model"
@@ -105,6 +107,12 @@ def dry_run(
         needs,
         figures,
     )
+
+
+def _leave(job: Job) -> None:
+    """Take a generator away from the model: another run may have another."""
+    if isinstance(job.task, GeneratorTask):
+        job.conclude(job.model)
 
 
 def _sets(job: Job) -> dict[str, Evaluation]:
@@ -155,4 +163,5 @@ def find_lr(
         stack.enter_context(settings_of_torch())
         if not job.named and job.options.adapter is not None:
             stack.callback(job.model.remove_adapter)
+        stack.callback(_leave, job)
         return make_builder(job, lambda event: None, stack).find_lr(low, high, steps)

@@ -43,6 +43,8 @@ class FinetuneResult:
         recorded: how many steps were replayed from captured graphs, and why others were not; None on a processor.
         summed: by what ranks summed their gradients, and why not by what would be faster; None where they sum none.
         holds_model: whether the trained model is in this process.
+        generator: the model of masked words that was trained besides, written to ``generator`` inside of the folder;
+            None without the option of that name.
     """
 
     model: EncoderModel
@@ -60,6 +62,7 @@ class FinetuneResult:
     recorded: Recorded | None = field(default=None, repr=False)
     summed: Summed | None = field(default=None, repr=False)
     holds_model: bool = True
+    generator: EncoderModel | None = field(default=None, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything but the model as JSON types."""

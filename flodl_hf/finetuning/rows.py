@@ -189,12 +189,16 @@ class Masking:
         vocabulary: the size of the vocabulary.
         probability: share of tokens.
         whole_words: choose whole words.
+        mask_share: share of the chosen tokens that become the mask token.
+        random_share: share that becomes a random token.
     """
 
     mask_id: int
     vocabulary: int
     probability: float
     whole_words: bool
+    mask_share: float = 0.8
+    random_share: float = 0.1
 
     def __call__(self, row: Mapping[str, Any], where: Where, index: int) -> dict[str, Any]:
         """Return the row with tokens hidden, and ``labels`` for these."""
@@ -207,6 +211,8 @@ class Masking:
             rng=where.rng("mask", index),
             probability=self.probability,
             words=[None if word < 0 else word for word in words] if self.whole_words else None,
+            mask_share=self.mask_share,
+            random_share=self.random_share,
         )
         rest = {name: value for name, value in row.items() if name != "words"}
         return {**rest, "input_ids": np.asarray(ids), "labels": np.asarray(labels)}

@@ -25,7 +25,8 @@ from flodl.train.saving.keeper import list_checkpoints
 from flodl.train.trackers import Tracker, make_tracker
 from flodl_hf.adapters.settings import Settings, adapter_words
 from flodl_hf.errors import ExportError
-from flodl_hf.export.publish import is_model_file
+from flodl_hf.export.model import export_model
+from flodl_hf.export.publish import GENERATOR, is_model_file
 from flodl_hf.finetuning.best import Best, take_best
 from flodl_hf.finetuning.card import papers
 from flodl_hf.finetuning.data import is_several
@@ -38,7 +39,6 @@ from flodl_hf.finetuning.task import name_of
 from flodl_hf.finetuning.thresholds import tune_thresholds
 from flodl_hf.finetuning.training import CHECKPOINTS, make_builder, settings_of_torch, train_job
 from flodl_hf.finetuning.user_code import Own
-from flodl_hf.finetuning.vectors.task import EmbeddingTask
 from flodl_hf.report.held_out import Judged, judge
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def finetune(
     recipe = {"model": _named(model), "train": _named(train), "eval": _named(eval), **_recipe(job)}
     with ExitStack() as stack:
         stack.enter_context(settings_of_torch())
-        stack.callback(_conclude, job, job.model)
+        stack.callback(job.conclude, job.model)
         for tracker in trackers:
             stack.callback(tracker.end)
         folder = _checkpoint_folder(job, target, stack)
@@ -144,7 +144,7 @@ def finetune(
         best_step, metrics = _take_best(job, model, folder, notes)
         model.eval()
         judged = _judged(job, model, target)
-    _conclude(job, model)
+        beside = job.conclude(model)
     tuned = None
     if chosen.tune_thresholds and judged is not None:
         tuned = tune_thresholds(judged, tuple(model.config.labels))
@@ -155,6 +155,7 @@ def finetune(
     result = FinetuneResult(
         found, None, name_of(job.task), metrics, notes.history, notes.losses, notes.steps, best_step, seconds, recipe,
         list(notes.past.changes), tuned, notes.recorded, notes.summed, trained is not None,
+        None if trained is None else beside,
     )  # fmt: skip
     if target is not None and _is_first_rank():
         written = _write(job, result, target, overwrite, judged)
@@ -256,12 +257,6 @@ def _take_best(job: Job, model: EncoderModel, folder: Path | None, notes: _Notes
     return (notes.steps, last) if taken is None else taken
 
 
-def _conclude(job: Job, model: EncoderModel) -> None:
-    """Put what was learned beside the graph where the model has it."""
-    if isinstance(job.task, EmbeddingTask):
-        job.task.conclude(model)
-
-
 def _under_torchrun() -> bool:
     from flodl.distributed.group import under_torchrun
 
@@ -321,7 +316,12 @@ def _judged(job: Job, model: EncoderModel, target: Path | None) -> Judged | None
 
 
 def _write(job: Job, result: FinetuneResult, target: Path, overwrite: bool, judged: Judged | None) -> Path:
-    return result.model.save_pretrained(target, overwrite=overwrite, extra_files=papers(job, result, judged))
+    files = papers(job, result, judged)
+    if result.generator is None:
+        return result.model.save_pretrained(target, overwrite=overwrite, extra_files=files)
+    return export_model(
+        result.model, target, overwrite=overwrite, extra_files=files, extra_models={GENERATOR: result.generator}
+    )  # fmt: skip
 
 
 def _trackers(options: Options, target: Path | None) -> list[Tracker]:

@@ -19,10 +19,10 @@ from flodl.train import Loss
 from flodl_hf.adapters.prompts import lead_of
 from flodl_hf.finetuning.noise import noisy
 from flodl_hf.finetuning.user_loss import LossFunction, own_loss
-from flodl_hf.layout.layouts import Packed, Padded
+from flodl_hf.layout.layouts import Layout, Packed, Padded
 from flodl_hf.model.losses import IGNORED_LABEL, classification_loss, span_loss, token_loss
 
-__all__ = ["Objective", "rows_of_scores", "run_model", "score"]
+__all__ = ["Objective", "layout_of", "rows_of_scores", "run_model", "score"]
 
 Kind = Literal[
     "single_label", "multi_label", "regression", "tokens", "words", "spans", "vectors", "choices", "pairs", "replaced"
@@ -42,15 +42,9 @@ def score(model: Any, batch: Any) -> Tensor:
 def run_model(model: Any, batch: Any, outputs: Sequence[str] = ()) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the head's scores of a batch, in the layout that the batch has, and the graph's outputs of these names."""
     ids, types = batch["input_ids"], batch.get("token_type_ids")
-    if "places" in batch:
-        layout = Packed(batch["cu_seqlens"], (), batch["longest"], batch["places"], batch["opens"])
-    elif "cu_seqlens" in batch:
-        layout = Packed(batch["cu_seqlens"], tuple(batch["row_lengths"]))
-    elif batch["attention_mask"].is_cuda:
-        # Asking whether all is real would make the host wait; the mask is kept instead.
-        layout = Padded(batch["attention_mask"] != 0)
-    else:
+    if "cu_seqlens" not in batch and not batch["attention_mask"].is_cuda:
         return model.run_graph(ids, batch["attention_mask"], types, None, outputs)[:2]
+    layout = layout_of(batch)
     lead, led = lead_of(model.graph), layout
     if lead is not None:
         ids, types, led = lead.rows(ids, types, layout)
@@ -59,6 +53,17 @@ def run_model(model: Any, batch: Any, outputs: Sequence[str] = ()) -> tuple[Tens
     else:
         scores, named = model.graph(ids, token_type_ids=types, layout=led), {}
     return scores if lead is None or model.per_text else layout.behind(lead.count, scores), named
+
+
+def layout_of(batch: Any) -> Layout:
+    """Return how the tokens of a batch lie, anew for each pass."""
+    if "places" in batch:
+        return Packed(batch["cu_seqlens"], (), batch["longest"], batch["places"], batch["opens"])
+    if "cu_seqlens" in batch:
+        return Packed(batch["cu_seqlens"], tuple(batch["row_lengths"]))
+    mask = batch["attention_mask"]
+    # Asking whether all is real would make the host wait for a device; the mask is kept instead.
+    return Padded(mask != 0) if mask.is_cuda else Padded.of(mask)
 
 
 def rows_of_scores(scores: Tensor, batch: Any, *, per_row: bool) -> list[Tensor]:

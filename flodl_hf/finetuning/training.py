@@ -21,10 +21,10 @@ from flodl.train.optim.optimizers import layerwise_decay
 from flodl.train.saving.state import check_fits
 from flodl_hf.finetuning.factory import FixedModel, ModelFactory, checkpoint_layers, restore_layers, set_dropout
 from flodl_hf.finetuning.identity import identity_of
-from flodl_hf.finetuning.job import Job
+from flodl_hf.finetuning.job import BESIDE, Job
 from flodl_hf.finetuning.observation import observed_of
 from flodl_hf.finetuning.options import Options
-from flodl_hf.finetuning.vectors.task import EmbeddingTask
+from flodl_hf.model.graph_model import GraphModel
 
 if TYPE_CHECKING:
     from flodl.train.builder import TrainerBuilder
@@ -189,7 +189,14 @@ def _arrangement(options: Options) -> Callable[[Any], Callable[[], Any]] | None:
 def _fuse(dtype: torch.dtype, model: Any) -> Callable[[], None]:
     from flodl_hf.backends.choose import arrange_training
 
-    undo, _ = arrange_training(model.graph, dtype)
+    # What stands beside a model may be one, such as a generator.
+    graphs = [part.graph for part in (model, model.beside) if isinstance(part, GraphModel)]
+    each = [arrange_training(graph, dtype)[0] for graph in graphs]
+
+    def undo() -> None:
+        for one in each:
+            one()
+
     return undo
 
 
@@ -212,7 +219,7 @@ def _factory(job: Job, stack: ExitStack) -> Any:
         opening["adapter"] = job.model.save_adapter(room / "adapter")
     with job.model.without_adapter() as base:
         base.save_pretrained(room / "model")
-    start = job.task.start if isinstance(job.task, EmbeddingTask) else None
+    start = job.task.start if isinstance(job.task, BESIDE) else None
     return ModelFactory(
         room / "model", job.task.head, None, None, job.options.freeze, job.options.dropout, opening, start=start
     )

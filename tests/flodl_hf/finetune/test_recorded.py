@@ -64,6 +64,7 @@ CELLS: dict[str, tuple[str, Rows, dict[str, Any]]] = {
     "next_sentence": ("next_sentence", NEIGHBOURS, {}),
     "pretraining": ("pretraining", NEIGHBOURS, {}),
     "replaced_tokens": ("replaced_tokens", LINES, {}),
+    "generator": ("replaced_tokens", LINES, {"generator": "a folder"}),
     "embedding": ("embedding", TRIPLETS, {}),
     "largest values": ("embedding", PAIRS, {"pooling": "max"}),
     "sizes": ("embedding", PAIRS, {"matryoshka": [16, 8]}),
@@ -118,22 +119,28 @@ def starts(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[st
     }  # fmt: skip
 
     def start(task: str) -> Path:
-        family = "electra" if task == "replaced_tokens" else "bert"
-        if family not in made:
+        head = {"replaced_tokens": task, "generator": "masked_lm"}.get(task, "pretraining")
+        if head not in made:
             torch.manual_seed(3)
-            further = {"embedding_size": 16} if family == "electra" else {}
+            family, further = ("bert", {}) if head == "pretraining" else ("electra", {"embedding_size": 16})
             config = ModelConfig.for_model(family, vocab_size=tokenizer.vocab_size, **sizes, **further)
-            model: Any = head_named("replaced_tokens" if further else "pretraining").model.from_config(config)
+            model: Any = head_named(head).model.from_config(config)
             model.tokenizer = tokenizer
-            made[family] = model.save_pretrained(tmp_path_factory.mktemp("starts") / family)
-        return made[family]
+            made[head] = model.save_pretrained(tmp_path_factory.mktemp("starts") / head)
+        return made[head]
 
     return start
 
 
+def cell_of(cell: str, start: Callable[[str], Path]) -> tuple[str, Rows, dict[str, Any]]:
+    """Return a cell's task, rows and options, with the folder of its generator if it has one."""
+    task, rows, options = CELLS[cell]
+    return task, rows, {**options, **({"generator": str(start("generator"))} if "generator" in options else {})}
+
+
 def planned(cell: str, start: Callable[[str], Path], layout: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return a planned job: "padded", or "bucketed" or in a few "widths" as on CUDA."""
-    task, rows, options = CELLS[cell]
+    task, rows, options = cell_of(cell, start)
     monkeypatch.setattr(job_module, "_layout", lambda options: layout if layout == "bucketed" else "padded")
     monkeypatch.setattr(job_module, "_on_cuda", lambda options: layout != "padded")
     job = plan_job(start(task), rows, None, make_options({**FIXED, "task": task, **options}))
@@ -172,7 +179,10 @@ def test_a_step_that_is_filled_up_asks_nothing_and_learns_what_padded_rows_do(
     monkeypatch.setattr(Padded, "of", lambda mask: Padded(mask != 0))
     with Asked() as asked:
         found, filled = gradients(job, batch)
-    if (cell, layout) == ("replaced_tokens", "widths"):  # padded scores on a device are told by `Tensor.is_cuda`
+    if layout == "widths" and cell in (
+        "replaced_tokens",
+        "generator",
+    ):  # padded scores on a device are told by `Tensor.is_cuda`
         assert set(asked.found) <= {"index", "index_put"}
     else:
         assert asked.found == []
@@ -185,7 +195,9 @@ def test_a_step_that_is_filled_up_asks_nothing_and_learns_what_padded_rows_do(
 
 
 @pytest.mark.parametrize("layout", ["bucketed", "widths"])
-@pytest.mark.parametrize("cell", ["sparse", "multivector", "queries as long as they are", "denoising", "damaged"])
+@pytest.mark.parametrize(
+    "cell", ["sparse", "multivector", "queries as long as they are", "denoising", "damaged", "generator"]
+)
 def test_batches_of_an_epoch_come_in_few_shapes_and_recordings_serve_all_of_one(
     cell: str, layout: str, starts: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,7 +233,7 @@ class Repeats:
 def test_replayed_steps_are_ordinary_ones_and_a_run_says_how_many_there_were(
     cell: str, starts: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    task, rows, given = CELLS[cell]
+    task, rows, given = cell_of(cell, starts)
     monkeypatch.setattr(job_module, "_layout", lambda options: "bucketed")
     monkeypatch.setattr(Padded, "of", lambda mask: Padded(mask != 0))
     monkeypatch.setattr(route, "make_capturer", lambda device, settings: Repeats())
@@ -277,7 +289,7 @@ def test_gradients_of_the_largest_values_are_shared_by_equal_ones() -> None:
 @pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
 @pytest.mark.parametrize("cell", CELLS)
 def test_on_a_gpu_recorded_steps_are_ordinary_ones(cell: str, starts: Callable[[str], Path]) -> None:
-    task, rows, given = CELLS[cell]
+    task, rows, given = cell_of(cell, starts)
     options: Any = {**FIXED, "max_steps": 24, "precision": "bf16", "log_every": 5, "task": task, "lr": 0.01, **given}
     found = []
     for capture in (True, False):

@@ -1,0 +1,157 @@
+"""The task of a generator and a discriminator: rows of plain text, the loss of both, and how each is judged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from flodl.errors import ConfigError
+from flodl.metrics import Accuracy, Classification, Metric, Perplexity
+from flodl_hf.columns import Columns, infer_columns
+from flodl_hf.finetuning.generator.batches import CollateMasked, Counts, StepCounts, counts_of
+from flodl_hf.finetuning.generator.start import GeneratorStart, shared_names, taken_out
+from flodl_hf.finetuning.generator.step import JointObjective
+from flodl_hf.finetuning.masked import MaskedTask
+from flodl_hf.finetuning.options import Options
+from flodl_hf.finetuning.rows import CollateRows, EncodedRows, Masking
+from flodl_hf.finetuning.step import Kind
+from flodl_hf.finetuning.task import Prepared
+
+if TYPE_CHECKING:
+    from flodl_hf.heads.masked_lm import MaskedLM
+    from flodl_hf.model.encoder_model import EncoderModel
+    from flodl_hf.tokenizer import Tokenizer
+
+__all__ = ["GeneratorTask", "plan_generator"]
+
+MASK_SHARE = 0.85
+"""Of the tokens that the generator has to find, so many are masked; the others stay what they are, as published."""
+
+
+@dataclass(frozen=True)
+class GeneratorTask(MaskedTask):
+    """Whether each token is the text's own, where others are a generator's, which learns the words behind masks.
+
+    Args:
+        columns: which column holds texts.
+        concatenate: put lines end to end and cut them into full rows.
+        options: the run's.
+    """
+
+    head: str = "replaced_tokens"
+    kind: Kind = "replaced"
+    options: Options = field(default_factory=Options)
+
+    @property
+    def start(self) -> GeneratorStart:
+        """What puts the generator beside a model, on every rank."""
+        options = self.options
+        opening = {"attention": options.attention, "local_files_only": options.local_files_only}
+        return GeneratorStart(str(options.generator), options.seed, opening)
+
+    def settle(self, model: EncoderModel) -> list[str]:
+        """Give the model its generator; return what is to be said of it."""
+        self.start(model)
+        generator: Any = model.beside
+        shared = shared_names(model, generator)
+        own, other = model.config.encoder, generator.config.encoder
+        widths = f"the generator is {other.hidden_size} wide, the discriminator {own.hidden_size}"
+        if not shared:
+            return [f"{widths}; embeddings are not shared, since one has {other.embedding_size} features, the other "
+                    f"{own.embedding_size}"]  # fmt: skip
+        names = sorted({name.partition(".")[0] for name in shared})
+        return [f"{widths}; they share the discriminator's embeddings ({', '.join(names)})"]
+
+    def bounds(self, model: EncoderModel) -> list[int]:
+        """Return the most tokens of a row that the generator takes, where anything bounds it."""
+        generator: Any = model.beside
+        return [] if generator.max_tokens is None else [generator.max_tokens]
+
+    def conclude(self, model: EncoderModel) -> MaskedLM | None:
+        """Take the generator away and return it; None where it was taken already."""
+        return taken_out(model)
+
+    def masking(self, tokenizer: Tokenizer) -> Masking:
+        """Return what masks tokens."""
+        return Masking(
+            tokenizer.mask_token_id or 0, tokenizer.vocab_size, self.options.mask_probability, False,
+            mask_share=MASK_SHARE, random_share=0.0,
+        )  # fmt: skip
+
+    def objective(self) -> JointObjective:
+        """Return the loss."""
+        weight = self.options.discriminator_weight
+        return JointObjective() if weight is None else JointObjective(weight=weight)
+
+    def collate(self, usual: CollateRows, rows: EncodedRows, batches: Any) -> CollateMasked:
+        """Return what makes batches of training."""
+        counts = counts_of(rows, self.options.mask_probability)
+        return self._collate(usual, StepCounts(batches, *counts, self.options.accumulate))
+
+    def judging(self, usual: CollateRows, prepared: Prepared) -> CollateMasked:
+        """Return what makes batches of held-out rows, over all of which both means are taken."""
+        tokens, masked = counts_of(prepared.rows, self.options.mask_probability)
+        return self._collate(usual, Counts(int(tokens.sum()), int(masked.sum())))
+
+    def _collate(self, usual: CollateRows, counts: Counts | StepCounts) -> CollateMasked:
+        given = {f.name: getattr(usual, f.name) for f in fields(CollateRows)}
+        return CollateMasked(**given, probability=self.options.mask_probability, counts=counts)
+
+    def scorer(self, prepared: Prepared) -> Any:
+        """Return a scorer that has seen nothing."""
+        return _Scorer()
+
+
+class _Scorer:
+    def __init__(self) -> None:
+        self.tokens, self.first, self.words = Classification(2, "binary"), Accuracy(), Perplexity()
+
+    def update(self, example: int, scores: Sequence[Tensor]) -> tuple[Any, Any]:
+        """Take in what both models say of one row; return which tokens are taken for replaced, and which are."""
+        score, replaced, right, lost = scores[0].unbind(-1)
+        found, true = (score > 0).long(), replaced.long()
+        self.tokens.update(found, true)
+        masked = right >= 0
+        self.first.update(right[masked].long(), torch.ones_like(right[masked], dtype=torch.long))
+        self.words.add(lost.sum(dtype=torch.float64), masked.sum())
+        return found.tolist(), true.tolist()
+
+    def metrics(self) -> Sequence[Metric]:
+        """Return what was counted."""
+        return [self.tokens, self.first, self.words]
+
+    def compute(self) -> dict[str, float]:
+        """Return how well replaced tokens are found, and how well the generator finds words behind masks."""
+        figures = self.tokens.compute()
+        figures.pop("count", None)
+        return {
+            **figures,
+            "generator_accuracy": self.first.compute()["accuracy"],
+            "generator_perplexity": self.words.compute()["perplexity"],
+        }
+
+
+NOT_TAKEN = ("labels", "problem_type", "class_weights", "label_smoothing", "whole_words", "neftune", "shard")
+
+
+def plan_generator(rows: Sequence[Mapping[str, Any]], options: Options) -> GeneratorTask:
+    """Return the task of a generator and a discriminator.
+
+    Raises:
+        ConfigError: an option that it has no place for, or columns that are no texts.
+    """
+    problems = [f"{name}: with a generator there is no place for it; leave it out" for name in NOT_TAKEN
+                if getattr(options, name)]  # fmt: skip
+    if options.adapter is not None:
+        problems.append("generator: both models learn whole; expected no adapter")
+    columns = infer_columns(rows, **dict(options.columns or {}))
+    text = columns.text if columns.words is None else None
+    if text is None:
+        problems.append(f"generator: found the columns {list(rows[0])}; expected texts, whose tokens it replaces")
+    if problems:
+        raise ConfigError("; ".join(problems), problems=problems)
+    return GeneratorTask(Columns(task="masked-lm", text=text), options.concatenate, options=options)
