@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, Literal
 
-from flodl.errors import DataError, capped
+from flodl.errors import DataError, capped, nearest
 
-__all__ = ["NAMES", "Columns", "infer_columns", "pair_columns"]
+__all__ = ["NAMES", "Columns", "column_names", "infer_columns", "pair_columns"]
 
 Task = Literal["sequence-classification", "token-classification", "question-answering", "masked-lm", "embedding"]
 
@@ -62,11 +63,12 @@ class Columns:
     answers: str | None = None
 
 
-def infer_columns(rows: Sequence[Mapping[str, Any]], **said: str | None) -> Columns:
+def infer_columns(rows: Sequence[Mapping[str, Any]], named: str | None = None, /, **said: str | None) -> Columns:
     """Return what the columns of ``rows`` mean.
 
     Args:
         rows: some rows, for example the first hundred.
+        named: the task that the caller named; masked words are learned of a text, whatever stands beside it.
         **said: columns the caller names, by role: ``text="headline"``.
 
     Raises:
@@ -74,16 +76,17 @@ def infer_columns(rows: Sequence[Mapping[str, Any]], **said: str | None) -> Colu
     """
     if not rows:
         raise DataError("columns: no rows to look at", rows=0)
-    names = list(rows[0])
+    names = column_names(rows)
     wrong = [
-        f"{role}={name!r}" + ("" if role in NAMES else f": no such role, known are {list(NAMES)}")
+        f"{role}={name!r}"
+        + (nearest(str(name), names) if role in NAMES else f": no such role, known are {list(NAMES)}")
         for role, name in said.items()
         if role not in NAMES or (name is not None and name not in names)
     ]
     if wrong:
         raise DataError(f"columns: {'; '.join(wrong)}; the data has columns {names}", names=names, problems=wrong)
     found = {role: name for role, name in said.items() if name is not None}
-    if not found:
+    if not found and named is None:
         _refuse_pairs(names)
 
     def look(role: str, *kinds: str) -> str | None:
@@ -98,13 +101,19 @@ def infer_columns(rows: Sequence[Mapping[str, Any]], **said: str | None) -> Colu
     question, context = look("question", "text"), look("context", "text")
     words, tags = look("words", "list of text"), look("tags", "list of text", "list of numbers")
     text, spans = look("text", "text"), look("spans", "list of records")
+    alone = None if named else text
+    if named == "masked_lm":
+        texts = [name for name in names if _kind(rows, name) == "text"]
+        plain = text or context or (texts[0] if len(texts) == 1 else None)
+        if plain is not None:
+            return Columns(task="masked-lm", text=plain)
     if question and context and not words:
         answers = look("answers", "record", "text", "list of text", "list of records")
         return Columns(task="question-answering", question=question, context=context, answers=answers)
     if words:
         return Columns(task="token-classification", words=words, tags=tags)
     label = look("label", "text", "number", "list of text", "list of numbers")
-    if text is None and len(names) <= 2:
+    if text is None and len(names) <= 2 and not _are_words_as_text(rows, names):
         # two columns, one of them text that hardly repeats: that is the text
         texts = [n for n in names if n != label and _kind(rows, n) == "text"]
         texts.sort(key=lambda n: sum(len(row[n]) for row in rows), reverse=True)
@@ -119,15 +128,39 @@ def infer_columns(rows: Sequence[Mapping[str, Any]], **said: str | None) -> Colu
         return Columns(task="sequence-classification", text=text, text_pair=pair, label=label)
     if text and len(names) == 1:
         return Columns(task="masked-lm", text=text)
-    kinds = [f"{name}: {_kind(rows, name)}" for name in names]
+    kinds = [f"{name}: {_kind(rows, name)}{_meant(name, found)}" for name in names]
+    further = "" if alone is None else f". The words of {alone!r} alone are learned by task='masked_lm'"
+    if alone is not None and look("text_pair", "text") is not None:
+        further = ". Two texts that belong together, without a label, train vectors: task='embedding'"
+    if _are_words_as_text(rows, names):
+        further = ". Words and tags come as lists of as many texts each, which JSON lines, Parquet and CoNLL files hold"
     raise DataError(
         f"columns: what these columns are for is not clear:\n{capped(kinds)}\nexpected text and label, words and "
-        f"tags, "
-        "text and spans, or question, context and answers; rename them, or say which is which: "
-        "columns={'text': ..., 'label': ...}",
+        "tags, text and spans, or question, context and answers; rename them, or say which is which: "
+        f"columns={{'text': ..., 'label': ...}}{further}",
         names=names,
         problems=kinds,
     )
+
+
+def _are_words_as_text(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> bool:
+    """Return whether columns that are called words and tags hold texts, as in a CSV file."""
+    called = {role: [name for name in names if name.lower() in NAMES[role] and name.lower() != "labels"]
+              for role in ("words", "tags")}  # fmt: skip
+    return all(any(_kind(rows, name) == "text" for name in found) for found in called.values())
+
+
+def column_names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the columns that any of the rows has, in their order."""
+    return list(dict.fromkeys(name for row in rows for name in row))
+
+
+def _meant(name: str, said: Mapping[str, str]) -> str:
+    """Return which known name a column's may be a misspelling of, as a question; an empty text where none is near."""
+    known = {word for words in NAMES.values() for word in words}
+    plain = name.lower().strip()
+    close = [] if plain in known or name in said.values() else get_close_matches(plain, sorted(known), 1, cutoff=0.75)
+    return f", did you mean {close[0]!r}?" if close else ""
 
 
 def pair_columns(rows: Sequence[Mapping[str, Any]], said: Mapping[str, str] | None, where: str) -> Columns:
@@ -173,6 +206,7 @@ PAIR_NAMES = {
 }
 
 _PAIRS = (("anchor",), ("positive",), ("negative",), ("chosen", "rejected"))
+_PAIRED = tuple(name for group in _PAIRS for name in group)
 
 
 def _refuse_pairs(names: Sequence[str]) -> None:
@@ -184,9 +218,11 @@ def _refuse_pairs(names: Sequence[str]) -> None:
     lowered = {name.lower() for name in names}
     alike = [group for group in _PAIRS if lowered.issuperset(group)]
     if alike and not lowered & set(NAMES["label"]):
+        strange = [name for name in names if name.lower() not in (*_PAIRED, "query")]
+        near = "".join(f"; {name!r}{close}" for name in strange if (close := nearest(name.lower(), _PAIRED)))
         raise DataError(
             f"columns: {list(names)} look like texts that belong together (anchor, positive, negative; chosen, "
-            "rejected), and none of these columns is a label. Rows of anchor and positive train vectors: "
+            f"rejected), and none of these columns is a label{near}. Rows of anchor and positive train vectors: "
             "task='embedding'; there is no task for preferences. Expected text and label, words and tags, text and "
             "spans, or question, context and answers; where a column is a label after all, say which is which: "
             "columns={'text': ..., 'label': ...}",

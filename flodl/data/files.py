@@ -69,7 +69,7 @@ def read_rows(
         columns: names of the columns, for CSV, TSV and CoNLL files without a header.
         header: whether the first line is a header; None decides by its looks.
         delimiter: between the cells of CSV and TSV files; by default a tab in TSV files, and in CSV files a comma, or
-            the semicolon or tab that divides a header without commas.
+            the semicolon, tab or bar that divides a header without commas.
 
     Raises:
         DataError: the file is absent, of no known format, or faulty; ``path``, ``line`` and ``problems``
@@ -234,7 +234,7 @@ def _separated(texts: Iterator[str]) -> tuple[str, Iterator[str]]:
     """Return what stands between the cells of a CSV file, by its header, and its lines, none of them lost.
 
     That is a comma. Where a header has none, as in what spreadsheet programs write in countries with a decimal
-    comma, it is the semicolon or tab that makes several names of it.
+    comma, it is the semicolon, tab or bar that makes several names of it.
     """
     first = []
     for text in texts:
@@ -242,8 +242,8 @@ def _separated(texts: Iterator[str]) -> tuple[str, Iterator[str]]:
         if text.strip():
             break
     header = first[-1].strip() if first else ""
-    cells = {sign: next(csv.reader([header], delimiter=sign), []) for sign in (",", ";", "\t")}
-    found = [sign for sign in (";", "\t") if len(cells[sign]) > 1 and _looks_like_header(cells[sign])]
+    cells = {sign: next(csv.reader([header], delimiter=sign), []) for sign in (",", ";", "\t", "|")}
+    found = [sign for sign in (";", "\t", "|") if len(cells[sign]) > 1 and _looks_like_header(cells[sign])]
     return found[0] if len(cells[","]) == 1 and len(found) == 1 else ",", chain(first, texts)
 
 

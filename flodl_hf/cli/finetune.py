@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 import typer
 from typer.core import TyperCommand
@@ -23,6 +23,9 @@ from flodl_hf.cli.shared import emit_json, reporting, say, tell, training_said
 from flodl_hf.cli.spelling import command_line
 from flodl_hf.finetuning.options import SCHEDULES, Options
 from flodl_hf.finetuning.task_names import TASK_WORDS, TASKS
+
+if TYPE_CHECKING:
+    from flodl_hf.finetuning.result import FinetuneResult
 
 ANY_PORT = "any"
 SHOWN = ("task", "folder", "metrics", "steps", "best_step", "seconds", "recorded", "summed")
@@ -70,24 +73,8 @@ def run(
     """Train as the recipe and the command line say; the latter wins."""
     from flodl_hf.finetuning.run import _is_first_rank, finetune
 
-    values: dict[str, Any] = {}
-    if recipe is not None:
-        from flodl_hf.recipe import load_recipe
-
-        values = load_recipe(recipe, env).values
-    elif env is not None:
-        raise ConfigError(
-            "--env: found no --recipe; expected the recipe whose values the environment's file replaces",
-            problems=["env"],
-        )
     said = {"model": model, "train": train, "eval": held_out, "out": out, **given}
-    values |= {name: value for name, value in said.items() if value is not None}
-    absent = [name for name in ("model", "train") if values.get(name) is None]
-    if absent:
-        raise ConfigError(
-            f"finetune: found no {' and no '.join(absent)}; give MODEL and --train, or a --recipe that names them",
-            problems=absent,
-        )
+    values = _values(said, recipe, env)
     name = values.pop("model")
     data = {"train": train_data(values.pop("train")), "eval": eval_data(values.pop("eval", None))}
     target = values.pop("out", None)
@@ -120,6 +107,37 @@ def run(
         say(f"steps: {result.recorded}")
     if result.summed is not None:
         say(f"gradients: summed by {result.summed}")
+    _report(name, result, json_output)
+
+
+def _values(said: Mapping[str, Any], recipe: Path | None, env: str | None) -> dict[str, Any]:
+    """Return what a recipe and the command line ask for together; the latter wins.
+
+    Raises:
+        ConfigError: neither names a model and data, or an environment's file has no recipe to lie over.
+    """
+    values: dict[str, Any] = {}
+    if recipe is not None:
+        from flodl_hf.recipe import load_recipe
+
+        values = load_recipe(recipe, env).values
+    elif env is not None:
+        raise ConfigError(
+            "--env: found no --recipe; expected the recipe whose values the environment's file replaces",
+            problems=["env"],
+        )
+    values |= {name: value for name, value in said.items() if value is not None}
+    absent = [name for name in ("model", "train") if values.get(name) is None]
+    if absent:
+        raise ConfigError(
+            f"finetune: found no {' and no '.join(absent)}; give MODEL and --train, or a --recipe that names them",
+            problems=absent,
+        )
+    return values
+
+
+def _report(model: str, result: FinetuneResult, json_output: bool) -> None:
+    """Print what came of a run, and what can be done with it."""
     if json_output:
         found = result.to_dict()
         emit_json({name: found[name] for name in SHOWN})
@@ -133,7 +151,7 @@ def run(
         if result.generator is not None:
             say(f"the generator lies in {result.folder / 'generator'}")
         if result.model.active_adapter is not None:
-            merge = command_line("flodl-hf", "merge", name, result.folder, "--out", "DIR")
+            merge = command_line("flodl-hf", "merge", model, result.folder, "--out", "DIR")
             say(f"the adapter and its head alone; for a whole model: {merge}")
         else:
             say("check it: " + command_line("flodl-hf", "verify-export", result.folder, "--no-source"))

@@ -16,11 +16,12 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from flodl.data import infer_targets, load_rows
-from flodl.errors import ConfigError, DataError
-from flodl_hf.columns import NAMES, Columns, infer_columns
+from flodl.errors import ConfigError, DataError, nearest
+from flodl_hf.columns import Columns, column_names, infer_columns
 from flodl_hf.finetuning.answers import AnswerTask
 from flodl_hf.finetuning.choices import choice_columns, plan_choices
 from flodl_hf.finetuning.generator.task import GeneratorTask, plan_generator
+from flodl_hf.finetuning.inferred import LOOKED_AT, refuse_lost_labels
 from flodl_hf.finetuning.masked import MaskedTask
 from flodl_hf.finetuning.options import Options
 from flodl_hf.finetuning.pairs import plan_pairs
@@ -39,11 +40,12 @@ from flodl_hf.finetuning.vectors.task import EmbeddingTask, plan_embedding
 from flodl_hf.vectors.losses.auxiliary import needs_layer
 from flodl_hf.vectors.losses.denoising import denoises
 
-__all__ = ["HEADED", "Known", "Tables", "choose_task", "guessed_columns", "is_several", "read_tables"]
+__all__ = ["HEADED", "Known", "Tables", "choose_task", "is_several", "read_tables"]
 
 HEADED = (SequenceTask, TokenTask, AnswerTask, MaskedTask)
 """Tasks of models with a head, whose columns may be read off their values."""
-LOOKED_AT = 200  # rows from which the meaning of columns is inferred
+SPLITS = frozenset(("train", "validation", "valid", "dev", "test", "eval"))
+"""What the parts of a data set are called; such parts are no tables to learn from together."""
 
 OTHER_VECTORS: dict[str, type[EmbeddingTask]] = {"sparse": SparseTask, "multivector": MultiVectorTask}
 
@@ -102,6 +104,12 @@ def read_tables(train: Any, held_out: Any, *, seed: int = 42) -> Tables:
     facts: dict[str, dict[str, Any]] = {}
     faults: list[DataError] = []
     several = dict(train) if is_several(train) else {}
+    if several and {str(name).lower() for name in several} <= SPLITS:
+        raise ConfigError(
+            f"train: found the splits {', '.join(map(str, several))} of a data set; expected one of them, and another "
+            "one to judge by: train=data['train'], eval=data['validation']",
+            problems=["train"],
+        )
     learned = {f"train {name}": source for name, source in several.items()} if several else {"train": train}
     for name, source in {**learned, **{f"eval {k}".strip(): source for k, source in named.items()}}.items():
         try:
@@ -235,8 +243,10 @@ def _of_its_own(named: str | None, tables: Tables, options: Options, known: Know
 def _with_head(tables: Tables, options: Options, known: Known, named: str | None) -> Task:
     """Return what is to be learned by a model with a head."""
     said = dict(options.columns or {})
-    columns = infer_columns(tables.train[:LOOKED_AT], **said)
+    columns = infer_columns(tables.train[:LOOKED_AT], named, **said)
     task = columns.task.replace("-", "_")
+    if named is None:
+        refuse_lost_labels(columns, tables.train, known.head)
     if named is not None and named != task:
         columns = _columns_for(named, columns, tables.train[0])
         task = named
@@ -254,10 +264,6 @@ def _with_head(tables: Tables, options: Options, known: Known, named: str | None
 
 def _columns_for(named: str, columns: Columns, row: Mapping[str, Any]) -> Columns:
     """Return the columns for a task other than the one they look like."""
-    if named == "masked_lm" and columns.text is not None:
-        return Columns(task="masked-lm", text=columns.text)
-    if named == "masked_lm" and columns.context is not None:
-        return Columns(task="masked-lm", text=columns.context)
     if named == "sequence_classification" and columns.question and columns.context:
         label = next((name for name in row if name.lower() in ("label", "labels")), None)
         if label:
@@ -271,32 +277,14 @@ def _columns_for(named: str, columns: Columns, row: Mapping[str, Any]) -> Column
     )
 
 
-def guessed_columns(columns: Columns, said: Mapping[str, str] | None) -> list[str]:
-    """Return, as notes, the columns whose meaning was read off their values, since no name tells it.
-
-    Args:
-        columns: what the columns are taken for.
-        said: columns that the caller named, by role.
-    """
-    roles = {role: getattr(columns, role) for role in NAMES}
-    guessed = {
-        role: name
-        for role, name in roles.items()
-        if name is not None and role not in (said or {}) and name.lower() not in NAMES[role]
-    }
-    if not guessed:
-        return []
-    read = " and ".join(f"{name!r} as the {role}" for role, name in guessed.items())
-    option = ",".join(f"{role}={name}" for role, name in guessed.items())
-    return [f"columns are read by what they hold: {read} (columns={guessed!r} or --columns {option!r} would say so)"]
-
-
 def _same_columns(columns: Columns, rows: Sequence[Mapping[str, Any]], where: str) -> None:
     wanted = [getattr(columns, role) for role in columns.__dataclass_fields__ if role != "task"]
-    absent = [name for name in wanted if name is not None and name not in rows[0]]
+    names = column_names(rows[:LOOKED_AT])
+    absent = [name for name in wanted if name is not None and name not in names]
     if absent:
+        near = nearest(absent[0], names)
         raise DataError(
-            f"{where}: no column {', '.join(map(repr, absent))}; it has {list(rows[0])}. Expected the columns of the "
+            f"{where}: no column {', '.join(map(repr, absent))}{near}; it has {names}. Expected the columns of the "
             "training data",
             names=absent,
         )

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from flodl.errors import ConfigError, TrainError, printable
+from flodl.errors import ConfigError, TrainError, printable, visible
 from flodl.files import path_fault
 from flodl.train import Callback, EvalDone, RunDone, RunStarted, StepDone
 from flodl.train.events import Past
@@ -119,18 +120,71 @@ def finetune(
     trackers = _trackers(chosen, target)
     if target is not None:
         _check_free(target, overwrite)
-    job = plan_job(model, train, eval, chosen, own=Own(loss, metrics, tuple(callbacks)))
+    tell = _say if progress and _is_first_rank() else None
+    job = plan_job(model, train, eval, chosen, own=Own(loss, metrics, tuple(callbacks)), tell=tell)
     recipe = {"model": _named(model), "train": _named(train), "eval": _named(eval), **_recipe(job)}
+    notes = _Notes(on_event, job.unrecorded)
+    ended = _train(job, notes, target, recipe, progress=progress, trackers=trackers, monitor=monitor)
+    tuned = _tuned(ended, chosen)
+    found: Any = ended.model if ended.is_whole else OnFirstRank()
+    result = FinetuneResult(
+        found, None, name_of(job.task), ended.metrics, notes.history, notes.losses, notes.steps, ended.best_step,
+        ended.seconds, recipe, list(notes.past.changes), tuned, notes.recorded, notes.summed, ended.is_whole,
+        ended.beside if ended.is_whole else None,
+    )  # fmt: skip
+    if target is not None and _is_first_rank():
+        written = _write(job, result, target, overwrite, ended.judged)
+        result = replace(result, folder=written)
+        if ended.folder is not None and not chosen.keep_checkpoints and chosen.checkpoints is None:
+            shutil.rmtree(ended.folder, ignore_errors=True)
+    return result
+
+
+@dataclass(frozen=True)
+class _Ended:
+    """What training came to.
+
+    Attributes:
+        model: with the best weights, where it is whole.
+        is_whole: whether it was trained here, rather than in parts that the first rank has put together.
+        best_step: the step of its weights.
+        metrics: the figures of that step.
+        seconds: all the time that was spent on it.
+        judged: what it says of held-out data, where somebody wants to know.
+        folder: where its checkpoints are.
+        beside: a second model that learned with it.
+    """
+
+    model: EncoderModel
+    is_whole: bool
+    best_step: int
+    metrics: dict[str, float]
+    seconds: float
+    judged: Judged | None
+    folder: Path | None
+    beside: Any
+
+
+def _train(
+    job: Job,
+    notes: _Notes,
+    target: Path | None,
+    recipe: dict[str, Any],
+    *,
+    progress: bool | None,
+    trackers: Sequence[Tracker],
+    monitor: Any,
+) -> _Ended:
+    """Train a planned job, take its best weights and judge them; what is set for that alone is undone."""
     with ExitStack() as stack:
         stack.enter_context(settings_of_torch())
         stack.callback(job.conclude, job.model)
         for tracker in trackers:
             stack.callback(tracker.end)
         folder = _checkpoint_folder(job, target, stack)
-        notes = _Notes(on_event, job.unrecorded)
-        if folder is None and job.metric is not None and chosen.keep_best:
+        if folder is None and job.metric is not None and job.options.keep_best:
             # Under torchrun: every rank holds the best itself, since there is no folder that all of them see.
-            if chosen.shard is None:
+            if job.options.shard is None:
                 notes.keep_best(Best(job.metric), job.model)
             else:
                 job.notes.append("without out= or checkpoints= the model of the last step is kept, not the best one")
@@ -145,24 +199,18 @@ def finetune(
         model.eval()
         judged = _judged(job, model, target)
         beside = job.conclude(model)
-    tuned = None
-    if chosen.tune_thresholds and judged is not None:
-        tuned = tune_thresholds(judged, tuple(model.config.labels))
+    return _Ended(model, trained is not None, best_step, metrics, seconds, judged, folder, beside)
+
+
+def _tuned(ended: _Ended, options: Options) -> Any:
+    """Return the thresholds that were chosen for the labels, and leave them with the model; None where none are."""
+    model, tuned = ended.model, None
+    if options.tune_thresholds and ended.judged is not None:
+        tuned = tune_thresholds(ended.judged, tuple(model.config.labels))
     if tuned is not None or model.config.label_thresholds is not None:
         # Those of the start were chosen for other weights.
         model.config = model.config.changed(label_thresholds={} if tuned is None else tuned.thresholds)
-    found: Any = OnFirstRank() if trained is None else trained
-    result = FinetuneResult(
-        found, None, name_of(job.task), metrics, notes.history, notes.losses, notes.steps, best_step, seconds, recipe,
-        list(notes.past.changes), tuned, notes.recorded, notes.summed, trained is not None,
-        None if trained is None else beside,
-    )  # fmt: skip
-    if target is not None and _is_first_rank():
-        written = _write(job, result, target, overwrite, judged)
-        result = replace(result, folder=written)
-        if folder is not None and not chosen.keep_checkpoints and chosen.checkpoints is None:
-            shutil.rmtree(folder, ignore_errors=True)
-    return result
+    return tuned
 
 
 class _Notes:
@@ -255,6 +303,11 @@ def _take_best(job: Job, model: EncoderModel, folder: Path | None, notes: _Notes
     elif folder is not None and job.metric is not None and job.options.keep_best and _is_first_rank():
         taken = take_best(job.metric, folder, model, notes.history, notes.steps)
     return (notes.steps, last) if taken is None else taken
+
+
+def _say(text: str) -> None:
+    """Say what a run will do, beside its results."""
+    print(visible(text), file=sys.stderr, flush=True)
 
 
 def _under_torchrun() -> bool:

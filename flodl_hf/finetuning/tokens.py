@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from flodl.errors import DataError, capped
+from flodl.errors import DataError, capped, nearest
 from flodl.metrics import Metric, SpanF1
 from flodl_hf.alignment import IGNORE, Units, align_tags, read_tags, tags_of_spans, word_units
-from flodl_hf.columns import Columns
+from flodl_hf.columns import NAMES, Columns, column_names
 from flodl_hf.finetuning.rows import EncodedRows, RowBuilder
 from flodl_hf.finetuning.step import Kind
 from flodl_hf.finetuning.task import CHUNK, Examples, LengthLimits, Prepared, check_texts
@@ -38,15 +38,22 @@ def tag_names(examples: Examples, columns: Columns) -> tuple[str, ...]:
     if columns.spans is not None:
         kinds = {label for i, row in enumerate(examples) for _, _, label in read_character_spans(row[columns.spans], i)}
         return ("O", *(f"{letter}-{kind}" for kind in sorted(kinds) for letter in "BI"))
-    found = {str(tag) for row in examples for tag in row[_tags(columns)]}
+    tags = _tags(columns, examples)
+    found = {str(tag) for row in examples for tag in row[tags]}
     if all(tag.isdecimal() for tag in found):
         return tuple(str(k) for k in range(max(map(int, found), default=0) + 1))
     return tuple(sorted(found, key=lambda tag: (tag != "O", tag.partition("-")[2], tag)))
 
 
-def _tags(columns: Columns) -> str:
+def _tags(columns: Columns, examples: Examples = ()) -> str:
     if columns.tags is None:
-        raise DataError("finetune: found words and no column with their tags; expected one, say columns={'tags': ...}")
+        names = [name for name in column_names(examples[:100]) if name != columns.words]
+        near = "".join(f"; {name!r}{close}" for name in names if (close := nearest(name.lower(), NAMES["tags"])))
+        raise DataError(
+            f"finetune: found words in {columns.words!r} and no column with their tags among {names}{near}; expected "
+            "one, a list of as many tags as words: say columns={'tags': ...}",
+            names=names,
+        )
     return columns.tags
 
 

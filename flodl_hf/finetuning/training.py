@@ -21,9 +21,10 @@ from flodl.train.optim.optimizers import layerwise_decay
 from flodl.train.saving.state import check_fits
 from flodl_hf.finetuning.factory import FixedModel, ModelFactory, checkpoint_layers, restore_layers, set_dropout
 from flodl_hf.finetuning.identity import identity_of
-from flodl_hf.finetuning.job import BESIDE, Job
+from flodl_hf.finetuning.job import Job
 from flodl_hf.finetuning.observation import observed_of
 from flodl_hf.finetuning.options import Options
+from flodl_hf.finetuning.start import BESIDE
 from flodl_hf.model.graph_model import GraphModel
 
 if TYPE_CHECKING:

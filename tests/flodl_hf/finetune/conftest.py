@@ -14,6 +14,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 @pytest.fixture(scope="session")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An untrained two-layer BERT with a tokenizer."""
-    folder = tmp_path_factory.mktemp("base") / "tiny"
-    return demo.demo_model(demo.learn_vocabulary()).save_pretrained(folder)
+    """An untrained two-layer BERT with a tokenizer, which says that it is an encoder alone."""
+    folder = demo.demo_model(demo.learn_vocabulary()).save_pretrained(tmp_path_factory.mktemp("base") / "tiny")
+    config = folder / "config.json"
+    config.write_text(config.read_text("utf-8").replace("BertForSequenceClassification", "BertModel"), "utf-8")
+    return folder

@@ -98,7 +98,7 @@ def test_only_the_adapter_and_the_head_are_in_the_optimiser_and_in_checkpoints(b
     assert of_model
     for found in of_model:
         assert {name.split("::")[0] for name in found} <= held
-    whole = sum(t.numel() for t in load(base).state_dict().values())
+    whole = sum(t.numel() for t in load(base, head="sequence_classification").state_dict().values())
     assert sum(t.numel() for found in tensors.values() for t in found.values()) < whole
 
 
@@ -150,20 +150,20 @@ def test_the_same_steps_on_two_processes_of_their_own(in_memory: bool, base: Pat
     whole = learned(finetune(base, train=ROWS[:21], **WHOLE).model)
     chosen = {**WHOLE, "devices": ["cpu", "cpu"], "policy": "sync"}
     torch.manual_seed(WHOLE.get("seed", 42))
-    start: Any = load(base) if in_memory else base
+    start: Any = load(base, head="sequence_classification") if in_memory else base
     shared = learned(finetune(start, train=ROWS[:21], **chosen).model)
     assert apart(whole, shared) < 2e-6
 
 
 def test_a_model_in_memory_is_adapted_and_goes_on(base: Path) -> None:
-    model = load(base)
+    model = load(base, head="sequence_classification")
     first = finetune(
         model, train=ROWS, adapter=Lora(rank=2, targets=("query", "feed_forward.up")), epochs=1, batch_size=8
     )
     assert first.model is model
     assert model.active_adapter == "default"
     assert first.recipe["lora"] == 2
-    other = load(base)
+    other = load(base, head="sequence_classification")
     dry_run(other, train=ROWS, lora=2, batch_size=8)
     assert not other.adapters
     before = learned(model)

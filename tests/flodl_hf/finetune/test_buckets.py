@@ -17,8 +17,7 @@ from flodl.data.batch import Batch
 from flodl.data.batches import FixedBatches
 from flodl.data.collate import Where
 from flodl.train import Warned
-from flodl_hf.finetuning import finetune, plan_job
-from flodl_hf.finetuning import job as job_module
+from flodl_hf.finetuning import batching, finetune, plan_job
 from flodl_hf.finetuning.options import make_options
 from flodl_hf.finetuning.shapes import Shapes, choose_shapes, choose_widths
 from flodl_hf.finetuning.training import make_builder
@@ -44,7 +43,7 @@ CASES = [
 
 @pytest.fixture
 def bucketed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_module, "_layout", lambda options: "bucketed")
+    monkeypatch.setattr(batching, "_layout", lambda options: "bucketed")
 
 
 @pytest.mark.parametrize(("task", "options"), CASES)
@@ -53,7 +52,7 @@ def test_buckets_learn_what_padded_rows_do(
 ) -> None:
     rows = TABLES[task](21)  # the last batch is smaller
     padded = trained(base, rows, layout="padded", **PLAIN, **options)
-    monkeypatch.setattr(job_module, "_layout", lambda options: "bucketed")
+    monkeypatch.setattr(batching, "_layout", lambda options: "bucketed")
     assert apart(padded, trained(base, rows, **PLAIN, **options)) < 5e-6
 
 
@@ -68,7 +67,7 @@ def test_numbers_and_several_labels_are_means_over_real_rows(
     else:
         rows = [{"text": text, "label": [name for name in "abc" if rng.random() < 0.5]} for text in texts]
     padded = trained(base, rows, layout="padded", problem_type=problem, **PLAIN)
-    monkeypatch.setattr(job_module, "_layout", lambda options: "bucketed")
+    monkeypatch.setattr(batching, "_layout", lambda options: "bucketed")
     assert apart(padded, trained(base, rows, problem_type=problem, **PLAIN)) < 5e-6
 
 
@@ -153,7 +152,7 @@ def test_padded_batches_come_in_few_widths(base: Path, monkeypatch: pytest.Monke
         ("question_answering", {"mask_padding": True}, True),
     ):
         for cuda in (True, False):
-            monkeypatch.setattr(job_module, "_on_cuda", lambda options, cuda=cuda: cuda)
+            monkeypatch.setattr(batching, "_on_cuda", lambda options, cuda=cuda: cuda)
             job = plan_job(base, rows[task], None, make_options({**FIXED, **options, "layout": "padded"}))
             assert bool(job.collate.widths) == (expected and cuda)
 

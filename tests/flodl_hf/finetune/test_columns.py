@@ -4,7 +4,7 @@ import pytest
 
 from flodl.errors import DataError
 from flodl_hf.columns import Columns, infer_columns
-from flodl_hf.finetuning.data import guessed_columns
+from flodl_hf.finetuning.inferred import guessed_columns
 
 SENTENCE = {"words": ["a"], "tags": ["O"]}
 ANSWERS = {"text": ["a"], "answer_start": [0]}

@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from flodl.distributed import Ranks, launch
 from flodl.train import StepDone
-from flodl_hf.finetuning import job as job_module
-from flodl_hf.finetuning import plan_job
+from flodl_hf.finetuning import batching, plan_job
 from flodl_hf.finetuning.options import make_options
 from flodl_hf.finetuning.run import make_builder
 
@@ -81,12 +80,12 @@ def planned(base: Path, variant: str, layout: str, **more: Any) -> Any:
     chosen = {**WHOLE, **options, **more}
     if "class_weights" in chosen:
         chosen["labels"] = labels_of(rows)
-    before = job_module._layout
-    job_module._layout = lambda options: layout  # type: ignore[assignment]
+    before = batching._layout
+    batching._layout = lambda options: layout  # type: ignore[assignment]
     try:
         return plan_job(base, rows, rows[:11], make_options(chosen))
     finally:
-        job_module._layout = before
+        batching._layout = before
 
 
 def steps_of(job: Any, ranks: Ranks | None = None, shares: Any = None) -> tuple[list[float], NDArray[Any]]:

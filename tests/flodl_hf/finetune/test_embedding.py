@@ -158,7 +158,7 @@ def test_batches_filled_up_to_shapes_that_come_again_give_the_same_step(
     for pooling in ("mean", "cls+max", "mean_sqrt_len+weighted_mean+last_token"):
         whole = weights(base, rows("triplets"), pooling=pooling)
         with monkeypatch.context() as patch:
-            patch.setattr("flodl_hf.finetuning.job._layout", lambda options: "bucketed")
+            patch.setattr("flodl_hf.finetuning.batching._layout", lambda options: "bucketed")
             assert nearly(whole, weights(base, rows("triplets"), pooling=pooling))
 
 

@@ -109,7 +109,7 @@ def test_packed_rows_learn_what_padded_ones_do(task: str, base: Path) -> None:
 def test_checkpointing_layers_changes_memory_and_no_bit(base: Path) -> None:
     rows = labelled(24)
     assert apart(trained(base, rows), trained(base, rows, gradient_checkpointing=True)) == 0.0
-    model = load(base)
+    model = load(base, head="sequence_classification")
     checkpoint_layers(model)
     assert "forward" in vars(model.graph.get_submodule("encoder.layers.0"))
     restore_layers(model)
@@ -132,8 +132,8 @@ def test_token_budgets_bound_every_batch(base: Path) -> None:
 
 
 def test_what_is_frozen_keeps_its_bits_and_learns_again_later(base: Path) -> None:
-    before = load(base).graph.state_dict()
-    model = load(base)
+    before = load(base, head="sequence_classification").graph.state_dict()
+    model = load(base, head="sequence_classification")
     after = finetune(model, train=labelled(24), freeze=["embeddings", "layers.0-0"], **FIXED).model.graph
     moved = {name for name, tensor in after.state_dict().items() if not torch.equal(tensor, before[name])}
     assert moved
@@ -142,7 +142,7 @@ def test_what_is_frozen_keeps_its_bits_and_learns_again_later(base: Path) -> Non
 
 
 def test_dropout_is_what_was_asked_during_training_and_the_models_own_afterwards(base: Path) -> None:
-    model = load(base)
+    model = load(base, head="sequence_classification")
 
     def dropouts() -> list[float]:
         return [m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)]

@@ -18,8 +18,7 @@ from flodl_hf import demo, load
 from flodl_hf.auto import head_named
 from flodl_hf.config.model_config import ModelConfig
 from flodl_hf.export.verify import verify_export
-from flodl_hf.finetuning import dry_run, finetune, plan_job
-from flodl_hf.finetuning import job as job_module
+from flodl_hf.finetuning import batching, dry_run, finetune, plan_job
 from flodl_hf.finetuning.factory import set_dropout
 from flodl_hf.finetuning.generator import step
 from flodl_hf.finetuning.generator.sampling import drawn
@@ -58,13 +57,13 @@ def starts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def planned(starts: dict[str, Path], generator: str, layout: str = "padded", **more: Any) -> Any:
-    before = job_module._layout
-    job_module._layout = lambda options: layout  # type: ignore[assignment]
+    before = batching._layout
+    batching._layout = lambda options: layout  # type: ignore[assignment]
     try:
         options = make_options({**FIXED, "generator": str(starts[generator]), **more})
         job = plan_job(starts["discriminator"], lines(24), lines(11), options)
     finally:
-        job_module._layout = before
+        batching._layout = before
     set_dropout(job.model, 0.0)
     return job
 

@@ -170,7 +170,7 @@ def test_texts_of_the_same_length_are_other_data(table: Any, base: Path) -> None
 
 
 def test_another_start_is_another_run_and_another_place_is_not(base: Path, tmp_path: Path) -> None:
-    model = load(base)
+    model = load(base, head="sequence_classification")
     moved = tmp_path / "moved"
     model.save_pretrained(moved)
     with torch.no_grad():

@@ -20,8 +20,7 @@ from flodl.train import Warned
 from flodl_hf import demo, load
 from flodl_hf.auto import head_named
 from flodl_hf.config.model_config import ModelConfig
-from flodl_hf.finetuning import finetune, plan_job
-from flodl_hf.finetuning import job as job_module
+from flodl_hf.finetuning import batching, finetune, plan_job
 from flodl_hf.finetuning.options import make_options
 
 BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "finetune_parity.py"
@@ -77,12 +76,12 @@ def starts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def planned(start: Any, task: str, rows: Rows, layout: str = "padded", **more: Any) -> Any:
-    before = job_module._layout
-    job_module._layout = lambda options: layout  # type: ignore[assignment]
+    before = batching._layout
+    batching._layout = lambda options: layout  # type: ignore[assignment]
     try:
         return plan_job(start, rows, rows[:11], make_options({**FIXED, "task": task, **more}))
     finally:
-        job_module._layout = before
+        batching._layout = before
 
 
 @pytest.mark.transformers

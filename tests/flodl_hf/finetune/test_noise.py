@@ -16,7 +16,7 @@ from flodl.data.collate import Where
 from flodl.errors import ConfigError, TrainError
 from flodl.train import route
 from flodl.train.schedule import Constant
-from flodl_hf.finetuning import finetune, job, plan_job
+from flodl_hf.finetuning import batching, finetune, plan_job
 from flodl_hf.finetuning.evaluation import Evaluation
 from flodl_hf.finetuning.noise import SEEDS, noisy, row_seeds, uniform_noise
 from flodl_hf.finetuning.options import make_options
@@ -58,7 +58,7 @@ def test_a_step_with_noise_is_the_same_however_it_is_cut(
     assert not close(whole, weights(base, rows, neftune=None))
     for cut in CUTS:
         assert close(whole, weights(base, rows, **cut)), cut
-    monkeypatch.setattr(job, "_layout", lambda options: "bucketed")  # as on CUDA
+    monkeypatch.setattr(batching, "_layout", lambda options: "bucketed")  # as on CUDA
     for cut in ({}, {"micro_batch_size": 5}):
         assert close(whole, weights(base, rows, **cut)), cut
 
@@ -160,7 +160,7 @@ class Replays:
 
 
 def test_captured_steps_have_the_noise_of_their_own_rows(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job, "_layout", lambda options: "bucketed")
+    monkeypatch.setattr(batching, "_layout", lambda options: "bucketed")
     given: dict[str, Any] = {"max_steps": 8, "epochs": 4, "optimizer": "adamw", "lr": 1e-3, "ema": 0.9}
     rows = TABLES["sequence_classification"](24)
     capturer = Replays()

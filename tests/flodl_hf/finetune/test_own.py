@@ -337,7 +337,8 @@ def test_progress_is_shown_with_a_total_that_is_true(
     result = finetune(base, train=labelled(32), batch_size=8, progress=True, **options)
     said = capfd.readouterr().err.splitlines()
     total = result.steps if total is None else total
-    assert said[0].startswith(f"training: 3 epochs, {total} steps")
+    assert said[0].startswith("task sequence_classification from text 'text', label 'label'; 2 labels")
+    assert said[1].startswith(f"training: 3 epochs, {total} steps")
     assert said[-1].startswith(f"training: {total} of {total} steps (100 %)")
 
 

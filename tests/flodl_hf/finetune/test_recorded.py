@@ -20,8 +20,7 @@ from flodl.train.step.capture import flatten
 from flodl_hf import load
 from flodl_hf.auto import head_named
 from flodl_hf.config.model_config import ModelConfig
-from flodl_hf.finetuning import finetune, plan_job
-from flodl_hf.finetuning import job as job_module
+from flodl_hf.finetuning import batching, finetune, plan_job
 from flodl_hf.finetuning.factory import set_dropout
 from flodl_hf.finetuning.options import make_options
 from flodl_hf.finetuning.task_names import TASKS
@@ -141,8 +140,8 @@ def cell_of(cell: str, start: Callable[[str], Path]) -> tuple[str, Rows, dict[st
 def planned(cell: str, start: Callable[[str], Path], layout: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return a planned job: "padded", or "bucketed" or in a few "widths" as on CUDA."""
     task, rows, options = cell_of(cell, start)
-    monkeypatch.setattr(job_module, "_layout", lambda options: layout if layout == "bucketed" else "padded")
-    monkeypatch.setattr(job_module, "_on_cuda", lambda options: layout != "padded")
+    monkeypatch.setattr(batching, "_layout", lambda options: layout if layout == "bucketed" else "padded")
+    monkeypatch.setattr(batching, "_on_cuda", lambda options: layout != "padded")
     job = plan_job(start(task), rows, None, make_options({**FIXED, "task": task, **options}))
     set_dropout(job.model, 0.0)
     return job
@@ -234,7 +233,7 @@ def test_replayed_steps_are_ordinary_ones_and_a_run_says_how_many_there_were(
     cell: str, starts: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     task, rows, given = cell_of(cell, starts)
-    monkeypatch.setattr(job_module, "_layout", lambda options: "bucketed")
+    monkeypatch.setattr(batching, "_layout", lambda options: "bucketed")
     monkeypatch.setattr(Padded, "of", lambda mask: Padded(mask != 0))
     monkeypatch.setattr(route, "make_capturer", lambda device, settings: Repeats())
     options: Any = {**FIXED, "max_steps": 15, "task": task, "lr": 0.01, **given}
@@ -253,7 +252,7 @@ def test_replayed_steps_are_ordinary_ones_and_a_run_says_how_many_there_were(
 def test_a_run_says_why_its_steps_are_not_recorded(
     starts: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job_module, "_on_cuda", lambda options: True)
+    monkeypatch.setattr(batching, "_on_cuda", lambda options: True)
     monkeypatch.setattr(route, "make_capturer", lambda device, settings: Repeats())
     told: list[Any] = []
     options: Any = {**FIXED, "max_steps": 2, "layout": "packed", "on_event": told.append}

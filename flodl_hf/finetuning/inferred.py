@@ -1,0 +1,121 @@
+"""What is said of the task that a table was taken for, and tables that may have been meant for another one.
+
+A text alone trains words behind masks. That is also what is left of a table whose labels were lost: cells divided by
+another sign, labels before the text, a column that some rows have. Such tables are refused unless the task was named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from flodl.errors import ConfigError, DataError, printable
+from flodl_hf.columns import NAMES, Columns, column_names
+from flodl_hf.finetuning.task import Task, name_of
+
+__all__ = ["guessed_columns", "refuse_lost_labels", "task_line"]
+
+LOOKED_AT = 200
+NAMED = 8  # labels that a line names
+SIGNS = {"\t": "tabs", "|": "'|'", ";": "semicolons", ",": "commas"}
+PREFIX = "__label__"  # how fastText marks labels in lines of text
+TRAINED = ("sequence_classification", "token_classification", "question_answering", "multiple_choice")
+MEANT = "; or say task='masked_lm' to learn the words of these texts behind masks"
+
+
+def refuse_lost_labels(columns: Columns, rows: Sequence[Mapping[str, Any]], head: str | None) -> None:
+    """Refuse a table of texts alone that may have had labels; for tasks that nobody named.
+
+    Args:
+        columns: what the columns were taken for.
+        rows: the table.
+        head: of the starting model.
+
+    Raises:
+        ConfigError: the start was trained to tell labels.
+        DataError: some rows have further columns, or the texts hold what may be labels.
+    """
+    text = columns.text
+    if columns.task != "masked-lm" or text is None:
+        return
+    if head in TRAINED:
+        raise ConfigError(
+            f"train: found the texts of {text!r} and nothing else, for a model trained for {head}; expected labels "
+            f"beside the texts in a column of their own{MEANT}",
+            problems=["task"],
+        )
+    further = [name for name in column_names(rows) if name != text]
+    if further:
+        counts = [f"{name!r} ({sum(name in row for row in rows):,} of {len(rows):,} rows)" for name in further[:8]]
+        raise DataError(
+            f"train: found the texts of {text!r} alone in the first {min(len(rows), LOOKED_AT)} rows, and further on "
+            f"other columns: {', '.join(counts)}; expected the same columns in each row{MEANT}",
+            names=further,
+        )
+    seen = [row[text] for row in rows[:LOOKED_AT] if isinstance(row.get(text), str)]
+    signs = [sign for sign in SIGNS if sign in text and len(text.split()) == 1]
+    if not signs and len(seen) > 1 and all("\t" in line for line in seen):
+        signs = ["\t"]
+    if signs:
+        raise DataError(
+            f"train: the only column, {text!r}, looks like several, divided by {SIGNS[signs[0]]}; expected commas in a "
+            f".csv file and tabs in a .tsv file{MEANT}",
+            names=[text],
+        )
+    if seen and all(line.startswith(PREFIX) for line in seen):
+        raise DataError(
+            f"train: each text of {text!r} begins with {PREFIX}, as labels do for fastText; expected labels in a "
+            f"column of their own{MEANT}",
+            names=[text],
+        )
+
+
+def guessed_columns(columns: Columns, said: Mapping[str, str] | None) -> list[str]:
+    """Return, as notes, the columns whose meaning was read off their values, since no name tells it.
+
+    Args:
+        columns: what the columns are taken for.
+        said: columns that the caller named, by role.
+    """
+    roles = {role: getattr(columns, role) for role in NAMES}
+    guessed = {
+        role: name
+        for role, name in roles.items()
+        if name is not None and role not in (said or {}) and name.lower() not in NAMES[role]
+    }
+    if not guessed:
+        return []
+    read = " and ".join(f"{name!r} as the {role}" for role, name in guessed.items())
+    option = ",".join(f"{role}={name}" for role, name in guessed.items())
+    return [f"columns are read by what they hold: {read} (columns={guessed!r} or --columns {option!r} would say so)"]
+
+
+def task_line(task: Task, rows: Sequence[Any], asked: str | None) -> str:
+    """Return one line that says what will be learned, from which columns, and how another task is asked for.
+
+    Args:
+        task: what was chosen.
+        rows: the training rows.
+        asked: the task as the caller named it.
+    """
+    columns: Any = task.columns  # type: ignore[attr-defined]
+    found = {f.name: getattr(columns, f.name) for f in fields(columns) if f.name != "task"}
+    roles = [f"{role.replace('_', ' ')} {_named(name)}" for role, name in found.items() if name]
+    parts = [f"task {name_of(task)} from {', '.join(roles)}"]
+    if task.labels is not None and task.kind != "regression":
+        names = [printable(name, 40)[1:-1] for name in task.labels[:NAMED]]
+        more = f", and {len(task.labels) - NAMED} more" if len(task.labels) > NAMED else ""
+        several = ", any number of them a text" if task.kind == "multi_label" else ""
+        parts.append(f"{len(task.labels)} labels{several}: {', '.join(names)}{more}")
+    elif task.kind == "regression":
+        parts.append("a number for each text")
+    elif task.head == "masked_lm":
+        parts.append("the words behind masks are learned, no label")
+    parts.append(f"{len(rows):,} rows")
+    line = "; ".join(parts)
+    return line if asked else f"{line} (as the columns say; --task or task= names another)"
+
+
+def _named(name: Any) -> str:
+    return ", ".join(map(repr, name)) if isinstance(name, tuple) else repr(name)

@@ -1,0 +1,194 @@
+"""What a table is taken for is said, and a table whose labels were lost trains no masked words in silence."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from finetune_tables import TABLES, labelled, sentences
+
+from flodl.errors import ConfigError, DataError
+from flodl_hf.finetuning import plan_job
+from flodl_hf.finetuning.data import Known, choose_task, read_tables
+from flodl_hf.finetuning.inferred import task_line
+from flodl_hf.finetuning.options import make_options
+
+TEXTS = sentences()[:12]
+ALONE = [{"text": text} for text in TEXTS]
+
+
+def chosen(rows: Any, head: str | None = None, **options: Any) -> Any:
+    tables = read_tables(rows, None)
+    return choose_task(tables, make_options(options), Known(head))[0]
+
+
+def with_column(name: str, among: Any = "ab") -> list[dict[str, Any]]:
+    return [{"text": text, name: among[i % len(among)]} for i, text in enumerate(TEXTS)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "near"),
+    [
+        (with_column("labl"), "labl: text, did you mean 'label'?"),
+        (with_column("Lable", (0, 1)), "Lable: number, did you mean 'label'?"),
+        (with_column("entitys", ([],)), "entitys: list of text, did you mean 'entities'?"),
+        ([{"question": "a?", "contxt": "b", "answers": ["b"]}] * 4, "contxt: text, did you mean 'context'?"),
+    ],
+)
+def test_a_misspelt_column_is_named_with_what_it_may_be(rows: list[dict[str, Any]], near: str) -> None:
+    with pytest.raises(DataError, match="what these columns are for is not clear") as caught:
+        chosen(rows)
+    assert near in str(caught.value)
+
+
+def test_a_misspelt_role_of_a_named_column_too() -> None:
+    with pytest.raises(DataError, match="label='labl', did you mean 'label'"):
+        chosen(labelled(8), columns={"label": "labl"})
+    held_out = [{"text": text, "labl": "a"} for text in TEXTS]
+    tables = read_tables(labelled(8), held_out)
+    with pytest.raises(DataError, match="eval: no column 'label', did you mean 'labl'"):
+        choose_task(tables, make_options({}), Known())
+
+
+@pytest.mark.parametrize(
+    ("rows", "head", "kind", "says"),
+    [
+        (ALONE, "sequence_classification", ConfigError, "for a model trained for sequence_classification"),
+        (ALONE, "token_classification", ConfigError, "for a model trained for token_classification"),
+        ([*(ALONE * 20), {"text": "a", "label": "b"}], None, DataError, r"'label' \(1 of 241 rows\)"),
+        ([{"text,label": f"{text},a"} for text in TEXTS], None, DataError, "divided by commas"),
+        ([{"text": f"{text}\t1"} for text in TEXTS], None, DataError, "divided by tabs"),
+        ([{"text": f"__label__a {text}"} for text in TEXTS], None, DataError, "as labels do for fastText"),
+    ],
+)
+def test_texts_that_may_have_lost_their_labels_train_no_masked_words_unasked(
+    rows: list[dict[str, Any]], head: str | None, kind: type[Exception], says: str
+) -> None:
+    with pytest.raises(kind, match=says) as caught:
+        chosen(rows, head)
+    assert "task='masked_lm'" in str(caught.value)
+    assert chosen(rows, head, task="mlm").head == "masked_lm"
+
+
+def test_numbers_have_the_names_of_a_start_that_was_trained_for_as_many() -> None:
+    tables = read_tables(with_column("label", (0, 1)), None)
+    known = Known("sequence_classification", ("complaint", "praise"))
+    assert choose_task(tables, make_options({}), known)[0].labels == ("complaint", "praise")
+
+
+def test_a_label_that_the_first_row_lacks_is_a_label() -> None:
+    rows = labelled(8)
+    with pytest.raises(DataError, match="labels: 1 of 8 rows have none, first row 0"):
+        chosen([{"text": rows[0]["text"]}, *rows[1:]])
+
+
+@pytest.mark.parametrize("beside", ["labl", "id", "source"])
+def test_masked_words_are_learned_of_any_text_where_that_is_said(beside: str) -> None:
+    task = chosen(with_column(beside, (3, 4)), task="mlm")
+    assert (task.head, task.columns.text) == ("masked_lm", "text")
+    assert chosen([{"id": 1, "zzz": text} for text in TEXTS], task="mlm").columns.text == "zzz"
+    with pytest.raises(DataError, match="not clear"):
+        chosen([{"one": text, "other": text} for text in TEXTS], task="mlm")
+
+
+def test_splits_of_a_data_set_are_no_tables_to_learn_from_together() -> None:
+    with pytest.raises(ConfigError, match=r"found the splits train, test .* eval=data\['validation'\]"):
+        read_tables({"train": labelled(8), "test": labelled(8)}, None)
+
+
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        ("sequence_classification", "from text 'text', label 'label'; 2 labels: complaint, praise; 12 rows"),
+        ("token_classification", "from words 'words', tags 'tags'; 2 labels: O, B-LONG; 12 rows"),
+        ("question_answering", "from question 'question', context 'context', answers 'answers'; 12 rows"),
+        ("masked_lm", "from text 'text'; the words behind masks are learned, no label; 12 rows"),
+    ],
+)
+def test_what_is_learned_is_said_in_a_line_with_its_columns(task: str, said: str, base: Path) -> None:
+    rows = TABLES[task](12)
+    lines: list[str] = []
+    plan_job(base, rows, None, make_options({}), tell=lines.append)
+    assert lines == [f"task {task} {said} (as the columns say; --task or task= names another)"]
+    assert task_line(chosen(rows, task=task), rows, task) == f"task {task} {said}"
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([{"text": text, "label": i / 7} for i, text in enumerate(TEXTS)], "a number for each text"),
+        (
+            [{"text": text, "labels": ["a", "b"][: 1 + i % 2]} for i, text in enumerate(TEXTS)],
+            "2 labels, any number of them a text: a, b",
+        ),
+        ([{"text": text, "label": f"c{i // 2:x}"} for i, text in enumerate(TEXTS * 2)], "c7, and 4 more"),
+        ([{"anchor": text, "positive": text} for text in TEXTS], "embedding from text 'anchor', text pair 'positive'"),
+        (
+            [{"prompt": text, "choice0": "a", "choice1": "b", "label": 0} for text in TEXTS],
+            "multiple_choice from prompt 'prompt', choices 'choice0', 'choice1', label 'label'",
+        ),
+    ],
+)
+def test_labels_of_every_kind_are_said(rows: list[dict[str, Any]], said: str) -> None:
+    assert said in task_line(chosen(rows), rows, None)
+
+
+# ---- from files, by the command ----------------------------------------------------------------------
+
+
+def cells(path: Path, rows: list[list[str]], sign: str) -> Path:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file, delimiter=sign, quoting=csv.QUOTE_MINIMAL).writerows(rows)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "sign", "task"),
+    [
+        ("a.csv", ",", "sequence_classification"),
+        ("a.csv", ";", "sequence_classification"),
+        ("a.csv", "|", "sequence_classification"),
+        ("a.csv", "\t", "sequence_classification"),
+        ("a.tsv", "\t", "sequence_classification"),
+        ("a.tsv", "|", None),
+        ("a.txt", "\t", None),
+    ],
+)
+def test_cells_that_are_divided_by_another_sign_are_read_or_refused(
+    name: str, sign: str, task: str | None, tmp_path: Path
+) -> None:
+    rows = [["text", "label"], *([row["text"], row["label"]] for row in labelled(12))]
+    path = cells(tmp_path / name, rows, sign)
+    if task is not None:
+        assert chosen(path).head == task
+        return
+    with pytest.raises(DataError, match="looks like several, divided by"):
+        chosen(path)
+
+
+def test_the_command_says_what_it_learns_before_the_model_is_opened(base: Path, tmp_path: Path) -> None:
+    pytest.importorskip("typer")
+    from typer.testing import CliRunner
+
+    from flodl_hf.cli.app import app
+
+    lines = tmp_path / "lines.txt"
+    lines.write_text("\n".join(TEXTS))
+    table = tmp_path / "table.jsonl"
+    table.write_text("\n".join(json.dumps(row) for row in with_column("labl")))
+    call = ["finetune", str(base), "--max-steps", "1", "--train"]
+    said = CliRunner().invoke(app, [*call, str(lines), "--eval", "3"])
+    assert said.exit_code == 0, said.output
+    told = said.stderr.splitlines()
+    [line] = [line for line in told if line.startswith("task ")]
+    assert "masked_lm from text 'text'; the words behind masks are learned, no label; 9 rows" in line
+    assert not any(row.startswith(("training:", "step")) for row in told[: told.index(line)])
+    asked = CliRunner().invoke(app, [*call, str(table), "--task", "mlm"])
+    assert asked.exit_code == 0, asked.output
+    refused = CliRunner().invoke(app, [*call, str(table)])
+    assert refused.exit_code == 1
+    assert "did you mean 'label'?" in refused.stderr
+    assert "--task masked_lm" in refused.stderr
