@@ -1,20 +1,24 @@
 """A server of one BERT-base under load over HTTP: tokens a second, latencies, what is refused, and what HTTP costs.
 
 Random weights, random words of a small vocabulary of whole words (a token a word), so nothing is read from elsewhere.
-Clients are processes with plain sockets (`serving_clients`); the server is `flodl_hf.serving`. Five measurements:
+Clients are processes with plain sockets (`serving_clients`); the server is `flodl_hf.serving`. Six measurements:
 
     throughput  requests of many texts, as many at a time as keep the device busy; beside `embed` in this process,
                 before and after, which is the most that serving can give
     latency     one short text at a time over HTTP, beside the same call in this process, in turns: by asyncio's
                 streams, whose own time counts too, and by a plain socket
+    small       requests of one short text (or of `--texts`), each client asking again when it has its answer: what
+                HTTP can bear, and what a request takes of the processes that answer it and of the workers
     mixed       many clients, texts of 8 to 400 tokens, at two thirds of the capacity that throughput found; every
                 vector is compared with that of `embed`, and has to be nearest to its own text's
     overload    twice that capacity: latency of what is accepted, how quickly the rest is refused, memory
     peers       what is commonly written around other libraries (`serving_peers`), in turns with ours, under one load
 
     python -m benchmarks.serving [--device cuda --precision bf16] [--seconds 20] [--clients 200]
-        [--size base|small|tiny] [--only throughput,latency,mixed,overload,peers] [--processes 8] [--workers 2]
-        [--texts N] [--json FILE]
+        [--size base|small|tiny] [--only throughput,latency,small,mixed,overload,peers] [--processes 8] [--workers 2]
+        [--http-processes N] [--texts N] [--json FILE]
+
+`mixed` and `overload` measure the capacity first, in a few seconds where `throughput` is not asked for.
 
 Needs starlette and uvicorn (with anyio, idna, click, h11, typing_extensions); httptools, uvloop and orjson where they
 are installed.
@@ -149,6 +153,18 @@ def processor_s(pid: int) -> float:
     return (int(figures[11]) + int(figures[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def answering(pids: list[int]) -> list[int]:
+    """Return those of a server's processes that answer HTTP: the first, or several of its children."""
+    found = []
+    for pid in pids:
+        try:
+            if b"several.answers" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
+        except OSError:
+            continue
+    return found or pids[:1]
+
+
 def local_rate(model: Any, span: tuple[int, int], seconds: float) -> float:
     """Return tokens a second of ``embed`` in this process."""
     draw = random.Random(1)
@@ -178,13 +194,17 @@ def many(args: argparse.Namespace) -> int:
     return 64 if args.size == "base" and args.device != "cpu" else 8
 
 
+def capacity(url: str, args: argparse.Namespace, seconds: float) -> dict[str, Any]:
+    """Return what the server does of requests that keep a device busy."""
+    return told(loaded(url, args, 4 * args.processes, drawn(args, 64, many(args), (16, 480)), None, seconds), seconds)
+
+
 def throughput(url: str, model: Any, args: argparse.Namespace, seconds: float) -> dict[str, Any]:
     span = (16, 480)
     before = local_rate(model, span, seconds)
-    found = loaded(url, args, 4 * args.processes, drawn(args, 64, many(args), span), None, seconds)
+    result = capacity(url, args, seconds)
     after = local_rate(model, span, seconds)
     best = max(before, after)
-    result = told(found, seconds)
     return {**result, "embed_tokens_per_s": round(best), "share": round(result["tokens_per_s"] / best, 3)}
 
 
@@ -268,28 +288,49 @@ def latency(url: str, model: Any, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def mixed(
-    url: str, model: Any, capacity: float, args: argparse.Namespace, share: float, pids: list[int]
-) -> dict[str, Any]:
+def small(url: str, args: argparse.Namespace, pids: list[int]) -> dict[str, Any]:
+    """Requests of one short text, as many as there can be, by at most 64 clients."""
+    asked = drawn(args, 512, args.texts or 1, (8, 32))
+    seconds, clients = min(args.seconds, 8.0), min(args.clients, 64)
+    http = answering(pids)
+    workers = [pid for pid in pids[1:] if pid not in http]
+    loaded(url, args, clients, asked, None, 1.0)  # what is made once
+    before = [sum(map(processor_s, some)) for some in (http, workers)]
+    found = loaded(url, args, clients, asked, None, seconds)
+    took = [sum(map(processor_s, some)) - start for some, start in zip((http, workers), before, strict=True)]
+    requests = max(1, len(found.answered) + len(found.refused))
+    return {
+        **told(found, seconds),
+        "clients": clients,
+        "texts_of_a_request": args.texts or 1,
+        "http_processes": len(http),
+        "http_us_of_a_request": round(took[0] * 1e6 / requests, 1),
+        "workers": len(workers),
+        "workers_us_of_a_request": round(took[1] * 1e6 / requests, 1),
+    }
+
+
+def mixed(url: str, model: Any, most: float, args: argparse.Namespace, share: float, pids: list[int]) -> dict[str, Any]:
     span = (8, 400)
     mean = drawn(args, 500, 4, span).mean / 4
     # Many small requests: by default so many texts in each that there are about a thousand a second.
-    texts = args.texts or max(1, math.ceil(capacity * share / mean / 1000))
+    texts = args.texts or max(1, math.ceil(most * share / mean / 1000))
     asked = drawn(args, max(16, 2048 // texts), texts, span, model if share < 1 else None)
-    rate = capacity * share / asked.mean
+    rate = most * share / asked.mean
     # A client waits for its answer; so many of them ask at this rate however long answers take.
     clients = args.clients if share < 1 else min(4000, max(args.clients, round(rate * 2)))
     seconds = args.seconds if share < 1 else min(args.seconds, 20.0)
-    before, took = memory(pids), processor_s(pids[0])
+    http = answering(pids)
+    before, took = memory(pids), sum(map(processor_s, http))
     found = loaded(url, args, clients, asked, rate, seconds)
-    took = processor_s(pids[0]) - took
+    took = sum(map(processor_s, http)) - took
     result = told(found, seconds)
     result |= {
         "seconds": seconds,
         "clients": clients,
         "texts_of_a_request": texts,
         "asked_per_s": round(rate, 1),
-        "asked_tokens_per_s": round(capacity * share),
+        "asked_tokens_per_s": round(most * share),
         "doors_us_of_a_request": round(took * 1e6 / max(1, len(found.answered) + len(found.refused)), 1),
         "memory_before_mib": before,
         "memory_after_mib": memory(pids),
@@ -308,7 +349,8 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=500)
     parser.add_argument("--max-batch-tokens", type=int)
     parser.add_argument("--workers", type=int, help="worker processes of the device")
-    parser.add_argument("--texts", type=int, help="texts of a request in mixed and overload")
+    parser.add_argument("--http-processes", type=int, default=1, help="processes that answer HTTP")
+    parser.add_argument("--texts", type=int, help="texts of a request in small, mixed and overload")
     parser.add_argument("--only", default="throughput,latency,mixed,overload")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -330,24 +372,29 @@ def main() -> None:
         folder = write_model(args.place, args.size)
         given = {
             "devices": [str(device)], "precision": args.precision, "max_batch_tokens": args.max_batch_tokens,
-            "workers": args.workers, "port": 0,
+            "workers": args.workers, "http_processes": args.http_processes, "port": 0,
         }  # fmt: skip
-        model: Any = load(folder, device=str(device)).runtime(precision=args.precision, progress=False)
+        model: Any = None
+        if {"throughput", "latency", "mixed"} & set(wanted):
+            model = load(folder, device=str(device)).runtime(precision=args.precision, progress=False)
         with server(folder, given) as (url, pids):
 
             def note(name: str, found: dict[str, Any]) -> None:
                 results[name] = found
                 print(name, json.dumps(found), flush=True)
 
-            if {"throughput", "mixed", "overload"} & set(wanted):
-                # Capacity is measured in any case; it need not take as long as what it is for.
+            if "throughput" in wanted:
                 note("throughput", throughput(url, model, args, min(args.seconds, 20.0)))
+            elif {"mixed", "overload"} & set(wanted):
+                note("throughput", capacity(url, args, min(args.seconds, 4.0)))
             if "latency" in wanted:
                 note("latency", latency(url, model, args))
+            if "small" in wanted:
+                note("small", small(url, args, pids))
             for name, share in (("mixed", 2 / 3), ("overload", 2.0)):
                 if name in wanted:
-                    capacity = results["throughput"]["tokens_per_s"]
-                    note(name, mixed(url, model, capacity, args, share, pids))
+                    most = results["throughput"]["tokens_per_s"]
+                    note(name, mixed(url, model, most, args, share, pids))
             if "peers" in wanted:
                 note("peers", peers(url, folder, args))
     if args.json is not None:

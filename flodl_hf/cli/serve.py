@@ -39,6 +39,12 @@ def command(
             min=1,
         ),
     ] = None,
+    http_processes: Annotated[
+        int,
+        typer.Option(
+            "--http-processes", help="Processes that answer HTTP, at one port; more for many small requests.", min=1
+        ),
+    ] = 1,
     precision: Annotated[PrecisionWord | None, typer.Option(help="By default that of the weights.")] = None,
     batch_invariant: Annotated[
         bool, typer.Option("--batch-invariant", help="Let an answer depend on its text alone, bit for bit; slower.")
@@ -107,6 +113,7 @@ def command(
         here=lambda url: say(f"ready: {url}", always=True),
         devices=tuple(device or ["auto"]),
         workers=workers,
+        http_processes=http_processes,
         precision=precision,
         adapters=tuple(adapters or ()),
         mix_adapters=mix_adapters,

@@ -2,8 +2,10 @@
 
 settings   models, devices, limits
 app        the ASGI application
-running    a server run: socket, loop, signals
-log        its log
+running    a server run: its socket, and the processes that answer
+http       HTTP with the limits of a server, signals, loop
+several/   several processes that answer HTTP, and their parent
+log        the log
 endpoint   a request from its first byte to its answer
 protocol   limits of connections
 patience   many timers in one
@@ -12,10 +14,14 @@ doors/     which paths there are, a file for each convention
 faults     what a client is told that cannot be answered
 answering  answers as JSON, npy, MessagePack
 admission  which requests are let in
+ledger     what is inside, in memory that processes share
 workers    the processes that hold the models, seen from the doors
-link       the socket of one
+processes  those processes started, replaced, let go
+child      a process of ours, and its socket
+link       messages over that
+handing    open sockets from process to process
 frames     messages between doors and workers
-worker     such a process
+worker     a process that holds models
 adapters   which adapters there are
 adapted    adapters as models, on the tensors of their bases
 turns      its threads

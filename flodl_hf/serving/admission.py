@@ -14,14 +14,14 @@ import hashlib
 import hmac
 import math
 import time
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 from flodl.errors import FlodlError
+from flodl_hf.serving.ledger import Ledger
 from flodl_hf.serving.settings import Settings
 
-__all__ = ["Admission", "OverloadedError", "known_key", "weigh"]
+__all__ = ["Admission", "OverloadedError", "known_key", "weigh", "words_of"]
 
 # English in word pieces has four to five characters a token; what is measured soon takes its place.
 CHARACTERS = 4.0
@@ -53,6 +53,11 @@ def known_key(keys: Sequence[str], given: str | None) -> str | None:
     return found
 
 
+def words_of(keys: Sequence[str]) -> list[str]:
+    """Return what `known_key` says of each key, once."""
+    return list(dict.fromkeys(known_key(keys, key) or "" for key in keys)) or [""]
+
+
 def weigh(items: Any) -> int:
     """Return how many characters, or ids, some items have."""
     if isinstance(items, str):
@@ -71,22 +76,27 @@ class Admission:
 
     Args:
         settings: the limits.
+        ledger: what is inside; None is nothing, and nobody shares it.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, ledger: Ledger | None = None) -> None:
         self.settings = settings
-        self.inside = 0
-        self.tokens = 0
-        """Tokens of all requests inside, about."""
+        self.ledger = ledger or Ledger(words_of(settings.api_keys))
         self.rate = 0.0
         """Tokens a second that the devices run together when there is enough to run; 0 while nobody knows."""
         self.full = 0
         """Tokens of a full batch of each worker, together."""
-        self._calm = time.monotonic()
-        self._tokens_of_key: Counter[str] = Counter()
         self._characters = CHARACTERS
-        self._of_key: Counter[str] = Counter()
-        self._spent: dict[str, tuple[float, float]] = {}
+
+    @property
+    def inside(self) -> int:
+        """Requests that are inside."""
+        return self.ledger.inside
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of those, about."""
+        return self.ledger.tokens
 
     def tokens_of(self, characters: int) -> int:
         """Return about how many tokens so many characters are."""
@@ -111,11 +121,10 @@ class Admission:
         """
         if not self.rate:
             return 0.0
-        mine = self._tokens_of_key[key]
+        mine = self.ledger.tokens_of_key(key)
         if mine == self.tokens:
             return mine / self.rate
-        others = (min(held, mine + tokens) for other, held in self._tokens_of_key.items() if other != key)
-        return (mine + sum(others)) / self.rate
+        return (mine + sum(min(held, mine + tokens) for held in self.ledger.tokens_of_others(key))) / self.rate
 
     def longest_wait(self, now: float) -> float:
         """Return the longest wait with which a request is let in now.
@@ -126,8 +135,8 @@ class Admission:
         settings = self.settings
         short = max(settings.max_wait_s, BATCHES * self.full / self.rate if self.rate else 0.0)
         if self.wait_s < CALM * short:
-            self._calm = now
-        stays = now - self._calm > STAYS_S and self.inside >= FEW
+            self.ledger.calm = now
+        stays = now - self.ledger.calm > STAYS_S and self.inside >= FEW
         return min(short, settings.max_queue_s) if stays else settings.max_queue_s
 
     def entering(self, key: str, tokens: int, left_s: float = math.inf) -> _Inside:
@@ -141,44 +150,36 @@ class Admission:
         Raises:
             OverloadedError: a limit is reached.
         """
-        settings = self.settings
-        if self.inside >= settings.max_concurrent:
-            raise self._refused(f"{self.inside} requests are being answered, and no more are at a time")
-        if settings.max_key_concurrent is not None and self._of_key[key] >= settings.max_key_concurrent:
-            raise self._refused(f"{self._of_key[key]} requests of this key are being answered, and no more are")
+        settings, inside = self.settings, self.inside
+        if inside >= settings.max_concurrent:
+            raise self._refused(f"{inside} requests are being answered, and no more are at a time")
+        if settings.max_key_concurrent is not None and (mine := self.ledger.of_key(key)) >= settings.max_key_concurrent:
+            raise self._refused(f"{mine} requests of this key are being answered, and no more are")
         wait, longest = self.wait_of(key, tokens), self.longest_wait(time.monotonic())
-        if self.inside and (wait > longest or wait > left_s > 0):
+        if inside and (wait > longest or wait > left_s > 0):
             raise self._refused(f"what waits takes {wait:.1f} s")
         self._spend(key, tokens)
         return _Inside(self, key, tokens)
 
     def count(self, key: str, requests: int, tokens: int) -> None:
         """Note that requests came in, or went."""
-        self.inside += requests
-        self.tokens += tokens
-        self._of_key[key] += requests
-        held = self._tokens_of_key[key] + tokens
-        if held:
-            self._tokens_of_key[key] = held
-        else:
-            del self._tokens_of_key[key]
+        self.ledger.count(key, requests, tokens)
         if requests < 0 and not self.inside:
-            self._calm = time.monotonic()
+            self.ledger.calm = time.monotonic()
 
     def _spend(self, key: str, tokens: int) -> None:
         """Take tokens from what a key may have in a minute, which comes back all the time."""
         most = self.settings.max_key_tokens
         if most is None:
             return
-        left, since = self._spent.get(key, (float(most), time.monotonic()))
         now = time.monotonic()
-        left = min(float(most), left + (now - since) * most / 60)
+        left = most - max(0.0, self.ledger.whole_at(key) - now) * most / 60
         # One request may be larger than a minute's part: it is let in when nothing else was.
         if left < min(tokens, most):
             raise self._refused(
                 f"this key has had its {most} tokens of this minute", (min(tokens, most) - left) * 60 / most
             )
-        self._spent[key] = (left - tokens, now)
+        self.ledger.spend(key, now + (most - left + tokens) * 60 / most)
 
     def _refused(self, why: str, after_s: float | None = None) -> OverloadedError:
         after = math.ceil(max(1.0, min(60.0, self.wait_s / 2 if after_s is None else after_s)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ from starlette.routing import Route
 
 from flodl_hf.serving.admission import Admission
 from flodl_hf.serving.doors import DOORS
-from flodl_hf.serving.doors.door import House
+from flodl_hf.serving.doors.door import Gathered, House
 from flodl_hf.serving.endpoint import (
     Endpoint,
     Receive,
@@ -27,14 +28,16 @@ from flodl_hf.serving.endpoint import (
 )
 from flodl_hf.serving.faults import RefusedError
 from flodl_hf.serving.frames import as_json
+from flodl_hf.serving.ledger import Ledger
 from flodl_hf.serving.metrics import Metrics
 from flodl_hf.serving.openapi import openapi
 from flodl_hf.serving.page import page
+from flodl_hf.serving.processes import Processes
 from flodl_hf.serving.settings import Settings
 from flodl_hf.serving.traces import Traces
 from flodl_hf.serving.workers import Workers
 
-__all__ = ["create_app", "reload_on"]
+__all__ = ["app_of", "closed", "create_app", "new_house", "reload_on"]
 
 LOG = logging.getLogger("flodl_hf.serving")
 _CSP = (
@@ -46,7 +49,8 @@ _CSP = (
 def create_app(settings: Settings) -> Starlette:
     """Return the application; its workers live from its startup to its shutdown.
 
-    ``app.state.house`` is what its doors share; ``house.workers.reload()`` loads all models anew.
+    ``app.state.house`` is what its doors share, ``app.state.processes`` the processes of the workers;
+    ``processes.reload()`` loads all models anew.
 
     Args:
         settings: what is served, and how.
@@ -54,9 +58,37 @@ def create_app(settings: Settings) -> Starlette:
     Raises:
         ConfigError: traces cannot be sent.
     """
-    metrics = Metrics()
-    admission = Admission(settings)
+    house = new_house(settings)
+    processes = Processes(settings, house.workers)
 
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        if not house.workers.ready:
+            await processes.start()
+        try:
+            yield
+        finally:
+            await processes.close()
+            await closed(house)
+
+    app = app_of(house, lifespan)
+    app.state.processes = processes
+    return app
+
+
+def new_house(settings: Settings, ledger: Ledger | None = None, gathered: Gathered | None = None) -> House:
+    """Return what doors share.
+
+    Args:
+        settings: what is served, and how.
+        ledger: what is inside, shared with other processes; None is nothing, shared with nobody.
+        gathered: gives what all processes counted; None where there is this one.
+
+    Raises:
+        ConfigError: traces cannot be sent.
+    """
+    metrics = Metrics()
+    admission = Admission(settings, ledger)
     queue, fill = metrics.counter("flodl_queue_tokens"), metrics.counter("flodl_batch_fill")
     sizes, lengths = metrics.histogram("te_batch_next_size"), metrics.histogram("te_batch_next_tokens")
     times = metrics.histogram("flodl_batch_seconds")
@@ -65,6 +97,8 @@ def create_app(settings: Settings) -> Starlette:
         queue.value = queued
         admission.rate = house.workers.rate
         admission.full = house.workers.max_batch_tokens * len(house.workers.pids)
+        if ran:
+            metrics.heard = time.monotonic()
         for rows, tokens, seconds in ran:
             sizes.add(rows)
             lengths.add(tokens)
@@ -72,19 +106,17 @@ def create_app(settings: Settings) -> Starlette:
             fill.value = tokens / house.workers.max_batch_tokens
 
     traces = None if settings.otlp_endpoint is None else Traces(settings.otlp_endpoint)
-    house = House(settings, Workers(settings, heard), admission, metrics, traces)
+    house = House(settings, Workers(settings, heard), admission, metrics, traces, gathered)
+    return house
 
-    @contextlib.asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        if not house.workers.ready:
-            await house.workers.start()
-        try:
-            yield
-        finally:
-            await house.workers.close()
-            if traces is not None:
-                await asyncio.to_thread(traces.close)
 
+def app_of(house: House, lifespan: Any) -> Starlette:
+    """Return an application of doors.
+
+    Args:
+        house: what they share.
+        lifespan: of Starlette.
+    """
     doors = {door.path: Endpoint(house, door) for door in DOORS}
     app = _App(doors, routes=[*_answered(doors), *_told(house), *_answered_below(house)], lifespan=lifespan)
     app.router.redirect_slashes = False
@@ -92,6 +124,12 @@ def create_app(settings: Settings) -> Starlette:
     app.add_exception_handler(405, _nowhere)
     app.state.house = house
     return app
+
+
+async def closed(house: House) -> None:
+    """Send what is left of traces."""
+    if house.traces is not None:
+        await asyncio.to_thread(house.traces.close)
 
 
 class _App(Starlette):
@@ -154,7 +192,8 @@ class _Told:
         try:
             if not self.open_to_all:
                 checked_key(self.house, headers_of(scope))
-            status, body = self.what()
+            found = self.what()
+            status, body = found if isinstance(found, tuple) else await found
         except RefusedError as fault:
             await fault_answer(send, fault, "tei")
             return
@@ -170,8 +209,9 @@ def _told(house: House) -> list[Route]:
         there = house.workers.ready
         return (200, {"ready": True}) if there else (503, {"error": "no worker is there", "error_type": "Unhealthy"})
 
-    def counted() -> tuple[int, Any]:
-        metrics, workers = house.metrics, house.workers
+    async def counted() -> tuple[int, Any]:
+        workers = house.workers
+        metrics, processes, restarts = (house.metrics, 1, 0) if house.gathered is None else await house.gathered()
         metrics.set("te_queue_size", house.admission.inside)
         metrics.set("flodl_queue_seconds", house.admission.wait_s)
         metrics.set("flodl_tokens_per_second", house.admission.rate)
@@ -179,6 +219,8 @@ def _told(house: House) -> list[Route]:
         metrics.set("flodl_device_share", metrics.operations.now() / workers.peak if workers.peak else 0.0)
         metrics.set("flodl_worker_restarts_total", workers.restarts)
         metrics.set("flodl_workers", len(workers.pids))
+        metrics.set("flodl_http_processes", processes)
+        metrics.set("flodl_http_process_restarts_total", restarts)
         metrics.set("flodl_ready", float(workers.ready))
         return 200, metrics.text().encode()
 
@@ -236,18 +278,18 @@ def _info(house: House) -> dict[str, Any]:
     }
 
 
-async def reload_on(app: Starlette, asked: asyncio.Event) -> None:
+async def reload_on(processes: Processes, asked: asyncio.Event) -> None:
     """Load all models anew whenever it is asked for.
 
     Args:
-        app: of `create_app`.
+        processes: of the workers.
         asked: set to ask.
     """
     while True:
         await asked.wait()
         asked.clear()
         try:
-            await app.state.house.workers.reload()
+            await processes.reload()
             LOG.info("reloaded")
         except Exception:
             LOG.exception("not reloaded; the models that were loaded before go on")

@@ -1,4 +1,4 @@
-"""A worker's socket in the event loop of the doors: messages out, and messages in as soon as they are whole.
+"""A socket to another process of ours in an event loop: messages out, and messages in as soon as they are whole.
 
 A message is handed on by the callback that reads it, without a task between: an answer is with who asked one turn of
 the loop after it came.
@@ -23,7 +23,7 @@ Heard = Callable[[dict[str, Any], list[Any]], None]
 
 
 class Link(asyncio.Protocol):
-    """One connection to a worker.
+    """One connection to another process, mostly a worker.
 
     Args:
         heard: called with each message.
@@ -70,7 +70,7 @@ class Link(asyncio.Protocol):
             try:
                 self.heard(*unpacked(text, memoryview(data)[at + HEAD.size : last]))
             except Exception:
-                LOG.exception("a worker's message is not understood; its connection ends")
+                LOG.exception("a message of another process is not understood; its connection ends")
                 self._transport.abort()
                 return
             at = last

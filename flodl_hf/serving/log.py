@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import select
+from collections.abc import Iterator, Sequence
 from typing import TextIO
 
 from flodl_hf.serving.frames import as_json
@@ -13,6 +15,9 @@ __all__ = ["Lines", "Log"]
 
 # So long lines of requests may wait for others.
 LATE_S = 0.1
+# So many bytes are written to a pipe in one piece (POSIX asks for 512, Linux has 4096): lines of several processes that
+# share it stay whole.
+WHOLE: int = getattr(select, "PIPE_BUF", 4096)
 
 
 class Log(logging.Formatter):
@@ -55,8 +60,22 @@ class Lines(logging.StreamHandler[TextIO]):
         self.acquire()
         try:
             lines, self._held = self._held, []
-            if lines:
-                self.stream.write("".join(lines))
+            for piece in _pieces(lines):
+                self.stream.write(piece)
                 self.stream.flush()
         finally:
             self.release()
+
+
+def _pieces(lines: Sequence[str]) -> Iterator[str]:
+    """Yield lines put together, up to what is written in one piece; a longer one alone."""
+    held, size = list[str](), 0
+    for line in lines:
+        more = len(line) if line.isascii() else len(line.encode(errors="replace"))
+        if held and size + more > WHOLE:
+            yield "".join(held)
+            held, size = [], 0
+        held.append(line)
+        size += more
+    if held:
+        yield "".join(held)

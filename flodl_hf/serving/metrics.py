@@ -1,16 +1,18 @@
 """What Prometheus is told: counters, gauges and histograms, under the names of text-embeddings-inference and ours.
 
-Decides names and buckets. Everything is counted in the event loop's thread.
+Decides names and buckets, and how what several processes counted adds up. Everything is counted in the event loop's
+thread.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from flodl_hf.serving.peak import Rate
 
-__all__ = ["Counter", "Histogram", "Metrics"]
+__all__ = ["Counter", "Histogram", "Metrics", "merged"]
 
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 SIZES = tuple(float(1 << power) for power in range(18))
@@ -47,6 +49,8 @@ _KNOWN: dict[str, tuple[str, str, Sequence[float]]] = {
     "flodl_device_share": ("gauge", "operations of about the last ten seconds as a share of that peak", ()),
     "flodl_worker_restarts_total": ("counter", "workers that ended and were replaced", ()),
     "flodl_workers": ("gauge", "workers that answer", ()),
+    "flodl_http_processes": ("gauge", "processes that answer HTTP", ()),
+    "flodl_http_process_restarts_total": ("counter", "processes that answered HTTP, ended and were replaced", ()),
     "flodl_ready": ("gauge", "1 where requests are answered", ()),
 }
 
@@ -84,6 +88,8 @@ class Metrics:
         self._histograms: dict[str, dict[Labels, Histogram]] = {}
         self.operations = Rate()
         """Of the encoders' projections."""
+        self.heard = 0.0
+        """When a batch was heard of for the last time, by ``time.monotonic``."""
 
     def counter(self, name: str, **labels: str) -> Counter:
         """Return a counter, to be kept by who counts often."""
@@ -110,6 +116,41 @@ class Metrics:
         """Add a value to a histogram."""
         self.histogram(name, **labels).add(value)
 
+    def dump(self) -> dict[str, Any]:
+        """Return all of it as JSON types, for `merged`."""
+        return {
+            "heard": self.heard,
+            "operations": self.operations.now(),
+            "numbers": [
+                [name, labels, held.value] for name, by in self._numbers.items() for labels, held in by.items()
+            ],
+            "histograms": [
+                [name, labels, held.counts, held.sum]
+                for name, by in self._histograms.items()
+                for labels, held in by.items()
+            ],
+        }
+
+    def take(self, dump: Mapping[str, Any]) -> None:
+        """Add what another process counted; of gauges the one stays that heard of a batch last.
+
+        Args:
+            dump: of `dump`.
+        """
+        later = dump["heard"] >= self.heard
+        self.heard = max(self.heard, dump["heard"])
+        self.operations.add(dump["operations"] * self.operations.over_s)
+        for name, labels, value in dump["numbers"]:
+            held = self.counter(name, **dict(labels))
+            if _KNOWN[name][0] == "counter":
+                held.value += value
+            elif later:
+                held.value = value
+        for name, labels, counts, total in dump["histograms"]:
+            found = self.histogram(name, **dict(labels))
+            found.counts = [mine + more for mine, more in zip(found.counts, counts, strict=True)]
+            found.sum += total
+
     def text(self) -> str:
         """Return all of it in Prometheus' text format (version 0.0.4)."""
         lines: list[str] = []
@@ -127,6 +168,18 @@ class Metrics:
                 lines.append(f"{name}_sum{_braced(dict(labels))} {_number(found.sum)}")
                 lines.append(f"{name}_count{_braced(dict(labels))} {total}")
         return "\n".join(lines) + "\n"
+
+
+def merged(dumps: Iterable[Mapping[str, Any]]) -> Metrics:
+    """Return what several processes counted, as one.
+
+    Args:
+        dumps: of `Metrics.dump`.
+    """
+    whole = Metrics()
+    for dump in dumps:
+        whole.take(dump)
+    return whole
 
 
 def _key(labels: Mapping[str, str]) -> Labels:

@@ -7,6 +7,7 @@ its body are sent together.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from flodl_hf.serving.settings import Settings
@@ -24,12 +25,13 @@ LARGE = 1 << 16
 """From so many bytes a body is not copied behind its head."""
 
 
-def guarded(kind: type[Any], settings: Settings) -> type[Any]:
+def guarded(kind: type[Any], settings: Settings, closed: Callable[[], None] | None = None) -> type[Any]:
     """Return a protocol of uvicorn with limits.
 
     Args:
         kind: uvicorn's.
         settings: the limits.
+        closed: called whenever a connection has ended.
     """
 
     class Guarded(kind):
@@ -44,6 +46,8 @@ def guarded(kind: type[Any], settings: Settings) -> type[Any]:
             self._heard()
             self.resume_writing()
             super().connection_lost(exc)
+            if closed is not None:
+                closed()
 
         def data_received(self, data: bytes) -> None:
             before = self.cycle

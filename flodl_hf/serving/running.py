@@ -1,25 +1,20 @@
-"""A server run: its socket, its loop, signals, and its log."""
+"""A server run: its socket, its loop, and the processes that answer HTTP: this one, or several of its children."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
-import logging
 import signal
 import socket
-import sys
 import threading
-from collections.abc import Iterator
-from typing import Any
-
-import uvicorn
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 from flodl.errors import DeviceError
 from flodl_hf.serving.app import create_app, reload_on
-from flodl_hf.serving.log import Lines, Log
-from flodl_hf.serving.protocol import MAX_HEAD, guarded
+from flodl_hf.serving.http import http_server, logged, runner, settled
 from flodl_hf.serving.settings import Settings
+from flodl_hf.serving.several.parent import Parent
 
 __all__ = ["run", "running"]
 
@@ -38,59 +33,51 @@ def _bound(host: str, port: int) -> socket.socket:
     except OSError as fault:
         held.close()
         raise DeviceError(f"serve: {host}:{port} cannot be had ({fault.strerror}); choose another --port") from None
-    held.set_inheritable(True)
     return held
 
 
-def _server(app: Any, settings: Settings) -> uvicorn.Server:
-    try:
-        from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol as Protocol
-    except ImportError:
-        from uvicorn.protocols.http.h11_impl import H11Protocol as Protocol
-    config = uvicorn.Config(
-        app, http=guarded(Protocol, settings), log_config=None, access_log=False, server_header=False,
-        timeout_keep_alive=int(settings.idle_s), timeout_graceful_shutdown=int(settings.drain_s), ws="none",
-        limit_concurrency=settings.max_connections, h11_max_incomplete_event_size=MAX_HEAD, lifespan="on",
-        proxy_headers=False, backlog=2048,
-    )  # fmt: skip
-    return _Server(config)
+class _Server(Protocol):
+    """What runs: one process, or the parent of several."""
+
+    async def serve(self, held: socket.socket, here: Callable[[], None]) -> None:
+        """Serve until it is told to stop; ``here`` is called when requests are answered."""
+
+    def stop(self) -> None:
+        """Stop when all is answered; from any thread."""
 
 
-class _Server(uvicorn.Server):
-    """Stops at the first signal when all is answered, and at the second at once; the status is then 0."""
+class _Alone:
+    """HTTP and the workers' processes held by this one."""
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        loop = asyncio.get_running_loop()
-        asked = asyncio.Event()
-        reloading = asyncio.ensure_future(reload_on(self.config.app, asked))  # type: ignore[arg-type]
-        stopping = (signal.SIGINT, signal.SIGTERM)
-        for number in stopping:
-            loop.add_signal_handler(number, self.handle_exit, number, None)
-        loop.add_signal_handler(signal.SIGHUP, asked.set)
+    def __init__(self, settings: Settings) -> None:
+        self.app = create_app(settings)
+        self._asked = asyncio.Event()
+        self._server = http_server(self.app, settings, {signal.SIGHUP: self._asked.set})
+
+    async def serve(self, held: socket.socket, here: Callable[[], None]) -> None:
+        processes, server = self.app.state.processes, self._server
+        await processes.start()
+        reloading = asyncio.ensure_future(reload_on(processes, self._asked))
+        task = asyncio.ensure_future(server.serve([held]))
+        while not server.started and not task.done():
+            await asyncio.sleep(0.005)
+        here()
         try:
-            yield
+            await task
         finally:
             reloading.cancel()
-            for number in (*stopping, signal.SIGHUP):
-                loop.remove_signal_handler(number)
+
+    def stop(self) -> None:
+        self._server.should_exit = True
 
 
-async def _serve(app: Any, server: uvicorn.Server, held: socket.socket, here: Any) -> None:
-    await app.state.house.workers.start()
-    task = asyncio.ensure_future(server.serve([held]))
-    while not server.started and not task.done():
-        await asyncio.sleep(0.005)
-    here(f"http://{_address(held)}")
-    await task
+def _server(settings: Settings) -> _Server:
+    return _Alone(settings) if settings.http_processes == 1 else Parent(settings)
 
 
 def _address(held: socket.socket) -> str:
     host, port = held.getsockname()[:2]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def run(settings: Settings, host: str, port: int, here: Any = lambda url: None) -> None:
@@ -107,33 +94,23 @@ def run(settings: Settings, host: str, port: int, here: Any = lambda url: None) 
         ConfigError: traces cannot be sent, or a directory of adapters holds what is none.
         DeviceError: the address cannot be had.
     """
-    logger = logging.getLogger("flodl_hf.serving")
-    handler = Lines(sys.stderr)
-    handler.setFormatter(Log())
-    for each in (logger, logging.getLogger("uvicorn.error"), logging.getLogger("opentelemetry")):
-        each.handlers, each.propagate = [handler], False
-    logger.setLevel(logging.INFO)
-    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
-    held = _bound(host, port)
-    app = create_app(settings)
-    server = _server(app, settings)
+    with logged(), _bound(host, port) as held:
+        server = _server(settings)
 
-    def warm(url: str) -> None:
-        # What is there now stays: to look through it again and again takes a twentieth of the doors' time.
-        gc.collect()
-        gc.freeze()
-        here(url)
+        def warm() -> None:
+            settled()
+            here(_address(held))
 
-    try:
-        with held, asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
-            runner.run(_serve(app, server, held, warm))
-    finally:
-        handler.flush()
+        with runner() as loop:
+            loop.run(server.serve(held, warm))
 
 
 @contextlib.contextmanager
 def running(settings: Settings, host: str = "127.0.0.1", port: int = 0) -> Iterator[tuple[str, Any]]:
     """Serve in a thread for as long as this holds; gives the address and the application.
+
+    Where several processes answer HTTP it is the parent in its place, a
+    `flodl_hf.serving.several.parent.Parent`.
 
     Args:
         settings: what, and how.
@@ -146,19 +123,18 @@ def running(settings: Settings, host: str = "127.0.0.1", port: int = 0) -> Itera
         DeviceError: the address cannot be had.
     """
     held = _bound(host, port)
-    app = create_app(settings)
-    server = _server(app, settings)
+    server = _server(settings)
     there = threading.Event()
     told: list[Any] = []
 
-    def here(url: str) -> None:
-        told.append(url)
+    def here() -> None:
+        told.append(_address(held))
         there.set()
 
     def served() -> None:
         try:
-            with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
-                runner.run(_serve(app, server, held, here))
+            with runner() as loop:
+                loop.run(server.serve(held, here))
         except BaseException as fault:
             told.append(fault)
         finally:
@@ -170,8 +146,8 @@ def running(settings: Settings, host: str = "127.0.0.1", port: int = 0) -> Itera
     try:
         if isinstance(told[0], BaseException):
             raise told[0]
-        yield told[0], app
+        yield told[0], server.app if isinstance(server, _Alone) else server
     finally:
-        server.should_exit = True
+        server.stop()
         thread.join(settings.drain_s + 15)
         held.close()

@@ -38,6 +38,8 @@ class Settings:
         devices: where models run, "auto" is the best there is.
         workers: worker processes for each device, each of which holds the models: many small requests keep an
             interpreter busy rather than the device. None is two on a GPU with memory for them, else one.
+        http_processes: processes that answer HTTP, all at the same port; one does about a thousand small requests a
+            second and keeps a core busy with them. With more than one this process holds the others together.
         precision: see `flodl_hf.runtime.Precision`; None is that of the weights.
         adapters: directories that hold a folder for each adapter, each served by its folder's name; ``NAME=DIR`` says
             of which model. They are listed when models are loaded.
@@ -69,6 +71,7 @@ class Settings:
     models: tuple[Served, ...]
     devices: tuple[str, ...] = ("auto",)
     workers: int | None = None
+    http_processes: int = 1
     precision: str | None = None
     adapters: tuple[str, ...] = ()
     mix_adapters: bool = False
@@ -116,6 +119,20 @@ class Settings:
                 f"serve: found {'; '.join(wrong)}; expected at least one model, names that differ, and limits above 0",
                 problems=wrong,
             )
+
+    def said(self) -> dict[str, Any]:
+        """Return all of it as JSON types, for `heard`."""
+        return asdict(self)
+
+    @classmethod
+    def heard(cls, said: Mapping[str, Any]) -> Settings:
+        """Return what another process said.
+
+        Args:
+            said: of `said`.
+        """
+        given = {name: tuple(value) if isinstance(value, list) else value for name, value in said.items()}
+        return cls(**{**given, "models": tuple(Served(**model) for model in said["models"])})
 
     def of_worker(self, device: str, adapters: Sequence[Mapping[str, str]] = ()) -> dict[str, Any]:
         """Return what a worker on a device is told, as JSON types.

@@ -63,7 +63,7 @@ class _Turns:
                 self._end.set()  # nobody would read on
                 raise
             if request is None:
-                self._end.set()
+                self._ended()
                 return
             handed = False
 
@@ -81,9 +81,16 @@ class _Turns:
             if not handed:
                 continue
             with self._lock:
-                reads = self._vacant
+                reads = self._vacant or self._end.is_set()
                 self._vacant = False
                 if not reads:
                     self._idle.append(mine)
             if not reads:
                 mine.acquire()
+
+    def _ended(self) -> None:
+        """Let the threads that wait see the end too: another source of requests may have threads of its own."""
+        with self._lock:
+            self._end.set()
+            while self._idle:
+                self._idle.pop().release()

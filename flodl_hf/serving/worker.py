@@ -1,8 +1,8 @@
 """The process of one device: it holds the models, takes requests from a socket and writes answers to it.
 
 A thread a request reads, tokenises, waits and decodes (`flodl_hf.serving.turns`); batches of all of them run together
-(`flodl_hf.serving.batching`).
-It ends when the socket does, so it never outlives the doors.
+(`flodl_hf.serving.batching`), whoever they come from: several processes of doors have a socket each.
+It ends when the first socket does, so it never outlives who started it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from threading import Lock, Semaphore
+from functools import partial
+from threading import Lock, Semaphore, Thread
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from flodl_hf.serving.adapted import Together, open_adapters, put_together
 from flodl_hf.serving.admission import weigh
 from flodl_hf.serving.batching import Batcher
 from flodl_hf.serving.frames import HEAD, packed, unpacked
+from flodl_hf.serving.handing import handed
 from flodl_hf.serving.peak import Pace, peak_of
 from flodl_hf.serving.tasks import TASKS, describe, warm_items
 from flodl_hf.serving.ticket import DeadlineError, GivenUpError, Ticket
@@ -65,12 +67,22 @@ class _Stream:
             self._held.sendall(b"".join(parts))
 
     def read(self) -> dict[str, Any] | None:
-        head = self._file.read(HEAD.size)
+        try:
+            head = self._file.read(HEAD.size)
+        except ValueError:  # closed, as another thread has seen its end
+            return None
         if len(head) < HEAD.size:
             return None
         size, text = HEAD.unpack(head)
         body = self._file.read(size)
         return unpacked(text, body)[0] if len(body) == size else None
+
+    def close(self) -> None:
+        self._file.close()
+        self._held.close()
+
+
+_Request = tuple[_Stream, dict[str, Any], Ticket]
 
 
 class Worker:
@@ -183,54 +195,56 @@ def _fault(fault: BaseException) -> dict[str, str]:
     return {"kind": kind, "message": str(fault) if kind != "internal" else f"{type(fault).__name__}: {fault}"}
 
 
-def serve(descriptor: int) -> None:
-    """Serve one socket until it ends.
+class _Requests:
+    """The requests of all who ask, each by a link of their own.
 
     Args:
-        descriptor: of the socket that this process inherited.
+        worker: what answers.
+        most: requests of a link at a time.
     """
-    stream = _Stream(socket.socket(fileno=descriptor))
-    given = stream.read()
-    if given is None:
-        return
-    # The doors have the log; a warning there names no file of ours.
-    warnings.showwarning = lambda message, *_, **__: stream.write({"warned": str(message)})
-    try:
-        started = time.perf_counter()
-        worker = Worker(given)
-        worker.warm()
-        infos = {name: worker.describe(name) for name in worker.models}
-        stream.write(
-            {"ready": infos, "device": str(worker.device), "warm_s": time.perf_counter() - started,
-             "max_batch_tokens": worker.max_tokens, "peak": worker.peak(), "rate": worker.pace(),
-             "room": worker.has_room(), "pid": os.getpid()}
-        )  # fmt: skip
-    except Exception as fault:
-        stream.write({"broken": f"{type(fault).__name__}: {fault}"})
-        return
-    worker.batcher.drained()
-    tickets: dict[int, Ticket] = {}
-    turns, long_turns = Semaphore(TURNS), Semaphore(TURNS)
 
-    def read() -> tuple[dict[str, Any], Ticket] | None:
+    def __init__(self, worker: Worker, most: int) -> None:
+        self._worker, self._most = worker, most
+        self._tickets: dict[tuple[_Stream, int], Ticket] = {}
+        self._turns, self._long_turns = Semaphore(TURNS), Semaphore(TURNS)
+
+    def answer_all(self, stream: _Stream) -> None:
+        """Answer what comes by a link until it ends; who asked by it waits for nothing any more then."""
+        # One more than there are requests at a time: somebody always reads what is given up.
+        take_turns(partial(self._read, stream), self._work, self._most + 1)
+        for (link, _), ticket in list(self._tickets.items()):
+            if link is stream:
+                ticket.give_up()
+        stream.close()
+
+    def links(self, way: socket.socket) -> None:
+        """Answer by every link that is handed over, each in threads of its own."""
+        with suppress(OSError):
+            while (found := handed(way)) is not None:
+                if found[1] is not None:
+                    link = _Stream(found[1])
+                    Thread(target=self.answer_all, args=(link,), name="flodl-hf-link", daemon=True).start()
+
+    def _read(self, stream: _Stream) -> _Request | None:
         while (message := stream.read()) is not None:
             if "cancel" not in message:
-                ticket = tickets[message["id"]] = Ticket(
+                ticket = self._tickets[stream, message["id"]] = Ticket(
                     message["key"], time.monotonic() + message["left_s"], message["priority"]
                 )
                 # Characters, not tokens: what is tokenised for long holds up only its like.
-                ticket.turn = turns if weigh(message["items"]) <= LONG else long_turns
+                ticket.turn = self._turns if weigh(message["items"]) <= LONG else self._long_turns
                 if "traced" in message:
                     ticket.timeline = Timeline()
-                return message, ticket
-            if (gone := tickets.get(message["cancel"])) is not None:
+                return stream, message, ticket
+            if (gone := self._tickets.get((stream, message["cancel"]))) is not None:
                 gone.give_up()
         return None
 
-    def work(request: tuple[dict[str, Any], Ticket], read_on: Callable[[], None]) -> None:
-        message, ticket = request
+    def _work(self, request: _Request, read_on: Callable[[], None]) -> None:
+        stream, message, ticket = request
+        worker = self._worker
         started = time.perf_counter()
-        if len(tickets) == 1 and weigh(message["items"]) <= SHORT:
+        if len(self._tickets) == 1 and weigh(message["items"]) <= SHORT:
             ticket.read_on = read_on
         else:
             read_on()
@@ -244,7 +258,7 @@ def serve(descriptor: int) -> None:
                 reply["fault"] = _fault(fault)
                 if reply["fault"]["kind"] == "internal":
                     traceback.print_exc(file=sys.stderr)
-        tickets.pop(number, None)
+        self._tickets.pop((stream, number), None)
         reply |= {
             "id": number, "tokens": ticket.tokens, "rows": ticket.rows, "dropped": ticket.dropped,
             "waited_s": ticket.waited_s, "took_s": time.perf_counter() - started,
@@ -257,5 +271,37 @@ def serve(descriptor: int) -> None:
             # Without the doors nobody reads it, and reading ends too.
             stream.write(reply, arrays)
 
-    # One more than there are requests at a time: somebody always reads what is given up.
-    take_turns(read, work, given["threads"] + 1)
+
+def serve(descriptor: int, hands: int | None = None) -> None:
+    """Serve one socket until it ends.
+
+    Args:
+        descriptor: of the socket that this process inherited.
+        hands: of another by which links to others that ask are handed over; they end with the first.
+    """
+    stream = _Stream(socket.socket(fileno=descriptor))
+    given = stream.read()
+    if given is None:
+        return
+    # The doors have the log; a warning there names no file of ours.
+    warnings.showwarning = lambda message, *_, **__: stream.write({"warned": str(message)})
+    try:
+        started = time.perf_counter()
+        worker = Worker(given)
+        worker.warm()
+        infos = {name: worker.describe(name) for name in worker.models}
+        said = {
+            "ready": infos, "device": str(worker.device), "warm_s": time.perf_counter() - started,
+            "max_batch_tokens": worker.max_tokens, "peak": worker.peak(), "rate": worker.pace(),
+            "room": worker.has_room(), "pid": os.getpid(),
+        }  # fmt: skip
+        worker.batcher.drained()
+        requests = _Requests(worker, given["threads"])
+        if hands is not None:
+            way = socket.socket(fileno=hands)
+            Thread(target=requests.links, args=(way,), name="flodl-hf-links", daemon=True).start()
+        stream.write(said)
+    except Exception as fault:
+        stream.write({"broken": f"{type(fault).__name__}: {fault}"})
+        return
+    requests.answer_all(stream)

@@ -1,18 +1,14 @@
-"""The doors' side of the workers: processes started, asked, replaced when they end, and let go.
+"""The workers as who asks them sees them: requests out, answers in, and what becomes of requests whose worker ends.
 
 Everything here runs in the event loop of the doors and waits for nothing but it. A request belongs to one worker; if
-that one ends, the request fails and says so, and the next is held until a worker is there again.
+that one ends, the request fails and says so, and the next is held until a worker is there again. Which workers there
+are is told by who holds their processes (`flodl_hf.serving.processes`), here or in another process.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
-import os
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,29 +18,13 @@ from typing import Any
 import numpy as np
 
 from flodl.errors import FlodlError
-from flodl_hf.serving.adapters import find_adapters
-from flodl_hf.serving.link import Link, linked
+from flodl_hf.serving.link import Link
 from flodl_hf.serving.settings import Settings
 
-__all__ = ["Answer", "TaskError", "Workers", "WorkersError"]
+__all__ = ["Answer", "TaskError", "Worker", "Workers"]
 
-LOG = logging.getLogger("flodl_hf.serving")
-# After so many deaths without an answer between them a worker is not started again.
-TRIES = 5
 # A worker says itself that a request is late. One that says nothing has so much longer, and is looked at this often.
 GRACE_S, LOOK_S = 1.0, 0.5
-_PROGRAM = """
-import os, sys
-sys.path[:] = {path!r}
-from flodl_hf.serving.worker import serve
-serve({descriptor})
-sys.stderr.flush()
-os._exit(0)
-"""
-
-
-class WorkersError(FlodlError):
-    """Workers that cannot be started."""
 
 
 class TaskError(FlodlError):
@@ -78,21 +58,6 @@ class Answer:
     timeline: Sequence[Any] = ()
 
 
-@dataclass(eq=False)
-class _Process:
-    """One worker."""
-
-    device: str
-    process: subprocess.Popen[bytes]
-    link: Link
-    asked: dict[int, _Asked] = field(default_factory=dict)
-    load: int = 0
-    info: dict[str, Any] = field(default_factory=dict)
-    rate: float = 0.0
-    leaving: bool = False
-    listening: asyncio.Task[None] | None = None
-
-
 @dataclass(slots=True)
 class _Asked:
     """One request of a worker."""
@@ -112,6 +77,25 @@ class _Asked:
             self.answer.set_result(answer)
 
 
+@dataclass(eq=False)
+class Worker:
+    """One worker that can be asked.
+
+    Attributes:
+        link: the way to it.
+        info: what it said when it was warm.
+        rate: tokens a second that it runs when there is enough to run.
+        load: tokens of what it was asked, about.
+        asked: what it was asked.
+    """
+
+    link: Link
+    info: dict[str, Any] = field(default_factory=dict)
+    rate: float = 0.0
+    load: int = 0
+    asked: dict[int, _Asked] = field(default_factory=dict)
+
+
 class Workers:
     """The workers of a server.
 
@@ -126,17 +110,16 @@ class Workers:
         """What is known of each model."""
         self.max_batch_tokens = 0
         self.restarts = 0
+        """Workers that ended and were replaced."""
+        self.answers = 0
+        """Answers that came."""
         self._heard = heard
-        self._adapters: list[dict[str, str]] = []
-        self._here: list[_Process] = []
+        self._here: list[Worker] = []
         self._ready = asyncio.Event()
         # Those too that only finish what they were asked.
-        self._every: set[_Process] = set()
+        self._every: set[Worker] = set()
         self._looking: asyncio.TimerHandle | None = None
         self._numbers = count()
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._closing = False
-        self._deaths = 0
 
     @property
     def ready(self) -> bool:
@@ -146,97 +129,61 @@ class Workers:
     @property
     def pids(self) -> list[int]:
         """The processes that answer now."""
-        return [process.process.pid for process in self._here]
+        return [worker.info["pid"] for worker in self._here]
 
     @property
     def devices(self) -> list[str]:
         """The device of each."""
-        return [process.info["device"] for process in self._here]
+        return [worker.info["device"] for worker in self._here]
 
     @property
     def rate(self) -> float:
         """Tokens a second that those run, together, when there is enough to run."""
-        return sum(process.rate for process in self._here)
+        return sum(worker.rate for worker in self._here)
 
     @property
     def peak(self) -> float:
         """Operations a second that the devices of those reach, together; see `flodl_hf.serving.peak`."""
         peaks: dict[str, float] = {}
-        for process in self._here:
-            peaks[process.device] = max(peaks.get(process.device, 0.0), process.info["peak"])
+        for worker in self._here:
+            device = worker.info["device"]
+            peaks[device] = max(peaks.get(device, 0.0), worker.info["peak"])
         return sum(peaks.values())
 
-    async def start(self) -> None:
-        """Start a worker for each device and return when all are warm.
+    # ---- which there are ---------------------------------------------------------------------------
 
-        Raises:
-            WorkersError: a model cannot be served; the text says why.
-            ConfigError: likewise of a directory of adapters.
+    def use(self, here: Sequence[Worker], restarts: int) -> None:
+        """Ask these from now on, and no others; what others were asked they may finish.
+
+        Args:
+            here: all that are warm.
+            restarts: how many ended so far and were replaced.
         """
-        self._here = await self._started()
+        self._here, self.restarts = list(here), restarts
+        self._every |= {*here}
+        if not here:
+            self._ready.clear()
+            return
+        self.models = here[-1].info["ready"]
+        self.max_batch_tokens = here[-1].info["max_batch_tokens"]
         self._ready.set()
 
-    async def _started(self) -> list[_Process]:
-        adapters = find_adapters(self.settings)
-        devices = self.settings.devices * (self.settings.workers or 1)
-        done = await self._all(devices, adapters)
-        if self.settings.workers is None and all(isinstance(one, _Process) for one in done):
-            roomy = [one.device for one in done if isinstance(one, _Process) and one.info["room"]]
-            second = await self._all(roomy, adapters)
-            for device, one in zip(roomy, second, strict=True):
-                if isinstance(one, BaseException):
-                    LOG.warning("one worker", extra={"said": {"device": device, "fault": str(one)}})
-            done += [one for one in second if isinstance(one, _Process)]
-        faults = [fault for fault in done if isinstance(fault, BaseException)]
-        for process in done:
-            if isinstance(process, _Process):
-                self.models = process.info["ready"]
-                self.max_batch_tokens = process.info["max_batch_tokens"]
-                if faults:
-                    await self._let_go(process)
-        if faults:
-            raise faults[0]
-        self._adapters = adapters
-        return [process for process in done if isinstance(process, _Process)]
+    def ended(self, worker: Worker) -> None:
+        """Fail what a worker was asked, which is no more."""
+        for asked in worker.asked.values():
+            asked.done(TaskError(_ENDED, kind="ended"))
+        self._every.discard(worker)
+        if worker in self._here:
+            # At once: who asks now waits for another.
+            self._here.remove(worker)
+            if not self._here:
+                self._ready.clear()
 
-    async def _all(self, devices: Sequence[str], adapters: list[dict[str, str]]) -> list[_Process | BaseException]:
-        made = [asyncio.ensure_future(self._one(device, adapters)) for device in devices]
-        return await asyncio.gather(*made, return_exceptions=True)
-
-    async def _one(self, device: str, adapters: list[dict[str, str]]) -> _Process:
-        ours, theirs = socket.socketpair()
-        os.set_inheritable(theirs.fileno(), True)
-        code = _PROGRAM.format(path=sys.path, descriptor=theirs.fileno())
-        # In a group of its own: Ctrl-C is for the doors, which let it finish first.
-        process = subprocess.Popen(
-            [sys.executable, "-c", code], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, process_group=0
-        )
-        theirs.close()
-        first: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-
-        def heard(message: dict[str, Any], arrays: list[np.ndarray]) -> None:
-            if "warned" in message:
-                LOG.warning(message["warned"], extra={"said": {"device": device}})
-            elif first.done():
-                self._answered(found, message, arrays)
-            else:
-                first.set_result(message)
-
-        found = _Process(device, process, await linked(ours, heard))
-        found.link.send(self.settings.of_worker(device, adapters))
-        await asyncio.wait((first, found.link.closed), return_when=asyncio.FIRST_COMPLETED)
-        if first.done():
-            message = first.result()
-        else:
-            message = {"broken": f"the worker of {device} ended with status {await self._reaped(found)}"}
-        if "broken" in message:
-            await self._let_go(found)
-            raise WorkersError(f"serve: {message['broken']}", device=device)
-        found.info, found.rate = message, float(message["rate"])
-        self._every.add(found)
-        found.listening = asyncio.ensure_future(self._listen(found))
-        LOG.info("worker ready", extra={"said": {"device": message["device"], "pid": message["pid"]}})
-        return found
+    async def left(self, worker: Worker) -> None:
+        """Return when nobody waits for what a worker was asked, or that took too long."""
+        until = time.monotonic() + self.settings.drain_s
+        while worker.asked and time.monotonic() < until:
+            await asyncio.sleep(0.02)
 
     # ---- asking ------------------------------------------------------------------------------------
 
@@ -269,11 +216,11 @@ class Workers:
         Raises:
             TaskError: it was refused, was too late, or its worker ended.
         """
-        process = self._least() or await self._free(until)
+        worker = self._least() or await self._free(until)
         loop = asyncio.get_running_loop()
         number = next(self._numbers)
-        asked = process.asked[number] = _Asked(loop.create_future(), until + GRACE_S)
-        process.load += weight
+        asked = worker.asked[number] = _Asked(loop.create_future(), until + GRACE_S)
+        worker.load += weight
         if self._looking is None:
             self._looking = loop.call_later(LOOK_S, self._look)
         left = until - time.monotonic()
@@ -284,55 +231,58 @@ class Workers:
         if traced:
             message["traced"] = True
         try:
-            process.link.send(message)
-            if process.link.full:
+            worker.link.send(message)
+            if worker.link.full:
                 async with asyncio.timeout(max(0.0, left)):
-                    await process.link.room()
+                    await worker.link.room()
             return await asked.answer
         except (TimeoutError, OSError) as fault:
             late = isinstance(fault, TimeoutError)
             raise TaskError(_LATE if late else _ENDED, kind="deadline" if late else "ended") from None
         finally:
-            process.load -= weight
-            del process.asked[number]
+            worker.load -= weight
+            del worker.asked[number]
             if asked.open:
                 with contextlib.suppress(OSError):
-                    process.link.send({"cancel": number})
+                    worker.link.send({"cancel": number})
 
-    def _least(self) -> _Process | None:
+    def _least(self) -> Worker | None:
         """Return the worker that has least to do."""
         here = self._here
         return min(here, key=_load) if len(here) > 1 else here[0] if here else None
 
-    async def _free(self, until: float) -> _Process:
+    async def _free(self, until: float) -> Worker:
         """Return a worker as soon as there is one."""
         try:
             async with asyncio.timeout(max(0.0, until - time.monotonic())):
                 await self._ready.wait()
         except TimeoutError:
             raise TaskError(_LATE, kind="deadline") from None
-        if (process := self._least()) is None:
+        if (worker := self._least()) is None:
             raise TaskError(_ENDED, kind="ended")
-        return process
+        return worker
 
     def _look(self) -> None:
         """Give up what a silent worker was asked too long ago; one timer does for all requests."""
         now = time.monotonic()
-        every = [asked for process in self._every for asked in process.asked.values()]
+        every = [asked for worker in self._every for asked in worker.asked.values()]
         for asked in every:
             if now > asked.until and not asked.answer.done():
                 asked.answer.set_exception(TaskError(_LATE, kind="deadline"))
         self._looking = asyncio.get_running_loop().call_later(LOOK_S, self._look) if every else None
 
-    async def _listen(self, process: _Process) -> None:
-        await process.link.closed
-        await self._ended(process)
+    def answered(self, worker: Worker, message: dict[str, Any], arrays: list[np.ndarray]) -> None:
+        """Take an answer of a worker.
 
-    def _answered(self, process: _Process, message: dict[str, Any], arrays: list[np.ndarray]) -> None:
-        process.rate = message["rate"]
+        Args:
+            worker: whose.
+            message: what it says.
+            arrays: of the answer.
+        """
+        worker.rate = message["rate"]
         self._heard(message["ran"], message["queued"])
-        self._deaths = 0
-        asked = process.asked.get(message["id"])
+        self.answers += 1
+        asked = worker.asked.get(message["id"])
         if asked is None:
             return
         if (fault := message.get("fault")) is not None:
@@ -345,85 +295,10 @@ class Workers:
             )
         )  # fmt: skip
 
-    # ---- ends --------------------------------------------------------------------------------------
-
-    async def _ended(self, process: _Process) -> None:
-        """Fail what a worker was asked, and start another in its place."""
-        for asked in process.asked.values():
-            asked.done(TaskError(_ENDED, kind="ended"))
-        self._every.discard(process)
-        process.link.close()
-        expected = process.leaving or self._closing or process not in self._here
-        if not expected:
-            # At once: who asks now waits for another.
-            self._here.remove(process)
-            if not self._here:
-                self._ready.clear()
-        status = await self._reaped(process)
-        if expected:
-            return
-        LOG.error("worker ended", extra={"said": {"device": process.device, "status": status}})
-        while not self._closing:
-            self._deaths += 1
-            if self._deaths > TRIES:
-                LOG.error("worker given up", extra={"said": {"device": process.device}})
-                return
-            try:
-                again = await self._one(process.device, self._adapters)
-            except WorkersError as fault:
-                LOG.error("worker not started", extra={"said": {"device": process.device, "fault": str(fault)}})
-                await asyncio.sleep(min(30.0, 2.0**self._deaths))
-                continue
-            self.restarts += 1
-            self._here.append(again)
-            self._ready.set()
-            return
-
-    async def reload(self) -> None:
-        """Load all models anew, let the new workers take over, and let the old ones finish what they were asked.
-
-        Raises:
-            WorkersError: a model cannot be loaded any more; the old workers go on.
-            ConfigError: likewise of a directory of adapters.
-        """
-        before, self._here = self._here, await self._started()
-        self._ready.set()
-        for process in before:
-            task = asyncio.ensure_future(self._let_go(process))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-    async def close(self) -> None:
-        """Let all workers finish what they were asked, and end."""
-        self._closing = True
-        self._ready.clear()
-        here, self._here = self._here, []
-        await asyncio.gather(*(self._let_go(process) for process in here), *self._tasks)
-
-    async def _let_go(self, process: _Process) -> None:
-        process.leaving = True
-        until = time.monotonic() + self.settings.drain_s
-        while process.asked and time.monotonic() < until:
-            await asyncio.sleep(0.02)
-        process.link.close()
-        await self._reaped(process)
-        if process.listening is not None:
-            await process.listening
-
-    async def _reaped(self, process: _Process) -> int:
-        """Return a process's status; it ends by itself when its socket is closed, and is made to after a while."""
-        for wait in range(500):
-            if (status := process.process.poll()) is not None:
-                return status
-            if wait == 400:
-                process.process.kill()
-            await asyncio.sleep(0.02)
-        return process.process.wait(1)
-
 
 _LATE = "the answer was not there in time; ask for less at once, or allow more time"
 _ENDED = "the process that computed the answer ended; ask again, another one takes its place"
 
 
-def _load(process: _Process) -> int:
-    return process.load
+def _load(worker: Worker) -> int:
+    return worker.load

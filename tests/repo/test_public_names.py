@@ -42,7 +42,9 @@ NEEDS = {
     "flodl_hf.cli": "typer",
     "flodl_hf.client": "httpx",
     "flodl_hf.serving.app": "starlette",
+    "flodl_hf.serving.http": "uvicorn",
     "flodl_hf.serving.running": "uvicorn",
+    "flodl_hf.serving.several.": "uvicorn",
     **{
         f"flodl_hf.kernels.{n}": "triton"
         for n in (

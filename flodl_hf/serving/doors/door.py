@@ -18,7 +18,9 @@ from flodl_hf.serving.settings import Settings
 from flodl_hf.serving.traces import Trace, Traces
 from flodl_hf.serving.workers import Answer, TaskError, Workers
 
-__all__ = ["MODEL", "Call", "Door", "House", "Reply"]
+__all__ = ["MODEL", "Call", "Door", "Gathered", "House", "Reply"]
+
+Gathered = Callable[[], Awaitable[tuple[Metrics, int, int]]]
 
 MODEL = Field("model", "text", "which of the models that are served; needed where several could answer")
 
@@ -61,13 +63,24 @@ class Door:
 
 @dataclass
 class House:
-    """What all doors share."""
+    """What all doors of a process share.
+
+    Attributes:
+        settings: what is served, and how.
+        workers: what answers.
+        admission: who is let in.
+        metrics: what this process counted.
+        traces: where traces go, or None.
+        gathered: gives what all processes counted, how many they are, and how many were replaced; None where there is
+            this one.
+    """
 
     settings: Settings
     workers: Workers
     admission: Admission
     metrics: Metrics
     traces: Traces | None = None
+    gathered: Gathered | None = None
 
 
 @dataclass

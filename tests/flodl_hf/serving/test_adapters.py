@@ -153,11 +153,11 @@ def test_what_is_told_of_them(asked: tuple[Any, Any]) -> None:
 @pytest.mark.slow
 def test_a_reload_takes_up_new_ones_and_lets_go_of_old(asked: tuple[Any, Any], base: Path, adapters: Path) -> None:
     client, app = asked
-    workers = app.state.house.workers
-    loop = workers._here[0].listening.get_loop()
+    processes = app.state.processes
+    loop = processes.here[0].listening.get_loop()
 
     def reload() -> None:
-        asyncio.run_coroutine_threadsafe(workers.reload(), loop).result(60)
+        asyncio.run_coroutine_threadsafe(processes.reload(), loop).result(60)
 
     broken = adapters / "broken"
     broken.mkdir()

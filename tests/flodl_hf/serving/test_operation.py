@@ -23,10 +23,27 @@ import pytest
 from flodl.errors import ConfigError, DeviceError
 from flodl_hf.serving import serve, served
 from flodl_hf.serving.admission import Admission, OverloadedError, known_key
+from flodl_hf.serving.ledger import Ledger
 from flodl_hf.serving.log import Log
+from flodl_hf.serving.processes import Process, Processes, WorkersError
 from flodl_hf.serving.running import running
 from flodl_hf.serving.settings import Served, Settings
-from flodl_hf.serving.workers import Workers, WorkersError, _Process
+from flodl_hf.serving.workers import Workers
+
+
+def held(app: Any) -> tuple[Ledger, Processes]:
+    """Return what is inside a server, and its workers' processes, whether one process answers HTTP or several."""
+    if hasattr(app, "ledger"):
+        return app.ledger, app.processes
+    return app.state.house.admission.ledger, app.state.processes
+
+
+def guarded_by(folders: dict[str, Path], processes: int) -> Settings:
+    """Return settings of a server with keys, where so many processes answer HTTP."""
+    return Settings(
+        models=(Served("embed", str(folders["embed"])),), devices=("cpu",), api_keys=("first-key", "second-key"),
+        max_concurrent=24, max_inputs=600, http_processes=processes,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -34,11 +51,7 @@ def guarded(folders: dict[str, Path]) -> Iterator[tuple[Any, Any]]:
     """A client without a key, of a server that needs one; and its application."""
     import httpx
 
-    settings = Settings(
-        models=(Served("embed", str(folders["embed"])),), devices=("cpu",), api_keys=("first-key", "second-key"),
-        max_concurrent=24, max_inputs=600,
-    )  # fmt: skip
-    with running(settings) as (url, app), httpx.Client(base_url=url, timeout=60) as client:
+    with running(guarded_by(folders, 1)) as (url, app), httpx.Client(base_url=url, timeout=60) as client:
         yield client, app
 
 
@@ -81,8 +94,8 @@ def test_too_many_are_refused_at_once_and_the_rest_answered(guarded: tuple[Any, 
     assert refused.json()["error_type"] == "Overloaded"
     vectors = np.array([answer.json() for answer in answers if answer.status_code == 200])
     assert np.abs(vectors - vectors[0, 0]).max() < 2e-5
-    assert app.state.house.admission.inside == 0
-    assert app.state.house.admission.tokens == 0
+    inside, _ = held(app)
+    assert (inside.inside, inside.tokens) == (0, 0)
 
 
 def test_time_that_is_over_and_clients_that_go(guarded: tuple[Any, Any]) -> None:
@@ -93,24 +106,25 @@ def test_time_that_is_over_and_clients_that_go(guarded: tuple[Any, Any]) -> None
     assert client.post("/embed", json=body, headers={**FIRST, "x-timeout-s": "soon"}).status_code == 422
     address = str(client.base_url).removeprefix("http://").strip("/").split(":")
     data = json.dumps(body).encode()
-    with socket.create_connection((address[0], int(address[1]))) as held:
+    with socket.create_connection((address[0], int(address[1]))) as wire:
         head = (
             f"POST /embed HTTP/1.1\r\nhost: a\r\nauthorization: Bearer first-key\r\ncontent-length: {len(data)}\r\n\r\n"
         )
-        held.sendall(head.encode() + data)
+        wire.sendall(head.encode() + data)
         time.sleep(0.1)
     until = time.monotonic() + 5
-    while app.state.house.admission.inside and time.monotonic() < until:
+    inside, _ = held(app)
+    while inside.inside and time.monotonic() < until:
         time.sleep(0.01)
-    assert app.state.house.admission.inside == 0
+    assert inside.inside == 0
     assert "gone" in client.get("/metrics").text
     assert client.post("/embed", json={"inputs": "a"}, headers=FIRST).status_code == 200
 
 
 def test_a_worker_that_dies_fails_what_it_had_and_the_next_is_answered(guarded: tuple[Any, Any]) -> None:
     client, app = guarded
-    workers = app.state.house.workers
-    (before,) = workers.pids
+    _, processes = held(app)
+    (before,) = [process.child.pid for process in processes.here]
     os.kill(before, signal.SIGSTOP)
     with ThreadPoolExecutor(2) as pool:
         lost = pool.submit(client.post, "/embed", json={"inputs": "a"}, headers=FIRST)
@@ -122,18 +136,19 @@ def test_a_worker_that_dies_fails_what_it_had_and_the_next_is_answered(guarded: 
         assert answer.headers["retry-after"] == "1"
         # Held until another worker is there.
         assert client.post("/embed", json={"inputs": "a"}, headers=FIRST).status_code == 200
-    assert workers.pids != [before]
-    assert workers.restarts == 1
+    assert [process.child.pid for process in processes.here] != [before]
+    assert processes.restarts == 1
     assert "flodl_worker_restarts_total 1" in client.get("/metrics").text
 
 
 @pytest.mark.slow
 def test_a_reload_loses_no_request(guarded: tuple[Any, Any]) -> None:
     client, app = guarded
-    workers = app.state.house.workers
-    before, loop = workers.pids, workers._here[0].listening.get_loop()
+    _, processes = held(app)
+    before, listening = [process.child.pid for process in processes.here], processes.here[0].listening
+    assert listening is not None
     with ThreadPoolExecutor(4) as pool:
-        done = asyncio.run_coroutine_threadsafe(workers.reload(), loop)
+        done = asyncio.run_coroutine_threadsafe(processes.reload(), listening.get_loop())
         statuses = []
         while not done.done():
             asked = [pool.submit(client.post, "/embed", json={"inputs": "a cat"}, headers=FIRST) for _ in range(4)]
@@ -141,7 +156,7 @@ def test_a_reload_loses_no_request(guarded: tuple[Any, Any]) -> None:
         done.result()
     assert len(statuses) > 8
     assert set(statuses) == {200}
-    assert not set(workers.pids) & set(before)
+    assert not {process.child.pid for process in processes.here} & set(before)
     until = time.monotonic() + 10
     while time.monotonic() < until and any(_lives(pid) for pid in before):
         time.sleep(0.05)
@@ -156,10 +171,12 @@ def _lives(pid: int) -> bool:
     return True
 
 
-def test_the_command_drains_and_ends(folders: dict[str, Path]) -> None:
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_the_command_drains_and_ends(folders: dict[str, Path], processes: str) -> None:
     import httpx
 
     command = [sys.executable, "-m", "flodl_hf", "serve", f"e={folders['embed']}", "--port", "0", "--device", "cpu"]
+    command += ["--http-processes", processes]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         try:
@@ -215,7 +232,7 @@ def test_keys_are_compared_whole() -> None:
 
 def test_what_a_key_may_have() -> None:
     bounds = Settings(models=served(["m"]), max_key_tokens=600, max_key_concurrent=2, max_queue_s=5.0)
-    admission = Admission(bounds)
+    admission = Admission(bounds, Ledger("abc"))
     with admission.entering("a", 500):
         with pytest.raises(OverloadedError) as caught, admission.entering("a", 200):
             pass
@@ -238,7 +255,7 @@ def test_what_a_key_may_have() -> None:
 
 
 def test_a_key_waits_for_no_more_of_others_than_it_has_itself() -> None:
-    admission = Admission(Settings(models=served(["m"]), max_queue_s=5.0))
+    admission = Admission(Settings(models=served(["m"]), max_queue_s=5.0), Ledger("cde"))
     admission.rate = 100.0
     with admission.entering("c", 590):
         assert admission.wait_of("c", 1) == pytest.approx(5.9)
@@ -255,10 +272,11 @@ def test_a_key_waits_for_no_more_of_others_than_it_has_itself() -> None:
 
 def test_a_queue_that_stays_is_kept_short(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = 100.0
-    monkeypatch.setattr("flodl_hf.serving.admission.time", SimpleNamespace(monotonic=lambda: clock))
+    for module in ("admission", "ledger"):
+        monkeypatch.setattr(f"flodl_hf.serving.{module}.time", SimpleNamespace(monotonic=lambda: clock))
     admission = Admission(Settings(models=served(["m"]), max_wait_s=0.5, max_queue_s=5.0))
     admission.rate = 1000.0
-    held = []
+    entered = []
 
     def come(tokens: int = 50) -> bool:
         try:
@@ -266,7 +284,7 @@ def test_a_queue_that_stays_is_kept_short(monkeypatch: pytest.MonkeyPatch) -> No
         except OverloadedError:
             return False
         inside.__enter__()
-        held.append(inside)
+        entered.append(inside)
         return True
 
     # A burst may be as long as the queue may be, and what is beyond it is refused.
@@ -274,27 +292,27 @@ def test_a_queue_that_stays_is_kept_short(monkeypatch: pytest.MonkeyPatch) -> No
     # A second later it still is there: nothing is let in until what waits takes no more than half a second.
     clock += 1.1
     accepted = []
-    while held and not accepted:
-        held.pop().__exit__()
+    while entered and not accepted:
+        entered.pop().__exit__()
         accepted = [one for one in [come()] if one]
     assert admission.tokens == 550
     # So it stays short, for as long as more is asked for than is done.
     for _ in range(30):
         clock += 0.05
-        held.pop().__exit__()
+        entered.pop().__exit__()
         assert come()
         assert not come()
     # Few requests are no queue, however long they take.
-    while held:
-        held.pop().__exit__()
+    while entered:
+        entered.pop().__exit__()
     clock += 10
     assert come(900)
     assert come(900)
     clock += 2
     assert come(900)
     assert [come(200) for _ in range(6)] == [True] * 5 + [False]
-    while held:
-        held.pop().__exit__()
+    while entered:
+        entered.pop().__exit__()
     # Once it was empty there may be a burst again; and a slow device has some batches at least.
     assert [come() for _ in range(40)] == [True] * 40
     clock += 1.1
@@ -327,20 +345,20 @@ def test_what_is_said_of_the_server_needs_no_torch() -> None:
 def test_a_gpu_with_memory_for_it_has_a_second_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
-    async def one(self: Workers, device: str, adapters: Any) -> Any:
+    async def one(self: Processes, device: str, adapters: Any) -> Any:
         asked.append(device)
         if asked.count("cuda:1") == 2 and device == "cuda:1":
             raise WorkersError("no memory", device=device)
         info = {"room": device != "cuda:2", "ready": {}, "max_batch_tokens": 1, "device": device}
         nobody: Any = None
-        return _Process(device, nobody, nobody, info=info, rate=2.0)
+        return Process(nobody, info, 2.0, device=device, child=nobody)
 
-    monkeypatch.setattr(Workers, "_one", one)
+    monkeypatch.setattr(Processes, "_one", one)
 
     def started(**settings: Any) -> list[str]:
         asked.clear()
         workers = Workers(Settings(models=served(["m"]), **settings), lambda ran, queued: None)
-        asyncio.run(workers.start())
+        asyncio.run(Processes(workers.settings, workers).start())
         assert workers.rate == 2.0 * len(workers.devices)
         return workers.devices
 
