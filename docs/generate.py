@@ -91,10 +91,11 @@ def families_page() -> str:
         "# Families",
         NOTE,
         overview,
-        "A key of `config.json` is *used* (a row below), *inert* (known to change nothing here), *refused* (another "
-        "architecture's, a table, or another family's with a value that would matter) or *noted*: a plain value under "
-        "a name that no family knows, told in the load report and refused with `strict_config=True`. Keys that begin "
-        "with an underscore, and keys that are switched off (null, false, empty), ask for nothing.",
+        "A key of `config.json` is *used* (a row below), *inert* (known to change nothing here), *passed over* with a "
+        "warning (it contradicts what the family reads, and transformers reads that too), *refused* (another "
+        "architecture's, or what code of the repository may read) or *noted*: a name that no family knows, told in the "
+        "load report. `strict_config=True` refuses what is noted or passed over. Keys that begin with an underscore, "
+        "and keys that are switched off (null, false, empty), ask for nothing.",
         *map(family_section, FAMILIES),
         "## Inert in every family",
         inert,

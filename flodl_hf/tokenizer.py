@@ -19,38 +19,31 @@ from typing import Any, Literal
 import tokenizers
 
 from flodl_hf.errors import TokenizerError
+from flodl_hf.hub.folders import ADAPTER_CONFIG, BASE_OF_ADAPTER, CONFIG_NAME, holds_adapter, resolve_folder
 from flodl_hf.model.foreign_keywords import TOKENIZER, taking
 from flodl_hf.tokenization.early_cut import LONG, beginning
 
 from .tokenization.added import add_missing
 from .tokenization.backend import Backend, load_json
-from .tokenization.batch import as_batch, as_tensors, check_batch, option
+from .tokenization.batch import PADDINGS, TRUNCATIONS, as_batch, as_tensors, check_batch, option
 from .tokenization.doctor import contradictions
 from .tokenization.encoded import Encoded, pad_rows
 from .tokenization.guard import guarded
 from .tokenization.rows import Cut, Overflow, Row, cut_each, cut_rows
 from .tokenization.settings import guess_model_type, read_settings
-from .tokenization.source import TOKENIZER_FILES, parse_json, read_bytes, read_source, vocabulary_file, write_files
+from .tokenization.source import (
+    TOKENIZER_FILES,
+    is_vocabulary_in,
+    parse_json,
+    read_bytes,
+    read_source,
+    vocabulary_file,
+    write_files,
+)
 from .tokenization.vocabulary import Vocabulary
 from .tokenization.words import JOINED
 
 __all__ = ["TOKENIZER_FILES", "Encoded", "Row", "Tokenizer"]
-
-_TRUNCATIONS: dict[Any, Cut | None] = {
-    False: None,
-    "do_not_truncate": None,
-    True: "longest",
-    "longest_first": "longest",
-    "only_first": "first",
-    "only_second": "second",
-}
-_PADDINGS: dict[Any, str | None] = {
-    False: None,
-    "do_not_pad": None,
-    True: "longest",
-    "longest": "longest",
-    "max_length": "max_length",
-}
 
 
 class Tokenizer(Vocabulary):
@@ -189,6 +182,9 @@ class Tokenizer(Vocabulary):
     ) -> Tokenizer:
         """Return the tokenizer of a local folder or of a repository on the Hub.
 
+        Where the folder has no vocabulary of its own, it is that of the transformer which ``modules.json`` names, or of
+        the base model of an adapter.
+
         Args:
             name_or_path: folder, ``"owner/name"`` or ``"owner/name@revision"``.
             revision: branch, tag or commit.
@@ -201,18 +197,20 @@ class Tokenizer(Vocabulary):
             HubError: if the name cannot be resolved.
             TokenizerError: if there is no usable tokenizer.
         """
-        from flodl_hf.hub.download import resolve
+        hub = {
+            "revision": revision, "subfolder": subfolder, "token": token, "cache_dir": cache_dir,
+            "local_files_only": local_files_only,
+        }  # fmt: skip
+        folder, _ = resolve_folder(name_or_path, hub, (*TOKENIZER_FILES, ADAPTER_CONFIG, CONFIG_NAME))
+        if is_vocabulary_in(folder):
+            return cls.from_folder(folder)
+        if holds_adapter(folder):
+            base = parse_json(read_bytes(folder / ADAPTER_CONFIG), str(folder / ADAPTER_CONFIG)).get(BASE_OF_ADAPTER)
+            if isinstance(base, str) and base:
+                return cls.from_pretrained(base, token=token, cache_dir=cache_dir, local_files_only=local_files_only)
+        from flodl_hf.sentence.routing import transformer_folder
 
-        found = resolve(
-            name_or_path,
-            revision=revision,
-            subfolder=subfolder,
-            token=token,
-            cache_dir=cache_dir,
-            local_files_only=local_files_only,
-            files=(*TOKENIZER_FILES, "config.json"),
-        )
-        return cls.from_folder(found.folder)
+        return cls.from_folder(transformer_folder(folder))
 
     def files(self) -> dict[str, bytes]:
         """Return the tokenizer files as the source had them, and a ``tokenizer.json`` in any case."""
@@ -390,8 +388,8 @@ class Tokenizer(Vocabulary):
         """
         if truncation is None:
             truncation = "longest_first" if max_length is not None and padding is False else False
-        cut = option(_TRUNCATIONS, truncation, "truncation")
-        pad = option(_PADDINGS, padding, "padding")
+        cut = option(TRUNCATIONS, truncation, "truncation")
+        pad = option(PADDINGS, padding, "padding")
         if isinstance(text, str) and text_pair == "":
             text_pair = None  # as transformers: an empty second text beside one text is none
         texts, pairs, single = as_batch(text, text_pair, is_split_into_words)
@@ -404,11 +402,7 @@ class Tokenizer(Vocabulary):
             texts, pairs = self._shorten(texts, pairs, limit, cut)
         backend = self._backend if split_special_tokens is None else self._reading(split_special_tokens)
         whole = backend.rows(texts, pairs, words=is_split_into_words, special=add_special_tokens)
-        groups = [[row] for row in whole]
-        if cut is not None and limit is not None:
-            overflow: Overflow = "windows" if return_overflowing_tokens else "truncate"
-            how: Any = {"stride": stride, "cut": cut, "overflow": overflow, "snap": False, "side": self._cut_side}
-            groups = [cut_rows(row, limit, **how, where=f"text {index}") for index, row in enumerate(whole)]
+        groups = self._cut(whole, cut, limit, stride, windows=return_overflowing_tokens)
         rows: list[Row] = [row for group in groups for row in group]
         width = None
         if pad == "longest":
@@ -433,6 +427,16 @@ class Tokenizer(Vocabulary):
         elif single and not return_overflowing_tokens:
             data = {key: values[0] for key, values in data.items()}
         return Encoded(data, rows, lead, self._tokens_of)
+
+    def _cut(
+        self, rows: Sequence[Row], cut: Cut | None, limit: int | None, stride: int, *, windows: bool
+    ) -> list[list[Row]]:
+        """Return what is left of each row within ``limit`` tokens, or its windows, as transformers cuts them."""
+        if cut is None or limit is None:
+            return [[row] for row in rows]
+        overflow: Overflow = "windows" if windows else "truncate"
+        how: Any = {"stride": stride, "cut": cut, "overflow": overflow, "snap": False, "side": self._cut_side}
+        return [cut_rows(row, limit, **how, where=f"text {index}") for index, row in enumerate(rows)]
 
     def _pad_id(self, rows: Sequence[Row], width: int | None) -> int:
         """Return the id that fills rows up to ``width``; any where there is none and no row needs it."""

@@ -29,7 +29,7 @@ from flodl_hf.config.model_config import ModelConfig
 from flodl_hf.encoder.parts import as_whole, part_of, split
 from flodl_hf.family import Family
 from flodl_hf.hub.folders import ADAPTER_CONFIG as CONFIG
-from flodl_hf.hub.folders import RECIPE_FILES, resolve_folder
+from flodl_hf.hub.folders import BASE_OF_ADAPTER, RECIPE_FILES, resolve_folder
 from flodl_hf.model.graph_model import GraphModel
 from flodl_hf.sentence.recipe import read_recipe
 from flodl_hf.weights.checkpoint.members import Folder, is_entry, read_member
@@ -84,12 +84,12 @@ class AdapterFolder:
         Raises:
             ConfigError: the file names none.
         """
-        found = self.values.get("base_model_name_or_path")
+        found = self.values.get(BASE_OF_ADAPTER)
         if not found:
             raise ConfigError(
-                f"{self.path / CONFIG}: base_model_name_or_path names no base; open it, with adapter= this folder",
+                f"{self.path / CONFIG}: {BASE_OF_ADAPTER} names no base; open it, with adapter= this folder",
                 where=str(self.path / CONFIG),
-                problems=["base_model_name_or_path"],
+                problems=[BASE_OF_ADAPTER],
             )
         return str(found)
 

@@ -63,6 +63,7 @@ class ModelConfig:
         text: the file's text, or None when the config was made in memory.
         where: the file's path, for messages.
         notes: keys and values without effect that a reader should know of, a sentence each.
+        overruled: settings that contradict others of the file and that transformers passes over, as is done here.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class ModelConfig:
         text: str | None = None,
         where: str = "config",
         notes: Sequence[str] = (),
+        overruled: Sequence[str] = (),
     ) -> None:
         self.family = family
         self.encoder = encoder
@@ -89,6 +91,7 @@ class ModelConfig:
         self.text = text
         self.where = where
         self.notes = tuple(notes)
+        self.overruled = tuple(overruled)
 
     @classmethod
     def from_text(
@@ -105,7 +108,8 @@ class ModelConfig:
             text: the JSON.
             where: its name, for messages.
             ignore_config_keys: keys to pass over although they are not understood.
-            strict_config: also refuse keys that no family knows, which are noted otherwise.
+            strict_config: also refuse keys that no family knows, and settings that contradict others and are passed
+                over; they are noted otherwise.
 
         Raises:
             ConfigError: not JSON, an unknown ``model_type``, or values that are missing, wrong or not
@@ -129,7 +133,10 @@ class ModelConfig:
         """Return the configuration that this mapping describes; see `from_text`."""
         family = family_of(source, where)
         problems: list[str] = []
-        fields = read_rows(source, family.rows, problems)
+        # Code of the repository may read what transformers' own passes over: then it is not known which of two holds.
+        settled = bool(family.tiny) and not strict_config and not source.get("auto_map")
+        overruled: list[str] | None = [] if settled else None
+        fields = read_rows(source, family.rows, problems, overruled)
         shared = read_rows(source, _SHARED_ROWS, problems)
         if "tie_word_embeddings" not in source:
             shared["tie_words"] = family.ties_words
@@ -142,8 +149,10 @@ class ModelConfig:
             FOREIGN,
             row_of,
             _LABEL_KEYS,
+            overruled,
         )
         notes += decide(source, fields, problems, ignore_config_keys, strict=strict_config)
+        notes += [f"{said}; it is passed over, as by transformers" for said in overruled or ()]
         if not problems:
             _consistent(fields, source, family.rows, problems)
         if problems:
@@ -154,7 +163,7 @@ class ModelConfig:
             raise refuse([str(fault)], where, family.model_type) from None
         return cls(
             family, encoder, labels, label_thresholds=thresholds, source=source, text=text, where=where, notes=notes,
-            **shared,
+            overruled=overruled or (), **shared,
         )  # fmt: skip
 
     @classmethod
@@ -272,6 +281,7 @@ class ModelConfig:
             text=self.text,
             where=self.where,
             notes=self.notes,
+            overruled=self.overruled,
         )
 
     def to_dict(self) -> dict[str, Any]:

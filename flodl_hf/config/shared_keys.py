@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from flodl_hf.family.config_rows import Foreign, Inert
 
-__all__ = ["COMMON_INERT", "FOREIGN"]
+__all__ = ["COMMON_INERT", "FOREIGN", "HEAD_WIDTH"]
 
 _CODE = "names code in the repository, which is never run"
 _ATTENTION = "chooses kernels, not numbers; here it is the argument attention="
@@ -15,6 +15,9 @@ _WIDTH = "the width of the states, which the tensors show"
 _DECODER = "only decoders that look at an encoder read it"
 _GENERATION = "a text generation setting; encoders do not generate"
 _OUTPUT = "chooses what a call returns in transformers; here it is an argument of the call"
+
+# Of families whose heads transformers takes to be as wide as it says.
+HEAD_WIDTH = Inert("head_dim", "heads of another width are not supported", repeats="head_width", read=True)
 
 COMMON_INERT: tuple[Inert, ...] = (
     Inert("transformers_version", "records who wrote the file"),
@@ -159,6 +162,7 @@ FOREIGN: tuple[Foreign, ...] = (
     Foreign("pre_norm", "layers normalise before they compute"),
     Foreign("use_rms_norm", "norms are without mean and bias"),
     Foreign("per_layer_config", "layers differ from one another"),
+    Foreign("layer_types", "layers differ from one another"),
     Foreign("emb_pooler", "the embedding is made by code of the repository"),
     Foreign("lora_adaptations", "adapters change the weights, chosen by task"),
     Foreign("adapters", "adapters change what layers compute"),

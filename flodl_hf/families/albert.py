@@ -23,7 +23,7 @@ from flodl_hf.encoder import bodies
 from flodl_hf.encoder.graphs import Embeddings, Repeated, chain, pooler, post_norm_block
 from flodl_hf.encoder.layer import EncoderLayer, FeedForward
 from flodl_hf.family import Family, FamilyHead, FamilyTokenizer, Ignored
-from flodl_hf.family.config_rows import Inert, Row, activation, count, epsilon, fraction, optional, token_id
+from flodl_hf.family.config_rows import Inert, Row, activation, count, epsilon, fraction, optional, padding_id
 from flodl_hf.family.keys import KeyRow, Tie
 
 __all__ = ["FAMILY", "AlbertConfig"]
@@ -72,7 +72,7 @@ CONFIG = (
     Row("attention_dropout",  "attention_probs_dropout_prob", fraction(), 0.0),
     Row("classifier_dropout", "classifier_dropout_prob",      optional(fraction()), 0.1),
     Row("norm_eps",           "layer_norm_eps",               epsilon(), 1e-12),
-    Row("pad_token_id",       "pad_token_id",                 optional(token_id()), 0),
+    Row("pad_token_id",       "pad_token_id",                 padding_id(), 0),
 )
 
 INERT = (

@@ -16,7 +16,7 @@ from flodl_hf.config.sizes import SIZES, EncoderSizes
 from flodl_hf.encoder import bodies
 from flodl_hf.encoder.graphs import Embeddings, bert_block, chain, pooler, stack
 from flodl_hf.family import Family, FamilyHead, FamilyTokenizer, Ignored
-from flodl_hf.family.config_rows import Row, activation, count, epsilon, fraction, optional, token_id
+from flodl_hf.family.config_rows import Row, activation, count, epsilon, fraction, optional, padding_id
 from flodl_hf.family.keys import KeyRow, Tie
 
 __all__ = ["FAMILY", "BertConfig"]
@@ -54,7 +54,7 @@ CONFIG = (
     Row("attention_dropout",  "attention_probs_dropout_prob", fraction(), 0.1),
     Row("classifier_dropout", "classifier_dropout",           optional(fraction()), None),
     Row("norm_eps",           "layer_norm_eps",               epsilon(), 1e-12),
-    Row("pad_token_id",       "pad_token_id",                 optional(token_id()), 0),
+    Row("pad_token_id",       "pad_token_id",                 padding_id(), 0),
 )
 
 KEYS = (

@@ -40,7 +40,7 @@ from flodl_hf.family.config_rows import (
     fraction,
     one_of,
     optional,
-    token_id,
+    padding_id,
 )
 from flodl_hf.family.keys import KeyRow, Tie
 from flodl_hf.model.losses import check_labels
@@ -187,7 +187,7 @@ CONFIG = (
     Row("legacy_head",            "legacy",                       boolean(), True),
     Row("tie_words",              "tie_word_embeddings",          boolean(), True),
     Row("norm_eps",               "layer_norm_eps",               epsilon(), 1e-7),
-    Row("pad_token_id",           "pad_token_id",                 optional(token_id()), 0),
+    Row("pad_token_id",           "pad_token_id",                 padding_id(), 0),
 )
 
 INERT = (
@@ -197,7 +197,7 @@ INERT = (
     Inert("summary_use_proj",     "a note of summary heads"),
     Inert("summary_activation",   "a note of summary heads; pooler_hidden_act says it"),
     Inert("summary_last_dropout", "a note of summary heads; pooler_dropout says it"),
-    Inert("z_steps",              "further passes of the last layer, which the reference never makes", (0, 1)),
+    Inert("z_steps",              "further passes of the last layer, which the reference never makes", said=True),
 )
 
 KEYS = (

@@ -20,7 +20,7 @@ from flodl_hf.encoder.graphs import Embeddings, chain, post_norm_block, stack
 from flodl_hf.encoder.layer import EncoderLayer, FeedForward
 from flodl_hf.families import bert
 from flodl_hf.family import Family, FamilyHead, Ignored
-from flodl_hf.family.config_rows import Inert, Row, activation, count, fraction, optional, token_id
+from flodl_hf.family.config_rows import Inert, Row, activation, count, fraction, padding_id
 from flodl_hf.family.keys import KeyRow, Tie
 
 __all__ = ["FAMILY", "DistilBertConfig"]
@@ -51,9 +51,9 @@ class DistilBertConfig(EncoderSizes):
 # fmt: off
 CONFIG = (
     Row("vocab_size",         "vocab_size",              count(most=10_000_000)),
-    Row("hidden_size",        "dim",                     count(), aliases=("hidden_size",)),
-    Row("num_layers",         "n_layers",                count(most=1024), aliases=("num_hidden_layers",)),
-    Row("num_heads",          "n_heads",                 count(most=4096), aliases=("num_attention_heads",)),
+    Row("hidden_size",        "dim",                     count(), aliases=("hidden_size",), win=True),
+    Row("num_layers",         "n_layers",                count(most=1024), aliases=("num_hidden_layers",), win=True),
+    Row("num_heads",          "n_heads",                 count(most=4096), aliases=("num_attention_heads",), win=True),
     Row("intermediate_size",  "hidden_dim",              count(most=1_000_000)),
     Row("max_positions",      "max_position_embeddings", count(most=1_000_000)),
     Row("activation",         "activation",              activation(), "gelu"),
@@ -61,7 +61,7 @@ CONFIG = (
     Row("attention_dropout",  "attention_dropout",       fraction(), 0.1),
     Row("span_dropout",       "qa_dropout",              fraction(), 0.1),
     Row("classifier_dropout", "seq_classif_dropout",     fraction(), 0.2),
-    Row("pad_token_id",       "pad_token_id",            optional(token_id()), 0),
+    Row("pad_token_id",       "pad_token_id",            padding_id(), 0),
 )
 
 INERT = (

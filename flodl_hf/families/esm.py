@@ -19,6 +19,7 @@ from flodl.graph import FlowBuilder, Graph
 from flodl_hf.attention.disentangled.parts import Shift
 from flodl_hf.attention.dot_product import SelfAttention
 from flodl_hf.attention.rotary import Rotary, StatedRotary, wavelength
+from flodl_hf.config.shared_keys import HEAD_WIDTH
 from flodl_hf.config.sizes import SIZES, EncoderSizes
 from flodl_hf.encoder import bodies
 from flodl_hf.encoder.activations import Activation
@@ -95,6 +96,7 @@ CONFIG = (
 )
 
 INERT = (
+    HEAD_WIDTH,
     Inert("hidden_act",         "its activation is always GELU"),
     Inert("classifier_dropout", "classifiers drop as the states do"),
     Inert("is_folding_model",   "ESMFold's structures are no head here", (False,)),

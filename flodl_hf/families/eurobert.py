@@ -34,7 +34,7 @@ from flodl_hf.family.config_rows import (
     fraction,
     one_of,
     optional,
-    token_id,
+    padding_id,
     within_vocabulary,
 )
 from flodl_hf.family.keys import KeyRow, Tie
@@ -95,7 +95,7 @@ CONFIG = (
     Row("mlp_bias",          "mlp_bias",                boolean(), False),
     Row("norm_eps",          "rms_norm_eps",            epsilon(), 1e-5),
     Row("pooling",           "classifier_pooling",      one_of("bos", "mean", "late"), "late", ("clf_pooling",)),
-    Row("pad_token_id",      "pad_token_id",            optional(token_id()), within_vocabulary(128001)),
+    Row("pad_token_id",      "pad_token_id",            padding_id(), within_vocabulary(128001)),
     *rotary_rows(10_000.0),
 )
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from flodl.graph import Graph
 from flodl_hf.attention.dot_product import SelfAttention
 from flodl_hf.attention.rotary import Rotary, RotarySettings, rotary_rows
+from flodl_hf.config.shared_keys import HEAD_WIDTH
 from flodl_hf.encoder import bodies
 from flodl_hf.encoder.graphs import Embeddings, chain, pooler, post_norm_block, stack
 from flodl_hf.encoder.layer import EncoderLayer, FeedForward
@@ -49,6 +50,7 @@ CHANGED = {
 CONFIG = (*changed(bert.CONFIG, CHANGED), *rotary_rows(160_000.0))
 
 INERT = (
+    HEAD_WIDTH,
     Inert("position_embedding_type",        "positions are rotations", ("rope", "absolute", None)),
     Inert("layer_norm_type",                "the one that there is", ("layer_norm", None)),
     Inert("logn_attention_scale",           "scores are not scaled by their text's length", (False, None)),

@@ -18,11 +18,12 @@ from typing import Any
 from flodl.graph import Graph
 from flodl_hf.attention.dot_product import SelfAttention
 from flodl_hf.attention.rotary import Rotary, RotarySettings, rotary_rows, wavelength
+from flodl_hf.config.shared_keys import HEAD_WIDTH
 from flodl_hf.encoder.graphs import Embeddings, chain, post_norm_block, stack
 from flodl_hf.encoder.layer import EncoderLayer, FeedForward
 from flodl_hf.families import bert, roberta
 from flodl_hf.family import Ignored
-from flodl_hf.family.config_rows import Check, Inert, Row, boolean, changed, count, optional, token_id
+from flodl_hf.family.config_rows import Check, Inert, Row, boolean, changed, count, padding_id
 from flodl_hf.family.keys import KeyRow
 
 __all__ = ["FAMILY", "TASKED", "JinaEmbeddingsV3Config", "TaskedConfig"]
@@ -45,7 +46,7 @@ CHANGED = {
     "max_positions":   {"default": 8194},
     "type_vocab_size": {"default": 1},
     "norm_eps":        {"default": 1e-5},
-    "pad_token_id":    {"default": 1, "check": optional(token_id())},
+    "pad_token_id":    {"default": 1, "check": padding_id()},
 }
 CONFIG = (*changed(bert.CONFIG, CHANGED), *rotary_rows(20_000.0))
 
@@ -100,8 +101,9 @@ TASKS = ("sequence_classification", "token_classification", "question_answering"
 
 FAMILY = bert.FAMILY.renamed(
     "jina_embeddings_v3", "JinaEmbeddingsV3", base_prefix="roberta", config=JinaEmbeddingsV3Config, rows=CONFIG,
-    keys=KEYS, also=ALSO, ignored=(), encoder=encoder, heads={task: roberta.HEADS[task] for task in TASKS},
-    pretraining={}, uses_token_types=False, takes_prefix=False, tokenizer=roberta.PIECES,
+    keys=KEYS, also=ALSO, inert=(HEAD_WIDTH,), ignored=(), encoder=encoder,
+    heads={task: roberta.HEADS[task] for task in TASKS}, pretraining={}, uses_token_types=False,
+    takes_prefix=False, tokenizer=roberta.PIECES,
     tiny={"base": {}, "one type": {"type_vocab_size": 1}},
     real={"base": {"vocab_size": 250002, "max_position_embeddings": 8194, "type_vocab_size": 1, "pad_token_id": 1}},
 )  # fmt: skip
@@ -138,6 +140,7 @@ TASKED_CONFIG = (
 )
 
 TASKED_INERT = (
+    HEAD_WIDTH,
     Inert("position_embedding_type",    "positions are rotations", ("rotary",)),
     Inert("task_instructions",          "what `embed` puts before texts of a task"),
     Inert("lora_dropout_p",             "an option of training adapters"),

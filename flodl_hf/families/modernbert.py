@@ -20,6 +20,7 @@ from torch import nn
 from flodl.graph import Graph
 from flodl_hf.attention.dot_product import SelfAttention
 from flodl_hf.attention.rotary import Rotary, RotarySettings, rotary_settings, wavelength
+from flodl_hf.config.shared_keys import HEAD_WIDTH
 from flodl_hf.config.sizes import SIZES, EncoderSizes
 from flodl_hf.encoder import bodies
 from flodl_hf.encoder.graphs import Embeddings, chain, stack
@@ -36,7 +37,7 @@ from flodl_hf.family.config_rows import (
     fraction,
     one_of,
     optional,
-    token_id,
+    padding_id,
     within_vocabulary,
 )
 from flodl_hf.family.keys import KeyRow, Tie
@@ -135,10 +136,11 @@ CONFIG = (
     Row("classifier_bias",       "classifier_bias",            boolean(), False),
     Row("classifier_activation", "classifier_activation",      activation(), "gelu"),
     Row("pooling",               "classifier_pooling",         one_of("cls", "mean"), "cls"),
-    Row("pad_token_id",          "pad_token_id",               optional(token_id()), within_vocabulary(50283)),
+    Row("pad_token_id",          "pad_token_id",               padding_id(), within_vocabulary(50283)),
 )
 
 INERT = (
+    HEAD_WIDTH,
     Inert("initializer_cutoff_factor", "only used for new weights"),
     Inert("deterministic_flash_attn",  "chooses kernels, not numbers"),
     Inert("reference_compile",         "chooses kernels, not numbers"),

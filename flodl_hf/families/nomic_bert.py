@@ -21,7 +21,7 @@ from flodl_hf.attention.rotary import Rotary, rotary_settings, wavelength
 from flodl_hf.encoder.graphs import Embeddings, chain, post_norm_block, stack
 from flodl_hf.encoder.layer import EncoderLayer, FeedForward
 from flodl_hf.families import bert, gte
-from flodl_hf.family.config_rows import Inert, Row, activation, count, epsilon, fraction, one_of, optional, token_id
+from flodl_hf.family.config_rows import Inert, Row, activation, count, epsilon, fraction, one_of, optional, padding_id
 from flodl_hf.family.keys import KeyRow, rows_under
 
 __all__ = ["FAMILY", "NomicBertConfig"]
@@ -67,7 +67,7 @@ CONFIG = (
     Row("attention_dropout",  "attention_probs_dropout_prob", fraction(), 0.0, ("attn_pdrop",)),
     Row("classifier_dropout", "classifier_dropout",           optional(fraction()), None),
     Row("norm_eps",           "layer_norm_eps",               epsilon(), 1e-12, ("layer_norm_epsilon",)),
-    Row("pad_token_id",       "pad_token_id",                 optional(token_id()), 0),
+    Row("pad_token_id",       "pad_token_id",                 padding_id(), 0),
     Row("theta",              "rotary_emb_base",              wavelength(), 1000.0),
     Row("rotary",             "rope_parameters",              rotary_settings(), None),
 )

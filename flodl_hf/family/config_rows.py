@@ -33,6 +33,7 @@ __all__ = [
     "fraction",
     "one_of",
     "optional",
+    "padding_id",
     "read_rows",
     "token_id",
     "within_vocabulary",
@@ -66,7 +67,8 @@ class Check:
 class Row:
     """One aligned line of a family's table: our field, the key in ``config.json``, its check, its default.
 
-    ``aliases`` are further names of the key, which transformers reads as it.
+    ``aliases`` are further names of the key. They ``win`` where transformers writes them over it: of two values an
+    alias's holds.
     """
 
     field: str
@@ -74,6 +76,7 @@ class Row:
     check: Check
     default: Any = REQUIRED
     aliases: tuple[str, ...] = ()
+    win: bool = False
 
 
 def changed(rows: Sequence[Row], changes: Mapping[str, Mapping[str, Any]]) -> tuple[Row, ...]:
@@ -93,7 +96,8 @@ class Inert:
     """A key that changes nothing here.
 
     With ``only``, it does so at those values alone, or switched off where null is among them; with ``repeats``, where
-    it has the value of that field of ours (``head_width`` is that of a head). At other values it is refused.
+    it has the value of that field of ours (``head_width`` is that of a head). At other values it is refused, or passed
+    over where transformers does not read a key that ``repeats``; where it does, the key is ``read``.
     ``said`` inert keys are told in the load report where they are not as ``usual``, or not what they repeat.
     """
 
@@ -101,6 +105,7 @@ class Inert:
     reason: str
     only: tuple[Any, ...] | None = None
     repeats: str | None = None
+    read: bool = False
     said: bool = False
     usual: Any = False
 
@@ -135,6 +140,11 @@ def token_id() -> Check:
     return count(0, 100_000_000)
 
 
+def padding_id() -> Check:
+    """The id that fills rows: null, a token's, or -1, which torch takes for the last row of the word table."""
+    return optional(count(-1, 100_000_000))
+
+
 def within_vocabulary(token: int) -> Callable[[Mapping[str, Any]], int | None]:
     """Return a row's default for a token's id: this one, or None where the vocabulary is too small to hold it."""
 
@@ -157,14 +167,14 @@ def fraction() -> Check:
 
 
 def epsilon() -> Check:
-    """A small positive number that keeps a division finite."""
+    """A small number that keeps a division finite; zero leaves that to the states."""
 
     def accepts(value: Any) -> float:
-        if not _number(value) or not 0 < value <= 1e-2:
+        if not _number(value) or not 0 <= value <= 1:
             raise ValueError
         return float(value)
 
-    return Check("a number in (0, 0.01]", accepts)
+    return Check("a number in [0, 1]", accepts)
 
 
 def boolean() -> Check:
@@ -200,11 +210,12 @@ def optional(check: Check) -> Check:
 
 
 def read_rows(
-    source: Mapping[str, Any], rows: Sequence[Row], problems: list[str], where: str = "config.json"
+    source: Mapping[str, Any], rows: Sequence[Row], problems: list[str], overruled: list[str] | None = None
 ) -> dict[str, Any]:
     """Return the fields that ``rows`` read from ``source``; faults are appended to ``problems``.
 
-    A row whose default is callable takes its default from the fields read before it.
+    A row whose default is callable takes its default from the fields read before it. Where ``overruled`` is given, it
+    gets a sentence for each value that another name of its key overrules in transformers; without it that is a fault.
     """
     fields: dict[str, Any] = {}
     for row in rows:
@@ -223,7 +234,12 @@ def read_rows(
                 hint = nearest(source[key], row.check.names) if isinstance(source[key], str) else ""
                 problems.append(f"{key}: found {shown(source[key], 60)}{hint}; expected {row.check.expected}")
         differing = [key for key in accepted if accepted[key] != accepted.get(named[0])]
-        if differing and named[0] in accepted:
+        if len(accepted) == len(named) == 2 and differing and row.win and overruled is not None:
+            first, holds = named
+            said = f"{holds}, another name of the same setting, says {accepted[holds]}"
+            overruled.append(f"{first}: {shown(source[first], 60)}; {said}")
+            fields[row.field] = accepted[holds]
+        elif differing and named[0] in accepted:
             problems.append(
                 f"{named[0]}: found {shown(source[named[0]], 60)} beside {differing[0]} "
                 f"{shown(source[differing[0]], 60)}, another name of the same setting; expected one value"
@@ -254,6 +270,8 @@ class Triage:
         foreign: keys of other architectures, which change the numbers.
         elsewhere: ``elsewhere(key)`` is the row of another family that reads a key, or None.
         shared: keys read by other means than rows.
+        overruled: gets a sentence for each setting that contradicts the family's own and that transformers passes over;
+            None where no such rule says what the file means, and they are refused.
     """
 
     rows: Sequence[Row]
@@ -261,6 +279,7 @@ class Triage:
     foreign: Sequence[Foreign]
     elsewhere: Callable[[str], Row | None]
     shared: Sequence[str] = ()
+    overruled: list[str] | None = None
 
     def __call__(
         self,
@@ -304,10 +323,12 @@ class Triage:
                 )
             elif (row := self.elsewhere(key)) is not None:
                 self._elsewhere(row, key, value, fields, problems, notes)
-            elif hint := self._misspelt(key, source):
-                problems.append(
-                    f"{found}, a setting that is not understood; expected one that is{hint} "
-                    "transformers passes over it and takes the default"
+            elif meant := self._misspelt(key, source):
+                self._contradiction(
+                    f"{_cut(key)}: {shown(value, 60)}; {meant} is absent and takes its default",
+                    f"{found}, a setting that is not understood; expected one that is, did you mean {meant!r}? "
+                    "transformers passes over it and takes the default",
+                    problems,
                 )
             elif strict or (isinstance(value, Mapping) and source.get("auto_map")):
                 # Code of the repository may read a table; without any, transformers' own passes over it.
@@ -326,10 +347,14 @@ class Triage:
                 return
             if entry.said:
                 notes.append(f"{entry.key}: {shown(value, 60)} changes no number here ({entry.reason})")
+            elif entry.read:
+                problems.append(f"{entry.key}: found {shown(value, 60)}; expected {expected!r} ({entry.reason})")
             else:
-                problems.append(
+                self._contradiction(
+                    f"{entry.key}: {shown(value, 60)}; the sizes say {expected!r}",
                     f"{entry.key}: found {shown(value, 60)}; expected {expected!r} ({entry.reason}); "
-                    "transformers passes over it"
+                    "transformers passes over it",
+                    problems,
                 )
         elif entry.only is not None and value not in entry.only and not (None in entry.only and _off(value)):
             allowed = " or ".join(repr(v) for v in entry.only)
@@ -356,13 +381,24 @@ class Triage:
             read = value
         if read != expected:
             wanted = f"{own}, which this family reads" if own else "it absent, for this family has none"
-            problems.append(f"{key}: found {shown(value, 60)}, a setting of other families; expected {wanted}")
+            self._contradiction(
+                f"{key}: {shown(value, 60)}; {f'{own} says {expected!r}' if own else 'this family has none'}",
+                f"{key}: found {shown(value, 60)}, a setting of other families; expected {wanted}",
+                problems,
+            )
 
-    def _misspelt(self, key: str, source: Mapping[str, Any]) -> str:
-        """Return a hint where a key looks like one that is read and that the file does not have."""
+    def _contradiction(self, said: str, fault: str, problems: list[str]) -> None:
+        """Tell of a setting that is passed over, or refuse it where nothing says that it is."""
+        if self.overruled is None:
+            problems.append(fault)
+        else:
+            self.overruled.append(said)
+
+    def _misspelt(self, key: str, source: Mapping[str, Any]) -> str | None:
+        """Return the key that another looks like, which is read and which the file does not have."""
         absent = [row.key for row in self.rows if not any(name in source for name in (row.key, *row.aliases))]
         close = get_close_matches(key, absent, n=1, cutoff=0.88)
-        return f", did you mean {close[0]!r}?" if close else ""
+        return close[0] if close else None
 
 
 def refuse(problems: Sequence[str], where: str, model_type: str) -> ConfigError:

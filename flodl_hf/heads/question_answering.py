@@ -20,6 +20,7 @@ from flodl_hf.model.losses import span_loss
 from flodl_hf.model.outputs import QuestionAnsweringOutput
 
 if TYPE_CHECKING:
+    from flodl_hf.decode.rows import Placed
     from flodl_hf.runtime import RunKeywords
     from flodl_hf.runtime.engine import Pending
     from flodl_hf.runtime.inputs import Encoded
@@ -181,7 +182,6 @@ class QuestionAnswerer(EncoderModel):
                 that makes no sense.
         """
         from flodl_hf.decode import decode_answers_batch
-        from flodl_hf.decode.compat import question_answering
         from flodl_hf.decode.rows import Placed
         from flodl_hf.results.lists import Answers
         from flodl_hf.runtime import Session
@@ -200,36 +200,35 @@ class QuestionAnswerer(EncoderModel):
         def finish(chunk: list[Any], encoded: Encoded, scores: Pending) -> list[Any]:
             _, contexts = _questions(chunk)
             placed = scores.placed()
-            if compat is None:
-                start, end = (Placed(part, placed.starts) for part in self.split(placed.values))
-                return decode_answers_batch(
-                    start, end, encoded.table, contexts, owners=encoded.owners, top_k=top_k,
-                    max_answer_length=max_answer_length, no_answer=no_answer, null_margin=null_margin,
-                    whole_words=whole_words, distinct=distinct,
+            if compat is not None:
+                return _as_pipeline(
+                    placed, encoded, contexts, cls_id=tokenizer.cls_token_id, top_k=top_k,
+                    max_answer_len=max_answer_length, handle_impossible_answer=no_answer, align_to_words=whole_words,
                 )  # fmt: skip
-            rows = placed.rows(encoded.table)
-            results = []
-            for place, context in enumerate(contexts):
-                own = [i for i, owner in enumerate(encoded.owners) if owner == place]
-                results.append(
-                    question_answering(
-                        [rows[i][:, 0] for i in own],
-                        [rows[i][:, 1] for i in own],
-                        [encoded.rows[i] for i in own],
-                        context,
-                        cls_id=tokenizer.cls_token_id,
-                        top_k=top_k,
-                        max_answer_len=max_answer_length,
-                        handle_impossible_answer=no_answer,
-                        align_to_words=whole_words,
-                    )
-                )
-            return results
+            start, end = (Placed(part, placed.starts) for part in self.split(placed.values))
+            return decode_answers_batch(
+                start, end, encoded.table, contexts, owners=encoded.owners, top_k=top_k,
+                max_answer_length=max_answer_length, no_answer=no_answer, null_margin=null_margin,
+                whole_words=whole_words, distinct=distinct,
+            )  # fmt: skip
 
         return Session(self, run).answer(
             pairs, tokens, Scores(False), finish, single=isinstance(pairs, Mapping), rows=4, what="answer",
             kind=Answers if compat is None else None, given=_given,
         )  # fmt: skip
+
+
+def _as_pipeline(placed: Placed, encoded: Encoded, contexts: Sequence[str], **options: Any) -> list[Any]:
+    """Return the answers of each context as transformers' former pipeline has them."""
+    from flodl_hf.decode.compat import question_answering
+
+    rows = placed.rows(encoded.table)
+    results = []
+    for place, context in enumerate(contexts):
+        own = [i for i, owner in enumerate(encoded.owners) if owner == place]
+        starts, ends = ([rows[i][:, side] for i in own] for side in (0, 1))
+        results.append(question_answering(starts, ends, [encoded.rows[i] for i in own], context, **options))
+    return results
 
 
 def _pair(item: Any, place: int) -> tuple[str, str]:

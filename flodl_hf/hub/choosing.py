@@ -20,7 +20,8 @@ __all__ = ["CHECKPOINT_FILES", "WEIGHTS", "any_present", "lacking", "select", "s
 WEIGHTS = "model.safetensors"
 _MODULES = "modules.json"
 _ROUTING = (_MODULES, "router_config.json", "*/router_config.json", "*/config.json")
-_OF_MODULES = ("config.json", "model.safetensors", "pytorch_model.bin")
+_OF_MODULES = ("config.json",)
+_WEIGHTS_OF_MODULES = (WEIGHTS, "pytorch_model.bin")
 _SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 
 # Which files a checkpoint is made of. "model.safetensors" stands for the weights in whatever parts they come.
@@ -101,11 +102,12 @@ def select_modules(request: HubRequest, names: Iterable[str], folder: Path) -> l
     """
     prefix = f"{request.subfolder}/" if request.subfolder else ""
     present, found = set(names), []
+    wanted = (*_OF_MODULES, *(_WEIGHTS_OF_MODULES if WEIGHTS in request.files else ()))
     for part, holds_transformer in _modules_in(request, folder):
         if holds_transformer:
             found += select(replace(request, subfolder=prefix + part, modules=None), present)
         else:
-            found += sorted(present.intersection(f"{prefix}{part}/{name}" for name in _OF_MODULES))
+            found += sorted(present.intersection(f"{prefix}{part}/{name}" for name in wanted))
     return found
 
 

@@ -2,8 +2,8 @@
 
 Decides: what a valid name is, what is checked after a download, and when no network is touched. Leaves to others: which
 files are fetched (`flodl_hf.hub.choosing`) and what they mean. Environment variables (``HF_HOME``,
-``HF_HUB_CACHE``, ``HF_TOKEN``, ``HF_ENDPOINT``, ``HF_HUB_OFFLINE``) are those of huggingface_hub, which only
-this file imports, and only when a repository has to be looked up.
+``HF_HUB_CACHE``, ``HF_TOKEN``, ``HF_ENDPOINT``, ``HF_HUB_OFFLINE``) are those of huggingface_hub, which is
+imported only when a repository has to be looked up.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from flodl.errors import FlodlError, capped, printable
 from flodl.files import read_regular
 from flodl_hf.errors import HubError
 from flodl_hf.hub.choosing import CHECKPOINT_FILES, WEIGHTS, any_present, lacking, select, select_modules
+from flodl_hf.hub.origin import at_home, same_origin
 from flodl_hf.hub.patience import time_for, within
 from flodl_hf.hub.request import HubRequest, explain, is_unreachable, reason
 
@@ -89,13 +90,7 @@ def resolve(
         HubError: if the name is malformed, nothing of that name is found, access is refused, the network is
             needed and absent, or a downloaded file is not what the Hub announced.
     """
-    text = os.fspath(name_or_path) if isinstance(name_or_path, (str, os.PathLike)) else None
-    if not isinstance(text, str) or not text or any(ord(char) < 32 or ord(char) == 127 for char in text):
-        raise HubError(
-            f"{printable(str(name_or_path))}: no name; pass what is expected, a folder, 'owner/name' or "
-            "'owner/name@revision'",
-            name=str(name_or_path),
-        )
+    text = _text_of(name_or_path)
     if subfolder and not _plain(subfolder, _SUBFOLDER):
         raise HubError(
             f"subfolder {printable(subfolder)}: expected names separated by '/', relative and without '..'; correct it",
@@ -115,6 +110,52 @@ def resolve(
             "'owner/name'",
             name=text,
         )
+    name, wanted = _repository(text, revision)
+    from huggingface_hub import constants
+
+    request = HubRequest(
+        name=name,
+        revision=wanted,
+        subfolder=subfolder,
+        token=token,
+        cache=Path(cache_dir if cache_dir is not None else constants.HF_HUB_CACHE).expanduser(),
+        files=tuple(files),
+        modules=modules,
+    )
+    if local_files_only or constants.HF_HUB_OFFLINE:
+        why = "local_files_only is set" if local_files_only else "HF_HUB_OFFLINE is set"
+        return _from_cache(request, why)
+    if _COMMIT.fullmatch(wanted):
+        try:
+            return _from_cache(request, "")
+        except HubError:
+            pass
+    with at_home(constants.ENDPOINT):
+        return _from_hub(request)
+
+
+def _text_of(name_or_path: Any) -> str:
+    """Return what names a folder or repository as text.
+
+    Raises:
+        HubError: it is neither text nor a path, or has characters that no name has.
+    """
+    text = os.fspath(name_or_path) if isinstance(name_or_path, (str, os.PathLike)) else None
+    if not isinstance(text, str) or not text or any(ord(char) < 32 or ord(char) == 127 for char in text):
+        raise HubError(
+            f"{printable(str(name_or_path))}: no name; pass what is expected, a folder, 'owner/name' or "
+            "'owner/name@revision'",
+            name=str(name_or_path),
+        )
+    return text
+
+
+def _repository(text: str, revision: str | None) -> tuple[str, str]:
+    """Return the repository and the revision that are meant.
+
+    Raises:
+        HubError: one of them is malformed, or two revisions are asked for.
+    """
     name, at, stated = text.partition("@")
     if at and revision is not None and revision != stated:
         raise HubError(
@@ -136,26 +177,7 @@ def resolve(
             name=name,
             revision=wanted,
         )
-    from huggingface_hub import constants
-
-    request = HubRequest(
-        name=name,
-        revision=wanted,
-        subfolder=subfolder,
-        token=token,
-        cache=Path(cache_dir if cache_dir is not None else constants.HF_HUB_CACHE).expanduser(),
-        files=tuple(files),
-        modules=modules,
-    )
-    if local_files_only or constants.HF_HUB_OFFLINE:
-        why = "local_files_only is set" if local_files_only else "HF_HUB_OFFLINE is set"
-        return _from_cache(request, why)
-    if _COMMIT.fullmatch(wanted):
-        try:
-            return _from_cache(request, "")
-        except HubError:
-            pass
-    return _from_hub(request)
+    return name, wanted
 
 
 def _plain(text: str, grammar: re.Pattern[str]) -> bool:
@@ -310,9 +332,9 @@ def _fetch(request: HubRequest, filename: str, commit: str, *, cached: bool, aga
     It names files of the cache by what a server calls them: a name that leads elsewhere is refused before.
 
     Raises:
-        HubError: the server gives the file such a name, or one of another commit.
+        HubError: the server gives the file such a name, or one of another commit, or sends a token elsewhere.
     """
-    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
 
     if not cached or again:
         url = hf_hub_url(request.name, filename, revision=commit)
@@ -326,6 +348,15 @@ def _fetch(request: HubRequest, filename: str, commit: str, *, cached: bool, aga
                     "check HF_ENDPOINT: this is no Hub",
                     file=filename,
                 )
+        # Where a key for the store of large files is fetched, with the token.
+        keys_at = getattr(getattr(said, "xet_file_data", None), "refresh_route", None)
+        if keys_at is not None and not same_origin(str(keys_at), constants.ENDPOINT):
+            raise request.error(
+                f"{filename}: the server sends the token to {printable(str(keys_at), 160)}, expected an address of "
+                f"{constants.ENDPOINT}",
+                "check HF_ENDPOINT: this is no Hub",
+                file=filename,
+            )
     hf_hub_download(
         request.name, filename, revision=commit, cache_dir=request.cache, token=request.token, force_download=again
     )

@@ -11,6 +11,7 @@ from flodl.errors import ConfigError, shown
 
 __all__ = [
     "ADAPTER_CONFIG",
+    "BASE_OF_ADAPTER",
     "BIN_FILES",
     "CONFIG_NAME",
     "MODEL_FILES",
@@ -22,6 +23,7 @@ __all__ = [
 
 CONFIG_NAME = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
+BASE_OF_ADAPTER = "base_model_name_or_path"
 # A folder with one of these has a tokenizer; asked here so that folders without one import none.
 VOCABULARY_FILES = (
     "tokenizer.json",
@@ -59,13 +61,15 @@ MODEL_FILES = (
 )
 
 
-def holds_adapter(name_or_path: str | Path) -> bool:
+def holds_adapter(name_or_path: str | os.PathLike[str]) -> bool:
     """Return whether a name is that of a local folder with an adapter and no model."""
     path = os.path.expanduser(_text(name_or_path))
     return os.path.lexists(os.path.join(path, ADAPTER_CONFIG)) and not os.path.lexists(os.path.join(path, CONFIG_NAME))
 
 
-def resolve_folder(name_or_path: str | Path, hub: Mapping[str, Any], files: Sequence[str]) -> tuple[Path, str | None]:
+def resolve_folder(
+    name_or_path: str | os.PathLike[str], hub: Mapping[str, Any], files: Sequence[str]
+) -> tuple[Path, str | None]:
     """Return the local folder behind a name, and the Hub commit it was resolved to.
 
     A folder that exists is taken as it is, without importing the Hub client.
@@ -79,6 +83,8 @@ def resolve_folder(name_or_path: str | Path, hub: Mapping[str, Any], files: Sequ
         inside = path / subfolder if subfolder else path
         if subfolder and not inside.resolve().is_relative_to(path.resolve()):
             raise ConfigError(f"subfolder {subfolder!r} leads out of {path}", problems=[subfolder])
+        if subfolder and not inside.is_dir():
+            raise ConfigError(f"{path}: has no folder {subfolder!r}; check subfolder", problems=[subfolder])
         return inside, None
     from flodl_hf.hub.download import resolve
 

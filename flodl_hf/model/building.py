@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from flodl.errors import CheckpointError, ConfigError
 from flodl.graph import FlowBuilder, Graph
 from flodl_hf.config.model_config import ModelConfig
 from flodl_hf.encoder.activations import Activation
 
-__all__ = ["assign", "build_graph", "declared_ties", "initialise", "tie_tensors"]
+__all__ = ["assign", "build_graph", "declared_ties", "empty_graph", "initialise", "tie_tensors"]
 
 
 def build_graph(config: ModelConfig, head: str, *, pooler: bool) -> Graph:
@@ -51,6 +52,40 @@ def build_graph(config: ModelConfig, head: str, *, pooler: bool) -> Graph:
         assert family.pooler is not None
         flow = flow.through(family.pooler(config.encoder), name="pooler").using("layout").tag("pooler_output")
     return flow.through(spec.body(config.encoder, config.num_labels), name="head").using("layout").build()
+
+
+def empty_graph(config: ModelConfig, head: str, *, pooler: bool) -> Graph:
+    """Return the graph of one task on ``meta``, where parameters have shapes and no values; as `build_graph`."""
+    try:
+        with torch.device("meta"), _WithoutInitialisation():
+            return build_graph(config, head, pooler=pooler)
+    except RuntimeError as fault:
+        # A Ctrl-C while torch had its modes in its hands: it finds none to put back, and says that instead.
+        before = fault.__context__
+        while before is not None and not isinstance(before, KeyboardInterrupt):
+            before = before.__context__
+        if before is not None and "mode stack" in str(fault):
+            raise KeyboardInterrupt from None
+        raise
+
+
+class _WithoutInitialisation(TorchFunctionMode):
+    """Leaves new tensors unfilled: on ``meta`` there is nothing to fill, and random kernels take seconds to load."""
+
+    # What is filled by name of torch.nn.init arrives as that function, the rest as the tensor's method.
+    FILLING = frozenset(
+        [
+            getattr(torch.nn.init, name)
+            for name in ("normal_", "uniform_", "kaiming_uniform_", "constant_", "ones_", "zeros_")
+        ]
+        + [torch.Tensor.normal_, torch.Tensor.uniform_, torch.Tensor.fill_, torch.Tensor.zero_]
+    )
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if func in self.FILLING:
+            return given["tensor"] if "tensor" in given else args[0]
+        return func(*args, **given)
 
 
 def declared_ties(config: ModelConfig, head: str) -> tuple[Any, ...]:

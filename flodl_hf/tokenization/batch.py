@@ -13,8 +13,26 @@ from flodl.errors import nearest
 from flodl_hf.errors import TokenizerError
 
 from .guard import check_text
+from .rows import Cut
 
-__all__ = ["as_batch", "as_tensors", "check_batch", "option"]
+__all__ = ["PADDINGS", "TRUNCATIONS", "as_batch", "as_tensors", "check_batch", "option"]
+
+# What transformers calls them: which text is cut, and to what width rows are filled.
+TRUNCATIONS: dict[Any, Cut | None] = {
+    False: None,
+    "do_not_truncate": None,
+    True: "longest",
+    "longest_first": "longest",
+    "only_first": "first",
+    "only_second": "second",
+}
+PADDINGS: dict[Any, str | None] = {
+    False: None,
+    "do_not_pad": None,
+    True: "longest",
+    "longest": "longest",
+    "max_length": "max_length",
+}
 
 
 def option(table: Mapping[Any, Any], value: Any, name: str) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tokenizers import (
@@ -31,7 +32,7 @@ from .guard import guarded
 from .plain_files import read_merges, read_vocab_json, read_vocab_txt
 from .sentencepiece import BPE, BYTE, CONTROL, NORMAL, USER_DEFINED, SentencePieceModel, read_model
 from .settings import ROLES, class_family, content, rules_of, said_of
-from .source import TOKENIZER_FILES, parse_json, vocabulary_file
+from .source import TOKENIZER_FILES, parse_json, vocabularies_below, vocabulary_file
 
 __all__ = ["build_backend"]
 
@@ -249,11 +250,16 @@ def _choose(files: Mapping[str, bytes], folder: str, model_type: str | None, set
             if family.model_type == word:
                 return family
     if not present:
+        below = vocabularies_below(Path(folder))
         raise TokenizerError(
             f"{folder}: there is no tokenizer; expected tokenizer.json, vocab.txt, vocab.json with "
             "merges.txt, "
-            "sentencepiece.bpe.model, spm.model or spiece.model; copy the tokenizer files of the "
-            "checkpoint there",
+            "sentencepiece.bpe.model, spm.model or spiece.model; "
+            + (
+                f"the folder {below[0]!r} in it has one: pass subfolder={below[0]!r}"
+                if below
+                else "copy the tokenizer files of the checkpoint there"
+            ),
             where=folder,
             found=sorted(files),
             expected=TOKENIZER_FILES,

@@ -7,18 +7,19 @@ model is handed out only when all of it is there. What was read is remembered as
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from flodl.devices import default_device, find_device
-from flodl.errors import CheckpointError, ConfigError, DeviceError, printable
+from flodl.errors import CheckpointError, ConfigError, DeviceError, capped, printable
 from flodl.garbage_collection import gc_paused
 from flodl.graph import Graph
 from flodl_hf.adapters.attach import adapters_of
@@ -27,13 +28,13 @@ from flodl_hf.config.model_config import MAX_LABELS, ModelConfig, listed_texts, 
 from flodl_hf.encoder.parts import as_whole, parts_from
 from flodl_hf.family import Kept
 from flodl_hf.hub.folders import MODEL_FILES, VOCABULARY_FILES, holds_adapter, resolve_folder
-from flodl_hf.model.building import assign, build_graph, initialise, tie_tensors
+from flodl_hf.model.building import assign, empty_graph, initialise, tie_tensors
 from flodl_hf.model.graph_model import GraphModel
 from flodl_hf.model.routed import Routed, recipe_behind
 from flodl_hf.sentence.multivector import colbert_recipe
 from flodl_hf.sentence.recipe import SentenceRecipe, read_recipe
 from flodl_hf.sentence.routing import transformer_folder
-from flodl_hf.weights.checkpoint import Checkpoint, StoredTensor
+from flodl_hf.weights.checkpoint import Checkpoint, SourceManifest, StoredTensor
 from flodl_hf.weights.checkpoint.members import is_entry
 from flodl_hf.weights.filling import FiniteCheck, check_dtype, check_duplicates, fill, settle_dtype, settle_ties
 from flodl_hf.weights.loading import Plan, class_of, head_of, plan_load
@@ -83,23 +84,45 @@ def load_model(
     adapter: str | Path | None = None,
 ) -> ModelT:
     """Return the filled model; see `EncoderModel.from_pretrained` for arguments and errors."""
-    head = model_class.head
     given, attention = check_dtype(dtype), check_implementation(attention)
     around = default_device()
-    device = _asked(around) if device is None else find_device(device)
-    labels = None if labels is None else listed_texts(labels, "labels")
+    asked = _Wanted(
+        dtype=given,
+        device=_asked(around) if device is None else find_device(device),
+        attention=attention,
+        labels=None if labels is None else listed_texts(labels, "labels"),
+        problem_type=problem_type,
+        ignore_config_keys=ignore_config_keys,
+        strict_config=strict_config,
+        allow_nonfinite=allow_nonfinite,
+        mapped=mapped,
+        weights=weights,
+    )
     name_or_path, opened = _adapter(name_or_path, adapter, hub)
     # The default device is where the model goes, not where its parts are put together.
     with gc_paused(settled=True), nullcontext() if around is None else torch.device("cpu"):
-        model = _load(
-            model_class, name_or_path, head, hub, given, device, attention, labels, problem_type, ignore_config_keys,
-            strict_config, allow_nonfinite, mapped, weights, verified, opened,
-        )  # fmt: skip
+        model = _load(model_class, name_or_path, asked, hub=hub, verified=verified, adapter=opened)
         if opened is not None:
             held = adapters_of(model)
             held.add("default", opened.adapter(model))
             held.put(model, "default")
     return model.eval()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Wanted:
+    """How folders are loaded: the checked arguments of `load_model` that hold for each of them."""
+
+    dtype: torch.dtype | str | None
+    device: torch.device | str | None
+    attention: str
+    labels: Sequence[str] | None
+    problem_type: str | None
+    ignore_config_keys: Sequence[str]
+    strict_config: bool
+    allow_nonfinite: bool
+    mapped: bool | None
+    weights: Weights | None
 
 
 def _asked(around: torch.device | None) -> torch.device | None:
@@ -132,62 +155,31 @@ def _adapter(
 def _load(
     model_class: type[ModelT],
     name_or_path: str | Path,
-    head: str,
+    asked: _Wanted,
+    *,
     hub: Mapping[str, Any],
-    given: torch.dtype | str | None,
-    device: torch.device | str | None,
-    attention: str,
-    labels: Sequence[str] | None,
-    problem_type: str | None,
-    ignore_config_keys: Sequence[str],
-    strict_config: bool,
-    allow_nonfinite: bool,
-    mapped: bool | None,
-    weights: Weights | None,
-    verified: bool | str,
-    adapter: AdapterFolder | None,
+    verified: bool | str = False,
+    adapter: AdapterFolder | None = None,
 ) -> ModelT:
-    warming = _warming(device)
+    """Return the model of one folder, as the module says."""
+    head = model_class.head
+    warming = _warming(asked.device)
     root, commit = resolve_folder(name_or_path, hub, MODEL_FILES)
     held = _held_to(root, verified)
     folder = transformer_folder(root)
-    config = read_config_file(folder, ignore_config_keys, strict_config=strict_config)
-    if adapter is not None and labels is None:
-        labels = adapter.labels(config, head)
-    if labels is not None or problem_type is not None:
-        config = config.changed(labels=labels, problem_type=problem_type)
-
-    with Checkpoint.open(folder) as checkpoint:
-        stored = checkpoint.manifest.tensors
-        plan, graph = plan_folder(config, head, stored, str(folder), relabelled=labels is not None)
-        dtype = settle_dtype(given, config, plan)
-        if warming is not None:
-            warming.layers(graph, dtype)
-        same_head = plan.report.source_head == head and not plan.report.new
-        carried_names = list(plan.report.ignored) if same_head else []
-        kept = _kept(plan.report.ignored, config)
-        repeated = (name for pair in plan.duplicates for name in pair)
-        names = list(dict.fromkeys([*plan.placed.values(), *repeated, *carried_names, *kept]))
-        values, on_disk = _read(checkpoint, plan, names, folder, dtype, device, mapped=mapped, weights=weights)
-        manifest = checkpoint.manifest
-    report = plan.report
-    finite = FiniteCheck(values, plan.placed.values(), dtype, done=on_disk.release if on_disk else None)
+    config, relabelled = _configured(folder, head, asked, adapter)
+    read = _read_folder(folder, config, head, asked, warming, relabelled=relabelled)
+    report, kept = read.plan.report, _kept(read.plan.report.ignored, config)
     tokenizer = load_tokenizer(folder, config)
-    finite.wait(str(folder / (manifest.index_name or manifest.files[0].name)), report, allowed=allow_nonfinite)
+    read.finite.wait(
+        str(folder / (read.manifest.index_name or read.manifest.files[0].name)), report, allowed=asked.allow_nonfinite
+    )
     if tokenizer is not None:
         few = tokenizer.few_tokens(config.encoder.vocab_size)
         report.notes += (*tokenizer.notes, *([few] if few else ()))
 
-    ties = [*plan.ties, *settle_ties(plan, values, report)]
-    check_duplicates(plan, values, carried_names)
-    carried = {name: values[name] for name in carried_names}
-    beside = _taken(graph, kept, values, str(folder))
-    fill(graph, plan, values, dtype)
-    if report.new:
-        assign(graph, {name: torch.empty(graph.get_parameter(name).shape, dtype=dtype) for name in report.new})
-        initialise(graph, report.new, float(config.source.get("initializer_range", 0.02)))
-    tie_tensors(graph, ties)
-    model = model_class(config, graph)
+    beside = _filled(read, config, kept, str(folder))
+    model = model_class(config, read.graph)
     model.mark_untrained(report.new)
     model.load_report = report
     model.tokenizer = tokenizer
@@ -196,30 +188,116 @@ def _load(
         name=str(name_or_path),
         folder=folder,
         commit=commit,
-        manifest=manifest,
-        placed=plan.placed,
-        duplicates=plan.duplicates,
-        carried=carried,
+        manifest=read.manifest,
+        placed=read.plan.placed,
+        duplicates=read.plan.duplicates,
+        carried={name: read.values[name] for name in read.carried},
         kept=beside,
-        same_head=same_head,
+        same_head=read.same_head,
         config_text=config.text or "",
     )
     if model.sentence_recipe is not None and model.sentence_recipe.routes:
-        _follow_routes(model, root, lambda inside: _load(
-            model_class, inside, head, {}, given, device, attention, None, None, ignore_config_keys, strict_config,
-            allow_nonfinite, in_hub_cache(folder) if mapped is None else mapped, weights, False, None,
-        ))  # fmt: skip
-    model.set_attention(attention)
+        mapped = in_hub_cache(folder) if asked.mapped is None else asked.mapped
+        others = replace(asked, labels=None, problem_type=None, mapped=mapped)
+        _follow_routes(model, root, lambda inside: _load(model_class, inside, others, hub={}))
+    model.set_attention(asked.attention)
     model.eval()
-    if on_disk is not None:
-        model._on_disk = on_disk
-    elif device is not None:
-        model.to(device)
+    if read.on_disk is not None:
+        model._on_disk = read.on_disk
+    elif asked.device is not None:
+        model.to(asked.device)
     if warming is not None:
         warming.wait()
     if held is not None:
         held.check()
     return model
+
+
+def _configured(folder: Path, head: str, asked: _Wanted, adapter: AdapterFolder | None) -> tuple[ModelConfig, bool]:
+    """Return a folder's configuration, and whether its labels are those of who asks or of an adapter."""
+    config = read_config_file(folder, asked.ignore_config_keys, strict_config=asked.strict_config)
+    if config.overruled:
+        warnings.warn(
+            f"{config.where}: settings contradict others of the file and are passed over, as by transformers:\n"
+            f"{capped(config.overruled)}\nRemove what does not hold; strict_config=True refuses such a file.",
+            stacklevel=2,
+        )
+    labels = asked.labels
+    if adapter is not None and labels is None:
+        labels = adapter.labels(config, head)
+    if labels is not None or asked.problem_type is not None:
+        config = config.changed(labels=labels, problem_type=asked.problem_type)
+    return config, labels is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ReadFolder:
+    """What was read of a folder's weights, and the graph that they go into.
+
+    Attributes:
+        plan: which tensor goes where.
+        graph: the parameters' places, still without values.
+        dtype: of the model.
+        values: the stored tensors.
+        on_disk: knows of the layers that stay in their files; None where none do.
+        manifest: of the files.
+        finite: looks for values that are no numbers meanwhile.
+        same_head: the file was written for this task.
+        carried: names of tensors that the task's own export writes back.
+    """
+
+    plan: Plan
+    graph: Graph
+    dtype: torch.dtype
+    values: dict[str, Tensor]
+    on_disk: OnDisk | None
+    manifest: SourceManifest
+    finite: FiniteCheck
+    same_head: bool
+    carried: list[str]
+
+
+def _read_folder(
+    folder: Path, config: ModelConfig, head: str, asked: _Wanted, warming: Warming | None, *, relabelled: bool
+) -> _ReadFolder:
+    """Match what a folder holds with the graph, and read it.
+
+    Raises:
+        CheckpointError: tensors are missing, unexpected or mis-shaped; nothing is read then.
+    """
+    with Checkpoint.open(folder) as checkpoint:
+        stored = checkpoint.manifest.tensors
+        plan, graph = plan_folder(config, head, stored, str(folder), relabelled=relabelled)
+        dtype = settle_dtype(asked.dtype, config, plan)
+        if warming is not None:
+            warming.layers(graph, dtype)
+        same_head = plan.report.source_head == head and not plan.report.new
+        carried = list(plan.report.ignored) if same_head else []
+        repeated = (name for pair in plan.duplicates for name in pair)
+        names = list(dict.fromkeys([*plan.placed.values(), *repeated, *carried, *_kept(plan.report.ignored, config)]))
+        values, on_disk = _read(
+            checkpoint, plan, names, folder, dtype, asked.device, mapped=asked.mapped, weights=asked.weights
+        )
+        manifest = checkpoint.manifest
+    finite = FiniteCheck(values, plan.placed.values(), dtype, done=on_disk.release if on_disk else None)
+    return _ReadFolder(
+        plan=plan, graph=graph, dtype=dtype, values=values, on_disk=on_disk, manifest=manifest, finite=finite,
+        same_head=same_head, carried=carried,
+    )  # fmt: skip
+
+
+def _filled(read: _ReadFolder, config: ModelConfig, kept: Mapping[str, Kept], where: str) -> dict[str, Tensor]:
+    """Give the graph its values, fresh ones where the file has none; return the tensors kept beside the model."""
+    plan, graph, values, report = read.plan, read.graph, read.values, read.plan.report
+    ties = [*plan.ties, *settle_ties(plan, values, report)]
+    check_duplicates(plan, values, read.carried)
+    beside = _taken(graph, kept, values, where)
+    fill(graph, plan, values, read.dtype)
+    if report.new:
+        assign(graph, {name: torch.empty(graph.get_parameter(name).shape, dtype=read.dtype) for name in report.new})
+        initialise(graph, report.new, float(config.source.get("initializer_range", 0.02)))
+    tie_tensors(graph, ties)
+    return beside
 
 
 def _read(
@@ -365,17 +443,7 @@ def plan_folder(
         ConfigError: the family has no such head.
     """
     pooler = any("pooler" in name for name in stored)
-    try:
-        with torch.device("meta"), _WithoutInitialisation():
-            graph = build_graph(config, head, pooler=pooler)
-    except RuntimeError as fault:
-        # A Ctrl-C while torch had its modes in its hands: it finds none to put back, and says that instead.
-        before = fault.__context__
-        while before is not None and not isinstance(before, KeyboardInterrupt):
-            before = before.__context__
-        if before is not None and "mode stack" in str(fault):
-            raise KeyboardInterrupt from None
-        raise
+    graph = empty_graph(config, head, pooler=pooler)
     spec = None if head == "base" else config.family.heads[head]
     architectures = config.source.get("architectures")
     written = head_of(config.family, architectures, head)
@@ -404,25 +472,6 @@ def plan_folder(
             also = f"; the file also holds the head of {' and '.join(others)}, which head= loads"
             plan.report.notes.append(f"architectures: absent, so this is the encoder alone{also}")
     return plan, graph
-
-
-class _WithoutInitialisation(TorchFunctionMode):
-    """Leaves new tensors unfilled: on ``meta`` there is nothing to fill, and random kernels take seconds to load."""
-
-    # What is filled by name of torch.nn.init arrives as that function, the rest as the tensor's method.
-    FILLING = frozenset(
-        [
-            getattr(torch.nn.init, name)
-            for name in ("normal_", "uniform_", "kaiming_uniform_", "constant_", "ones_", "zeros_")
-        ]
-        + [torch.Tensor.normal_, torch.Tensor.uniform_, torch.Tensor.fill_, torch.Tensor.zero_]
-    )
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
-        if func in self.FILLING:
-            return given["tensor"] if "tensor" in given else args[0]
-        return func(*args, **given)
 
 
 def in_hub_cache(folder: Path) -> bool:

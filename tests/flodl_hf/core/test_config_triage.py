@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from flodl_hf.config.model_config import ModelConfig
 from flodl_hf.config.shared_keys import COMMON_INERT, FOREIGN
 from flodl_hf.families import FAMILIES
 from flodl_hf.heads.base import BaseModel
+from flodl_hf.parity.shapes import settings_of
 
 Saved = Callable[..., Path]
 SIZES = {
@@ -24,7 +26,8 @@ SIZES = {
     "max_positions": 40, "type_vocab_size": 2, "embedding_size": 8,
 }  # fmt: skip
 TINY = {f.model_type: {row.key: SIZES[row.field] for row in f.rows if row.field in SIZES} for f in FAMILIES}
-TYPES = [family.model_type for family in FAMILIES]
+BY_TYPE = {family.model_type: family for family in FAMILIES}
+TYPES = list(BY_TYPE)
 
 # Found in published files; they change no number in transformers.
 HARMLESS: dict[str, Any] = {
@@ -113,8 +116,8 @@ def others() -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("model_type", "key"), others())
-def test_a_setting_of_another_family_has_to_agree(model_type: str, key: str) -> None:
-    """Equal to what this family has, or off, it repeats; a dropout changes no answer; the rest is refused."""
+def test_a_setting_of_another_family_repeats_or_is_passed_over(model_type: str, key: str) -> None:
+    """Equal to what this family has, or off, it repeats; a dropout changes no answer; transformers reads its own key."""
     rows = {row.key: row for other in reversed(FAMILIES) for row in other.rows}
     own = {row.field for row in next(f for f in FAMILIES if f.model_type == model_type).rows}
     config = made(model_type)
@@ -125,8 +128,65 @@ def test_a_setting_of_another_family_has_to_agree(model_type: str, key: str) -> 
         return
     if isinstance(same, (int, float, str, bool)):
         assert made(model_type, **{key: same}).encoder == config.encoder
-    with pytest.raises(ConfigError, match=f"{key}: found .*a setting of other families"):
-        made(model_type, **{key: 77})
+    passed_over(model_type, {key: 77}, rf"{key}: found 77, a setting of other families")
+
+
+def passed_over(model_type: str, said: dict[str, Any], refused: str) -> None:
+    """Check that contradictions are told and change nothing, and are refused where nothing says which of two holds."""
+    if BY_TYPE[model_type].tiny:
+        config = made(model_type, **said)
+        assert config.encoder == made(model_type).encoder
+        assert [line.partition(":")[0] for line in config.overruled] == list(said)
+        assert all(f"{line}; it is passed over, as by transformers" in config.notes for line in config.overruled)
+    else:
+        with pytest.raises(ConfigError, match=refused):
+            made(model_type, **said)
+    for unclear in ({"strict_config": True}, {"auto_map": {"AutoModel": "modeling_own.OwnModel"}}):
+        with pytest.raises(ConfigError, match=refused):
+            made(model_type, **said, **unclear)
+
+
+def contradictions(model_type: str) -> dict[str, Any]:
+    """Return every key of other families, of sizes and of spellings, each with a value that contradicts the family."""
+    rows = {row.key: row for other in FAMILIES for row in other.rows}
+    found = {key: 77 for named, key in others() if named == model_type and not rows[key].field.endswith("dropout")}
+    found |= dict.fromkeys(("num_key_value_heads", "head_dim", "attention_head_size"), 1)
+    found = {key: value for key, value in found.items() if key not in read_by(model_type)}
+    misspelt = [row.key + "s" for row in BY_TYPE[model_type].rows if row.field == "norm_eps"]
+    return found | dict.fromkeys(misspelt, 0.5)
+
+
+@pytest.mark.transformers
+@pytest.mark.parametrize("model_type", [family.model_type for family in FAMILIES if family.tiny])
+def test_what_is_passed_over_leaves_the_numbers_of_transformers(model_type: str, tmp_path: Path) -> None:
+    said = contradictions(model_type)
+    assert len(said) > 10
+    with pytest.warns(UserWarning, match="contradict others of the file and are passed over") as warned:
+        as_transformers(model_type, said, tmp_path / "contradicting")
+    assert len(warned) == 1
+    rows = {row.field: row for row in BY_TYPE[model_type].rows}
+    unusual = {rows["norm_eps"].key: 0.25} if "norm_eps" in rows else {}
+    if "pad_token_id" in rows and "-1" in rows["pad_token_id"].check.expected:
+        unusual["pad_token_id"] = -1
+    as_transformers(model_type, unusual, tmp_path / "unusual")
+
+
+def as_transformers(model_type: str, said: dict[str, Any], folder: Path) -> None:
+    """Check that a small model is transformers' to the bit under a configuration that says this as well."""
+    import transformers
+
+    stated = {"model_type": model_type, **settings_of(BY_TYPE[model_type], "tiny"), **said}
+    config = transformers.CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(stated))
+    transformers.AutoModel.from_config(config).save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps({**stated, "architectures": ["TheirModel"]}))
+    theirs = transformers.AutoModel.from_pretrained(folder).eval()
+    for parameter in theirs.parameters():  # where they lie in the mapped file decides the last bit of a product
+        parameter.data = parameter.data.clone()
+    ours = load(folder)
+    ids, mask = torch.tensor([[2, 9, 17, 33, 3], [2, 30, 3, 1, 1]]), torch.tensor([[1] * 5, [1] * 3 + [0] * 2])
+    with torch.no_grad():
+        found, expected = ours(ids, mask).last_hidden_state, theirs(ids, mask).last_hidden_state
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("model_type", [f.model_type for f in FAMILIES if "embedding_size" not in TINY[f.model_type]])
@@ -139,16 +199,18 @@ def test_another_width_is_noted_for_tensors_show_the_width(model_type: str, key:
 
 @pytest.mark.parametrize("model_type", TYPES)
 @pytest.mark.parametrize(("key", "same"), [("num_key_value_heads", 2), ("head_dim", 8), ("attention_head_size", 8)])
-def test_heads_that_are_stated_twice_have_to_agree(model_type: str, key: str, same: int) -> None:
+def test_heads_that_are_stated_twice_are_those_of_the_sizes(model_type: str, key: str, same: int) -> None:
     assert made(model_type, **{key: same}).notes == ()
     if key not in read_by(model_type):
-        with pytest.raises(ConfigError, match=f"{key}: found 1; expected {same} .*transformers passes over it"):
+        passed_over(model_type, {key: 1}, f"{key}: found 1; expected {same} .*transformers passes over it")
+    elif any(entry.key == key and entry.read for entry in BY_TYPE[model_type].inert):
+        with pytest.raises(ConfigError, match=f"{key}: found 1; expected {same} .*not supported"):
             made(model_type, **{key: 1})
 
 
-def test_a_misspelt_setting_is_refused_where_its_own_key_is_absent() -> None:
-    with pytest.raises(ConfigError, match=r"layer_norm_epss: found .*did you mean 'layer_norm_eps'\?"):
-        made("bert", layer_norm_epss=1e-5)
+def test_a_misspelt_setting_is_told_where_its_own_key_is_absent() -> None:
+    passed_over("bert", {"layer_norm_epss": 1e-5}, r"layer_norm_epss: found .*did you mean 'layer_norm_eps'\?")
+    assert "layer_norm_eps is absent and takes its default" in made("bert", layer_norm_epss=1e-5).notes[0]
     assert made("bert", layer_norm_epss=1e-5, layer_norm_eps=1e-12).notes
 
 
@@ -161,8 +223,12 @@ def test_common_names_are_read_as_distilberts_own() -> None:
     assert (config.hidden_size, config.dim) == (16, 16)
     assert "dim" not in config.to_dict()
     assert made("distilbert", hidden_size=16).hidden_size == 16
-    with pytest.raises(ConfigError, match="dim: found 16 beside hidden_size 32, another name"):
-        made("distilbert", hidden_size=32)
+    both = made("distilbert", hidden_size=32)
+    assert both.hidden_size == both.dim == 32  # transformers writes it over the other
+    assert both.overruled == ("dim: 16; hidden_size, another name of the same setting, says 32",)
+    for unclear in ({"strict_config": True}, {"auto_map": {"AutoModel": "modeling_own.OwnModel"}}):
+        with pytest.raises(ConfigError, match="dim: found 16 beside hidden_size 32, another name"):
+            made("distilbert", hidden_size=32, **unclear)
 
 
 def test_labels_and_their_number_may_disagree_as_in_transformers() -> None:

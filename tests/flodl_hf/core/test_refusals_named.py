@@ -42,7 +42,7 @@ def test_a_value_that_is_no_number_is_named_by_its_key(folder: Path, key: str, n
 
 
 def test_a_key_of_another_family_may_hold_anything(folder: Path) -> None:
-    write(folder, pos_att_type=[1])
+    write(folder, pos_att_type=[1], **CODE)
     with pytest.raises(ConfigError, match=r"pos_att_type: found .* a setting of other families; expected it absent"):
         load(folder)
 

@@ -49,6 +49,8 @@ class Hub:
         self.token: str | None = None
         self.requests: list[str] = []
         self.tokens: set[str | None] = set()
+        self.moved: dict[str, str] = {}  # beginnings of paths, and the server that has them
+        self.headers: dict[str, str] = {}
         hub = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -72,6 +74,11 @@ class Hub:
                 hub.tokens.add(self.headers.get("Authorization"))
                 if hub.status is not None:
                     return self.answer(hub.status, b"{}", X_Error_Code=hub.error_code)
+                for start, server in hub.moved.items():
+                    if path.startswith(start):
+                        held = hub.files.get(path.rpartition(COMMIT + "/")[2], b"")
+                        told = {"X_Linked_ETag": f'"{hashlib.sha256(held).hexdigest()}"', "X_Repo_Commit": COMMIT}
+                        return self.answer(302, Location=server + self.path, X_Linked_Size=str(len(held)), **told)
                 if hub.token and self.headers.get("Authorization") != f"Bearer {hub.token}":
                     return self.answer(401, b"{}")
                 if path.startswith("/api/models/ada/tiny/revision/"):
@@ -110,6 +117,8 @@ class Hub:
                         self.send_header("ETag", f'"{etag}"')
                         self.send_header("X-Repo-Commit", COMMIT)
                         self.send_header("Content-Length", str(len(announced)))
+                        for key, value in hub.headers.items():
+                            self.send_header(key, value)
                         self.end_headers()
                         return None
                     return self.answer(200, body, ETag=f'"{etag}"', X_Repo_Commit=COMMIT)
@@ -272,7 +281,7 @@ def test_a_model_whose_repository_has_only_bin_weights_is_loaded(hub: Hub, tmp_p
 
 def test_weights_in_folders_of_modules_are_fetched(hub: Hub, tmp_path: Path) -> None:
     """As sentence-transformers wrote them long ago, and where routes have transformers of their own."""
-    from flodl_hf import AutoConfig, AutoModel, load
+    from flodl_hf import AutoConfig, AutoModel, AutoTokenizer, load
 
     sizes = {
         "vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24,
@@ -298,6 +307,10 @@ def test_weights_in_folders_of_modules_are_fetched(hub: Hub, tmp_path: Path) -> 
     assert AutoConfig.from_pretrained("ada/tiny", cache_dir=tmp_path / "config").model_type == "bert"
     assert not [name for name in _names(tmp_path / "config") if name.endswith(".safetensors")]
     assert not [name for name in _names(tmp_path / "one") if name.endswith((".h5", ".bin"))]
+    hub.files["0_Encoder/vocab.txt"] = b"[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nada\n"
+    tokenizer = AutoTokenizer.from_pretrained("ada/tiny", cache_dir=tmp_path / "tokenizer")
+    assert tokenizer.encode("ada") == [2, 5, 3]
+    assert not [name for name in _names(tmp_path / "tokenizer") if name.endswith(".safetensors")]
 
     router = {
         "types": {"a_0_Transformer": kind + "Transformer", "b_0_Transformer": kind + "Transformer"},
@@ -521,6 +534,31 @@ def test_the_token_is_sent(hub: Hub, tmp_path: Path) -> None:
     hub.token = "hf_secret"
     assert resolve("ada/tiny", token="hf_secret", cache_dir=tmp_path).commit == COMMIT
     assert hub.tokens == {"Bearer hf_secret"}
+
+
+@pytest.mark.parametrize("trusted", [False, True], ids=["a stranger", "of the client's Hubs"])
+@pytest.mark.parametrize("moved", ["/api/", "/ada/"])
+def test_a_token_follows_no_redirect_to_another_port(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moved: str, trusted: bool
+) -> None:
+    from huggingface_hub.utils import _http
+
+    other = Hub()
+    try:
+        hub.moved = {moved: other.url}
+        if trusted and hasattr(_http, "_HUB_ORIGINS"):  # as huggingface.co is for whoever asks a mirror
+            monkeypatch.setattr(_http, "_HUB_ORIGINS", {*_http._HUB_ORIGINS, _http._url_origin(other.url)})
+        assert resolve("ada/tiny", token="hf_secret", cache_dir=tmp_path).commit == COMMIT
+        assert hub.tokens == {"Bearer hf_secret"}
+        assert other.tokens == {None}
+    finally:
+        other.close()
+
+
+def test_a_token_is_not_sent_where_an_answer_names_another_server_for_keys(hub: Hub, tmp_path: Path) -> None:
+    hub.headers = {"X-Xet-Hash": "0" * 64, "X-Xet-Refresh-Route": "http://127.0.0.1:9/api/key"}
+    with pytest.raises(HubError, match=r"sends the token to 'http://127\.0\.0\.1:9/api/key'.*check HF_ENDPOINT"):
+        resolve("ada/tiny", token="hf_secret", cache_dir=tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import pickle
+import shutil
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Inner
 from tokenizers import models, normalizers
 
+from flodl.errors import ConfigError
 from flodl_hf.errors import TokenizerError
 from flodl_hf.tokenizer import TOKENIZER_FILES, Tokenizer
 
@@ -653,3 +655,25 @@ def test_every_kind_is_loaded_from_a_local_name(folder: Path) -> None:
 def test_kinds_are_as_different_as_the_tests_assume() -> None:
     assert set(KINDS) == {"wordpiece", "byte_level", "metaspace"}
     assert type(byte_level().model).__name__ == "BPE"
+
+
+def test_a_tokenizer_is_found_where_a_folder_keeps_it(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Below a folder of modules, at an adapter's base, in a subfolder; else the message names where one is."""
+    plain = folders["wordpiece"]
+    place = tmp_path / "sentences with spaces é"
+    shutil.copytree(plain, place / "0_Transformer")
+    (place / "0_Transformer" / "config.json").write_text('{"model_type": "bert"}')
+    with pytest.raises(
+        TokenizerError, match="the folder '0_Transformer' in it has one: pass subfolder='0_Transformer'"
+    ):
+        Tokenizer.from_pretrained(place)
+    (place / "modules.json").write_text(
+        '[{"idx": 0, "name": "0", "path": "0_Transformer", "type": "sentence_transformers.models.Transformer"}]'
+    )
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(place)}))
+    expected = Tokenizer.from_folder(plain).encode("the dog")
+    for name, how in ((place, {}), (tmp_path / "adapter", {}), (place, {"subfolder": "0_Transformer"})):
+        assert Tokenizer.from_pretrained(name, **how).encode("the dog") == expected
+    with pytest.raises(ConfigError, match="has no folder 'elsewhere'; check subfolder"):
+        Tokenizer.from_pretrained(place, subfolder="elsewhere")

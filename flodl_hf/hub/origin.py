@@ -1,0 +1,59 @@
+"""A token goes to the endpoint and to no other host or port, whatever address an answer names.
+
+huggingface_hub keeps it for every server that it takes for the Hub's, which a mirror is not: a redirect from one of
+them to another carried it along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+from urllib.parse import urlsplit
+
+__all__ = ["at_home", "same_origin"]
+
+_PORTS = {"http": 80, "https": 443}
+_home: ContextVar[str | None] = ContextVar("flodl_hf_token_home", default=None)
+
+
+def same_origin(url: str, other: str) -> bool:
+    """Return whether two addresses are of one host, port and scheme."""
+    return _origin(url) == _origin(other)
+
+
+def _origin(url: str) -> tuple[str, str, int | None]:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme.lower(), (parts.hostname or "").lower(), parts.port or _PORTS.get(parts.scheme.lower())
+    except ValueError:  # no port that there could be: of no server
+        return "", url, None
+
+
+@contextmanager
+def at_home(endpoint: str) -> Iterator[None]:
+    """Have the Hub's client send tokens to one server alone, in what runs here and with this context elsewhere.
+
+    Args:
+        endpoint: its address.
+    """
+    from huggingface_hub.utils import get_session
+
+    session: Any = get_session()
+    # The client of older releases has no such hooks, and drops tokens by itself where host or port change.
+    hooks = getattr(session, "event_hooks", None)
+    if hooks is not None and _without_token not in hooks["request"]:
+        session.event_hooks = {**hooks, "request": [*hooks["request"], _without_token]}
+    before = _home.set(endpoint)
+    try:
+        yield
+    finally:
+        _home.reset(before)
+
+
+def _without_token(request: Any) -> None:
+    """Take the token from a request that goes elsewhere."""
+    home = _home.get()
+    if home is not None and not same_origin(str(request.url), home):
+        request.headers.pop("authorization", None)
