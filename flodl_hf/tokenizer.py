@@ -19,7 +19,14 @@ from typing import Any, Literal
 import tokenizers
 
 from flodl_hf.errors import TokenizerError
-from flodl_hf.hub.folders import ADAPTER_CONFIG, BASE_OF_ADAPTER, CONFIG_NAME, holds_adapter, resolve_folder
+from flodl_hf.hub.folders import (
+    ADAPTER_CONFIG,
+    BASE_OF_ADAPTER,
+    CONFIG_NAME,
+    holds_adapter,
+    is_vocabulary_in,
+    resolve_folder,
+)
 from flodl_hf.model.foreign_keywords import TOKENIZER, taking
 from flodl_hf.tokenization.early_cut import LONG, beginning
 
@@ -33,7 +40,6 @@ from .tokenization.rows import Cut, Overflow, Row, cut_each, cut_rows
 from .tokenization.settings import guess_model_type, read_settings
 from .tokenization.source import (
     TOKENIZER_FILES,
-    is_vocabulary_in,
     parse_json,
     read_bytes,
     read_source,

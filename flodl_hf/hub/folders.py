@@ -18,7 +18,9 @@ __all__ = [
     "RECIPE_FILES",
     "VOCABULARY_FILES",
     "holds_adapter",
+    "is_vocabulary_in",
     "resolve_folder",
+    "vocabularies_below",
 ]
 
 CONFIG_NAME = "config.json"
@@ -65,6 +67,19 @@ def holds_adapter(name_or_path: str | os.PathLike[str]) -> bool:
     """Return whether a name is that of a local folder with an adapter and no model."""
     path = os.path.expanduser(_text(name_or_path))
     return os.path.lexists(os.path.join(path, ADAPTER_CONFIG)) and not os.path.lexists(os.path.join(path, CONFIG_NAME))
+
+
+def is_vocabulary_in(folder: Path) -> bool:
+    """Return whether a folder holds a file that a vocabulary is read from."""
+    return any(os.path.lexists(folder / name) for name in VOCABULARY_FILES)
+
+
+def vocabularies_below(folder: Path) -> list[str]:
+    """Return the names of folders directly below one that hold a vocabulary."""
+    try:
+        return sorted(path.name for path in folder.iterdir() if path.is_dir() and is_vocabulary_in(path))
+    except OSError:
+        return []
 
 
 def resolve_folder(

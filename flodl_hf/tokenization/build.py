@@ -25,6 +25,7 @@ from flodl.errors import capped, printable, shown
 from flodl_hf.errors import TokenizerError
 from flodl_hf.families import families
 from flodl_hf.family import Family, FamilyTokenizer
+from flodl_hf.hub.folders import vocabularies_below
 
 from . import pipeline
 from .added import add_missing, add_roles, add_stated, frame
@@ -32,7 +33,7 @@ from .guard import guarded
 from .plain_files import read_merges, read_vocab_json, read_vocab_txt
 from .sentencepiece import BPE, BYTE, CONTROL, NORMAL, USER_DEFINED, SentencePieceModel, read_model
 from .settings import ROLES, class_family, content, rules_of, said_of
-from .source import TOKENIZER_FILES, parse_json, vocabularies_below, vocabulary_file
+from .source import TOKENIZER_FILES, parse_json, vocabulary_file
 
 __all__ = ["build_backend"]
 

@@ -15,19 +15,9 @@ from typing import Any
 from flodl.errors import printable
 from flodl.files import POINTER_ADVICE, is_pointer, make_folders, write_atomically
 from flodl_hf.errors import ExportError, TokenizerError
-from flodl_hf.hub.folders import VOCABULARY_FILES
-from flodl_hf.weights.checkpoint.members import is_entry, read_member
+from flodl_hf.weights.checkpoint.members import read_member
 
-__all__ = [
-    "TOKENIZER_FILES",
-    "is_vocabulary_in",
-    "parse_json",
-    "read_bytes",
-    "read_source",
-    "vocabularies_below",
-    "vocabulary_file",
-    "write_files",
-]
+__all__ = ["TOKENIZER_FILES", "parse_json", "read_bytes", "read_source", "vocabulary_file", "write_files"]
 
 # What is copied with a checkpoint, and nothing else: the order is that of the documentation.
 TOKENIZER_FILES = (
@@ -70,19 +60,6 @@ def read_source(folder: Path) -> dict[str, bytes]:
             f"{folder}: is not a folder; pass the folder that holds the tokenizer files", path=str(folder)
         )
     return {name: read_bytes(folder / name) for name in TOKENIZER_FILES if os.path.lexists(folder / name)}
-
-
-def is_vocabulary_in(folder: Path) -> bool:
-    """Return whether a folder holds a file that a vocabulary is read from."""
-    return any(is_entry(folder, name) for name in VOCABULARY_FILES)
-
-
-def vocabularies_below(folder: Path) -> list[str]:
-    """Return the names of folders directly below one that hold a vocabulary."""
-    try:
-        return sorted(path.name for path in folder.iterdir() if path.is_dir() and is_vocabulary_in(path))
-    except OSError:
-        return []
 
 
 def vocabulary_file(files: Mapping[str, bytes]) -> str:
