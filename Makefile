@@ -24,8 +24,8 @@ demo: $(VENV)/.ready ## train, predict, export and verify a small model, offline
 test: $(VENV)/.ready ## run the tests
 	$(BIN)/python -m pytest -n $(JOBS) -m "not slow and not gpu" -q --durations=25 --durations-min=4
 
-test-slow: $(VENV)/.ready ## run the full-size and long tests too
-	OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m "slow and not gpu" -q
+test-slow: $(VENV)/.ready ## run the full-size and long tests, file by file; begun again, it goes on with files that have not passed
+	JOBS=$(JOBS) $(BIN)/python -m tests.slow
 
 test-isa: $(VENV)/.ready ## run the tests of arithmetic with the kernels of other processors, on one and two threads
 	JOBS=$(JOBS) $(BIN)/python -m tests.isa

@@ -57,7 +57,8 @@ def answers(
     Args:
         dataset: with a column of texts.
         model: a folder or Hub name that every node can read.
-        workers: actors that hold the model.
+        workers: most actors that hold the model. Ray starts one, and more while rows wait; what comes before them needs
+            processors besides theirs.
         num_gpus: of each actor; one that has any loads the model on its GPU.
         num_cpus: of each actor.
         batch_size: rows that an actor gets at a time.
@@ -68,9 +69,12 @@ def answers(
     """
     data = _ray("data")
     given = {"device": "cuda" if num_gpus else None, **words}
+    # As many as there is work for: a pool of fixed size would take the processors that Ray needs to read and cut rows
+    # before a worker has any, and both would wait for ever.
+    pool = data.ActorPoolStrategy(min_size=1, max_size=workers)
     return dataset.map_batches(
         Answers, fn_constructor_args=(os.fspath(model),), fn_constructor_kwargs=given, batch_format="pyarrow",
-        batch_size=batch_size, compute=data.ActorPoolStrategy(size=workers), num_gpus=num_gpus, num_cpus=num_cpus,
+        batch_size=batch_size, compute=pool, num_gpus=num_gpus, num_cpus=num_cpus,
     )  # fmt: skip
 
 

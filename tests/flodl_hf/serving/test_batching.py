@@ -30,12 +30,14 @@ class Engine:
     def __init__(self) -> None:
         self.batches: list[list[int]] = []
         self.threads: list[int] = []
+        self.begun = threading.Semaphore(0)
         self.may = threading.Event()
         self.may.set()
 
     def start(self, table: TokenTable, work: Any, places: Any) -> Pending:
         self.threads.append(threading.get_ident())
-        self.may.wait(10)
+        self.begun.release()
+        assert self.may.wait(60)
         firsts = table.ids[np.cumsum(table.lengths) - table.lengths]
         self.batches.append(firsts.tolist())
         if BAD in firsts:
@@ -98,7 +100,7 @@ def test_rows_of_several_calls_share_batches_of_bounded_size(engine: Engine) -> 
     batcher = Batcher(torch.device("cpu"), 40)
     engine.may.clear()
     first = send(batcher, rows(10))
-    time.sleep(0.05)  # it runs by itself, and the others queue behind it
+    assert engine.begun.acquire(timeout=60)  # it runs by itself, and the others queue behind it
     others = [send(batcher, rows(10, first=100 + i)) for i in range(7)]
     engine.may.set()
     for pending in (first, *others):
@@ -110,7 +112,7 @@ def test_a_short_request_does_not_wait_for_all_of_a_long_one(engine: Engine) -> 
     batcher = Batcher(torch.device("cpu"), 64)
     engine.may.clear()
     long = send(batcher, rows(*[32] * 100))
-    time.sleep(0.05)
+    assert engine.begun.acquire(timeout=60)
     short = send(batcher, rows(8, first=500))
     engine.may.set()
     short.wait()
@@ -139,7 +141,7 @@ def test_what_is_given_up_leaves_the_queue(engine: Engine) -> None:
     batcher = Batcher(torch.device("cpu"), 10)
     engine.may.clear()
     running = send(batcher, rows(10))
-    time.sleep(0.05)
+    assert engine.begun.acquire(timeout=60)
     ticket, late = Ticket(), Ticket(until=time.monotonic() + 0.1)
     gone, slow = send(batcher, rows(10, first=300), ticket), send(batcher, rows(10, first=400), late)
     ticket.give_up()
@@ -196,7 +198,7 @@ def test_a_fault_is_its_own_request_s_alone(engine: Engine) -> None:
     batcher = Batcher(torch.device("cpu"), 40)
     engine.may.clear()
     first = send(batcher, rows(1))
-    time.sleep(0.05)
+    assert engine.begun.acquire(timeout=60)
     good, bad = send(batcher, rows(4, first=7)), send(batcher, rows(4, first=BAD))
     engine.may.set()
     first.wait()
@@ -210,7 +212,7 @@ def test_priorities_order_the_requests_of_a_key(engine: Engine) -> None:
     batcher = Batcher(torch.device("cpu"), 10)
     engine.may.clear()
     running = send(batcher, rows(10))
-    time.sleep(0.05)
+    assert engine.begun.acquire(timeout=60)
     low = send(batcher, rows(10, first=300), Ticket(priority=-1))
     normal = [send(batcher, rows(10, first=400 + i)) for i in range(3)]
     high = [send(batcher, rows(10, first=500 + i), Ticket(priority=1)) for i in range(2)]
@@ -230,7 +232,7 @@ def test_low_priority_does_not_wait_for_ever(engine: Engine, monkeypatch: pytest
     batcher = Batcher(torch.device("cpu"), 10)
     engine.may.clear()
     running = send(batcher, rows(10))
-    time.sleep(0.05)
+    assert engine.begun.acquire(timeout=60)
     all_of_them = [send(batcher, rows(10, first=300), Ticket(priority=-1))]
     all_of_them += [send(batcher, rows(10, first=400 + i)) for i in range(8)]
     engine.may.set()
