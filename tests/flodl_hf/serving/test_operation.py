@@ -130,7 +130,7 @@ def test_a_worker_that_dies_fails_what_it_had_and_the_next_is_answered(guarded: 
     with ThreadPoolExecutor(2) as pool:
         lost = pool.submit(client.post, "/embed", json={"inputs": "a"}, headers=FIRST)
         until = time.monotonic() + 60
-        while not workers._here[0].asked and time.monotonic() < until:
+        while not app.state.house.workers._here[0].asked and time.monotonic() < until:
             time.sleep(0.005)
         os.kill(before, signal.SIGKILL)
         answer = lost.result()
