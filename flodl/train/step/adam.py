@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,11 +39,13 @@ class Agreement(NamedTuple):
         wide: powers of the betas are computed in float64 and rounded, as torch's compiler has them.
         even: for tensors that all begin at sixteen bytes and have a whole number of these.
         others: for the rest.
+        apart: some products of decay are rounded before they are added, see `flodl.train.step.adam_kernels`.
     """
 
     wide: bool
     even: bool
     others: bool
+    apart: bool = False
 
 
 class _Part(NamedTuple):
@@ -159,7 +162,7 @@ class AdamUpdate:
             kernels.move[(layout.which.numel(),)](
                 tensors[0][0], table, number, layout.sizes, layout.which, layout.starts, corrections, settings,
                 group["lr"], found, found if by is None else by, layout.span, by is not None, decays,
-                group["decoupled_weight_decay"], BLOCK, num_warps=4,
+                group["decoupled_weight_decay"], agreed.apart, BLOCK, num_warps=4,
             )  # fmt: skip
         if not capturing(self.device):
             # As torch's operations do, for whoever keeps what was computed of weights; of replays nobody is told here.
@@ -259,25 +262,28 @@ def agreement(device: torch.device, decoupled: bool, decays: bool, divided: bool
 
 
 def _found(device: torch.device, decoupled: bool, decays: bool, divided: bool) -> Agreement | None:
-    faults = []
+    faults, best = [], None
     with contextlib.suppress(ImportError):
         from flodl.train.step import adam_kernels  # noqa: F401
 
         with _waiting_allowed():
-            for wide in (True, False):
+            for wide, apart in product((True, False), (False, True) if decays and not decoupled else (False,)):
                 try:
-                    even, others = _equal(device, wide, decoupled, decays, divided)
-                    if even or others:
-                        return Agreement(wide, even, others)
+                    even, others = _equal(device, wide, apart, decoupled, decays, divided)
                 except Exception as error:  # compilers and drivers fail in many ways
                     faults.append(f"{type(error).__name__}: {error}".splitlines()[0])
-        if faults:
+                    continue
+                if (even or others) and (best is None or (even, others) > (best.even, best.others)):
+                    best = Agreement(wide, even, others, apart)
+                if even and others:
+                    break
+        if faults and best is None:
             warnings.warn(
                 f"train: torch's own kernel moves the parameters on {device}, which is slower: {faults[0]}",
                 RuntimeWarning,
                 stacklevel=2,
             )
-    return None
+    return best
 
 
 @contextmanager
@@ -295,16 +301,19 @@ SHAPES = (((512, 96), (64,)), ((257, 129), (3,)))
 """Of tensors that are even, and of others."""
 
 
-def _equal(device: torch.device, wide: bool, decoupled: bool, decays: bool, divided: bool) -> tuple[bool, bool]:
+def _equal(
+    device: torch.device, wide: bool, apart: bool, decoupled: bool, decays: bool, divided: bool
+) -> tuple[bool, bool]:
     """Return whether even tensors, and others, are torch's after some steps of which one is left out."""
+    ours = Agreement(wide, True, True, apart)
     return tuple(  # type: ignore[return-value]
-        all(map(torch.equal, *(_moved(device, shapes, who, decoupled, decays, divided) for who in (None, wide))))
+        all(map(torch.equal, *(_moved(device, shapes, who, decoupled, decays, divided) for who in (None, ours))))
         for shapes in SHAPES
     )
 
 
 def _moved(
-    device: torch.device, shapes: Any, wide: bool | None, decoupled: bool, decays: bool, divided: bool
+    device: torch.device, shapes: Any, ours: Agreement | None, decoupled: bool, decays: bool, divided: bool
 ) -> list[torch.Tensor]:
     """Return parameters and state after four steps: by torch, or from the second on by us."""
     # A run's own random numbers must not depend on whether its process has asked before.
@@ -321,11 +330,11 @@ def _moved(
             p.grad = drawn(p.shape) * 10.0 ** (turn - 2)
         found = torch.tensor(float(turn == 2), device=device)
         tensors = _tensors_of(optimizer, group)
-        if wide is None or tensors is None:
+        if ours is None or tensors is None:
             with _told(optimizer, found, by):
                 optimizer.step()
         else:
-            part = _Part(group, tensors, Agreement(wide, True, True))
+            part = _Part(group, tensors, ours)
             update._launch(part, update._ready(part), found, by)
     return [*params, *(optimizer.state[p][name] for p in params for name in (*AVERAGES, "step"))]
 
