@@ -37,7 +37,7 @@ from flodl.distributed import RankError, Ranks
 from flodl.errors import TrainError
 from flodl.train import Loss, Saved, SaveFailed, Trainer, Warned, adamw
 from flodl.train.saving import keeper
-from flodl.train.saving.keeper import list_checkpoints, read_checkpoint
+from flodl.train.saving.reading import list_checkpoints, read_checkpoint
 from flodl.train.schedule import Cosine
 
 STEPS, SAVE_EVERY = 40, 7

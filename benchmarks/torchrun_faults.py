@@ -34,7 +34,7 @@ from torch.nn.functional import cross_entropy
 from flodl.data import Batch, DataLoader, Where
 from flodl.distributed.group import Ranks
 from flodl.train import Loss, Trainer, adamw
-from flodl.train.saving.keeper import list_checkpoints, read_checkpoint
+from flodl.train.saving.reading import list_checkpoints, read_checkpoint
 from flodl.train.schedule import Cosine
 
 STEPS, SAVE_EVERY = 12, 3

@@ -44,14 +44,14 @@ def verify(folder: str | os.PathLike[str]) -> list[Comparison]:
         return [_parts(place)]
     if (place / MANIFEST).exists():
         return [_checkpoint(place)]
-    from flodl.train.saving.keeper import list_checkpoints
+    from flodl.train.saving.reading import list_checkpoints
 
     checkpoints = list_checkpoints(place)
     return [_checkpoint(path) for path in checkpoints] if checkpoints else [compare_folder(place)]
 
 
 def _checkpoint(place: Path) -> Comparison:
-    from flodl.train.saving.keeper import read_manifest
+    from flodl.train.saving.reading import read_manifest
 
     by = "the manifest of a checkpoint"
     try:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flodl.checkpoint.stored_rows import StoredRows
 from flodl.distributed.average import model_tensors
 from flodl.distributed.group import Ranks
 from flodl.errors import TrainError
@@ -95,24 +96,24 @@ def whole(tensor: Tensor) -> Tensor:
     return sharded.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def _part(tensor: Any, value: Tensor) -> Tensor:
-    """Return what of a whole value belongs to this rank's part of a sharded tensor."""
-    parts = value.chunk(tensor.device_mesh.size(), 0)
-    place = tensor.device_mesh.get_local_rank()
-    return parts[place] if place < len(parts) else value[:0]
+def _part(tensor: Any, value: Tensor | StoredRows) -> Tensor:
+    """Return what of a whole value belongs to this rank's part of a sharded tensor; of a stored one that is read."""
+    rows = -(-value.shape[0] // tensor.device_mesh.size())
+    first = tensor.device_mesh.get_local_rank() * rows
+    return value[first : first + rows]
 
 
 @torch.no_grad()
-def put(tensor: Tensor, value: Tensor) -> None:
+def put(tensor: Tensor, value: Tensor | StoredRows) -> None:
     """Copy a whole value into a tensor, or into this rank's part of it."""
-    local(tensor).copy_(_part(tensor, value) if hasattr(tensor, "full_tensor") else value)
+    local(tensor).copy_(_part(tensor, value) if hasattr(tensor, "full_tensor") else value[...])
 
 
-def like(parameter: Tensor, value: Tensor) -> Tensor:
+def like(parameter: Tensor, value: Tensor | StoredRows) -> Tensor:
     """Return a whole value of a parameter's shape, cut and placed as the parameter is."""
     sharded: Any = parameter
     if not hasattr(parameter, "full_tensor") or value.shape != parameter.shape:
-        return value
+        return value[...]
     from torch.distributed.tensor import DTensor
 
     part = _part(sharded, value).clone().to(parameter.device)
@@ -121,17 +122,21 @@ def like(parameter: Tensor, value: Tensor) -> Tensor:
     )
 
 
-def whole_parts(tensors: Mapping[str, Mapping[str, Tensor]], mark: str) -> dict[str, Tensor]:
-    """Return tensors joined from the parts that ranks saved, by name without the mark.
+def whole_parts(tensors: Mapping[str, Mapping[str, Any]], mark: str) -> dict[str, Any]:
+    """Return tensors joined from the parts that ranks saved, by name without the mark; stored ones stay unread.
 
     Args:
         tensors: of a checkpoint, by file.
         mark: what the names of the parts begin with, in files ``rank-0``, ``rank-1``, ...
     """
     files = sorted((name for name in tensors if name.startswith("rank-")), key=lambda name: int(name.split("-")[1]))
-    found: dict[str, list[Tensor]] = {}
+    found: dict[str, list[Any]] = {}
     for file in files:
         for name, tensor in tensors[file].items():
             if name.startswith(mark):
                 found.setdefault(name.removeprefix(mark), []).append(tensor)
-    return {name: parts[0] if parts[0].dim() == 0 else torch.cat(parts) for name, parts in found.items()}
+    return {name: parts[0] if parts[0].dim() == 0 else _joined(parts) for name, parts in found.items()}
+
+
+def _joined(parts: list[Any]) -> Any:
+    return torch.cat(parts) if isinstance(parts[0], Tensor) else parts[0].joined(parts[1:])

@@ -12,7 +12,7 @@ from torch import nn
 
 from flodl.errors import CheckpointError
 from flodl.train.optim.ema import averaged_state
-from flodl.train.saving.keeper import list_checkpoints, read_checkpoint, read_manifest
+from flodl.train.saving.reading import list_checkpoints, read_checkpoint, read_manifest
 from flodl.train.saving.state import load_model, model_state
 
 __all__ = ["Best", "take_best"]

@@ -22,7 +22,7 @@ from flodl.errors import ConfigError, TrainError, printable, visible
 from flodl.files import path_fault
 from flodl.train import Callback, EvalDone, RunDone, RunStarted, StepDone
 from flodl.train.events import Past
-from flodl.train.saving.keeper import list_checkpoints
+from flodl.train.saving.reading import list_checkpoints
 from flodl.train.trackers import Tracker, make_tracker
 from flodl_hf.adapters.settings import Settings, adapter_words
 from flodl_hf.errors import ExportError

@@ -283,7 +283,7 @@ def _trained() -> Mapping[str, torch.Tensor]:
 
 def _judge_checkpoints(root: Path, said: frozenset[str]) -> str | None:
     from flodl.errors import CheckpointError
-    from flodl.train.saving.keeper import list_checkpoints, read_checkpoint
+    from flodl.train.saving.reading import list_checkpoints, read_checkpoint
 
     there = list_checkpoints(root / "runs" / "one")
     newest = -1

@@ -82,7 +82,7 @@ def averaged_state(tensors: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[st
     """Return the weights of a checkpoint that its figures are of: the average where there is one.
 
     Args:
-        tensors: ``tensors`` of a `flodl.train.saving.keeper.Checkpoint`.
+        tensors: ``tensors`` of a `flodl.train.saving.reading.Checkpoint`.
     """
     state = whole_model(tensors)
     return state | {name: tensor.to(state[name].dtype) for name, tensor in tensors.get("ema", {}).items()}

@@ -13,46 +13,34 @@ import hashlib
 import json
 import math
 import os
-import re
 import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load as parse_tensors
 
 from flodl.distributed.group import Ranks
 from flodl.errors import CheckpointError, TrainError
-from flodl.files import make_folders, read_regular
-from flodl.hashed_json import seal, unseal
+from flodl.files import make_folders
+from flodl.hashed_json import seal
 from flodl.system import lock, sync_folder
 from flodl.train.events import Event, Saved, SaveFailed, Warned
-from flodl.train.saving.state import MODEL
+from flodl.train.saving.reading import (
+    FORMAT,
+    Checkpoint,
+    list_checkpoints,
+    open_checkpoint,
+    read_checkpoint,
+    read_manifest,
+)
 from flodl.train.saving.tensor_stream import safetensors_chunks
 
-__all__ = ["Checkpoint", "Keeper", "list_checkpoints", "read_checkpoint", "read_manifest"]
+__all__ = ["Keeper"]
 
-_NAME = re.compile(r"step-(\d+)(?:\.(\d+))?$")
-_FORMAT = "flodl-run/1"
-_UNSEALED = ("format", "step", "world", "metrics", "files")  # all that manifests held before they were sealed
 Files = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A complete checkpoint as read back: ``tensors`` and ``values`` by file name without suffix."""
-
-    path: Path
-    step: int
-    world: int
-    metrics: Mapping[str, float]
-    tensors: Mapping[str, Mapping[str, torch.Tensor]] = field(repr=False)
-    values: Mapping[str, Any] = field(repr=False)
 
 
 def _write(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, Any]:
@@ -84,71 +72,6 @@ def _made(files: Files) -> torch.cuda.Event | None:
                     event.record()
                     return event
     return None
-
-
-def read_manifest(path: Path) -> dict[str, Any]:
-    """Return what the checkpoint at ``path`` says of itself.
-
-    Raises:
-        ValueError: it is not as it was written.
-        OSError: it cannot be read.
-    """
-    return unseal(read_regular(path / "manifest.json"), _UNSEALED)
-
-
-def read_checkpoint(path: Path, *, weights_only: bool = False) -> Checkpoint:
-    """Return the checkpoint at ``path`` after comparing every file with the manifest.
-
-    Args:
-        path: its folder.
-        weights_only: of the tensors, return those of the model and of its average, and let go of all others: of a run
-            in shards a file is read and dropped after another.
-
-    Raises:
-        CheckpointError: a file is missing, cut, changed or unreadable.
-    """
-
-    def fault(what: str) -> CheckpointError:
-        return CheckpointError(
-            f"checkpoint {path}: {what}. Expected the files that its manifest lists, unchanged. "
-            "Use an earlier checkpoint.",
-            path=str(path),
-            problems=[what],
-        )
-
-    try:
-        manifest = read_manifest(path)
-        listed = manifest["files"]
-        if manifest["format"] != _FORMAT:
-            raise fault(f"format {manifest['format']!r} is not {_FORMAT!r}")
-        tensors, values = {}, {}
-        for name, entry in listed.items():
-            if "/" in name or name.startswith("."):
-                raise fault(f"the manifest names {name!r}, outside the folder")
-            data = read_regular(path / name, int(entry["bytes"]))
-            if len(data) != entry["bytes"] or hashlib.sha256(data).hexdigest() != entry["sha256"]:
-                raise fault(f"{name} is not as it was written")
-            stem, suffix = name.rsplit(".", 1)
-            if suffix == "safetensors":
-                held = parse_tensors(data)
-                tensors[stem] = _weights_in(stem, held) if weights_only else held
-            else:
-                values[stem] = json.loads(data)
-        return Checkpoint(path, manifest["step"], manifest["world"], manifest["metrics"], tensors, values)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
-        raise fault(f"{type(error).__name__}: {error}") from error
-
-
-def _weights_in(stem: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a file that are weights, in memory of their own."""
-    every = stem in ("model", "ema")
-    return {name: tensor.clone() for name, tensor in tensors.items() if every or name.startswith(MODEL)}
-
-
-def list_checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
-    """Return the checkpoints in ``folder``, oldest first."""
-    found = [(m, path) for path in Path(folder).glob("step-*") if (m := _NAME.match(path.name))]
-    return [path for m, path in sorted(found, key=lambda e: (int(e[0][1]), int(e[0][2] or 0)))]
 
 
 class Keeper:
@@ -275,7 +198,7 @@ class Keeper:
         said = []
         for value, step, path in self.judged():
             try:
-                read_checkpoint(path)
+                open_checkpoint(path)
                 return {"value": value, "step": step}, said
             except CheckpointError as error:
                 self._damaged.add(path)
@@ -354,7 +277,7 @@ class Keeper:
             absent = [name for name in listed if not (stage / name).is_file()]
             if absent:
                 raise OSError(f"{', '.join(absent)} did not appear here; all ranks must share this folder")
-            manifest = {"format": _FORMAT, "step": step, "world": self.ranks.world, "metrics": metrics, "files": listed}
+            manifest = {"format": FORMAT, "step": step, "world": self.ranks.world, "metrics": metrics, "files": listed}
             _write(stage / "manifest.json", [seal(manifest)])
             sync_folder(stage)
             target = self._free_name(step)
@@ -410,19 +333,21 @@ class Keeper:
         judged = self.judged() if self.best is not None else []
         return judged[0][2] if judged else None
 
-    def latest(self, tell: Callable[[Event], None]) -> Checkpoint | None:
+    def latest(self, tell: Callable[[Event], None], *, parted: bool = False) -> Checkpoint | None:
         """Return the newest checkpoint that is whole, None where there is none at all.
 
         Args:
             tell: is told of each damaged one that was passed over.
+            parted: open it, so that each rank reads its part; all ranks call this, and share the comparing of files.
 
         Raises:
             CheckpointError: there are checkpoints and none is whole.
+            TrainError: ranks see different checkpoints.
         """
         faults = []
-        for path in reversed(self.names()):
+        for path in reversed(self._names_of_all() if parted else self.names()):
             try:
-                return read_checkpoint(path)
+                return self._open(path) if parted else read_checkpoint(path)
             except CheckpointError as error:
                 faults.append(error)
                 tell(Warned(step=0, message=f"{error.message} Going on from the one before it."))
@@ -433,6 +358,37 @@ class Keeper:
                 problems=[error.message for error in faults],
             )
         return None
+
+    def _open(self, path: Path) -> Checkpoint:
+        """Return a checkpoint that no rank has found at fault.
+
+        Raises:
+            CheckpointError: one has.
+        """
+        found, fault = None, None
+        try:
+            found = open_checkpoint(path, self.ranks.rank, self.ranks.world)
+        except CheckpointError as error:
+            fault = [error.message, error.problems]
+        said = next(filter(None, self.ranks.gather(fault)), None)
+        if said is None and found is not None:
+            return found
+        message, problems = said or fault or ["", []]
+        raise CheckpointError(message, path=str(path), problems=problems)
+
+    def _names_of_all(self) -> list[Path]:
+        """Return the checkpoints in the folder, which all ranks see.
+
+        Raises:
+            TrainError: they see different ones.
+        """
+        names = self.names()
+        seen = self.ranks.gather([path.name for path in names])
+        if any(one != seen[0] for one in seen):
+            raise TrainError(
+                f"resume: ranks found different checkpoints ({seen}); they must share the folder.", paths=seen
+            )
+        return names
 
 
 def _space(folder: Path, error: Exception) -> str:

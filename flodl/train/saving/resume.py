@@ -16,9 +16,10 @@ from flodl.errors import TrainError, capped
 from flodl.train.core import TrainerCore
 from flodl.train.epoch_figures import Tally
 from flodl.train.events import Past, Warned
-from flodl.train.saving.keeper import Checkpoint
+from flodl.train.saving.reading import Checkpoint
 from flodl.train.saving.state import (
     MODEL,
+    SHARDS,
     check_fits,
     learned_tensors,
     load_model,
@@ -32,7 +33,7 @@ from flodl.train.saving.tensor_stream import copies
 
 __all__ = ["past_of", "restore", "snapshot"]
 
-OPTIMIZER = "shard/optimizer/"  # before the names of parts that a rank saves
+OPTIMIZER = f"{SHARDS}optimizer/"  # before the names of parts of optimiser state
 
 
 def recipe(trainer: TrainerCore) -> dict[str, Any]:
@@ -147,7 +148,7 @@ def restore(trainer: TrainerCore, saved: Checkpoint) -> list[dict[str, object]]:
     mine = min(trainer.ranks.rank, world - 1)
     if trainer.ranks.rank >= world:
         trainer.events.emit(_new_rank(trainer, world))
-    tensors = saved.tensors[f"rank-{mine}"]
+    tensors: Any = saved.tensors[f"rank-{mine}"]
     load_model(trainer.model, whole_model(saved.tensors))
     trainer.hooks.load_state_dict(run.get("callbacks", []))
     if trainer.average is not None:

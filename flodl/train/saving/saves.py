@@ -98,7 +98,7 @@ class Saves:
         trainer = self.trainer
         if self.keeper is None or not self.settings.resume:
             return False
-        found = self.keeper.latest(trainer.events.emit)
+        found = self.keeper.latest(trainer.events.emit, parted=trainer.sharded)
         paths = trainer.ranks.gather(str(found.path) if found is not None else None)
         if len(set(paths)) > 1:
             raise TrainError(

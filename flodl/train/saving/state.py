@@ -21,6 +21,7 @@ from flodl.train.saving.tensor_stream import to_cpu
 
 __all__ = [
     "MODEL",
+    "SHARDS",
     "check_fits",
     "fixed_names",
     "learned_tensors",
@@ -35,8 +36,10 @@ __all__ = [
 ]
 
 Tensors = dict[str, torch.Tensor]
-MODEL = "shard/model/"
-"""Before the names of parts of weights that a rank saves."""
+SHARDS = "shard/"
+"""Before the names of parts that a rank saves of what is sharded."""
+MODEL = f"{SHARDS}model/"
+"""Before the names of parts of weights."""
 
 
 def model_state(model: nn.Module, *, keep: bool = True) -> Tensors:
@@ -93,14 +96,19 @@ def model_tensors(model: nn.Module) -> Tensors:
     return dict(state)
 
 
-def whole_model(tensors: Mapping[str, Mapping[str, torch.Tensor]]) -> Tensors:
-    """Return the weights in a checkpoint by name, parts that ranks saved joined; ``tensors`` are by file."""
+def whole_model(tensors: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the weights in a checkpoint by name, parts that ranks saved joined; ``tensors`` are by file.
+
+    Those that are stored (`flodl.checkpoint.stored_rows.StoredRows`) stay unread.
+    """
     held = {name: tensor for name, tensor in tensors["model"].items() if name != "empty"}
     return held | whole_parts(tensors, MODEL)
 
 
-def load_model(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+def load_model(model: nn.Module, tensors: Mapping[str, Any]) -> None:
     """Copy ``tensors`` into the model, after checking that names, shapes and dtypes are the same.
+
+    Into shards, and of tensors that are stored, this rank's part alone.
 
     Raises:
         CheckpointError: they are not; ``problems`` lists every difference and nothing was copied.
@@ -111,7 +119,7 @@ def load_model(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
             put(tensor, tensors[name])
 
 
-def check_fits(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+def check_fits(model: nn.Module, tensors: Mapping[str, Any]) -> None:
     """Compare names, shapes and dtypes.
 
     Raises:
@@ -179,7 +187,7 @@ def _unjson(value: Any) -> Any:
 
 
 def load_optimizer(
-    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor], rest: Mapping[str, Any]
+    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Any], rest: Mapping[str, Any]
 ) -> None:
     """Put a saved state into the optimiser.
 
@@ -212,8 +220,9 @@ def load_optimizer(
         group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
         counter = entry == "step" and not (group.get("fused") or group.get("capturable"))
         device = torch.device("cpu") if counter else parameter.device
-        found = tensor.clone().to(device) if entry == "step" else like(parameter, tensor)
-        state.setdefault(parameter, {})[entry] = tensor.clone().to(device) if found is tensor else found
+        found = tensor[...] if entry == "step" else like(parameter, tensor)
+        # What is no part of a sharded parameter would else share memory with what was given.
+        state.setdefault(parameter, {})[entry] = found if hasattr(found, "full_tensor") else found.clone().to(device)
     for name, entries in rest["plain"].items():
         state.setdefault(known[name], {}).update({k: _unjson(v) for k, v in entries.items()})
     optimizer.state.clear()

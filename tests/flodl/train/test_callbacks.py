@@ -15,7 +15,7 @@ from flodl.errors import TrainError
 from flodl.train import Callback, EvalDone, Loss, RunStarted, Settings, Trainer, WeightAverage, adamw, sgd
 from flodl.train.optim.ema import averaged_state
 from flodl.train.route import choose_route
-from flodl.train.saving.keeper import list_checkpoints, read_checkpoint
+from flodl.train.saving.reading import list_checkpoints, read_checkpoint
 
 torch.set_num_threads(1)
 CUTS: list[dict[str, Any]] = [

@@ -13,7 +13,7 @@ from flodl import FlowBuilder
 from flodl.data import DataLoader, TensorRows
 from flodl.errors import TrainError
 from flodl.train import Trainer, sgd
-from flodl.train.saving.keeper import list_checkpoints, read_checkpoint
+from flodl.train.saving.reading import list_checkpoints, read_checkpoint
 
 torch.set_num_threads(1)
 

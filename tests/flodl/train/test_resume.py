@@ -20,7 +20,8 @@ from flodl.distributed import RankError, Ranks
 from flodl.errors import CheckpointError, TrainError
 from flodl.train import Loss, Saved, SaveFailed, Settings, Trainer, Warned, adamw, sgd
 from flodl.train.saving import keeper
-from flodl.train.saving.keeper import Keeper, list_checkpoints, read_checkpoint
+from flodl.train.saving.keeper import Keeper
+from flodl.train.saving.reading import list_checkpoints, read_checkpoint
 from flodl.train.schedule import Cosine, Plateau
 
 torch.set_num_threads(1)

@@ -13,7 +13,7 @@ from test_resume import _damage, apart, builder, finished, make_model, same_bits
 
 from flodl.errors import CheckpointError, TrainError
 from flodl.train import Warned, adamw
-from flodl.train.saving.keeper import list_checkpoints, read_checkpoint, read_manifest
+from flodl.train.saving.reading import list_checkpoints, read_checkpoint, read_manifest
 
 torch.set_num_threads(1)
 

@@ -26,7 +26,7 @@ from flodl.train import (
     thaw_when,
 )
 from flodl.train.rules import Rule, parse_rule
-from flodl.train.saving.keeper import list_checkpoints, read_checkpoint
+from flodl.train.saving.reading import list_checkpoints, read_checkpoint
 from flodl.train.schedule import Linear
 
 torch.set_num_threads(1)

@@ -10,7 +10,7 @@ from torch import nn
 
 from flodl.train import Saved, Trainer, sgd
 from flodl.train.saving import keeper
-from flodl.train.saving.keeper import list_checkpoints, read_checkpoint
+from flodl.train.saving.reading import list_checkpoints, read_checkpoint
 from flodl.train.saving.tensor_stream import copies, safetensors_chunks
 
 torch.set_num_threads(1)

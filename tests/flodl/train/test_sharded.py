@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from flodl.errors import TrainError
+from flodl.checkpoint import stored_rows
+from flodl.errors import CheckpointError, TrainError
 from flodl.train import Loss, Trainer, adamw
-from flodl.train.saving.keeper import list_checkpoints, read_checkpoint
+from flodl.train.saving.reading import list_checkpoints, read_checkpoint
 from flodl.train.saving.state import whole_model
 
 torch.set_num_threads(1)
@@ -71,6 +75,30 @@ def run(ranks: int, folder: Path | None = None, **settings: Any) -> Any:
     return builder.run().join()
 
 
+def reads(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Any:
+    """Have bytes of tensors that are read noted by process; return what gives them, by process and file."""
+    folder.mkdir()
+    before = stored_rows._read_into
+
+    def noting(target: memoryview, path: str, position: int) -> None:
+        with open(folder / str(os.getpid()), "a") as notes:
+            notes.write(f"{Path(path).stem} {len(target)}\n")
+        before(target, path, position)
+
+    monkeypatch.setattr(stored_rows, "_read_into", noting)
+
+    def found() -> dict[str, dict[str, int]]:
+        counted: dict[str, dict[str, int]] = {}
+        for notes in folder.iterdir():
+            own = counted.setdefault(notes.name, defaultdict(int))
+            for line in notes.read_text().splitlines():
+                name, length = line.split()
+                own[name] += int(length)
+        return counted
+
+    return found
+
+
 def furthest(a: Any, b: Any) -> float:
     one, other = a.state_dict(), b.state_dict()
     assert one.keys() == other.keys()
@@ -90,11 +118,26 @@ def test_two_ranks_train_as_one_does(precision: str, tmp_path: Path) -> None:
         assert one.samples == other.samples == ROWS
 
 
-def test_each_rank_saves_its_part_and_a_run_goes_on_to_the_bit(tmp_path: Path) -> None:
+def test_each_rank_saves_and_reads_its_part_and_a_run_goes_on_to_the_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = run(2, tmp_path / "whole")
     run(2, tmp_path / "cut", max_steps=4)
+    took = reads(monkeypatch, tmp_path / "reads")
+    [*_, newest] = list_checkpoints(tmp_path / "cut")
     again = run(2, tmp_path / "cut")
     assert furthest(whole, again) == 0.0
+    parts = {
+        name: sum(tensor.nbytes for part, tensor in held.items() if part.startswith("shard/") and tensor.dim())
+        for name, held in read_checkpoint(newest).tensors.items()
+    }
+    by_rank = took()
+    assert len(by_rank) == 2
+    for found in by_rank.values():
+        own = [name for name in found if name.startswith("rank-") and found[name] >= parts[name]]
+        assert len(own) == 1  # of another rank's file at most what is no part of anything, such as counts of steps
+        assert all(found[name] < 100 for name in parts if name.startswith("rank-") and name not in own)
+    assert sum(found[name] for found in by_rank.values() for name in found) < 1.5 * sum(parts.values()) + 20_000
     [*_, newest] = list_checkpoints(tmp_path / "whole")
     saved = read_checkpoint(newest)
     weights = [saved.tensors[f"rank-{rank}"]["shard/model/layers.0.weight"] for rank in range(2)]
@@ -105,6 +148,33 @@ def test_each_rank_saves_its_part_and_a_run_goes_on_to_the_bit(tmp_path: Path) -
     found = whole_model(saved.tensors)
     assert found.keys() == whole.state_dict().keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in whole.state_dict().items())
+
+
+def test_a_part_that_was_changed_has_all_ranks_take_the_checkpoint_before(tmp_path: Path) -> None:
+    whole = run(2, tmp_path, save_every=1)
+    [*_, newest] = list_checkpoints(tmp_path)
+    data = bytearray((newest / "rank-1.safetensors").read_bytes())
+    data[-3] ^= 1
+    (newest / "rank-1.safetensors").write_bytes(data)
+    again = run(2, tmp_path, save_every=1)
+    assert furthest(whole, again) == 0.0
+    assert newest.with_name(f"{newest.name}.1").is_dir()  # the last step was taken again
+
+
+def test_rows_in_several_files_are_read_as_those_of_one_tensor(tmp_path: Path) -> None:
+    parts = [torch.randn(4, 3), torch.randn(0, 3), torch.randn(2, 3)]
+    for i, part in enumerate(parts):
+        save_file({"a": part, "b": torch.tensor(float(i))}, tmp_path / f"{i}.safetensors")
+    held = [stored_rows.stored_tensors(tmp_path / f"{i}.safetensors") for i in range(3)]
+    whole, joined = torch.cat(parts), held[0]["a"].joined([held[1]["a"], held[2]["a"]])
+    assert (joined.shape, joined.dtype, joined.dim()) == (whole.shape, whole.dtype, 2)
+    for first in range(7):
+        assert all(torch.equal(joined[first:last], whole[first:last]) for last in range(8))
+    assert torch.equal(joined[...], whole)
+    assert held[2]["b"][...] == torch.tensor(2.0)
+    (tmp_path / "0.safetensors").write_bytes((tmp_path / "0.safetensors").read_bytes()[:-20])
+    with pytest.raises(CheckpointError, match="ends at byte"):
+        _ = joined[:4]
 
 
 def test_one_rank_shards_nothing() -> None:

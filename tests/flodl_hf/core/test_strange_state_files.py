@@ -11,7 +11,7 @@ import pytest
 
 from flodl.errors import FlodlError
 from flodl.files import read_regular
-from flodl.train.saving.keeper import list_checkpoints, read_checkpoint
+from flodl.train.saving.reading import list_checkpoints, read_checkpoint
 from flodl_hf import finetune
 from flodl_hf.bulk import predict_file
 

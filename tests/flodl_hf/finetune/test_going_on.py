@@ -14,7 +14,7 @@ import torch
 from finetune_tables import labelled, questions, tagged
 
 from flodl.errors import TrainError
-from flodl.train.saving.keeper import list_checkpoints
+from flodl.train.saving.reading import list_checkpoints
 from flodl_hf import load
 from flodl_hf.finetuning import finetune, plan_job
 from flodl_hf.finetuning.identity import BY_HASH, BY_THE_TRAINER, CHANGES_NO_NUMBER, identity_of

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from flodl.distributed import Ranks, launch
 from flodl.errors import ConfigError, TrainError
 from flodl.train import Callback, Loss
-from flodl.train.saving.keeper import list_checkpoints, read_checkpoint
+from flodl.train.saving.reading import list_checkpoints, read_checkpoint
 from flodl_hf import load
 from flodl_hf.finetuning import finetune, plan_job
 from flodl_hf.finetuning.options import make_options
