@@ -237,3 +237,43 @@ def test_tensors_of_every_kind_get_the_bits_of_torchs_kernels(decoupled, decays,
     assert agreed.others
     if decays:
         assert agreed.apart == (not decoupled and not divided)
+
+
+def parameters_of(device):
+    """Return parameters of many kinds, the same each time."""
+    g = torch.Generator(device).manual_seed(1)
+    shapes = (7, 3), (1,), (300, 1000), (200_003,), (64, 64)  # chunks of torch's kernels hold 65,536
+    made = [torch.randn(shape, device=device, generator=g) for shape in shapes]
+    made.append(torch.randn(1025, device=device, generator=g)[1:])  # begins where no 16 bytes can be read at once
+    made.append(torch.randn(33, 20, device=device, generator=g).t())
+    return [nn.Parameter(tensor) for tensor in made]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("by", [None, 7.3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_groups_of_many_kinds_are_moved_as_torch_moves_them(kind, by):
+    device, both = torch.device("cuda", 0), []
+    divisor = None if by is None else torch.tensor(by, device=device)
+    for ours in (True, False):
+        params, update, taken = parameters_of(device), AdamUpdate(device), 0
+        groups = [
+            {"params": params[:3], "weight_decay": 0.1},
+            {"params": params[3:6], "weight_decay": 0.0, "betas": (0.8, 0.99), "eps": 1e-6},
+            {"params": params[6:], "weight_decay": 0.03, "lr": torch.tensor(3e-2, device=device)},
+        ]
+        optimizer = kind(groups, lr=torch.tensor(1e-2, device=device), fused=True, capturable=True)
+        for turn in range(6):
+            g = torch.Generator(device).manual_seed(turn)
+            for p in params:
+                p.grad = torch.empty_like(p).normal_(generator=g)
+            found = torch.tensor(float(turn == 3), device=device)
+            if ours and update(optimizer, found, divisor):
+                taken += 1
+                continue
+            with adam._told(optimizer, found, divisor):
+                optimizer.step()
+        assert taken == 5 * ours  # the first makes the state
+        both.append([*params, *(t for p in params for t in optimizer.state[p].values())])
+    assert all(map(torch.equal, *both))

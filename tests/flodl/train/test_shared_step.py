@@ -240,7 +240,7 @@ def tells(epoch, trainer):
 
 @TWO
 @pytest.mark.gpu
-@pytest.mark.parametrize("recipe", ["plain", "accumulated", "clip", "plain, by NCCL"])
+@pytest.mark.parametrize("recipe", ["plain", "accumulated", "clip", "one has nothing", "plain, by NCCL"])
 def test_on_two_gpus_captured_sums_are_those_of_ordinary_steps(monkeypatch, tmp_path, recipe):
     monkeypatch.setenv("FLODL_TEST_TOLD", str(tmp_path))
     recipe, *by_nccl = recipe.split(", ")

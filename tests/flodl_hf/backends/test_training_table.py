@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flodl_hf.attention.dot_product import attend
-from flodl_hf.backends import choose, trials
+from flodl_hf.backends import choose, cuda, cuda_training, trials
 from flodl_hf.backends.choose import arrange_training
 from flodl_hf.backends.cuda_training import STREAMS, TrainingTable
 from flodl_hf.backends.reference import TORCH
@@ -89,6 +89,30 @@ def test_states_that_were_written_to_are_taken_as_they_are(case: Any) -> None:
             states.mul_(2.0)
         found = case.layer(states, layout=case.layout)
         assert torch.equal(found, case.layer(states.clone(), layout=case.layout))
+
+
+@pytest.mark.parametrize("most", [cuda.OFFSETS, 1])
+def test_attention_of_more_numbers_than_kernels_count_is_torchs(
+    case: Any, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_training, "OFFSETS", most)
+    with half():
+        found = case.layer(case.states, layout=case.layout)
+    assert (0 in case.used.streams) == (most > 1)  # the first head's
+    case.layer.table = TORCH
+    right = case.layer(case.states, layout=case.layout)
+    assert float(((found - right).norm() / right.norm()).detach()) < 1e-2
+
+
+@torch.inference_mode()
+def test_the_same_of_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, states, layout, _ = trials.small_layer(CPU, LayerSizes())
+    table = cuda.CudaTable(kernels=True)
+    table.join(layer)
+    monkeypatch.setattr(cuda, "OFFSETS", 3 * states.numel())
+    monkeypatch.setitem(sys.modules, "flodl_hf.kernels.operations", None)  # type: ignore[arg-type]
+    found = layer.attention.output(table.attend(layer, states, layout(), {}, False).states)  # type: ignore[operator, union-attr]
+    torch.testing.assert_close(found, layer.eval().attention(states, layout=layout()), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:training. layers whose parts are watched")

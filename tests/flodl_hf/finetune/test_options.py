@@ -61,7 +61,7 @@ def test_values_are_brought_to_their_type(name: str, value: Any, kept: Any) -> N
     [
         ("epochs", 0), ("epochs", 1.5), ("epochs", True), ("epochs", None), ("lr", "fast"), ("lr", float("nan")),
         ("lr", -1.0), ("precision", "fp8"), ("schedule", "lienar"), ("schedule", 3), ("group_by_length", "yes"),
-        ("freeze", 3), ("columns", ["text"]), ("label_smoothing", 1.0), ("dropout", 1.5), ("warmup", 2.5),
+        ("freeze", 3), ("columns", ["text"]), ("label_smoothing", 1.0), ("dropout", 1.0), ("warmup", 2.5),
         ("policy", "Sync"), ("mask_probability", 0.0), ("task", 4),
     ],
 )  # fmt: skip
