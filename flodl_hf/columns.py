@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from flodl.errors import DataError, capped, nearest
 
-__all__ = ["NAMES", "Columns", "column_names", "infer_columns", "pair_columns"]
+__all__ = ["NAMES", "Columns", "column_names", "flag_of", "infer_columns", "pair_columns"]
 
 Task = Literal["sequence-classification", "token-classification", "question-answering", "masked-lm", "embedding"]
 
@@ -132,6 +132,10 @@ def infer_columns(rows: Sequence[Mapping[str, Any]], named: str | None = None, /
     further = "" if alone is None else f". The words of {alone!r} alone are learned by task='masked_lm'"
     if alone is not None and look("text_pair", "text") is not None:
         further = ". Two texts that belong together, without a label, train vectors: task='embedding'"
+    flags = [name for name in names if name != text and all(flag_of(row.get(name)) is not None for row in rows)]
+    if alone is not None and len(flags) > 1:
+        together = "+".join(flags)
+        further = f". Labels in a column each, of 0 and 1, are named together: columns={{'label': {together!r}}}"
     if _are_words_as_text(rows, names):
         further = ". Words and tags come as lists of as many texts each, which JSON lines, Parquet and CoNLL files hold"
     raise DataError(
@@ -148,6 +152,13 @@ def _are_words_as_text(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) 
     called = {role: [name for name in names if name.lower() in NAMES[role] and name.lower() != "labels"]
               for role in ("words", "tags")}  # fmt: skip
     return all(any(_kind(rows, name) == "text" for name in found) for found in called.values())
+
+
+def flag_of(value: Any) -> bool | None:
+    """Return whether a value says yes or no, as 0 and 1 do, also where a file holds them as text; None for others."""
+    if isinstance(value, (bool, int, float)) and value in (0, 1):
+        return bool(value)
+    return {"0": False, "1": True, "0.0": False, "1.0": True}.get(value) if isinstance(value, str) else None
 
 
 def column_names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -238,12 +249,12 @@ def _repeats(rows: Sequence[Mapping[str, Any]], name: str) -> bool:
 
 def _kind(rows: Sequence[Mapping[str, Any]], name: str) -> str:
     kinds = {_kind_of(row.get(name)) for row in rows} - {"nothing"}
-    if kinds == {"list of text", "empty list"} or kinds == {"list of records", "empty list"}:
-        kinds -= {"empty list"}
+    if "empty list" in kinds and kinds - {"empty list"} <= {"list of text", "list of numbers", "list of records"}:
+        kinds = kinds - {"empty list"} or kinds
     if kinds == {"empty list"}:
         # nothing is annotated in the rows looked at
         return "list of records" if name.lower() in NAMES["spans"] else "list of text"
-    return kinds.pop() if len(kinds) == 1 else "mixed" if kinds else "nothing"
+    return " and ".join(sorted(kinds)) or "nothing"
 
 
 def _kind_of(value: Any) -> str:

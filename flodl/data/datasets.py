@@ -7,7 +7,9 @@ It reads no files.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -130,7 +132,7 @@ class RowSource:
         self._get = get
         self._num_rows = num_rows
         self._get_many = get_many
-        self.collate: Collate = collate_rows if collate is None else collate
+        self.collate: Collate = collate_rows if collate is None else _with_address(collate)
 
     def __len__(self) -> int:
         return self._num_rows
@@ -143,6 +145,27 @@ class RowSource:
     def get_batch_at(self, where: Where) -> Mapping[str, Any]:
         """Return the batch of the rows that ``where`` names."""
         return self.collate(self.rows(where.indices), where)
+
+
+@dataclass(frozen=True)
+class _OfRowsAlone:
+    """A collate function as torch's loaders call it, with the rows and nothing else."""
+
+    call: Callable[[Sequence[Any]], Mapping[str, Any]]
+
+    def __call__(self, rows: Sequence[Any], where: Where) -> Mapping[str, Any]:
+        return self.call(rows)
+
+
+def _with_address(collate: Callable[..., Mapping[str, Any]]) -> Collate:
+    """Return a collate function that takes rows and their address, of one that may want the rows alone."""
+    try:
+        inspect.signature(collate).bind(None, None)
+    except TypeError:
+        return _OfRowsAlone(collate)
+    except ValueError:  # of what is written in C nobody knows
+        pass
+    return collate
 
 
 def as_batches(data: Any, collate: Collate | None = None) -> BatchDataset | RowSource:
@@ -165,10 +188,10 @@ def as_batches(data: Any, collate: Collate | None = None) -> BatchDataset | RowS
         return _filled(TensorRows(data))
     if isinstance(data, Mapping) and data and all(isinstance(t, torch.Tensor) for t in data.values()):
         return _filled(TensorRows(data))
-    if not hasattr(data, "__len__"):
+    if not hasattr(data, "__len__") or isinstance(data, torch.utils.data.IterableDataset):
         raise DataError(
-            f"data: {type(data).__name__} has no length; expected rows that can be counted and fetched by number; "
-            "put a stream into a list first",
+            f"data: {type(data).__name__} has no length and numbers; expected rows that can be counted and fetched by "
+            "number; put a stream into a list first",
             kind=type(data).__name__,
         )
     if hasattr(data, "get_batch"):

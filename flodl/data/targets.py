@@ -42,7 +42,7 @@ class Targets:
             return self._number(value)
         if len(value) == len(self.names) and all(v in (0, 1) and not isinstance(v, str) for v in value):
             return [float(v) for v in value]
-        said = {self._number(v) for v in value}
+        said = {self._number(v) for v in ([value] if isinstance(value, str) else value)}
         return [float(k in said) for k in range(len(self.names))]
 
     def _number(self, value: Any) -> int:
@@ -74,7 +74,7 @@ def infer_targets(
             integers take so many values that they may be for regression: say ``kind``.
     """
     # Data frames have NaN where nothing is.
-    empty = [i for i, v in enumerate(values) if v is None or (isinstance(v, str) and not v) or _is_nan(v)]
+    empty = [i for i, v in enumerate(values) if v is None or (isinstance(v, str) and not v.strip()) or _is_nan(v)]
     if empty or not values:
         raise DataError(
             f"labels: {len(empty)} of {len(values)} rows have none, first row {empty[0] if empty else 0}; "

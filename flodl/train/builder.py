@@ -6,6 +6,7 @@ Each method returns the builder. What the settings mean stands in `flodl.train.s
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -47,6 +48,29 @@ class _Given:
         return self.model
 
 
+def _check_factory(make: Any) -> None:
+    """Refuse what would not give a model for a device.
+
+    Raises:
+        TrainError: it is a class of models that takes no device, or cannot be called with one.
+    """
+    name = getattr(make, "__qualname__", type(make).__name__)
+    try:
+        taken = inspect.signature(make)
+        taken.bind(None)
+        fits = not (isinstance(make, type) and issubclass(make, nn.Module)) or "device" in taken.parameters
+    except TypeError:
+        fits = False
+    except ValueError:  # of what is written in C nobody knows
+        fits = True
+    if not fits:
+        raise TrainError(
+            f"model: found {name}, which is not called with a device; expected a model, or a function that gives one "
+            "for a device: lambda device: ...",
+            found=name,
+        )
+
+
 class TrainerBuilder:
     """Made by `Trainer.builder`, which says what the arguments are; ``make`` is the trainer's class."""
 
@@ -59,6 +83,8 @@ class TrainerBuilder:
     ) -> None:
         if isinstance(model_factory, nn.Module):
             model_factory = _Given(model_factory)
+        else:
+            _check_factory(model_factory)
         self._plan = RunPlan(model_factory, optimizer_factory, train_step, Settings(), make)
         self._devices: int | Sequence[str] | str | None = None
         self._start = "spawn"

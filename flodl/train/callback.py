@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from flodl.errors import TrainError
+from flodl.errors import TrainError, nearest
 from flodl.train.loss import Loss
 
 if TYPE_CHECKING:
@@ -75,6 +75,11 @@ class Callback:
         """Take up what `state_dict` gave when the checkpoint was made."""
 
 
+PREFIXES = ("on_", "before_", "after_")
+KNOWN = tuple(name for name in vars(Callback) if name.startswith(PREFIXES))
+"""What is called at a time, so that a method of such a name that is none of these was meant for another library."""
+
+
 class Hooks:
     """The callbacks of one run.
 
@@ -93,6 +98,18 @@ class Hooks:
                 f"callbacks: found {', '.join(strange)}; expected instances of flodl.train.Callback. A function that "
                 "looks on subscribes to events.",
                 found=strange,
+            )
+        never = [
+            f"{type(call).__name__}.{name}{nearest(name, KNOWN)}"
+            for call in self.callbacks
+            for name in dir(type(call))
+            if name.startswith(PREFIXES) and name not in KNOWN and callable(getattr(type(call), name))
+        ]
+        if never:
+            raise TrainError(
+                f"callbacks: {'; '.join(never)} is never called. Expected the methods of flodl.train.Callback: "
+                f"{', '.join(KNOWN)}.",
+                problems=never,
             )
 
     def acts(self, *names: str) -> list[Callback]:

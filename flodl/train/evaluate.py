@@ -173,6 +173,12 @@ class Evaluator:
                     loss = as_loss(given, batch_len(batch))
                     given = {"eval_loss": loss.totals().unbind(), **loss.metrics}
                 for name, figures in given.items():
+                    if not isinstance(figures, Sequence | torch.Tensor) or len(figures) != 2:
+                        raise TrainError(
+                            f"evaluate: the figure {name!r} is {type(figures).__name__}; expected a sum and a count, "
+                            "such as (hits, len(labels)), which add up over batches and ranks. A function that gives "
+                            "finished figures is one for eval_fn."
+                        )
                     kept = sums.setdefault(name, [0.0, 0.0])
                     for i, figure in enumerate(figures):
                         # summed where it is, so that the host need not wait for each batch

@@ -165,6 +165,12 @@ class OwnLoop(Loop):
                     f"step: {self._batches} micro-batches came and loss.backward() was called on them directly, "
                     "so their weights are unknown. Call trainer.backward(loss) instead."
                 )
+            if not any(p.grad is not None for p in self.model.parameters()):
+                raise TrainError(
+                    "step: no parameter has a gradient, so nothing would be learned. Expected trainer.backward(loss) "
+                    "or loss.backward() before it; trainer.step() moves parameters and clears gradients by itself, so "
+                    "optimizer.step() and zero_grad() are left out."
+                )
             step.own_gradients(float(self._samples))
         self._earlier = []
         while self._seen:

@@ -76,7 +76,7 @@ class AnswerTask:
             )
             for i, (row, windows) in enumerate(zip(part, groups, strict=True), start):
                 try:
-                    found = _answers(row[column], row[context])
+                    found = _answers(row.get(column), row[context])
                 except DataError as fault:
                     faults.append(f"row {i}: {fault}")
                     continue
@@ -121,13 +121,20 @@ def _answers(value: Any, context: str) -> list[tuple[str, int]]:
         start = starts[k] if k < len(starts) else None
         if not isinstance(text, str) or not text:
             raise DataError(f"the answer {text!r} is no text")
-        at = context.find(text) if start is None else int(start)
+        at = context.find(text) if start is None else _start(start)
         if at < 0 or context[at : at + len(text)] != text:
             raise DataError(
                 f"the answer {printable(text, 60)} is not in the context{'' if start is None else f' at {at}'}"
             )
         found.append((text, at))
     return found
+
+
+def _start(value: Any) -> int:
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        raise DataError(f"the answer's start {printable(str(value), 60)} is no integer") from None
 
 
 class _Scorer:

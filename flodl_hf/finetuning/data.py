@@ -17,7 +17,7 @@ import numpy as np
 
 from flodl.data import infer_targets, load_rows
 from flodl.errors import ConfigError, DataError, nearest
-from flodl_hf.columns import Columns, column_names, infer_columns
+from flodl_hf.columns import NAMES, Columns, column_names, infer_columns
 from flodl_hf.finetuning.answers import AnswerTask
 from flodl_hf.finetuning.choices import choice_columns, plan_choices
 from flodl_hf.finetuning.generator.task import GeneratorTask, plan_generator
@@ -259,6 +259,13 @@ def _with_head(tables: Tables, options: Options, known: Known, named: str | None
     for name in ("labels", "problem_type", "class_weights"):
         if getattr(options, name):
             raise ConfigError(f"{name}: {task} has no labels; expected none", problems=[name])
+    if task == "question_answering" and columns.answers is None:
+        names = column_names(tables.train[:LOOKED_AT])
+        raise DataError(
+            f"train: found questions and no column with answers among {names}; expected the answers as in SQuAD, "
+            "{'text': [...], 'answer_start': [...]}; say columns={'answers': ...}",
+            names=names,
+        )
     return AnswerTask(columns) if task == "question_answering" else MaskedTask(columns, options.concatenate)
 
 
@@ -297,8 +304,21 @@ def _sequence(tables: Tables, columns: Columns, options: Options, known: Known) 
     if columns.label is None:
         raise DataError(f"train: found no column of labels among {list(tables.train[0])}; say columns={{'label': ...}}")
     values = [row.get(columns.label) for row in tables.train]
+    if columns.label.lower() not in NAMES["label"] and columns.label in values:
+        raise DataError(
+            f"train: column {columns.label!r} has its own name among its labels, so the first line of the file seems "
+            "to be a row of data; expected a line of names before it, such as text,label",
+            names=[columns.label],
+        )
     kind = _KINDS[options.problem_type] if options.problem_type else None
     if kind == "multi_label":
+        joined = next((v for v in values if isinstance(v, str) and any(sign in v for sign in ",;|")), None)
+        if joined is not None:
+            raise DataError(
+                f"train: column {columns.label!r} holds several labels in one text, such as {joined!r}; expected "
+                "lists, which JSON lines and Parquet hold, or a column of 0 and 1 for each label",
+                column=columns.label,
+            )
         values = [v if isinstance(v, (list, tuple)) else [v] for v in values]
     found = infer_targets(values, kind)  # type: ignore[arg-type]
     if found.kind == "regression":
@@ -340,6 +360,9 @@ def _names(
         names = tuple(given or ())
         if not names:
             continue
+        if given is asked and len(set(names)) < len(names):
+            twice = sorted({name for name in names if names.count(name) > 1})
+            raise ConfigError(f"labels: {twice} are there twice; expected each name once", problems=twice)
         if set(found) <= set(names):
             return names, names
         # a model with more labels than the data has numbers was trained for something else

@@ -14,7 +14,7 @@ from flodl.errors import ConfigError, DataError, printable
 from flodl_hf.columns import NAMES, Columns, column_names
 from flodl_hf.finetuning.task import Task, name_of
 
-__all__ = ["guessed_columns", "refuse_lost_labels", "task_line"]
+__all__ = ["alike_labels", "guessed_columns", "refuse_lost_labels", "task_line"]
 
 LOOKED_AT = 200
 NAMED = 8  # labels that a line names
@@ -91,6 +91,17 @@ def guessed_columns(columns: Columns, said: Mapping[str, str] | None) -> list[st
     return [f"columns are read by what they hold: {read} (columns={guessed!r} or --columns {option!r} would say so)"]
 
 
+def alike_labels(names: Sequence[str]) -> list[str]:
+    """Return, as notes, labels that differ by case or spaces alone, and so are learned as several."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(" ".join(name.lower().split()), []).append(name)
+    several = [", ".join(map(repr, group)) for group in groups.values() if len(group) > 1]
+    if not several:
+        return []
+    return [f"labels that differ by case or spaces alone are several labels: {'; '.join(several[:NAMED])}"]
+
+
 def task_line(task: Task, rows: Sequence[Any], asked: str | None) -> str:
     """Return one line that says what will be learned, from which columns, and how another task is asked for.
 
@@ -112,7 +123,7 @@ def task_line(task: Task, rows: Sequence[Any], asked: str | None) -> str:
         parts.append("a number for each text")
     elif task.head == "masked_lm":
         parts.append("the words behind masks are learned, no label")
-    parts.append(f"{len(rows):,} rows")
+    parts.append(f"{len(rows):,} row{'s' * (len(rows) != 1)}")
     line = "; ".join(parts)
     return line if asked else f"{line} (as the columns say; --task or task= names another)"
 

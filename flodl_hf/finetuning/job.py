@@ -20,8 +20,9 @@ from flodl_hf.finetuning.choices import ChoiceTask
 from flodl_hf.finetuning.data import HEADED, Tables, choose_task, read_tables
 from flodl_hf.finetuning.evaluation import Evaluation, Evaluations
 from flodl_hf.finetuning.factory import FixedModel, ModelFactory
+from flodl_hf.finetuning.flag_columns import with_listed_flags
 from flodl_hf.finetuning.generator.task import GeneratorTask
-from flodl_hf.finetuning.inferred import guessed_columns, task_line
+from flodl_hf.finetuning.inferred import alike_labels, guessed_columns, task_line
 from flodl_hf.finetuning.options import Options
 from flodl_hf.finetuning.pairs import PretrainingObjective
 from flodl_hf.finetuning.ranking import RankTask
@@ -136,7 +137,7 @@ def plan_job(
         DataError, ConfigError, CheckpointError, HubError, TokenizerError: as in `finetune`.
     """
     own = own or Own()
-    tables = read_tables(train, held_out, seed=options.seed)
+    tables, options = with_listed_flags(read_tables(train, held_out, seed=options.seed), options)
     known = known_of(model, options)
     asked = options.task
     task, options = choose_task(tables, options, known, own.loss)
@@ -180,7 +181,7 @@ def plan_job(
     if options.tune_thresholds:
         check_tunable(task)
     if isinstance(task, HEADED):
-        notes += guessed_columns(task.columns, options.columns)
+        notes += [*guessed_columns(task.columns, options.columns), *alike_labels(task.labels or ())]
     notes += _cut_texts(prepared, limits, task)
     filled = replace(options, task=name_of(task), labels=task.labels, problem_type=task.problem_type)
     job = Job(

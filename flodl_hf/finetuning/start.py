@@ -6,7 +6,7 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from flodl.errors import ConfigError
+from flodl.errors import ConfigError, visible
 from flodl_hf.finetuning.data import Known
 from flodl_hf.finetuning.factory import FixedModel, ModelFactory
 from flodl_hf.finetuning.generator.task import GeneratorTask
@@ -55,7 +55,7 @@ def settle_head(known: Known, task: Task, options: Options) -> tuple[Options, li
     if new is None or known.head != task.head or len(old) != len(new) or old == new:
         return options, []
     kept = options.new_head is False
-    pairs = ", ".join(f"{a} -> {b}" for a, b in list(zip(old, new, strict=True))[:8])
+    pairs = ", ".join(f"{visible(a)} -> {visible(b)}" for a, b in list(zip(old, new, strict=True))[:8])
     what = (
         "goes on under these names (new_head=False)"
         if kept

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 from torch import Tensor
@@ -39,6 +39,16 @@ def tag_names(examples: Examples, columns: Columns) -> tuple[str, ...]:
         kinds = {label for i, row in enumerate(examples) for _, _, label in read_character_spans(row[columns.spans], i)}
         return ("O", *(f"{letter}-{kind}" for kind in sorted(kinds) for letter in "BI"))
     tags = _tags(columns, examples)
+    wrong = [
+        f"row {i}: {type(row.get(tags)).__name__}" for i, row in enumerate(examples) if not _is_list(row.get(tags))
+    ]
+    if wrong:
+        raise DataError(
+            f"finetune: column {tags!r} has values that are no lists of tags:\n{capped(wrong, 5)}\nexpected a tag for "
+            "each word",
+            problems=wrong,
+            column=tags,
+        )
     found = {str(tag) for row in examples for tag in row[tags]}
     if all(tag.isdecimal() for tag in found):
         return tuple(str(k) for k in range(max(map(int, found), default=0) + 1))
@@ -48,13 +58,23 @@ def tag_names(examples: Examples, columns: Columns) -> tuple[str, ...]:
 def _tags(columns: Columns, examples: Examples = ()) -> str:
     if columns.tags is None:
         names = [name for name in column_names(examples[:100]) if name != columns.words]
-        near = "".join(f"; {name!r}{close}" for name in names if (close := nearest(name.lower(), NAMES["tags"])))
+        near = "".join(
+            f"; {name!r} holds lists of several kinds of values"
+            if name.lower() in NAMES["tags"]
+            else f"; {name!r}{close}"
+            for name in names
+            if (close := nearest(name.lower(), NAMES["tags"]))
+        )
         raise DataError(
             f"finetune: found words in {columns.words!r} and no column with their tags among {names}{near}; expected "
             "one, a list of as many tags as words: say columns={'tags': ...}",
             names=names,
         )
     return columns.tags
+
+
+def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, (list, tuple))
 
 
 def read_character_spans(value: Any, row: int) -> list[tuple[int, int, str]]:
@@ -160,7 +180,10 @@ class TokenTask:
     ) -> tuple[Units, list[str]]:
         if self.columns.words is not None:
             units = word_units(windows, num_words=len(row[self.columns.words]))
-            tags = [str(tag) for tag in row[_tags(self.columns)]]
+            given = row.get(_tags(self.columns))
+            if not _is_list(given):
+                raise DataError(f"found {type(given).__name__}; expected a list of tags")
+            tags = [str(tag) for tag in given]
             return units, [rename.get(tag, tag) for tag in tags]
         assert self.columns.text is not None
         assert self.columns.spans is not None

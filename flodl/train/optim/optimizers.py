@@ -157,8 +157,28 @@ OptimizerMaker = OptimizerFactory | Callable[[Any], torch.optim.Optimizer] | tor
 def make_optimizer(
     model: nn.Module, maker: OptimizerMaker, groups: GroupFactory | None = None
 ) -> torch.optim.Optimizer:
-    """Return the optimiser that ``maker`` is or makes, of the groups or of all parameters that learn."""
+    """Return the optimiser that ``maker`` is or makes, of the groups or of all parameters that learn.
+
+    Raises:
+        TrainError: nothing of the model learns, the optimiser is one of other parameters, or ``maker`` makes none.
+    """
+    if not any(p.requires_grad for p in model.parameters()):
+        raise TrainError(
+            "optimizer: no parameter of the model learns; expected some with requires_grad. Freeze less of it."
+        )
     if isinstance(maker, torch.optim.Optimizer):
+        own = {id(p) for p in model.parameters()}
+        if not any(id(p) in own for group in maker.param_groups for p in group["params"]):
+            raise TrainError(
+                f"optimizer: found a {type(maker).__name__} of other parameters than the model's, which would learn "
+                "nothing; expected one of this model's, or a factory such as flodl.train.adamw(1e-3), which is given "
+                "them."
+            )
         return maker
+    if not callable(maker):
+        raise TrainError(
+            f"optimizer: found {maker!r}; expected a factory such as flodl.train.adamw(1e-3), a class of torch.optim, "
+            "or an optimiser."
+        )
     made = groups(model) if groups is not None else None
     return maker(made if made is not None else [p for p in model.parameters() if p.requires_grad])

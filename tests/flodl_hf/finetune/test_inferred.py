@@ -136,6 +136,77 @@ def test_labels_of_every_kind_are_said(rows: list[dict[str, Any]], said: str) ->
     assert said in task_line(chosen(rows), rows, None)
 
 
+# ---- values that cannot be ----------------------------------------------------------------------------
+
+WORDS = [{"words": ["a", "b"], "tags": ["O", "B-X"]}, {"words": ["c"], "tags": ["O"]}]
+ASKED = {"question": "which?", "context": "a b", "answers": {"text": ["a"], "answer_start": [0]}}
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "says"),
+    [
+        ([*WORDS, {"words": ["d"], "tags": None}], {}, "column 'tags' has values that are no lists of tags:\n  row 2: None"),
+        ([*WORDS, {"words": ["d"]}], {}, "row 2: NoneType"),
+        ([{"words": ["a", "b"], "tags": ["O", None]}], {}, "'tags' holds lists of several kinds of values"),
+        ([{"tokens": ["a"], "ner_tag": ["O"]}], {}, "'ner_tag', did you mean 'ner_tags'"),
+        ([{"tokens": "a b", "tags": "O O"}] * 4, {}, "Words and tags come as lists"),
+        ([{"question": "a?", "context": "b", "title": "c"}] * 4, {}, "no column with answers among"),
+        ([{"sentence1": text, "sentence2": text} for text in TEXTS], {}, "train vectors: task='embedding'"),
+        ([{"anchor": text, "postive": text} for text in TEXTS], {}, "'postive', did you mean 'positive'"),
+        (with_column("label", ("a", 1)), {}, "label: number and text"),
+        (with_column("label", ("a", " ")), {}, "labels: 6 of 12 rows have none, first row 1"),
+        (with_column("label"), {"labels": ["a", "a", "b"]}, r"\['a'\] are there twice"),
+        (with_column("label", ("a,b", "a")), {"problem_type": "multi_label_classification"}, "several labels in one text"),
+        (
+            [{"I love this": text, "good": ("good", "bad")[i % 2]} for i, text in enumerate(TEXTS)],
+            {},
+            "first line of the file seems to be a row of data",
+        ),
+    ],
+)  # fmt: skip
+def test_rows_that_cannot_be_are_told_before_a_model_is_opened(
+    rows: list[dict[str, Any]], options: dict[str, Any], says: str
+) -> None:
+    with pytest.raises((DataError, ConfigError), match=says):
+        chosen(rows, **options)
+
+
+def test_a_start_that_is_no_number_and_held_out_tags_that_are_missing_are_told(base: Path) -> None:
+    wrong = {**ASKED, "answers": {"text": ["a"], "answer_start": ["x"]}}
+    with pytest.raises(DataError, match="row 1: the answer's start 'x' is no integer"):
+        plan_job(base, [ASKED, wrong], None, make_options({}))
+    with pytest.raises(DataError, match="row 1: found NoneType; expected a list of tags"):
+        plan_job(base, WORDS, [WORDS[0], {"words": ["d"]}], make_options({}))
+
+
+def test_a_sentence_without_words_hides_no_tags() -> None:
+    assert chosen([{"tokens": ["a"], "ner_tags": [1]}, {"tokens": [], "ner_tags": []}]).labels == ("0", "1")
+
+
+def test_labels_that_differ_by_case_or_spaces_alone_are_told(base: Path) -> None:
+    job = plan_job(base, with_column("label", ("a", "A ", "b")), None, make_options({}))
+    assert "labels that differ by case or spaces alone are several labels: 'A ', 'a'" in job.notes
+
+
+@pytest.mark.parametrize("value", [int, str, float, bool])
+def test_labels_in_a_column_each_are_labels_of_one_text(value: Any, base: Path) -> None:
+    rows = [{"text": text, "rude": value(i % 2), "late": value(i % 3 == 0)} for i, text in enumerate(TEXTS)]
+    if value is not bool and value is not str:
+        with pytest.raises(DataError, match=r"named together: columns=\{'label': 'rude\+late'\}"):
+            chosen(rows)
+    if value is str:
+        rows = [{**row, "rude": str(i % 2), "late": "01"[i % 3 == 0]} for i, row in enumerate(rows)]
+    job = plan_job(base, rows[:8], rows[8:], make_options({"columns": {"text": "text", "label": "rude+late"}}))
+    assert (job.task.labels, job.options.problem_type) == (("rude", "late"), "multi_label_classification")
+    assert job.rows.values["labels"].tolist() == [[float(i % 2), float(i % 3 == 0)] for i in range(8)]
+    assert job.evaluation is not None
+    odd = [*rows[:4], {**rows[4], "late": "perhaps"}]
+    with pytest.raises(DataError, match="row 4: late is 'perhaps'"):
+        plan_job(base, odd, None, make_options({"columns": {"text": "text", "label": "rude+late"}}))
+    with pytest.raises(DataError, match="no column 'lat', did you mean 'late'"):
+        plan_job(base, rows, None, make_options({"columns": {"text": "text", "label": "rude+lat"}}))
+
+
 # ---- from files, by the command ----------------------------------------------------------------------
 
 

@@ -1,0 +1,118 @@
+"""What would train nothing, or be passed by in silence, is told with what was expected."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from flodl.data import TensorRows
+from flodl.errors import DataError, TrainError
+from flodl.train import Callback, Trainer, adamw
+
+X = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
+ROWS = TensorRows({"x": X, "y": (X.sum(1) > 0).long()})
+
+
+class Net(nn.Linear):
+    """A model whose first argument is a size."""
+
+    def __init__(self, size: int = 4) -> None:
+        super().__init__(size, 2)
+
+
+class Streamed(torch.utils.data.IterableDataset[Any]):
+    """A stream that knows its length."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __iter__(self) -> Any:
+        return iter(range(24))
+
+
+class Logs(Callback):
+    """Written for another library."""
+
+    def on_log(self, trainer: Any, figures: Any) -> None:
+        """Never called."""
+
+
+def step(model: nn.Module, batch: Any) -> Any:
+    return cross_entropy(model(batch["x"]), batch["y"])
+
+
+def made(model: Any = None, optimizer: Any = None, data: Any = ROWS, **settings: Any) -> Any:
+    run = Trainer.builder(model or Net(), optimizer or adamw(1e-2), step).dataset(data).batch_size(8).progress(False)
+    return run.set(**settings)
+
+
+def frozen() -> nn.Module:
+    return Net().requires_grad_(False)
+
+
+CASES: dict[str, tuple[Callable[[], Any], str]] = {
+    "a class": (lambda: made(Net), "found Net, which is not called with a device"),
+    "a function of nothing": (lambda: made(lambda: Net()), "which is not called with a device"),
+    "a name": (lambda: made(optimizer="adamw"), "optimizer: found 'adamw'; expected a factory"),
+    "another's": (lambda: made(optimizer=torch.optim.SGD(Net().parameters(), 0.1)), "of other parameters than the model's"),
+    "frozen": (lambda: made(frozen()), "no parameter of the model learns"),
+    "a float": (lambda: made().evaluate(lambda model, batch: {"a": 0.5}, ROWS), "the figure 'a' is float; expected a sum"),
+    "callback": (lambda: made(callbacks=[Logs()]), "Logs.on_log is never called"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_cannot_train_is_told(name: str) -> None:
+    make, says = CASES[name]
+    with pytest.raises(TrainError, match=says):
+        make().run().join()
+
+
+def test_a_stream_is_no_rows() -> None:
+    with pytest.raises(DataError, match="Streamed has no length and numbers"):
+        made(data=Streamed()).run().join()
+
+
+def test_a_factory_that_names_its_device_may_be_a_class() -> None:
+    class Placed(Net):
+        def __init__(self, device: Any) -> None:
+            super().__init__()
+
+    assert made(Placed).run().join().metrics
+
+
+def test_a_collate_function_of_rows_alone_is_taken_as_torch_calls_it() -> None:
+    rows = [{"x": x, "y": int(x.sum() > 0)} for x in X]
+
+    def alone(rows: Any) -> Any:
+        return {"x": torch.stack([row["x"] for row in rows]), "y": torch.tensor([row["y"] for row in rows])}
+
+    losses = []
+    for collate in (alone, lambda rows, where: alone(rows)):
+        torch.manual_seed(0)
+        run = Trainer.builder(Net(), adamw(1e-2), step).dataset(rows, collate=collate).batch_size(8).progress(False)
+        losses.append(run.run().join().metrics[-1].loss)
+    assert losses[0] == losses[1]
+
+
+def loop(own: bool) -> None:
+    trainer = Trainer.setup(Net(), optimizer=adamw(1e-2), batch_size=8, progress=False)
+    for _ in trainer.epochs(1):
+        for batch in trainer.epoch(ROWS):
+            loss = step(trainer.model, batch)
+            if own:  # as loops for torch alone do
+                loss.backward()
+                trainer.optimizer.step()
+                trainer.optimizer.zero_grad()
+            trainer.step()
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_loop_without_gradients_is_told(own: bool) -> None:
+    with pytest.raises(TrainError, match="no parameter has a gradient, so nothing would be learned"):
+        loop(own)
