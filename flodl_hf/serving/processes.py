@@ -90,7 +90,11 @@ class Processes:
             WorkersError: a model cannot be served; the text says why.
             ConfigError: likewise of a directory of adapters.
         """
-        self._use(await self._started())
+        found = await self._started()
+        if self._closing:
+            await asyncio.gather(*(self._let_go(process) for process in found))
+            return
+        self._use(found)
 
     def alive(self) -> None:
         """Note that workers answer."""

@@ -122,8 +122,8 @@ def running(settings: Settings, host: str = "127.0.0.1", port: int = 0) -> Itera
         ConfigError: traces cannot be sent, or a directory of adapters holds what is none.
         DeviceError: the address cannot be had.
     """
-    held = _bound(host, port)
     server = _server(settings)
+    held = _bound(host, port)
     there = threading.Event()
     told: list[Any] = []
 

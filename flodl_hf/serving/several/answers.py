@@ -17,7 +17,6 @@ from typing import Any
 
 from starlette.applications import Starlette
 
-from flodl.errors import FlodlError
 from flodl_hf.serving.admission import words_of
 from flodl_hf.serving.app import app_of, closed, new_house
 from flodl_hf.serving.faults import RefusedError
@@ -77,12 +76,7 @@ class _Answers:
         settings, self._number = Settings.heard(given["settings"]), given["number"]
         keys = words_of(settings.api_keys)
         self._ledger = Ledger(keys, settings.http_processes, self._number, self._memory)
-        try:
-            self._house = new_house(settings, self._ledger, self._gathered)
-        except FlodlError as fault:
-            link.send({"broken": fault.message})
-            link.close()
-            return
+        self._house = new_house(settings, self._ledger, self._gathered)
         # Ctrl-C and a reload are the parent's; told to stop by itself, this one is given nothing more, then told again.
         calls = {
             signal.SIGTERM: lambda: link.send({"leaving": True}), signal.SIGINT: _nothing, signal.SIGHUP: _nothing,

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from flodl.errors import ConfigError, FlodlError
+from flodl.errors import FlodlError
 from flodl_hf.serving.admission import words_of
 from flodl_hf.serving.app import reload_on
 from flodl_hf.serving.child import END_S, Child, start
@@ -29,6 +29,7 @@ from flodl_hf.serving.ledger import Ledger, shared_memory
 from flodl_hf.serving.metrics import Metrics
 from flodl_hf.serving.processes import Process, Processes, WorkersError
 from flodl_hf.serving.settings import Settings
+from flodl_hf.serving.traces import Traces
 
 __all__ = ["Parent"]
 
@@ -76,10 +77,12 @@ class Parent:
         settings: what is served, and how.
 
     Raises:
-        ConfigError: settings that make no sense.
+        ConfigError: traces cannot be sent.
     """
 
     def __init__(self, settings: Settings) -> None:
+        if settings.otlp_endpoint is not None:
+            Traces(settings.otlp_endpoint).close()  # said before anything is started
         self.settings = settings
         self.processes = Processes(settings, self, hands=True)
         self.restarts = 0
@@ -98,6 +101,7 @@ class Parent:
         self._held: socket.socket
         self._serving = self._listening = self._closing = False
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._starting: list[asyncio.Future[None]] = []
         self._replacing: set[asyncio.Task[Any]] = set()
         self._end = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -118,16 +122,16 @@ class Parent:
 
         Raises:
             WorkersError: a model cannot be served.
-            ConfigError: traces cannot be sent, or a directory of adapters holds what is none.
+            ConfigError: a directory of adapters holds what is none.
         """
         self._loop, self._held = asyncio.get_running_loop(), held
         asked = asyncio.Event()
         reloading = asyncio.ensure_future(reload_on(self.processes, asked))
         calls = {signal.SIGINT: self._stop, signal.SIGTERM: self._stop, signal.SIGHUP: asked.set}
         try:
-            # The first fault is told; the rest ends with this.
             begun = [self._begin(number) for number in range(self.settings.http_processes)]
-            await asyncio.gather(self.processes.start(), *begun)
+            self._starting = [asyncio.ensure_future(made) for made in (self.processes.start(), *begun)]
+            await asyncio.gather(*self._starting)
             with listened(calls):
                 held.setblocking(False)
                 held.listen(BACKLOG)
@@ -163,11 +167,16 @@ class Parent:
             self._listen(False)
         self._held.close()
         here = [one.child for one in self._here]
-        for child in here:
+        for one in self._here:
             with contextlib.suppress(OSError):
-                child.link.send({"stop": True})
+                if one.ready.done():
+                    one.child.link.send({"stop": True})
+                else:
+                    one.child.link.close()
         await asyncio.gather(*(child.reaped(self.settings.drain_s + END_S) for child in here))
         await self.processes.close()
+        # Of several faults the first was told.
+        await asyncio.gather(*self._starting, return_exceptions=True)
         await asyncio.gather(*self._tasks, return_exceptions=True)
         os.close(self._memory)
 
@@ -184,7 +193,6 @@ class Parent:
 
         Raises:
             WorkersError: it ended before it could.
-            ConfigError: traces cannot be sent.
         """
         loop = asyncio.get_running_loop()
         began = loop.time()
@@ -192,6 +200,10 @@ class Parent:
             "flodl_hf.serving.several.answers", lambda message, _: self._heard(one, message), hands=True,
             memory=self._memory,
         )  # fmt: skip
+        if self._closing:
+            child.link.close()
+            await child.reaped()
+            return
         one = _Answering(number, child, loop.create_future(), began)
         self._here.append(one)
         self._task(self._watch(one))
@@ -254,8 +266,6 @@ class Parent:
             one.child.link.send({"stop": True})
         if "ready" in message and not one.ready.done():
             one.ready.set_result(None)
-        if "broken" in message and not one.ready.done():
-            one.ready.set_exception(ConfigError(message["broken"]))
         if "scrape" in message:
             self._task(self._count(one, message["scrape"]))
 

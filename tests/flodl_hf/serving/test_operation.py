@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -203,11 +204,15 @@ def test_the_command_drains_and_ends(folders: dict[str, Path], processes: str) -
 
 
 def test_what_cannot_be_served_is_said_before_anybody_asks(tmp_path: Path, folders: dict[str, Path]) -> None:
-    with (
-        pytest.raises(WorkersError, match=r"serve: .*nowhere"),
-        running(Settings(models=served([str(tmp_path / "nowhere")]), devices=("cpu",))),
-    ):
+    given = Settings(models=served([str(tmp_path / "nowhere")]), devices=("cpu",))
+    with pytest.raises(WorkersError, match=r"serve: .*nowhere"), running(given):
         pass
+    for processes in (1, 2):
+        given = replace(given, http_processes=processes, adapters=(str(tmp_path / "none"),))
+        with pytest.raises(ConfigError, match="none cannot be listed"), running(given):
+            pass
+        with pytest.raises(ConfigError, match="otlp_endpoint"), running(replace(given, otlp_endpoint="nowhere")):
+            pass
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
