@@ -45,8 +45,9 @@ AHEAD = 2
 ALONE = 2048
 # Tokens of a request that run in one turn, at least: a row at a time costs the interpreter more than the device.
 QUANTUM = 512
-# Threads that may run what comes alone: each has a workspace of the accelerator's libraries.
-CALLERS = 4
+# Threads that may run what comes alone, at least: each has a workspace of the accelerator's libraries. Of those who ask
+# by a link of their own, each has two threads that do everything while little is asked.
+CALLERS, OF_LINK = 4, 2
 # How many requests of its key, at most, one of high priority goes before, and one of low priority lets pass.
 PASSES = 1000
 
@@ -109,9 +110,10 @@ class Batcher:
         max_tokens: most tokens of a batch.
         alone: whether rows that come alone are run by the thread that brings them; None on accelerators. On a processor
             each such thread would have threads of torch's own.
+        links: how many ask.
     """
 
-    def __init__(self, device: torch.device, max_tokens: int, *, alone: bool | None = None) -> None:
+    def __init__(self, device: torch.device, max_tokens: int, *, alone: bool | None = None, links: int = 1) -> None:
         self.device = device
         self.max_tokens = max_tokens
         self.pace = Pace()
@@ -132,6 +134,7 @@ class Batcher:
         self._running: Queue[Any] = Queue(AHEAD)
         self._alone = device.type != "cpu" if alone is None else alone
         self._callers: set[int] = set()
+        self._most_callers = max(CALLERS, OF_LINK * links)
         # Batches that are being started, by either kind of thread, and those that were and are not finished.
         self._starting = False
         self._unfinished = 0
@@ -196,7 +199,7 @@ class Batcher:
             if self._starting or self._unfinished or self._waiting:
                 return False
             if caller not in self._callers:
-                if len(self._callers) >= CALLERS:
+                if len(self._callers) >= self._most_callers:
                     return False
                 self._callers.add(caller)
             self._starting = True

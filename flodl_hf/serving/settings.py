@@ -151,6 +151,7 @@ class Settings:
             "local_files_only": self.local_files_only,
             "max_batch_tokens": self.max_batch_tokens,
             "threads": self.max_concurrent,
+            "links": self.http_processes,
         }
 
 

@@ -81,15 +81,19 @@ class _Turns:
             if not handed:
                 continue
             with self._lock:
-                reads = self._vacant or self._end.is_set()
+                if self._end.is_set():
+                    return
+                reads = self._vacant
                 self._vacant = False
                 if not reads:
                     self._idle.append(mine)
             if not reads:
                 mine.acquire()
+                if self._end.is_set():
+                    return
 
     def _ended(self) -> None:
-        """Let the threads that wait see the end too: another source of requests may have threads of its own."""
+        """Let the threads end that wait: there may be another source of requests, with threads of its own."""
         with self._lock:
             self._end.set()
             while self._idle:

@@ -67,10 +67,7 @@ class _Stream:
             self._held.sendall(b"".join(parts))
 
     def read(self) -> dict[str, Any] | None:
-        try:
-            head = self._file.read(HEAD.size)
-        except ValueError:  # closed, as another thread has seen its end
-            return None
+        head = self._file.read(HEAD.size)
         if len(head) < HEAD.size:
             return None
         size, text = HEAD.unpack(head)
@@ -123,7 +120,7 @@ class Worker:
             self.models |= adapted
             if given["mix_adapters"]:
                 self.together = put_together(listed, adapted, opened)
-        self.batcher = Batcher(self.device, self.max_tokens)
+        self.batcher = Batcher(self.device, self.max_tokens, links=given["links"])
 
     def warm(self) -> None:
         """Ask every model something, so that the first client does not wait for what is made once."""

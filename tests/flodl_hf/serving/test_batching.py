@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -270,6 +271,25 @@ def test_what_comes_alone_is_run_by_who_brings_it(engine: Engine) -> None:
     assert engine.threads[-2] == other.ident
 
 
+@pytest.mark.parametrize(("links", "alone"), [(1, 4), (3, 6)])
+def test_two_threads_of_each_link_may_run_what_they_bring(engine: Engine, links: int, alone: int) -> None:
+    batcher = Batcher(torch.device("cpu"), 40, alone=True, links=links)
+    own = []
+
+    def bring() -> int:
+        while batcher._starting or batcher._waiting:
+            time.sleep(0.001)
+        send(batcher, rows(2, first=3)).wait()
+        own.append(engine.threads[-1] == threading.get_ident())
+        return threading.get_ident()
+
+    pools = [ThreadPoolExecutor(1) for _ in range(7)]  # all stay, so that none has the number of another
+    assert len({pool.submit(bring).result() for pool in pools}) == 7
+    for pool in pools:
+        pool.shutdown()
+    assert own == [True] * alone + [False] * (7 - alone)
+
+
 def test_threads_take_turns_at_reading() -> None:
     requests: queue.Queue[Any] = queue.Queue()
     reading, most, answered = 0, 0, []
@@ -326,6 +346,10 @@ def test_threads_take_turns_at_reading() -> None:
     while len(answered) < 24:
         time.sleep(0.0005)
     assert most == 1
+    # None of them waits for requests that cannot come any more.
+    own = {thread for _, thread in answered}
+    while own & {thread.ident for thread in threading.enumerate()}:
+        time.sleep(0.0005)
 
 
 def test_a_fault_while_answering_lets_another_thread_read_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -273,6 +273,7 @@ def test_limits_hold_for_all_processes_together(quiet: tuple[str, Any]) -> None:
 def test_one_that_is_killed_fails_its_requests_and_the_others_go_on(quiet: tuple[str, Any]) -> None:
     url, parent = quiet
     with connected(url, 2) as ways, ThreadPoolExecutor(2) as pool:
+        assert [ask(way)[0] for way in ways * 2] == [200] * 4
         before = counted(ways[0])
         killed = parent._here[0].child.pid
         with stopped(parent.processes.here[0].child.pid):
