@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,13 +35,11 @@ class Agreement(NamedTuple):
     """Where our kernels have the bits of torch's.
 
     Attributes:
-        wide: powers of the betas are computed in float64 and rounded, as torch's compiler has them.
         even: for tensors that all begin at sixteen bytes and have a whole number of these.
         others: for the rest.
         apart: some products of decay are rounded before they are added, see `flodl.train.step.adam_kernels`.
     """
 
-    wide: bool
     even: bool
     others: bool
     apart: bool = False
@@ -56,6 +53,13 @@ class _Part(NamedTuple):
     agreed: Agreement | None
 
 
+class _Settings(NamedTuple):
+    """Numbers of a group on the device: betas, epsilon and decay, float64; the betas in float32, ``(2, 1)``."""
+
+    numbers: torch.Tensor
+    betas: torch.Tensor
+
+
 class AdamUpdate:
     """Moves the parameters of optimisers, one group after the other.
 
@@ -66,7 +70,7 @@ class AdamUpdate:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._layouts: dict[Any, BlockLayout] = {}
-        self._settings: dict[tuple[float, ...], torch.Tensor] = {}
+        self._settings: dict[tuple[float, ...], _Settings] = {}
         self._unknown: list[tuple[BlockLayout, torch.Tensor, np.ndarray]] = []
 
     def __call__(self, optimizer: torch.optim.Optimizer, found: torch.Tensor, by: torch.Tensor | None) -> bool:
@@ -118,7 +122,7 @@ class AdamUpdate:
             layout.spare.append(torch.empty_like(table))
         return done
 
-    def _ready(self, part: _Part, number: int = 0) -> tuple[BlockLayout, torch.Tensor] | None:
+    def _ready(self, part: _Part, number: int = 0) -> tuple[BlockLayout, _Settings] | None:
         """Return where programs read, and the group's settings; None where it is too late to make them.
 
         Args:
@@ -136,7 +140,9 @@ class AdamUpdate:
             # What is allocated during capture shares its memory with other tensors of the graph.
             layout.spare.append(torch.empty(6, len(sizes) - 1, dtype=torch.int64, device=self.device))
         if settings is None:
-            settings = self._settings[numbers] = sent(np.asarray(numbers, np.float64), self.device)
+            betas = np.asarray(group["betas"], np.float32)[:, None]
+            settings = _Settings(sent(np.asarray(numbers, np.float64), self.device), sent(betas, self.device))
+            self._settings[numbers] = settings
         return layout, settings
 
     def _launch(self, part: _Part, made: Any, found: torch.Tensor, by: torch.Tensor | None) -> None:
@@ -153,14 +159,13 @@ class AdamUpdate:
             table = sent(rows, self.device)
         assert agreed is not None
         number = len(tensors[0])
-        corrections = torch.empty(2, number, dtype=torch.float32, device=self.device)
+        counted = torch.empty(number, dtype=torch.float32, device=self.device)
         decays = group["weight_decay"] != 0
         with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
-            kernels.count_steps[(-(-number // STEPS),)](
-                table[5], number, settings, found, corrections, agreed.wide, STEPS, num_warps=4
-            )
+            kernels.count_steps[(-(-number // STEPS),)](table[5], number, found, counted, STEPS, num_warps=4)
+            powers = torch.pow(settings.betas, counted)
             kernels.move[(layout.which.numel(),)](
-                tensors[0][0], table, number, layout.sizes, layout.which, layout.starts, corrections, settings,
+                tensors[0][0], table, number, layout.sizes, layout.which, layout.starts, powers, settings.numbers,
                 group["lr"], found, found if by is None else by, layout.span, by is not None, decays,
                 group["decoupled_weight_decay"], agreed.apart, BLOCK, num_warps=4,
             )  # fmt: skip
@@ -267,14 +272,14 @@ def _found(device: torch.device, decoupled: bool, decays: bool, divided: bool) -
         from flodl.train.step import adam_kernels  # noqa: F401
 
         with _waiting_allowed():
-            for wide, apart in product((True, False), (False, True) if decays and not decoupled else (False,)):
+            for apart in (False, True) if decays and not decoupled else (False,):
                 try:
-                    even, others = _equal(device, wide, apart, decoupled, decays, divided)
+                    even, others = _equal(device, apart, decoupled, decays, divided)
                 except Exception as error:  # compilers and drivers fail in many ways
                     faults.append(f"{type(error).__name__}: {error}".splitlines()[0])
                     continue
                 if (even or others) and (best is None or (even, others) > (best.even, best.others)):
-                    best = Agreement(wide, even, others, apart)
+                    best = Agreement(even, others, apart)
                 if even and others:
                     break
         if faults and best is None:
@@ -297,15 +302,15 @@ def _waiting_allowed() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(mode)
 
 
-SHAPES = (((512, 96), (64,)), ((257, 129), (3,)))
+COUNTS = tuple(range(1, 640, 20))
+"""Steps that were counted when a trial begins: ways to take powers that differ may round alike at the first ones."""
+SHAPES = tuple((large, *[small] * (len(COUNTS) - 1)) for large, small in (((512, 96), (64,)), ((257, 129), (3,))))
 """Of tensors that are even, and of others."""
 
 
-def _equal(
-    device: torch.device, wide: bool, apart: bool, decoupled: bool, decays: bool, divided: bool
-) -> tuple[bool, bool]:
+def _equal(device: torch.device, apart: bool, decoupled: bool, decays: bool, divided: bool) -> tuple[bool, bool]:
     """Return whether even tensors, and others, are torch's after some steps of which one is left out."""
-    ours = Agreement(wide, True, True, apart)
+    ours = Agreement(True, True, apart)
     return tuple(  # type: ignore[return-value]
         all(map(torch.equal, *(_moved(device, shapes, who, decoupled, decays, divided) for who in (None, ours))))
         for shapes in SHAPES
@@ -333,6 +338,8 @@ def _moved(
         if ours is None or tensors is None:
             with _told(optimizer, found, by):
                 optimizer.step()
+            for p, count in zip(params, COUNTS, strict=False) if turn == 0 else ():
+                optimizer.state[p]["step"].fill_(count)
         else:
             part = _Part(group, tensors, ours)
             update._launch(part, update._ready(part), found, by)

@@ -7,7 +7,8 @@ when is in `flodl.train.step.adam`; importing this file needs Triton.
 Torch's kernels leave it to the compiler where a product and a sum become one operation with one rounding; here it is
 written out. In what CUDA 13.0 makes of them for compute capability 9.0, each of the four elements of a thread
 multiplies and adds in one, with an exception: where decay goes through a gradient that is not divided, the first
-element's product is computed ahead of a branch, and rounded there (``APART``).
+element's product is computed ahead of a branch, and rounded there (``APART``). Powers of the betas are torch's own
+operation: Triton's library computes them by another sum.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportIndexIssue=false
@@ -17,36 +18,25 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra import libdevice
 
 __all__ = ["count_steps", "move"]
 
 
 @triton.jit(do_not_specialize=["number"])
-def count_steps(steps, number, settings, found, corrections, WIDE: tl.constexpr, block: tl.constexpr):
-    """Count a step of each parameter unless it is left out, and write what averages are corrected by.
+def count_steps(steps, number, found, counted, block: tl.constexpr):
+    """Count a step of each parameter unless it is left out, and write the counts with it side by side.
 
     Args:
         steps: addresses of the counts, float32, int64 ``(parameters,)``.
         number: how many.
-        settings: both betas first, float64.
         found: float32, 1 where the step is left out.
-        corrections: float32 ``(2, parameters)``: one minus the power of the first beta, and the root of the second's.
-        WIDE: whether powers are computed in float64 and rounded, which the compiler of torch decides.
+        counted: float32 ``(parameters,)``.
     """
     places = tl.program_id(0) * block + tl.arange(0, block)
     there = places < number
     count = tl.load(steps + places, mask=there, other=0).to(tl.pointer_type(tl.float32))
     now = tl.load(count, mask=there, other=0.0) + 1.0
-    first = tl.load(settings).to(tl.float32) + tl.zeros([block], tl.float32)
-    second = tl.load(settings + 1).to(tl.float32) + tl.zeros([block], tl.float32)
-    if WIDE:
-        one = libdevice.pow(first.to(tl.float64), now.to(tl.float64)).to(tl.float32)
-        two = libdevice.pow(second.to(tl.float64), now.to(tl.float64)).to(tl.float32)
-    else:
-        one, two = libdevice.pow(first, now), libdevice.pow(second, now)
-    tl.store(corrections + places, 1.0 - one, mask=there)
-    tl.store(corrections + number + places, tl.sqrt_rn(1.0 - two), mask=there)
+    tl.store(counted + places, now, mask=there)
     if tl.load(found) != 1.0:
         tl.store(count, now, mask=there)
 
@@ -84,7 +74,7 @@ def _moved(
 
 @triton.jit(do_not_specialize=["number", "span"])
 def move(
-    base, table, number, sizes, which, starts, corrections, settings, rate, found, by, span,
+    base, table, number, sizes, which, starts, powers, settings, rate, found, by, span,
     DIVIDED: tl.constexpr, DECAYS: tl.constexpr, DECOUPLED: tl.constexpr, APART: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     """Move each parameter, and the averages of its gradient and of its square, unless the step is left out.
@@ -97,7 +87,7 @@ def move(
         sizes: their numbers of elements, int64.
         which: the parameter of each program, int32.
         starts: where in it the program's stretch begins, int64, a multiple of ``block``.
-        corrections: what `count_steps` wrote.
+        powers: of both betas by each parameter's count, float32 ``(2, parameters)``.
         settings: betas, epsilon and decay, float64.
         rate: float32, one number.
         found: float32, 1 where the step is left out.
@@ -111,7 +101,8 @@ def move(
         tensor = tl.load(which + program)
         size = tl.load(sizes + tensor)
         start = tl.multiple_of(tl.load(starts + program), 16)
-        one, two = tl.load(corrections + tensor), tl.load(corrections + number + tensor)
+        one = 1.0 - tl.load(powers + tensor)
+        two = tl.sqrt_rn(1.0 - tl.load(powers + number + tensor))
         speed, divisor = tl.load(rate), tl.load(by)
         at_p, at_g = tl.load(table + tensor), tl.load(table + number + tensor)
         at_m, at_v = tl.load(table + 2 * number + tensor), tl.load(table + 3 * number + tensor)
