@@ -241,7 +241,11 @@ def _pair(item: Any, place: int) -> tuple[str, str]:
     if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and all(isinstance(p, str) for p in pair)):
         kinds = ", ".join(type(part).__name__ for part in pair) if isinstance(pair, (tuple, list)) else ""
         found = f"({kinds})" if kinds else type(item).__name__
-        raise PredictError(f"answer: item {place} is {found}; expected (question, context), two strings", place=place)
+        raise PredictError(
+            f"answer: item {place} is {found}; expected (question, context), two strings; several go to "
+            "answer_batch([(question, context), ...])",
+            place=place,
+        )
     return pair[0], pair[1]
 
 

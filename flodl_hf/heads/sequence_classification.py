@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Unpack
 import torch
 from torch import Tensor
 
-from flodl.errors import printable
+from flodl.errors import printable, shown
 from flodl_hf.config import head_names
 from flodl_hf.errors import PredictError
 from flodl_hf.heads.head import Head
@@ -173,9 +173,15 @@ class SequenceClassifier(ScoringModel):
 
         self.ready("zero_shot", untrained=untrained)
         texts, labels = several(texts, "zero_shot"), several(labels, "zero_shot")
-        if isinstance(labels, str) or not labels or "{}" not in template:
+        if isinstance(labels, str) or not labels:
             raise PredictError(
-                "zero_shot: expected a list of at least one label, and a template that has {} where the label goes"
+                f"zero_shot: labels are {shown(labels, 60)}; expected a list of at least one; put each label into it "
+                "as a text of its own"
+            )
+        if "{}" not in template:
+            raise PredictError(
+                f"zero_shot: template is {shown(template, 60)}; expected a sentence with {{}} where the label goes; "
+                "put one there"
             )
         entailment = entailment_id(self.config.labels) if compat is None else 0
 

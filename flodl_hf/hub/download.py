@@ -29,6 +29,7 @@ from flodl_hf.hub.request import HubRequest, explain, is_unreachable, reason
 __all__ = ["CHECKPOINT_FILES", "Resolved", "resolve"]
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}(/[A-Za-z0-9_][A-Za-z0-9_.-]{0,95})?")
+_ADDRESS = re.compile(rf"https?://(huggingface\.co|hf\.co)/(?P<name>{_NAME.pattern})(/.*)?")
 _REVISION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./+-]{0,255}")
 _SUBFOLDER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_. -]{0,127}(/[A-Za-z0-9_][A-Za-z0-9_. -]{0,127})*")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -104,6 +105,13 @@ def resolve(
         exists = False
     if exists:
         return _local(path, subfolder, revision)
+    if "://" in text:
+        meant = _ADDRESS.fullmatch(text)
+        raise HubError(
+            f"{text[:400]}: an address; expected a folder, or a repository as 'owner/name'"
+            + (f"; pass {meant['name']!r}" if meant else "; download it, and pass its folder"),
+            name=text,
+        )
     if isinstance(name_or_path, os.PathLike) or text.startswith((".", "/", "~", "\\")) or text.count("/") > 1:
         raise HubError(
             f"{text[:400]}: no such folder; expected one that exists: check the path, or pass a repository as "

@@ -21,6 +21,7 @@ from flodl_hf.model.adapted import Adapted
 from flodl_hf.model.building import build_graph, declared_ties, initialise, tie_tensors
 from flodl_hf.model.foreign_keywords import SAVE, taking
 from flodl_hf.model.opening import Opened
+from flodl_hf.model.other_tasks import told
 from flodl_hf.model.transformers_methods import Familiar
 
 if TYPE_CHECKING:
@@ -42,6 +43,12 @@ class EncoderModel(Opened, Adapted, Familiar):
         tokenizer: the folder's tokenizer, or None.
         load_report: what became of every tensor, or None for a model made from a configuration.
     """
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            raise AttributeError(told(type(self), name)) from None
 
     # --- making ---------------------------------------------------------------------------------
 

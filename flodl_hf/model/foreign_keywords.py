@@ -212,7 +212,7 @@ def _grouped(value: Any, _: Any) -> str:
 
 _WINDOWS = (
     "longer texts are read in windows, none of their tokens is lost, so nothing is cut; strict=True refuses texts of "
-    "more than one window"
+    "more than one window, and flodl_hf.pipeline cuts as transformers' pipelines do"
 )
 _RUN = {
     "batch_size": Word("token_budget", _budget),

@@ -6,7 +6,8 @@ Decides which of the known layouts a folder has, and that two layouts at once ar
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Literal
@@ -252,11 +253,21 @@ def _choose(folder: Folder, layout: str | None, allow_bin: bool) -> str | ShardI
     names = wanted.get(layout, (SAFETENSORS, SAFETENSORS_INDEX))
     raise CheckpointError(
         f"{folder.path}: holds no {'' if layout is None else f'.{layout} '}weights; expected {', '.join(names[:-1])} "
-        f"or {names[-1]}; found {', '.join(map(printable, found[:12])) or 'an empty folder'}; "
-        f"give the folder with the weights, or complete the download",
+        f"or {names[-1]}; found {', '.join(map(printable, found[:12])) or 'an empty folder'}; {_remedy(found)}",
         path=str(folder.path),
         problems=["no weights"],
     )
+
+
+def _remedy(found: Sequence[str]) -> str:
+    """Return what to do where a folder with these files has no weights under the names that are read."""
+    kept = [name for name in found if name.endswith(".safetensors") and not name.startswith("adapter_")]
+    shards = [name for name in kept if re.search(r"-\d+-of-\d+\.", name)]
+    if shards:
+        return f"{printable(shards[0])} is one of several parts: fetch the index too, which says what each holds"
+    if len(kept) == 1:
+        return f"if {printable(kept[0])} holds them, rename it to {SAFETENSORS}"
+    return "give the folder with the weights, or complete the download"
 
 
 def _open_shard(folder: Folder, name: str, stack: ExitStack) -> Shard:

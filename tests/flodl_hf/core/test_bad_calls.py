@@ -17,6 +17,8 @@ from flodl_hf import AutoConfig, AutoModel, AutoModelForSequenceClassification, 
 from flodl_hf.auto import head_named
 from flodl_hf.config.model_config import ModelConfig
 from flodl_hf.errors import HubError, PredictError, TokenizerError
+from flodl_hf.heads import HEADS
+from flodl_hf.model.other_tasks import FAMILIAR, METHODS
 
 Maker = Callable[..., Any]
 Saved = Callable[..., Path]
@@ -378,6 +380,25 @@ def test_answer_options_that_make_no_sense_are_refused(options: dict[str, Any], 
     assert re.search("expected|must be|fit|leave", str(caught.value))
 
 
+@tasks
+def test_methods_of_other_tasks_and_libraries_are_told_where_they_are(head: str, make: Maker) -> None:
+    model = make("bert", head)
+    for name, heads in METHODS.items():
+        has = head in {one.name for one in heads}
+        assert hasattr(model, name) == has
+        if not has:
+            with pytest.raises(AttributeError, match=rf"has no attribute '{name}'; expected .* method of AutoModel"):
+                getattr(model, name)
+    answering = {n for n in vars(type(model)) if not n.startswith("_")} & {n for one in HEADS for n in vars(one.model)}
+    assert answering - set(METHODS) <= {"forward", "loss", "output", "split", "has_pooler", "head", "per_text"}
+    for name, instead in FAMILIAR.items():
+        with pytest.raises(AttributeError, match=re.escape(instead)):
+            getattr(model, name)
+    with pytest.raises(AttributeError, match="'save_pretraind', did you mean 'save_pretrained'"):
+        _ = model.save_pretraind
+    assert getattr(model, "_repr_png_", None) is None
+
+
 @pytest.mark.parametrize("options", [{"pooling": "median"}, {"truncate_dim": 0}, {"truncate_dim": 99}], ids=str)
 def test_embedding_options_that_make_no_sense_are_refused(options: dict[str, Any], make: Maker) -> None:
     with pytest.raises(PredictError, match="expected"):
@@ -386,8 +407,12 @@ def test_embedding_options_that_make_no_sense_are_refused(options: dict[str, Any
 
 def test_zero_shot_needs_labels_a_template_and_entailment(make: Maker) -> None:
     model = make("bert", "sequence_classification", id2label={"0": "contradiction", "1": "neutral", "2": "entailment"})
-    for labels, template in [([], "{}"), (["a"], "no place")]:
-        with pytest.raises(PredictError, match="at least one label, and a template"):
+    for labels, template, found in [
+        ([], "{}", "labels are"),
+        ("a, b", "{}", "labels are"),
+        (["a"], "no", "template is"),
+    ]:
+        with pytest.raises(PredictError, match=f"zero_shot: {found} .*; expected"):
             model.zero_shot("the cat", labels, template=template)
     with pytest.raises(PredictError, match="entail"):
         make("bert", "sequence_classification").zero_shot("the cat", ["a"])

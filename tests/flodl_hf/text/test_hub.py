@@ -635,6 +635,12 @@ def test_malformed_names_are_refused_before_any_request(
         resolve(name)
 
 
+def test_an_address_of_the_hub_says_the_name_to_pass() -> None:
+    for address in ("https://huggingface.co/ada/tiny", "http://hf.co/ada/tiny/tree/main/sub"):
+        with pytest.raises(HubError, match=r"an address; expected .*; pass 'ada/tiny'"):
+            resolve(address)
+
+
 @pytest.mark.parametrize("subfolder", ["..", "a/../b", "/etc", "a//b", "a\\b", "a\0", ".git", "a/"])
 def test_malformed_subfolders_are_refused(subfolder: str, tmp_path: Path) -> None:
     with pytest.raises(HubError):

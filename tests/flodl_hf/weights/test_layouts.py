@@ -80,6 +80,15 @@ def test_safetensors_are_preferred_to_torch_files(single: Path) -> None:
         assert source.manifest.layout == "single"
 
 
+def test_a_folder_without_the_usual_names_says_what_its_files_may_be(sharded: Path, single: Path) -> None:
+    (sharded / INDEX).unlink()
+    with pytest.raises(CheckpointError, match=r"is one of several parts: fetch the index too"):
+        Checkpoint.open(sharded)
+    (single / "model.safetensors").rename(single / "Model.safetensors")
+    with pytest.raises(CheckpointError, match=r"if 'Model.safetensors' holds them, rename it to model.safetensors"):
+        Checkpoint.open(single)
+
+
 class TestTwoLayouts:
     @pytest.fixture
     def both(self, sharded: Path, single: Path) -> Path:
