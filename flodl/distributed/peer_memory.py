@@ -28,6 +28,7 @@ __all__ = ["SWITCH", "PeerRoom", "Unreached", "fault_between", "unfit"]
 SWITCH = "FLODL_PEER_MEMORY"
 """Environment variable; ``0`` has sums go through NCCL alone."""
 
+NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 ALIGNMENT = 256
 FREE = 0
 """Signal that a room has been read and may be written to again; bucket number n has signal n + 1."""
@@ -128,9 +129,23 @@ def _shared_memory(ranks: Ranks, size: int) -> tuple[torch.Tensor, Any]:
     with _together(ranks):
         memory = shared.empty(size, dtype=torch.uint8, device=ranks.device)
     assert memory is not None
-    with _together(ranks):
+    with _together(ranks), _without_multicast():
         handle = shared.rendezvous(memory, dist.group.WORLD)  # type: ignore[arg-type]
     return memory, handle
+
+
+@contextlib.contextmanager
+def _without_multicast() -> Iterator[None]:
+    """Have torch share memory without making one address of all ranks' memory, which not every host can do."""
+    before = os.environ.get(NO_MULTICAST)
+    os.environ[NO_MULTICAST] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[NO_MULTICAST]
+        else:
+            os.environ[NO_MULTICAST] = before
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """Whether two GPUs may sum gradients through each other's memory, and that a run says by what it sums and why."""
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -113,6 +114,31 @@ def test_where_room_goes_out_while_a_run_goes_on_it_is_told_once(monkeypatch: py
     assert len(said) == 1
     assert "rank 1: OutOfMemoryError" in said[0]
     assert "FLODL_PEER_MEMORY=0" in said[0]
+
+
+@pytest.mark.parametrize("before", [None, "0"])
+def test_memory_is_shared_without_multicast(monkeypatch: pytest.MonkeyPatch, before: str | None) -> None:
+    import torch.distributed._symmetric_memory as shared
+
+    seen: list[str | None] = []
+
+    def rendezvous(memory: torch.Tensor, group: Any) -> str:
+        seen.append(os.environ.get(peer_memory.NO_MULTICAST))
+        if len(seen) > 1:
+            raise RuntimeError("CUDA driver error: invalid argument\nat a line of torch")
+        return "a handle"
+
+    monkeypatch.delenv(peer_memory.NO_MULTICAST, raising=False)
+    if before is not None:
+        monkeypatch.setenv(peer_memory.NO_MULTICAST, before)
+    monkeypatch.setattr(shared, "empty", torch.empty)
+    monkeypatch.setattr(shared, "rendezvous", rendezvous)
+    memory, handle = peer_memory._shared_memory(Ranks(), 48)
+    assert (len(memory), handle) == (48, "a handle")
+    with pytest.raises(Unreached, match=r"^rank 0: RuntimeError: CUDA driver error: invalid argument$"):
+        peer_memory._shared_memory(Ranks(), 48)
+    assert seen == ["1", "1"]
+    assert os.environ.get(peer_memory.NO_MULTICAST) == before
 
 
 def test_buckets_for_which_there_are_no_signals_are_refused() -> None:
