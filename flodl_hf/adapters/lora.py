@@ -5,7 +5,7 @@ The order of operations is peft's, so that logits are the same to the bit where 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -84,21 +84,30 @@ class AdaptedLinear(nn.Linear):
         )  # fmt: skip
 
 
-def joined_products(hidden: Tensor, out: Tensor, linears: Sequence[Any]) -> Tensor:
+def joined_products(
+    hidden: Tensor,
+    out: Tensor,
+    linears: Sequence[Any],
+    join: Callable[[list[Tensor]], Tensor] = torch.cat,
+    *,
+    bias_apart: bool = False,
+) -> Tensor:
     """Return one product for several adapted projections of one matrix, with their part, which is one in the files.
 
     Args:
         hidden: what went in, ``(..., in)``.
         out: what the joined weights gave, ``(..., all out)``.
         linears: the projections, all adapted, with one ``down``.
+        join: makes the matrix's rows of theirs.
+        bias_apart: whether biases are added afterwards, and are not in ``out``.
     """
     parts = [linear.lora for linear in linears]
-    biases = [linear.bias for linear in linears if linear.bias is not None]
+    biases = [linear.bias for linear in linears if linear.bias is not None and not bias_apart]
     magnitude = weight = None
     if parts[0].magnitude is not None:
-        magnitude = torch.cat([part.magnitude for part in parts])
-        weight = torch.cat([linear.weight for linear in linears])
-    up = torch.cat([part.up for part in parts])
+        magnitude = join([part.magnitude for part in parts])
+        weight = join([linear.weight for linear in linears])
+    up = join([part.up for part in parts])
     return _added(hidden, out, parts[0], up, magnitude, weight, torch.cat(biases) if biases else None)
 
 

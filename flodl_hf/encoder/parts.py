@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -147,7 +148,7 @@ def products(hidden: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:
     The sums of one product and of several round differently, in the states' gradient at least. A projection that is
     more than a linear layer, or that somebody watches, is called by itself.
     """
-    adapted = all(type(linear) is AdaptedLinear and not _watched(linear) for linear in linears)
+    adapted = all(map(_adapted, linears))
     if not adapted and not all(map(_plain, linears)):
         return tuple(linear(hidden) for linear in linears)
     weights: list[Any] = [linear.weight for linear in linears]
@@ -166,9 +167,13 @@ def products_by_head(hidden: Tensor, num_heads: int, *linears: nn.Linear) -> tup
         num_heads: in how many groups the rows of the matrix alternate.
         *linears: the projections, with or without biases.
     """
-    if not all(map(_plain, linears)):
+    adapted = all(map(_adapted, linears))
+    if not adapted and not all(map(_plain, linears)):
         return tuple(linear(hidden).unflatten(-1, (num_heads, -1)) for linear in linears)
-    out = F.linear(hidden, join([linear.weight for linear in linears], num_heads))
+    by_turns = partial(join, groups=num_heads)
+    out = F.linear(hidden, by_turns([linear.weight for linear in linears]))
+    if adapted:
+        out = joined_products(hidden, out, linears, by_turns, bias_apart=True)
     by_head = out.unflatten(-1, (num_heads, len(linears), -1)).unbind(-2)
     shifts = [None if linear.bias is None else linear.bias.view(num_heads, -1) for linear in linears]
     return tuple(x if b is None else x + b for x, b in zip(by_head, shifts, strict=True))
@@ -181,6 +186,10 @@ def joined_bias(linears: Sequence[nn.Linear]) -> Tensor | None:
     return torch.cat([
         linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias for linear in linears
     ])  # fmt: skip
+
+
+def _adapted(linear: nn.Module) -> bool:
+    return type(linear) is AdaptedLinear and not _watched(linear)
 
 
 def _plain(linear: nn.Module) -> bool:

@@ -160,17 +160,19 @@ class EsmEmbeddings(Embeddings):
         """Return the embedded tokens, ``(..., size)``; ``token_type_ids`` are not read."""
         assert layout is not None
         states = self.word(input_ids)
-        # The reference gets embeddings, not ids, from a table with virtual tokens, and counts no masks then.
-        if self.mask_token_id is not None and type(self.word) is nn.Embedding:
-            masked = (input_ids == self.mask_token_id).unsqueeze(-1)
-            share = layout.spread(layout.mean(masked.float()))
-            states = states.masked_fill(masked, 0.0) * (1 - MASKED_IN_TRAINING) / (1 - share)
-            states = states.to(self.word.weight.dtype)
-        if self.position is not None:
-            places = self._positions(input_ids, layout) if position_ids is None else position_ids
-            states = states + self.position(places)
-        if self.norm is not None:
-            states = self.norm(states)
+        # From a table with virtual tokens the reference gets embeddings, not ids, and takes them as all there is: no
+        # masks are counted, and neither places nor the norm come to them.
+        if type(self.word) is nn.Embedding:
+            if self.mask_token_id is not None:
+                masked = (input_ids == self.mask_token_id).unsqueeze(-1)
+                share = layout.spread(layout.mean(masked.float()))
+                states = states.masked_fill(masked, 0.0) * (1 - MASKED_IN_TRAINING) / (1 - share)
+                states = states.to(self.word.weight.dtype)
+            if self.position is not None:
+                places = self._positions(input_ids, layout) if position_ids is None else position_ids
+                states = states + self.position(places)
+            if self.norm is not None:
+                states = self.norm(states)
         keep = layout.keep(states)
         if self.rotary is not None:
             self.rotary.angles(states, layout)  # which all layers of the call find
