@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -60,12 +61,14 @@ class ShowProgress:
         elif self._progress is None:
             return
         elif isinstance(event, StepDone):
-            self._progress.update(event.step, epoch=event.epoch + 1, loss=event.loss, lr=f"{event.lr:.2e}")
+            known: dict[str, Any] = {} if math.isnan(event.loss) else {"loss": event.loss}
+            self._progress.update(event.step, epoch=event.epoch + 1, **known, lr=f"{event.lr:.2e}")
         elif isinstance(event, EvalDone):
             self._say(f"step {event.step:,}: {', '.join(figures_of(_main(event.metrics)))}")
         elif isinstance(event, EpochMetrics):
             rows = event.samples / event.epoch_ms * 1e3 if event.epoch_ms else 0.0
-            self._say(f"epoch {event.epoch + 1}: loss {event.loss:.4f}, {rows:,.{int(rows < 10)}f} rows/s")
+            loss = "" if math.isnan(event.loss) else f"loss {event.loss:.4f}, "
+            self._say(f"epoch {event.epoch + 1}: {loss}{rows:,.{int(rows < 10)}f} rows/s")
             for rank, figures in enumerate(event.by_rank if level >= Verbosity.DEBUG else ()):
                 self._say(f"epoch {event.epoch + 1}, rank {rank}: {', '.join(figures_of(figures))}")
         elif isinstance(event, Decided):

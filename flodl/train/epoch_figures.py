@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -35,8 +36,8 @@ class Tally:
     observed: dict[str, list[float]] = field(default_factory=dict)
 
     def add(self, result: StepResult, wall_ms: float) -> None:
-        """Count one step; one that was left out for a loss that is no number counts no loss."""
-        if result.applied:
+        """Count one step; one whose loss is no number, or was not told, counts no loss."""
+        if result.applied and not math.isnan(result.loss):
             self.loss_sum += result.loss * result.count
             self.count += result.count
         self.samples += result.samples

@@ -140,7 +140,8 @@ class OwnLoop(Loop):
     def step(self) -> StepResult | None:
         """Take one optimiser step over all ranks and clear gradients; None while batches of it are to come.
 
-        After a plain ``loss.backward()`` the gradients count as means over the samples of the batch.
+        After a plain ``loss.backward()`` the gradients count as means over the samples of the batch, and the loss is
+        told as NaN, since nobody said it; ``trainer.backward(loss)`` does.
 
         Raises:
             TrainError: called without a batch from `epoch`, or after a plain ``backward()`` on one of

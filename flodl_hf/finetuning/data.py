@@ -15,7 +15,7 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from flodl.data import infer_targets, load_rows
+from flodl.data import Targets, infer_targets, load_rows
 from flodl.errors import ConfigError, DataError, nearest
 from flodl_hf.columns import NAMES, Columns, column_names, infer_columns
 from flodl_hf.finetuning.answers import AnswerTask
@@ -320,7 +320,7 @@ def _sequence(tables: Tables, columns: Columns, options: Options, known: Known) 
                 column=columns.label,
             )
         values = [v if isinstance(v, (list, tuple)) else [v] for v in values]
-    found = infer_targets(values, kind)  # type: ignore[arg-type]
+    found = _targets(values, kind)
     if found.kind == "regression":
         return SequenceTask(columns, found, ("LABEL_0",))
     own = known.labels if known.head == "sequence_classification" else ()
@@ -332,6 +332,17 @@ def _sequence(tables: Tables, columns: Columns, options: Options, known: Known) 
             labels=names,
         )
     return SequenceTask(columns, replace(found, names=stored), names)
+
+
+def _targets(values: Sequence[Any], kind: Any) -> Targets:
+    """Return what labels are; what a message advises is said as the options of a run say it."""
+    try:
+        return infer_targets(values, kind)
+    except DataError as fault:
+        said = fault.message
+        for word, name in (("single_label", "single_label_classification"), ("regression", "regression")):
+            said = said.replace(f"kind='{word}'", f"problem_type='{name}'")
+        raise DataError(said, **fault.details) from None
 
 
 def _tokens(tables: Tables, columns: Columns, options: Options, known: Known) -> TokenTask:

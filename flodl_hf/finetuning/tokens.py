@@ -209,17 +209,28 @@ class TokenTask:
         return np.bincount(labels[labels != IGNORE], minlength=len(self.names)).tolist()
 
 
+_BILOU = {"L-": "E-", "U-": "S-"}
+
+
 class _Scorer:
     def __init__(self, names: tuple[str, ...], truth: _Truth, has_spans: bool) -> None:
         self.names, self.truth, self.has_spans = names, truth, has_spans
         self.metric = SpanF1()
+        # BILOU's last and unit are called E and S by the rules of the evaluation, which end no span at other letters
+        is_bilou = any(name[:2] in _BILOU for name in names) and all(
+            name[:2] in (*_BILOU, "B-", "I-", "O") for name in names
+        )
+        self.letters = _BILOU if is_bilou else {}
 
     def update(self, example: int, scores: Sequence[Tensor]) -> tuple[Any, Any]:
         """Take in the scores of one text's windows; return the tags of its words, as predicted and as they are."""
         said = [row.argmax(-1).tolist() for row in scores]
         fill = "O" if "O" in self.names else self.names[0]
         tags = read_tags(self.truth.units[example], said, self.names, fill=fill)
-        self.metric.update([tags], [self.truth.tags[example]])
+        found, true = (
+            [self.letters.get(tag[:2], tag[:2]) + tag[2:] for tag in line] for line in (tags, self.truth.tags[example])
+        )
+        self.metric.update([found], [true])
         return list(tags), list(self.truth.tags[example])
 
     def metrics(self) -> Sequence[Metric]:

@@ -292,13 +292,19 @@ class Step:
         self._part.observe(values)
 
     def own_gradients(self, weight: float) -> None:
-        """Take gradients that the user's own ``backward()`` left as means, standing for ``weight`` items."""
+        """Take gradients that the user's own ``backward()`` left as means, standing for ``weight`` items.
+
+        Of which loss they are nobody said, so that of the step is NaN.
+        """
         grads = [p.grad for p in self._parameters() if p.grad is not None]
         if self.share_gradients and not self.sum_of_means:
             torch._foreach_mul_(grads, float(weight))  # pyright: ignore[reportPrivateImportUsage]
         total = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
         divided = self.sum_of_means or not self.share_gradients
         self._part = Part(total, float(weight), round(weight), divided)
+        self._loss_known = False
+
+    _loss_known = True
 
     def update(self, *, step: int = 0, flags: Sequence[float] = ()) -> StepResult:
         """Finish the step: sum over ranks, divide by the count, clip, move the parameters, clear gradients."""
@@ -327,6 +333,8 @@ class Step:
             observed=observed,
         )
         self._apply(result, step)
+        if not self._loss_known:
+            result.loss, self._loss_known = math.nan, True
         self.optimizer.zero_grad(set_to_none=True)
         self._begin()
         return result

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from torch.nn.functional import cross_entropy
 
 from flodl.data import TensorRows
 from flodl.errors import DataError, TrainError
-from flodl.train import Callback, Trainer, adamw
+from flodl.train import Callback, EpochMetrics, StepDone, Trainer, adamw
 
 X = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
 ROWS = TensorRows({"x": X, "y": (X.sum(1) > 0).long()})
@@ -98,6 +100,29 @@ def test_a_collate_function_of_rows_alone_is_taken_as_torch_calls_it() -> None:
         run = Trainer.builder(Net(), adamw(1e-2), step).dataset(rows, collate=collate).batch_size(8).progress(False)
         losses.append(run.run().join().metrics[-1].loss)
     assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_the_loss_of_a_loop_is_told_where_it_is_known(
+    told: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[Any] = []
+    for epochs in (1, 2):  # the second goes on from the checkpoint of the first
+        trainer = Trainer.setup(
+            Net(), optimizer=adamw(1e-2), batch_size=8, progress=True, folder=str(tmp_path), resume=True
+        )
+        trainer.events.subscribe(seen.append)
+        for _ in trainer.epochs(epochs):
+            for batch in trainer.epoch(ROWS):
+                loss = step(trainer.model, batch)
+                trainer.backward(loss) if told else loss.backward()
+                trainer.step()
+    losses = [event.loss for event in seen if isinstance(event, (StepDone, EpochMetrics))]
+    assert len(losses) == 8
+    assert all((loss > 0) is told for loss in losses)
+    assert all(math.isnan(loss) is not told for loss in losses)
+    epochs_said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("epoch ")]
+    assert [("loss" in line) for line in epochs_said] == [told, told]
 
 
 def loop(own: bool) -> None:

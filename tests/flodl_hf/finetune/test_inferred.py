@@ -8,15 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from finetune_tables import TABLES, labelled, sentences
 
 from flodl.errors import ConfigError, DataError
+from flodl_hf import demo
 from flodl_hf.finetuning import plan_job
 from flodl_hf.finetuning.data import Known, choose_task, read_tables
 from flodl_hf.finetuning.inferred import task_line
 from flodl_hf.finetuning.options import make_options
+from flodl_hf.finetuning.task import LengthLimits
 
 TEXTS = sentences()[:12]
+LIMITS = LengthLimits(64, None, True)
 ALONE = [{"text": text} for text in TEXTS]
 
 
@@ -181,6 +185,20 @@ def test_a_start_that_is_no_number_and_held_out_tags_that_are_missing_are_told(b
 
 def test_a_sentence_without_words_hides_no_tags() -> None:
     assert chosen([{"tokens": ["a"], "ner_tags": [1]}, {"tokens": [], "ner_tags": []}]).labels == ("0", "1")
+
+
+@pytest.mark.parametrize("scheme", ["BILU", "BIES", "BIIB"])
+def test_neighbouring_entities_count_one_by_one_in_every_scheme(scheme: str) -> None:
+    begin, _, end, single = scheme
+    tags = [f"{begin}-X", f"{end}-X"] * 2 + [f"{single}-X", "O"] * 2
+    rows = [{"words": list("abcdefgh"), "tags": tags}]
+    task = chosen(rows)
+    prepared = task.prepare(rows, demo.learn_vocabulary(), LIMITS, training=False)
+    scorer = task.scorer(prepared)
+    said = [0, *(task.labels.index(tag) for tag in tags), 0]
+    scorer.update(0, [torch.eye(len(task.labels))[said]])
+    assert scorer.compute()["f1"] == 1.0
+    assert scorer.metrics()[0].compute()["count"] == 4.0
 
 
 def test_labels_that_differ_by_case_or_spaces_alone_are_told(base: Path) -> None:
