@@ -14,7 +14,7 @@ from flodl.errors import DataError, nearest
 from flodl_hf.bulk.rows import RowFault
 from flodl_hf.columns import NAMES
 
-__all__ = ["Choice", "ColumnArgs", "choose_columns", "item_of"]
+__all__ = ["Choice", "ColumnArgs", "choose_columns", "is_doubtful", "item_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +105,11 @@ def choose_columns(head: str, names: Sequence[str], said: ColumnArgs, own: bool)
             names=list(names),
         )
     return Choice(task=task, first=first, second=second, fixed=fixed, keep=keep)
+
+
+def is_doubtful(names: Sequence[str], said: ColumnArgs) -> bool:
+    """Return whether the only column goes by no usual name and nobody named it: it may be the first text."""
+    return len(names) == 1 and said == ColumnArgs(keep=said.keep) and _look("text", names, []) is None
 
 
 def _absent(names: Sequence[str], said: ColumnArgs) -> list[str]:

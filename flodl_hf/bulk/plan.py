@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flodl.errors import DataError
-from flodl_hf.bulk.columns import ColumnArgs, choose_columns, item_of
+from flodl.errors import DataError, printable
+from flodl_hf.bulk.columns import ColumnArgs, choose_columns, is_doubtful, item_of
 from flodl_hf.bulk.identity import input_identity, model_identity
 from flodl_hf.bulk.parts import Parts
 from flodl_hf.bulk.renamed import renamed_writer
@@ -77,6 +78,12 @@ def make_plan(
             raise DataError(f"{source}: {first[0].place}: {first[0].fault or 'no columns'}", problems=[first[0].fault])
     if names:
         choice = choose_columns(model.head, names, said, own)
+        if rows.header_by_looks and is_doubtful(names, said):
+            warnings.warn(
+                f"{source}: the first line, {printable(names[0], 60)}, is taken for a header; if it is a text, say "
+                "header=False; if it is none, text_column= with its name",
+                stacklevel=3,
+            )
     else:
         # An empty file has nothing to tell columns by; the answer's alone make the empty output.
         choice = choose_columns(model.head, ["text", "question"], ColumnArgs(query=said.query, keep="none"), own)

@@ -78,9 +78,11 @@ class Rows:
         names: the columns; None where each row has its own.
         types: Arrow types of the columns; None where values are texts or JSON.
         digest: of everything read so far; None where the file itself can be looked at again.
+        header_by_looks: whether the first line was taken for a header because nobody said what it is.
     """
 
     names: list[str] | None = None
+    header_by_looks: bool = False
     types: dict[str, Any] | None = None
     total: int | None = None
     digest: str | None = None
@@ -289,6 +291,7 @@ class _CellRows(_TextRows):
         if isinstance(cells, str):
             raise DataError(f"{name}: line {line}, the first with cells: {cells}; expected a header", line=line)
         is_header = _looks_like_header(cells) if header is None else header
+        self.header_by_looks = is_header and header is None
         self.names = [cell.strip() for cell in cells] if is_header else _unnamed(cells)
         again = sorted({n for n in self.names if not n or self.names.count(n) > 1})
         if again:

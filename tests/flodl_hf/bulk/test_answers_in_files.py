@@ -343,3 +343,12 @@ def test_tokens_and_rows_are_counted(model: Any, numbered: Any, tmp_path: Path) 
     assert seen == sorted(seen)
     assert model().tokenizer is tokenizer
     assert result.to_dict()["rows_per_s"] > 0
+
+
+def test_a_first_line_that_may_be_a_text_is_told(model: Any, tmp_path: Path) -> None:
+    source = tmp_path / "plain.csv"
+    source.write_text("good film\nbad film\n")
+    with pytest.warns(UserWarning, match=r"the first line, 'good film', is taken for a header; .* say header=False"):
+        assert predict_file(model(), source, tmp_path / "one.csv").rows == 1
+    for name, said in (("none", {"header": False}), ("all", {"header": True}), ("named", {"text_column": "good film"})):
+        assert predict_file(model(), source, tmp_path / f"{name}.csv", **said).rows == 1 + (name == "none")
