@@ -125,13 +125,13 @@ def test_time_that_is_over_and_clients_that_go(guarded: tuple[Any, Any]) -> None
 
 def test_a_worker_that_dies_fails_what_it_had_and_the_next_is_answered(guarded: tuple[Any, Any]) -> None:
     client, app = guarded
-    _, processes = held(app)
+    inside, processes = held(app)
     (before,) = [process.child.pid for process in processes.here]
     os.kill(before, signal.SIGSTOP)
     with ThreadPoolExecutor(2) as pool:
         lost = pool.submit(client.post, "/embed", json={"inputs": "a"}, headers=FIRST)
         until = time.monotonic() + 60
-        while not app.state.house.workers._here[0].asked and time.monotonic() < until:
+        while not inside.inside and time.monotonic() < until:
             time.sleep(0.005)
         os.kill(before, signal.SIGKILL)
         answer = lost.result()
