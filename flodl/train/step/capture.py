@@ -32,7 +32,7 @@ from flodl.train.step.on_device import DeviceStep
 from flodl.train.step.outcome import OBSERVED, Outcome
 from flodl.train.step.overlap import Overlap, choose_overlap, fault_of
 
-__all__ = ["Capturer", "Captures", "CudaCapturer", "Refused", "flatten", "options_of"]
+__all__ = ["Capturer", "Captures", "CudaCapturer", "Refused", "flatten", "options_of", "state_places"]
 
 MOST_GRAPHS = 64
 SMALL = 1 << 15  # numbers; the common kernel gives 65,536 of them to one block
@@ -129,6 +129,7 @@ class Captures:
         self._graphs: dict[Any, _Graph] = {}
         self._runs: dict[Any, tuple[int, int]] = {}
         self._dirty = 0
+        self._state_places: list[int] = []
         modules = list(self.step.model.modules())
         self._own = [vars(m) for m in modules]
         tables = [table for m in modules for table in (m._modules, m._parameters) if table]
@@ -142,12 +143,13 @@ class Captures:
         return watching.signature() if watching is not None else None
 
     def invalidate_if_changed(self) -> None:
-        """Drop all captured graphs if modules or the memory of parameters were exchanged."""
+        """Drop all captured graphs if modules, or the memory of parameters or of the optimiser, were exchanged."""
         for table, seen in self._tables:
             if len(table) != len(seen) or not all(map(is_, table.values(), seen)):
                 self.forget()
                 return
-        if [p.data_ptr() for p in self._parameters] != self._places or self._signature() != self._watched:
+        moved = self._graphs and state_places(self.step.optimizer) != self._state_places
+        if moved or [p.data_ptr() for p in self._parameters] != self._places or self._signature() != self._watched:
             self.forget()
 
     @property
@@ -244,6 +246,7 @@ class Captures:
         self._captured += 1
         self._capture_s += time.perf_counter() - began
         graph = self._graphs[key] = _Graph(inputs, replay, self.step.finish_capture(), put_tags)
+        self._state_places = state_places(self.step.optimizer)
         return graph
 
     def _give_up(self, reason: str) -> None:
@@ -283,6 +286,12 @@ def _together(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
 def options_of(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
     """Return what a captured update depends on besides tensors, hashable."""
     return tuple([(_plain(group), id(group["lr"]), len(group["params"])) for group in optimizer.param_groups])
+
+
+def state_places(optimizer: torch.optim.Optimizer) -> list[int]:
+    """Return the addresses of what the optimiser keeps of each parameter, which captured updates write to."""
+    kept = (value for state in optimizer.state.values() for value in state.values())
+    return [value.data_ptr() for value in kept if isinstance(value, torch.Tensor)]
 
 
 def _plain(group: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -21,7 +21,7 @@ from flodl.distributed.gradients import GradientSum
 from flodl.distributed.group import Ranks
 from flodl.errors import TrainError
 from flodl.train.precision import Precision
-from flodl.train.step.capture import DIRTY_RUNS, Capturer, options_of
+from flodl.train.step.capture import DIRTY_RUNS, Capturer, options_of, state_places
 from flodl.train.step.on_device import DeviceStep
 from flodl.train.step.outcome import Outcome, outcome_of
 from flodl.train.step.overlap import Overlap
@@ -155,10 +155,12 @@ class Common:
         self._runs: dict[Any, int] = {}
         self._dirty = 0
         self._places = [p.data_ptr() for p in self.step.model.parameters()]
+        self._state_places: list[int] = []
 
     def invalidate_if_changed(self) -> None:
-        """Drop all captured graphs if the memory of parameters was exchanged, which is to be so on all ranks alike."""
-        if [p.data_ptr() for p in self.step.model.parameters()] != self._places:
+        """Drop all captured graphs if memory of parameters or of the optimiser was exchanged, on all ranks alike."""
+        moved = self._replays and state_places(self.step.optimizer) != self._state_places
+        if moved or [p.data_ptr() for p in self.step.model.parameters()] != self._places:
             self.forget()
 
     @property
@@ -208,6 +210,7 @@ class Common:
             self._give_up(fault or "another rank cannot capture the end of a step")
             return self._once(missing)
         self._replays[key] = replay, held
+        self._state_places = state_places(self.step.optimizer)
         return self._replayed(replay)
 
     def _replayed(self, replay: Callable[[], Outcome]) -> Outcome:

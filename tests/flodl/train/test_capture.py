@@ -640,6 +640,26 @@ def test_what_acts_around_the_backward_pass_is_not_captured_and_says_so(monkeypa
         run(Repeats(), monkeypatch, callbacks=[Acts()], capture=True)
 
 
+@pytest.mark.parametrize("loads", [False, True])
+def test_an_optimiser_whose_state_was_loaded_is_captured_anew(monkeypatch, loads):
+    """A captured update writes to the averages where they were."""
+    capturer, graphs = Repeats(), []
+
+    def reload(epoch, trainer):
+        if epoch == 2 and loads:
+            state = {kept: dict(values) for kept, values in trainer.optimizer.state_dict().items() if kept == "state"}
+            for values in state["state"].values():
+                values.update({name: value.clone() for name, value in values.items()})
+            trainer.optimizer.load_state_dict({**trainer.optimizer.state_dict(), **state})
+        if epoch:
+            graphs.append(capturer.captured)
+
+    monkeypatch.setattr(route, "make_capturer", lambda device, settings: capturer)
+    built = Trainer.builder(make_model, adamw(1e-2), step).dataset(make_data()).batch_size(8).num_epochs(4)
+    built.set(seed=1).devices("cpu").epoch_fn(reload).run().join()
+    assert graphs == [1, 1, 2 if loads else 1]
+
+
 # ---- what is told of it ---------------------------------------------------------------------------------
 
 
