@@ -22,7 +22,7 @@ from flodl_hf.finetuning.evaluation import Evaluation, Evaluations
 from flodl_hf.finetuning.factory import FixedModel, ModelFactory
 from flodl_hf.finetuning.flag_columns import with_listed_flags
 from flodl_hf.finetuning.generator.task import GeneratorTask
-from flodl_hf.finetuning.inferred import alike_labels, guessed_columns, task_line
+from flodl_hf.finetuning.inferred import FEW_STEPS, alike_labels, few_steps, guessed_columns, task_line
 from flodl_hf.finetuning.options import Options
 from flodl_hf.finetuning.pairs import PretrainingObjective
 from flodl_hf.finetuning.ranking import RankTask
@@ -131,7 +131,8 @@ def plan_job(
         options: the choices of the run.
         where: what was called, for messages.
         own: what the user brought.
-        tell: called with a line that says what will be learned, before the model is opened.
+        tell: called with a line that says what will be learned, before the model is opened, and with one where that
+            are few steps.
 
     Raises:
         DataError, ConfigError, CheckpointError, HubError, TokenizerError: as in `finetune`.
@@ -190,6 +191,8 @@ def plan_job(
         isinstance(model, (str, os.PathLike)), notes, laid_out.unrecorded,
     )  # fmt: skip
     _ = job.schedule  # values that it cannot have are refused now
+    if tell is not None and options.max_steps is None and job.steps < FEW_STEPS:
+        tell(few_steps(job.steps, options.batch_size))
     return job
 
 

@@ -116,7 +116,13 @@ def test_what_is_learned_is_said_in_a_line_with_its_columns(task: str, said: str
     rows = TABLES[task](12)
     lines: list[str] = []
     plan_job(base, rows, None, make_options({}), tell=lines.append)
-    assert lines == [f"task {task} {said} (as the columns say; --task or task= names another)"]
+    assert lines == [
+        f"task {task} {said} (as the columns say; --task or task= names another)",
+        "3 optimiser steps are few for a new head: more epochs, or a smaller batch_size (now 32), make more of them",
+    ]
+    for enough in ({"epochs": 100}, {"max_steps": 1}):
+        plan_job(base, rows, None, make_options(enough), tell=lines.append)
+    assert len(lines) == 4
     assert task_line(chosen(rows, task=task), rows, task) == f"task {task} {said}"
 
 
@@ -269,14 +275,12 @@ def test_the_command_says_what_it_learns_before_the_model_is_opened(base: Path, 
     table = tmp_path / "table.jsonl"
     table.write_text("\n".join(json.dumps(row) for row in with_column("labl")))
     call = ["finetune", str(base), "--max-steps", "1", "--train"]
-    said = CliRunner().invoke(app, [*call, str(lines), "--eval", "3"])
-    assert said.exit_code == 0, said.output
+    said = CliRunner().invoke(app, [*call, str(lines), "--eval", "3", "--metric", "perplexed"])
+    assert said.exit_code == 1
     told = said.stderr.splitlines()
-    [line] = [line for line in told if line.startswith("task ")]
-    assert "masked_lm from text 'text'; the words behind masks are learned, no label; 9 rows" in line
-    assert not any(row.startswith(("training:", "step")) for row in told[: told.index(line)])
-    asked = CliRunner().invoke(app, [*call, str(table), "--task", "mlm"])
-    assert asked.exit_code == 0, asked.output
+    [at] = [i for i, line in enumerate(told) if line.startswith("task ")]
+    assert "masked_lm from text 'text'; the words behind masks are learned, no label; 9 rows" in told[at]
+    assert told[at + 1].startswith("ConfigError: metric: found 'perplexed', did you mean 'perplexity'?")
     refused = CliRunner().invoke(app, [*call, str(table)])
     assert refused.exit_code == 1
     assert "did you mean 'label'?" in refused.stderr
