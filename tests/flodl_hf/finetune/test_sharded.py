@@ -49,7 +49,7 @@ def test_what_shards_wrote_is_what_transformers_reads(base: Path, tmp_path: Path
     from transformers import AutoModelForSequenceClassification
 
     parted = tmp_path / "parted"
-    load(base).save_pretrained(parted, max_shard_size=20_000)
+    load(base, head="seqcls").save_pretrained(parted, max_shard_size=20_000)
     out = tmp_path / "out"
     trained = finetune(
         parted, train=ROWS[:20], devices=["cpu", "cpu"], shard="fsdp", out=out, **OPTIONS | {"metric": None}
