@@ -42,6 +42,7 @@ NEAREST = {torch.float16: 3e-3, torch.bfloat16: 2e-2}
 
 
 def distance(found: Tensor, right: Tensor) -> float:
+    assert not found.isnan().any()  # which is above no bound
     found, right = found.detach().float(), right.detach().float()
     return float((found - right).norm() / right.norm().clamp(min=1e-6))
 
