@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flodl.errors import printable
 from flodl_hf.cli.choices import Head, HeadWord, PrecisionWord
 from flodl_hf.cli.shared import Json, Local, Model, Revision, emit_json, reporting, tell
 
 if TYPE_CHECKING:
     from flodl_hf.config.model_config import ModelConfig
     from flodl_hf.runtime.explain import Explanation
+    from flodl_hf.sentence.recipe import SentenceRecipe
 
-_SENTENCES = ("notes", "tokenizer_settings", "tokenizer_differences")
+_SENTENCES = ("notes", "tokenizer_settings", "tokenizer_differences", "vectors")
 
 
 @reporting
@@ -112,6 +114,7 @@ def describe(name: str, head: str, hub: dict[str, Any]) -> dict[str, Any]:
     from flodl_hf.config.model_config import read_config_file
     from flodl_hf.hub.folders import MODEL_FILES, VOCABULARY_FILES, resolve_folder
     from flodl_hf.model.transformers_methods import size_text
+    from flodl_hf.sentence.recipe import read_recipe
     from flodl_hf.sentence.routing import transformer_folder
     from flodl_hf.weights.checkpoint import Checkpoint
     from flodl_hf.weights.loading import head_of
@@ -126,7 +129,7 @@ def describe(name: str, head: str, hub: dict[str, Any]) -> dict[str, Any]:
         stored = opened.manifest.tensors
         plan, graph = plan_folder(config, wanted, stored, str(folder))
         layout, size = opened.manifest.layout, sum(t.nbytes for t in stored.values())
-    report = plan.report
+    report, recipe = plan.report, read_recipe(root)
     return {
         "folder": str(folder),
         "commit": commit,
@@ -154,4 +157,28 @@ def describe(name: str, head: str, hub: dict[str, Any]) -> dict[str, Any]:
         "max_tokens": config.max_tokens,
         "problem_type": config.problem_type,
         "labels": list(config.labels) if wanted.endswith("classification") else [],
+        **({} if recipe is None else {"vectors": ways(recipe)}),
     }
+
+
+def ways(recipe: SentenceRecipe) -> list[str]:
+    """Return what a folder says of how texts become vectors, a sentence each."""
+    said = []
+    for route, own in (recipe.routes or {"": recipe}).items():
+        lines = []
+        if own.late is not None:
+            lines.append("each token has a vector (embed_tokens)")
+        elif own.splade is not None:
+            lines.append("words of the vocabulary have weights (embed_sparse)")
+        else:
+            lines.append(f"pooling: {', '.join(map(str, own.pooling))}" + (", scaled to length 1" * own.normalize))
+        lines += [f"a dense layer to {layer.size} features, {layer.activation}" for layer in own.dense]
+        if own.max_tokens is not None:
+            lines.append(f"at most {own.max_tokens} tokens: encode cuts longer texts, embed reads them in windows")
+        if own.lower_case:
+            lines.append("texts are lower-cased first")
+        if own.prompts:
+            usual = f", by default {own.default_prompt}" if own.default_prompt else ""
+            lines.append(f"prompts: {', '.join(map(printable, own.prompts))}{usual}")
+        said += [f"{printable(route)}: {line}" if route else line for line in lines]
+    return said

@@ -55,6 +55,21 @@ def test_dense_layers_follow_the_pooling(dense: Path) -> None:
     assert long.norm().item() == pytest.approx(1, abs=1e-6)
 
 
+def test_inspect_tells_how_texts_become_vectors(dense: Path, saved: Saved) -> None:
+    from flodl_hf.cli.inspect import describe
+
+    write(dense, {"sentence_bert_config.json": {"max_seq_length": 12, "do_lower_case": True}})
+    assert describe(str(dense), "auto", {})["vectors"] == [
+        "pooling: mean, scaled to length 1",
+        "a dense layer to 6 features, Tanh",
+        "a dense layer to 4 features, Identity",
+        "at most 12 tokens: encode cuts longer texts, embed reads them in windows",
+        "texts are lower-cased first",
+        "prompts: 'query', 'none'",
+    ]
+    assert "vectors" not in describe(str(saved("bert", "sequence_classification")), "auto", {})
+
+
 def test_prompts_go_by_their_names(dense: Path) -> None:
     model: Any = load(dense)
     plain = model.embed(["a cat: " + text for text in TEXTS])
