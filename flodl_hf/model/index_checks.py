@@ -5,6 +5,7 @@ Asked only after torch has failed on the processor; looking first would cost eve
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -22,6 +23,11 @@ def check_rows(input_ids: Tensor) -> None:
         PredictError: it is no tensor, or the shape is another.
     """
     if not isinstance(input_ids, Tensor):
+        if isinstance(input_ids, Mapping):
+            raise PredictError(
+                f"input_ids: found {type(input_ids).__name__}, which holds more than ids; expected a tensor of token ids; "
+                "pass its parts by their names: model(**encoding)"
+            )
         raise PredictError(
             f"input_ids: found {type(input_ids).__name__}; expected a tensor of token ids, as model.tokenizer(texts, "
             'padding=True, return_tensors="pt") gives. Texts go to the methods of the task: predict, embed, answer.'

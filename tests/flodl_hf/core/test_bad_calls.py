@@ -193,8 +193,11 @@ def test_pairs_that_are_none_are_refused(pairs: Any, make: Maker) -> None:
 
 @pytest.mark.parametrize("given", ["a text", ["a", "list"]], ids=repr)
 def test_a_call_with_texts_is_told_where_texts_go(given: Any, make: Maker) -> None:
+    model = make("bert", "base")
     with pytest.raises(PredictError, match=r"expected a tensor of token ids.*predict, embed, answer"):
-        make("bert", "base")(given)
+        model(given)
+    with pytest.raises(PredictError, match=r"found Encoded, .*: model\(\*\*encoding\)"):
+        model(model.tokenizer(["the cat"], return_tensors="pt"))
 
 
 def test_no_texts_give_no_answers(make: Maker) -> None:
