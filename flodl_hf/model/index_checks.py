@@ -25,7 +25,7 @@ def check_rows(input_ids: Tensor) -> None:
     if not isinstance(input_ids, Tensor):
         if isinstance(input_ids, Mapping):
             raise PredictError(
-                f"input_ids: found {type(input_ids).__name__}, which holds more than ids; expected a tensor of token ids; "
+                f"input_ids: found {type(input_ids).__name__}, which holds more than ids; expected a tensor of them; "
                 "pass its parts by their names: model(**encoding)"
             )
         raise PredictError(
