@@ -1,11 +1,11 @@
 """Run the slow tests file by file, and go on where the last run ended: `make test-slow`.
 
 Each file has a process of its own, whose output stands in ``build/slow``. A test that takes longer than ``LIMIT``
-seconds (600) ends its file, with the stack of every thread. Files that passed at this state of the checkout are left
+seconds (1200) ends its file, with the stack of every thread. Files that passed at this state of the checkout are left
 out; ``--again`` runs them too. Arguments are files or folders to take from, and ``JOBS`` (1) files run at a time:
 
     make test-slow
-    JOBS=2 LIMIT=1200 .venv/bin/python -m tests.slow tests/flodl tests/flodl_hf/finetune
+    JOBS=2 LIMIT=3600 .venv/bin/python -m tests.slow tests/flodl tests/flodl_hf/finetune
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def main() -> int:
     print(f"{sum(files.values())} slow tests in {len(files)} files, {len(files) - len(left)} of which passed before")
     failed = []
     with ThreadPoolExecutor(int(os.environ.get("JOBS", "1"))) as pool:
-        jobs = {pool.submit(run, file, os.environ.get("LIMIT", "600")): file for file in left}
+        jobs = {pool.submit(run, file, os.environ.get("LIMIT", "1200")): file for file in left}
         try:
             for job in as_completed(jobs):
                 file, (good, told, seconds) = jobs[job], job.result()
