@@ -12,8 +12,8 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -190,8 +190,7 @@ def _train(
                 job.notes.append("without out= or checkpoints= the model of the last step is kept, not the best one")
         watched = monitor_of_job(monitor, job, recipe, target, is_first=_is_first_rank())
         began = time.perf_counter()
-        with _naming_the_option():
-            trained = train_job(job, notes, stack, folder, progress=progress, trackers=trackers, monitor=watched)
+        trained = train_job(job, notes, stack, folder, progress=progress, trackers=trackers, monitor=watched)
         seconds = notes.past.seconds + time.perf_counter() - began
         # Weights that were in shards are put together on the first rank; others have the model that they began with.
         model = job.model if trained is None else trained
@@ -249,21 +248,6 @@ class _Notes:
                 self.recorded = replace(self.recorded, reason=self.unrecorded)
         if self.on_event is not None:
             self.on_event(event)
-
-
-@contextmanager
-def _naming_the_option() -> Iterator[None]:
-    """Add to the refusal of another recipe how the command line accepts it."""
-    try:
-        yield
-    except TrainError as fault:
-        names = getattr(fault, "names", None)
-        if not str(fault.message).startswith("resume: the run in") or not names:
-            raise
-        shown = ",".join(names)
-        raise TrainError(
-            f"{fault.message} On the command line: --allow-change {shown!r}.", problems=fault.problems, names=names
-        ) from None
 
 
 # ---- checkpoints and the folder -------------------------------------------------------------------------
