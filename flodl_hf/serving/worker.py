@@ -8,6 +8,7 @@ It ends when the first socket does, so it never outlives who started it.
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 import time
@@ -276,6 +277,8 @@ def serve(descriptor: int, hands: int | None = None) -> None:
         descriptor: of the socket that this process inherited.
         hands: of another by which links to others that ask are handed over; they end with the first.
     """
+    # A service manager tells every process to end; this one does when those that it answers are done.
+    signal.signal(signal.SIGTERM, lambda *_: None)
     stream = _Stream(socket.socket(fileno=descriptor))
     given = stream.read()
     if given is None:

@@ -175,6 +175,12 @@ def _lives(pid: int) -> bool:
     return True
 
 
+def children_of(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task")
+    found = [child.read_text().split() for child in tasks.glob("*/children")] if tasks.exists() else []
+    return [int(child) for line in found for child in line]
+
+
 @pytest.mark.parametrize("processes", ["1", "2"])
 def test_the_command_drains_and_ends(folders: dict[str, Path], processes: str) -> None:
     import httpx
@@ -191,7 +197,9 @@ def test_the_command_drains_and_ends(folders: dict[str, Path], processes: str) -
                 # Not before it is in: doors that are closed answer nobody.
                 while "\nflodl_queue_seconds 0\n" in client.get("/metrics").text and not asked.done():
                     time.sleep(0.005)
-                process.send_signal(signal.SIGTERM)
+                # All of them at once, as a service manager does.
+                for pid in (process.pid, *children_of(process.pid)):
+                    os.kill(pid, signal.SIGTERM)
                 assert asked.result().status_code == 200
             told = process.stderr.read()
             assert process.wait(20) == 0
