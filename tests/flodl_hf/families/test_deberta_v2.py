@@ -364,7 +364,6 @@ def test_float16_scores_do_not_overflow_where_the_product_would() -> None:
         ({"conv_kernel_size": 3, "conv_groups": 5}, "conv_groups"),
         ({"attention_head_size": 16}, "attention_head_size"),
         ({"relative_attention": "yes"}, "relative_attention"),
-        ({"z_steps": 2}, "z_steps"),
     ],
 )
 def test_settings_that_cannot_be_honoured_are_refused_by_name(change: dict[str, Any], key: str) -> None:
