@@ -124,7 +124,7 @@ def test_what_changes_numbers_is_refused_by_name_and_taken_by_the_option(named: 
         finetune(base, train=rows, eval=held_out, **options)
     assert named in caught.value.names
     assert len(caught.value.names) <= 3
-    assert "--allow-change" in str(caught.value)
+    assert "allow_change=" in str(caught.value)
     assert list_checkpoints(ended) == before
 
 

@@ -205,7 +205,8 @@ def folder_of(kind: str, base: Path, folder: Path) -> Path:
     if kind == "colbert":
         config = json.loads((folder / "config.json").read_text()) | {"architectures": ["HF_ColBERT"]}
         (folder / "config.json").write_text(json.dumps(config))
-        held = {f"bert.{name}": value for name, value in load_file(folder / "model.safetensors").items()}
+        found = load_file(folder / "model.safetensors")
+        held = {name: value for name, value in found.items() if name.startswith("bert.")}
         held["linear.weight"] = torch.randn(8, 64)
         save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
         said = {"query_token_id": "the", "doc_token_id": "a", "query_maxlen": 16, "attend_to_mask_tokens": True}

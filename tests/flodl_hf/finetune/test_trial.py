@@ -12,7 +12,7 @@ from finetune_tables import TABLES, labelled
 
 from flodl.errors import ConfigError, DataError, TrainError
 from flodl_hf import load
-from flodl_hf.finetuning import dry_run, find_lr, finetune, job, plan_job
+from flodl_hf.finetuning import batching, dry_run, find_lr, finetune, plan_job
 from flodl_hf.finetuning.options import make_options
 
 torch.set_num_threads(1)
@@ -56,7 +56,7 @@ def test_trials_refuse_what_finetune_refuses(base: Path) -> None:
 @pytest.mark.parametrize("layout", ["padded", "packed", "bucketed"])
 def test_micro_batches_are_as_large_as_memory_allows(layout: str, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A loss with little room stands in for a device with little memory."""
-    monkeypatch.setattr(job, "_layout", lambda options: layout)
+    monkeypatch.setattr(batching, "_layout", lambda options: layout)
     from flodl_hf.finetuning.step import Objective
 
     seen: list[int] = []

@@ -88,8 +88,8 @@ def test_ctrl_c_while_torch_exchanges_its_modes_is_still_ctrl_c(
     from torch.overrides import _len_torch_function_stack, _pop_mode
 
     from flodl_hf import load
+    from flodl_hf.model import building
     from flodl_hf.torture.checkpoints import checkpoint, write_files
-    from flodl_hf.weights import pretrained
 
     def struck(*_: object, **__: object) -> None:
         for _mode in range(_len_torch_function_stack()):
@@ -98,7 +98,7 @@ def test_ctrl_c_while_torch_exchanges_its_modes_is_still_ctrl_c(
 
     write_files(tmp_path / "it", checkpoint())
     with monkeypatch.context() as patch:
-        patch.setattr(pretrained, "build_graph", struck)
+        patch.setattr(building, "build_graph", struck)
         with pytest.raises(KeyboardInterrupt):
             load(tmp_path / "it")
     assert _len_torch_function_stack() == 0
