@@ -107,7 +107,7 @@ def alike_labels(names: Sequence[str]) -> list[str]:
 def few_steps(steps: int, batch_size: int) -> str:
     """Return what is said of a run that has hardly the steps to learn a new head."""
     return (
-        f"{steps:,} optimiser step{'s are' if steps != 1 else ' is'} few for a new head: more epochs, or a smaller "
+        f"{steps:,} optimiser step{'s are' if steps != 1 else ' is'} few if the head is new: more epochs, or a smaller "
         f"batch_size (now {batch_size}), make more of them"
     )
 

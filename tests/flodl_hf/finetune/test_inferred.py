@@ -118,7 +118,7 @@ def test_what_is_learned_is_said_in_a_line_with_its_columns(task: str, said: str
     plan_job(base, rows, None, make_options({}), tell=lines.append)
     assert lines == [
         f"task {task} {said} (as the columns say; --task or task= names another)",
-        "3 optimiser steps are few for a new head: more epochs, or a smaller batch_size (now 32), make more of them",
+        "3 optimiser steps are few if the head is new: more epochs, or a smaller batch_size (now 32), make more of them",
     ]
     for enough in ({"epochs": 100}, {"max_steps": 1}):
         plan_job(base, rows, None, make_options(enough), tell=lines.append)
