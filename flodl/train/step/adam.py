@@ -165,8 +165,8 @@ class AdamUpdate:
             kernels.count_steps[(-(-number // STEPS),)](table[5], number, found, counted, STEPS, num_warps=4)
             powers = torch.pow(settings.betas, counted)
             kernels.move[(layout.which.numel(),)](
-                tensors[0][0], table, number, layout.sizes, layout.which, layout.starts, powers, settings.numbers,
-                group["lr"], found, found if by is None else by, layout.span, by is not None, decays,
+                tensors[0][_base(rows[4])], table, number, layout.sizes, layout.which, layout.starts, powers,
+                settings.numbers, group["lr"], found, found if by is None else by, layout.span, by is not None, decays,
                 group["decoupled_weight_decay"], agreed.apart, BLOCK, num_warps=4,
             )  # fmt: skip
         if not capturing(self.device):
@@ -202,11 +202,19 @@ def _divided(device: torch.device, group: dict[str, Any], tensors: Tensors, divi
 
 
 def _places(tensors: Sequence[Sequence[torch.Tensor]]) -> np.ndarray:
-    """Return the rows that the kernels go by, int64 ``(6, parameters)``; the last are addresses of counts."""
+    """Return the rows that the kernels go by, int64 ``(6, parameters)``; the last are addresses of counts.
+
+    Places are told from the first parameter that is even, else from the first (`_base`).
+    """
     *four, steps = [np.asarray([t.data_ptr() for t in part], np.int64) for part in tensors]
     sizes = np.asarray([p.numel() for p in tensors[0]], np.int64)
     even = np.logical_and.reduce([sizes % 4 == 0, *(part % 16 == 0 for part in four)])
-    return np.stack([*((part - four[0][0]) // 4 for part in four), even.astype(np.int64), steps])
+    return np.stack([*((part - four[0][_base(even)]) // 4 for part in four), even.astype(np.int64), steps])
+
+
+def _base(even: np.ndarray) -> int:
+    """Return which parameter others' places are told from: an even one, if any; even ones are fours apart."""
+    return int(even.argmax())
 
 
 def _is_plain(optimizer: Any) -> bool:

@@ -80,7 +80,7 @@ def move(
     """Move each parameter, and the averages of its gradient and of its square, unless the step is left out.
 
     Args:
-        base: a float32 tensor; the others' places are told from here.
+        base: a float32 tensor, one that begins at sixteen bytes where any is even; others' places are told from here.
         table: how many elements after ``base`` parameters, gradients, averages and averages of squares begin, and 1
             where all four begin at sixteen bytes and have a whole number of these, int64 ``(5, parameters)``.
         number: how many parameters.
@@ -107,9 +107,10 @@ def move(
         at_p, at_g = tl.load(table + tensor), tl.load(table + number + tensor)
         at_m, at_v = tl.load(table + 2 * number + tensor), tl.load(table + 3 * number + tensor)
         if tl.load(table + 4 * number + tensor) == 1:
-            even = tl.multiple_of(size, 4)
-            param, grad = base + tl.multiple_of(at_p, 4), base + tl.multiple_of(at_g, 4)
-            first, second = base + tl.multiple_of(at_m, 4), base + tl.multiple_of(at_v, 4)
+            # New numbers: what tl.multiple_of says of one would hold in the other branch too.
+            even = size // 4 * 4
+            param, grad = base + at_p // 4 * 4, base + at_g // 4 * 4
+            first, second = base + at_m // 4 * 4, base + at_v // 4 * 4
             for offset in range(0, span, block):
                 at = start + offset + tl.arange(0, block)
                 _moved(

@@ -59,17 +59,24 @@ def test_whoever_watches_or_replaces_the_step_gets_torchs():
     assert not adam._is_plain(torch.optim.SGD([nn.Parameter(torch.ones(1))]))
 
 
-def test_places_are_told_from_the_first_parameter_and_say_which_are_even():
-    model, optimizer = made()
+@pytest.mark.parametrize("begins", [0, 1])
+def test_places_are_told_from_a_parameter_that_is_even_and_say_which_are(begins):
+    held = torch.ones(64)
+    model = nn.ParameterList([held[begins : begins + 6], torch.ones(64)])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-3), fused=True)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
     optimizer.step()
     tensors = adam._tensors_of(optimizer, optimizer.param_groups[0])
     assert tensors is not None
     rows = adam._places(tensors)
-    first = model.weight.data_ptr()
+    base = tensors[0][1].data_ptr()
+    assert base % 16 == 0
     assert rows.shape == (6, 2)
     for row, part in zip(rows[:4], tensors, strict=False):
-        assert [first + 4 * place for place in row] == [t.data_ptr() for t in part]
-    assert rows[4, 1] == 0  # two numbers are no multiple of four
+        assert [base + 4 * place for place in row] == [t.data_ptr() for t in part]
+        assert row[1] % 4 == 0
+    assert [*rows[4]] == [0, 1]  # six numbers are no multiple of four
     assert [*rows[5]] == [t.data_ptr() for t in tensors[4]]
 
 
@@ -227,13 +234,15 @@ def test_tensors_of_every_kind_get_the_bits_of_torchs_kernels(decoupled, decays,
 
 
 def parameters_of(device):
-    """Return parameters of many kinds, the same each time."""
+    """Return parameters of many kinds, the same each time, and a tensor that some of them are parts of."""
     g = torch.Generator(device).manual_seed(1)
     shapes = (7, 3), (1,), (300, 1000), (200_003,), (64, 64)  # chunks of torch's kernels hold 65,536
     made = [torch.randn(shape, device=device, generator=g) for shape in shapes]
-    made.append(torch.randn(1025, device=device, generator=g)[1:])  # begins where no 16 bytes can be read at once
+    held = torch.randn(4096, device=device, generator=g)
+    # One begins where no 16 bytes can be read at once, one ends where none can be written.
+    made[3:3] = [held[1:1025], held[2048:3071]]
     made.append(torch.randn(33, 20, device=device, generator=g).t())
-    return [nn.Parameter(tensor) for tensor in made]
+    return [nn.Parameter(tensor) for tensor in made], held
 
 
 @pytest.mark.gpu
@@ -244,11 +253,11 @@ def test_groups_of_many_kinds_are_moved_as_torch_moves_them(kind, by):
     device, both = torch.device("cuda", 0), []
     divisor = None if by is None else torch.tensor(by, device=device)
     for ours in (True, False):
-        params, update, taken = parameters_of(device), AdamUpdate(device), 0
+        (params, held), update, taken = parameters_of(device), AdamUpdate(device), 0
         groups = [
             {"params": params[:3], "weight_decay": 0.1},
-            {"params": params[3:6], "weight_decay": 0.0, "betas": (0.8, 0.99), "eps": 1e-6},
-            {"params": params[6:], "weight_decay": 0.03, "lr": torch.tensor(3e-2, device=device)},
+            {"params": params[3:7], "weight_decay": 0.0, "betas": (0.8, 0.99), "eps": 1e-6},
+            {"params": params[7:], "weight_decay": 0.03, "lr": torch.tensor(3e-2, device=device)},
         ]
         optimizer = kind(groups, lr=torch.tensor(1e-2, device=device), fused=True, capturable=True)
         for turn in range(6):
@@ -262,5 +271,5 @@ def test_groups_of_many_kinds_are_moved_as_torch_moves_them(kind, by):
             with adam._told(optimizer, found, divisor):
                 optimizer.step()
         assert taken == 5 * ours  # the first makes the state
-        both.append([*params, *(t for p in params for t in optimizer.state[p].values())])
+        both.append([*params, held, *(t for p in params for t in optimizer.state[p].values())])
     assert all(map(torch.equal, *both))
