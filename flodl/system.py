@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "lock",
     "loopback",
     "make_cuda_context",
+    "process_lock",
     "process_state",
     "read_at",
     "read_vectors_at",
@@ -155,6 +156,25 @@ def _lock_without_fcntl(descriptor: int, wait: bool) -> bool:
     except OSError:
         return False
     return True
+
+
+@contextlib.contextmanager
+def process_lock(descriptor: int) -> Iterator[None]:
+    """Keep other processes waiting that take this lock of the same file; it goes with a process that ends.
+
+    Unlike `lock` it holds between processes that inherited one descriptor, and not between threads. Systems without
+    such locks keep nobody waiting.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    fcntl.lockf(descriptor, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        fcntl.lockf(descriptor, fcntl.LOCK_UN)
 
 
 def hard_stop() -> int:

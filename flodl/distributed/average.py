@@ -20,7 +20,7 @@ from torch import nn
 from flodl.distributed.group import Ranks
 from flodl.errors import TrainError
 
-__all__ = ["BufferMean", "Flight", "ParameterMean", "fingerprints", "model_tensors"]
+__all__ = ["BufferMean", "Flight", "ParameterMean", "fingerprints", "model_tensors", "wide"]
 
 BUCKET = 1 << 24
 """Elements that travel in one collective: 64 MiB of float32, enough to fill a link, little to hold twice."""
@@ -57,6 +57,11 @@ def parts_like(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.T
     """Return views of ``flat`` in the shapes of ``like``."""
     pieces = flat.split([tensor.numel() for tensor in like])
     return [piece.view_as(tensor) for piece, tensor in zip(pieces, like, strict=True)]
+
+
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of 16-bit numbers in float32, any other as it is."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 class BufferMean:
@@ -176,8 +181,8 @@ class ParameterMean:
         for places in buckets_of(parameters):
             bucket = [parameters[i] for i in places]
             flat = flattened(bucket)
-            if self.on_cpu:
-                flat = flat.cpu()
+            # Products with weights would pass the bounds of float16, and equal numbers would not be their own mean.
+            flat = wide(flat.cpu() if self.on_cpu else flat)
             scaled = torch.cat([flat * weight, flat.new_tensor([weight])])
             handles.append(ranks.sum_async(scaled))
             members.append(bucket)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import random
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -94,6 +95,7 @@ class TrainerCore:
             shard_model(model, ranks)
         self.observing = Observing(model, ranks, settings)
         self.optimizer = self.observing.optimizer(lambda: make_optimizer(model, optimizer, settings.parameter_groups))
+        self._left_out = {name for name, _ in self._not_optimised()}
         self.precision = Precision(settings.precision, ranks.device)
         # a copy, since a schedule that waits for plateaus changes, and the caller may run again
         schedule = copy.deepcopy(settings.schedule(ranks.world) if callable(settings.schedule) else settings.schedule)
@@ -183,6 +185,27 @@ class TrainerCore:
         self.step_.loaded()
         if isinstance(self.policy, LocalSteps):
             self.policy.mean.buffers.refresh()
+
+    def _not_optimised(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield parameters that learn, as far as the model says, and that the optimiser does not have."""
+        known = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        return ((n, p) for n, p in self.model.named_parameters() if p.requires_grad and id(p) not in known)
+
+    def check_learners(self) -> None:
+        """Refuse parameters that are to learn since the run began and would not.
+
+        Raises:
+            TrainError: the optimiser does not have them; ``names`` lists them.
+        """
+        names = [name for name, _ in self._not_optimised() if name not in self._left_out]
+        if names:
+            raise TrainError(
+                f"epoch {self.epoch_number}: {', '.join(names[:5])} are to learn from here on (requires_grad), and the "
+                "optimiser does not have them, so they would stay as they are. Expected them to learn when the run "
+                "begins, a rule that thaws them (rules=[thaw_when('PATH', after_epochs(2))]), or "
+                "trainer.optimizer.add_param_group before the epoch.",
+                names=names,
+            )
 
     def warn(self, message: str) -> None:
         """Tell subscribers what they should know."""

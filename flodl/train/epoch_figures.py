@@ -36,13 +36,15 @@ class Tally:
     observed: dict[str, list[float]] = field(default_factory=dict)
 
     def add(self, result: StepResult, wall_ms: float) -> None:
-        """Count one step; one whose loss is no number, or was not told, counts no loss."""
+        """Count one step: no loss where it is no number or was not told, and nothing of a step that was left out."""
         if result.applied and not math.isnan(result.loss):
             self.loss_sum += result.loss * result.count
             self.count += result.count
         self.samples += result.samples
         self.compute_ms += result.compute_ms
         self.wall_ms += wall_ms
+        if result.count and not result.applied:
+            return  # what is no number would be all that is told of the epoch
         for name, (total, count) in result.metrics.items():
             self.record(name, total, count)
         for name, (total, count) in result.observed.items():
@@ -51,6 +53,16 @@ class Tally:
     def record(self, name: str, total: float, count: float = 1.0) -> None:
         """Add to the figure ``name``."""
         _add(self.sums, name, total, count)
+
+    def take_over(self, other: Tally, *, shared_loss: bool) -> None:
+        """Add what a rank did that is there no more; its loss stands for all ranks already under Sync."""
+        if not shared_loss:
+            self.loss_sum += other.loss_sum
+            self.count += other.count
+        self.samples += other.samples
+        for mine, theirs in ((self.sums, other.sums), (self.observed, other.observed)):
+            for name, (total, count) in theirs.items():
+                _add(mine, name, total, count)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the sums as JSON values."""

@@ -18,6 +18,7 @@ from flodl.train.events import EpochMetrics
 from flodl.train.feed import Feed
 from flodl.train.loss import as_loss, batch_len
 from flodl.train.precision import Precision
+from flodl.train.saving.judged import signed
 
 __all__ = ["Callbacks", "Evaluator", "RankedEval"]
 
@@ -193,10 +194,9 @@ class Evaluator:
     def _watch(self, found: Mapping[str, float]) -> None:
         if self.early_stopping is None:
             return
-        name = self.early_stopping[0]
-        value = (-1.0 if name.startswith("-") else 1.0) * found.get(name.lstrip("-"), math.nan)
         # What is no number is no improvement, and nothing that others could be compared with.
-        if not math.isnan(value) and (self.best is None or math.isnan(self.best) or value > self.best):
+        value = signed(self.early_stopping[0], found)
+        if value is not None and (self.best is None or value > self.best):
             self.best, self.waits = value, 0
         else:
             self.waits += 1
@@ -208,12 +208,14 @@ class Evaluator:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the figures and the best so far, as JSON values."""
-        return {"found": self.found, "at_step": self.at_step, "best": self.best, "waits": self.waits}
+        metric = self.early_stopping[0] if self.early_stopping else None
+        return {"found": self.found, "at_step": self.at_step, "metric": metric, "best": self.best, "waits": self.waits}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up a saved state."""
+        """Take up a saved state; of another metric than that of early stopping now, no best."""
         self.found, self.at_step = dict(state["found"]), state["at_step"]
-        self.best, self.waits = state["best"], state["waits"]
+        if self.early_stopping is not None and state.get("metric", self.early_stopping[0]) == self.early_stopping[0]:
+            self.best, self.waits = state["best"], state["waits"]
 
 
 def _called(call: Any, model: nn.Module, ranks: Ranks, speeds: Sequence[float]) -> dict[str, float]:

@@ -8,7 +8,9 @@ Which batches exist is decided in `flodl.data`, who takes which turn in `flodl.d
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import contextlib
+import itertools
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,9 +22,10 @@ from flodl.data.stream import Stream
 from flodl.distributed.shares import ranges, split
 from flodl.errors import DataError, TrainError
 from flodl.nested import map_leaves
-from flodl.train.loss import batch_len
+from flodl.train.loader_order import decide_order, random_kept
+from flodl.train.loss import batch_len, is_column
 
-__all__ = ["Feed", "RowFeed", "Share", "StreamFeed", "as_feed", "to_device"]
+__all__ = ["EndlessFeed", "Feed", "RowFeed", "Share", "StreamFeed", "as_feed", "gives_batches", "to_device"]
 
 
 @dataclass(frozen=True)
@@ -129,24 +132,27 @@ class StreamFeed:
     """A feed over anything that can be iterated once per epoch; every rank must see the same batches.
 
     A rank reads past batches that are not its own, and a resumed run reads up to its place again, so
-    a loader that can fetch any batch (`flodl.data.DataLoader`) is better where reading is dear.
+    a loader that can fetch any batch (`flodl.data.DataLoader`) is better where reading is dear. For the order to be the
+    same then, and on all ranks, it is drawn from random numbers that seed and epoch decide: those in which iterating
+    begins. What is read past draws none.
 
     Args:
         loader: ``len()`` gives the batches of an epoch. ``set_epoch(epoch)`` is called where it exists.
+        seed: decides the order of a loader that shuffles.
     """
 
     def __init__(
-        self, loader: Any, device: torch.device, *, accumulate: int = 1, micro_batch_size: int | None = None
+        self,
+        loader: Any,
+        device: torch.device,
+        *,
+        accumulate: int = 1,
+        micro_batch_size: int | None = None,
+        seed: int = 42,
     ) -> None:
-        self.loader, self.device = loader, device
+        self.loader, self.device, self.seed = loader, device, seed
         self.accumulate, self.micro_batch_size = accumulate, micro_batch_size
-        try:
-            self._length = len(loader)
-        except TypeError:
-            raise DataError(
-                f"trainer: found {type(loader).__name__} without a length; expected a loader whose len() is the "
-                "number of batches in an epoch. Wrap it in flodl.data.DataLoader, or put it into a list."
-            ) from None
+        self._length = _length_of(loader) or 0
 
     def turns(self, epoch: int) -> int:
         """Return how many turns an epoch has, the ragged last one included."""
@@ -161,21 +167,49 @@ class StreamFeed:
         wanted = sorted(turns)
         if not wanted:
             return
-        for target in (self.loader, getattr(self.loader, "sampler", None)):
-            if hasattr(target, "set_epoch"):
-                target.set_epoch(epoch)  # type: ignore[union-attr]
-        source = self.loader.epoch(epoch) if hasattr(self.loader, "epoch") else iter(self.loader)
         chosen, held = set(wanted), []
-        for number, batch in enumerate(source):
-            turn = number // self.accumulate
-            if turn not in chosen:
-                if turn > wanted[-1]:
-                    break
+        last = min((wanted[-1] + 1) * self.accumulate, self._length)
+        for number, batch in enumerate(self._read(epoch, chosen, last)):
+            if (turn := number // self.accumulate) not in chosen:
                 continue
             held += [to_device(part, self.device) for part in self._cut(batch, share)]
             if (number + 1) % self.accumulate == 0 or number + 1 == self._length:
                 yield turn, held
                 held = []
+
+    def _read(self, epoch: int, chosen: Container[int], last: int) -> Iterator[Any]:
+        """Yield the batches of an epoch up to ``last``; what is read past leaves random numbers as they were.
+
+        Raises:
+            DataError: there are fewer.
+        """
+        source: Iterator[Any] | None = None
+        for number in range(last):
+            with contextlib.ExitStack() as kept:
+                if source is None or number // self.accumulate not in chosen:
+                    kept.enter_context(random_kept())
+                try:
+                    source = self._begun(epoch) if source is None else source
+                    batch = next(source)
+                except StopIteration:
+                    raise DataError(
+                        f"trainer: {type(self.loader).__name__} said that an epoch has {self._length} batches (its "
+                        f"len()) and gave {number} in epoch {epoch}; expected as many as it said.",
+                        found=number,
+                        expected=self._length,
+                    ) from None
+            yield batch
+        if last == self._length and source is not None:
+            with random_kept():
+                next(source, None)  # some loaders do their last work when they are asked for what is not there
+
+    def _begun(self, epoch: int) -> Iterator[Any]:
+        """Return the batches of an epoch; what is drawn for their order is the caller's to keep."""
+        for target in (self.loader, getattr(self.loader, "sampler", None)):
+            if hasattr(target, "set_epoch"):
+                target.set_epoch(epoch)  # type: ignore[union-attr]
+        decide_order(self.loader, self.seed, epoch)
+        return self.loader.epoch(epoch) if hasattr(self.loader, "epoch") else iter(self.loader)
 
     def _cut(self, batch: Any, share: Share | None) -> list[Any]:
         first, last = share.of(batch_len(batch)) if share is not None else (0, batch_len(batch))
@@ -183,6 +217,65 @@ class StreamFeed:
         if (first, last) == (0, batch_len(batch)) and size >= last:
             return [batch]
         return [_slice(batch, *piece, batch_len(batch)) for piece in _pieces(first, last, size, share)]
+
+
+class EndlessFeed(StreamFeed):
+    """A feed over what has no length: one epoch of as many turns as the run has steps, begun anew each time it ends.
+
+    What cannot begin anew, as a generator, ends the epoch early. Turns are read on from where reading was.
+
+    Args:
+        max_steps: turns of the epoch.
+    """
+
+    def __init__(self, loader: Any, device: torch.device, *, max_steps: int, **sizes: Any) -> None:
+        super().__init__(loader, device, **sizes)
+        self._steps = max_steps
+        self._source: Iterator[Any] = iter(())
+        self._passes = self._next = 0
+
+    def turns(self, epoch: int) -> int:
+        """Return how many turns the epoch has."""
+        return self._steps
+
+    def identity(self) -> dict[str, Any]:
+        """Return the size of a step; how many there are may change."""
+        return {"batches": None, "accumulate": self.accumulate}
+
+    def work(self, epoch: int, turns: Iterable[int], share: Share | None) -> Iterator[tuple[int, list[Any]]]:
+        """Yield ``(turn, micro-batches)`` as `StreamFeed` does; fewer where the data end and do not begin anew."""
+        chosen = set(turns)
+        if chosen and self._next > min(chosen):
+            self._source, self._passes, self._next = iter(()), 0, 0
+        for turn in range(self._next, max(chosen, default=-1) + 1):
+            batches = self._turn(turn in chosen)
+            if not batches:
+                return
+            self._next = turn + 1
+            if turn in chosen:
+                yield turn, [to_device(part, self.device) for batch in batches for part in self._cut(batch, share)]
+
+    def _turn(self, wanted: bool) -> list[Any]:
+        """Return the batches of the next turn, which does not reach over the end of a pass; none where all is read."""
+        held = self._some(self.accumulate, wanted)
+        if not held:
+            with random_kept():
+                self._source = self._begun(self._passes)
+                held = list(itertools.islice(self._source, 1))
+            self._passes += 1
+            held += self._some(self.accumulate - 1, wanted) if held else []
+        return held
+
+    def _some(self, count: int, wanted: bool) -> list[Any]:
+        with contextlib.nullcontext() if wanted else random_kept():
+            return list(itertools.islice(self._source, count))
+
+
+def _length_of(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except TypeError:
+        return None
 
 
 def _pieces(first: int, last: int, size: int, share: Share | None) -> list[tuple[int, int]]:
@@ -196,7 +289,9 @@ def _slice(batch: Any, first: int, last: int, total: int) -> Any:
     def cut(part: Any) -> Any:
         if isinstance(part, torch.Tensor):
             return part[first:last] if part.dim() and part.shape[0] == total else part
-        if isinstance(part, (int, float, str, bool, type(None))):
+        if is_column(part):
+            return part[first:last] if len(part) == total else part
+        if isinstance(part, (int, float, str, bytes, bool, type(None))):
             return part
         raise TrainError(
             f"trainer: a batch of type {type(part).__name__} cannot be cut into shares or micro-batches. Expected "
@@ -205,7 +300,7 @@ def _slice(batch: Any, first: int, last: int, total: int) -> Any:
             found=type(part).__name__,
         )
 
-    return map_leaves(batch, cut)
+    return map_leaves(batch, cut, is_column)
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
@@ -235,14 +330,28 @@ def as_feed(
     collate: Any = None,
     accumulate: int = 1,
     micro_batch_size: int | None = None,
+    max_steps: int | None = None,
 ) -> RowFeed | StreamFeed:
-    """Return the feed over a loader, or over a data set cut into batches of ``batch_size``."""
+    """Return the feed over a loader, or over a data set cut into batches of ``batch_size``.
+
+    Raises:
+        DataError: a loader without a length, and no ``max_steps``.
+        TrainError: rows without a ``batch_size``.
+    """
     sizes: Any = {"accumulate": accumulate, "micro_batch_size": micro_batch_size}
     if isinstance(data, DataLoader):
         return RowFeed(data, device=device, **sizes)
     if isinstance(data, torch.utils.data.DataLoader) or (batch_size is None and batches is None):
         _refuse_rows(data)
-        return StreamFeed(data, device, **sizes)
+        if _length_of(data) is not None:
+            return StreamFeed(data, device, seed=seed, **sizes)
+        if max_steps is None:
+            raise DataError(
+                f"trainer: found {type(data).__name__} without a length; expected a loader whose len() is the number "
+                "of batches in an epoch, or max_steps, which says how many steps to train on it. Wrap it in "
+                "flodl.data.DataLoader, put it into a list, or set max_steps (held-out data need a length)."
+            )
+        return EndlessFeed(data, device, max_steps=max_steps, seed=seed, **sizes)
     options: dict[str, Any] = (
         {"batches": batches}
         if batches is not None
@@ -274,6 +383,14 @@ def _are_rows(data: Any) -> bool:
     if isinstance(data, (list, tuple)):
         return bool(data) and _is_row(data[0])
     return not hasattr(data, "__iter__") and not hasattr(data, "epoch")
+
+
+def gives_batches(data: Any) -> bool:
+    """Return whether ``data`` are batches already: a list of them, or a loader that has no rows to be asked for."""
+    if isinstance(data, (list, tuple)):
+        return not _are_rows(data)
+    asked = any(hasattr(data, name) for name in ("get", "get_batch", "__getitem__"))
+    return hasattr(data, "__iter__") and hasattr(data, "__len__") and not asked and not _are_rows(data)
 
 
 def _is_row(item: Any) -> bool:

@@ -90,7 +90,7 @@ def try_turn(trainer: TrainerCore, turn: int) -> tuple[int, bool]:
         stack.callback(load_random, device, tensors, rest)
         for buffer in model.buffers():
             stack.callback(buffer.copy_, buffer.clone())
-        stack.callback(trainer.optimizer.zero_grad, set_to_none=True)
+        stack.callback(model.zero_grad, set_to_none=True)
         several = step.share_gradients
         ratios = (1.0,) * trainer.ranks.world if several else (1.0,)
         share = Share(trainer.ranks.rank if several else 0, ratios, trainer.min_rows)

@@ -65,13 +65,44 @@ class Loop(TrainerCore):
     # ---- steps and meetings --------------------------------------------------------------------------
 
     def _work(self, feed: Feed) -> Iterator[tuple[int, list[Any]]]:
-        """Yield this rank's part of what is left of the epoch, one optimiser step at a time."""
-        for turns, ratios in self.policy.turns(feed.turns(self.epoch_number)):
+        """Yield this rank's part of what is left of the epoch, one optimiser step at a time, its rates set."""
+        self.observing.refresh()
+        self.step_.invalidate_if_changed()
+        self.watch.restart()
+        self.hooks.call("on_epoch_begin", self.epoch_number)
+        self.check_learners()
+        total = feed.turns(self.epoch_number)
+        for turns, ratios in self.policy.turns(total):
             share = Share(self.ranks.rank, ratios, self.min_rows) if ratios else Share(0, (1.0,), self.min_rows)
             self.ranks.phase("data")
-            for turn, batches in feed.work(self.epoch_number, turns, share):
-                yield turn, batches
+            done = -1
+            for done, batches in feed.work(self.epoch_number, turns, share):
+                self.rates.set(self.policy.lr_step)
+                self.hooks.call("on_step_begin", batches)
+                yield done, batches
                 self.ranks.phase("data")
+            if done != turns[-1]:
+                self._ran_out()
+                return
+        if not total:
+            self._ran_out()
+
+    def _ran_out(self) -> None:
+        """Have the run end where there are no further batches.
+
+        Raises:
+            TrainError: there was none at all, or other ranks wait for what is missing.
+        """
+        step = self.policy.lr_step
+        if not step:
+            raise TrainError(
+                "trainer: found no batches in the data; expected one at least. Check what the loader reads and filters."
+            )
+        said = f"data: they ended after step {step} and do not begin anew (a generator cannot)"
+        if not isinstance(self.policy, Sync):
+            raise TrainError(f"{said}; expected {self.policy.name!r} to have turns for all ranks. Use policy='sync'.")
+        self.warn(f"{said}; the run ends here")
+        self.stopping = True
 
     def _after_step(self, turn: int, result: StepResult) -> None:
         round_ = self.policy.after_step(turn, result.samples, result.compute_ms, self._flags())
@@ -193,7 +224,9 @@ class Loop(TrainerCore):
         wanted = self._call("metrics_fn", metrics) if self.ranks.rank == 0 else None
         every = self.settings.checkpoint_every
         if every and (done + 1) % every == 0 and self.ranks.rank == 0:
-            self._call("checkpoint_fn", done + 1, self.model)
+            # The weights that were judged, as in evaluations.
+            with self.average.applied() if self.average is not None else contextlib.nullcontext():
+                self._call("checkpoint_fn", done + 1, self.model)
         rows = self.ranks.table([float(wanted is False or self.wishes.flags()[0]), float(not self.saves.at_epochs_end)])
         self.stopping = self.stopping or any(row[0] for row in rows)
         self.stopping = self.stopping or self.out_of_steps

@@ -6,7 +6,7 @@ wrong as soon as two micro-batches hold different numbers of tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 
 from flodl.errors import TrainError
 
-__all__ = ["Loss", "as_loss", "batch_len"]
+__all__ = ["Loss", "as_loss", "batch_len", "is_column"]
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def _where_any(count: Any, value: torch.Tensor) -> torch.Tensor:
     return value if count > 0 else torch.where(torch.zeros((), dtype=torch.bool, device=value.device), value, 0.0)
 
 
-def as_loss(value: Any, samples: int) -> Loss:
+def as_loss(value: Any, samples: float) -> Loss:
     """Return what a training step gave as a `Loss`.
 
     Args:
@@ -122,18 +122,34 @@ def as_loss(value: Any, samples: int) -> Loss:
 
 
 def batch_len(batch: Any) -> int:
-    """Return the number of samples in a batch: its ``num_rows`` if it says so, else the length of
-    dimension 0 of its first tensor, else 1.
+    """Return the number of samples in a batch: its ``num_rows`` if it says so, else the length of dimension 0 of its
+    first tensor that has one, else that of its first list of texts or numbers, else 1.
     """
     said = getattr(batch, "num_rows", None)
     if isinstance(said, int):
         return said
-    if isinstance(batch, torch.Tensor):
-        return batch.shape[0] if batch.dim() else 1
+    found = _first_len(batch, lambda part: isinstance(part, torch.Tensor) and part.dim() > 0)
+    found = _first_len(batch, is_column) if found is None else found
+    return 1 if found is None else found
+
+
+def _first_len(batch: Any, counts: Callable[[Any], bool]) -> int | None:
+    """Return the length of the first part of a batch that counts, looking into parts in order."""
+    if counts(batch):
+        return len(batch)
     parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
     if not parts and hasattr(batch, "__dict__"):
         parts = [v for v in vars(batch).values() if isinstance(v, torch.Tensor)]
     for part in parts:
         if isinstance(part, (torch.Tensor, Mapping, list, tuple)):
-            return batch_len(part)
-    return 1
+            found = _first_len(part, counts)
+            if found is not None:
+                return found
+    return None
+
+
+def is_column(part: Any) -> bool:
+    """Return whether a part of a batch is a list of values, one a row; sizes are tuples of numbers, and are none."""
+    if isinstance(part, list):
+        return bool(part) and all(isinstance(value, (str, bytes, int, float, type(None))) for value in part)
+    return isinstance(part, tuple) and bool(part) and all(isinstance(value, (str, bytes)) for value in part)

@@ -7,8 +7,6 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
 from flodl.distributed.sync import Sync
 from flodl.errors import TrainError
 from flodl.train.console import ShowProgress
@@ -25,8 +23,11 @@ __all__ = ["OwnLoop"]
 class OwnLoop(Loop):
     """Made by `Trainer.setup`. Iterate ``epochs`` and ``epoch``, call ``backward`` on losses and ``step``."""
 
-    _samples = 0
+    _samples = 0  # rows of the step so far
     _batches = 0
+    _rows = 0  # of the batch at hand
+    _passed = False  # whether that had its backward pass by `backward`
+    _summed = False  # whether any batch of the step had
     _turn: int | None = None
     _last = False
     _begun = False
@@ -74,11 +75,12 @@ class OwnLoop(Loop):
         the last of them and returns None before.
 
         Args:
-            loader: a `flodl.data.DataLoader`, or anything with a length that yields batches and yields
-                the same on every rank.
+            loader: a `flodl.data.DataLoader`, or anything that yields batches and yields the same on every rank; what
+                has no length is one epoch of ``max_steps`` steps.
 
         Raises:
-            TrainError: a batch cannot be cut into shares.
+            DataError: no length, and no ``max_steps``.
+            TrainError: a batch cannot be cut into shares, or there is none.
             SystemExit: SIGTERM or SIGINT came; the state is saved.
         """
         settings = self.settings
@@ -96,19 +98,18 @@ class OwnLoop(Loop):
             drop_last=settings.drop_last,
             accumulate=settings.accumulate,
             micro_batch_size=settings.micro_batch_size,
+            max_steps=settings.max_steps,
         )
         self._begin_once()
-        self.watch.restart()
-        self.hooks.call("on_epoch_begin", self.epoch_number)
         for turn, batches in self._work(self.feed):
-            self.rates.set(self.policy.lr_step)
-            self.hooks.call("on_step_begin", batches)
             self._samples = self._batches = 0
+            self._summed = False
             if not batches:  # too few samples for every rank; the others still need this one
                 self._finish(turn)
             for place, batch in enumerate(batches):
                 self._turn, self._last = turn, place + 1 == len(batches)
-                self._samples += batch_len(batch)
+                self._rows, self._passed = batch_len(batch), False
+                self._samples += self._rows
                 self._batches += 1
                 self.ranks.phase("forward", self.policy.lr_step)
                 timer = self.step_.timed()
@@ -121,21 +122,33 @@ class OwnLoop(Loop):
                     self.step()
             if self.stopping:
                 return
-        self._end_epoch()
+        if not self.stopping:
+            self._end_epoch()
 
     def backward(self, loss: Any, count: float | None = None) -> None:
         """Add the gradient of one batch, exactly for any split into micro-batches and ranks.
 
         Args:
-            loss: what a ``train_step`` may return, see `flodl.train.Loss`.
+            loss: what a ``train_step`` may return, see `flodl.train.Loss`; of all that the batch is to teach, since
+                it counts once.
             count: how many items a plain mean stands for; None for the samples of the batch.
+
+        Raises:
+            TrainError: the batch had its backward pass already, or there is none.
         """
-        if isinstance(loss, torch.Tensor) and count is None and self._batches > 1:
-            count = self._samples - sum(self._earlier)
-        samples = self._samples - sum(self._earlier)
-        self._earlier.append(samples)
+        if self._passed or self._turn is None:
+            raise TrainError(
+                "backward: the batch has had its backward pass, and would count twice. Expected one for each batch of "
+                "epoch(); add losses up: trainer.backward(first + second)."
+            )
+        if not self._summed and any(p.grad is not None for p in self.model.parameters()):
+            raise TrainError(
+                "backward: there are gradients that loss.backward() left, of which nobody knows how many samples they "
+                "stand for. Expected trainer.backward(loss) alone; add losses up: trainer.backward(first + second)."
+            )
+        self._passed = self._summed = True
         self.ranks.phase("backward")
-        self.step_.backward(as_loss(loss, int(count) if count is not None else samples), samples)
+        self.step_.backward(as_loss(loss, self._rows if count is None else count), self._rows)
 
     def step(self) -> StepResult | None:
         """Take one optimiser step over all ranks and clear gradients; None while batches of it are to come.
@@ -160,7 +173,8 @@ class OwnLoop(Loop):
 
     def _finish(self, turn: int) -> StepResult:
         step = self.step_
-        if not self._earlier and self._batches:
+        self._check_precision()
+        if not self._summed and self._batches:
             if self._batches > 1:
                 raise TrainError(
                     f"step: {self._batches} micro-batches came and loss.backward() was called on them directly, "
@@ -172,22 +186,29 @@ class OwnLoop(Loop):
                     "or loss.backward() before it; trainer.step() moves parameters and clears gradients by itself, so "
                     "optimizer.step() and zero_grad() are left out."
                 )
+            if self.precision.scaler is not None:
+                raise TrainError(
+                    "step: loss.backward() was called on a loss without the scale that float16 needs. Expected "
+                    "trainer.backward(loss), which has it."
+                )
             step.own_gradients(float(self._samples))
-        self._earlier = []
         while self._seen:
             step.observe(self._seen.pop(0))
         result = step.update(step=self.policy.lr_step, flags=self._flags())
         self._after_step(turn, result)
         return result
 
-    @property
-    def _earlier(self) -> list[int]:
-        """Samples of the batches of this step whose gradient has been added."""
-        return self.__dict__.setdefault("_added", [])
+    def _check_precision(self) -> None:
+        """Refuse a precision that passes of this loop do not have.
 
-    @_earlier.setter
-    def _earlier(self, value: list[int]) -> None:
-        self.__dict__["_added"] = value
+        Raises:
+            TrainError: no forward pass was in the context of half precision.
+        """
+        if self.precision.name in ("bf16", "fp16") and self._batches and not self.precision.entered:
+            raise TrainError(
+                f"step: precision={self.precision.name!r} and a forward pass without it; a loop of your own says where "
+                "it holds. Expected `with trainer.precision.context():` around model and loss, or precision='fp32'."
+            )
 
     @property
     def is_sync(self) -> bool:

@@ -13,7 +13,7 @@ from flodl.distributed.group import Ranks
 from flodl.errors import TrainError
 from flodl.train.core import seed_all
 from flodl.train.evaluate import Callbacks
-from flodl.train.feed import as_feed
+from flodl.train.feed import as_feed, gives_batches
 from flodl.train.optim.optimizers import OptimizerMaker
 from flodl.train.settings import Settings
 from flodl.train.step import TrainStep
@@ -75,13 +75,13 @@ class RunPlan:
             drop_last=settings.drop_last,
             accumulate=settings.accumulate,
             micro_batch_size=micro,
-            **self.data_options,
+            **{"max_steps": settings.max_steps, **self.data_options},
         )
-        size = micro or settings.batch_size
-        evals = {
-            name: (step, as_feed(data, device, **{"batch_size": size, "shuffle": False, **options}))
-            for name, (step, data, options) in self.evals.items()
-        }
+        rows = {"batch_size": micro or settings.batch_size, "shuffle": False}
+        evals = {}
+        for name, (step, data, options) in self.evals.items():
+            cut = {"micro_batch_size": micro} if gives_batches(data) else rows
+            evals[name] = step, as_feed(data, device, **{**cut, **options})
         callbacks = replace(self.callbacks, evals=evals)
         ranks.phase("model build")
         return self.make(

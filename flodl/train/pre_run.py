@@ -131,7 +131,9 @@ def rehearse(plan: RunPlan, run: Callable[[RunPlan], Any], *, steps: int = 3) ->
     watch, given = _Watch(), plan.settings
     settings = replace(given, **{**ALONE, "max_steps": steps}, callbacks=(*given.callbacks, watch), capture=False)
     calls = replace(plan.callbacks, epoch_fn=None, checkpoint_fn=None, metrics_fn=None, eval_fn=None)
-    run(replace(plan, model_factory=Copied(plan.model_factory), settings=settings, callbacks=calls))
+    data_options = {**plan.data_options, "max_steps": given.max_steps}  # the length of what has none
+    copied = Copied(plan.model_factory)
+    run(replace(plan, model_factory=copied, settings=settings, callbacks=calls, data_options=data_options))
     pace = watch.times[1:] or watch.times
     each = sum(pace) / len(pace) if pace else 0.0
     whole = watch.steps_per_epoch * given.num_epochs

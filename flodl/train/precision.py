@@ -21,9 +21,14 @@ class Precision:
         name: ``"fp32"`` (as the parameters are), ``"tf32"`` (float32 with TF32 matrix products on
             CUDA), ``"bf16"`` or ``"fp16"`` (autocast; float16 with a dynamic loss scale).
 
+    Attributes:
+        entered: whether the context was asked for.
+
     Raises:
         TrainError: another name.
     """
+
+    entered = False
 
     def __init__(self, name: str, device: torch.device) -> None:
         if name not in PRECISIONS:
@@ -37,6 +42,7 @@ class Precision:
 
     def context(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context in which forward and loss run."""
+        self.entered = True
         if self.name in ("bf16", "fp16"):
             dtype = torch.bfloat16 if self.name == "bf16" else torch.float16
             return torch.autocast(self.device.type, dtype=dtype)

@@ -67,7 +67,7 @@ class Replicas:
             sums = total(torch.tensor([float(count)], dtype=torch.float64, device=self.device))
             for parameter in model.parameters():
                 if parameter.grad is not None:
-                    parameter.grad.div_(float(sums[0]))
+                    parameter.grad.div_(float(sums[0]) or 1.0)  # gradients of nothing are 0, and stay so
 
     def sync_buffers(self, weight: float = 1.0) -> None:
         """Replace floating-point buffers by their weighted mean over ranks, whole-number ones by the largest."""

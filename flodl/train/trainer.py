@@ -118,13 +118,7 @@ class Trainer(OwnLoop):
             choose_route(self)
             while self.epoch_number < self.settings.num_epochs and not self.stopping:
                 self._call("epoch_fn", self.epoch_number, self, may_stop=True)
-                self.observing.refresh()
-                self.step_.invalidate_if_changed()
-                self.watch.restart()
-                self.hooks.call("on_epoch_begin", self.epoch_number)
                 for turn, batches in self._work(self.feed):
-                    self.rates.set(self.policy.lr_step)
-                    self.hooks.call("on_step_begin", batches)
                     self.log.begin(self.ranks.device)
                     result = self.step_.run(batches, step=self.policy.lr_step, flags=self._flags())
                     self._after_step(turn, result)

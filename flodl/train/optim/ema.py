@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from flodl.distributed.average import wide
 from flodl.errors import TrainError
 from flodl.train.saving.state import fixed_names, whole_model
 
@@ -41,7 +42,10 @@ class WeightAverage:
         named = [(n, p) for n, p in model.named_parameters() if p.is_floating_point() and n not in fixed]
         self.names = [name for name, _ in named]
         self._parameters: list[torch.Tensor] = [p for _, p in named]
-        self._average = [_wide(p.detach()).clone() for p in self._parameters]
+        self._average = [wide(p.detach()).clone() for p in self._parameters]
+        places = {id(p): place for place, p in enumerate(self._parameters)}
+        every = model.named_parameters(remove_duplicate=False)
+        self._place_of = {name: places[id(p)] for name, p in every if id(p) in places}
 
     def share(self, step: int) -> float:
         """Return the share that stays at the step with this number, counted from 1."""
@@ -49,7 +53,7 @@ class WeightAverage:
 
     def update(self, step: int) -> None:
         """Take in the weights after step ``step``, counted from 1."""
-        weights = [_wide(p.detach()) for p in self._parameters]
+        weights = [wide(p.detach()) for p in self._parameters]
         torch._foreach_lerp_(self._average, weights, 1 - self.share(step))  # pyright: ignore[reportPrivateImportUsage]
 
     @contextmanager
@@ -69,8 +73,8 @@ class WeightAverage:
             torch._foreach_copy_(self._parameters, self._average)  # pyright: ignore[reportPrivateImportUsage]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the average itself, which goes on, by parameter name."""
-        return dict(zip(self.names, self._average, strict=True))
+        """Return the average itself, which goes on, by each name of a parameter: tied ones have several."""
+        return {name: self._average[place] for name, place in self._place_of.items()}
 
     def load_state_dict(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take up a saved average."""
@@ -86,7 +90,3 @@ def averaged_state(tensors: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[st
     """
     state = whole_model(tensors)
     return state | {name: tensor.to(state[name].dtype) for name, tensor in tensors.get("ema", {}).items()}
-
-
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor

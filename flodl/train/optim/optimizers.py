@@ -160,25 +160,51 @@ def make_optimizer(
     """Return the optimiser that ``maker`` is or makes, of the groups or of all parameters that learn.
 
     Raises:
-        TrainError: nothing of the model learns, the optimiser is one of other parameters, or ``maker`` makes none.
+        TrainError: nothing of the model learns, some of it by sparse gradients, the optimiser has other parameters
+            than the model's, or ``maker`` makes none.
     """
     if not any(p.requires_grad for p in model.parameters()):
         raise TrainError(
             "optimizer: no parameter of the model learns; expected some with requires_grad. Freeze less of it."
         )
+    sparse = [
+        name for name, module in model.named_modules()
+        if getattr(module, "sparse", False) is True and any(p.requires_grad for p in module.parameters(recurse=False))
+    ]  # fmt: skip
+    if sparse:
+        raise TrainError(
+            f"model: {', '.join(sparse[:5])} would have sparse gradients, which are not summed, measured or clipped "
+            "here. Expected dense ones: make these modules with sparse=False.",
+            modules=sparse,
+        )
     if isinstance(maker, torch.optim.Optimizer):
-        own = {id(p) for p in model.parameters()}
-        if not any(id(p) in own for group in maker.param_groups for p in group["params"]):
-            raise TrainError(
-                f"optimizer: found a {type(maker).__name__} of other parameters than the model's, which would learn "
-                "nothing; expected one of this model's, or a factory such as flodl.train.adamw(1e-3), which is given "
-                "them."
-            )
-        return maker
-    if not callable(maker):
+        made = maker
+    elif callable(maker):
+        given = groups(model) if groups is not None else None
+        made = maker(given if given is not None else [p for p in model.parameters() if p.requires_grad])
+    else:
         raise TrainError(
             f"optimizer: found {maker!r}; expected a factory such as flodl.train.adamw(1e-3), a class of torch.optim, "
             "or an optimiser."
         )
-    made = groups(model) if groups is not None else None
-    return maker(made if made is not None else [p for p in model.parameters() if p.requires_grad])
+    if isinstance(made, torch.optim.LBFGS):
+        raise TrainError(
+            "optimizer: LBFGS computes the loss several times in a step, and a step here computes it once. Expected "
+            "an optimiser whose step() needs no closure."
+        )
+    own = {id(p) for p in model.parameters()}
+    foreign = [id(p) not in own for group in made.param_groups for p in group["params"]]
+    if all(foreign):
+        raise TrainError(
+            f"optimizer: found a {type(made).__name__} of other parameters than the model's, which would learn "
+            "nothing; expected one of this model's, or a factory such as flodl.train.adamw(1e-3), which is given "
+            "them."
+        )
+    if any(foreign):
+        raise TrainError(
+            f"optimizer: found a {type(made).__name__} with {sum(foreign)} parameters that the model does not have. "
+            "Their gradients would be neither divided nor clipped, nor summed over ranks, and checkpoints would not "
+            "hold them. Expected the model's alone; make a module with learned parameters, such as a loss, part of it.",
+            found=sum(foreign),
+        )
+    return made

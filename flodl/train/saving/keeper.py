@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import math
 import os
 import shutil
 import threading
@@ -28,13 +27,13 @@ from flodl.files import make_folders
 from flodl.hashed_json import seal
 from flodl.system import lock, sync_folder
 from flodl.train.events import Event, Saved, SaveFailed, Warned
+from flodl.train.saving.judged import judged, signed
 from flodl.train.saving.reading import (
     FORMAT,
     Checkpoint,
     list_checkpoints,
     open_checkpoint,
     read_checkpoint,
-    read_manifest,
 )
 from flodl.train.saving.tensor_stream import safetensors_chunks
 
@@ -94,7 +93,7 @@ class Keeper:
         self._serial = 0
         self._lock: int | None = None
         self._given_up = threading.Event()
-        self._best: dict[str, float] | None = None  # signed value and step of the best that was saved
+        self._best: dict[str, Any] | None = None  # signed value, step and metric of the best that was saved
         self._damaged: set[Path] = set()
         if ranks.rank == 0:
             try:
@@ -152,28 +151,20 @@ class Keeper:
 
     def is_best(self, metrics: Mapping[str, float]) -> bool:
         """Return whether weights with these figures would be the best saved so far."""
-        value = self._signed(metrics)
+        value = signed(self.best or "", metrics)
         return value is not None and (self._best is None or value > self._best["value"])
-
-    def _signed(self, metrics: Mapping[str, float]) -> float | None:
-        """Return the figure that decides, greater where better; None where there is none, or it is no number."""
-        name = self.best or ""
-        value = metrics.get(name.lstrip("-"))
-        if value is None or math.isnan(value):
-            return None
-        return -value if name.startswith("-") else value
 
     def note_best(self, metrics: Mapping[str, float], step: int) -> None:
         """Be told what is saved next."""
-        value = self._signed(metrics)
+        value = signed(self.best or "", metrics)
         if value is not None and self.is_best(metrics):
-            self._best = {"value": value, "step": step}
+            self._best = {"value": value, "step": step, "metric": self.best}
 
-    def best_record(self) -> dict[str, float] | None:
-        """Return value and step of the best, as JSON values that `resume_best` takes."""
+    def best_record(self) -> dict[str, Any] | None:
+        """Return value, step and metric of the best, as JSON values that `resume_best` takes."""
         return self._best
 
-    def resume_best(self, record: Mapping[str, float] | None) -> list[str]:
+    def resume_best(self, record: Mapping[str, Any] | None) -> list[str]:
         """Go on from a record of the best; return what is to be said where that checkpoint is not whole.
 
         The best that is left is taken in its place. All ranks call this.
@@ -185,6 +176,8 @@ class Keeper:
             found, said = self._whole_best()
         found, said = self.ranks.tell([found, said])
         self._best = found
+        if record is not None and record.get("metric", self.best) != self.best:
+            record = None  # of another metric: nothing to compare with
         if record is not None and (found is None or found["value"] < record["value"]):
             left = "no checkpoint with figures is left" if found is None else f"the best left is step {found['step']}"
             said = [
@@ -194,32 +187,20 @@ class Keeper:
             ]
         return said
 
-    def _whole_best(self) -> tuple[dict[str, float] | None, list[str]]:
+    def _whole_best(self) -> tuple[dict[str, Any] | None, list[str]]:
         said = []
         for value, step, path in self.judged():
             try:
                 open_checkpoint(path)
-                return {"value": value, "step": step}, said
+                return {"value": value, "step": step, "metric": self.best}, said
             except CheckpointError as error:
                 self._damaged.add(path)
                 said.append(error.message)
         return None, said
 
     def judged(self) -> list[tuple[float, int, Path]]:
-        """Return value (greater is better), step and path of the checkpoints with figures, the best first.
-
-        The earliest comes first on ties. Those whose manifest cannot be read are left out.
-        """
-        found = []
-        for path in self.names():
-            if path in self._damaged:
-                continue
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                manifest = read_manifest(path)
-                value = self._signed(manifest["metrics"])
-                if value is not None:
-                    found.append((value, int(manifest["step"]), path))
-        return sorted(found, key=lambda entry: (-entry[0], entry[1]))
+        """Return value, step and path of the checkpoints with figures, the best first, none known to be damaged."""
+        return [entry for entry in judged(self.folder, self.best or "") if entry[2] not in self._damaged]
 
     def join(self) -> None:
         """Wait for the save under way, if any."""

@@ -155,11 +155,12 @@ def restore(trainer: TrainerCore, saved: Checkpoint) -> list[dict[str, object]]:
         trainer.average.load_state_dict(saved.tensors.get("ema", saved.tensors["model"]))
     if "optimizer" in own[mine]:
         part = {name.removeprefix("optimizer/"): t for name, t in tensors.items() if name.startswith("optimizer/")}
-        load_optimizer(trainer.model, trainer.optimizer, part, own[mine]["optimizer"])
+        rest = own[mine]["optimizer"]
     else:
         stored = saved.tensors.get("optimizer") or whole_parts(saved.tensors, OPTIMIZER)
-        part = {name: t for name, t in stored.items() if name != "empty"}
-        load_optimizer(trainer.model, trainer.optimizer, part, saved.values["optimizer-options"])
+        part, rest = {name: t for name, t in stored.items() if name != "empty"}, saved.values["optimizer-options"]
+    accepted = {str(change["name"]).removeprefix("optimizer.") for change in changes}
+    load_optimizer(trainer.model, trainer.optimizer, part, rest, accepted)
     trainer.precision.load_state_dict(own[mine].get("precision", own[0]["precision"]))
     trainer.rates.load_state_dict(run["schedule"])
     trainer.evaluator.load_state_dict(run["evaluator"])
@@ -175,6 +176,8 @@ def restore(trainer: TrainerCore, saved: Checkpoint) -> list[dict[str, object]]:
     if trainer.ranks.rank < world:
         trainer.tally = Tally(**own[mine]["tally"])
         load_random(trainer.ranks.device, tensors, own[mine]["random"])
+    for gone in own[trainer.ranks.world :] if trainer.ranks.rank == 0 else ():
+        trainer.tally.take_over(Tally(**gone["tally"]), shared_loss=trainer.policy.shares_gradients)
     trainer.model_was_replaced()
     return changes
 

@@ -8,7 +8,7 @@ where they go is decided in `flodl.train.trainer` and `flodl.train.saving.keeper
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -187,9 +187,16 @@ def _unjson(value: Any) -> Any:
 
 
 def load_optimizer(
-    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Any], rest: Mapping[str, Any]
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    tensors: Mapping[str, Any],
+    rest: Mapping[str, Any],
+    changed: Collection[str] = (),
 ) -> None:
     """Put a saved state into the optimiser.
+
+    Args:
+        changed: options of groups that were changed since; they stay as they are.
 
     Raises:
         CheckpointError: another kind of optimiser, or other parameters; ``problems`` lists them and
@@ -233,12 +240,18 @@ def load_optimizer(
     for group, options in zip(optimizer.param_groups, rest["groups"], strict=True):
         for option, value in options.items():
             # Which kernel computes the update is this device's affair.
-            if option in ("params", "fused", "foreach", "capturable"):
+            if option in ("params", "fused", "foreach", "capturable") or option in changed:
                 continue
-            if isinstance(group.get(option), torch.Tensor):
-                group[option].fill_(_unjson(value))
-            else:
-                group[option] = _unjson(value)
+            group[option] = _like_before(group.get(option), _unjson(value))
+
+
+def _like_before(before: Any, value: Any) -> Any:
+    """Return a value of an option, put into the tensors that there are for it, themselves."""
+    if isinstance(before, torch.Tensor):
+        return before.fill_(value)
+    if isinstance(before, tuple) and isinstance(value, tuple) and len(before) == len(value):
+        return tuple(map(_like_before, before, value))
+    return value
 
 
 def random_state(device: torch.device) -> tuple[Tensors, dict[str, Any]]:

@@ -122,7 +122,7 @@ class DeviceStep:
                 total = part.total.to(self.device)
                 return self.apply(total, count, divided=part.divided, apart=len(batches) == 1, metrics=part.metrics)
         finally:
-            self.optimizer.zero_grad(set_to_none=True)
+            self.model.zero_grad(set_to_none=True)
 
     def apply(
         self,

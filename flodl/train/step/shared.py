@@ -88,7 +88,7 @@ class SharedStep(DeviceStep):
         try:
             lacking = self.sums.fill_buckets()
         finally:
-            self.optimizer.zero_grad(set_to_none=True)
+            self.model.zero_grad(set_to_none=True)
         return outcome_of(part.pair(self.device), 0.0, True, part.metrics, lacking)
 
     def agree(self, part: Outcome, flags: Sequence[float], *, arrived: bool) -> Agreement:
@@ -121,7 +121,7 @@ class SharedStep(DeviceStep):
                 self.buffers(weight)
             total, count = pair.unbind()
             found = self.apply(total, count, divided=self.sum_of_means, apart=False, metrics={}, inside=True)
-            self.optimizer.zero_grad(set_to_none=True)
+            self.model.zero_grad(set_to_none=True)
         return found
 
 

@@ -309,7 +309,8 @@ class Step:
     def update(self, *, step: int = 0, flags: Sequence[float] = ()) -> StepResult:
         """Finish the step: sum over ranks, divide by the count, clip, move the parameters, clear gradients."""
         device, part = self.ranks.device, self._part
-        rest = torch.tensor([*flags, part.samples], dtype=torch.float64, device=device)
+        # Of a loss that nobody said a rank without a batch does not know that.
+        rest = torch.tensor([*flags, float(not self._loss_known)], dtype=torch.float64, device=device)
         totals = torch.cat([part.pair(device), rest])
         if self.share_gradients:
             self.ranks.phase("reduce")
@@ -317,7 +318,7 @@ class Step:
             if self._buffers is not None:
                 self._buffers(float(part.samples))
         self.ranks.phase("optimiser")
-        loss_sum, count, *summed = totals.tolist()
+        loss_sum, count, *summed, unknown = totals.tolist()
         for start, end in self._spans:
             end.synchronize()
             self._compute_ms += start.elapsed_time(end)
@@ -328,14 +329,14 @@ class Step:
             part.samples,
             0.0,
             self._compute_ms,
-            flags=summed[:-1],
+            flags=summed,
             metrics=metrics,
             observed=observed,
         )
         self._apply(result, step)
-        if not self._loss_known:
+        if unknown:
             result.loss, self._loss_known = math.nan, True
-        self.optimizer.zero_grad(set_to_none=True)
+        self.model.zero_grad(set_to_none=True)
         self._begin()
         return result
 

@@ -196,6 +196,7 @@ def test_the_command_holds_its_runs_to_the_baseline(tmp_path):
     assert done.returncode == 1, done.stderr
     assert "FAR FROM THE BASELINE  logistic" in done.stdout
     rows = json.loads((tmp_path / "out" / "results.json").read_text())["modes"]
+    assert [row["mode"] for row in rows] == ["solo"]
     assert baseline.compare(rows, known, 0.01) == ([], []), "the one that is kept is of this code"
 
 

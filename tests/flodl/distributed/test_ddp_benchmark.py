@@ -49,6 +49,7 @@ def test_two_ranks_fill_every_table(tmp_path):
     assert set(timeline) == {"spans", "gaps", "busy", "samples", "summary"}
 
 
+@pytest.mark.slow
 def test_one_rank_has_its_own_row(tmp_path):
     found = run(tmp_path, "--models", "conv-ae")
     assert [row["mode"] for row in found["modes"]] == ["solo"]

@@ -162,7 +162,8 @@ def test_state_dict_round_trip(form: Form) -> None:
 
 
 @quiet
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+# The second takes the way of the first, and one step more.
+@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.slow), "aot_eager"])
 def test_compiles(form: Form, backend: str) -> None:
     torch.compiler.reset()
     graph, x, named = made(form)

@@ -11,7 +11,8 @@ from torch.nn.functional import cross_entropy, mse_loss
 from flodl.data import DataLoader, TensorRows
 from flodl.distributed import RankError, launch
 from flodl.distributed.average import BufferMean, ParameterMean, check_equal
-from flodl.distributed.policy import choose_policy
+from flodl.distributed.policy import choose_policy, make_policy
+from flodl.distributed.rounds import Knobs
 from flodl.errors import TrainError
 from flodl.train import EpochMetrics, Loss, RunDone, RunStarted, Saved, Synced, Trainer, adamw, sgd
 
@@ -134,8 +135,7 @@ def test_another_number_of_ranks_takes_up_the_rest_of_the_epoch(tmp_path, policy
     trained, events = run(after, policy, folder=str(tmp_path), resume=True, allow_change=allowed, anchor=2)
     assert next(e for e in events if isinstance(e, RunStarted)).resumed_from is not None
     every_sample_once(trained.metrics[1:])
-    # ranks that no longer exist took their figures of the first epoch with them
-    assert trained.metrics[0].samples <= ROWS
+    every_sample_once(trained.metrics[:1])
 
 
 # ---- the averages themselves ------------------------------------------------------------------------
@@ -164,6 +164,43 @@ def averaging(ranks, on_cpu):
         torch.equal(frozen, model[0].bias),
         rows,
     )
+
+
+def averaging_by_samples(ranks, policy):
+    model = nn.Linear(1, 1, bias=False)
+    model.weight.data.fill_(float(ranks.rank))
+    steps = make_policy(policy, ranks, model, Knobs())
+    work = steps.turns(2)
+    [turn], _ = next(work)
+    ranks.barrier()  # each has taken one
+    steps.after_step(turn, 1 + 2 * ranks.rank, 1.0, [])
+    assert next(work, None) is None
+    [*_, last] = steps.close_epoch([])
+    return model.weight.item(), last.batches, last.all_dry
+
+
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+def test_ranks_weigh_by_their_samples(policy):
+    for found in launch(averaging_by_samples, (policy,), ranks=2, start="fork").wait():
+        assert found == (pytest.approx(0.75), (1, 1), True)
+
+
+def averaging_equal(ranks):
+    found = []
+    for dtype in (torch.bfloat16, torch.float16):
+        torch.manual_seed(0)
+        model = nn.Linear(8, 8).to(dtype)
+        before, mean = model.weight.detach().clone(), ParameterMean(ranks, model)
+        model.bias.data.fill_(30.0 + 4 * ranks.rank)
+        mean.finish(mean.begin(7000.0 + 777 * ranks.rank, [0.0]), keep_progress=False)
+        found.append((torch.equal(model.weight, before), model.bias[0].item()))
+    return found
+
+
+def test_equal_weights_in_half_precision_are_their_own_average():
+    for found in launch(averaging_equal, ranks=2, start="fork").wait():
+        expected = 30 + 4 * 7777 / 14777
+        assert found == [(True, torch.tensor(expected, dtype=t).item()) for t in (torch.bfloat16, torch.float16)]
 
 
 def test_averages_are_weighted_keep_progress_and_leave_constants_and_frozen_alone():

@@ -120,7 +120,12 @@ def die_at_step(folder, ranks, number, victim=0):
     builder(folder, ranks=ranks).epoch_fn(boom).run().join()
 
 
-@pytest.mark.parametrize("number", range(1, 25))
+# A checkpoint comes after every third step, an epoch ends with every eighth: those around the first and the last of each
+# are tried in every run of the tests.
+QUICK = (1, 2, 3, 4, 7, 8, 9, 16, 23, 24)
+
+
+@pytest.mark.parametrize("number", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in range(1, 25)])
 def test_killed_at_any_step_and_resumed(whole, tmp_path, number):
     process = apart(die_at_step, tmp_path, 1, number)
     process.join()
