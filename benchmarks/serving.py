@@ -42,6 +42,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 from benchmarks.serving_clients import Asked, ask, loaded, percentiles, request_of, told
@@ -142,6 +143,24 @@ def memory(pids: list[int]) -> float:
         except OSError:
             return 0.0
     return round(total / 2**20, 1)
+
+
+@contextmanager
+def memory_seen(pids: list[int], every_s: float) -> Iterator[list[float]]:
+    """Give what processes hold now, and after each so many seconds for as long as this holds."""
+    seen, done = [memory(pids)], Event()
+
+    def look() -> None:
+        while not done.wait(every_s):
+            seen.append(memory(pids))
+
+    thread = Thread(target=look, daemon=True)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        done.set()
+        thread.join()
 
 
 def processor_s(pid: int) -> float:
@@ -321,19 +340,20 @@ def mixed(url: str, model: Any, most: float, args: argparse.Namespace, share: fl
     clients = args.clients if share < 1 else min(4000, max(args.clients, round(rate * 2)))
     seconds = args.seconds if share < 1 else min(args.seconds, 20.0)
     http = answering(pids)
-    before, took = memory(pids), sum(map(processor_s, http))
-    found = loaded(url, args, clients, asked, rate, seconds)
+    took, began = sum(map(processor_s, http)), time.perf_counter()
+    with memory_seen(pids, seconds / 8) as held:
+        found = loaded(url, args, clients, asked, rate, seconds)
     took = sum(map(processor_s, http)) - took
     result = told(found, seconds)
     result |= {
         "seconds": seconds,
+        "whole_s": round(time.perf_counter() - began, 1),
         "clients": clients,
         "texts_of_a_request": texts,
         "asked_per_s": round(rate, 1),
         "asked_tokens_per_s": round(most * share),
         "doors_us_of_a_request": round(took * 1e6 / max(1, len(found.answered) + len(found.refused)), 1),
-        "memory_before_mib": before,
-        "memory_after_mib": memory(pids),
+        "memory_mib": [*held, memory(pids)],
     }
     return result
 

@@ -20,6 +20,9 @@ import numpy as np
 
 __all__ = ["Asked", "Found", "Load", "ask", "loaded", "percentiles", "request_of", "told"]
 
+# A server gives a request up after a minute; a client that has no answer by then has lost it, and says so.
+ANSWER_S = 90.0
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -74,6 +77,7 @@ class Found:
     compared: int = 0
     largest: float = 0.0
     misplaced: int = 0
+    comparing_s: float = 0.0
 
 
 def request_of(texts: Sequence[str]) -> bytes:
@@ -95,11 +99,13 @@ async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, reques
 
 def compare(found: Found, body: bytes, right: np.ndarray) -> None:
     """Note how far an answer is from the right one, and whether each of its vectors is nearest to its own text's."""
+    began = time.perf_counter()
     begin = 10 + int.from_bytes(body[8:10], "little")  # behind the head of a .npy file
     vectors = np.frombuffer(body, np.float32, offset=begin).reshape(right.shape)
     found.compared += len(right)
     found.largest = max(found.largest, float(np.abs(vectors - right).max()))
     found.misplaced += int(((vectors @ right.T).argmax(1) != np.arange(len(right))).sum())
+    found.comparing_s += time.perf_counter() - began
 
 
 async def client(
@@ -111,7 +117,8 @@ async def client(
     try:
         while (now := time.perf_counter()) < until:
             place = draw.randrange(len(requests))
-            status, tokens, body = await ask(reader, writer, requests[place])
+            async with asyncio.timeout(ANSWER_S):
+                status, tokens, body = await ask(reader, writer, requests[place])
             took = time.perf_counter() - now
             if status == 200:
                 found.answered.append(took)
@@ -126,7 +133,8 @@ async def client(
                 found.faults.append(str(status))
             if load.rate:
                 # Each client asks at its own times, whatever the others wait for.
-                await asyncio.sleep(max(0.0, draw.expovariate(load.rate / load.clients) - took))
+                next_s = now + max(took, draw.expovariate(load.rate / load.clients))
+                await asyncio.sleep(min(next_s, until) - time.perf_counter())
     except (OSError, asyncio.IncompleteReadError) as fault:
         found.faults.append(type(fault).__name__)
     finally:
@@ -175,6 +183,7 @@ def loaded(url: str, args: argparse.Namespace, clients: int, asked: Asked, rate:
             whole.compared += part.compared
             whole.largest = max(whole.largest, part.largest)
             whole.misplaced += part.misplaced
+            whole.comparing_s += part.comparing_s
     return whole
 
 
@@ -196,6 +205,7 @@ def told(found: Found, seconds: float) -> dict[str, Any]:
             "vectors_compared": found.compared,
             "largest_difference": round(found.largest, 8),
             "nearest_to_another_text": found.misplaced,
+            "comparing_us_of_a_request": round(found.comparing_s * 1e6 / max(1, len(found.answered)), 1),
         }
     return said
 

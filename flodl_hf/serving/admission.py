@@ -140,7 +140,7 @@ class Admission:
         return min(short, settings.max_queue_s) if stays else settings.max_queue_s
 
     def entering(self, key: str, tokens: int, left_s: float = math.inf) -> _Inside:
-        """Let a request in for as long as what this returns is held.
+        """Let a request in until what this returns has been left.
 
         Args:
             key: whose it is.
@@ -150,16 +150,34 @@ class Admission:
         Raises:
             OverloadedError: a limit is reached.
         """
-        settings, inside = self.settings, self.inside
-        if inside >= settings.max_concurrent:
-            raise self._refused(f"{inside} requests are being answered, and no more are at a time")
-        if settings.max_key_concurrent is not None and (mine := self.ledger.of_key(key)) >= settings.max_key_concurrent:
-            raise self._refused(f"{mine} requests of this key are being answered, and no more are")
-        wait, longest = self.wait_of(key, tokens), self.longest_wait(time.monotonic())
-        if inside and (wait > longest or wait > left_s > 0):
-            raise self._refused(f"what waits takes {wait:.1f} s")
-        self._spend(key, tokens)
+        others, wait, longest = self.inside, 0.0, math.inf
+        if others:
+            wait, longest = self.wait_of(key, tokens), self.longest_wait(time.monotonic())
+        else:
+            self.ledger.calm = time.monotonic()
+        # Counted before it is looked at: of processes whose requests come at the same instant, each sees that of the
+        # other or is seen by it, so that together they never let in more than there may be.
+        self.count(key, 1, tokens)
+        try:
+            self._check(key)
+            if wait > longest or wait > left_s > 0:
+                raise self._refused(f"what waits takes {wait:.1f} s")
+            if self.settings.max_key_tokens is not None:
+                with self.ledger.alone():
+                    self._spend(key, tokens, self.settings.max_key_tokens)
+        except OverloadedError:
+            self.count(key, -1, -tokens)
+            raise
         return _Inside(self, key, tokens)
+
+    def _check(self, key: str) -> None:
+        """Raise where a request that is counted already is one too many."""
+        settings, others = self.settings, self.inside - 1
+        if others >= settings.max_concurrent:
+            raise self._refused(f"{others} requests are being answered, and no more are at a time")
+        most = settings.max_key_concurrent
+        if most is not None and (mine := self.ledger.of_key(key) - 1) >= most:
+            raise self._refused(f"{mine} requests of this key are being answered, and no more are")
 
     def count(self, key: str, requests: int, tokens: int) -> None:
         """Note that requests came in, or went."""
@@ -167,11 +185,8 @@ class Admission:
         if requests < 0 and not self.inside:
             self.ledger.calm = time.monotonic()
 
-    def _spend(self, key: str, tokens: int) -> None:
+    def _spend(self, key: str, tokens: int, most: int) -> None:
         """Take tokens from what a key may have in a minute, which comes back all the time."""
-        most = self.settings.max_key_tokens
-        if most is None:
-            return
         now = time.monotonic()
         left = most - max(0.0, self.ledger.whole_at(key) - now) * most / 60
         # One request may be larger than a minute's part: it is let in when nothing else was.
@@ -194,8 +209,7 @@ class _Inside:
     def __init__(self, admission: Admission, key: str, tokens: int) -> None:
         self._admission, self._key, self._tokens = admission, key, tokens
 
-    def __enter__(self) -> None:
-        self._admission.count(self._key, 1, self._tokens)
+    def __enter__(self) -> None: ...
 
     def __exit__(self, *_: object) -> None:
         self._admission.count(self._key, -1, -self._tokens)

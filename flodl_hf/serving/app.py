@@ -17,13 +17,13 @@ from flodl_hf.serving.doors import DOORS
 from flodl_hf.serving.doors.door import Gathered, House
 from flodl_hf.serving.endpoint import (
     Endpoint,
+    Headers,
     Receive,
     Scope,
     Send,
     checked_key,
     encoded,
     fault_answer,
-    headers_of,
     send_whole,
 )
 from flodl_hf.serving.faults import RefusedError
@@ -191,7 +191,7 @@ class _Told:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             if not self.open_to_all:
-                checked_key(self.house, headers_of(scope))
+                checked_key(self.house, Headers(scope))
             found = self.what()
             status, body = found if isinstance(found, tuple) else await found
         except RefusedError as fault:

@@ -21,7 +21,7 @@ from flodl_hf.serving.frames import as_json, from_json
 from flodl_hf.serving.patience import Patience
 from flodl_hf.serving.tally import Tally
 
-__all__ = ["Endpoint", "checked_key", "encoded", "fault_answer", "headers_of", "send_whole"]
+__all__ = ["Endpoint", "Headers", "checked_key", "encoded", "fault_answer", "send_whole"]
 
 LOG = logging.getLogger("flodl_hf.serving")
 # A body that is too large is read so long and thrown away, for the client to see the answer rather than a closed
@@ -39,20 +39,37 @@ class _GoneError(Exception):
     """The client is gone."""
 
 
-def headers_of(scope: Scope) -> dict[str, str]:
-    """Return a request's headers by their names in lower case; of several the last."""
-    return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+class Headers:
+    """A request's headers by their names in lower case; of several the last. Few are read, so few become text.
+
+    Args:
+        scope: of ASGI.
+    """
+
+    __slots__ = ("_held",)
+
+    def __init__(self, scope: Scope) -> None:
+        self._held: dict[bytes, bytes] = dict(scope["headers"])
+
+    def __contains__(self, name: bytes) -> bool:
+        return name in self._held
+
+    def get(self, name: bytes, usual: str = "") -> str:
+        """Return one, or what stands for it where it is not there."""
+        found = self._held.get(name)
+        return usual if found is None else found.decode("latin-1")
 
 
-def checked_key(house: House, headers: Mapping[str, str]) -> str:
+def checked_key(house: House, headers: Headers) -> str:
     """Return a word for whose request it is.
 
     Raises:
         RefusedError: keys are needed, and this is none.
     """
-    given = headers.get("authorization", "")
-    kind, _, token = given.partition(" ")
-    key = token.strip() if kind.lower() == "bearer" else headers.get("x-api-key") or headers.get("api-key")
+    if not house.settings.api_keys:
+        return ""
+    kind, _, token = headers.get(b"authorization").partition(" ")
+    key = token.strip() if kind.lower() == "bearer" else headers.get(b"x-api-key") or headers.get(b"api-key")
     found = known_key(house.settings.api_keys, key)
     if found is None:
         raise RefusedError("the API key is missing or wrong; expected 'Authorization: Bearer KEY'", "key")
@@ -114,9 +131,9 @@ class Endpoint:
         call: Call | None = None
         status, word = 200, ""
         try:
-            headers = headers_of(scope)
+            headers = Headers(scope)
             key = checked_key(house, headers)
-            form = accepted(headers.get("accept", ""))
+            form = accepted(headers.get(b"accept"))
             body = await self._body(headers, receive)
             call = Call(
                 house,
@@ -149,10 +166,10 @@ class Endpoint:
         took = time.perf_counter() - started
         asyncio.get_running_loop().call_soon(self._tally.gone, call, status, word, took)
 
-    async def _body(self, headers: Mapping[str, str], receive: Receive) -> bytes:
+    async def _body(self, headers: Headers, receive: Receive) -> bytes:
         most = self.house.settings.max_body
-        kind = headers.get("content-type", "application/json")
-        length = headers.get("content-length", "0")
+        kind = headers.get(b"content-type", "application/json")
+        length = headers.get(b"content-length", "0")
         large = not length.isdecimal() or int(length[:19]) > most or len(length) > 18
         parts: list[bytes] = []
         cut, size = _Cut(), 0
@@ -271,11 +288,10 @@ def _parsed(body: bytes) -> Any:
 _PRIORITIES = {"high": 1, "normal": 0, "low": -1}
 
 
-def _priority(headers: Mapping[str, str]) -> int:
-    given = headers.get("x-priority")
-    if given is None:
+def _priority(headers: Headers) -> int:
+    if b"x-priority" not in headers:
         return 0
-    given = given.strip().lower()
+    given = headers.get(b"x-priority").strip().lower()
     if given not in _PRIORITIES:
         raise RefusedError(
             f"x-priority is {given[:40]!r}; expected one of {', '.join(_PRIORITIES)}", "field", param="x-priority"
@@ -283,10 +299,10 @@ def _priority(headers: Mapping[str, str]) -> int:
     return _PRIORITIES[given]
 
 
-def _timeout(headers: Mapping[str, str], most: float) -> float:
-    given = headers.get("x-timeout-s")
-    if given is None:
+def _timeout(headers: Headers, most: float) -> float:
+    if b"x-timeout-s" not in headers:
         return most
+    given = headers.get(b"x-timeout-s")
     try:
         asked = float(given)
     except ValueError:

@@ -19,6 +19,7 @@ HEAD = Struct("<QI")
 """Bytes of the whole message behind this, and of its JSON."""
 
 _KINDS = ("float32", "float16", "int64", "int32")
+_NAMES = {np.dtype(kind): kind for kind in _KINDS}  # numpy puts a dtype's name together anew each time
 
 as_json: Callable[[Any], bytes]
 """A value as JSON in UTF-8; numbers that are not finite as null."""
@@ -71,7 +72,7 @@ def packed(message: dict[str, Any], arrays: Sequence[np.ndarray] = ()) -> list[b
     """
     held = [np.ascontiguousarray(array) for array in arrays]
     if held:
-        message = {**message, "arrays": [[array.dtype.name, list(array.shape)] for array in held]}
+        message = {**message, "arrays": [[_NAMES.get(array.dtype) or array.dtype.name, array.shape] for array in held]}
     text = as_json(message)
     bodies = [array.data.cast("B") for array in held if array.size]
     return [HEAD.pack(len(text) + sum(len(body) for body in bodies), len(text)), text, *bodies]

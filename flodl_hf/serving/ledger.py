@@ -1,8 +1,9 @@
 """What is inside a server at the moment, by key, in memory that several processes share, or one has for itself.
 
-Each process writes its own numbers and reads everybody's, so nothing is ever locked: a process that stops in the middle
-of it keeps nobody waiting, and what one had that was killed is struck out (`Ledger.clear`). Processes that let somebody
-in at the same instant do not see each other: together they may be past a limit by one request each but the first.
+Each process writes its own numbers and reads everybody's, without a lock: a process that stops in the middle of it
+keeps nobody waiting, and what one had that was killed is struck out (`Ledger.clear`). What a process wrote is there for
+the others before it reads theirs, so who counts itself and then looks is seen by whom it does not see. What a key had
+of its tokens is one number for all, which is changed under a lock of the system's (`Ledger.alone`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,10 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from threading import Lock
+
+from flodl.system import process_lock
 
 __all__ = ["Ledger", "shared_memory"]
 
@@ -41,6 +46,8 @@ class Ledger:
         self._of_key, self._tokens_of_key = rows[3 : 3 + len(keys)], rows[3 + len(keys) :]
         self._rows = rows
         self._times = times[len(rows) * processes :]
+        self._descriptor = descriptor
+        self._fence = Lock()
         if descriptor is None:
             self.calm = time.monotonic()
 
@@ -85,6 +92,14 @@ class Ledger:
         self._tokens[me] += tokens
         self._of_key[place][me] += requests
         self._tokens_of_key[place][me] += tokens
+        if self._descriptor is not None:
+            # A processor may read before it has written, but not across the instruction that takes a lock.
+            with self._fence:
+                pass
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Return a context in which no other process is that asks for this too."""
+        return nullcontext() if self._descriptor is None else process_lock(self._descriptor)
 
     def whole_at(self, key: str) -> float:
         """Return when a key has all back that it may have in a minute, by ``time.monotonic``."""

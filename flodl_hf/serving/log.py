@@ -6,12 +6,13 @@ import asyncio
 import json
 import logging
 import select
-from collections.abc import Iterator, Sequence
-from typing import TextIO
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TextIO
 
 from flodl_hf.serving.frames import as_json
 
-__all__ = ["Lines", "Log"]
+__all__ = ["Lines", "Log", "told"]
 
 # So long lines of requests may wait for others.
 LATE_S = 0.1
@@ -29,10 +30,7 @@ class Log(logging.Formatter):
         said |= getattr(record, "said", {})
         if record.exc_info:
             said["fault"] = self.formatException(record.exc_info)
-        try:
-            return as_json(said).decode()
-        except TypeError:
-            return json.dumps(said, ensure_ascii=False, default=str)
+        return _line(said)
 
 
 class Lines(logging.StreamHandler[TextIO]):
@@ -45,15 +43,32 @@ class Lines(logging.StreamHandler[TextIO]):
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record, or keep it for a moment."""
         try:
-            self._held.append(self.format(record) + self.terminator)
-            if record.levelno > logging.INFO:
-                self.flush()
-            elif len(self._held) == 1:
-                asyncio.get_running_loop().call_later(LATE_S, self.flush)
-        except RuntimeError:  # no loop runs here
-            self.flush()
+            self._keep(self.format(record), record.levelno > logging.INFO)
         except Exception:
             self.handleError(record)
+
+    def say(self, what: str, said: Mapping[str, Any]) -> None:
+        """Keep a line of information for a moment, without a record: a server writes one for each request.
+
+        Args:
+            what: as of a record.
+            said: likewise.
+        """
+        self.acquire()
+        try:
+            self._keep(_line({"at": round(time.time(), 3), "level": "info", "what": what, **said}), False)
+        finally:
+            self.release()
+
+    def _keep(self, line: str, now: bool) -> None:
+        self._held.append(line + self.terminator)
+        if now:
+            self.flush()
+        elif len(self._held) == 1:
+            try:
+                asyncio.get_running_loop().call_later(LATE_S, self.flush)
+            except RuntimeError:  # no loop runs here
+                self.flush()
 
     def flush(self) -> None:
         """Write what was kept."""
@@ -65,6 +80,29 @@ class Lines(logging.StreamHandler[TextIO]):
                 self.stream.flush()
         finally:
             self.release()
+
+
+def told(logger: logging.Logger, what: str, said: Mapping[str, Any]) -> None:
+    """Log some information; where the log is ours alone, no record is made.
+
+    Args:
+        logger: whose log.
+        what: as of a record.
+        said: what is said of it.
+    """
+    if len(logger.handlers) == 1 and not (logger.propagate or logger.filters):
+        handler = logger.handlers[0]
+        if type(handler) is Lines and not handler.filters and type(handler.formatter) is Log:
+            handler.say(what, said)
+            return
+    logger.info(what, extra={"said": said})
+
+
+def _line(said: Mapping[str, Any]) -> str:
+    try:
+        return as_json(said).decode()
+    except TypeError:
+        return json.dumps(said, ensure_ascii=False, default=str)
 
 
 def _pieces(lines: Sequence[str]) -> Iterator[str]:

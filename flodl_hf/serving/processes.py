@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -80,8 +80,10 @@ class Processes:
         self._hands = hands
         self._adapters: list[dict[str, str]] = []
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._replacing: set[asyncio.Task[Any]] = set()
         self._closing = False
         self._deaths = 0
+        self._reloads = 0
 
     async def start(self) -> None:
         """Start a worker for each device and return when all are warm.
@@ -103,6 +105,10 @@ class Processes:
     def _use(self, here: list[Process]) -> None:
         self.here = here
         self._asker.use(here, self.restarts)
+        for process in here:
+            # From now on its end is looked for: one that ended while others were being started is seen at once.
+            if process.listening is None:
+                process.listening = asyncio.ensure_future(self._listen(process))
 
     async def _started(self) -> list[Process]:
         adapters = find_adapters(self.settings)
@@ -143,7 +149,12 @@ class Processes:
         child = await start("flodl_hf.serving.worker", heard, hands=self._hands)
         found = Process(child.link, device=device, child=child)
         found.link.send(self.settings.of_worker(device, adapters))
-        await asyncio.wait((first, found.link.closed), return_when=asyncio.FIRST_COMPLETED)
+        try:
+            await asyncio.wait((first, found.link.closed), return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            found.link.close()
+            await child.reaped(0.0)
+            raise
         if first.done():
             message = first.result()
         else:
@@ -152,38 +163,41 @@ class Processes:
             await self._let_go(found)
             raise WorkersError(f"serve: {message['broken']}", device=device)
         found.info, found.rate = message, float(message["rate"])
-        found.listening = asyncio.ensure_future(self._listen(found))
         LOG.info("worker ready", extra={"said": {"device": message["device"], "pid": message["pid"]}})
         return found
 
     # ---- ends --------------------------------------------------------------------------------------
 
     async def _listen(self, process: Process) -> None:
+        """Have another worker started in the place of one that ends."""
         await process.link.closed
-        await self._ended(process)
-
-    async def _ended(self, process: Process) -> None:
-        """Start another worker in the place of one that ended."""
         self._asker.ended(process)
         process.link.close()
         expected = process.leaving or self._closing or process not in self.here
         if not expected:
             self.here.remove(process)
         status = await process.child.reaped()
-        if expected:
-            return
-        LOG.error("worker ended", extra={"said": {"device": process.device, "status": status}})
-        while not self._closing:
+        if not expected:
+            LOG.error("worker ended", extra={"said": {"device": process.device, "status": status}})
+            self._task(self._replace(process.device), self._replacing)
+
+    async def _replace(self, device: str) -> None:
+        """Start a worker in the place of another, unless all are loaded anew meanwhile."""
+        reloads = self._reloads
+        while reloads == self._reloads and not self._closing:
             self._deaths += 1
             if self._deaths > TRIES:
-                LOG.error("worker given up", extra={"said": {"device": process.device}})
+                LOG.error("worker given up", extra={"said": {"device": device}})
                 return
             try:
-                again = await self._one(process.device, self._adapters)
+                again = await self._one(device, self._adapters)
             except WorkersError as fault:
-                LOG.error("worker not started", extra={"said": {"device": process.device, "fault": str(fault)}})
+                LOG.error("worker not started", extra={"said": {"device": device, "fault": str(fault)}})
                 await asyncio.sleep(min(30.0, 2.0**self._deaths))
                 continue
+            if reloads != self._reloads or self._closing:
+                self._task(self._let_go(again), self._tasks)
+                return
             self.restarts += 1
             self._use([*self.here, again])
             return
@@ -196,19 +210,30 @@ class Processes:
             ConfigError: likewise of a directory of adapters.
         """
         new = await self._started()
+        if self._closing:
+            await asyncio.gather(*(self._let_go(process) for process in new))
+            return
+        self._reloads += 1
+        self._deaths = 0
         before = self.here
         self._use(new)
         for process in before:
-            task = asyncio.ensure_future(self._let_go(process))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._task(self._let_go(process), self._tasks)
 
     async def close(self) -> None:
         """Let all workers finish what they were asked, and end."""
         self._closing = True
+        for task in self._replacing:
+            task.cancel()
+        await asyncio.gather(*self._replacing, return_exceptions=True)
         here = self.here
         self._use([])
         await asyncio.gather(*(self._let_go(process) for process in here), *self._tasks)
+
+    def _task(self, made: Awaitable[Any], held: set[asyncio.Task[Any]]) -> None:
+        task = asyncio.ensure_future(made)
+        held.add(task)
+        task.add_done_callback(held.discard)
 
     async def _let_go(self, process: Process) -> None:
         process.leaving = True

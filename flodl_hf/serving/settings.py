@@ -38,8 +38,8 @@ class Settings:
         devices: where models run, "auto" is the best there is.
         workers: worker processes for each device, each of which holds the models: many small requests keep an
             interpreter busy rather than the device. None is two on a GPU with memory for them, else one.
-        http_processes: processes that answer HTTP, all at the same port; one does about a thousand small requests a
-            second and keeps a core busy with them. With more than one this process holds the others together.
+        http_processes: processes that answer HTTP, all at the same port; one answers some thousands of small
+            requests a second, and keeps a core busy with them. With several this process holds them together.
         precision: see `flodl_hf.runtime.Precision`; None is that of the weights.
         adapters: directories that hold a folder for each adapter, each served by its folder's name; ``NAME=DIR`` says
             of which model. They are listed when models are loaded.

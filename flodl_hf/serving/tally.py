@@ -1,15 +1,15 @@
 """What is counted and logged of the requests of a door.
 
-Counters are looked up once and kept; a line of the log is made without what `logging` would look for anew each time.
+Counters are looked up once and kept.
 """
 
 from __future__ import annotations
 
 import logging
-import time
 from typing import Any
 
 from flodl_hf.serving.doors.door import Call, Door, House
+from flodl_hf.serving.log import told
 from flodl_hf.serving.metrics import Counter, Histogram
 
 __all__ = ["Tally"]
@@ -33,7 +33,6 @@ class Tally:
         self._seconds: Histogram | None = None
         self._of_status: dict[tuple[str, int], Counter] = {}
         self._of_model: dict[str, _Answered] = {}
-        self._record: logging.LogRecord | None = None
 
     def come(self) -> None:
         """Count a request that has come."""
@@ -85,19 +84,7 @@ class Tally:
                 said["trace"] = call.trace.id
             if self.house.settings.log_texts:
                 said["fields"] = dict(call.fields)
-        first = self._record
-        if first is None:
-            # In the loop's thread, as all that follow.
-            first = logging.LogRecord(LOG.name, logging.INFO, __file__, 0, "request", None, None, "gone")
-            self._record = first
-        record = logging.LogRecord.__new__(logging.LogRecord)
-        record.__dict__.update(first.__dict__)
-        now = time.time()
-        record.created = now
-        record.msecs = int(now % 1 * 1000) + 0.0
-        record.relativeCreated = first.relativeCreated + (now - first.created) * 1000
-        record.__dict__["said"] = said
-        LOG.handle(record)
+        told(LOG, "request", said)
 
 
 class _Answered:

@@ -16,7 +16,7 @@ from flodl_hf.sentence.recipe import recipe_on
 from flodl_hf.serving.peak import operations_of_token
 from flodl_hf.serving.ticket import Ticket
 
-__all__ = ["TASKS", "Done", "describe", "warm_items"]
+__all__ = ["TASKS", "Done", "check_head", "describe", "warm_items"]
 
 Done = tuple[Any, list[np.ndarray]]
 """JSON types, and arrays beside them."""
@@ -43,19 +43,17 @@ def _given(options: Mapping[str, Any], *names: str) -> dict[str, Any]:
 
 def _limit(model: Any) -> int | None:
     recipe = model.sentence_recipe
-    own = recipe.max_tokens if recipe is not None and model.head == "base" else None
-    return min((bound for bound in (model.max_tokens, own) if bound), default=None)
+    return model.most_tokens(recipe.max_tokens if recipe is not None and model.head == "base" else None)
 
 
 def _dropped(model: Any, ticket: Ticket, texts: Sequence[str], pairs: Sequence[str] | None, limit: int | None) -> int:
     """Return how many tokens of texts that were cut were not read."""
     from flodl_hf.runtime.inputs import encode
 
-    # Windows end at a word's border, which is near the limit.
     if limit is None or 2 * ticket.longest < limit:
         return 0
     whole = encode(model.tokenizer, texts, pairs, max_tokens=None).table.lengths
-    read = encode(model.tokenizer, texts, pairs, max_tokens=limit).first_windows().table.lengths
+    read = encode(model.tokenizer, texts, pairs, max_tokens=limit, snap=False).first_windows().table.lengths
     return int(whole.sum() - read.sum())
 
 
@@ -173,8 +171,9 @@ def _embed_all(model: Any, items: list[str], options: Mapping[str, Any], ticket:
 
     tokenizer = model.ready("embed_all")
     cutting = _cutting(options)
-    encoded = encode(tokenizer, items, max_tokens=_limit(model), strict="strict" in cutting)
-    if "truncate" in cutting:
+    cut = "truncate" in cutting
+    encoded = encode(tokenizer, items, max_tokens=_limit(model), strict="strict" in cutting, snap=not cut)
+    if cut:
         encoded = encoded.first_windows()
     placed = Session(model, {}).start(encoded.table, States()).placed()
     rows = placed.rows(encoded.table)
@@ -340,6 +339,25 @@ TASKS: dict[str, tuple[tuple[str, ...], Callable[[Any, list[Any], Mapping[str, A
     "decode": ((), _decode),
 }
 """By name: heads that have the task, none for all, and what does it."""
+
+
+def check_head(name: str, head: str) -> None:
+    """Raise where no path answers a model's head.
+
+    Args:
+        name: of the model.
+        head: its task.
+
+    Raises:
+        PredictError: there is none.
+    """
+    heads = dict.fromkeys(head for heads, _ in TASKS.values() for head in heads)
+    if head not in heads:
+        raise PredictError(
+            f"{name} is a model of {head}, which no path of a server answers; expected one of {', '.join(heads)}. Load "
+            "it in Python, or serve its encoder alone: --head base",
+            head=head,
+        )
 
 
 def describe(model: Any) -> dict[str, Any]:

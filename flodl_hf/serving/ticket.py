@@ -104,7 +104,8 @@ class Awaited(Pending):
         self.here = Event()
         self._ticket = ticket
         ticket.waits.append(self.here)
-        if not rows:
+        # Who gives the request up meanwhile sees this one, or is seen here.
+        if not rows or ticket.gone:
             self.here.set()
 
     def parts(self) -> Any:

@@ -30,7 +30,7 @@ from flodl_hf.serving.batching import Batcher
 from flodl_hf.serving.frames import HEAD, packed, unpacked
 from flodl_hf.serving.handing import handed
 from flodl_hf.serving.peak import Pace, peak_of
-from flodl_hf.serving.tasks import TASKS, describe, warm_items
+from flodl_hf.serving.tasks import TASKS, check_head, describe, warm_items
 from flodl_hf.serving.ticket import DeadlineError, GivenUpError, Ticket
 from flodl_hf.serving.timeline import Timeline
 from flodl_hf.serving.turns import take_turns
@@ -126,6 +126,7 @@ class Worker:
     def warm(self) -> None:
         """Ask every model something, so that the first client does not wait for what is made once."""
         for name, model in self.models.items():
+            check_head(name, model.head)
             if model.tokenizer is None:
                 model.ready("serve")
             task, items = warm_items(model)
@@ -267,7 +268,11 @@ class _Requests:
             reply["timeline"] = ticket.timeline.told()
         with suppress(OSError):
             # Without the doors nobody reads it, and reading ends too.
-            stream.write(reply, arrays)
+            try:
+                stream.write(reply, arrays)
+            except (TypeError, ValueError) as fault:  # no JSON type: whoever waits is told so now
+                traceback.print_exc(file=sys.stderr)
+                stream.write({**reply, "data": None, "fault": _fault(fault)})
 
 
 def serve(descriptor: int, hands: int | None = None) -> None:

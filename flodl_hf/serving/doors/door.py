@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -132,7 +132,7 @@ class Call:
                     "model",
                     param="model",
                 )
-            if tasks and not set(tasks) & set(models[named]["tasks"]):
+            if tasks and not _able(models[named], tasks):
                 raise RefusedError(
                     f"the model {named!r} ({models[named]['head']}) has no head for {tasks[0]}; it answers "
                     f"{', '.join(models[named]['tasks'])}",
@@ -141,7 +141,7 @@ class Call:
                 )
             self.model = named
             return models[named]
-        able = [name for name, info in models.items() if not tasks or set(tasks) & set(info["tasks"])]
+        able = [name for name, info in models.items() if not tasks or _able(info, tasks)]
         if len(able) != 1:
             have = ", ".join(f"{name} ({info['head']})" for name, info in models.items())
             raise RefusedError(
@@ -216,3 +216,8 @@ class Call:
     def usage(self) -> dict[str, int]:
         """Return what the call came to."""
         return {"tokens": self.tokens, "windows": self.windows, "dropped_tokens": self.dropped}
+
+
+def _able(info: Mapping[str, Any], tasks: Sequence[str]) -> bool:
+    """Return whether a model has one of some tasks."""
+    return any(task in info["tasks"] for task in tasks)

@@ -179,8 +179,8 @@ def read(fields: Sequence[Field], body: Any, *, strict: bool) -> dict[str, Any]:
             raise RefusedError(
                 f"{field.name} is {shown(value, 60)}; expected {words}", "field", param=field.name
             )  # fmt: skip
-    known = [field.name for field in fields]
-    if strict and (unknown := [name for name in body if name not in known]):
+    if strict and (unknown := [name for name in body if name not in found]):
+        known = [field.name for field in fields]
         raise RefusedError(
             f"unknown field {shown(unknown[0], 60)}{nearest(unknown[0], known)}; expected {', '.join(known)}", "field",
             param=unknown[0],

@@ -19,7 +19,7 @@ from flodl_hf.runtime.passes import Scores
 from flodl_hf.runtime.pending import Pending
 from flodl_hf.serving import batching
 from flodl_hf.serving.batching import Batcher
-from flodl_hf.serving.ticket import DeadlineError, GivenUpError, Ticket
+from flodl_hf.serving.ticket import Awaited, DeadlineError, GivenUpError, Ticket
 from flodl_hf.serving.turns import take_turns
 
 BAD = 999
@@ -375,3 +375,10 @@ def test_a_fault_while_answering_lets_another_thread_read_on(monkeypatch: pytest
     assert answered == [1]
     assert [str(one.exc_value) for one in ended] == ["no answer"]
     assert not ran.is_alive()
+
+
+def test_a_request_that_is_given_up_before_its_rows_wait_waits_for_nothing() -> None:
+    ticket = Ticket(until=time.monotonic() + 0.05)
+    ticket.give_up()
+    with pytest.raises(GivenUpError):
+        Awaited(1, True, ticket).parts()

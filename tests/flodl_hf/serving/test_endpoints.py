@@ -381,7 +381,7 @@ class Runtime:
 
         def get_inputs(self) -> list[Any]:
             return [
-                SimpleNamespace(name=name, type="tensor(int64)")
+                SimpleNamespace(name=name, type="tensor(int64)", shape=("batch", "tokens"))
                 for name in ("input_ids", "attention_mask", "token_type_ids")
             ]
 

@@ -26,10 +26,9 @@ from flodl_hf.serving import serve, served
 from flodl_hf.serving.admission import Admission, OverloadedError, known_key
 from flodl_hf.serving.ledger import Ledger
 from flodl_hf.serving.log import Log
-from flodl_hf.serving.processes import Process, Processes, WorkersError
+from flodl_hf.serving.processes import Processes, WorkersError
 from flodl_hf.serving.running import running
 from flodl_hf.serving.settings import Served, Settings
-from flodl_hf.serving.workers import Workers
 
 
 def held(app: Any) -> tuple[Ledger, Processes]:
@@ -358,35 +357,6 @@ def test_what_is_said_of_the_server_needs_no_torch() -> None:
         "openapi(DOORS, keys=True); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_a_gpu_with_memory_for_it_has_a_second_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-
-    async def one(self: Processes, device: str, adapters: Any) -> Any:
-        asked.append(device)
-        if asked.count("cuda:1") == 2 and device == "cuda:1":
-            raise WorkersError("no memory", device=device)
-        info = {"room": device != "cuda:2", "ready": {}, "max_batch_tokens": 1, "device": device}
-        nobody: Any = None
-        return Process(nobody, info, 2.0, device=device, child=nobody)
-
-    monkeypatch.setattr(Processes, "_one", one)
-
-    def started(**settings: Any) -> list[str]:
-        asked.clear()
-        workers = Workers(Settings(models=served(["m"]), **settings), lambda ran, queued: None)
-        asyncio.run(Processes(workers.settings, workers).start())
-        assert workers.rate == 2.0 * len(workers.devices)
-        return workers.devices
-
-    devices = ("cuda:0", "cuda:1", "cuda:2")
-    # That the other does not start is no reason to serve nothing.
-    assert started(devices=devices) == [*devices, "cuda:0"]
-    assert started(devices=devices, workers=1) == list(devices)
-    assert started(devices=("cuda:0",), workers=3) == ["cuda:0"] * 3
-    with pytest.raises(ConfigError, match="workers=0"):
-        Settings(models=served(["m"]), workers=0)
 
 
 @pytest.mark.slow

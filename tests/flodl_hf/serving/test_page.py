@@ -57,3 +57,6 @@ def test_every_head_is_asked(page: Any, local: dict[str, Any]) -> None:
     assert page.faults == []
     assert page.locator("#out img").count() == 0
     assert "tokens" in page.inner_text("#told")
+    # What was said of the answer before goes with it.
+    assert "has no [MASK]" in asked(page, "mlm", "no mask")
+    assert page.inner_text("#told") == ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import logging
 from typing import Any
 
@@ -12,8 +13,9 @@ import pytest
 
 from flodl_hf.serving.frames import packed
 from flodl_hf.serving.link import Link
-from flodl_hf.serving.log import Lines
+from flodl_hf.serving.log import Lines, Log, told
 from flodl_hf.serving.patience import Patience
+from flodl_hf.serving.settings import Settings, served
 
 
 class Wire:
@@ -37,6 +39,13 @@ class Wire:
 
     def is_closing(self) -> bool:
         return self.closed
+
+    def pause_reading(self) -> None: ...
+
+    def resume_reading(self) -> None: ...
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return None
 
 
 MESSAGES: list[tuple[dict[str, Any], list[np.ndarray]]] = [
@@ -113,29 +122,59 @@ def test_calls_are_made_in_their_order_unless_taken_back() -> None:
     assert asyncio.run(seen()) == ["a", "c"]
 
 
-def test_head_and_body_of_an_answer_are_one_packet() -> None:
+PLAIN = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("asked", "status", "headers", "bodies", "writes"),
+    [
+        (PLAIN, 200, {}, [b"answer"], 1),
+        (PLAIN * 2, 200, {}, [b"answer"], 2),
+        (PLAIN, 422, {}, [b""], 1),
+        (PLAIN, 499, {}, [b"answer"], 1),
+        (PLAIN, 200, {}, [bytes(1 << 16)], 3),  # the word for it, and both parts as they are
+        (PLAIN.replace(b"GET", b"HEAD"), 200, {}, [b"answer"], 1),
+        (PLAIN.replace(b"1.1", b"1.0"), 200, {}, [b"answer"], 2),
+        (PLAIN.replace(b"host", b"connection: close\r\nhost"), 200, {}, [b"answer"], 2),
+        (PLAIN, 401, {"connection": "close"}, [b"answer"], 2),
+        (PLAIN, 200, {"content-length": None}, [b"answer"], 2),
+        (PLAIN, 200, {"content-length": "12"}, [b"answer", b"answer"], 3),
+        (PLAIN, 204, {"content-length": None}, [b""], 2),
+        (PLAIN, 200, {"x-said": "a\r\nset-cookie: b"}, [b"answer"], 0),  # is refused
+        (PLAIN, 200, {"content-length": "7"}, [b"answer"], 2),  # is not
+    ],
+)
+def test_an_answer_is_what_uvicorn_sends_in_one_packet_where_it_can_be(
+    asked: bytes, status: int, headers: dict[str, str | None], bodies: list[bytes], writes: int
+) -> None:
+    uvicorn = pytest.importorskip("uvicorn")
     protocol = pytest.importorskip("flodl_hf.serving.protocol")
+    plain = pytest.importorskip("uvicorn.protocols.http.httptools_impl").HttpToolsProtocol
 
-    def sent(*writes: bytes, close: bool = False) -> list[bytes]:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        given = {"content-type": "text/plain", "content-length": str(len(bodies[0])), **headers}
+        listed = [(name.encode(), value.encode()) for name, value in given.items() if value is not None]
+        await send({"type": "http.response.start", "status": status, "headers": listed})
+        for place, body in enumerate(bodies):
+            await send({"type": "http.response.body", "body": body, "more_body": place + 1 < len(bodies)})
+
+    async def seen(kind: Any) -> tuple[bytes, int, bool]:
+        config = uvicorn.Config(app, http=kind, log_config=None, lifespan="off")
+        config.load()
         wire = Wire()
-        whole = protocol.Whole(wire)
-        for write in writes:
-            whole.write(write)
-        if close:
-            whole.close()
-            assert wire.closed
-            assert whole.is_closing()
-        return wire.writes
+        made = kind(config=config, server_state=uvicorn.Server(config).server_state, app_state={})
+        made.server_state.default_headers = [(b"date", b"today")]
+        made.connection_made(wire)
+        made.data_received(asked)
+        while made.tasks:
+            await asyncio.wait(list(made.tasks))
+        made._unset_keepalive_if_required()
+        return b"".join(wire.writes).removeprefix(b"large"), len(wire.writes), wire.closed
 
-    head, body = b"HTTP/1.1 200 OK\r\n\r\n", b"answer"
-    assert sent(head, body) == [head + body]
-    assert sent(head, b"") == [head]
-    assert sent(b"HTTP/1.1 100 Continue\r\n\r\n", head, body) == [b"HTTP/1.1 100 Continue\r\n\r\n", head + body]
-    assert sent(head, body, b"HTTP/1.1 in an answer") == [head + body, b"HTTP/1.1 in an answer"]
-    assert sent(head) == []
-    assert sent(head, close=True) == [head]
-    large = bytes(protocol.LARGE)
-    assert sent(head, large) == [b"large", head, large]
+    settings = Settings(models=served(["m"]))
+    expected, _, closes = asyncio.run(seen(plain))
+    found, count, closed = asyncio.run(seen(protocol.guarded(plain, settings)))
+    assert (found, closed, count) == (expected, closes, writes)
 
 
 def test_lines_wait_for_others_and_faults_for_none() -> None:
@@ -160,3 +199,22 @@ def test_lines_wait_for_others_and_faults_for_none() -> None:
     stream = io.StringIO()
     Lines(stream).handle(record)  # no loop runs: nobody would write it later
     assert stream.getvalue() == "said\n"
+
+
+def test_lines_of_requests_are_what_a_record_becomes(monkeypatch: pytest.MonkeyPatch) -> None:
+    logger, stream, said = logging.Logger("requests", logging.INFO), io.StringIO(), {"door": "/embed", "fields": {1j}}
+    lines = Lines(stream)
+    lines.setFormatter(Log())
+    logger.addHandler(lines)
+    logger.propagate = False
+    for made in (True, False):
+        with monkeypatch.context() as patched:
+            if made:
+                logger.addFilter(lambda record: True)  # whoever looks at records sees them
+            else:
+                patched.setattr(logger, "makeRecord", None)
+            told(logger, "request", said)
+        logger.filters.clear()
+    one, other = (json.loads(line) for line in stream.getvalue().splitlines())
+    assert one.keys() == other.keys() == {"at", "level", "what", "door", "fields"}
+    assert {**one, "at": 0} == {**other, "at": 0}

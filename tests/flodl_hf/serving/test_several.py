@@ -5,6 +5,7 @@ Tests of `test_operation` that are imported run here with two processes.
 
 from __future__ import annotations
 
+import fcntl
 import http.client
 import json
 import os
@@ -15,9 +16,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -75,6 +78,47 @@ def test_limits_count_what_all_processes_have() -> None:
     other.rate = 0.0
     with one.entering("b", 500), pytest.raises(OverloadedError, match="had its 600 tokens"):
         other.entering("b", 100)
+
+
+def test_requests_that_come_at_the_same_instant_are_no_more_than_there_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = shared_memory(1, 2)
+    settings = Settings(models=served(["m"]), max_concurrent=1, max_key_tokens=100)
+    one, other = (Admission(settings, Ledger([""], 2, number, memory)) for number in range(2))
+    let_in: list[str] = []
+
+    def come(admission: Admission, who: str) -> None:
+        with suppress(OverloadedError):
+            admission.entering("", 60)
+            let_in.append(who)
+
+    # Whenever the one looks at what is inside, the other's request comes: the first time, or the second, ...
+    looks = 0
+    for turn in range(4):
+        looked, inside = count(), type(one).inside.fget
+
+        def here(admission: Admission, turn: int = turn, looked: Any = looked, inside: Any = inside) -> int:
+            found: int = inside(admission)
+            if admission is one and next(looked) == turn:
+                come(other, "other")
+            return found
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Admission, "inside", property(here))
+            come(one, "one")
+        looks = max(looks, next(looked))
+        assert one.inside == len(let_in) <= 1
+        let_in.clear()
+        for admission in (one, other):
+            admission.ledger.clear(0)
+            admission.ledger.clear(1)
+            admission.ledger.spend("", 0.0)
+    assert looks >= 2
+
+    # What a key had is changed by one at a time.
+    locks: list[int] = []
+    monkeypatch.setattr("fcntl.lockf", lambda descriptor, how: locks.append(how))
+    come(other, "other")
+    assert (let_in, locks) == (["other"], [fcntl.LOCK_EX, fcntl.LOCK_UN])
 
 
 def test_what_a_process_had_that_is_no_more_is_struck_out() -> None:
@@ -166,6 +210,24 @@ def test_requests_of_all_links_share_batches_and_go_with_their_link(folders: dic
     for thread in threads:
         thread.join(10)
         assert not thread.is_alive()
+
+
+def test_an_answer_that_cannot_be_sent_is_a_fault_at_once() -> None:
+    from flodl_hf.serving.worker import _Requests, _Stream
+
+    batcher = SimpleNamespace(queued_tokens=0, drained=list, pace=SimpleNamespace(now=1.0))
+    worker: Any = SimpleNamespace(batcher=batcher, answer=lambda message, ticket: ({1j}, []))
+    ours, theirs = socket.socketpair()
+    thread = Thread(target=_Requests(worker, 1).answer_all, args=(_Stream(theirs),), daemon=True)
+    thread.start()
+    asked = {"task": "embed", "model": "m", "items": ["a"], "key": "", "left_s": 60.0, "priority": 0}
+    with ours:
+        for number in range(2):
+            ours.sendall(b"".join(packed({**asked, "id": number})))
+            told, _ = _read(ours)
+            assert (told["id"], told["fault"]["kind"]) == (number, "internal")
+    thread.join(10)
+    assert not thread.is_alive()
 
 
 def _read(held: socket.socket) -> tuple[dict[str, Any], list[np.ndarray]]:
