@@ -47,6 +47,9 @@ _MODEL_FILES = (
     "merges.txt",
     "*.model",
     "modules.json",
+    "colbert_linear.pt",  # layers of bge-m3
+    "sparse_linear.pt",
+    "artifact.metadata",  # settings of ColBERT
     "verification.json",
     "checksums.json",
     "recipe.yaml",
@@ -265,6 +268,10 @@ class _Stage:
         """Remove it and let go of its lock."""
         try:
             shutil.rmtree(self.folder, ignore_errors=True)
+        except OSError as error:
+            # Ctrl-C between its closing of a descriptor and its note of that: it closes once more, and that hides it.
+            if isinstance(error.__context__, KeyboardInterrupt):
+                raise error.__context__ from None
         finally:
             if self._lock is not None:
                 self._lock.close()
@@ -277,8 +284,11 @@ class _Held:
         folder: opened here.
     """
 
+    # Of the class too: Ctrl-C may come before the first line of `__init__`, and `__del__` after it.
+    _descriptor: list[int] | tuple[()] = ()
+
     def __init__(self, folder: Path) -> None:
-        self._descriptor: list[int] = []
+        self._descriptor = []
         self._descriptor.append(os.open(folder, os.O_RDONLY))
 
     def take(self, *, wait: bool) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ SLOW = ("checkpoints", "a file of answers", "a file of answers, restart")
 
 
 def some(suite: Any, name: str, count: int, seed: int = 0) -> list[Any]:
-    found = [case for case in suite.cases(seed, 200 * count) if case.kind == name]
-    return found[:count]
+    found = (case for case in suite.cases(seed, 200 * count) if case.kind == name)
+    return list(islice(found, count))
 
 
 @pytest.mark.parametrize("name", NAMES)

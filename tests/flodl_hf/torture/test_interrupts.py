@@ -50,8 +50,10 @@ def test_collection_is_on_again_wherever_it_came(pause: Callable[[], AbstractCon
     assert at_every_line(call, after) > 10
 
 
-# One of the lines is between pathlib's opening of a file and its closing, which the interpreter does then.
-@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+# Some of the lines are between the opening of a file or a folder by the standard library and its closing, which the
+# interpreter does then; what comes inside of a `__del__` is reported and passed over.
+@pytest.mark.filterwarnings("ignore:unclosed (file|scandir):ResourceWarning")
+@pytest.mark.filterwarnings(r"ignore:[\s\S]*KeyboardInterrupt:pytest.PytestUnraisableExceptionWarning")
 def test_a_folder_is_the_old_or_the_new_one_and_the_next_leaves_nothing_beside_it(tmp_path: Path) -> None:
     target = tmp_path / "model"
 
