@@ -1,8 +1,8 @@
 """Adapters: small parts that learn beside weights which stay as they are, and the head that belongs to them.
 
-`settings` says what an adapter is asked to be; `lora`, `scaled`, `prompts` and `prefixes` compute; `fresh` makes one,
-`attach` puts one into a model and takes it out again; `folder` and `write` read and write peft's files, whose settings
-`peft_file` understands. An adapter always holds the head that was trained with it.
+`settings` says what an adapter is asked to be; `fresh` makes one, `attach` puts one into a model and takes it out
+again; `folder` and `write` read and write peft's files, whose settings `peft_file` understands. An adapter always holds
+the head that was trained with it. What adapters compute is in `flodl_hf.adapter_layers` and `attention.prefixes`.
 """
 
 from __future__ import annotations

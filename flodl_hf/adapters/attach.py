@@ -14,18 +14,18 @@ import torch
 from torch import Tensor, nn
 
 from flodl.errors import ConfigError, nearest
-from flodl_hf.adapters.lora import AdaptedLinear, LoraPart
-from flodl_hf.adapters.prefixes import (
+from flodl_hf.adapter_layers.lora import AdaptedLinear, LoraPart
+from flodl_hf.adapter_layers.prompts import PromptedEmbedding, PromptPart
+from flodl_hf.adapter_layers.scaled import ScaledLinear, ScalePart
+from flodl_hf.adapters.settings import Settings
+from flodl_hf.adapters.targets import Site
+from flodl_hf.attention.prefixes import (
     MadePrefixPart,
     PrefixedAttention,
     PrefixPart,
     ShiftedPositions,
     ShiftPart,
 )
-from flodl_hf.adapters.prompts import PromptedEmbedding, PromptPart
-from flodl_hf.adapters.scaled import ScaledLinear, ScalePart
-from flodl_hf.adapters.settings import Settings
-from flodl_hf.adapters.targets import Site
 from flodl_hf.model.graph_model import GraphModel
 from flodl_hf.sentence.recipe import SentenceRecipe
 

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from flodl.errors import CheckpointError, ConfigError, capped, printable
+from flodl_hf.adapter_layers.lora import LoraPart
+from flodl_hf.adapter_layers.prompts import WORDS, PromptPart
+from flodl_hf.adapter_layers.scaled import ScalePart
 from flodl_hf.adapters.attach import Adapter, Part
 from flodl_hf.adapters.fresh import check_places, prefix_parts
-from flodl_hf.adapters.lora import LoraPart
 from flodl_hf.adapters.peft_file import of_pattern, read_settings, targeted, task_of
-from flodl_hf.adapters.prompts import WORDS, PromptPart
-from flodl_hf.adapters.scaled import ScalePart
 from flodl_hf.adapters.settings import IA3, Lora, Prefix, Prompt, Settings
 from flodl_hf.adapters.targets import Names, Site, sites_of
 from flodl_hf.config.file import MAX_CONFIG_BYTES, read_json
@@ -150,7 +150,7 @@ class AdapterFolder:
                 problems.append(f"{printable(name)}: {tensor.dtype}, no tensor of an adapter")
             elif not bool(torch.isfinite(tensor).all()):
                 problems.append(f"{printable(name)}: holds values that are not finite")
-            elif known:
+            elif known or ".original_module." in inner:  # what a whole module stood in for, with its bias
                 continue
             elif end is not None:
                 path = _known(inner.removesuffix(end), sites, model)
@@ -159,7 +159,7 @@ class AdapterFolder:
                 else:
                     found.setdefault(path, {})[ENDS[end]] = tensor.float()
             else:
-                kept[inner.replace(".modules_to_save.", ".")] = tensor
+                kept[_bare(inner)] = tensor
         parts: dict[str, Part] = {}
         if isinstance(self.settings, (Prompt, Prefix)):
             parts = self._virtual(model, self.settings, problems)
@@ -293,6 +293,13 @@ def _known(path: str, sites: Mapping[str, Site], model: GraphModel) -> str | Non
     """Return the path of a projection that a file's is, with or without the prefix of a task model."""
     prefix = model.config.family.base_prefix + "."
     return next((p for p in (path, path.removeprefix(prefix), prefix + path) if p in sites), None)
+
+
+def _bare(name: str) -> str:
+    """Return a tensor's name without those of what peft wrapped around its module."""
+    for wrapped in (".modules_to_save.", ".base_layer.", ".default."):
+        name = name.replace(wrapped, ".")
+    return name
 
 
 def _kept(

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from flodl.errors import ConfigError
+from flodl_hf.adapter_layers.lora import LoraPart
+from flodl_hf.adapter_layers.prompts import WORDS, BothWays, PromptPart
+from flodl_hf.adapter_layers.scaled import ScalePart
 from flodl_hf.adapters.attach import Adapter, Part
-from flodl_hf.adapters.lora import LoraPart
-from flodl_hf.adapters.prefixes import MadePrefixPart, PrefixMaker, PrefixPart, ShiftPart
-from flodl_hf.adapters.prompts import WORDS, BothWays, PromptPart
-from flodl_hf.adapters.scaled import ScalePart
 from flodl_hf.adapters.settings import IA3, Lora, Prefix, Prompt, Settings
 from flodl_hf.adapters.targets import Site, chosen
+from flodl_hf.attention.prefixes import MadePrefixPart, PrefixMaker, PrefixPart, ShiftPart
 from flodl_hf.model.graph_model import GraphModel
 
 __all__ = ["check_places", "kept_names", "new_adapter", "prefix_parts"]

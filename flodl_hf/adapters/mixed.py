@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flodl.graph import Graph
+from flodl_hf.adapter_layers.lora import LoraPart
 from flodl_hf.adapters.attach import Adapter, Adapters
-from flodl_hf.adapters.lora import LoraPart
 from flodl_hf.adapters.settings import IA3, Lora, Prefix, Prompt
 from flodl_hf.attention.disentangled.attention import DisentangledAttention
 from flodl_hf.errors import PredictError

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flodl_hf.adapter_layers.lora import LoraPart
+from flodl_hf.adapter_layers.prompts import WORDS, PromptPart
+from flodl_hf.adapter_layers.scaled import ScalePart
 from flodl_hf.adapters.attach import Adapter, adapters_of
 from flodl_hf.adapters.folder import CONFIG, HEAD, VIRTUAL, WEIGHTS, prefix_of
-from flodl_hf.adapters.lora import LoraPart
 from flodl_hf.adapters.peft_file import every_value, ia3_values, lora_values, virtual_values
-from flodl_hf.adapters.prefixes import PrefixPart
-from flodl_hf.adapters.prompts import WORDS, PromptPart
-from flodl_hf.adapters.scaled import ScalePart
 from flodl_hf.adapters.settings import IA3, Prefix, Prompt
 from flodl_hf.adapters.targets import Names, Site
+from flodl_hf.attention.prefixes import PrefixPart
 from flodl_hf.config.head_names import names_of
 from flodl_hf.encoder.parts import join, joined, part_of
 from flodl_hf.export.publish import publish_folder

@@ -4,6 +4,7 @@ dot_product   scaled dot products over a layout, and which kernel runs for which
 rotary        queries and keys turned by their places
 distances     what attention adds by the distance of two tokens
 disentangled  DeBERTa's, which keeps content and position apart
+prefixes      keys and values that adapters put before each row's own
 """
 
 from __future__ import annotations

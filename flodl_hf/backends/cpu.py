@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from flodl_hf.adapters.prefixes import PrefixedAttention
 from flodl_hf.attention.disentangled.attention import DisentangledAttention
 from flodl_hf.attention.dot_product import SelfAttention, attend_first
+from flodl_hf.attention.prefixes import PrefixedAttention
 from flodl_hf.backends.reference import Layer, Table, watched
 from flodl_hf.encoder.layer import FeedForward
 from flodl_hf.encoder.norms import normalised
@@ -22,7 +22,7 @@ from flodl_hf.encoder.parts import joined_bias
 from flodl_hf.layout.layouts import Layout
 
 if TYPE_CHECKING:
-    from flodl_hf.runtime.cpu_products import Product
+    from flodl_hf.backends.cpu_products import Product
 
 __all__ = ["MakeProduct", "ProcessorTable", "layer_linears", "plain_parts"]
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flodl_hf.adapters.lora import AdaptedLinear, beside
+from flodl_hf.adapter_layers.lora import AdaptedLinear, beside
 from flodl_hf.attention.disentangled.attention import DisentangledAttention
 from flodl_hf.attention.dot_product import SelfAttention
 from flodl_hf.backends.cpu import layer_linears, plain_parts

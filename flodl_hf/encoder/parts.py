@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flodl_hf.adapters.lora import AdaptedLinear, joined_products
+from flodl_hf.adapter_layers.lora import AdaptedLinear, joined_products
 
 __all__ = [
     "Part",

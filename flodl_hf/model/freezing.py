@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from flodl.errors import ConfigError, nearest
 from flodl_hf.model.graph_model import GraphModel
@@ -22,17 +22,15 @@ def frozen_paths(model: GraphModel, paths: Sequence[str]) -> list[str]:
     found, problems = [], []
     for path in paths:
         match = re.fullmatch(r"(.*?)(\d+)-(\d+)(.*)", path)
-        wanted = [path]
         if match:
-            head, first, last, tail = match.groups()
-            wanted = [f"{head}{i}{tail}" for i in range(int(first), int(last) + 1)]
-        for one in wanted:
-            full = next((p for p in (one, f"encoder.{one}") if p in parents), None)
-            if full is None:
-                known = {p.removeprefix("encoder.") for p in parents} | parents
-                problems.append(f"{one}{nearest(one, known)}")
-            else:
-                found.append(full)
+            places, fault = _range(match, parents)
+            found += places
+            problems += [f"{path}{fault}"] if fault else []
+        elif full := next((p for p in (path, f"encoder.{path}") if p in parents), None):
+            found.append(full)
+        else:
+            known = {p.removeprefix("encoder.") for p in parents} | parents
+            problems.append(f"{path}{nearest(path, known)}")
     if problems:
         roots = sorted({name.split(".")[0] for name in names})
         raise ConfigError(
@@ -41,6 +39,28 @@ def frozen_paths(model: GraphModel, paths: Sequence[str]) -> list[str]:
             problems=problems,
         )
     return found
+
+
+def _range(written: re.Match[str], parents: Collection[str]) -> tuple[list[str], str]:
+    """Return the paths of a range, and what is wrong with it in words, "" for nothing."""
+    head, first, last, tail = written.groups()
+    ends = int(first), int(last)
+    for start in (head, f"encoder.{head}"):
+        numbers = sorted(
+            int(number)
+            for path in parents
+            if path.startswith(start) and path.endswith(tail)
+            if (number := path[len(start) : len(path) - len(tail)]).isdecimal()
+        )
+        if not numbers:
+            continue
+        there = f"; there are {head}{numbers[0]}-{numbers[-1]}{tail}"
+        if ends[0] > ends[1]:
+            return [], f" ends before it begins{there}"
+        if ends[0] < numbers[0] or ends[1] > numbers[-1]:
+            return [], there
+        return [f"{start}{number}{tail}" for number in numbers if ends[0] <= number <= ends[1]], ""
+    return [], f" has no numbered parts under {head.rstrip('.') or 'no name'}"
 
 
 def freeze(model: GraphModel, paths: Sequence[str]) -> None:

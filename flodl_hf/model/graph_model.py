@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from flodl.graph import Graph
-from flodl_hf.adapters.prefixes import ShiftedPositions
-from flodl_hf.adapters.prompts import lead_of
+from flodl_hf.adapter_layers.prompts import lead_of
 from flodl_hf.attention.dot_product import check_implementation
+from flodl_hf.attention.prefixes import ShiftedPositions
 from flodl_hf.config.model_config import ModelConfig
 from flodl_hf.errors import PredictError
 from flodl_hf.layout.layouts import Padded
@@ -183,8 +183,17 @@ class GraphModel(nn.Module):
     @property
     def max_tokens(self) -> int | None:
         """The longest row of tokens that the model and its tokenizer allow; None where nothing bounds it."""
+        return self.most_tokens(None)
+
+    def most_tokens(self, stated: int | None) -> int | None:
+        """Return the longest row of tokens; None where nothing bounds it.
+
+        Args:
+            stated: what the recipe of a folder says, which holds over what its tokenizer says; None for nothing.
+        """
         places = self.config.max_tokens
-        bounds = [places and places - self.virtual_tokens, self.tokenizer.model_max_length if self.tokenizer else None]
+        told = stated or (self.tokenizer.model_max_length if self.tokenizer else None)
+        bounds = (places and places - self.virtual_tokens, told)
         return min((bound for bound in bounds if bound), default=None)
 
     @property

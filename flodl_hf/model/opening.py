@@ -1,6 +1,6 @@
 """How a folder or repository is asked for: one method and its keywords, known before torch is imported.
 
-What is done then is `flodl_hf.weights.pretrained`'s.
+What is done then is `flodl_hf.model.pretrained`'s.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Opened:
             DeviceError: the device is not there.
             TokenizerError: the tokenizer is damaged or has more tokens than the model.
         """
-        from flodl_hf.weights.pretrained import load_model, numbered_labels
+        from flodl_hf.model.pretrained import load_model, numbered_labels
 
         return load_model(
             cls,  # type: ignore[arg-type]

@@ -17,9 +17,7 @@ from torch import Tensor, nn
 
 from flodl_hf.backends.choose import arrange_processor, layers_of
 from flodl_hf.backends.cpu import MakeProduct
-from flodl_hf.backends.reference import TORCH
-from flodl_hf.runtime import cpu_features
-from flodl_hf.runtime.cpu_products import (
+from flodl_hf.backends.cpu_products import (
     CpuLinear,
     Int8Linear,
     OneDnnLinear,
@@ -30,6 +28,8 @@ from flodl_hf.runtime.cpu_products import (
     has_onednn,
     sums_in_32_bits,
 )
+from flodl_hf.backends.reference import TORCH
+from flodl_hf.runtime import cpu_features
 
 if TYPE_CHECKING:
     from flodl_hf.runtime.precision import Precision

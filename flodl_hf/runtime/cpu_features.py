@@ -6,7 +6,7 @@ from functools import cache
 
 import torch
 
-from flodl_hf.runtime.cpu_products import has_int8, has_onednn
+from flodl_hf.backends.cpu_products import has_int8, has_onednn
 
 __all__ = ["missing", "multiplies_bf16"]
 

@@ -14,7 +14,7 @@ import torch
 
 from flodl.devices import parse_device
 from flodl.graph import Graph
-from flodl_hf.adapters.lora import folded
+from flodl_hf.adapter_layers.lora import folded
 from flodl_hf.backends.choose import layers_of, prediction_sizes, splits
 from flodl_hf.backends.cpu import plain_parts
 from flodl_hf.backends.cuda import GATES, HEAD_WIDTHS, SHORT, CudaTable

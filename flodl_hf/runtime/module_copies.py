@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from flodl.graph import Graph
-from flodl_hf.adapters.lora import folded
+from flodl_hf.adapter_layers.lora import folded
 from flodl_hf.runtime.precision import Precision, check_precision, dtype_of
 
 __all__ = ["arranged", "convert", "shadow", "tensors_of", "told"]

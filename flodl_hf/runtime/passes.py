@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from flodl_hf.adapters.prompts import lead_of
+from flodl_hf.adapter_layers.prompts import lead_of
 from flodl_hf.layout.layouts import Layout, Padded
 
 if TYPE_CHECKING:

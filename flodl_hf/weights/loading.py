@@ -181,8 +181,12 @@ class _Names:
             for alias, _ in spec.aliases:
                 self.other_heads.setdefault(alias, name)
 
+    def wants(self, name: str) -> bool:
+        """Return whether a canonical name is of a tensor that this head has."""
+        return name in self.wanted or name in self.wholes or name in self.aliases
+
     def known(self, name: str) -> bool:
-        return name in self.wanted or name in self.wholes or name in self.aliases or self.reason(name) is not None
+        return self.wants(name) or self.reason(name) is not None
 
     def of_encoder(self, name: str) -> bool:
         """Return whether a stored name, known or not, lies inside the encoder: below one of its parts."""
@@ -208,13 +212,14 @@ class _Names:
         others = [other + "." for other in self.family.prefixes]
         shapes += [s.removeprefix(other) for s in shapes for other in others if s.startswith(other)]
         for name in [*shapes, *(prefix + s for s in shapes)]:
-            if self.known(name):
-                return name
+            meant = [name, *(name[: -len(old)] + new for old, new in _LEGACY if name.endswith(old))]
+            # What is wanted comes before what another head has of the same name.
+            if found := next((one for one in meant if self.wants(one)), None):
+                return found
             if name in self.also:
                 return self.also[name]
-            for old, new in _LEGACY:
-                if name.endswith(old) and self.known(name[: -len(old)] + new):
-                    return name[: -len(old)] + new
+            if found := next((one for one in meant if self.known(one)), None):
+                return found
         return None
 
 

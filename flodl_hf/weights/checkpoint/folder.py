@@ -1,6 +1,6 @@
 """`Checkpoint`: a folder of weights, held open, every header checked before a tensor is read.
 
-Decides which of the known layouts a folder has, and that two layouts at once are an error, not a guess.
+Decides which of the known layouts a folder has, and which one is read of several: transformers' choice.
 """
 
 from __future__ import annotations
@@ -56,10 +56,9 @@ class Checkpoint:
     ) -> Checkpoint:
         """Return the checkpoint in ``folder``, its headers read and checked.
 
-        Safetensors files are preferred to ``.bin`` files. A folder that holds both ``model.safetensors`` and
-        an index whose shards are there too is refused, because one of the two is stale and nothing says
-        which; when none of the listed shards is there, the index alone is stale and the single file is
-        taken.
+        Safetensors files are preferred to ``.bin`` files, and a single file to an index with shards, as transformers
+        prefers them. Where shards are passed over so, the manifest says it (``passed_over``): one of the two is
+        stale, and nothing in the folder tells which.
 
         Args:
             folder: holds ``model.safetensors``, or ``model.safetensors.index.json`` and its shards, or the
@@ -71,23 +70,25 @@ class Checkpoint:
         Raises:
             UnsafeFileError: the index or a link leads out of the folder, or a ``.bin`` file holds more than
                 tensors.
-            CheckpointError: no weights, several layouts, missing shards, damaged files, or an index that
-                contradicts its shards.
+            CheckpointError: no weights, missing shards, damaged files, or an index that contradicts its shards.
         """
         with ExitStack() as stack:
             opened = Folder(folder)
             stack.callback(opened.close)
-            index = _choose(opened, layout, allow_pickle_free_bin)
-            if isinstance(index, str):
-                shards = {index: _open_shard(opened, index, stack)}
-                kind: Layout = "bin" if index == BIN else "single"
-                manifest = _manifest(opened, kind, shards, None)
+            chosen, passed_over = _choose(opened, layout, allow_pickle_free_bin)
+            if isinstance(chosen, str):
+                index, shards = None, {chosen: _open_shard(opened, chosen, stack)}
             else:
-                shards = _open_shards(opened, index, stack)
-                kind = "bin-sharded" if index.name == BIN_INDEX else "sharded"
-                contents = {name: list(shard.entries) for name, shard in shards.items()}
-                check_shards(index, contents, str(opened.path / index.name))
-                manifest = _manifest(opened, kind, shards, index)
+                index, shards = chosen, _open_shards(opened, chosen, stack)
+                try:
+                    contents = {name: list(shard.entries) for name, shard in shards.items()}
+                    check_shards(index, contents, str(opened.path / index.name))
+                except CheckpointError:
+                    if index.files not in ((SAFETENSORS,), (BIN,)):
+                        raise
+                    passed_over = _passed_over(index.files[0], f"{index.name}, which lists other tensors")
+                    index = None
+            manifest = _manifest(opened, shards, index, passed_over)
             return cls(manifest, shards, stack.pop_all())
 
     def close(self) -> None:
@@ -206,8 +207,8 @@ class Checkpoint:
         yield from groups.items()
 
 
-def _choose(folder: Folder, layout: str | None, allow_bin: bool) -> str | ShardIndex:
-    """Return the single file to read, or the parsed index."""
+def _choose(folder: Folder, layout: str | None, allow_bin: bool) -> tuple[str | ShardIndex, str]:
+    """Return the single file to read, or the parsed index; and what else is there and not read, in words."""
     for single, index_name, kinds in (
         (SAFETENSORS, SAFETENSORS_INDEX, ("safetensors", "safetensors-index")),
         (BIN, BIN_INDEX, ("bin",)),
@@ -226,41 +227,54 @@ def _choose(folder: Folder, layout: str | None, allow_bin: bool) -> str | ShardI
                 problems=["only .bin weights"],
             )
         if not has_index:
-            return single
-        where = str(folder.path / index_name)
-        index = parse_index(folder.read_text(index_name, INDEX_LIMIT), index_name, where)
-        suffix = single.rpartition(".")[2]
-        foreign = [file for file in index.files if not file.endswith(f".{suffix}")]
-        if foreign:
-            raise CheckpointError(
-                f"{where}: lists files of another kind:\n{capped([printable(f) for f in foreign])}\n"
-                f"expected names that end in .{suffix}; fetch the folder again",
-                path=where,
-                problems=[f"{printable(file)}: not a .{suffix} file" for file in foreign],
-            )
-        if has_single and index.files != (single,):
-            if not any(folder.has(file) for file in index.files):
-                return single
-            raise CheckpointError(
-                f"{folder.path}: found {single} and also {index_name} with its shards, expected one of them; "
-                f"delete the stale one, or say which with layout=",
-                path=str(folder.path / single),
-                problems=[f"{single} and {index_name} side by side"],
-            )
-        return index
+            return single, ""
+        try:
+            index = _index_in(folder, index_name, single)
+        except CheckpointError as fault:
+            if not has_single:
+                raise
+            return single, _passed_over(single, f"{index_name}, which cannot be used ({fault.problems[0]})")
+        if not has_single or index.files == (single,):
+            return index, ""
+        held = sum(map(folder.has, index.files))
+        if not held:  # an index alone is no weights
+            return single, ""
+        return single, _passed_over(single, f"{index_name}, of whose {len(index.files)} files {held} are there")
     found = sorted(entry.name for entry in folder.path.iterdir())
     wanted = {None: (SAFETENSORS, SAFETENSORS_INDEX, BIN, BIN_INDEX), "bin": (BIN, BIN_INDEX)}
     names = wanted.get(layout, (SAFETENSORS, SAFETENSORS_INDEX))
     raise CheckpointError(
         f"{folder.path}: holds no {'' if layout is None else f'.{layout} '}weights; expected {', '.join(names[:-1])} "
-        f"or {names[-1]}; found {', '.join(map(printable, found[:12])) or 'an empty folder'}; {_remedy(found)}",
+        f"or {names[-1]}; found {', '.join(map(printable, found[:12])) or 'an empty folder'}; {_remedy(found, names)}",
         path=str(folder.path),
         problems=["no weights"],
     )
 
 
-def _remedy(found: Sequence[str]) -> str:
-    """Return what to do where a folder with these files has no weights under the names that are read."""
+def _index_in(folder: Folder, name: str, single: str) -> ShardIndex:
+    """Return the index of this name, of files of the kind of ``single``."""
+    where = str(folder.path / name)
+    index = parse_index(folder.read_text(name, INDEX_LIMIT), name, where)
+    suffix = single.rpartition(".")[2]
+    foreign = [file for file in index.files if not file.endswith(f".{suffix}")]
+    if foreign:
+        raise CheckpointError(
+            f"{where}: lists files of another kind:\n{capped([printable(f) for f in foreign])}\n"
+            f"expected names that end in .{suffix}; fetch the folder again",
+            path=where,
+            problems=[f"{printable(file)}: not a .{suffix} file" for file in foreign],
+        )
+    return index
+
+
+def _passed_over(single: str, other: str) -> str:
+    return f"{single} is read, as by transformers; {other}, is passed over: delete what is stale"
+
+
+def _remedy(found: Sequence[str], wanted: Sequence[str]) -> str:
+    """Return what to do where a folder with these files has no weights under the names that are wanted."""
+    if SAFETENSORS not in wanted and {SAFETENSORS, SAFETENSORS_INDEX} & set(found):
+        return "its weights are safetensors already, so there is nothing to convert"
     kept = [name for name in found if name.endswith(".safetensors") and not name.startswith("adapter_")]
     shards = [name for name in kept if re.search(r"-\d+-of-\d+\.", name)]
     if shards:
@@ -313,7 +327,12 @@ def _open_shards(folder: Folder, index: ShardIndex, stack: ExitStack) -> dict[st
     return shards
 
 
-def _manifest(folder: Folder, layout: Layout, shards: Mapping[str, Shard], index: ShardIndex | None) -> SourceManifest:
+def _manifest(
+    folder: Folder, shards: Mapping[str, Shard], index: ShardIndex | None, passed_over: str
+) -> SourceManifest:
+    layouts: dict[tuple[bool, bool], Layout] = {
+        (False, False): "single", (True, False): "sharded", (False, True): "bin", (True, True): "bin-sharded",
+    }  # fmt: skip
     tensors: dict[str, StoredTensor] = {}
     ties: dict[str, str] = {}
     for file, shard in shards.items():
@@ -322,7 +341,7 @@ def _manifest(folder: Folder, layout: Layout, shards: Mapping[str, Shard], index
         ties.update(shard.ties)
     return SourceManifest(
         folder=folder.path,
-        layout=layout,
+        layout=layouts[index is not None, any(file.endswith(".bin") for file in shards)],
         files=tuple(shard.file for shard in shards.values()),
         tensors=tensors,
         metadata={file: dict(shard.metadata) for file, shard in shards.items()},
@@ -330,4 +349,5 @@ def _manifest(folder: Folder, layout: Layout, shards: Mapping[str, Shard], index
         index_text=index.text if index else None,
         index_metadata=dict(index.metadata) if index else {},
         ties=ties,
+        passed_over=passed_over,
     )

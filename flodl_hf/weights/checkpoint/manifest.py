@@ -99,6 +99,7 @@ class SourceManifest:
         index_text: the index as it stands in the folder, None without one.
         index_metadata: what the index says besides which tensor is where.
         ties: a name to the earlier name that has the very same storage; only ``.bin`` files can say so.
+        passed_over: weights that lie in the folder besides and are not read, in words; "" where there are none.
     """
 
     folder: Path
@@ -110,6 +111,7 @@ class SourceManifest:
     index_text: str | None = None
     index_metadata: Mapping[str, object] = field(default_factory=dict)
     ties: Mapping[str, str] = field(default_factory=dict)
+    passed_over: str = ""
 
     @property
     def nbytes(self) -> int:

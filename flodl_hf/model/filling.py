@@ -19,10 +19,10 @@ from flodl.errors import CheckpointError, ConfigError, capped, nearest, printabl
 from flodl.graph import Graph
 from flodl_hf.config.model_config import ModelConfig
 from flodl_hf.model.building import assign
-from flodl_hf.weights.checkpoint.manifest import DTYPES
+from flodl_hf.weights.checkpoint.manifest import DTYPES, StoredTensor
 from flodl_hf.weights.loading import LoadReport, Plan
 
-__all__ = ["FiniteCheck", "check_dtype", "check_duplicates", "fill", "settle_dtype", "settle_ties"]
+__all__ = ["FiniteCheck", "check_dtype", "check_duplicates", "fill", "settle_dtype", "settle_ties", "stored_dtype"]
 
 _FLOATS = ("float32", "float16", "bfloat16", "float64")
 
@@ -40,6 +40,12 @@ def check_dtype(dtype: torch.dtype | str | None) -> torch.dtype | str | None:
         hint = nearest(str(dtype), _FLOATS)
         raise ConfigError(f"dtype={dtype!r}{hint}; expected one of {', '.join(_FLOATS)}", problems=["dtype"])
     return found
+
+
+def stored_dtype(stored: Mapping[str, StoredTensor]) -> torch.dtype:
+    """Return half precision where all numbers are stored so, else float32."""
+    kinds = {tensor.dtype for tensor in stored.values()}
+    return {frozenset({"F16"}): torch.float16, frozenset({"BF16"}): torch.bfloat16}.get(frozenset(kinds), torch.float32)
 
 
 def settle_dtype(given: torch.dtype | str | None, config: ModelConfig, plan: Plan) -> torch.dtype:

@@ -19,24 +19,26 @@ import torch
 from torch import Tensor
 
 from flodl.devices import default_device, find_device
-from flodl.errors import CheckpointError, ConfigError, DeviceError, capped, printable
+from flodl.errors import CheckpointError, ConfigError, DeviceError, printable
 from flodl.garbage_collection import gc_paused
 from flodl.graph import Graph
 from flodl_hf.adapters.attach import adapters_of
 from flodl_hf.attention.dot_product import check_implementation
 from flodl_hf.config.model_config import MAX_LABELS, ModelConfig, listed_texts, read_config_file
+from flodl_hf.config.told import warn_of
 from flodl_hf.encoder.parts import as_whole, parts_from
 from flodl_hf.family import Kept
 from flodl_hf.hub.folders import MODEL_FILES, VOCABULARY_FILES, holds_adapter, resolve_folder
 from flodl_hf.model.building import assign, empty_graph, initialise, tie_tensors
+from flodl_hf.model.filling import FiniteCheck, check_dtype, check_duplicates, fill, settle_dtype, settle_ties
 from flodl_hf.model.graph_model import GraphModel
 from flodl_hf.model.routed import Routed, recipe_behind
 from flodl_hf.sentence.multivector import colbert_recipe
 from flodl_hf.sentence.recipe import SentenceRecipe, read_recipe
 from flodl_hf.sentence.routing import transformer_folder
 from flodl_hf.weights.checkpoint import Checkpoint, SourceManifest, StoredTensor
+from flodl_hf.weights.checkpoint.folder import SAFETENSORS_INDEX
 from flodl_hf.weights.checkpoint.members import is_entry
-from flodl_hf.weights.filling import FiniteCheck, check_dtype, check_duplicates, fill, settle_dtype, settle_ties
 from flodl_hf.weights.loading import Plan, class_of, head_of, plan_load
 from flodl_hf.weights.on_disk import OnDisk, Weights, stays_on_disk
 from flodl_hf.weights.source import Source
@@ -47,7 +49,7 @@ if TYPE_CHECKING:
     from flodl_hf.tokenizer import Tokenizer
     from flodl_hf.weights.checksums import Held
 
-__all__ = ["load_model", "load_tokenizer", "numbered_labels", "plan_folder", "stored_dtype"]
+__all__ = ["load_model", "load_tokenizer", "numbered_labels", "open_weights", "plan_folder"]
 
 ModelT = TypeVar("ModelT", bound=GraphModel)
 
@@ -216,12 +218,7 @@ def _load(
 def _configured(folder: Path, head: str, asked: _Wanted, adapter: AdapterFolder | None) -> tuple[ModelConfig, bool]:
     """Return a folder's configuration, and whether its labels are those of who asks or of an adapter."""
     config = read_config_file(folder, asked.ignore_config_keys, strict_config=asked.strict_config)
-    if config.overruled:
-        warnings.warn(
-            f"{config.where}: settings contradict others of the file and are passed over, as by transformers:\n"
-            f"{capped(config.overruled)}\nRemove what does not hold; strict_config=True refuses such a file.",
-            stacklevel=2,
-        )
+    warn_of(config, stacklevel=2)
     labels = asked.labels
     if adapter is not None and labels is None:
         labels = adapter.labels(config, head)
@@ -265,9 +262,12 @@ def _read_folder(
     Raises:
         CheckpointError: tensors are missing, unexpected or mis-shaped; nothing is read then.
     """
-    with Checkpoint.open(folder) as checkpoint:
+    with open_weights(folder, config) as checkpoint:
         stored = checkpoint.manifest.tensors
         plan, graph = plan_folder(config, head, stored, str(folder), relabelled=relabelled)
+        if checkpoint.manifest.passed_over:
+            warnings.warn(f"{folder}: {checkpoint.manifest.passed_over}", stacklevel=2)
+            plan.report.notes.append(checkpoint.manifest.passed_over)
         dtype = settle_dtype(asked.dtype, config, plan)
         if warming is not None:
             warming.layers(graph, dtype)
@@ -415,10 +415,10 @@ def _warming(device: torch.device | str | None) -> Warming | None:
     return Warming(torch.device(device))
 
 
-def stored_dtype(stored: Mapping[str, StoredTensor]) -> torch.dtype:
-    """Return half precision where all numbers are stored so, else float32."""
-    kinds = {tensor.dtype for tensor in stored.values()}
-    return {frozenset({"F16"}): torch.float16, frozenset({"BF16"}): torch.bfloat16}.get(frozenset(kinds), torch.float32)
+def open_weights(folder: Path, config: ModelConfig) -> Checkpoint:
+    """Return a folder's weights, opened: of several that lie there those which its configuration names."""
+    named = config.source.get("transformers_weights")
+    return Checkpoint.open(folder, layout="safetensors-index" if named == SAFETENSORS_INDEX else None)
 
 
 def plan_folder(

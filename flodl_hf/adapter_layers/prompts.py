@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flodl_hf.adapters.stand_in import stand_in_for
+from flodl_hf.adapter_layers.stand_in import stand_in_for
 from flodl_hf.layout.layouts import Layout
 
 __all__ = ["FIRST", "WORDS", "BothWays", "Lead", "PromptPart", "PromptedEmbedding", "lead_of"]

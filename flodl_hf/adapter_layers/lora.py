@@ -14,8 +14,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from flodl_hf.adapters.scaled import ScaledLinear
-from flodl_hf.adapters.stand_in import stand_in_for
+from flodl_hf.adapter_layers.scaled import ScaledLinear
+from flodl_hf.adapter_layers.stand_in import stand_in_for
 
 __all__ = ["AdaptedLinear", "LoraPart", "beside", "folded", "joined_products", "plain_linear"]
 

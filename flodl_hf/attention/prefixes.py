@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flodl_hf.adapters.stand_in import stand_in_for
+from flodl_hf.adapter_layers.stand_in import stand_in_for
 from flodl_hf.attention.dot_product import SelfAttention
 
 __all__ = ["MadePrefixPart", "PrefixMaker", "PrefixPart", "PrefixedAttention", "ShiftPart", "ShiftedPositions"]
