@@ -150,7 +150,7 @@ def _batches(options: Options, rows: EncodedRows, layout: str) -> Any:
         )
     grouped = options.group_by_length
     if grouped is None:
-        grouped = layout == "padded" and len(rows) >= LONG_EPOCH * options.batch_size
+        grouped = layout == "padded" and len(rows) >= LONG_EPOCH * options.rows_in_batch
     elif grouped and layout != "padded":
         warnings.warn(
             "group_by_length: rows are packed, without padding that grouping could save; they are mixed freely",
@@ -158,8 +158,8 @@ def _batches(options: Options, rows: EncodedRows, layout: str) -> Any:
             stacklevel=5,
         )
     if grouped and layout == "padded":
-        return LengthGroupedBatches(sampler, lengths, options.batch_size, seed=options.seed)
-    return FixedBatches(sampler, options.batch_size)
+        return LengthGroupedBatches(sampler, lengths, options.rows_in_batch, seed=options.seed)
+    return FixedBatches(sampler, options.rows_in_batch)
 
 
 def count_steps(options: Options, batches: Any) -> int:

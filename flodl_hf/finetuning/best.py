@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +11,8 @@ from torch import nn
 
 from flodl.errors import CheckpointError
 from flodl.train.optim.ema import averaged_state
-from flodl.train.saving.reading import list_checkpoints, read_checkpoint, read_manifest
+from flodl.train.saving.judged import judged, signed
+from flodl.train.saving.reading import read_checkpoint
 from flodl.train.saving.state import load_model, model_state
 
 __all__ = ["Best", "take_best"]
@@ -44,14 +44,6 @@ class Best:
         return step, figures
 
 
-def signed(metric: str, figures: Mapping[str, float]) -> float | None:
-    """Return the figure that decides, greater where better; None where there is none, or it is no number."""
-    value = figures.get(metric.lstrip("-"))
-    if value is None or math.isnan(value):
-        return None
-    return -value if metric.startswith("-") else value
-
-
 def take_best(
     metric: str, folder: Path, model: nn.Module, history: list[dict[str, Any]], last_step: int
 ) -> tuple[int, dict[str, float]] | None:
@@ -59,17 +51,8 @@ def take_best(
 
     A better evaluation whose checkpoint is damaged or could not be written is warned of.
     """
-    judged = []
-    for path in list_checkpoints(folder):
-        try:
-            manifest = read_manifest(path)
-            value = signed(metric, manifest["metrics"])
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            continue
-        if value is not None:
-            judged.append((value, int(manifest["step"]), path))
     taken, fault = None, ""
-    for _, step, path in sorted(judged, key=lambda entry: (-entry[0], entry[1])):
+    for _, step, path in judged(folder, metric):
         try:
             saved = read_checkpoint(path, weights_only=True)
         except CheckpointError as error:

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 from flodl_hf.finetuning.metadata import PIPELINES, head_of_card, hub_name
 
 if TYPE_CHECKING:
+    from flodl_hf.finetuning.held_out import Judged
     from flodl_hf.finetuning.job import Job
     from flodl_hf.finetuning.result import FinetuneResult
     from flodl_hf.finetuning.thresholds import Tuned
-    from flodl_hf.report.held_out import Judged
 
 __all__ = ["papers"]
 
@@ -54,6 +54,7 @@ def papers(job: Job, result: FinetuneResult, judged: Judged | None = None) -> di
         "metric": job.metric,
         "best_step": result.best_step,
         "steps": result.steps,
+        "batch_size": job.options.batch_size,
         "seconds": round(result.seconds, 3),
         "history": result.history,
         "losses": result.losses,

@@ -1,7 +1,7 @@
 """The model of a run: opened with the right head and labels, some parts frozen, made ready to train.
 
 Decides what of a model is touched for training alone, and undoes it. Which tensors a checkpoint gives is decided
-in `flodl_hf.weights.pretrained`.
+in `flodl_hf.model.pretrained`.
 """
 
 from __future__ import annotations

@@ -14,13 +14,11 @@ from flodl.errors import ConfigError, DataError, printable
 from flodl_hf.columns import NAMES, Columns, column_names
 from flodl_hf.finetuning.task import Task, name_of
 
-__all__ = ["FEW_STEPS", "alike_labels", "few_steps", "guessed_columns", "refuse_lost_labels", "task_line"]
+__all__ = ["alike_labels", "guessed_columns", "refuse_lost_labels", "task_line"]
 
 LOOKED_AT = 200
 NAMED = 8  # labels that a line names
 SIGNS = {"\t": "tabs", "|": "'|'", ";": "semicolons", ",": "commas"}
-FEW_STEPS = 100
-"""30 steps of 32 rows taught a MiniLM nothing of 320 sentences at the usual rate, 80 steps of 8 rows did."""
 PREFIX = "__label__"  # how fastText marks labels in lines of text
 TRAINED = ("sequence_classification", "token_classification", "question_answering", "multiple_choice")
 MEANT = "; or say task='masked_lm' to learn the words of these texts behind masks"
@@ -102,14 +100,6 @@ def alike_labels(names: Sequence[str]) -> list[str]:
     if not several:
         return []
     return [f"labels that differ by case or spaces alone are several labels: {'; '.join(several[:NAMED])}"]
-
-
-def few_steps(steps: int, batch_size: int) -> str:
-    """Return what is said of a run that has hardly the steps to learn a new head."""
-    return (
-        f"{steps:,} optimiser step{'s are' if steps != 1 else ' is'} few if the head is new: more epochs, or a smaller "
-        f"batch_size (now {batch_size}), make more of them"
-    )
 
 
 def task_line(task: Task, rows: Sequence[Any], asked: str | None) -> str:

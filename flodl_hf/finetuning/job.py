@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flodl.errors import ConfigError
+from flodl_hf.finetuning.batch_size import few_steps, settle_batch_size
 from flodl_hf.finetuning.batching import Batching, batch_rows, count_steps, micro_batch_rows
 from flodl_hf.finetuning.choices import ChoiceTask
 from flodl_hf.finetuning.data import HEADED, Tables, choose_task, read_tables
@@ -22,7 +23,7 @@ from flodl_hf.finetuning.evaluation import Evaluation, Evaluations
 from flodl_hf.finetuning.factory import FixedModel, ModelFactory
 from flodl_hf.finetuning.flag_columns import with_listed_flags
 from flodl_hf.finetuning.generator.task import GeneratorTask
-from flodl_hf.finetuning.inferred import FEW_STEPS, alike_labels, few_steps, guessed_columns, task_line
+from flodl_hf.finetuning.inferred import alike_labels, guessed_columns, task_line
 from flodl_hf.finetuning.options import Options
 from flodl_hf.finetuning.pairs import PretrainingObjective
 from flodl_hf.finetuning.ranking import RankTask
@@ -166,6 +167,9 @@ def plan_job(
     limits = _limits(task, opened, tokenizer, options)
     prepared = {"train": task.prepare(tables.train, tokenizer, limits, training=True)}
     rows = prepared["train"].rows
+    options, chosen = settle_batch_size(options, task, rows)
+    if tell is not None and chosen is not None:
+        tell(chosen)
     masking, pad_id = _masking(task, tokenizer, options, where), tokenizer.pad_token_id or 0
     laid_out = batch_rows(
         task, options, rows, own=own, pad_id=pad_id, masking=masking, max_tokens=opened.max_tokens
@@ -191,8 +195,8 @@ def plan_job(
         isinstance(model, (str, os.PathLike)), notes, laid_out.unrecorded,
     )  # fmt: skip
     _ = job.schedule  # values that it cannot have are refused now
-    if tell is not None and options.max_steps is None and job.steps < FEW_STEPS:
-        tell(few_steps(job.steps, options.batch_size))
+    if tell is not None and (few := few_steps(job.steps, job.options)) is not None:
+        tell(few)
     return job
 
 
@@ -227,7 +231,7 @@ def _evaluation(
     """Return what judges a model by each held-out set; None where there is none."""
     several, make = _several(task), _plain_objective(task)
     judging = replace(collate, layout="packed" if layout == "bucketed" else layout, noise=False, widths=())
-    size = options.eval_batch_size or micro_batch_rows(options) or options.batch_size
+    size = options.eval_batch_size or micro_batch_rows(options) or options.rows_in_batch
     found: dict[str, Evaluation] = {}
     for name, part in parts.items():
         # how wide a batch is padded says nothing of a model

@@ -20,7 +20,7 @@ class FinetuneOptions(TypedDict, total=False):
     problem_type: str | None
     epochs: int
     max_steps: int | None
-    batch_size: int
+    batch_size: int | None
     accumulate: int
     micro_batch_size: int | str | None
     tokens_per_batch: int | None

@@ -15,8 +15,10 @@ from flodl.errors import ConfigError, capped, nearest
 from flodl_hf.adapters.settings import Settings, adapter_faults, adapter_of
 from flodl_hf.finetuning.training_arguments import TAKEN, translated
 
-__all__ = ["Options", "make_options"]
+__all__ = ["BATCH_SIZE", "Options", "make_options"]
 
+BATCH_SIZE = 32
+"""Rows in a batch where nobody says how many and nothing asks for fewer."""
 TRACKERS = ("csv", "jsonl", "mlflow", "tensorboard", "wandb")
 """Those of `flodl.train.trackers`, which is imported when a run begins."""
 SCHEDULES: dict[str, dict[str, type]] = {
@@ -70,7 +72,12 @@ class Options:
 
     epochs: int = _opt(3, "Passes over the training data.", least=1)
     max_steps: int | None = _opt(None, "Stop after so many optimiser steps.", least=1)
-    batch_size: int = _opt(32, "Rows in a batch, over all devices together.", least=1)
+    batch_size: int | None = _opt(
+        None,
+        "Rows in a batch, over all devices together; by default 32, or 16, 8 or 4 where a run that learns labels or "
+        "answers would have too few steps.",
+        least=1,
+    )
     accumulate: int = _opt(1, "Batches in one optimiser step.", least=1)
     micro_batch_size: int | str | None = _opt(
         None, "Most rows in the model at once, or auto for as many as fit; changes nothing but memory.",
@@ -175,7 +182,9 @@ class Options:
     )
 
     eval_every: int | None = _opt(None, "Steps between evaluations, besides the one after each epoch.", least=1)
-    eval_batch_size: int | None = _opt(None, "Rows at once in evaluation; by default batch_size.", least=1)
+    eval_batch_size: int | None = _opt(
+        None, "Rows at once in evaluation; by default batch_size if given, else 32.", least=1
+    )
     eval_start: bool = _opt(False, "Evaluate before the first step too; decides nothing.")
     eval_delay: int = _opt(0, "No evaluation before so many steps, but for the one at the end.", least=0)
     metric: str | None = _opt(None, "Figure that says which model is best; '-name' where less is better.")
@@ -188,7 +197,7 @@ class Options:
     early_stopping: int | None = _opt(None, "Stop after so many evaluations without a better figure.", least=1)
 
     concatenate: bool = _opt(False, "mlm: put lines end to end, with a separator between, and cut them into full rows.")
-    whole_words: bool = _opt(False, "mlm, pretrain: mask whole words.")
+    whole_words: bool = _opt(False, "mlm, pretrain, a generator: mask whole words.")
     mask_probability: float = _opt(
         0.15, "mlm, pretrain: share of the tokens that are masked; replaced: that are replaced.", least=0.0, most=1.0
     )
@@ -272,7 +281,7 @@ class Options:
     resume: bool = _opt(False, "Go on from the checkpoints of an interrupted run.")
     allow_change: Sequence[str] = _opt((), "With resume: settings that may differ from the run's, as it names them.")
 
-    devices: Any = _opt(None, "Number of devices, their names, or auto for all; under torchrun not needed.")  # noqa: RUF009
+    devices: Any = _opt(None, "Number of devices, their names (cpu,cpu), or auto for all; under torchrun not needed.")  # noqa: RUF009
     policy: str | None = _opt(
         None, "sync, cadence or async; by default as the devices suit.", among=("sync", "cadence", "async")
     )
@@ -300,6 +309,11 @@ class Options:
         from flodl.devices import training_devices
 
         return training_devices(self.devices, shared=self.backend == "cpu")
+
+    @property
+    def rows_in_batch(self) -> int:
+        """The batch size; 32 where none is decided yet."""
+        return self.batch_size or BATCH_SIZE
 
     @property
     def ranks(self) -> int:

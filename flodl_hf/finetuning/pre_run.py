@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -13,7 +13,6 @@ import numpy as np
 
 from flodl.train import RateSearch, Rehearsal
 from flodl_hf.finetuning.evaluation import Evaluation, Evaluations
-from flodl_hf.finetuning.generator.task import GeneratorTask
 from flodl_hf.finetuning.job import Job, plan_job
 from flodl_hf.finetuning.keywords import FinetuneWords
 from flodl_hf.finetuning.options import make_options
@@ -37,6 +36,7 @@ class DryRun:
         tokens: tokens of all of them.
         longest: tokens of the longest.
         eval_rows: held-out rows by set.
+        batch_size: rows in a batch; None where tokens are counted.
         steps: optimiser steps of the whole run.
         needs: time and memory; its ``steps`` are those of the first epoch times epochs.
         metrics: figures that evaluation gave for some held-out rows.
@@ -48,6 +48,7 @@ class DryRun:
     tokens: int
     longest: int
     eval_rows: dict[str, int]
+    batch_size: int | None
     steps: int
     needs: Rehearsal
     metrics: dict[str, float]
@@ -62,6 +63,7 @@ class DryRun:
         lines = [
             f"{self.task}{labels[:100]}",
             f"{self.rows:,} training rows, {self.tokens:,} tokens, the longest {self.longest}",
+            *([] if self.batch_size is None else [f"batches of {self.batch_size} rows"]),
             f"held out: {held}" if held else "nothing is held out",
             str(self.needs),
         ]
@@ -85,12 +87,13 @@ def dry_run(
     Raises:
         Exception: whatever `flodl_hf.finetuning.finetune` would raise by then.
     """
-    job = plan_job(model, train, eval, make_options(options), where="dry_run", own=Own(loss, metrics))
     with ExitStack() as stack:
+        stack.enter_context(_vectors_kept(model))
+        job = plan_job(model, train, eval, make_options(options), where="dry_run", own=Own(loss, metrics))
         stack.enter_context(settings_of_torch())
         if not job.named and job.options.adapter is not None:
             stack.callback(job.model.remove_adapter)
-        stack.callback(_leave, job)
+        stack.callback(job.conclude, job.model)  # another run may put something else beside the model
         needs = make_builder(job, lambda event: None, stack).set(eval_start=False).dry_run()
         figures = _judge_some(job)
         place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flodl-hf-"))) / "model"
@@ -103,16 +106,24 @@ def dry_run(
         int(job.rows.lengths.sum()),
         int(job.rows.lengths.max()),
         {name: len(one.prepared.rows) for name, one in sets.items()},
+        None if job.options.tokens_per_batch is not None else job.options.batch_size,
         job.steps,
         needs,
         figures,
     )
 
 
-def _leave(job: Job) -> None:
-    """Take a generator away from the model: another run may have another."""
-    if isinstance(job.task, GeneratorTask):
-        job.conclude(job.model)
+@contextmanager
+def _vectors_kept(model: str | Path | EncoderModel) -> Iterator[None]:
+    """Have a model in memory make vectors afterwards as it did before, whatever the options say of them."""
+    if isinstance(model, (str, Path)):
+        yield
+        return
+    before = model.sentence_recipe
+    try:
+        yield
+    finally:
+        model.sentence_recipe = before
 
 
 def _sets(job: Job) -> dict[str, Evaluation]:
@@ -158,10 +169,11 @@ def find_lr(
         ConfigError, DataError: as in `finetune`; rates that do not rise.
         TrainError: the loss is not finite from the start.
     """
-    job = plan_job(model, train, None, make_options(options), where="find_lr", own=Own(loss))
     with ExitStack() as stack:
+        stack.enter_context(_vectors_kept(model))
+        job = plan_job(model, train, None, make_options(options), where="find_lr", own=Own(loss))
         stack.enter_context(settings_of_torch())
         if not job.named and job.options.adapter is not None:
             stack.callback(job.model.remove_adapter)
-        stack.callback(_leave, job)
+        stack.callback(job.conclude, job.model)
         return make_builder(job, lambda event: None, stack).find_lr(low, high, steps)

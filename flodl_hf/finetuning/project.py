@@ -154,7 +154,7 @@ eval: data/held_out{suffix}
 out: tuned
 
 epochs: 3
-batch_size: 32
+# batch_size: 32             # by default that, and less where rows are few
 lr: 5.0e-5
 warmup: 0.1                  # a share of all steps
 seed: 42

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from flodl.data.collate import Where
 from flodl.errors import DataError
-from flodl_hf.alignment import IGNORE, mask_tokens
+from flodl_hf.alignment import IGNORE, chosen_tokens, mask_tokens
 from flodl_hf.finetuning.noise import SEEDS, row_seeds
 from flodl_hf.finetuning.shapes import Shapes
 from flodl_hf.layout.buckets import FILLER, fill
@@ -202,20 +202,30 @@ class Masking:
 
     def __call__(self, row: Mapping[str, Any], where: Where, index: int) -> dict[str, Any]:
         """Return the row with tokens hidden, and ``labels`` for these."""
-        words = row["words"].tolist()
+        special, choice = self._choice(row, where, index)
         ids, labels = mask_tokens(
             row["input_ids"].tolist(),
-            [word == SPECIAL for word in words],
+            special,
             mask_id=self.mask_id,
             random_ids=self.vocabulary,
-            rng=where.rng("mask", index),
-            probability=self.probability,
-            words=[None if word < 0 else word for word in words] if self.whole_words else None,
             mask_share=self.mask_share,
             random_share=self.random_share,
+            **choice,
         )
         rest = {name: value for name, value in row.items() if name != "words"}
         return {**rest, "input_ids": np.asarray(ids), "labels": np.asarray(labels)}
+
+    def number(self, row: Mapping[str, Any], where: Where, index: int) -> int:
+        """Return how many tokens of a row are to be guessed."""
+        special, choice = self._choice(row, where, index)
+        return chosen_tokens(special, **choice).size
+
+    def _choice(self, row: Mapping[str, Any], where: Where, index: int) -> tuple[list[bool], dict[str, Any]]:
+        """Return which tokens are special, and by what the others are chosen."""
+        words = row["words"].tolist()
+        whole = [None if word < 0 else word for word in words] if self.whole_words else None
+        rng = where.rng("mask", index)
+        return [word == SPECIAL for word in words], {"rng": rng, "probability": self.probability, "words": whole}
 
 
 SPECIAL = -1

@@ -28,9 +28,11 @@ from flodl_hf.adapters.settings import Settings, adapter_words
 from flodl_hf.errors import ExportError
 from flodl_hf.export.model import export_model
 from flodl_hf.export.publish import GENERATOR, is_model_file
+from flodl_hf.finetuning.batch_size import as_before
 from flodl_hf.finetuning.best import Best, take_best
 from flodl_hf.finetuning.card import papers
 from flodl_hf.finetuning.data import is_several
+from flodl_hf.finetuning.held_out import Judged, judge
 from flodl_hf.finetuning.job import Job, plan_job
 from flodl_hf.finetuning.keywords import FinetuneWords
 from flodl_hf.finetuning.monitoring import monitor_of_job
@@ -40,7 +42,6 @@ from flodl_hf.finetuning.task import name_of
 from flodl_hf.finetuning.thresholds import tune_thresholds
 from flodl_hf.finetuning.training import CHECKPOINTS, make_builder, settings_of_torch, train_job
 from flodl_hf.finetuning.user_code import Own
-from flodl_hf.report.held_out import Judged, judge
 
 if TYPE_CHECKING:
     from flodl_hf.model.encoder_model import EncoderModel
@@ -117,11 +118,14 @@ def finetune(
         raise ConfigError("finetune: found no train=; expected a file or rows to learn from", problems=["train"])
     progress = False if options.get("disable_tqdm") and progress is None else progress
     target = None if out is None else Path(out)
+    chosen = as_before(chosen, _kept_in(chosen, target))
     trackers = _trackers(chosen, target)
     if target is not None:
         _check_free(target, overwrite)
     tell = _say if progress and _is_first_rank() else None
     job = plan_job(model, train, eval, chosen, own=Own(loss, metrics, tuple(callbacks)), tell=tell)
+    for tracker in trackers:
+        tracker.config.update(_settings(job.options))  # with what the data decided
     recipe = {"model": _named(model), "train": _named(train), "eval": _named(eval), **_recipe(job)}
     notes = _Notes(on_event, job.unrecorded)
     ended = _train(job, notes, target, recipe, progress=progress, trackers=trackers, monitor=monitor)
@@ -260,13 +264,10 @@ def _checkpoint_folder(job: Job, target: Path | None, stack: ExitStack) -> Path 
         TrainError: checkpoints are there already, and the run was not asked to go on from them.
     """
     options = job.options
-    if options.checkpoints is not None:
-        folder = Path(options.checkpoints)
-    elif target is not None:
-        folder = target.with_name(target.name + CHECKPOINTS)
-    elif job.evaluation is not None and options.keep_best and not _under_torchrun():
+    folder = _kept_in(options, target)
+    if folder is None and job.evaluation is not None and options.keep_best and not _under_torchrun():
         return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flodl-hf-")))
-    else:
+    if folder is None:
         return None
     if not options.resume and folder.is_dir() and list_checkpoints(folder):
         raise TrainError(
@@ -275,6 +276,13 @@ def _checkpoint_folder(job: Job, target: Path | None, stack: ExitStack) -> Path 
             folder=str(folder),
         )
     return folder
+
+
+def _kept_in(options: Options, target: Path | None) -> Path | None:
+    """Return where checkpoints of a run are that may be gone on with; None where it leaves none."""
+    if options.checkpoints is not None:
+        return Path(options.checkpoints)
+    return None if target is None else target.with_name(target.name + CHECKPOINTS)
 
 
 def _take_best(job: Job, model: EncoderModel, folder: Path | None, notes: _Notes) -> tuple[int, dict[str, float]]:
@@ -370,8 +378,12 @@ def _trackers(options: Options, target: Path | None) -> list[Tracker]:
     if not _is_first_rank():
         return []
     beside = Path("runs") if target is None else target.with_name(target.name + ".logs")
-    settings = {name: value for name, value in options.to_dict().items() if value not in (None, (), [], {})}
-    return [make_tracker(name, options.log_dir or beside, settings) for name in options.trackers]
+    return [make_tracker(name, options.log_dir or beside, _settings(options)) for name in options.trackers]
+
+
+def _settings(options: Options) -> dict[str, Any]:
+    """Return the options that say something."""
+    return {name: value for name, value in options.to_dict().items() if value not in (None, (), [], {})}
 
 
 def _named(source: Any) -> Any:

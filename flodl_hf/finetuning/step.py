@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flodl.train import Loss
-from flodl_hf.adapters.prompts import lead_of
+from flodl_hf.adapter_layers.prompts import lead_of
 from flodl_hf.finetuning.noise import noisy
 from flodl_hf.finetuning.user_loss import LossFunction, own_loss
 from flodl_hf.layout.layouts import Layout, Packed, Padded

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flodl.errors import ConfigError
+from flodl_hf.finetuning.held_out import Judged
 from flodl_hf.report.figures import best_thresholds
-from flodl_hf.report.held_out import Judged
 
 if TYPE_CHECKING:
     from flodl_hf.finetuning.task import Task

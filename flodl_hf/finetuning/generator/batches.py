@@ -1,8 +1,8 @@
 """Batches for a generator and a discriminator: masked texts, where the masks are, and what words weigh in a step.
 
 The loss is a mean over masked tokens and one over all tokens. For a step to be the same however it is cut, each part of
-it has to know how many of both the whole step has. That is known before any are drawn, since the length of a row says
-how many of its tokens are masked.
+it has to know how many of both the whole step has. The length of a row says how many of its tokens are masked; whole
+words are drawn once more for it.
 """
 
 from __future__ import annotations
@@ -18,21 +18,43 @@ from numpy.typing import NDArray
 from flodl.data.collate import Where
 from flodl_hf.alignment import IGNORE, num_masked
 from flodl_hf.finetuning.noise import row_seeds
-from flodl_hf.finetuning.rows import SPECIAL, CollateRows, EncodedRows, TakenRows
+from flodl_hf.finetuning.rows import SPECIAL, CollateRows, EncodedRows, Masking, TakenRows
 
-__all__ = ["CollateMasked", "Counts", "StepCounts", "counts_of"]
+__all__ = ["CollateMasked", "Counts", "MaskedTokens", "StepCounts"]
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Tokens of some rows, and how many of them are masked; called with the place of a batch, the same for each."""
+    """Tokens of some rows, and how many of them are masked."""
 
     tokens: int
     masked: int
 
-    def __call__(self, where: Where) -> Counts:
-        """Return these."""
-        return self
+
+@dataclass(frozen=True)
+class MaskedTokens:
+    """Called with the place of a batch and rows, returns how many tokens of these are masked there.
+
+    Args:
+        rows: all rows.
+        masking: masks them; of whole words as many tokens as are drawn, otherwise by a row's length alone.
+    """
+
+    rows: EncodedRows
+    masking: Masking
+    _numbers: NDArray[np.int64] = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        starts = self.rows.ends - self.rows.lengths
+        free = np.add.reduceat((self.rows.columns["words"] != SPECIAL).astype(np.int64), starts).tolist()
+        numbers = np.asarray([num_masked(count, self.masking.probability) for count in free], np.int64)
+        object.__setattr__(self, "_numbers", numbers)
+
+    def __call__(self, where: Where, indices: NDArray[np.int64]) -> int:
+        """Return the number."""
+        if not self.masking.whole_words:
+            return int(self._numbers[indices].sum())
+        return sum(self.masking.number(self.rows.get(i), where, i) for i in indices.tolist())
 
 
 @dataclass(frozen=True)
@@ -42,34 +64,29 @@ class StepCounts:
     Args:
         batches: which rows come together.
         tokens: of each row.
-        masked: of each row.
+        masked: tells how many are masked.
         accumulate: batches of a step.
     """
 
     batches: Any
     tokens: NDArray[np.int64]
-    masked: NDArray[np.int64]
+    masked: MaskedTokens
     accumulate: int
-    _epochs: dict[int, list[Counts]] = field(default_factory=dict, compare=False, repr=False)
+    _plans: dict[int, Any] = field(default_factory=dict, compare=False, repr=False)
+    _steps: dict[tuple[int, int, int], Counts] = field(default_factory=dict, compare=False, repr=False)
 
     def __call__(self, where: Where) -> Counts:
         """Return the counts."""
-        found = self._epochs.get(where.epoch)
-        if found is None:
-            plan = self.batches.plan(where.epoch)
-            found = []
-            for first in range(0, len(plan), self.accumulate):
-                rows = np.concatenate([plan[i] for i in range(first, min(first + self.accumulate, len(plan)))])
-                found.append(Counts(int(self.tokens[rows].sum()), int(self.masked[rows].sum())))
-            self._epochs.clear()
-            self._epochs[where.epoch] = found
-        return found[where.number // self.accumulate]
-
-
-def counts_of(rows: EncodedRows, probability: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return for each row its tokens, and how many of them are masked in any drawing."""
-    free = np.add.reduceat((rows.columns["words"] != SPECIAL).astype(np.int64), rows.ends - rows.lengths).tolist()
-    return rows.lengths, np.asarray([num_masked(count, probability) for count in free], np.int64)
+        key = where.seed, where.epoch, where.number // self.accumulate
+        if key not in self._steps:
+            if where.epoch not in self._plans:
+                self._plans.clear()
+                self._plans[where.epoch] = self.batches.plan(where.epoch)
+            plan, first = self._plans[where.epoch], key[2] * self.accumulate
+            rows = np.concatenate([plan[i] for i in range(first, min(first + self.accumulate, len(plan)))])
+            self._steps.clear()
+            self._steps[key] = Counts(int(self.tokens[rows].sum()), self.masked(where, rows))
+        return self._steps[key]
 
 
 @dataclass(frozen=True)
@@ -107,8 +124,8 @@ class CollateMasked(CollateRows):
             row = np.searchsorted(ends, flat, side="right")
             offsets = flat - (ends - lengths)[row]
             slots = len(batch["cu_seqlens"]) - 1
-        # of each row a share, and one at least
-        room = int(self.probability * labels.size) + slots if self.settled else len(flat)
+        # of each row a share, and one at least; more where the shortest word has more
+        room = max(int(self.probability * labels.size) + slots, len(flat)) if self.settled else len(flat)
         seeds = row_seeds(where, where.indices, "sample")
         per_mask = {
             "mask_places": flat,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
@@ -9,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from flodl.data import SequentialSampler
+from flodl.data.batches import FixedBatches
 from flodl.errors import ConfigError
 from flodl.metrics import Accuracy, Classification, Metric, Perplexity
 from flodl_hf.columns import Columns, infer_columns
-from flodl_hf.finetuning.generator.batches import CollateMasked, Counts, StepCounts, counts_of
+from flodl_hf.finetuning.generator.batches import CollateMasked, MaskedTokens, StepCounts
 from flodl_hf.finetuning.generator.start import GeneratorStart, shared_names, taken_out
 from flodl_hf.finetuning.generator.step import JointObjective
 from flodl_hf.finetuning.masked import MaskedTask
@@ -78,7 +81,7 @@ class GeneratorTask(MaskedTask):
     def masking(self, tokenizer: Tokenizer) -> Masking:
         """Return what masks tokens."""
         return Masking(
-            tokenizer.mask_token_id or 0, tokenizer.vocab_size, self.options.mask_probability, False,
+            tokenizer.mask_token_id or 0, tokenizer.vocab_size, self.options.mask_probability, self.options.whole_words,
             mask_share=MASK_SHARE, random_share=0.0,
         )  # fmt: skip
 
@@ -89,16 +92,16 @@ class GeneratorTask(MaskedTask):
 
     def collate(self, usual: CollateRows, rows: EncodedRows, batches: Any) -> CollateMasked:
         """Return what makes batches of training."""
-        counts = counts_of(rows, self.options.mask_probability)
-        return self._collate(usual, StepCounts(batches, *counts, self.options.accumulate))
+        return self._collate(usual, rows, batches, self.options.accumulate)
 
     def judging(self, usual: CollateRows, prepared: Prepared) -> CollateMasked:
         """Return what makes batches of held-out rows, over all of which both means are taken."""
-        tokens, masked = counts_of(prepared.rows, self.options.mask_probability)
-        return self._collate(usual, Counts(int(tokens.sum()), int(masked.sum())))
+        size = len(prepared.rows)
+        return self._collate(usual, prepared.rows, FixedBatches(SequentialSampler(size), size), sys.maxsize)
 
-    def _collate(self, usual: CollateRows, counts: Counts | StepCounts) -> CollateMasked:
-        given = {f.name: getattr(usual, f.name) for f in fields(CollateRows)}
+    def _collate(self, usual: CollateRows, rows: EncodedRows, batches: Any, accumulate: int) -> CollateMasked:
+        given: dict[str, Any] = {f.name: getattr(usual, f.name) for f in fields(CollateRows)}
+        counts = StepCounts(batches, rows.lengths, MaskedTokens(rows, given["masking"]), accumulate)
         return CollateMasked(**given, probability=self.options.mask_probability, counts=counts)
 
     def scorer(self, prepared: Prepared) -> Any:
@@ -135,7 +138,7 @@ class _Scorer:
         }
 
 
-NOT_TAKEN = ("labels", "problem_type", "class_weights", "label_smoothing", "whole_words", "neftune", "shard")
+NOT_TAKEN = ("labels", "problem_type", "class_weights", "label_smoothing", "neftune", "shard")
 
 
 def plan_generator(rows: Sequence[Mapping[str, Any]], options: Options) -> GeneratorTask:

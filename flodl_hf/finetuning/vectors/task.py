@@ -272,7 +272,7 @@ class EmbeddingTask:
             for alone, table in zip(in_batch, self.tables.values(), strict=True)
         ]
         least = _least(self.losses, options)
-        made = TextBatches(rows.texts, options.batch_size, options.seed, apart, options.mixing, least)
+        made = TextBatches(rows.texts, options.rows_in_batch, options.seed, apart, options.mixing, least)
         for name, texts, parts in zip(self.tables, rows.texts, made.by_table(0), strict=True):
             if not parts:
                 raise DataError(
@@ -372,9 +372,9 @@ def plan_embedding(
         if options.matryoshka:
             loss = MatryoshkaLoss(loss, tuple(int(dim) for dim in options.matryoshka))
         losses.append(AdaptiveLayerLoss(loss) if options.adaptive_layers else loss)
-    if options.batch_size < _least(losses, options):
+    if options.rows_in_batch < _least(losses, options):
         shared = f"shared by {options.ranks} ranks" if options.ranks > 1 else "of a loss that compares examples"
-        problems.append(f"batch_size: {options.batch_size}, {shared}; expected at least {_least(losses, options)}")
+        problems.append(f"batch_size: {options.rows_in_batch}, {shared}; expected at least {_least(losses, options)}")
     if problems:
         raise ConfigError(f"finetune: {'; '.join(problems)}", problems=problems)
     if cached and options.cache_tokens is None:

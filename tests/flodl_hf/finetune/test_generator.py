@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from finetune_tables import lines
@@ -56,12 +58,19 @@ def starts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
+def glued(rows: Any) -> list[dict[str, str]]:
+    """Return lines of long words, of which few are masked whole."""
+    words = [row["text"].split() for row in rows]
+    return [{"text": " ".join("".join(line[i : i + 3]) for i in range(0, len(line), 3))} for line in words]
+
+
 def planned(starts: dict[str, Path], generator: str, layout: str = "padded", **more: Any) -> Any:
     before = batching._layout
     batching._layout = lambda options: layout  # type: ignore[assignment]
     try:
         options = make_options({**FIXED, "generator": str(starts[generator]), **more})
-        job = plan_job(starts["discriminator"], lines(24), lines(11), options)
+        texts = glued if options.whole_words else list
+        job = plan_job(starts["discriminator"], texts(lines(24)), texts(lines(11)), options)
     finally:
         batching._layout = before
     set_dropout(job.model, 0.0)
@@ -148,7 +157,7 @@ def test_masks_are_as_published_and_rows_know_how_many_there_are(starts: dict[st
     batch = batch_of(job, tuple(rows[:4]))
     labels, ids, mask_id = batch["labels"], batch["input_ids"], job.model.tokenizer.mask_token_id
     masked = labels != -100
-    assert masked.sum().item() == sum(job.collate.counts.masked[:4])
+    assert masked.sum().item() == job.collate.counts.masked(Where(42, 0, 0, ()), torch.arange(4).numpy())
     hidden = ids[masked] == mask_id
     assert torch.equal(ids[masked][~hidden], labels[masked][~hidden])  # no word of the text is another one's
     seen = [job.collate(job.rows.__getitems__(rows), Where(42, epoch, 0, tuple(rows))) for epoch in range(20)]
@@ -170,17 +179,33 @@ def test_loss_and_figures_are_the_same_however_rows_lie(starts: dict[str, Path])
         assert other == pytest.approx(figures[0], rel=1e-4)
 
 
-def test_parts_of_a_step_add_up_to_the_whole_one(starts: dict[str, Path]) -> None:
-    job = planned(starts, "shared", batch_size=8)
+@pytest.mark.parametrize("whole_words", [False, True])
+def test_parts_of_a_step_add_up_to_the_whole_one(whole_words: bool, starts: dict[str, Path]) -> None:
+    job = planned(starts, "shared", batch_size=8, whole_words=whole_words)
     whole = first(job)
     found = job.objective(job.model, batch_of(job, whole))
+    parted = 0
+    for row, labels in zip((job.rows.get(i) for i in whole), batch_of(job, whole)["labels"], strict=True):
+        asked = [[label != -100 for word, label in zip(row["words"], labels, strict=False) if word == one]
+                 for one in {*row["words"].tolist()}]  # fmt: skip
+        parted += sum(any(word) and not all(word) for word in asked)
+    assert (parted == 0) is whole_words
+    counted, usual = (
+        counts(Where(42, 0, 0, ()), np.asarray(whole))
+        for counts in (
+            job.collate.counts.masked,
+            replace(job.collate.counts.masked, masking=replace(job.collate.masking, whole_words=False)),
+        )
+    )
+    assert (counted < usual) is whole_words
     parts = [job.objective(job.model, batch_of(job, part)) for part in (whole[:1], whole[1:4], whole[4:])]
     total = sum(part.as_sum().item() for part in parts) / sum(float(part.count) for part in parts)
     assert total == pytest.approx(found.as_mean().item(), rel=1e-6)
     # a mean over masks for each part would be another number
     shares = [float(batch_of(job, part)["words_share"]) for part in (whole, whole[:1])]
     assert shares[0] == 1.0 != shares[1]
-    judged = [planned(starts, "shared", eval_batch_size=size).evaluation for size in (11, 2)]
+    sizes = (11, 2)
+    judged = [planned(starts, "shared", eval_batch_size=n, whole_words=whole_words).evaluation for n in sizes]
     assert judged[0](job.model.eval()) == pytest.approx(judged[1](job.model), rel=1e-6)
 
 
@@ -300,7 +325,7 @@ def test_what_does_not_fit_is_refused(starts: dict[str, Path], base: Path, tmp_p
         ({"generator": str(base)}, "found a bert model; expected electra"),
         ({"generator": str(vocabulary)}, "words under other numbers .* 'teh'"),
         ({"generator": mine, "task": "mlm"}, "masked_lm has none"),
-        ({"generator": mine, "whole_words": True, "lora": 2}, "whole_words: .*no adapter"),
+        ({"generator": mine, "neftune": 5.0, "lora": 2}, "neftune: .*no adapter"),
         ({"generator": mine, "shard": "fsdp"}, "shard: with a generator"),
         ({"discriminator_weight": 5}, "there is no generator"),
     ]
@@ -314,9 +339,11 @@ def test_what_does_not_fit_is_refused(starts: dict[str, Path], base: Path, tmp_p
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("whole_words", [False, True])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_both_learn_on_a_gpu(precision: str, starts: dict[str, Path]) -> None:
+def test_both_learn_on_a_gpu(precision: str, whole_words: bool, starts: dict[str, Path]) -> None:
     given: dict[str, Any] = {**FIXED, "max_steps": 6, "generator": str(starts["shared"]), "lr": 0.01}
+    given["whole_words"] = whole_words
     plain = finetune(starts["discriminator"], train=lines(24), devices="cpu", **given)
     fast = finetune(
         starts["discriminator"], train=lines(24), eval=lines(8), devices="cuda:0", precision=precision, **given

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from finetune_tables import TABLES, labelled
+from finetune_tables import TABLES, labelled, sentences
 
 from flodl.errors import ConfigError, DataError, TrainError
 from flodl_hf import load
@@ -26,6 +26,7 @@ def test_a_dry_run_tries_all_of_it_and_leaves_nothing(task: str, base: Path, mon
     found = dry_run(base, train=rows[:32], eval={"dev": rows[32:36], "hard": rows[36:]}, batch_size=8, epochs=5)
     assert found.task == task
     assert found.steps == found.needs.steps == finetune(base, train=rows[:32], batch_size=8, epochs=5).steps
+    assert found.batch_size == 8
     assert set(found.eval_rows) == {"dev", "hard"}
     assert {"dev/eval_loss", "hard/eval_loss"} <= found.metrics.keys()
     assert found.needs.fits
@@ -42,6 +43,28 @@ def test_trials_do_not_change_a_model_at_hand(base: Path) -> None:
     assert len(found.losses) <= 12
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert all(p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("rows", "options"),
+    [
+        ([{"text": text} for text in sentences()[:16]], {"task": "embedding", "vector_loss": "denoising"}),
+        ([{"text": text, "positive": text} for text in sentences()[:16]], {"task": "multivector"}),
+    ],
+    ids=["decoder", "projection"],
+)
+def test_trials_leave_nothing_beside_a_model_at_hand(rows: Any, options: Any, base: Path) -> None:
+    model: Any = load(base, head="base")
+    before, recipe = {name: tensor.clone() for name, tensor in model.state_dict().items()}, model.sentence_recipe
+    for trial in (
+        lambda: dry_run(model, train=rows, batch_size=8, **options),
+        lambda: find_lr(model, train=rows, batch_size=8, steps=8, **options),
+    ):
+        trial()
+        assert model.beside is None
+        assert model.sentence_recipe is recipe
+        assert model.state_dict().keys() == before.keys()
+        assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
 def test_trials_refuse_what_finetune_refuses(base: Path) -> None:

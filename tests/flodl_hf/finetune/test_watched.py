@@ -210,7 +210,7 @@ def test_the_command_shows_the_run(base: Path, tmp_path: Path, port: str | None)
     shown = ["--dashboard"] + ([port] if port else [])
     said = cli(
         "finetune", base, *shown, "--dashboard-control", "--train", train, "--out", tmp_path / "out", "--epochs", "1",
-        "--device", "cpu",
+        "--batch-size", "16", "--device", "cpu",
     )  # fmt: skip
     assert "watch this run at http://127.0.0.1:" in said.stderr
     assert "#token=" in said.stderr
