@@ -273,8 +273,9 @@ def _entities(model: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> A
 
 def _too_long(model: Any, text: str) -> bool:
     most = model.max_tokens
-    # A token has a character at least, but for the specials.
-    return most is not None and len(text) + 8 > most and len(model.tokenizer(text)["input_ids"]) > most
+    # A token has a character at least, but for the specials, where a character is one byte and stays one.
+    short = text.isascii() and len(text) + 8 <= (most or 0)
+    return most is not None and not short and len(model.tokenizer(text)["input_ids"]) > most
 
 
 def _several_entities(model: Any, texts: Any, options: dict[str, Any]) -> list[Any]:

@@ -4,7 +4,7 @@ Works on rows that are already tokenized, by their offsets and word numbers alon
 """
 
 from flodl_hf.alignment.answers import answer_positions, answer_span
-from flodl_hf.alignment.masking import mask_tokens, num_masked
+from flodl_hf.alignment.masking import chosen_tokens, mask_tokens, num_masked
 from flodl_hf.alignment.tags import (
     IGNORE,
     SpanTags,
@@ -26,6 +26,7 @@ __all__ = [
     "align_tags",
     "answer_positions",
     "answer_span",
+    "chosen_tokens",
     "join_words",
     "mask_tokens",
     "num_masked",

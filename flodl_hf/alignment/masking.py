@@ -15,12 +15,28 @@ from flodl.data.rng import Rng
 from flodl.errors import DataError
 from flodl_hf.alignment.tags import IGNORE
 
-__all__ = ["mask_tokens", "num_masked"]
+__all__ = ["chosen_tokens", "mask_tokens", "num_masked"]
 
 
 def num_masked(free: int, probability: float) -> int:
     """Return how many of ``free`` tokens of a row are chosen, where words are not chosen whole: one at least."""
     return max(1, int(probability * free + 0.5))
+
+
+def chosen_tokens(
+    special: Sequence[bool], *, rng: Rng, probability: float, words: Sequence[int | None] | None = None
+) -> NDArray[np.int64]:
+    """Return which tokens are chosen, ascending; arguments as of `mask_tokens`, which draws further numbers."""
+    free = [i for i, is_special in enumerate(special) if not is_special]
+    if not free:
+        return np.empty(0, np.int64)
+    groups = _groups(free, words)
+    wanted = num_masked(len(free), probability)
+    chosen: list[int] = []
+    for g in rng.permutation(len(groups)):
+        if len(chosen) + len(groups[g]) <= wanted:
+            chosen += groups[g]
+    return np.array(sorted(chosen or min(groups, key=len)))
 
 
 def mask_tokens(
@@ -69,16 +85,9 @@ def mask_tokens(
         )
     hidden = np.array(ids, dtype=np.int64)
     labels = np.full(len(ids), IGNORE, dtype=np.int64)
-    free = [i for i, is_special in enumerate(special) if not is_special]
-    if not free:
+    at = chosen_tokens(special, rng=rng, probability=probability, words=words)
+    if not at.size:
         return hidden, labels
-    groups = _groups(free, words)
-    wanted = num_masked(len(free), probability)
-    chosen: list[int] = []
-    for g in rng.permutation(len(groups)):
-        if len(chosen) + len(groups[g]) <= wanted:
-            chosen += groups[g]
-    at = np.array(sorted(chosen or min(groups, key=len)))
     labels[at] = hidden[at]
     fate = rng.uniforms(at.size)
     hidden[at[fate < mask_share]] = mask_id

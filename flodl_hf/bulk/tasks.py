@@ -126,9 +126,9 @@ def _stored(encode: Any, precision: str, given: dict[str, Any]) -> Answerer:
     """Return vectors as arrays; those that become bytes later are integers, see `flodl_hf.bulk.vectors`."""
     from flodl_hf.vectors.quantize import quantize_embeddings
 
-    (one,) = quantize_embeddings(encode(["a"], **given), precision)
-    encode = partial(encode, progress=False)
     first = "float32" if precision in ("int8", "uint8") else precision
+    (one,) = quantize_embeddings(encode(["a"], **given), first)
+    encode = partial(encode, progress=False)
 
     def run(items: Sequence[Any]) -> Iterator[Any]:
         whole = encode(list(items), **given)

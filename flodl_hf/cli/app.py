@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from flodl.verbosity import Verbosity, set_verbosity
+from flodl_hf.cli.once import OnceCommand
 
 if TYPE_CHECKING:
     app: typer.Typer
@@ -75,7 +76,7 @@ def app_of(*names: str) -> typer.Typer:
         if hasattr(module, "app"):
             made.add_typer(module.app, name=name)
         else:
-            made.command(name=name, cls=getattr(module, "Command", None))(module.command)
+            made.command(name=name, cls=getattr(module, "Command", OnceCommand))(module.command)
     return made
 
 

@@ -29,10 +29,11 @@ def command(
     from flodl_hf.config.model_config import read_config_file
     from flodl_hf.export.convert import convert_bin
     from flodl_hf.hub.folders import BIN_FILES, MODEL_FILES, resolve_folder
+    from flodl_hf.sentence.routing import transformer_folder
 
     hub = {"revision": revision, "local_files_only": local_files_only}
     folder, _ = resolve_folder(model, hub, (*MODEL_FILES, *BIN_FILES))
-    convert_bin(folder, out, ties=stored_ties(read_config_file(folder)), overwrite=force)
+    convert_bin(folder, out, ties=stored_ties(read_config_file(transformer_folder(folder))), overwrite=force)
     if json_output:
         emit_json({"folder": str(out)})
     else:

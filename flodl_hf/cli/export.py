@@ -82,7 +82,7 @@ def command(
 
         asked = command_line("flodl-hf", *sys.argv[1:])
         if format == EngineWord.onnx:
-            made = export_onnx(loaded, out, opset=opset or OPSET, overwrite=force, command=asked)
+            made = export_onnx(loaded, out, opset=OPSET if opset is None else opset, overwrite=force, command=asked)
         else:
             made = export_program(loaded, out, overwrite=force, command=asked)
         _show_engine(made, loaded.head, json_output)

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 import typer
-from typer.core import TyperCommand
 
-from flodl.errors import ConfigError
+from flodl.errors import ConfigError, nearest
 from flodl.verbosity import Verbosity, verbosity
 from flodl_hf.cli.choices import choice
+from flodl_hf.cli.once import OnceCommand
 from flodl_hf.cli.shared import emit_json, reporting, say, tell, training_said
 from flodl_hf.cli.spelling import command_line
 from flodl_hf.finetuning.options import SCHEDULES, Options
@@ -129,8 +129,10 @@ def _values(said: Mapping[str, Any], recipe: Path | None, env: str | None) -> di
     values |= {name: value for name, value in said.items() if value is not None}
     absent = [name for name in ("model", "train") if values.get(name) is None]
     if absent:
+        meant = [f"; the recipe has {name!r}{hint}" for name in values if (hint := nearest(name, absent))]
         raise ConfigError(
-            f"finetune: found no {' and no '.join(absent)}; give MODEL and --train, or a --recipe that names them",
+            f"finetune: found no {' and no '.join(absent)}{''.join(meant)}; give MODEL and --train, or a --recipe that "
+            "names them",
             problems=absent,
         )
     return values
@@ -197,7 +199,7 @@ def _monitor(dashboard: str | None, control: bool) -> Any:
     return monitor
 
 
-class Command(TyperCommand):
+class Command(OnceCommand):
     """The command, whose ``--dashboard`` may be followed by a port or not."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

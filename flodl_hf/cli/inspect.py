@@ -73,7 +73,7 @@ def command(
 def examined(folder: Path, config: ModelConfig) -> list[str]:
     """Return where a tokenizer's settings contradict ``tokenizer.json`` and which holds, or why it does not load."""
     from flodl_hf.errors import TokenizerError
-    from flodl_hf.weights.pretrained import load_tokenizer
+    from flodl_hf.model.pretrained import load_tokenizer
 
     try:
         tokenizer = load_tokenizer(folder, config)
@@ -91,14 +91,14 @@ def runs(folder: Path, head: str, device: str, precision: Any) -> Explanation:
     """
     from flodl.devices import parse_device
     from flodl_hf.config.model_config import read_config_file
+    from flodl_hf.model.filling import stored_dtype
+    from flodl_hf.model.pretrained import open_weights, plan_folder
     from flodl_hf.runtime.explain import explain_graph
     from flodl_hf.runtime.precision import check_name, dtype_of
-    from flodl_hf.weights.checkpoint import Checkpoint
-    from flodl_hf.weights.pretrained import plan_folder, stored_dtype
 
     check_name(precision)
     config = read_config_file(folder)
-    with Checkpoint.open(folder) as opened:
+    with open_weights(folder, config) as opened:
         stored = opened.manifest.tensors
         _, graph = plan_folder(config, head, stored, str(folder))
     return explain_graph(graph, parse_device(device), dtype_of(precision) or stored_dtype(stored), precision)
@@ -113,22 +113,23 @@ def describe(name: str, head: str, hub: dict[str, Any]) -> dict[str, Any]:
     from flodl_hf.auto import head_named
     from flodl_hf.config.model_config import read_config_file
     from flodl_hf.hub.folders import MODEL_FILES, VOCABULARY_FILES, resolve_folder
+    from flodl_hf.model.pretrained import open_weights, plan_folder
     from flodl_hf.model.transformers_methods import size_text
     from flodl_hf.sentence.recipe import read_recipe
     from flodl_hf.sentence.routing import transformer_folder
-    from flodl_hf.weights.checkpoint import Checkpoint
     from flodl_hf.weights.loading import head_of
-    from flodl_hf.weights.pretrained import plan_folder
 
     root, commit = resolve_folder(name, hub, MODEL_FILES)
     folder = transformer_folder(root)
     config = read_config_file(folder)
     written_for = head_of(config.family, config.source.get("architectures"))
     wanted = (written_for or "base") if head == "auto" else head_named(head).name
-    with Checkpoint.open(folder) as opened:
+    with open_weights(folder, config) as opened:
         stored = opened.manifest.tensors
         plan, graph = plan_folder(config, wanted, stored, str(folder))
         layout, size = opened.manifest.layout, sum(t.nbytes for t in stored.values())
+        if opened.manifest.passed_over:
+            plan.report.notes.append(opened.manifest.passed_over)
     report, recipe = plan.report, read_recipe(root)
     return {
         "folder": str(folder),
@@ -173,6 +174,8 @@ def ways(recipe: SentenceRecipe) -> list[str]:
         else:
             lines.append(f"pooling: {', '.join(map(str, own.pooling))}" + (", scaled to length 1" * own.normalize))
         lines += [f"a dense layer to {layer.size} features, {layer.activation}" for layer in own.dense]
+        if own.truncate_dim is not None:
+            lines.append(f"the first {own.truncate_dim} features are kept")
         if own.max_tokens is not None:
             lines.append(f"at most {own.max_tokens} tokens: encode cuts longer texts, embed reads them in windows")
         if own.lower_case:

@@ -18,8 +18,8 @@ from flodl_hf.config.label_thresholds import LABEL_THRESHOLDS, thresholds_of
 from flodl_hf.config.shared_keys import COMMON_INERT, FOREIGN
 from flodl_hf.families import model_types, named, row_of, that_claims
 from flodl_hf.family import Family
+from flodl_hf.family.config_rows import REQUIRED, Triage, boolean, one_of, read_rows, refuse
 from flodl_hf.family.config_rows import Row as Row
-from flodl_hf.family.config_rows import Triage, boolean, one_of, read_rows, refuse
 from flodl_hf.hub.folders import CONFIG_NAME, resolve_folder
 from flodl_hf.model.foreign_keywords import CONFIG, taking
 
@@ -64,6 +64,7 @@ class ModelConfig:
         where: the file's path, for messages.
         notes: keys and values without effect that a reader should know of, a sentence each.
         overruled: settings that contradict others of the file and that transformers passes over, as is done here.
+        left_out: sizes that the file does not state, by key, as transformers takes them.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class ModelConfig:
         where: str = "config",
         notes: Sequence[str] = (),
         overruled: Sequence[str] = (),
+        left_out: Mapping[str, int] | None = None,
     ) -> None:
         self.family = family
         self.encoder = encoder
@@ -92,6 +94,7 @@ class ModelConfig:
         self.where = where
         self.notes = tuple(notes)
         self.overruled = tuple(overruled)
+        self.left_out = dict(left_out or {})
 
     @classmethod
     def from_text(
@@ -131,12 +134,29 @@ class ModelConfig:
         strict_config: bool = False,
     ) -> ModelConfig:
         """Return the configuration that this mapping describes; see `from_text`."""
+        return cls._read(source, where, text, ignore_config_keys, strict_config=strict_config, whole=False)
+
+    @classmethod
+    def _read(
+        cls,
+        source: Mapping[str, Any],
+        where: str,
+        text: str | None = None,
+        ignore_config_keys: Sequence[str] = (),
+        *,
+        strict_config: bool = False,
+        whole: bool,
+    ) -> ModelConfig:
+        """Return the configuration that a mapping describes; ``whole`` ones state every size themselves."""
         family = family_of(source, where)
         problems: list[str] = []
         # Code of the repository may read what transformers' own passes over: then it is not known which of two holds.
         settled = bool(family.tiny) and not strict_config and not source.get("auto_map")
         overruled: list[str] | None = [] if settled else None
-        fields = read_rows(source, family.rows, problems, overruled)
+        usual = family.left_out if settled and not whole else {}
+        fields = read_rows(source, family.rows, problems, overruled, usual)
+        absent = (row for row in family.rows if row.field in usual and not source.keys() & {row.key, *row.aliases})
+        left_out = {row.key: fields[row.field] for row in absent if row.default is REQUIRED}
         shared = read_rows(source, _SHARED_ROWS, problems)
         if "tie_word_embeddings" not in source:
             shared["tie_words"] = family.ties_words
@@ -153,6 +173,7 @@ class ModelConfig:
         )
         notes += decide(source, fields, problems, ignore_config_keys, strict=strict_config)
         notes += [f"{said}; it is passed over, as by transformers" for said in overruled or ()]
+        notes += [f"{key}: absent, taken as {value}, as by transformers" for key, value in left_out.items()]
         if not problems:
             _consistent(fields, source, family.rows, problems)
         if problems:
@@ -163,7 +184,7 @@ class ModelConfig:
             raise refuse([str(fault)], where, family.model_type) from None
         return cls(
             family, encoder, labels, label_thresholds=thresholds, source=source, text=text, where=where, notes=notes,
-            overruled=overruled or (), **shared,
+            overruled=overruled or (), left_out=left_out, **shared,
         )  # fmt: skip
 
     @classmethod
@@ -175,7 +196,7 @@ class ModelConfig:
         labels = values.pop("labels", None)
         if labels is not None:
             values["id2label"] = {str(i): name for i, name in enumerate(labels)}
-        config = cls.from_dict({"model_type": model_type, **values}, where="for_model(...)")
+        config = cls._read({"model_type": model_type, **values}, "for_model(...)", whole=True)
         if "id2label" in config.source:
             # Transformers takes neither of the two from the other.
             config.source.setdefault("label2id", config.label2id)
@@ -282,6 +303,7 @@ class ModelConfig:
             where=self.where,
             notes=self.notes,
             overruled=self.overruled,
+            left_out=self.left_out,
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -23,6 +23,11 @@ COMMON_INERT: tuple[Inert, ...] = (
     Inert("transformers_version", "records who wrote the file"),
     Inert("architectures", "read by the dispatch"),
     Inert("model_type", "read by the dispatch"),
+    Inert(
+        "transformers_weights",
+        "the file that holds the weights; rename another one, and its shards, to the usual name",
+        ("model.safetensors", "model.safetensors.index.json", None),
+    ),
     Inert("auto_map", _CODE, said=True),
     Inert("custom_pipelines", _CODE),
     Inert("attn_implementation", _ATTENTION, said=True),

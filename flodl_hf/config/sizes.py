@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from flodl_hf.family.config_rows import Row, count
 
-__all__ = ["SIZES", "EncoderSizes"]
+__all__ = ["BASE_SIZES", "SIZES", "EncoderSizes"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,3 +34,6 @@ SIZES = (
     Row("intermediate_size", "intermediate_size",   count(most=1_000_000)),
 )
 # fmt: on
+
+BASE_SIZES = {"hidden_size": 768, "num_layers": 12, "num_heads": 12, "intermediate_size": 3072}
+"""What most families of transformers take where a file leaves these out."""

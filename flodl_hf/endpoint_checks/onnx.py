@@ -7,7 +7,6 @@ are.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +36,13 @@ class OnnxTarget:
     def __init__(self, place: Path, task: str, labels: Sequence[str]) -> None:
         from flodl_hf.config.model_config import read_config_file
         from flodl_hf.export.onnx_session import OnnxModel
-        from flodl_hf.sentence.recipe import read_recipe
 
         self._task, self._labels = task, list(labels)
         try:
             self._model = OnnxModel(place)
             self._config = read_config_file(self._model.folder)
             self._tokenizer: Any = self._model.tokenizer
-            self._recipe = read_recipe(self._model.folder) if task == "vectors" else None
+            self._recipe = self._model.recipe if task == "vectors" else None
         except FlodlError as fault:
             raise TargetError(fault.message, status=0) from fault
         self._output = self._named()
@@ -93,9 +91,7 @@ class OnnxTarget:
         from flodl_hf.decode.pooling import finish_embeddings, pool_padded
 
         recipe = self._recipe
-        if recipe is not None and recipe.lower_case:
-            texts = [text.lower() for text in texts]
-        rows = self._model.answer(texts, max_length=self._limit)[self._output]
+        rows = self._model.answer(texts)[self._output]
         if rows[0].ndim == 1:
             return np.stack(rows).astype(np.float32)
         found = []
@@ -111,11 +107,6 @@ class OnnxTarget:
                 vector = layer(vector)
             found.append(finish_embeddings(vector, normalize=recipe.normalize if recipe else True)[0])
         return torch.stack(found).numpy()
-
-    @cached_property
-    def _limit(self) -> int | None:
-        bounds = [self._model.max_tokens, self._recipe.max_tokens if self._recipe else None]
-        return min((bound for bound in bounds if bound), default=None)
 
     def token_ids(self, texts: Sequence[str]) -> list[list[int]] | None:
         """Return the ids of texts, as the tokenizer beside the file has them."""

@@ -9,6 +9,7 @@ from typing import Any
 from flodl_hf.endpoint_checks.folder import FolderTarget
 from flodl_hf.endpoint_checks.http import open_http
 from flodl_hf.endpoint_checks.targets import Target, TargetError
+from flodl_hf.sentence.routing import WEIGHT_FILES
 
 __all__ = ["open_target"]
 
@@ -46,5 +47,4 @@ def open_target(where: str, task: str, labels: Sequence[str], **options: Any) ->
 def _only_onnx(place: Path) -> bool:
     """Return whether a folder holds an ONNX file where folders of models have it, and no other weights."""
     has_onnx = any((place / name).is_file() for name in ("onnx/model.onnx", "model.onnx"))
-    others = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-    return has_onnx and not any((place / name).is_file() for name in others)
+    return has_onnx and not any((place / name).is_file() for name in WEIGHT_FILES)

@@ -149,8 +149,7 @@ class Reference:
     @property
     def limit(self) -> int | None:
         """Most tokens that are read of a text."""
-        own = self.recipe.max_tokens if self.recipe else None
-        return min((bound for bound in (self.model.max_tokens, own) if bound), default=None)
+        return self.model.most_tokens(self.recipe.max_tokens if self.recipe else None)
 
     def token_ids(self, texts: Sequence[str], way: Way = Way()) -> list[list[int]]:
         """Return ids of texts, without prompts."""

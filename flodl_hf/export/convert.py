@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from flodl_hf.errors import ExportError
+from flodl_hf.sentence.routing import module_folders, routing_of, transformer_folders
 from flodl_hf.weights.checkpoint import Checkpoint
 from flodl_hf.weights.checkpoint.members import Folder
 from flodl_hf.weights.checksums import CHECKSUMS, write_checksums
 
 from .publish import is_model_file, publish_folder
-from .state import plan_state, write_state
-from .write import WrittenFile, verify_files
+from .state import WritePlan, plan_state, write_state
+from .write import WrittenFile, verify_files, write_bytes
 
 __all__ = ["convert_bin", "kept_names", "model_files"]
 
+_BIN = (".bin", ".bin.index.json")
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
 _OF_THE_SOURCE = (CHECKSUMS, "verification.json")  # say what the source's files are, not these
 _COPY_LIMIT = 1 << 30
@@ -36,8 +39,9 @@ def convert_bin(
 ) -> list[WrittenFile]:
     """Write the ``.bin`` checkpoint in ``folder`` to ``out`` as safetensors; return the weight files written.
 
-    Config, tokenizer and other model files of the folder are copied byte for byte. The new folder appears as
-    a whole and is read again before it does.
+    Config, tokenizer and other model files of the folder are copied byte for byte, those of sentence-transformers'
+    modules too; a module's own ``.bin`` weights are written as the model's are. The new folder appears as a whole and
+    is read again before it does.
 
     Args:
         folder: holds ``pytorch_model.bin``, or its index and shards.
@@ -51,23 +55,48 @@ def convert_bin(
         CheckpointError: the folder holds no usable ``.bin`` weights.
         ExportError: ``out`` cannot be written.
     """
-    with Checkpoint.open(folder, layout="bin") as source:
-        aliases = kept_names(source.manifest.ties, ties or {})
-        tensors = {name: tensor for name, tensor in source.read_all().items() if name not in aliases}
-        plan = plan_state(tensors, ties=ties, max_shard_size=max_shard_size)
-    copies = model_files(Path(folder))
+    root = Path(folder)
+    copies = model_files(root)
+    parts = _parts_in_bin(root, copies)
+    plans = {part: _planned(root / part, ties or {}, max_shard_size) for part in parts}
+    copies = {name: data for name, data in copies.items() if not (name.endswith(_BIN) and _part_of(name) in plans)}
     written: list[WrittenFile] = []
 
     def write(stage: Path) -> None:
+        others = []
         for name, data in copies.items():
-            (stage / name).write_bytes(data)
-        written.extend(write_state(stage, plan))
-        verify_files(stage, written)
-        write_checksums(stage, ((file.name, file.size, file.sha256) for file in written))
+            (stage / name).parent.mkdir(parents=True, exist_ok=True)
+            others.append(replace(write_bytes(stage / name, data), name=name))
+        for part, plan in plans.items():
+            (stage / part).mkdir(parents=True, exist_ok=True)
+            files = write_state(stage / part, plan)
+            written.extend(replace(file, name=f"{part}/{file.name}" if part else file.name) for file in files)
+        verify_files(stage, [*written, *others])
+        write_checksums(stage, ((file.name, file.size, file.sha256) for file in (*written, *others)))
 
-    needed = plan.nbytes + sum(map(len, copies.values()))
+    needed = sum(plan.nbytes for plan in plans.values()) + sum(map(len, copies.values()))
     publish_folder(out, write, overwrite=overwrite, needed_bytes=needed)
     return written
+
+
+def _parts_in_bin(root: Path, copies: Mapping[str, bytes]) -> list[str]:
+    """Return the folders whose weights are written anew: those of transformers, and of layers without safetensors."""
+    layers = [
+        _part_of(name) for name in copies
+        if name.endswith(_BIN) and f"{_part_of(name)}/model.safetensors" not in copies
+    ]  # fmt: skip
+    return list(dict.fromkeys([*transformer_folders(root), *layers]))
+
+
+def _planned(folder: Path, ties: Mapping[str, str], max_shard_size: int | str | None) -> WritePlan:
+    with Checkpoint.open(folder, layout="bin") as source:
+        aliases = kept_names(source.manifest.ties, ties)
+        tensors = {name: tensor for name, tensor in source.read_all().items() if name not in aliases}
+        return plan_state(tensors, ties=ties, max_shard_size=max_shard_size)
+
+
+def _part_of(name: str) -> str:
+    return name.rpartition("/")[0]
 
 
 def kept_names(stored: Mapping[str, str], declared: Mapping[str, str]) -> dict[str, str]:
@@ -89,12 +118,27 @@ def kept_names(stored: Mapping[str, str], declared: Mapping[str, str]) -> dict[s
 
 
 def model_files(folder: Path) -> dict[str, bytes]:
-    """Return the model files of ``folder`` besides its weights; their links are held to the same rule."""
-    opened = Folder(folder)
+    """Return the files of ``folder`` besides its transformers' weights, by name; their links are held to the same rule.
+
+    Those of the modules that ``modules.json`` names are among them, with the weights of dense layers.
+    """
+    folders = module_folders(folder)
+    routers = {_part_of(name): False for name in (routing_of(folder).files if folders else ())}
+    found: dict[str, bytes] = {}
+    for part, holds_weights in ({"": True} | routers | folders).items():
+        found |= _files_in(folder, part, weights=not holds_weights)
+    return found
+
+
+def _files_in(root: Path, part: str, *, weights: bool) -> dict[str, bytes]:
+    """Return the model files of one folder by their names from ``root``."""
+    if part and not (root / part).is_dir():
+        return {}  # a module without settings, as Normalize
+    opened = Folder(root / part)
     try:
         copies: dict[str, bytes] = {}
-        for entry in sorted(folder.iterdir()):
-            other = entry.name in _OF_THE_SOURCE or entry.name.endswith(_WEIGHTS)
+        for entry in sorted((root / part).iterdir()):
+            other = entry.name in _OF_THE_SOURCE or (not weights and entry.name.endswith(_WEIGHTS))
             if entry.is_dir() or other or not is_model_file(entry.name):
                 continue
             with os.fdopen(opened.open(entry.name), "rb") as file:
@@ -105,7 +149,7 @@ def model_files(folder: Path) -> dict[str, bytes]:
                     path=str(entry),
                     problems=["too large"],
                 )
-            copies[entry.name] = data
+            copies[f"{part}/{entry.name}" if part else entry.name] = data
         return copies
     finally:
         opened.close()

@@ -8,6 +8,7 @@ where it was asked for.
 
 from __future__ import annotations
 
+import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -19,12 +20,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flodl_hf.errors import ExportError
+from flodl_hf.errors import ExportError, PredictError
 from flodl_hf.export.onnx_session import OnnxModel, require
 from flodl_hf.export.publish import is_model_file, publish_folder
 from flodl_hf.export.traced import Traced, undisturbed
-from flodl_hf.export.verify import RECEIPT, Check, Verification
+from flodl_hf.export.verify import ENGINE_FILES, RECEIPT, Check, Verification
 from flodl_hf.export.write import WrittenFile, write_bytes
+from flodl_hf.sentence.routing import WEIGHT_FILES
 from flodl_hf.version import own_version
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ OPSET = 18
 """ONNX's operators that are used: those of December 2022, which every ONNX Runtime from 1.14 has."""
 BOUND = 1e-4
 """The largest difference from our outputs, of values up to 1; of larger ones as a part of the largest."""
-ONNX, PROGRAM = "onnx/model.onnx", "model.pt2"
+ONNX, PROGRAM = ENGINE_FILES
 DATA = "model.onnx_data"
 _OURS = (ONNX, f"onnx/{DATA}", PROGRAM)
 _EXTERNAL_FROM = 1 << 30
@@ -89,14 +91,16 @@ def export_onnx(
         folder: where to; parents are made.
         opset: the version of ONNX's operators.
         external_data: put weights into a file beside the model; None does so above a gigabyte.
-        overwrite: replace a folder that holds a model.
+        overwrite: replace a folder that was written for an engine.
         command: the command that asked, for the receipt.
 
     Raises:
-        ExportError: packages are missing, the model cannot be traced for all shapes, its outputs in ONNX Runtime are
-            further than `BOUND` from ours, or the folder is in use. An older folder is then as it was.
+        ExportError: packages are missing, the opset is none or one that torch or ONNX Runtime cannot do, the model
+            cannot be traced for all shapes, its outputs in ONNX Runtime are further than `BOUND` from ours, or the
+            folder is in use. An older folder is then as it was.
     """
     require("onnx", "onnxscript", "onnxruntime")
+    _check_opset(opset)
     traced = Traced(model)
     size = sum(p.nbytes for p in {id(p): p for p in traced.parameters()}.values())
     beside = size > _EXTERNAL_FROM if external_data is None else external_data
@@ -125,7 +129,7 @@ def export_program(
     Args:
         model: any model of this package, in float32.
         folder: where to; parents are made.
-        overwrite: replace a folder that holds a model.
+        overwrite: replace a folder that was written for an engine.
         command: the command that asked, for the receipt.
 
     Raises:
@@ -145,6 +149,18 @@ def export_program(
         return lambda given: module(**given)
 
     return _Export(traced, PROGRAM, "torch.export", {}, 0.0).publish(folder, write, opened, size, overwrite, command)
+
+
+def _check_opset(opset: int) -> None:
+    import onnx  # pyright: ignore[reportMissingImports]
+
+    latest = onnx.defs.onnx_opset_version()
+    if not 1 <= opset <= latest:
+        raise ExportError(
+            f"export: opset {opset}; expected 1 to {latest}, those that onnx {onnx.__version__} knows; {OPSET} is what "
+            "every ONNX Runtime from 1.14 has",
+            problems=[f"opset {opset}"],
+        )
 
 
 def _write_onnx(traced: Traced, program: ExportedProgram, path: Path, opset: int, beside: bool) -> None:
@@ -195,6 +211,7 @@ class _Export:
     ) -> EngineFile:  # fmt: skip
         from flodl_hf.weights.checksums import compare_folder
 
+        self._check_weights(Path(folder))
         self.receipt.folder = Path(folder).name
         source = self.traced.model.source
         self.receipt.source = None if source is None else source.name
@@ -203,6 +220,7 @@ class _Export:
             write(stage, self.traced.program())
             self._surround(stage)
             self._compare(opened(stage))
+            self._say_prompts()
             self._describe(stage, command)
 
         place = publish_folder(
@@ -216,6 +234,22 @@ class _Export:
                 problems=[state.name for state in found.faults],
             )
         return EngineFile(place, self.file, self.traced.inputs, self.traced.outputs, self.largest, self.receipt)
+
+    def _check_weights(self, folder: Path) -> None:
+        """Refuse a folder with weights: what comes in its place has none, so they would be gone.
+
+        Raises:
+            ExportError: it holds some.
+        """
+        held = next((name for name in WEIGHT_FILES if os.path.lexists(folder / name)), None)
+        if held is not None:
+            raise ExportError(
+                f"{folder}: found {held}, the weights of a model; expected a new folder, or one written for an engine. "
+                f"What is written for {self.engine} replaces a folder whole, and these weights would be gone; choose "
+                "another folder",
+                path=str(folder),
+                problems=[held],
+            )
 
     def _surround(self, stage: Path) -> None:
         """Write what stands beside: configuration, tokenizer, small files of sentence-transformers."""
@@ -234,7 +268,9 @@ class _Export:
         """
         bad = []
         for batch in _batches(self.traced):
-            expected, answered = self.traced(**batch.inputs), answer(batch.inputs)
+            expected = self.traced(**batch.inputs)
+            self._check_finite(batch, expected)
+            answered = self._answered(answer, batch)
             shape = " x ".join(str(n) for n in batch.inputs["input_ids"].shape)
             real = batch.inputs["attention_mask"].bool()
             gaps = {name: self._gap(name, answered.get(name), value, real) for name, value in expected.items()}
@@ -254,6 +290,37 @@ class _Export:
                 problems=bad,
                 largest_difference=self.largest,
             )
+
+    def _answered(self, answer: Answer, batch: AwkwardBatch) -> Mapping[str, Tensor]:
+        try:
+            return answer(batch.inputs)
+        except PredictError as fault:
+            other = f" Give another opset, such as {OPSET}" if self.facts.get("opset", OPSET) != OPSET else ""
+            raise ExportError(
+                f"export: {self.engine} cannot run what was written of {type(self.traced.model).__name__}, at "
+                f"{batch.name} ({fault}). Nothing was written.{other}",
+                problems=[batch.name],
+            ) from fault
+
+    def _say_prompts(self) -> None:
+        """Say where a folder leaves tokens of prompts out of vectors, of which an engine is told nothing."""
+        recipe = self.traced.model.sentence_recipe
+        if "sentence_embedding" in self.traced.outputs and recipe is not None and not recipe.include_prompt:
+            detail = (
+                "the folder leaves tokens of prompts out of vectors, sentence_embedding counts all; of texts with a "
+                "prompt, pool last_hidden_state without its tokens"
+            )
+            self.receipt.checks.append(Check(f"{self.engine}: prompts", "not run", detail))
+
+    def _check_finite(self, batch: AwkwardBatch, expected: Mapping[str, Tensor]) -> None:
+        real = batch.inputs["attention_mask"].bool()
+        for name, value in expected.items():
+            if not torch.isfinite(value[real] if "tokens" in self.traced.outputs[name] else value).all():
+                raise ExportError(
+                    f"export: the model's own {name} of {batch.name} has values that are no finite numbers; expected "
+                    "finite ones, with which an engine's can be compared. Look at its weights",
+                    problems=[name],
+                )
 
     def _gap(self, name: str, found: Tensor | None, expected: Tensor, real: Tensor) -> float:
         """Return the largest difference at real tokens; endless where something is no number.
@@ -294,7 +361,7 @@ class _Export:
 
 
 def _batches(traced: Traced) -> Iterator[AwkwardBatch]:
-    """Yield what is compared: rows alone, filled, of one token, of two texts, and the longest."""
+    """Yield what is compared: rows alone, filled on either side, of one token, of two texts, and the longest."""
     from flodl_hf.parity.inputs import AwkwardBatch, as_choices, awkward_batches
 
     model = traced.model
@@ -302,7 +369,10 @@ def _batches(traced: Traced) -> Iterator[AwkwardBatch]:
     batches = awkward_batches(model.config, longest=min(limit, _MOST_TOKENS))
     for batch in map(as_choices, batches) if model.head == "multiple_choice" else batches:
         given = {"token_type_ids": torch.zeros_like(batch.inputs["input_ids"]), **batch.inputs}
-        yield AwkwardBatch(batch.name, {name: given[name] for name in traced.inputs})
+        given = {name: given[name] for name in traced.inputs}
+        yield AwkwardBatch(batch.name, given)
+        if batch.name == "mixed lengths":
+            yield AwkwardBatch("filled on the left", {name: value.flip(-1) for name, value in given.items()})
 
 
 def _is_ours(name: str) -> bool:

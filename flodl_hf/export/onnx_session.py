@@ -17,6 +17,7 @@ import numpy as np
 from flodl_hf.errors import ExportError, PredictError
 
 if TYPE_CHECKING:
+    from flodl_hf.sentence.recipe import SentenceRecipe
     from flodl_hf.tokenizer import Tokenizer
 
 __all__ = ["OnnxModel", "find_onnx", "require"]
@@ -94,7 +95,7 @@ class OnnxModel:
         options = onnxruntime.SessionOptions()
         if threads is not None:
             options.intra_op_num_threads = threads
-        options.log_severity_level = 3  # what it warns of is its own optimising
+        options.log_severity_level = 4  # what it warns of is its own optimising, and errors are raised too
         try:
             self._session: Any = onnxruntime.InferenceSession(
                 str(self.path), options, providers=list(providers or ("CPUExecutionProvider",))
@@ -106,6 +107,7 @@ class OnnxModel:
                 path=str(self.path),
             ) from fault
         given = {one.name: one.type for one in self._session.get_inputs()}
+        self._token_axes = {one.shape[1] for one in self._session.get_inputs() if len(one.shape) == 2}
         strange = [f"{name}: {kind}" for name, kind in given.items() if name not in _INPUTS or kind not in _DTYPES]
         if strange:
             raise ExportError(
@@ -141,25 +143,40 @@ class OnnxModel:
         return own.parent if own.name == "onnx" and not (own / "config.json").is_file() else own
 
     @cached_property
+    def recipe(self) -> SentenceRecipe | None:
+        """What the folder says of vectors of texts; None where it says nothing, or the file gives scores."""
+        from flodl_hf.sentence.recipe import read_recipe
+
+        return None if "logits" in self.outputs else read_recipe(self.folder)
+
+    @cached_property
     def max_tokens(self) -> int | None:
-        """The longest row that tokenizer and configuration allow; None where nothing bounds it."""
+        """The longest row that folder, tokenizer and configuration allow; None where nothing bounds it."""
         from flodl_hf.config.model_config import read_config_file
 
         known = (self.folder / "config.json").is_file()
         bounds = [read_config_file(self.folder).max_tokens if known else None, self.tokenizer.model_max_length]
+        bounds.append(self.recipe.max_tokens if self.recipe else None)
         return min((bound for bound in bounds if bound), default=None)
 
     def run(self, **inputs: Any) -> dict[str, np.ndarray]:
         """Return the outputs of one batch by name; inputs are tensors or arrays, those the file has not are left out.
 
         Raises:
-            PredictError: an input is missing.
+            PredictError: an input is missing, or ONNX Runtime cannot compute the file.
         """
         missing = [name for name in self.inputs if inputs.get(name) is None]
         if missing:
             raise PredictError(f"{self.path.name}: found no {', '.join(missing)}; expected {', '.join(self.inputs)}")
         fed = {name: np.ascontiguousarray(inputs[name], dtype=self._dtypes[name]) for name in self.inputs}
-        return dict(zip(self.outputs, self._session.run(None, fed), strict=True))
+        try:
+            found = self._session.run(None, fed)
+        except Exception as fault:  # its errors are classes of a compiled module, without a common one
+            raise PredictError(
+                f"{self.path.name}: ONNX Runtime cannot compute inputs of the shape "
+                f"{fed[self.inputs[0]].shape} ({fault}); expected a file that takes rows of any number and length"
+            ) from fault
+        return dict(zip(self.outputs, found, strict=True))
 
     def answer(
         self,
@@ -171,12 +188,16 @@ class OnnxModel:
     ) -> dict[str, list[np.ndarray]]:
         """Return of each output one array a text, without filled places; long texts are cut.
 
+        Texts are lower-cased where a folder of sentence-transformers says so; prompts are the caller's.
+
         Args:
             texts: the texts.
             pairs: the second text of each.
-            max_length: tokens that are read; None for as many as tokenizer and configuration allow.
+            max_length: tokens that are read; None for as many as folder, tokenizer and configuration allow.
             batch_size: texts of a batch, in the order given.
         """
+        if self.recipe is not None and self.recipe.lower_case:
+            texts, pairs = [text.lower() for text in texts], pairs and [text.lower() for text in pairs]
         found: dict[str, list[np.ndarray]] = {name: [] for name in self.outputs}
         for batch in self._batches(texts, pairs, max_length, batch_size):
             mask = batch["attention_mask"]
@@ -187,9 +208,13 @@ class OnnxModel:
         return found
 
     def _is_of_tokens(self, name: str) -> bool:
-        """Return whether the second axis of an output is not a number: then it is tokens."""
+        """Return whether the second axis of an output is tokens.
+
+        It has the name of the inputs' axis; states of tokens, which have a third axis, may have any name. A vector of a
+        text may have one too, and must not be cut where it happens to be as long as the batch.
+        """
         axes = self.outputs[name]
-        return len(axes) > 1 and not isinstance(axes[1], int)
+        return len(axes) > 1 and not isinstance(axes[1], int) and (len(axes) > 2 or axes[1] in self._token_axes)
 
     def _batches(
         self, texts: Sequence[str], pairs: Sequence[str] | None, max_length: int | None, size: int

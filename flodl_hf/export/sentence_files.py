@@ -30,9 +30,13 @@ def recipe_files(recipe: SentenceRecipe, hidden_size: int) -> dict[str, bytes]:
         for place, (kind, path) in enumerate([("Transformer", ""), *behind])
     ]
     said: dict[str, Any] = {"modules.json": modules}
+    more: dict[str, Any] = {}
     if recipe.prompts:
-        prompts = {"prompts": dict(recipe.prompts), "default_prompt_name": recipe.default_prompt}
-        said["config_sentence_transformers.json"] = prompts
+        more = {"prompts": dict(recipe.prompts), "default_prompt_name": recipe.default_prompt}
+    if recipe.truncate_dim is not None:
+        more["truncate_dim"] = recipe.truncate_dim
+    if more:
+        said["config_sentence_transformers.json"] = more
     if recipe.max_tokens is not None:
         bounds = {"max_seq_length": recipe.max_tokens, "do_lower_case": recipe.lower_case}
         said["sentence_bert_config.json"] = bounds

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from flodl.errors import FlodlError
 from flodl_hf.errors import ExportError
 
 if TYPE_CHECKING:
@@ -73,7 +74,8 @@ class Traced(nn.Module):
                 ),
                 problems=list(recipe.routes),
             )
-        self._recipe = recipe if recipe is not None and recipe.late is None and recipe.splade is None else None
+        pooled = recipe is not None and recipe.splade is None and (recipe.late is None or recipe.late.beside)
+        self._recipe = recipe if pooled else None
         names = ["input_ids", "attention_mask", *(["token_type_ids"] if model.config.token_types > 1 else [])]
         axes = (BATCH, CHOICES, TOKENS) if model.head == "multiple_choice" else (BATCH, TOKENS)
         self.inputs = dict.fromkeys(names, axes)
@@ -165,13 +167,28 @@ def _at_rest(model: EncoderModel) -> EncoderModel:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Keep what torch's exporters tell of themselves (deprecations, absent packages) from the caller."""
-    log = logging.getLogger("torch.onnx")
-    before = log.level
-    log.setLevel(logging.ERROR)
+    """Keep what torch's exporters tell of themselves (deprecations, absent packages) from the caller.
+
+    Raises:
+        ExportError: they fail, with an error of any kind.
+    """
+    logs = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript")]
+    before = [log.level for log in logs]
+    for log in logs:
+        log.setLevel(logging.CRITICAL)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
+    except (FlodlError, OSError, MemoryError):
+        raise
+    except Exception as fault:
+        first = next(iter(str(fault).splitlines()), "")
+        raise ExportError(
+            f"export: torch {torch.__version__} cannot write it ({type(fault).__name__}: {first}); expected a model of "
+            "which its exporters know every operation. Nothing was written; please report this with the configuration",
+            problems=[str(fault)],
+        ) from fault
     finally:
-        log.setLevel(before)
+        for log, level in zip(logs, before, strict=True):
+            log.setLevel(level)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,16 +21,19 @@ from torch import Tensor
 
 from flodl.errors import FlodlError
 from flodl_hf.config.model_config import read_config_file
-from flodl_hf.sentence.routing import transformer_folder, transformer_folders
+from flodl_hf.errors import ExportError
+from flodl_hf.sentence.routing import WEIGHT_FILES, transformer_folder, transformer_folders
 from flodl_hf.version import own_version
 from flodl_hf.weights.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     from flodl_hf.model.encoder_model import EncoderModel
 
-__all__ = ["RECEIPT", "Check", "Verification", "verify_export"]
+__all__ = ["ENGINE_FILES", "RECEIPT", "Check", "Verification", "verify_export"]
 
 RECEIPT = "verification.json"
+ENGINE_FILES = ("onnx/model.onnx", "model.pt2")
+"""What folders for other engines hold in place of weights."""
 Status = Literal["pass", "fail", "not run"]
 
 # The largest difference between our logits and transformers' that still passes, by dtype. Equal bits are
@@ -94,8 +98,12 @@ def verify_export(
         model: the live model that was exported; without it the folder is loaded.
         receipt: write ``verification.json`` into the folder.
         command: the command that asked, for the receipt.
+
+    Raises:
+        ExportError: the folder was written for another engine; what was compared stands in its receipt.
     """
     place = Path(folder)
+    _check_not_for_an_engine(place)
     base = None if source is None else Path(source)
     result = Verification(str(place.name), None if base is None else str(source))
     parts = _parts(place)
@@ -115,6 +123,18 @@ def verify_export(
     if receipt and place.is_dir():
         _write_receipt(place, result)
     return result
+
+
+def _check_not_for_an_engine(place: Path) -> None:
+    held = next((name for name in ENGINE_FILES if (place / name).is_file()), None)
+    if held is not None and not any((place / part / name).is_file() for part in _parts(place) for name in WEIGHT_FILES):
+        raise ExportError(
+            f"{place}: found {held}, written for another engine, and no weights; expected a model's folder. What was "
+            f"compared stands in its {RECEIPT}; `flodl-hf verify` compares its files, and `flodl-hf "
+            "verify-endpoint` an ONNX file's answers with a model's",
+            path=str(place),
+            problems=[held],
+        )
 
 
 def _check(run: _Run, checks: Sequence[Callable[[_Run], Iterator[Check]]]) -> None:
@@ -287,12 +307,12 @@ def _outputs(run: _Run) -> Iterator[Check]:
             source_equal &= all(torch.equal(expected[k], again[k]) for k in expected)
         with torch.no_grad():
             found = dict(model(**{k: v.to(device) for k, v in batch.inputs.items()}).items())
-        for key in expected:
-            if not isinstance(expected[key], Tensor):
+        for key, theirs in expected.items():
+            if not isinstance(theirs, Tensor):
                 continue
-            mine = found[key].cpu()
-            equal &= torch.equal(mine, expected[key])
-            gap = max(gap, float((mine.double() - expected[key].double()).abs().max()))
+            mine = found[key].cpu() if key in found else None
+            equal &= mine is not None and torch.equal(mine, theirs)
+            gap = max(gap, _distance(mine, theirs))
             count += 1
     model.train(training)
     if run.base is not None:
@@ -310,6 +330,16 @@ def _outputs(run: _Run) -> Iterator[Check]:
         f"{count} outputs, {'equal to the bit' if equal else f'largest difference {gap:.3g}, bound {bound:g}'}",
         gap,
     )
+
+
+def _distance(one: Tensor | None, other: Tensor) -> float:
+    """Return the largest difference; endless where one is absent, of another shape, or no number where it should be."""
+    if one is None or one.shape != other.shape:
+        return math.inf
+    left, right = one.double(), other.double()
+    apart = (left - right).abs().masked_fill(left == right, 0.0)  # two infinities of one sign are equal
+    apart = apart.masked_fill(left.isnan() & right.isnan(), 0.0)
+    return float(apart.nan_to_num(math.inf, math.inf).max()) if apart.numel() else 0.0
 
 
 def _with_transformers(check: Callable[[_Run], Iterator[Check]]) -> Callable[[_Run], Iterator[Check]]:

@@ -211,6 +211,10 @@ FAMILY = Family(
     class_prefix="Albert",
     base_prefix="albert",
     config=AlbertConfig,
+    left_out={
+        "vocab_size": 30000, "embedding_size": 128, "hidden_size": 4096, "num_layers": 12, "num_heads": 64,
+        "intermediate_size": 16384, "max_positions": 512,
+    },
     rows=CONFIG,
     inert=INERT,
     keys=KEYS,
@@ -223,4 +227,4 @@ FAMILY = Family(
     tokenizer=TOKENIZER,
     tiny={"base": TINY, "groups": GROUPS},
     real={"base": {"vocab_size": 30000, "embedding_size": 128, "hidden_act": "gelu_new"}},
-)
+)  # fmt: skip

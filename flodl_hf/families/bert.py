@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from flodl.graph import Graph
-from flodl_hf.config.sizes import SIZES, EncoderSizes
+from flodl_hf.config.sizes import BASE_SIZES, SIZES, EncoderSizes
 from flodl_hf.encoder import bodies
 from flodl_hf.encoder.graphs import Embeddings, bert_block, chain, pooler, stack
 from flodl_hf.family import Family, FamilyHead, FamilyTokenizer, Ignored
@@ -168,6 +168,7 @@ FAMILY = Family(
     base_prefix="bert",
     takes_prefix=True,
     config=BertConfig,
+    left_out=BASE_SIZES | {"vocab_size": 30522, "max_positions": 512},
     rows=CONFIG,
     keys=KEYS,
     ignored=IGNORED,

@@ -5,11 +5,11 @@ An alias: architecture, tensor names and configuration are RoBERTa's; names and 
 
 from __future__ import annotations
 
-from flodl_hf.families import roberta
+from flodl_hf.families import bert, roberta
 
 __all__ = ["FAMILY"]
 
-FIRST = ("<s>NOTUSED", "pad_token", "</s>NOTUSED", "unk_token", "<unk>NOTUSED")
 FAMILY = roberta.FAMILY.renamed(
-    "camembert", "Camembert", tokenizer=roberta.pieces(FIRST, 1), real={"base": roberta.REAL | {"vocab_size": 32005}}
-)
+    "camembert", "Camembert", left_out=bert.FAMILY.left_out, real={"base": roberta.REAL | {"vocab_size": 32005}},
+    tokenizer=roberta.pieces(("<s>NOTUSED", "pad_token", "</s>NOTUSED", "unk_token", "<unk>NOTUSED"), 1),
+)  # fmt: skip

@@ -5,8 +5,10 @@ An alias: architecture and configuration are RoBERTa's; only the names differ.
 
 from __future__ import annotations
 
-from flodl_hf.families import roberta
+from flodl_hf.families import bert, roberta
 
 __all__ = ["FAMILY"]
 
-FAMILY = roberta.FAMILY.renamed("data2vec-text", "Data2VecText", base_prefix="data2vec_text")
+FAMILY = roberta.FAMILY.renamed(
+    "data2vec-text", "Data2VecText", base_prefix="data2vec_text", left_out=bert.FAMILY.left_out
+)

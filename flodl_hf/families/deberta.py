@@ -13,6 +13,7 @@ from __future__ import annotations
 from flodl.graph import Graph
 from flodl_hf.attention.disentangled import DisentangledAttention, RelativePositions
 from flodl_hf.attention.disentangled.parts import MaskedEmbeddings
+from flodl_hf.config.sizes import BASE_SIZES
 from flodl_hf.encoder.graphs import stack
 from flodl_hf.encoder.layer import EncoderLayer, FeedForward
 from flodl_hf.encoder.norms import StepwiseNorm
@@ -109,6 +110,7 @@ FAMILY = deberta_v2.FAMILY.renamed(
     "deberta",
     "Deberta",
     rows=CONFIG,
+    left_out=BASE_SIZES | {"vocab_size": 50265},
     inert=INERT,
     keys=KEYS,
     also=ALSO,

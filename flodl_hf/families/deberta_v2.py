@@ -434,6 +434,9 @@ FAMILY = Family(
     class_prefix="DebertaV2",
     base_prefix="deberta",
     config=DebertaConfig,
+    left_out={
+        "vocab_size": 128100, "hidden_size": 1536, "num_layers": 24, "num_heads": 24, "intermediate_size": 6144,
+    },
     rows=CONFIG,
     inert=INERT,
     keys=KEYS,
@@ -443,4 +446,4 @@ FAMILY = Family(
     tokenizer=TOKENIZER,
     tiny={"base": TINY, "convolution": TINY | CONVOLUTION},
     real={"base": REAL, "convolution": REAL | CONVOLUTION},
-)
+)  # fmt: skip

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from flodl.graph import Graph
 from flodl_hf.attention.dot_product import SelfAttention
-from flodl_hf.config.sizes import EncoderSizes
+from flodl_hf.config.sizes import BASE_SIZES, EncoderSizes
 from flodl_hf.encoder import bodies
 from flodl_hf.encoder.graphs import Embeddings, chain, post_norm_block, stack
 from flodl_hf.encoder.layer import EncoderLayer, FeedForward
@@ -146,6 +146,7 @@ FAMILY = Family(
     class_prefix="DistilBert",
     base_prefix="distilbert",
     config=DistilBertConfig,
+    left_out=BASE_SIZES | {"vocab_size": 30522, "num_layers": 6, "max_positions": 512},
     rows=CONFIG,
     inert=INERT,
     keys=KEYS,

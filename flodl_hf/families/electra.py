@@ -136,5 +136,6 @@ HEADS = {
 FAMILY = bert.FAMILY.renamed(
     "electra", "Electra", base_prefix="electra", config=ElectraConfig, rows=CONFIG, keys=KEYS,
     ignored=IGNORED, encoder=encoder, pooler=None, heads=HEADS, pretraining={},
+    left_out={**bert.FAMILY.left_out, "hidden_size": 256, "num_heads": 4, "intermediate_size": 1024},
     tiny={"base": {"embedding_size": 16}, "one width": {"embedding_size": 32}}, real={"base": {"embedding_size": 768}},
 )  # fmt: skip

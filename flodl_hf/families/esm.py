@@ -20,7 +20,7 @@ from flodl_hf.attention.disentangled.parts import Shift
 from flodl_hf.attention.dot_product import SelfAttention
 from flodl_hf.attention.rotary import Rotary, StatedRotary, wavelength
 from flodl_hf.config.shared_keys import HEAD_WIDTH
-from flodl_hf.config.sizes import SIZES, EncoderSizes
+from flodl_hf.config.sizes import BASE_SIZES, SIZES, EncoderSizes
 from flodl_hf.encoder import bodies
 from flodl_hf.encoder.activations import Activation
 from flodl_hf.encoder.graphs import Embeddings, chain, pooler, stack
@@ -257,6 +257,7 @@ FAMILY = Family(
     class_prefix="Esm",
     base_prefix="esm",
     config=EsmConfig,
+    left_out=BASE_SIZES,
     rows=CONFIG,
     inert=INERT,
     keys=KEYS,

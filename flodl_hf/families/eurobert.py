@@ -18,7 +18,7 @@ from torch import nn
 from flodl.graph import FlowBuilder, Graph
 from flodl_hf.attention.dot_product import SelfAttention
 from flodl_hf.attention.rotary import Rotary, RotarySettings, rotary_rows
-from flodl_hf.config.sizes import SIZES, EncoderSizes
+from flodl_hf.config.sizes import BASE_SIZES, SIZES, EncoderSizes
 from flodl_hf.encoder import bodies
 from flodl_hf.encoder.activations import Activation
 from flodl_hf.encoder.graphs import Embeddings, MeanToken, chain, stack
@@ -194,6 +194,7 @@ FAMILY = Family(
     class_prefix="EuroBert",
     base_prefix="model",
     config=EuroBertConfig,
+    left_out=BASE_SIZES | {"vocab_size": 128256},
     rows=CONFIG,
     inert=INERT,
     keys=KEYS,

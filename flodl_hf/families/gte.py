@@ -17,6 +17,7 @@ from flodl.graph import Graph
 from flodl_hf.attention.dot_product import SelfAttention
 from flodl_hf.attention.rotary import Rotary, RotarySettings, rotary_rows
 from flodl_hf.config.shared_keys import HEAD_WIDTH
+from flodl_hf.config.sizes import BASE_SIZES
 from flodl_hf.encoder import bodies
 from flodl_hf.encoder.graphs import Embeddings, chain, pooler, post_norm_block, stack
 from flodl_hf.encoder.layer import EncoderLayer, FeedForward
@@ -132,6 +133,7 @@ FAMILY = Family(
     base_prefix="gte",
     config=GteConfig,
     rows=CONFIG,
+    left_out=BASE_SIZES | {"vocab_size": 250048},
     inert=INERT,
     keys=KEYS,
     also=ALSO,

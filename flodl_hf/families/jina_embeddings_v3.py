@@ -104,6 +104,9 @@ FAMILY = bert.FAMILY.renamed(
     keys=KEYS, also=ALSO, inert=(HEAD_WIDTH,), ignored=(), encoder=encoder,
     heads={task: roberta.HEADS[task] for task in TASKS}, pretraining={}, uses_token_types=False,
     takes_prefix=False, tokenizer=roberta.PIECES,
+    left_out={
+        "vocab_size": 250002, "hidden_size": 1024, "num_layers": 24, "num_heads": 16, "intermediate_size": 4096,
+    },
     tiny={"base": {}, "one type": {"type_vocab_size": 1}},
     real={"base": {"vocab_size": 250002, "max_position_embeddings": 8194, "type_vocab_size": 1, "pad_token_id": 1}},
 )  # fmt: skip

@@ -21,7 +21,7 @@ from flodl.graph import Graph
 from flodl_hf.attention.dot_product import SelfAttention
 from flodl_hf.attention.rotary import Rotary, RotarySettings, rotary_settings, wavelength
 from flodl_hf.config.shared_keys import HEAD_WIDTH
-from flodl_hf.config.sizes import SIZES, EncoderSizes
+from flodl_hf.config.sizes import BASE_SIZES, SIZES, EncoderSizes
 from flodl_hf.encoder import bodies
 from flodl_hf.encoder.graphs import Embeddings, chain, stack
 from flodl_hf.encoder.layer import EncoderLayer, FeedForward
@@ -246,6 +246,7 @@ FAMILY = Family(
     class_prefix="ModernBert",
     base_prefix="model",
     config=ModernBertConfig,
+    left_out=BASE_SIZES | {"vocab_size": 50368, "num_layers": 22, "intermediate_size": 1152},
     rows=CONFIG,
     inert=INERT,
     keys=KEYS,

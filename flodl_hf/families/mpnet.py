@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from flodl.graph import Graph
 from flodl_hf.attention.distances import RelativeBias
 from flodl_hf.attention.dot_product import SelfAttention
-from flodl_hf.config.sizes import SIZES, EncoderSizes
+from flodl_hf.config.sizes import BASE_SIZES, SIZES, EncoderSizes
 from flodl_hf.encoder import bodies
 from flodl_hf.encoder.graphs import Embeddings, chain, post_norm_block, stack
 from flodl_hf.encoder.layer import EncoderLayer, FeedForward
@@ -133,6 +133,7 @@ FAMILY = Family(
     class_prefix="MPNet",
     base_prefix="mpnet",
     config=MPNetConfig,
+    left_out=BASE_SIZES | {"vocab_size": 30527, "max_positions": 512},
     rows=CONFIG,
     inert=INERT,
     keys=KEYS,

@@ -156,6 +156,7 @@ FAMILY = gte.FAMILY.renamed(
     prefixes=("bert",),
     config=NomicBertConfig,
     rows=CONFIG,
+    left_out={**gte.FAMILY.left_out, "vocab_size": 30528},
     inert=INERT,
     keys=KEYS,
     also=ALSO,

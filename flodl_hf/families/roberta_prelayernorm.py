@@ -33,5 +33,6 @@ def encoder(c: RobertaConfig) -> Graph:
 
 
 FAMILY = roberta.FAMILY.renamed(
-    "roberta-prelayernorm", "RobertaPreLayerNorm", base_prefix=PREFIX, keys=KEYS, encoder=encoder
-)
+    "roberta-prelayernorm", "RobertaPreLayerNorm", base_prefix=PREFIX, keys=KEYS, encoder=encoder,
+    left_out=roberta.FAMILY.left_out,
+)  # fmt: skip

@@ -5,10 +5,11 @@ An alias: architecture, tensor names and configuration are RoBERTa's; names and 
 
 from __future__ import annotations
 
-from flodl_hf.families import roberta
+from flodl_hf.families import bert, roberta
 
 __all__ = ["FAMILY"]
 
 FAMILY = roberta.FAMILY.renamed(
-    "xlm-roberta", "XLMRoberta", tokenizer=roberta.PIECES, real={"base": roberta.REAL | {"vocab_size": 250002}}
-)
+    "xlm-roberta", "XLMRoberta", tokenizer=roberta.PIECES, left_out=bert.FAMILY.left_out,
+    real={"base": roberta.REAL | {"vocab_size": 250002}},
+)  # fmt: skip

@@ -49,5 +49,9 @@ FAMILY = roberta.FAMILY.renamed(
     keys=KEYS,
     encoder=encoder,
     tokenizer=roberta.PIECES,
+    left_out={
+        "vocab_size": 250880, "hidden_size": 2560, "num_layers": 36, "num_heads": 32, "intermediate_size": 10240,
+        "max_positions": 514,
+    },
     real={"base": REAL},
-)
+)  # fmt: skip

@@ -210,18 +210,26 @@ def optional(check: Check) -> Check:
 
 
 def read_rows(
-    source: Mapping[str, Any], rows: Sequence[Row], problems: list[str], overruled: list[str] | None = None
+    source: Mapping[str, Any],
+    rows: Sequence[Row],
+    problems: list[str],
+    overruled: list[str] | None = None,
+    left_out: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the fields that ``rows`` read from ``source``; faults are appended to ``problems``.
 
     A row whose default is callable takes its default from the fields read before it. Where ``overruled`` is given, it
     gets a sentence for each value that another name of its key overrules in transformers; without it that is a fault.
+    A required field whose key is absent is taken from ``left_out``, or is a fault.
     """
     fields: dict[str, Any] = {}
+    usual = left_out or {}
     for row in rows:
         named = [key for key in (row.key, *row.aliases) if key in source]
         if not named:
-            if row.default is REQUIRED:
+            if row.default is REQUIRED and row.field in usual:
+                fields[row.field] = usual[row.field]
+            elif row.default is REQUIRED:
                 problems.append(f"{row.key}: missing; expected {row.check.expected}")
             else:
                 fields[row.field] = row.default(fields) if callable(row.default) else row.default

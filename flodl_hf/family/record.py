@@ -132,6 +132,8 @@ class Family:
         also: rows of other names that files may have in place of ``keys``' and the heads': older ones, or those that
             transformers gives its modules and not its files.
         prefixes: what names of the encoder may begin with in place of ``base_prefix``.
+        left_out: required field -> what transformers takes where a file leaves its key out; empty of families that
+            transformers does not have.
         claims: keys and their values, any value where none is listed, by which a ``config.json`` of another
             ``model_type`` is this family's; empty where only its own ``model_type`` decides.
         ignored: tensors that may be in a file and are not used; names may have ``{i}`` for the layer.
@@ -165,6 +167,7 @@ class Family:
     inert: tuple[Inert, ...] = ()
     also: tuple[KeyRow, ...] = ()
     prefixes: tuple[str, ...] = ()
+    left_out: Mapping[str, int] = field(default_factory=dict)
     claims: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     ignored: tuple[Ignored, ...] = ()
     kept: tuple[Kept, ...] = ()
@@ -190,9 +193,10 @@ class Family:
         """Return an alias: the same architecture under another ``model_type`` and class prefix.
 
         With another ``base_prefix``, tensor names follow it where ``changes`` do not state them. Published
-        checkpoints belong to the name, and are none where ``changes`` names none.
+        checkpoints, and sizes that files may leave out, belong to the name: none where ``changes`` names none.
         """
         changes.setdefault("checkpoints", {})
+        changes.setdefault("left_out", {})
         prefix = changes.get("base_prefix", self.base_prefix)
         if prefix != self.base_prefix:
             changes.setdefault("keys", rows_under(prefix, self.keys))

@@ -5,10 +5,12 @@ Transformers' class: ``BertModel`` and its siblings.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,6 +31,9 @@ if TYPE_CHECKING:
     from flodl_hf.similarity import Similarity
 
 __all__ = ["HEAD", "BaseModel"]
+
+MANY_WINDOWS = 100
+"""So many windows of one text are told: fifty thousand tokens of usual models, the length of a book."""
 
 
 class BaseModel(EncoderModel):
@@ -99,14 +104,14 @@ class BaseModel(EncoderModel):
 
         A folder of sentence-transformers says how it pools; elsewhere tokens are averaged and vectors have
         length 1. A text longer than the model takes is read in windows whose vectors are averaged, weighted
-        by their tokens.
+        by their tokens; a warning tells of texts of a hundred windows and more.
 
         Args:
             texts: one text or several.
             pooling: "mean", "cls", "max", "mean_sqrt_len", "weighted_mean", "last_token", "pooler", or several;
                 None as the folder says, with its dense layers, else "mean".
             normalize: scale vectors to length 1; None as the folder says, else True.
-            truncate_dim: keep this many features.
+            truncate_dim: keep this many features; None as the folder says, else all.
             prompt: what is put before each text: a prompt of the folder by its name ("query"), or a text; None as the
                 folder says.
             task: one of those that the file has adapters for ("retrieval.query"); their prompt is then the usual one.
@@ -152,15 +157,16 @@ class BaseModel(EncoderModel):
         recipe = recipe_on(recipe, route)
         names = check_pooling(pooling or (recipe.pooling if recipe else "mean"))
         wanted = normalize if normalize is not None else (recipe.normalize if recipe else True)
+        truncate_dim = recipe.kept(truncate_dim) if recipe else truncate_dim
 
         before = recipe.prompt_for(prompt) if recipe else prompt or ""
-        encode = partial(self._embeddable, strict=strict, truncate=truncate, prompt=before)
+        encode = partial(self._embeddable, strict=strict, truncate=truncate, told=[], prompt=before)
         single = isinstance(texts, str)
         session = Session(self, run)
         dense = recipe.dense if recipe and pooling is None else ()
         if isinstance(texts, Sequence) and not single and not len(texts):
-            width = truncate_dim or (dense[-1].size if dense else self.config.encoder.hidden_size)
-            return torch.zeros(0, width, dtype=torch.float32)
+            whole = dense[-1].size if dense else len(names) * self.config.encoder.hidden_size
+            return torch.zeros(0, truncate_dim or whole, dtype=torch.float32)
         if recipe is not None and (dense or (before and not recipe.include_prompt)):
             from flodl_hf.heads.vectors import pooled_beyond
 
@@ -195,7 +201,8 @@ class BaseModel(EncoderModel):
             normalize_embeddings: scale vectors to length 1; None and False as the folder says.
             convert_to_tensor: a tensor instead of an array.
             convert_to_numpy: an array; a tensor comes first.
-            truncate_dim: keep this many features.
+            truncate_dim: keep this many features; None as the folder says. They are not scaled again, where the folder
+                scales vectors and ``normalize_embeddings`` is not set.
             prompt: put before each text, as it is.
             prompt_name: a prompt of the folder; None as the folder says.
             task: as in `embed`.
@@ -206,6 +213,7 @@ class BaseModel(EncoderModel):
         Raises:
             PredictError: the model has no tokenizer, or an option makes no sense.
         """
+        from flodl_hf.decode.pooling import finish_embeddings
         from flodl_hf.runtime.items import several
 
         texts = several(sentences, "encode")
@@ -220,18 +228,22 @@ class BaseModel(EncoderModel):
         if prompt is None and prompt_name is not None:
             prompt = prompts[prompt_name]
         own = recipe.on(route or task) if recipe is not None and recipe.routes else recipe
-        scaled = bool(normalize_embeddings) or bool(own and own.normalize)
+        scaled = bool(own and own.normalize)
+        kept = own.kept(truncate_dim) if own else truncate_dim
+        # A folder scales whole vectors, and a call what is left of them.
+        whole = own.width(self.config.encoder.hidden_size) if own and scaled and not normalize_embeddings else kept
         found: Any = self.embed(
             texts,
-            normalize=scaled,
+            normalize=scaled or bool(normalize_embeddings),
             truncate=True,
-            truncate_dim=truncate_dim,
+            truncate_dim=whole,
             prompt=prompt,
             task=task,
             route=route,
             untrained=untrained,
             **run,
         )
+        found = finish_embeddings(found, truncate_dim=kept)
         return found if convert_to_tensor or not convert_to_numpy else found.numpy()
 
     @taking(ENCODE, like=encode)
@@ -377,21 +389,36 @@ class BaseModel(EncoderModel):
 
         return lexical_vectors(self, texts, untrained=untrained, run=run)
 
-    def _embeddable(self, texts: list[str], *, strict: bool, truncate: bool, prompt: str = "") -> Encoded:
-        """Return the windows of texts as the folder's recipe wants them read."""
+    def _embeddable(
+        self, texts: list[str], *, strict: bool, truncate: bool, told: list[int], prompt: str = ""
+    ) -> Encoded:
+        """Return the windows of texts as the folder's recipe wants them read; ``told`` is not empty after a warning."""
         from flodl_hf.runtime.inputs import encode
 
         tokenizer, recipe = self.tokenizer, self.sentence_recipe
         assert tokenizer is not None
-        limit = self.max_tokens
-        if recipe is not None and recipe.max_tokens is not None:
-            limit = min(limit or recipe.max_tokens, recipe.max_tokens)
+        limit = self.most_tokens(recipe.max_tokens if recipe else None)
         if prompt:
             texts = [prompt + text for text in texts]
         if recipe is not None and recipe.lower_case:
             texts = [text.lower() for text in texts]
-        encoded = encode(tokenizer, texts, max_tokens=limit, strict=strict)
-        return encoded.first_windows() if truncate else encoded
+        # What is cut is cut at the last token that fits, as elsewhere, be it inside a word.
+        encoded = encode(tokenizer, texts, max_tokens=limit, strict=strict, snap=not truncate)
+        if truncate:
+            return encoded.first_windows()
+        if not told and len(encoded.owners) >= MANY_WINDOWS:
+            windows = np.bincount(encoded.owners)
+            longest = int(windows.argmax())
+            if windows[longest] >= MANY_WINDOWS:
+                told.append(longest)
+                warnings.warn(
+                    f"embed: a text of {len(texts[longest]):,} characters is read in {windows[longest]:,} windows of "
+                    f"{limit} tokens, whose vectors are averaged into one. truncate=True keeps the first window, as "
+                    "encode and sentence-transformers do; embed_chunks gives vectors of its parts; strict=True refuses "
+                    "such texts.",
+                    stacklevel=2,
+                )
+        return encoded
 
 
 HEAD = Head(head_names.BASE, BaseModel)

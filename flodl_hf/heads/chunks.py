@@ -90,8 +90,7 @@ def chunk_vectors(
     single = isinstance(given, str)
     asked = [given] if isinstance(given, str) else list(given)
     wanted = _wanted(asked, [spans] if single and spans is not None else spans, chunks)
-    limits = (model.max_tokens, recipe.max_tokens if recipe else None)
-    limit = min((n for n in limits if n), default=None)
+    limit = model.most_tokens(recipe.max_tokens if recipe else None)
     shared = overlap if overlap is not None else 0 if limit is None else limit // 4
     if shared < 0 or (limit is not None and shared >= limit - 8):
         raise PredictError(
@@ -100,6 +99,7 @@ def chunk_vectors(
     before = recipe.prompt_for(prompt) if recipe else prompt or ""
     lower = recipe is not None and recipe.lower_case
     scaled = normalize if normalize is not None else (recipe.normalize if recipe else True)
+    truncate_dim = recipe.kept(truncate_dim) if recipe else truncate_dim
 
     def encode(items: list[tuple[str, Any]]) -> Encoded:
         read = [before + (_lowered(text) if lower else text) for text, _ in items]

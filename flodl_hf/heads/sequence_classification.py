@@ -279,7 +279,8 @@ class SequenceClassifier(ScoringModel):
         tokenizer = self.tokenizer
         assert tokenizer is not None
         firsts, seconds = split_pairs(items, "predict")
-        encoded = encode(tokenizer, firsts, seconds, max_tokens=self.max_tokens, strict=strict, cut=cut)
+        limit = self.max_tokens
+        encoded = encode(tokenizer, firsts, seconds, max_tokens=limit, strict=strict, cut=cut, snap=not truncate)
         return encoded.first_windows() if truncate else encoded
 
 

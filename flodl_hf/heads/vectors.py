@@ -253,7 +253,7 @@ def splade_vectors(
     tokenizer = model.ready("embed_sparse", untrained=untrained)
     recipe = model.sentence_recipe
     pooling = (recipe.splade if recipe else None) or SpladePooling()
-    limit = min((n for n in (model.max_tokens, recipe.max_tokens if recipe else None) if n), default=None)
+    limit = model.most_tokens(recipe.max_tokens if recipe else None)
 
     def encoded(chunk: list[str]) -> Encoded:
         return encode(tokenizer, chunk, max_tokens=limit)

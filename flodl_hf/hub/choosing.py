@@ -13,9 +13,8 @@ from pathlib import Path
 from flodl.errors import capped
 from flodl.files import read_regular
 from flodl_hf.hub.request import HubRequest
-from flodl_hf.tokenization.source import TOKENIZER_FILES
 
-__all__ = ["CHECKPOINT_FILES", "WEIGHTS", "any_present", "lacking", "select", "select_modules"]
+__all__ = ["CHECKPOINT_FILES", "TOKENIZER_FILES", "WEIGHTS", "any_present", "lacking", "select", "select_modules"]
 
 WEIGHTS = "model.safetensors"
 _MODULES = "modules.json"
@@ -23,6 +22,20 @@ _ROUTING = (_MODULES, "router_config.json", "*/router_config.json", "*/config.js
 _OF_MODULES = ("config.json",)
 _WEIGHTS_OF_MODULES = (WEIGHTS, "pytorch_model.bin")
 _SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
+
+# What is copied with a checkpoint, and nothing else: the order is that of the documentation.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.txt",
+    "vocab.json",
+    "merges.txt",
+    "sentencepiece.bpe.model",
+    "spm.model",
+    "spiece.model",
+)
 
 # Which files a checkpoint is made of. "model.safetensors" stands for the weights in whatever parts they come.
 CHECKPOINT_FILES = (

@@ -215,7 +215,7 @@ def _from_cache(request: HubRequest, why: str) -> Resolved:
     remedy = (
         f"expected there: download it once with a network: `hf download {request.name}"
         + (f" --revision {request.revision}" if request.revision != "main" else "")
-        + "`, or pass a folder"
+        + "`, or pass a folder: here is none of that name"
     )
     commit = request.revision
     if not _COMMIT.fullmatch(commit):

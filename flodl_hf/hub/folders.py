@@ -13,6 +13,7 @@ __all__ = [
     "ADAPTER_CONFIG",
     "BASE_OF_ADAPTER",
     "BIN_FILES",
+    "BOUNDS",
     "CONFIG_NAME",
     "MODEL_FILES",
     "RECIPE_FILES",
@@ -36,12 +37,17 @@ VOCABULARY_FILES = (
     "spiece.model",
 )
 BIN_FILES = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
+BOUNDS = tuple(
+    f"sentence_{family}_config.json"
+    for family in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
+"""Names of the file that says how many tokens a folder of sentence-transformers reads; the first of them counts."""
 RECIPE_FILES = (
     "modules.json",
     "router_config.json",
     "*/router_config.json",
     "*/config.json",
-    "sentence_bert_config.json",
+    *BOUNDS,
     "config_sentence_transformers.json",
     "*_Dense/model.safetensors",
     "*_Dense/pytorch_model.bin",

@@ -6,9 +6,11 @@ them to another carried it along.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from threading import Lock
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -16,6 +18,8 @@ __all__ = ["at_home", "same_origin"]
 
 _PORTS = {"http": 80, "https": 443}
 _home: ContextVar[str | None] = ContextVar("flodl_hf_token_home", default=None)
+_bound: Counter[tuple[str, str]] = Counter()
+_lock = Lock()
 
 
 def same_origin(url: str, other: str) -> bool:
@@ -32,11 +36,12 @@ def _origin(url: str) -> tuple[str, str, int | None]:
 
 
 @contextmanager
-def at_home(endpoint: str) -> Iterator[None]:
+def at_home(endpoint: str, authorization: str | None = None) -> Iterator[None]:
     """Have the Hub's client send tokens to one server alone, in what runs here and with this context elsewhere.
 
     Args:
         endpoint: its address.
+        authorization: the header that goes there alone meanwhile, in threads too that the client starts by itself.
     """
     from huggingface_hub.utils import get_session
 
@@ -46,14 +51,26 @@ def at_home(endpoint: str) -> Iterator[None]:
     if hooks is not None and _without_token not in hooks["request"]:
         session.event_hooks = {**hooks, "request": [*hooks["request"], _without_token]}
     before = _home.set(endpoint)
+    key = (authorization or "", endpoint)
+    with _lock:
+        _bound[key] += 1
     try:
         yield
     finally:
         _home.reset(before)
+        with _lock:
+            _bound[key] -= 1
+            if not _bound[key]:
+                del _bound[key]
 
 
 def _without_token(request: Any) -> None:
     """Take the token from a request that goes elsewhere."""
+    found = request.headers.get("authorization")
+    if not found:
+        return
     home = _home.get()
-    if home is not None and not same_origin(str(request.url), home):
-        request.headers.pop("authorization", None)
+    with _lock:
+        homes = [home] if home is not None else [place for header, place in _bound if header == found]
+    if homes and not any(same_origin(str(request.url), place) for place in homes):
+        del request.headers["authorization"]

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from flodl_hf.errors import HubError
+from flodl_hf.hub.origin import at_home
 
 __all__ = ["upload_folder"]
 
@@ -38,20 +39,23 @@ def upload_folder(
 
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.utils import build_hf_headers
 
     # The environment now, not as it was when the client was imported.
     api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"), token=token)
     try:
-        api.create_repo(repo_id, private=private, exist_ok=True)
-        if revision is not None and not create_pr:
-            api.create_branch(repo_id, branch=revision, exist_ok=True)
-        done: Any = api.upload_folder(
-            repo_id=repo_id, folder_path=str(folder), commit_message=message, revision=revision, create_pr=create_pr
-        )
-    except (HfHubHTTPError, OSError, ValueError) as fault:
+        with at_home(api.endpoint, build_hf_headers(token=token).get("authorization")):
+            api.create_repo(repo_id, private=private, exist_ok=True)
+            if revision is not None and not create_pr:
+                api.create_branch(repo_id, branch=revision, exist_ok=True)
+            done: Any = api.upload_folder(
+                repo_id=repo_id, folder_path=str(folder), commit_message=message, revision=revision, create_pr=create_pr
+            )
+    except (HfHubHTTPError, OSError, ValueError, RuntimeError) as fault:
+        why = f": {fault.__cause__}" if isinstance(fault, RuntimeError) and fault.__cause__ else ""  # of one file
         raise HubError(
-            f"{repo_id}: nothing was uploaded ({type(fault).__name__}: {fault}); check the name, and that the token "
-            "may write there (hf auth login, or HF_TOKEN)",
+            f"{repo_id}: nothing was uploaded ({type(fault).__name__}: {fault}{why}); check the name, and that the "
+            "token may write there (hf auth login, or HF_TOKEN)",
             repo_id=repo_id,
         ) from fault
     return str(done.pr_url if create_pr and done.pr_url else done.commit_url)

@@ -51,6 +51,7 @@ class LateRecipe:
         attended: other tokens attend to those mask tokens.
         skipped: words and marks of which documents keep no vector.
         first: whether the first token, which stands for the whole text, has a vector.
+        beside: the folder also makes one vector of a text, as it says of pooling (bge-m3).
     """
 
     projections: tuple[Callable[[Tensor], Tensor], ...]
@@ -62,6 +63,7 @@ class LateRecipe:
     attended: bool = False
     skipped: Sequence[str] = field(default=(), repr=False)
     first: bool = True
+    beside: bool = False
 
     def vectors(self, states: Tensor) -> Tensor:
         """Return a vector of length 1 for each state, ``(tokens, size)``, in float32."""

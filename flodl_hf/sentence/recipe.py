@@ -16,6 +16,7 @@ from typing import Any
 
 from flodl.errors import nearest, printable, shown
 from flodl_hf.errors import PredictError
+from flodl_hf.hub.folders import BOUNDS
 from flodl_hf.sentence.dense import Dense, read_dense
 from flodl_hf.sentence.multivector import LateRecipe, m3_layer, multivector_recipe, pylate_recipe
 from flodl_hf.sentence.routing import Modules, kind_of, routing_of, transformer_folder
@@ -63,6 +64,7 @@ class SentenceRecipe:
         usual_route: the route of texts of which nothing is said; None where it has to be said.
         kinds: further names of routes, as the folder maps what texts are for to them.
         transformer: where routes have transformers of their own, the folder of this one's, from the root; else "".
+        truncate_dim: how many features of a vector are kept where a call does not say; None for all.
     """
 
     pooling: tuple[Any, ...] = ("mean",)
@@ -81,6 +83,15 @@ class SentenceRecipe:
     usual_route: str | None = None
     kinds: Mapping[str, str] = field(default_factory=dict)
     transformer: str = ""
+    truncate_dim: int | None = None
+
+    def kept(self, asked: int | None) -> int | None:
+        """Return how many features of a vector are kept, of which a call says ``asked``; None for all."""
+        return self.truncate_dim if asked is None else asked
+
+    def width(self, hidden_size: int) -> int:
+        """Return how many features a vector has before any are left out, of states of ``hidden_size``."""
+        return self.dense[-1].size if self.dense else len(self.pooling) * hidden_size
 
     def route_of(self, asked: str | None) -> str | None:
         """Return the route that texts take; None where the folder has none.
@@ -163,8 +174,9 @@ def _recipe(root: Path, modules: Modules, transformer: str, *, keep: bool) -> Se
     pooling: tuple[Any, ...] = ("mean",)
     normalize = False
     kept = keep or transformer_folder(root) == root
-    beside = (root / transformer / "sentence_bert_config.json").relative_to(root).as_posix()
-    bounds = beside if is_entry(root, beside) else "sentence_bert_config.json"
+    places = dict.fromkeys([(root / transformer).relative_to(root), Path()])
+    known = [(place / name).as_posix() for place in places for name in BOUNDS]
+    bounds = next((name for name in known if is_entry(root, name)), BOUNDS[0])
     said_in = "config_sentence_transformers.json"
     read = ["modules.json", bounds, said_in]
     dense: list[Dense] = []
@@ -218,13 +230,21 @@ def _recipe(root: Path, modules: Modules, transformer: str, *, keep: bool) -> Se
         lexical, more["sparse_linear.pt"] = m3_layer(root, "sparse_linear.pt")
     if is_entry(root, "colbert_linear.pt"):
         layer, more["colbert_linear.pt"] = m3_layer(root, "colbert_linear.pt")
-        late = LateRecipe((layer,), first=False)
+        late = LateRecipe((layer,), first=False, beside=True)
     files = {name: bytes_of(root, name) for name in read if is_entry(root, name)} | more
     prompts, usual = _prompts(said, root / said_in)
     return SentenceRecipe(
         pooling, normalize, length, lower is True, files if kept else {}, tuple(dense), prompts, usual, included,
-        splade, lexical, late,
+        splade, lexical, late, truncate_dim=_features_kept(said, root / said_in),
     )  # fmt: skip
+
+
+def _features_kept(said: Mapping[str, Any], where: Path) -> int | None:
+    """Return how many features of a vector a folder keeps; None for all."""
+    found = said.get("truncate_dim")
+    if found is not None and (type(found) is not int or found < 1):
+        raise wrong(where, f"truncate_dim is {shown(found, 60)}", "a number of features from 1, or null")
+    return found
 
 
 def _prompts(said: Mapping[str, Any], where: Path) -> tuple[dict[str, str], str | None]:

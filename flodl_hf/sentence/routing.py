@@ -15,13 +15,23 @@ from flodl.errors import ConfigError, printable, shown
 from flodl_hf.sentence.small_files import place_in, read_json, settings_in, wrong
 from flodl_hf.weights.checkpoint.members import is_entry
 
-__all__ = ["Modules", "Routing", "kind_of", "module_folders", "routing_of", "transformer_folder", "transformer_folders"]
+__all__ = [
+    "WEIGHT_FILES",
+    "Modules",
+    "Routing",
+    "kind_of",
+    "module_folders",
+    "routing_of",
+    "transformer_folder",
+    "transformer_folders",
+]
 
 _KNOWN = ("Transformer", "Pooling", "Dense", "Normalize", "MLMTransformer", "SpladePooling", "MultiVectorMask")
 _ROUTERS = ("Router", "Asym")
-_WEIGHTS = (
+WEIGHT_FILES = (
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
 )  # fmt: skip
+"""A folder with one of these holds the weights of a transformer."""
 
 Modules = list[dict[str, Any]]
 
@@ -179,7 +189,7 @@ def transformer_folder(root: Path) -> Path:
     place = place_in(root, routing.ways[routing.first][0].get("path"))
     if place == root or place.resolve() == root.resolve():
         return root
-    if any(is_entry(root, name) for name in _WEIGHTS):
+    if any(is_entry(root, name) for name in WEIGHT_FILES):
         found = f"names {printable(place.name, 80)} for the transformer, and the folder above holds weights too"
         raise wrong(root / "modules.json", found, "one of them")
     if not is_entry(place, "config.json"):

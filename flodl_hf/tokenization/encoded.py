@@ -60,9 +60,8 @@ class Encoded(Mapping[str, Any]):
 
     def _width(self, row: int) -> int:
         ids = self._data["input_ids"]
-        if len(ids) and isinstance(ids[0], int):
-            return len(ids)
-        return len(ids[row])
+        # One text without tokens is a list of none.
+        return len(ids) if not len(ids) or isinstance(ids[0], int) else len(ids[row])
 
     def _aligned(self, row: int, values: Sequence[Any], fill: Any) -> list[Any]:
         lead = [fill] * self._lead[row]
@@ -79,7 +78,7 @@ class Encoded(Mapping[str, Any]):
     def tokens(self, batch_index: int = 0) -> list[str]:
         """Return the tokens of one row as strings, padding included."""
         ids = self._data["input_ids"]
-        row = ids if len(ids) and isinstance(ids[0], int) else ids[batch_index]
+        row = ids if not len(ids) or isinstance(ids[0], int) else ids[batch_index]
         return self._tokens([int(i) for i in row])
 
     def _place(self, first: int, second: int | None) -> tuple[int, int]:

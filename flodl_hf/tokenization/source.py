@@ -1,6 +1,6 @@
 """The tokenizer files of a folder, read once into memory, and JSON read within bounds.
 
-Decides: which file names count as tokenizer files, size limits, what a damaged JSON file is told.
+Decides: size limits, what a damaged JSON file is told.
 Leaves to others: what the files mean.
 """
 
@@ -15,23 +15,10 @@ from typing import Any
 from flodl.errors import printable
 from flodl.files import POINTER_ADVICE, is_pointer, make_folders, write_atomically
 from flodl_hf.errors import ExportError, TokenizerError
+from flodl_hf.hub.choosing import TOKENIZER_FILES
 from flodl_hf.weights.checkpoint.members import read_member
 
 __all__ = ["TOKENIZER_FILES", "parse_json", "read_bytes", "read_source", "vocabulary_file", "write_files"]
-
-# What is copied with a checkpoint, and nothing else: the order is that of the documentation.
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.txt",
-    "vocab.json",
-    "merges.txt",
-    "sentencepiece.bpe.model",
-    "spm.model",
-    "spiece.model",
-)
 
 _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 

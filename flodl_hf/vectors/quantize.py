@@ -36,7 +36,7 @@ def quantize_embeddings(vectors: Any, precision: str, *, ranges: Any = None) -> 
         ranges: int8: the least and greatest number of each feature, ``(2, size)``; None takes those of these vectors.
 
     Raises:
-        PredictError: there is no such precision.
+        PredictError: there is no such precision, or one vector is to be bytes without ``ranges``.
     """
     if precision not in PRECISIONS:
         raise PredictError(
@@ -51,6 +51,12 @@ def quantize_embeddings(vectors: Any, precision: str, *, ranges: Any = None) -> 
         return bits if precision == "ubinary" else (bits.astype(np.int16) - 128).astype(np.int8)
     if not len(found):
         return found.astype(precision)
+    if len(found) == 1 and ranges is None:
+        raise PredictError(
+            f"quantize_embeddings: one vector alone has no ranges to cut into steps, so {precision} would keep nothing "
+            "of it; expected ranges=ranges_of(vectors), of the corpus that it belongs to",
+            precision=precision,
+        )
     low, high = ranges_of(found) if ranges is None else np.asarray(ranges, np.float32)
     steps = (high - low) / 255
     counted = np.clip(np.floor((found - low) / np.where(steps == 0, 1, steps)), 0, 255)

@@ -84,6 +84,22 @@ def test_a_folder_of_pefts_is_read(adapted: Any, base: Path, folder: Path) -> No
     assert json.loads((model.save_pretrained(folder.parent / "again") / CONFIG).read_text())["peft_version"] == "0.21.2"
 
 
+def test_names_that_peft_gives_to_biases_are_read(adapted: Any, base: Path, folder: Path) -> None:
+    values, at = load_file(folder / WEIGHTS), "base_model.model.bert.encoder.layer.0.attention.self.query"
+    model = adapted()
+    bias = model.graph.get_submodule("encoder.layers.0.attention.query").bias
+    with torch.no_grad():
+        bias.add_(torch.arange(len(bias)))
+    values[f"{at}.base_layer.bias"] = bias.detach().clone()
+    head = "base_model.model.classifier"
+    values[f"{head}.original_module.bias"] = torch.randn_like(values[f"{head}.bias"])
+    values[f"{head}.default.bias"] = values.pop(f"{head}.bias")
+    save_file(values, folder / WEIGHTS)
+    found: Any = AutoModelForSequenceClassification.from_pretrained(base, adapter=edit(folder, bias="all"))
+    assert torch.equal(logits(found), logits(model))
+    assert not torch.equal(logits(found), logits(adapted()))
+
+
 def test_a_folder_without_its_head_is_refused_where_answers_would_be_random(folder: Path, tmp_path: Path) -> None:
     tensors = load_file(folder / WEIGHTS)
     save_file({n: t for n, t in tensors.items() if "classifier" not in n}, folder / WEIGHTS)

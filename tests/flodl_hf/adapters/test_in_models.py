@@ -14,8 +14,8 @@ from torch import Tensor
 
 from flodl.errors import ConfigError
 from flodl_hf import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification, load
+from flodl_hf.adapter_layers.lora import AdaptedLinear
 from flodl_hf.adapters import Lora
-from flodl_hf.adapters.lora import AdaptedLinear
 from flodl_hf.config.model_config import ModelConfig
 from flodl_hf.demo import demo_model, learn_vocabulary
 

@@ -12,8 +12,8 @@ from adapted_models import moved  # pyright: ignore[reportMissingImports]
 
 from flodl.errors import ConfigError
 from flodl_hf import AutoModelForSequenceClassification, demo, load
+from flodl_hf.adapter_layers.prompts import BothWays
 from flodl_hf.adapters import Prefix, Prompt
-from flodl_hf.adapters.prompts import BothWays
 from flodl_hf.finetuning import finetune
 
 IDS = torch.tensor([[2, 5, 6, 7, 3], [2, 8, 9, 10, 3]])

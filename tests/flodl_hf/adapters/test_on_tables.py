@@ -11,8 +11,8 @@ from adapted_models import moved  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 from flodl_hf import AutoModelForSequenceClassification, load
+from flodl_hf.adapter_layers.lora import LoraPart, beside
 from flodl_hf.adapters import Lora
-from flodl_hf.adapters.lora import LoraPart, beside
 from flodl_hf.backends.choose import arrange_training
 from flodl_hf.config.model_config import ModelConfig
 from flodl_hf.finetuning import finetune

@@ -173,7 +173,7 @@ CONFIG_CASES = [
     Case("a key twice", config_text(lambda t: t.replace("{", '{"hidden_size": 8, ', 1)), ConfigError, (CONFIG, "'hidden_size' stands twice", "expected")),
     Case("nested 100,000 deep", config_text(lambda t: '{"a":' + "[" * 100_000 + "]" * 100_000 + "}"), ConfigError, (CONFIG, "nested too deeply", "expected")),
     Case("two megabytes", config_text(lambda t: t.replace("{", '{"note": "' + "x" * 2_000_000 + '", ', 1)), ConfigError, (CONFIG, "1,000,000 bytes", "expected")),
-    Case("a missing size", settings("hidden_size"), ConfigError, (CONFIG, ONE, "hidden_size: missing", "expected an integer", "Correct")),
+    Case("a missing size", settings("hidden_size"), ConfigError, (CONFIG, ONE, "hidden_size: missing", "expected an integer", "Correct"), options={"strict_config": True}),
     Case("a negative size", settings(hidden_size=-16), ConfigError, ("hidden_size: found -16", "expected an integer from 1")),
     Case("no layers", settings(num_hidden_layers=0), ConfigError, ("num_hidden_layers: found 0", "expected an integer from 1")),
     Case("an absurd size", settings(hidden_size=10**15), ConfigError, ("hidden_size: found 1000000000000000", "to 65536")),
@@ -188,7 +188,7 @@ CONFIG_CASES = [
     Case("an unknown activation", settings(hidden_act="gellu"), ConfigError, ("hidden_act: found", "gellu", "expected one of .*'gelu'")),
     Case("heads that do not divide", settings(num_attention_heads=3), ConfigError, ("num_attention_heads: found 3", r"divisor of the hidden size 16 \(hidden_size\)")),
     Case("padding outside the table", settings(pad_token_id=500), ConfigError, ("pad_token_id: found 500", "below vocab_size")),
-    Case("several faults at once", settings("vocab_size", hidden_size=-1, hidden_act="x", rope_theta=3), ConfigError, ("4 problem", "vocab_size: missing", "hidden_size: found", "hidden_act: found", "rope_theta: found")),
+    Case("several faults at once", settings("vocab_size", hidden_size=-1, hidden_act="x", rope_theta=3), ConfigError, ("4 problem", "vocab_size: missing", "hidden_size: found", "hidden_act: found", "rope_theta: found"), options={"strict_config": True}),
     Case("an unknown table beside code", settings(wavelets={"levels": 3}, auto_map={"AutoModel": "m.M"}), ConfigError, ("wavelets: found .*levels", "not understood", "ignore_config_keys")),
     Case("an unknown setting where all must be known", settings(wavelets=3), ConfigError, ("wavelets: found 3", "not understood", "ignore_config_keys"), options={"strict_config": True}),
     Case("a misspelt setting", settings("hidden_dropout_prob", hidden_dropout_probb=0.2, auto_map={"AutoModel": "m.M"}), ConfigError, ("hidden_dropout_probb", "did you mean 'hidden_dropout_prob'")),
@@ -244,7 +244,7 @@ def test_a_broken_folder_is_refused_whole(case: Case, saved: Saved, monkeypatch:
     folder = saved("bert", case.head)
     case.damage(folder)
     given: list[object] = []
-    monkeypatch.setattr("flodl_hf.weights.filling.assign", lambda *a, **k: given.append(a))
+    monkeypatch.setattr("flodl_hf.model.filling.assign", lambda *a, **k: given.append(a))
     with pytest.raises(FlodlError) as caught:
         head_named(case.head).model.from_pretrained(folder, **case.options)
     fault, text = caught.value, str(caught.value)

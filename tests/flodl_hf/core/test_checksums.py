@@ -180,7 +180,7 @@ def test_papers_may_be_edited(saved: Saved) -> None:
 
 
 def test_a_folder_that_is_written_to_while_it_is_loaded(saved: Saved, monkeypatch: Any) -> None:
-    import flodl_hf.weights.pretrained as pretrained
+    import flodl_hf.model.pretrained as pretrained
 
     folder, real, times = saved("bert", HEAD), pretrained.load_tokenizer, iter((1, 2))
 

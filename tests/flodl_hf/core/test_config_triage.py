@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -171,11 +171,73 @@ def test_what_is_passed_over_leaves_the_numbers_of_transformers(model_type: str,
     as_transformers(model_type, unusual, tmp_path / "unusual")
 
 
+def without(model_type: str, left_out: Iterable[str]) -> dict[str, None]:
+    """Return the keys of these fields, under every name that the family has for them."""
+    rows = [row for row in BY_TYPE[model_type].rows if row.field in left_out]
+    return {key: None for row in rows for key in (row.key, *row.aliases)}
+
+
+@pytest.mark.transformers
+@pytest.mark.parametrize("model_type", [family.model_type for family in FAMILIES if family.left_out])
+def test_sizes_that_a_file_leaves_out_are_those_of_transformers(model_type: str, tmp_path: Path) -> None:
+    family = BY_TYPE[model_type]
+    # Others would make the model large, or odd beside small sizes; the slow run has them.
+    absent = {field: size for field, size in family.left_out.items() if field in ("intermediate_size", "max_positions")}
+    keys = {row.key: absent[row.field] for row in family.rows if row.field in absent}
+    with pytest.warns(UserWarning, match="sizes are not stated; those of transformers are taken") as warned:
+        as_transformers(model_type, without(model_type, absent), tmp_path / "short")
+    assert len(warned) == 1
+    assert all(f"\n  {key}: {size}\n" in str(warned[0].message) for key, size in keys.items())
+    config = ModelConfig.from_pretrained(tmp_path / "short")
+    assert config.left_out == keys
+    assert all(f"{key}: absent, taken as {size}, as by transformers" in config.notes for key, size in keys.items())
+    for strict, unclear_map in ((True, {}), (False, {"auto_map": {"AutoModel": "modeling_own.OwnModel"}})):
+        short = {k: v for k, v in TINY[model_type].items() if k not in without(model_type, absent)}
+        with pytest.raises(ConfigError) as caught:
+            ModelConfig.from_dict({"model_type": model_type, **short, **unclear_map}, strict_config=strict)
+        assert [line.partition(": missing")[0] for line in caught.value.problems] == list(keys)
+
+
+@pytest.mark.slow
+@pytest.mark.transformers
+@pytest.mark.parametrize(
+    ("model_type", "field"), [(family.model_type, field) for family in FAMILIES for field in family.left_out]
+)
+def test_each_size_that_a_file_leaves_out_is_that_of_transformers(model_type: str, field: str, tmp_path: Path) -> None:
+    usual = BY_TYPE[model_type].left_out
+    keys = {row.field: row.key for row in BY_TYPE[model_type].rows}
+    fitting = {"num_heads": {keys["hidden_size"]: 8 * usual["num_heads"]}}.get(field, {})
+    if "head_dim" in keys.values() and field in ("num_heads", "hidden_size"):
+        fitting |= {"head_dim": None, "num_key_value_heads": None}
+    with pytest.warns(UserWarning, match=f"\n  {keys[field]}: {usual[field]}\n"):
+        as_transformers(model_type, {**fitting, **without(model_type, [field])}, tmp_path / "short")
+
+
+def test_sizes_that_are_left_out_and_contradict_the_weights_are_refused(saved: Saved) -> None:
+    folder = saved("bert")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "hidden_size"}))
+    with (
+        pytest.warns(UserWarning, match="hidden_size: 768"),
+        pytest.raises(CheckpointError, match=r"found \[40, 16\]; expected \[40, 768\]"),
+    ):
+        load(folder)
+
+
+def test_a_configuration_that_is_made_states_its_sizes() -> None:
+    with pytest.raises(ConfigError, match="hidden_size: missing"):
+        ModelConfig.for_model("bert", **{key: value for key, value in TINY["bert"].items() if key != "hidden_size"})
+
+
 def as_transformers(model_type: str, said: dict[str, Any], folder: Path) -> None:
-    """Check that a small model is transformers' to the bit under a configuration that says this as well."""
+    """Check that a small model is transformers' to the bit under a configuration that says this as well.
+
+    What is said to be None is left out.
+    """
     import transformers
 
     stated = {"model_type": model_type, **settings_of(BY_TYPE[model_type], "tiny"), **said}
+    stated = {key: value for key, value in stated.items() if value is not None}
     config = transformers.CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(stated))
     transformers.AutoModel.from_config(config).save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps({**stated, "architectures": ["TheirModel"]}))

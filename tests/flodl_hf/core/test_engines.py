@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,12 @@ Make = Callable[..., EncoderModel]
 CELLS = [(f.model_type, h.name) for f in FAMILIES for h in HEADS if h.name == "base" or h.name in f.heads]
 # A window shorter than the longest rows compared, where a family has one.
 WINDOW = {"modernbert": {"local_attention": 8, "num_hidden_layers": 3}}
+LAYERS = {f.model_type: row.key for f in FAMILIES for row in f.rows if row.field == "num_layers"}
+
+
+def shape(model_type: str, head: str) -> dict[str, Any]:
+    """Return settings that make the encoder alone deep and windowed; below heads a layer is enough, and traced sooner."""
+    return WINDOW.get(model_type, {}) if head == "base" else {LAYERS[model_type]: 1}
 
 
 def cells(*quick: tuple[str, str]) -> Any:
@@ -43,11 +50,11 @@ def cells(*quick: tuple[str, str]) -> Any:
 @with_onnx
 @cells(("bert", "sequence_classification"))
 def test_onnx(make: Make, tmp_path: Path, model_type: str, head: str) -> None:
-    model = make(model_type, head, **WINDOW.get(model_type, {}))
+    model = make(model_type, head, **shape(model_type, head))
     found = export_onnx(model, tmp_path / "onnx")
     assert found.receipt.passed
     assert found.largest_difference <= engine.BOUND
-    assert {"one row", "mixed lengths", "single tokens", "longest rows"} <= {
+    assert {"one row", "mixed lengths", "filled on the left", "single tokens", "longest rows"} <= {
         check.name.removeprefix("ONNX Runtime: ") for check in found.receipt.checks
     }
     session = OnnxModel(found.folder)
@@ -71,7 +78,7 @@ def test_onnx(make: Make, tmp_path: Path, model_type: str, head: str) -> None:
 
 @cells(("bert", "question_answering"))
 def test_torch_export(make: Make, tmp_path: Path, model_type: str, head: str) -> None:
-    model = make(model_type, head, **WINDOW.get(model_type, {}))
+    model = make(model_type, head, **shape(model_type, head))
     found = export_program(model, tmp_path / "program")
     assert found.receipt.passed
     assert found.largest_difference == 0
@@ -144,8 +151,100 @@ def test_numbers_that_differ_are_never_written(make: Make, tmp_path: Path, monke
     monkeypatch.setattr(engine, "OnnxModel", Wrong)
     with pytest.raises(ExportError, match="ONNX Runtime does not compute") as caught:
         export_onnx(model, tmp_path / "out")
-    assert [problem.split(" (")[0] for problem in caught.value.problems] == ["mixed lengths", "second texts"]
+    assert [problem.split(" (")[0] for problem in caught.value.problems] == [
+        "mixed lengths", "filled on the left", "second texts",
+    ]  # fmt: skip
     assert caught.value.largest_difference == pytest.approx(2e-4, rel=0.5)
+    assert list(tmp_path.iterdir()) == []
+
+
+@with_onnx
+def test_a_vector_as_long_as_the_batch_is_not_cut(tmp_path: Path, saved: Callable[..., Path]) -> None:
+    """A file from elsewhere may give the width of its vectors a name, as if it were any number."""
+    import onnx  # pyright: ignore[reportMissingImports]
+    from onnx import TensorProto, helper  # pyright: ignore[reportMissingImports]
+
+    table = np.random.default_rng(0).standard_normal((80, 8)).astype(np.float32)
+    ids = helper.make_tensor_value_info("input_ids", TensorProto.INT64, ["batch", "sequence"])
+    out = helper.make_tensor_value_info("sentence_embedding", TensorProto.FLOAT, ["batch", "Divsentence_dim_1"])
+    nodes = [
+        helper.make_node("Gather", ["table", "input_ids"], ["states"]),
+        helper.make_node("ReduceMean", ["states"], ["sentence_embedding"], axes=[1], keepdims=0),
+    ]
+    held = helper.make_tensor("table", TensorProto.FLOAT, table.shape, table.tobytes(), raw=True)
+    graph = helper.make_graph(nodes, "encoder", [ids], [out], [held])
+    folder = saved("bert")
+    onnx.save(
+        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), folder / "model.onnx"
+    )
+    texts = ["a dog", "the cat sat on the mat"]  # the second is of eight tokens, as many as features
+    assert [row.shape for row in OnnxModel(folder).answer(texts)["sentence_embedding"]] == [(8,), (8,)]
+    # What the folder says of vectors holds here too.
+    (folder / "modules.json").write_text(json.dumps([{"idx": 0, "name": "0", "path": "", "type": "m.Transformer"}]))
+    (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 4, "do_lower_case": true}')
+    session = OnnxModel(folder)
+    assert session.max_tokens == 4
+    (cut,) = session.answer(["THE CAT sat on the mat"])["sentence_embedding"]
+    ids = load(folder).tokenizer("the cat")["input_ids"]  # pyright: ignore[reportOptionalCall]
+    np.testing.assert_allclose(cut, table[ids].mean(0), rtol=1e-6)
+
+
+def test_numbers_that_are_none_are_the_models_own(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("bert", "sequence_classification")
+    with torch.no_grad():
+        model.graph.get_parameter("head.classifier.bias")[0] = float("inf")
+    monkeypatch.setattr(torch.export, "save", lambda *args: None)
+    monkeypatch.setattr(engine.Traced, "program", lambda self: None)
+    monkeypatch.setattr(torch.export, "load", lambda path: SimpleNamespace(module=lambda: lambda **given: {}))
+    with pytest.raises(ExportError, match="the model's own logits of one row"):
+        export_program(model, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+@with_onnx
+def test_an_opset_that_cannot_be_is_told(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("bert", "sequence_classification")
+    source = model.save_pretrained(tmp_path / "source")
+    for opset in (0, 99):
+        args = ["export", str(source), "--format", "onnx", "--opset", str(opset), "--out", str(tmp_path / "out")]
+        done = CliRunner().invoke(app, args)
+        assert done.exit_code == 1
+        assert f"opset {opset}; expected 1 to " in " ".join(done.output.split())
+    # One that torch writes and ONNX Runtime fails to compute.
+    monkeypatch.setattr(engine.Traced, "program", lambda self: None)
+    monkeypatch.setattr(engine, "_write_onnx", lambda *args: None)
+    monkeypatch.setattr(OnnxModel, "__init__", lambda self, path: vars(self).update(
+        path=path, inputs=("input_ids",), _dtypes={"input_ids": np.int64}, outputs={}, _session=SimpleNamespace()
+    ))  # fmt: skip
+    with pytest.raises(
+        ExportError, match=r"ONNX Runtime cannot run what was written .* Give another opset, such as 18"
+    ):
+        export_onnx(model, tmp_path / "out", opset=24)
+    assert not (tmp_path / "out").exists()
+
+
+def test_weights_and_receipts_are_not_written_over(make: Make, tmp_path: Path) -> None:
+    source = make("bert").save_pretrained(tmp_path / "source")
+    before = {path.name: path.read_bytes() for path in source.iterdir()}
+    with pytest.raises(ExportError, match=r"found model\.safetensors, the weights of a model"):
+        export_program(load(source), source, overwrite=True)
+    assert {path.name: path.read_bytes() for path in source.iterdir()} == before
+    (tmp_path / "out" / "onnx").mkdir(parents=True)
+    (tmp_path / "out" / "onnx" / "model.onnx").touch()
+    (tmp_path / "out" / "verification.json").write_text("{}")
+    done = CliRunner().invoke(app, ["verify-export", str(tmp_path / "out"), "--no-source"])
+    assert done.exit_code == 1
+    assert "written for another engine, and no weights" in " ".join(done.output.split())
+    assert (tmp_path / "out" / "verification.json").read_text() == "{}"
+
+
+def test_what_torch_cannot_trace_is_told(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any, **how: Any) -> None:
+        raise RuntimeError("no operator for this\nand a long trace")
+
+    monkeypatch.setattr(torch.export, "export", fails)
+    with pytest.raises(ExportError, match=r"torch .* cannot write it \(RuntimeError: no operator for this\)"):
+        export_program(make("bert"), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 

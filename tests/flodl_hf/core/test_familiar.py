@@ -232,6 +232,15 @@ def test_parts_are_frozen_by_path(make: Maker) -> None:
     assert all(p.requires_grad for p in model.graph.get_submodule("encoder.layers.2").parameters())
     with pytest.raises(ConfigError, match=r"layers\.9"):
         model.freeze("head", "layers.9")
+    for wrong, said in (
+        ("layers.0-40", r"at layers\.0-40; there are layers\.0-3\."),
+        ("layers.9-40.attention", r"at layers\.9-40\.attention; there are layers\.0-3\.attention\."),
+        ("layers.2-1", r"at layers\.2-1 ends before it begins; there are layers\.0-3\."),
+        ("layers.0-1.atention", r"at layers\.0-1\.atention has no numbered parts under layers"),
+        ("blocks.0-1", r"at blocks\.0-1 has no numbered parts under blocks\."),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            model.freeze("head", wrong)
     assert all(p.requires_grad for p in model.graph.get_submodule("head").parameters())
     model.freeze()
     assert model.num_parameters(only_trainable=True) == 0
@@ -284,6 +293,8 @@ class Repository:
         self.message = ""
         self.status = 200
         self.token: str | None = None
+        self.tokens: set[str | None] = set()
+        self.storage: str | None = None  # the server that takes weights, and checks them
         hub = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -295,20 +306,26 @@ class Repository:
                 path = self.path.split("?")[0]
                 hub.requests.append(path)
                 hub.token = self.headers.get("Authorization")
+                hub.tokens.add(hub.token)
                 answer: Any = {}
                 if path == "/api/repos/create":
                     answer = {"url": f"{hub.url}/ada/tiny"}
+                elif path.endswith("/info/lfs/objects/batch"):
+                    steps = {name: {"href": f"{hub.storage}/{name}"} for name in ("upload", "verify")}
+                    answer = {"objects": [{**each, "actions": steps} for each in json.loads(body)["objects"]]}
                 elif path.endswith("/preupload/main"):
                     files = json.loads(body)["files"]
+                    apart = ".safetensors" if hub.storage else "nothing"
+                    modes = {f["path"]: "lfs" if f["path"].endswith(apart) else "regular" for f in files}
                     answer = {
-                        "files": [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in files]
+                        "files": [{"path": p, "uploadMode": mode, "shouldIgnore": False} for p, mode in modes.items()]
                     }
                 elif path.endswith("/commit/main"):
                     for line in body.decode().splitlines():
                         entry = json.loads(line)
                         if entry["key"] == "header":
                             hub.message = entry["value"]["summary"]
-                        else:
+                        elif entry["key"] == "file":
                             hub.files[entry["value"]["path"]] = base64.b64decode(entry["value"]["content"])
                     answer = {"commitUrl": f"{hub.url}/ada/tiny/commit/abc", "commitOid": "abc"}
                 text = json.dumps(answer).encode()
@@ -323,6 +340,8 @@ class Repository:
                 self.send_response(404)
                 self.send_header("Content-Length", "0")
                 self.end_headers()
+
+            do_PUT = do_POST
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
@@ -350,6 +369,29 @@ def test_what_is_pushed_is_what_is_saved(make: Maker, repository: Repository, tm
     assert repository.files == written
     again: Any = load(folder)
     assert again.num_parameters() == model.num_parameters()
+
+
+@pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # of the client
+def test_a_token_is_not_sent_where_an_answer_has_weights_put(
+    make: Maker, repository: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True, raising=False)  # which asks the endpoint alone
+    storage = Repository()
+    try:
+        repository.storage = storage.url
+        model = make("bert", "sequence_classification")
+        # several files, which the client uploads in threads of its own
+        model.push_to_hub("ada/tiny", token="hf_test", max_shard_size="10KB")
+        assert storage.requests.count("/upload") == storage.requests.count("/verify") > 1
+        assert (repository.tokens, storage.tokens) == ({"Bearer hf_test"}, {None})
+        storage.status = 403
+        with pytest.raises(HubError, match=r"ada/tiny: nothing was uploaded .*model-0000.*: .*403"):
+            model.push_to_hub("ada/tiny", token="hf_test", max_shard_size="10KB")
+    finally:
+        storage.server.shutdown()
+        storage.server.server_close()
 
 
 def test_a_hub_that_refuses_is_one_error(make: Maker, repository: Repository) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -18,6 +20,7 @@ from flodl_hf.export.graph_file import export_graph_file, is_graph_file
 from flodl_hf.families import FAMILIES
 from flodl_hf.heads import HEADS
 from flodl_hf.model.encoder_model import EncoderModel
+from flodl_hf.sentence.recipe import SentenceRecipe
 
 CELLS = [(f.model_type, h.name) for f in FAMILIES for h in HEADS if h.name == "base" or h.name in f.heads]
 Make = Callable[..., EncoderModel]
@@ -57,6 +60,18 @@ def test_every_cell_whoever_named_it(make: Make, tmp_path: Path, model_type: str
         assert (found.head, found.names, found.checked) == (head, names, checked)
         same(found.folder, expected)
         assert (found.folder / "config.json").read_bytes() == (like / "config.json").read_bytes()
+
+
+def test_a_folder_of_sentence_transformers_says_how_texts_become_vectors(make: Make, tmp_path: Path) -> None:
+    model: Any = make("bert")
+    model.sentence_recipe = SentenceRecipe(pooling=("max",), normalize=False)
+    like = model.save_pretrained(tmp_path / "like")
+    trained(model).graph.save_checkpoint(tmp_path / "run.fdl")
+    found: Any = load(export_graph_file(tmp_path / "run.fdl", tmp_path / "out", like=like).folder)
+    assert np.array_equal(found.encode(["a good film"]), model.encode(["a good film"]))
+    assert (tmp_path / "out" / "1_Pooling" / "config.json").read_bytes() == (
+        like / "1_Pooling/config.json"
+    ).read_bytes()
 
 
 @pytest.fixture

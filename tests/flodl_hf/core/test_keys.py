@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +16,9 @@ from safetensors.torch import load_file, save_file
 from flodl.errors import CheckpointError
 from flodl_hf import load
 from flodl_hf.auto import head_named
+from flodl_hf.families import FAMILIES
 from flodl_hf.family.keys import KeyMap, KeyRow
+from flodl_hf.weights.loading import canonical_names, plan_load
 
 word = st.text(alphabet="abcdef_", min_size=1, max_size=6)
 names = st.lists(word, min_size=1, max_size=8, unique=True)
@@ -94,3 +98,43 @@ def test_an_encoder_that_kept_another_class_loads_as_the_encoder(saved: Callable
     save_file({name: value for name, value in held.items() if "layer.1" not in name}, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"encoder\.layer\.1"):
         load(folder)
+
+
+Make = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    shape: tuple[int, ...]
+    dtype: str = "F32"
+    file: str = "model.safetensors"
+
+
+OLDER = ((".LayerNorm.weight", ".LayerNorm.gamma"), (".LayerNorm.bias", ".LayerNorm.beta"))
+WITH_OLDER = [
+    (family.model_type, head)
+    for family in FAMILIES
+    if family.tiny and any(row.theirs.endswith(".LayerNorm") for row in family.keys)
+    for head in ("base", *family.heads)
+]
+
+
+@pytest.mark.parametrize(("model_type", "head"), WITH_OLDER)
+def test_norms_by_their_older_names_are_found_in_every_head(model_type: str, head: str, make: Make) -> None:
+    """Files of the first years (bert-base-uncased) have them, also where two heads share a norm."""
+    model = make(model_type, head)
+    family, encoder = model.config.family, model.config.encoder
+    shapes = {name: tuple(one.shape) for name, one in model.graph.named_parameters(remove_duplicate=False)}
+    table, stored, older = family.key_map(encoder, head), {}, set()
+    for ours, theirs in canonical_names(family, table, shapes, bare=False).items():
+        name = theirs
+        for new, old in OLDER:
+            name = name.removesuffix(new) + old if name.endswith(new) else name
+        stored[name] = StoredTensor(shapes[ours])
+        older |= {name} - {theirs}
+    plan = plan_load(
+        family, table, shapes, stored, head=head, source_head=head, tie_words=False, where="test", config=encoder
+    )
+    assert set(plan.placed) == set(shapes)
+    assert set(plan.report.renamed) == older != set()
+    assert not plan.report.ignored

@@ -14,10 +14,10 @@ import torch
 from flodl.errors import ConfigError
 from flodl.graph import FlowBuilder
 from flodl_hf.auto import load
+from flodl_hf.backends.cpu_products import has_int8, has_onednn
 from flodl_hf.errors import PredictError
 from flodl_hf.families import FAMILIES
 from flodl_hf.runtime import layers_from_disk
-from flodl_hf.runtime.cpu_products import has_int8, has_onednn
 from flodl_hf.runtime.layers_from_disk import _steps_of
 from flodl_hf.weights import on_disk
 

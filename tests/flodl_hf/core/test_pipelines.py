@@ -15,6 +15,7 @@ import flodl_hf
 from flodl.errors import ConfigError
 from flodl_hf import load, pipeline
 from flodl_hf.errors import PredictError
+from flodl_hf.pipelines import _too_long
 
 Saved = Callable[..., Path]
 TEXTS = ["ada lives in paris!", "the acme corp's cat-dog ran, 3.14 times", "xyz"]
@@ -195,3 +196,16 @@ def test_the_package_shows_what_it_offers_and_nothing_else() -> None:
     shown = [name for name in dir(flodl_hf) if not name.startswith("__")]
     assert sorted(shown) == sorted(flodl_hf.__all__)
     assert all(getattr(flodl_hf, name) for name in shown)
+
+
+def test_a_text_of_few_characters_may_have_many_tokens() -> None:
+    """Four a character, as byte-level pieces of emoji are."""
+
+    class Few:
+        max_tokens = 12
+
+        @staticmethod
+        def tokenizer(text: str) -> dict[str, list[int]]:
+            return {"input_ids": [0] * (2 + sum(len(character.encode()) for character in text))}
+
+    assert [_too_long(Few, text) for text in ("😀😀", "😀😀😀", "a" * 10, "a" * 11)] == [False, True, False, True]

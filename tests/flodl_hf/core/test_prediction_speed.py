@@ -319,8 +319,8 @@ def test_batch_invariant_answers_are_equal_to_the_bit(make: Make, head: str) -> 
 def test_a_models_first_answer_has_the_bits_of_its_later_ones(
     make: Make, head: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from flodl_hf.backends.cpu_products import has_onednn
     from flodl_hf.runtime import cpu
-    from flodl_hf.runtime.cpu_products import has_onednn
 
     if not has_onednn(torch.float32):
         pytest.skip("this build of torch has no reordered products")

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save, save_file
+from typer.testing import CliRunner
 
 from flodl.errors import ConfigError
 from flodl_hf import load
+from flodl_hf.cli.app import app
 from flodl_hf.errors import PredictError
 from flodl_hf.similarity import max_sim
 
@@ -67,7 +69,49 @@ def test_inspect_tells_how_texts_become_vectors(dense: Path, saved: Saved) -> No
         "texts are lower-cased first",
         "prompts: 'query', 'none'",
     ]
+    write(dense, {"config_sentence_transformers.json": {"truncate_dim": 3}})
+    assert "the first 3 features are kept" in describe(str(dense), "auto", {})["vectors"]
     assert "vectors" not in describe(str(saved("bert", "sequence_classification")), "auto", {})
+
+
+LONG = "the cat's programming friends sat on our unbelievable mats " * 4
+
+
+@pytest.mark.parametrize("name", ["sentence_bert_config.json", "sentence_roberta_config.json"])
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_what_is_cut_is_cut_at_the_last_token_that_fits(name: str, side: str, saved: Saved) -> None:
+    chain = modules((ST + "Transformer", ""), (ST + "Pooling", "1_Pooling"))
+    folder = write(saved("bert"), {"modules.json": chain, "1_Pooling/config.json": {"pooling_mode_mean_tokens": True}})
+    settings = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
+    # What the folder says holds over what its tokenizer says.
+    write(folder, {"tokenizer_config.json": {**settings, "truncation_side": side, "model_max_length": 9}})
+    for most in (7, 8, 11, 12, 13, 30):
+        model: Any = load(write(folder, {name: {"max_seq_length": most}}))
+        row = model.tokenizer([LONG], truncation=True, max_length=most, return_tensors="pt")["input_ids"]
+        assert row.shape[1] == most
+        with torch.no_grad():
+            whole = model(row)[0][0].mean(0)
+        for found in (model.encode(LONG), model.embed([LONG, "a dog"], truncate=True, normalize=False)[0].numpy()):
+            torch.testing.assert_close(torch.from_numpy(found), whole, rtol=0, atol=1e-6)
+
+
+def test_features_are_cut_as_the_folder_says_and_not_scaled_again(dense: Path) -> None:
+    former: Any = load(dense)
+    whole = former.encode(TEXTS, convert_to_tensor=True)
+    write(dense, {"config_sentence_transformers.json": {"truncate_dim": 2}})
+    model: Any = load(dense)
+    assert torch.equal(model.encode(TEXTS, convert_to_tensor=True), whole[:, :2])
+    assert torch.equal(model.encode(TEXTS, truncate_dim=3, convert_to_tensor=True), whole[:, :3])
+    assert torch.equal(model.encode(TEXTS, truncate_dim=4, convert_to_tensor=True), whole)
+    scaled = torch.nn.functional.normalize(whole[:, :2], dim=-1)
+    for found in (model.encode(TEXTS, normalize_embeddings=True, convert_to_tensor=True), model.embed(TEXTS)):
+        torch.testing.assert_close(found, scaled, rtol=0, atol=1e-6)
+    assert model.embed([]).shape == (0, 2)
+    assert model.embed_chunks(TEXTS[0], chunks=4).vectors.shape[1] == 2
+    for wrong in (0, -1, "2", 2.0, True):
+        write(dense, {"config_sentence_transformers.json": {"truncate_dim": wrong}})
+        with pytest.raises(ConfigError, match="truncate_dim is"):
+            load(dense)
 
 
 def test_prompts_go_by_their_names(dense: Path) -> None:
@@ -115,6 +159,33 @@ def test_such_folders_are_written_back(dense: Path, tmp_path: Path) -> None:
     assert [m["type"].rpartition(".")[2] for m in json.loads((tmp_path / "anew" / "modules.json").read_text())] == [
         "Transformer", "Pooling", "Dense", "Dense", "Normalize",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("below", ["", "0_Transformer"])
+def test_such_folders_of_bin_files_are_converted_whole(dense: Path, tmp_path: Path, below: str) -> None:
+    expected = load(dense).embed(TEXTS)
+    sparse = {"weight": torch.randn(1, 16), "bias": torch.randn(1)}
+    torch.save(sparse, dense / "sparse_linear.pt")
+    for file in [*dense.rglob("model.safetensors")]:
+        torch.save(load_file(file), file.with_name("pytorch_model.bin"))
+        file.unlink()
+    if below:
+        (dense / below).mkdir()
+        for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "pytorch_model.bin"):
+            (dense / name).rename(dense / below / name)
+        said = json.loads((dense / "modules.json").read_text())
+        said[0]["path"] = below
+        write(dense, {"modules.json": said})
+    done = CliRunner().invoke(app, ["convert", str(dense), "--out", str(tmp_path / "out")])
+    assert done.exit_code == 0, done.output
+    names = {p.relative_to(dense).as_posix().replace("pytorch_model.bin", "model.safetensors"): p
+             for p in dense.rglob("*") if p.is_file()}  # fmt: skip
+    assert {p.relative_to(tmp_path / "out").as_posix() for p in (tmp_path / "out").rglob("*") if p.is_file()} == {
+        *names
+    }
+    assert torch.equal(load(tmp_path / "out", verified=True).embed(TEXTS), expected)
+    again = CliRunner().invoke(app, ["convert", str(dense), "--out", str(tmp_path / "out"), "--force"])
+    assert again.exit_code == 0, again.output
 
 
 @pytest.mark.parametrize(
@@ -207,6 +278,13 @@ def test_bge_m3s_layers_are_read_without_pickle(saved: Saved, tmp_path: Path) ->
     out = model.save_pretrained(tmp_path / "out")
     for name in ("sparse_linear.pt", "colbert_linear.pt"):
         assert (out / name).read_bytes() == (folder / name).read_bytes()
+    assert model.save_pretrained(out, overwrite=True) == out
+    # For other engines it makes vectors of texts all the same.
+    from flodl_hf.export.traced import Traced
+
+    given = model.tokenizer(TEXTS, padding=True, return_tensors="pt")
+    found = Traced(model)(given["input_ids"], given["attention_mask"])["sentence_embedding"]
+    torch.testing.assert_close(found, model.embed(TEXTS, precision="exact"), rtol=0, atol=1e-6)
 
 
 # --- several vectors a text --------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import json
 import shlex
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ typer_testing = pytest.importorskip("typer.testing")
 
 from flodl_hf.cli import export, finetune, predict  # noqa: E402
 from flodl_hf.cli.app import app  # noqa: E402
+from flodl_hf.cli.once import names_given  # noqa: E402
 from flodl_hf.cli.spelling import in_options, option_names  # noqa: E402
 
 SPELLED = [
@@ -99,3 +101,46 @@ def test_a_search_for_nothing_says_so(folder: Path, tmp_path: Path) -> None:
     done = run("search", folder, "--in", tmp_path / "texts.txt", "--json", input=b"\n", code=0)
     assert json.loads(done.stdout) == []
     assert "no query was given" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            ["--devices", "2", "--device", "cpu"],
+            "--devices 2 and --device cpu are one option (Number of devices, their",
+        ),
+        (["-b", "4", "--batch-size=8"], "-b 4 and --batch-size 8 are one option (Rows in a batch"),
+    ],
+)
+def test_one_option_under_two_names_is_told_with_both(given: list[str], said: str) -> None:
+    words = " ".join(run("finetune", "base", "--train", "rows.csv", *given, code=2).stderr.replace("│", " ").split())
+    assert said in words
+    assert "give it once" in words
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ([], []),
+        (["-b"], [("-b", "")]),
+        (["x", "-b", "4"], [("-b", "4")]),
+        (["-b", "4", "--batch-size=8"], [("-b", "4"), ("--batch-size", "8")]),
+        (["--", "-b", "4"], []),
+    ],
+    ids=str,
+)
+def test_names_are_found_in_arguments_of_any_length(args: list[str], said: list[tuple[str, str]]) -> None:
+    option = SimpleNamespace(is_flag=False, count=False, opts=["-b", "--batch-size"])
+    assert names_given(option, args) == said
+
+
+def test_one_option_under_two_names_with_one_value_is_taken(tmp_path: Path) -> None:
+    done = run("finetune", "base", "--train", tmp_path / "absent.csv", "-b", "4", "--batch-size", "4", code=1)
+    assert "absent.csv: no such file" in done.stderr
+
+
+def test_a_recipe_with_a_misspelt_name_is_told_what_was_meant(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("modle: base\ntrain: rows.csv\n")
+    said = run("finetune", "--recipe", tmp_path / "a.yaml", code=1).stderr
+    assert "found no model; the recipe has 'modle', did you mean 'model'?; give MODEL" in said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from flodl.errors import CheckpointError
+from flodl.errors import CheckpointError, ConfigError
 from flodl_hf import AutoModel, AutoModelForSequenceClassification, load
 from flodl_hf.encoder.parts import as_whole, part_of
 from flodl_hf.families import FAMILIES
@@ -186,3 +187,28 @@ def test_every_stored_dtype_is_looked_at(dtype: torch.dtype, saved: Saved) -> No
 
     with pytest.raises(CheckpointError, match="1 infinite"):
         AutoModel.from_pretrained(rewrite(saved("bert"), change))
+
+
+@pytest.mark.transformers
+@pytest.mark.parametrize("named", [None, "model.safetensors.index.json"])
+def test_of_weights_that_lie_there_twice_those_of_transformers_are_read(named: str | None, saved: Saved) -> None:
+    import transformers
+
+    folder = rewrite(saved("bert"), lambda held: None, transformers_weights=named)
+    shard = "model-00001-of-00001.safetensors"
+    other = {name: value + 1 for name, value in load_file(folder / "model.safetensors").items()}
+    save_file(other, folder / shard, metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": dict.fromkeys(other, shard)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    theirs = transformers.AutoModel.from_pretrained(folder).embeddings.word_embeddings.weight
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        ours = AutoModel.from_pretrained(folder)
+    assert torch.equal(ours.graph.get_parameter("encoder.embeddings.word.weight"), theirs)
+    assert ours.load_report is not None
+    said = "model.safetensors is read, as by transformers; model.safetensors.index.json, of whose 1 files 1 are there, "
+    said += "is passed over: delete what is stale"
+    assert [str(one.message) for one in told] == ([f"{folder}: {said}"] if named is None else [])
+    assert ours.load_report.notes == ([said] if named is None else [])
+    with pytest.raises(ConfigError, match=r"transformers_weights: found 'other.safetensors', which is not supported"):
+        AutoModel.from_pretrained(rewrite(folder, lambda held: None, transformers_weights="other.safetensors"))

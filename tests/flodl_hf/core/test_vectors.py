@@ -37,6 +37,19 @@ def test_vectors_are_those_of_each_text_alone(
         assert torch.equal(found, torch.nn.functional.normalize(raw, dim=-1))
 
 
+def test_a_text_of_very_many_windows_is_told_once_with_what_else_there_is(make: Make) -> None:
+    model: Any = make("bert", "base")
+    huge = "the cat " * 1900  # 38 tokens in a window
+    said = r"a text of 15,200 characters is read in 100 windows of 40 tokens.*truncate=True keeps the first"
+    for texts in ([huge, "a mat", huge], iter([huge, "a mat", huge])):
+        with pytest.warns(UserWarning, match=said) as told:
+            list(model.embed(texts))
+        assert len(told) == 1
+    cut = torch.from_numpy(model.encode(huge, normalize_embeddings=True))
+    torch.testing.assert_close(model.embed(huge, truncate=True), cut)
+    model.embed(huge[:-400])  # of fewer
+
+
 def test_lengths_of_windows_say_nothing_of_their_mean(make: Make) -> None:
     model: Any = make("bert", "base")
     assert model.embed(LONG).norm().item() == pytest.approx(1.0, abs=1e-6)

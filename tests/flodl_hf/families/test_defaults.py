@@ -41,3 +41,5 @@ def test_defaults_are_those_of_transformers(family: Family) -> None:
         and not (row.default in NOTHING and theirs[row.key] in NOTHING)
     }
     assert different == {}
+    required = {row.field: theirs[row.key] for row in family.rows if row.default is REQUIRED}
+    assert family.left_out == {field: size for field, size in required.items() if size is not None}

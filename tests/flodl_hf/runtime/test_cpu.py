@@ -11,14 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flodl_hf.auto import head_named
-from flodl_hf.config.model_config import ModelConfig
-from flodl_hf.encoder.activations import ACTIVATIONS
-from flodl_hf.encoder.layer import EncoderLayer
-from flodl_hf.families import FAMILIES
-from flodl_hf.layout.layouts import Layout, Packed, Padded
-from flodl_hf.model.encoder_model import EncoderModel
-from flodl_hf.runtime import cpu, cpu_features
-from flodl_hf.runtime.cpu_products import (
+from flodl_hf.backends.cpu_products import (
     Int8Linear,
     OneDnnLinear,
     Scratch,
@@ -28,6 +21,13 @@ from flodl_hf.runtime.cpu_products import (
     has_onednn,
     sums_in_32_bits,
 )
+from flodl_hf.config.model_config import ModelConfig
+from flodl_hf.encoder.activations import ACTIVATIONS
+from flodl_hf.encoder.layer import EncoderLayer
+from flodl_hf.families import FAMILIES
+from flodl_hf.layout.layouts import Layout, Packed, Padded
+from flodl_hf.model.encoder_model import EncoderModel
+from flodl_hf.runtime import cpu, cpu_features
 from flodl_hf.runtime.prepared import shadow
 
 WIDTH, VOCABULARY = 32, 90

@@ -14,9 +14,9 @@ from flodl_hf.auto import load
 from flodl_hf.backends import choose, trials
 from flodl_hf.backends.trials import LayerSizes
 from flodl_hf.kernels import trust
+from flodl_hf.model import pretrained
 from flodl_hf.runtime import cuda_warmup
 from flodl_hf.runtime.cuda_warmup import Warming
-from flodl_hf.weights import pretrained
 
 CUDA = torch.device("cuda", 0)
 

@@ -82,6 +82,9 @@ def test_the_way_from_a_token_to_its_text_takes_the_same_arguments(kind: str, tm
             assert getattr(b, name)(*given, **named) == expected, (name, given, named, padding)
     with pytest.raises(IndexError):
         ours(TEXT).token_to_chars(500)
+    nothing = theirs("", add_special_tokens=False), ours("", add_special_tokens=False)
+    for name in ("word_ids", "sequence_ids", "tokens"):
+        assert [getattr(found, name)() for found in nothing] == [[], []], name
 
 
 @pytest.mark.parametrize("kind", KINDS)

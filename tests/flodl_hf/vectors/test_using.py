@@ -18,7 +18,7 @@ from flodl_hf.errors import PredictError
 from flodl_hf.heads.base import BaseModel
 from flodl_hf.vectors.files import read_vectors, write_vectors
 from flodl_hf.vectors.mining import hard_negatives, paraphrase_mining
-from flodl_hf.vectors.quantize import PRECISIONS, binary_search, quantize_embeddings
+from flodl_hf.vectors.quantize import PRECISIONS, binary_search, quantize_embeddings, ranges_of
 
 TEXTS = [text for text, _ in demo.sentences()[:24]]
 VECTORS = F.normalize(torch.randn(24, 16, generator=torch.Generator().manual_seed(1)), dim=-1)
@@ -63,6 +63,12 @@ def test_fewer_bytes() -> None:
     assert np.array_equal(quantize_embeddings(VECTORS, "binary"), bits.astype(np.int16) - 128)
     with pytest.raises(PredictError, match="int8"):
         quantize_embeddings(VECTORS, "int9")
+    for precision in ("int8", "uint8"):
+        with pytest.raises(PredictError, match=r"one vector alone has no ranges.*ranges_of"):
+            quantize_embeddings(VECTORS[:1], precision)
+        found = quantize_embeddings(VECTORS[:1], precision, ranges=ranges_of(VECTORS))
+        assert np.array_equal(found, quantize_embeddings(VECTORS, precision)[:1])
+        assert quantize_embeddings(VECTORS[:0], precision).shape == (0, VECTORS.shape[1])
 
 
 @pytest.mark.parametrize("precision", ["binary", "ubinary"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import shutil
 import socket
 import time
@@ -84,6 +85,8 @@ def test_a_folder_without_the_usual_names_says_what_its_files_may_be(sharded: Pa
     (sharded / INDEX).unlink()
     with pytest.raises(CheckpointError, match=r"is one of several parts: fetch the index too"):
         Checkpoint.open(sharded)
+    with pytest.raises(CheckpointError, match=r"safetensors already, so there is nothing to convert"):
+        Checkpoint.open(single, layout="bin")
     (single / "model.safetensors").rename(single / "Model.safetensors")
     with pytest.raises(CheckpointError, match=r"if 'Model.safetensors' holds them, rename it to model.safetensors"):
         Checkpoint.open(single)
@@ -95,20 +98,51 @@ class TestTwoLayouts:
         shutil.copy(single / "model.safetensors", sharded)
         return sharded
 
-    def test_both_complete_is_refused_and_a_word_decides(self, both: Path) -> None:
-        with pytest.raises(CheckpointError) as caught:
-            Checkpoint.open(both)
-        assert caught.value.problems == [f"model.safetensors and {INDEX} side by side"]
-        with Checkpoint.open(both, layout="safetensors") as source:
-            assert source.manifest.layout == "single"
-        with Checkpoint.open(both, layout="safetensors-index") as source:
-            assert source.manifest.layout == "sharded"
+    @pytest.mark.parametrize("kind", ["safetensors", "bin"])
+    def test_the_single_file_is_read_whatever_the_index_says(
+        self, both: Path, kind: str, tensors: dict[str, Tensor]
+    ) -> None:
+        other = {name: tensor + 1 for name, tensor in tensors.items()}
+        single = "model.safetensors" if kind == "safetensors" else "pytorch_model.bin"
+        index = f"{single}.index.json"
+        if kind == "bin":
+            for file in both.iterdir():
+                file.unlink()
+            torch.save(other, both / single)
+            torch.save(tensors, both / "pytorch_model-00001-of-00001.bin")
+            (both / index).write_text(
+                json.dumps({"weight_map": dict.fromkeys(tensors, "pytorch_model-00001-of-00001.bin")})
+            )
+        else:
+            safetensors.torch.save_file(other, both / single)
+        for damage, said in (
+            (lambda text: text, " files [13] are there, is passed over: delete what is stale"),
+            (lambda text: text[:-9], "cannot be used .found no JSON"),
+            (lambda text: text.replace(".bin", ".x").replace(".safetensors", ".x"), "cannot be used .*: not a .* file"),
+            (lambda text: json.dumps({"weight_map": {"a": "../a"}}), "cannot be used "),
+            (lambda text: json.dumps({"weight_map": {"a": single}}), "which lists other tensors, is passed over"),
+        ):
+            text = (both / index).read_text()
+            (both / index).write_text(damage(text))
+            with Checkpoint.open(both) as source:
+                assert source.manifest.layout == ("single" if kind == "safetensors" else "bin")
+                found = source.read_all()
+                passed_over = source.manifest.passed_over
+            (both / index).write_text(text)
+            assert passed_over.startswith(f"{single} is read, as by transformers; {index}, ")
+            assert re.search(said, passed_over)
+            assert all(torch.equal(found[name], other[name]) for name in other)
+
+    def test_a_word_decides(self, both: Path) -> None:
+        for layout, read in (("safetensors", "single"), ("safetensors-index", "sharded")):
+            with Checkpoint.open(both, layout=layout) as source:
+                assert (source.manifest.layout, source.manifest.passed_over) == (read, "")
 
     def test_an_index_whose_shards_are_all_gone_is_stale(self, both: Path) -> None:
         for shard in both.glob("model-*"):
             shard.unlink()
         with Checkpoint.open(both) as source:
-            assert source.manifest.layout == "single"
+            assert (source.manifest.layout, source.manifest.passed_over) == ("single", "")
 
     def test_an_index_of_the_single_file_is_no_contradiction(self, single: Path, tensors: dict[str, Tensor]) -> None:
         write_index(single, {"weight_map": dict.fromkeys(tensors, "model.safetensors")})
