@@ -14,7 +14,7 @@ help: ## list the verbs
 $(VENV)/.ready: pyproject.toml constraints.txt
 	@echo "Setting up $(VENV), once: PyTorch and what the tests need, some hundred megabytes to a few gigabytes."
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt -e ".[dev]"
 	@touch $@
 	@echo "$(VENV) is ready."
 
@@ -22,7 +22,7 @@ demo: $(VENV)/.ready ## train, predict, export and verify a small model, offline
 	OMP_NUM_THREADS=2 $(BIN)/flodl-hf demo
 
 test: $(VENV)/.ready ## run the tests
-	$(BIN)/python -m pytest -n $(JOBS) -m "not slow and not gpu" -q --durations=25 --durations-min=4
+	JOBS=$(JOBS) $(BIN)/python -m tests.quick
 
 test-slow: $(VENV)/.ready ## run the full-size and long tests, file by file; begun again, it goes on with files that have not passed
 	JOBS=$(JOBS) $(BIN)/python -m tests.slow

@@ -35,10 +35,7 @@ import torch
 from benchmarks.peers import on_cpu
 from flodl.data import load_rows
 from flodl_hf.auto import head_named
-from flodl_hf.config import ModelConfig
-from flodl_hf.model import EncoderModel
-from flodl_hf.runtime import cpu_features
-from flodl_hf.runtime.cpu_products import (
+from flodl_hf.backends.cpu_products import (
     Int8Linear,
     OneDnnLinear,
     Scratch,
@@ -47,6 +44,9 @@ from flodl_hf.runtime.cpu_products import (
     has_onednn,
     sums_in_32_bits,
 )
+from flodl_hf.config import ModelConfig
+from flodl_hf.model import EncoderModel
+from flodl_hf.runtime import cpu_features
 
 TASKS = ("embeddings", "classification", "entities", "answers")
 HEADS = {"embeddings": "base", "classification": "seqcls", "entities": "tokcls", "answers": "qa"}

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional as F
 
+from flodl_hf.adapter_layers.lora import AdaptedLinear
 from flodl_hf.adapters import Lora
-from flodl_hf.adapters.lora import AdaptedLinear
 from flodl_hf.auto import AutoModelForSequenceClassification
 from flodl_hf.config import ModelConfig
 

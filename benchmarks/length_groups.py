@@ -89,7 +89,7 @@ def main() -> None:
                 for grouped in (True, False):
                     result = finetune(
                         start, train=train, eval=dev, seed=seed, group_by_length=grouped, keep_best=False,
-                        eval_every=None, layout="padded", devices="cpu", **task["recipe"],
+                        eval_every=None, layout="padded", devices="cpu", batch_size=32, **task["recipe"],
                     )  # fmt: skip
                     figure = result.metrics[task["figure"]]
                     found.setdefault((name, grouped), []).append(figure)

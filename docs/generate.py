@@ -95,7 +95,8 @@ def families_page() -> str:
         "warning (it contradicts what the family reads, and transformers reads that too), *refused* (another "
         "architecture's, or what code of the repository may read) or *noted*: a name that no family knows, told in the "
         "load report. `strict_config=True` refuses what is noted or passed over. Keys that begin with an underscore, "
-        "and keys that are switched off (null, false, empty), ask for nothing.",
+        "and keys that are switched off (null, false, empty), ask for nothing. A default that is *told* is that of "
+        "transformers for a size: loading warns where it is taken, and `strict_config=True` refuses the file.",
         *map(family_section, FAMILIES),
         "## Inert in every family",
         inert,
@@ -184,7 +185,7 @@ def family_section(family: Family) -> str:
         "### Settings of " + family.class_prefix,
         table(
             ("key", "our field", "takes", "default", "meaning"),
-            (setting_row(row, meaning) for row in family.rows),
+            (setting_row(row, meaning, family.left_out) for row in family.rows),
         ),
     ]
     if family.inert:
@@ -208,9 +209,11 @@ def family_section(family: Family) -> str:
     return joined(*parts)
 
 
-def setting_row(row: Row, meaning: Mapping[str, str]) -> tuple[str, ...]:
+def setting_row(row: Row, meaning: Mapping[str, str], left_out: Mapping[str, int]) -> tuple[str, ...]:
     """Return one setting as cells."""
-    if row.default is REQUIRED:
+    if row.default is REQUIRED and row.field in left_out:
+        default = f"{code(repr(left_out[row.field]))}, told"
+    elif row.default is REQUIRED:
         default = "required"
     elif callable(row.default):
         default = "from other settings"

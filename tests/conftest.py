@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import socket
+from collections.abc import Callable
+from pathlib import Path
 from zlib import crc32
 
 import pytest
@@ -56,13 +59,36 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(no_gpu)
 
 
+@pytest.fixture(scope="session")
+def demo_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's model, trained once a session."""
+    from flodl_hf.demo import write_demo
+
+    return write_demo(tmp_path_factory.mktemp("demo") / "demo-model")
+
+
+@pytest.fixture
+def demo_is_trained(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], Path]:
+    """Have `write_demo` copy the demo's model, for programs that would train the same one again."""
+
+    def copied(folder: str | Path) -> Path:
+        return Path(shutil.copytree(demo_model, folder))
+
+    monkeypatch.setattr("flodl_hf.demo.write_demo", copied)
+    return copied
+
+
 @pytest.fixture(autouse=True)
 def fixed_surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clear what the caller's environment says about the Hub, and start every test from one seed."""
     for name in list(os.environ):
         if name.startswith(("HF_", "HUGGING_FACE", "TRANSFORMERS_", "FLODL_")):
             monkeypatch.delenv(name)
-    torch.manual_seed(0)
+    # torch.manual_seed keeps the stack of every call for each kind of device that is not there; here it is called for
+    # thousands of tests.
+    torch.default_generator.manual_seed(0)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(0)
 
 
 @pytest.fixture(autouse=True)

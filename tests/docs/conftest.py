@@ -1,4 +1,4 @@
-"""The demo's model, trained once a session, for every document to load."""
+"""A folder with the demo's model in it, for every document to load."""
 
 from __future__ import annotations
 
@@ -8,12 +8,6 @@ from pathlib import Path
 import pytest
 
 from flodl_hf import families
-from flodl_hf.demo import write_demo
-
-
-@pytest.fixture(scope="session")
-def demo_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_demo(tmp_path_factory.mktemp("demo") / "demo-model")
 
 
 @pytest.fixture

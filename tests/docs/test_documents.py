@@ -180,10 +180,12 @@ def test_a_block_that_is_not_run_says_why(path: Path) -> None:
             )
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=name)
-def test_the_examples_run(
-    path: Path, working_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+# The tasks of the first hour have a test each, in tests/examples.
+@pytest.mark.parametrize(
+    "path", [pytest.param(p, id=name(p), marks=[pytest.mark.slow] * (p.stem == "first_hour")) for p in EXAMPLES]
+)
+@pytest.mark.usefixtures("working_folder", "demo_is_trained")
+def test_the_examples_run(path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", [path.name])
     status = None
     try:

@@ -20,6 +20,7 @@ def test_the_notebooks_are_found() -> None:
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.usefixtures("demo_is_trained")
 def test_a_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     # A notebook's own temporary files go where pytest cleans up.

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-
-from flodl_hf.demo import write_demo
 
 FILE = Path(__file__).parents[2] / "examples" / "first_hour.py"
 if not FILE.exists():
@@ -28,20 +27,26 @@ def module() -> ModuleType:
 HOUR = module()
 
 
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_demo(tmp_path_factory.mktemp("demo") / "demo-model")
-
-
 def test_there_are_thirty() -> None:
     assert len(HOUR.TASKS) == 30
     assert all(task.__doc__ for task in HOUR.TASKS)
 
 
 @pytest.mark.parametrize("task", HOUR.TASKS, ids=lambda task: task.__name__)
-def test_a_task_of_the_first_hour(task, demo: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_a_task_of_the_first_hour(task, demo_model: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     folder = tmp_path / "demo-model"
-    shutil.copytree(demo, folder)
+    shutil.copytree(demo_model, folder)
     found = task(folder)
     assert found is not None
     assert len(repr(found)) < 2000
+
+
+def test_they_are_one_program(
+    demo_is_trained: Callable[[Path], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(HOUR, "write_demo", demo_is_trained)
+    monkeypatch.setattr(HOUR, "TASKS", HOUR.TASKS[:2])
+    HOUR.main(tmp_path)
+    first, second = capsys.readouterr().out.splitlines()
+    assert (first[:4], second[:4]) == (" 1. ", " 2. ")

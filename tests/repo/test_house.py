@@ -273,6 +273,19 @@ def test_every_room_stands_in_the_architecture() -> None:
         assert listed - rooms == set(), "rooms that are not there"
 
 
+def test_what_a_room_says_it_holds_is_there() -> None:
+    """Names at the beginning of lines, two spaces before what they are, are modules of the room."""
+    listed = {}
+    for path in SOURCES:
+        if path.name == "__init__.py":
+            text = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
+            names = re.findall(r"^(\w+) {2,}\S", text, re.MULTILINE)
+            here = {entry.stem for entry in path.parent.iterdir()}
+            listed[str(path)] = (names, [name for name in names if name not in here])
+    assert sum(len(names) for names, _ in listed.values()) > 50
+    assert {path: gone for path, (_, gone) in listed.items() if gone} == {}
+
+
 def test_the_root_holds_what_people_import_by_name() -> None:
     """Every module of the root of ``flodl_hf`` is shown by a document; everything else has a room."""
     shown = {ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.py")}
