@@ -284,11 +284,8 @@ class _Held:
         folder: opened here.
     """
 
-    # Of the class too: Ctrl-C may come before the first line of `__init__`, and `__del__` after it.
-    _descriptor: list[int] | tuple[()] = ()
-
     def __init__(self, folder: Path) -> None:
-        self._descriptor = []
+        self._descriptor: list[int] = []
         self._descriptor.append(os.open(folder, os.O_RDONLY))
 
     def take(self, *, wait: bool) -> bool:
@@ -301,8 +298,10 @@ class _Held:
 
     def close(self) -> None:
         """Let go of it."""
-        while self._descriptor:
-            os.close(self._descriptor.pop())
+        # Ctrl-C may come before the first line of `__init__`, and `__del__` follows all the same.
+        descriptor = vars(self).get("_descriptor")
+        while descriptor:
+            os.close(descriptor.pop())
 
     __del__ = close
 
