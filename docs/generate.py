@@ -19,11 +19,11 @@ from typing import Any
 
 from flodl import errors
 from flodl_hf import errors as hf_errors
-from flodl_hf.config.shared_keys import COMMON_INERT, FOREIGN
 from flodl_hf.families import FAMILIES, index
 from flodl_hf.family import Family
 from flodl_hf.family.config_rows import REQUIRED, Inert, Row
 from flodl_hf.family.keys import KeyRow
+from flodl_hf.family.shared_keys import COMMON_INERT, FOREIGN
 from flodl_hf.heads import HEADS
 from flodl_hf.parity.published import checkpoints_of
 

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, TypeVar, Unp
 
 from flodl.errors import CheckpointError, ConfigError, printable
 from flodl.garbage_collection import gc_paused
-from flodl_hf.config.head_names import names_of
-from flodl_hf.model.foreign_keywords import LOAD, taking
+from flodl_hf.family.head_names import names_of
+from flodl_hf.keywords.loading import LOAD
+from flodl_hf.keywords.taking import taking
 from flodl_hf.model.opening import LoadKeywords, Opened
 from flodl_hf.weights.early import beginning
 

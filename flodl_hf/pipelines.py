@@ -16,7 +16,8 @@ import torch
 from flodl.errors import ConfigError, nearest
 from flodl_hf.auto import head_named, load
 from flodl_hf.errors import PredictError, TokenizerError
-from flodl_hf.model import foreign_keywords
+from flodl_hf.heads.prediction_keywords import ZERO_SHOT
+from flodl_hf.keywords.loading import LOAD, device_of
 from flodl_hf.model.encoder_model import EncoderModel
 
 __all__ = ["Pipeline", "pipeline"]
@@ -116,7 +117,7 @@ def pipeline(
         )
     options = {name: value for name, value in options.items() if name not in _PASSED or value is None}
     options = {name: value for name, value in options.items() if name not in _PASSED}
-    loading = {name: options.pop(name) for name in list(options) if name in (*_LOADING, *foreign_keywords.LOAD)}
+    loading = {name: options.pop(name) for name in list(options) if name in (*_LOADING, *LOAD)}
     loading |= options.pop("model_kwargs", None) or {}
     if dtype is not None:
         loading["dtype"] = dtype
@@ -144,7 +145,7 @@ def pipeline(
 
 
 def _opened(model: Any, task: str | None, device: Any, loading: dict[str, Any]) -> EncoderModel:
-    place = foreign_keywords.device_of(device)
+    place = device_of(device)
     if isinstance(model, EncoderModel):
         if loading:
             raise ConfigError(
@@ -362,7 +363,7 @@ def _zero_shot(model: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> 
 def _cut_zero_shot(model: Any, text: str, options: dict[str, Any]) -> dict[str, Any]:
     from flodl_hf.decode.compat import zero_shot_classification
 
-    labels = foreign_keywords.ZERO_SHOT["candidate_labels"].value(options["candidate_labels"], model)
+    labels = ZERO_SHOT["candidate_labels"].value(options["candidate_labels"], model)
     template = options.get("hypothesis_template", "This example is {}.")
     with torch.inference_mode():
         pairs = [_encoded(model, text, template.format(label), "only_first", None) for label in labels]

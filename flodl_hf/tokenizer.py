@@ -19,16 +19,11 @@ from typing import Any, Literal
 import tokenizers
 
 from flodl_hf.errors import TokenizerError
-from flodl_hf.hub.folders import (
-    ADAPTER_CONFIG,
-    BASE_OF_ADAPTER,
-    CONFIG_NAME,
-    holds_adapter,
-    is_vocabulary_in,
-    resolve_folder,
-)
-from flodl_hf.model.foreign_keywords import TOKENIZER, taking
+from flodl_hf.hub.folders import holds_adapter, resolve_folder
+from flodl_hf.keywords.loading import TOKENIZER
+from flodl_hf.keywords.taking import taking
 from flodl_hf.tokenization.early_cut import LONG, beginning
+from flodl_hf.weights.file_names import ADAPTER_CONFIG, BASE_OF_ADAPTER, CONFIG_NAME, is_vocabulary_in
 
 from .tokenization.added import add_missing
 from .tokenization.backend import Backend, load_json

@@ -28,12 +28,13 @@ from flodl_hf.config.file import MAX_CONFIG_BYTES, read_json
 from flodl_hf.config.model_config import ModelConfig
 from flodl_hf.encoder.parts import as_whole, part_of, split
 from flodl_hf.family import Family
-from flodl_hf.hub.folders import ADAPTER_CONFIG as CONFIG
-from flodl_hf.hub.folders import BASE_OF_ADAPTER, RECIPE_FILES, resolve_folder
+from flodl_hf.hub.folders import resolve_folder
 from flodl_hf.model.graph_model import GraphModel
 from flodl_hf.sentence.recipe import read_recipe
 from flodl_hf.weights.checkpoint.members import Folder, is_entry, read_member
 from flodl_hf.weights.checkpoint.shard import SafetensorsShard, Shard
+from flodl_hf.weights.file_names import ADAPTER_CONFIG as CONFIG
+from flodl_hf.weights.file_names import BASE_OF_ADAPTER, RECIPE_FILES
 from flodl_hf.weights.loading import head_of
 
 __all__ = ["CONFIG", "HEAD", "PREFIX", "VIRTUAL", "WEIGHTS", "AdapterFolder", "open_adapter", "prefix_of"]

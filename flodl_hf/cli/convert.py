@@ -28,8 +28,9 @@ def command(
     """
     from flodl_hf.config.model_config import read_config_file
     from flodl_hf.export.convert import convert_bin
-    from flodl_hf.hub.folders import BIN_FILES, MODEL_FILES, resolve_folder
+    from flodl_hf.hub.folders import resolve_folder
     from flodl_hf.sentence.routing import transformer_folder
+    from flodl_hf.weights.file_names import BIN_FILES, MODEL_FILES
 
     hub = {"revision": revision, "local_files_only": local_files_only}
     folder, _ = resolve_folder(model, hub, (*MODEL_FILES, *BIN_FILES))

@@ -112,11 +112,12 @@ def describe(name: str, head: str, hub: dict[str, Any]) -> dict[str, Any]:
     """
     from flodl_hf.auto import head_named
     from flodl_hf.config.model_config import read_config_file
-    from flodl_hf.hub.folders import MODEL_FILES, VOCABULARY_FILES, resolve_folder
+    from flodl_hf.hub.folders import resolve_folder
     from flodl_hf.model.pretrained import open_weights, plan_folder
     from flodl_hf.model.transformers_methods import size_text
     from flodl_hf.sentence.recipe import read_recipe
     from flodl_hf.sentence.routing import transformer_folder
+    from flodl_hf.weights.file_names import MODEL_FILES, VOCABULARY_FILES
     from flodl_hf.weights.loading import head_of
 
     root, commit = resolve_folder(name, hub, MODEL_FILES)

@@ -74,6 +74,7 @@ def _place(folder: str) -> Path:
     """Return the folder of that name, or that of a Hub name in the cache."""
     if os.path.exists(folder) or folder.startswith((".", "/", "~")) or folder.count("/") > 1:
         return Path(os.path.expanduser(folder))
-    from flodl_hf.hub.folders import MODEL_FILES, resolve_folder
+    from flodl_hf.hub.folders import resolve_folder
+    from flodl_hf.weights.file_names import MODEL_FILES
 
     return resolve_folder(folder, {"local_files_only": True}, MODEL_FILES)[0]

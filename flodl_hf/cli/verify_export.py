@@ -32,7 +32,8 @@ def command(
         say("give --source or --no-source, not both")
         raise typer.Exit(2)
     from flodl_hf.export.verify import RECEIPT, verify_export
-    from flodl_hf.hub.folders import MODEL_FILES, resolve_folder
+    from flodl_hf.hub.folders import resolve_folder
+    from flodl_hf.weights.file_names import MODEL_FILES
 
     base = None
     if source is not None:

@@ -2,10 +2,7 @@
 
     file              found in a folder, read as strict JSON
     model_config      what it means: settings in our words, labels, the text it came from
-    shared_keys       keys that mean the same in every family
-    sizes             the sizes that every encoder has, as fields and rows
     label_thresholds  scores from which labels hold
-    head_names        what tasks are called, without their classes
 
 How one key becomes one field is `flodl_hf.family.config_rows`'.
 """

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from flodl.errors import ConfigError, printable
-from flodl_hf.hub.folders import CONFIG_NAME
 from flodl_hf.weights.checkpoint.members import is_entry, read_member
+from flodl_hf.weights.file_names import CONFIG_NAME
 
 __all__ = ["MAX_CONFIG_BYTES", "config_text_of", "read_json"]
 

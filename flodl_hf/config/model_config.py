@@ -15,13 +15,15 @@ from typing import Any
 from flodl.errors import ConfigError, nearest, printable, shown
 from flodl_hf.config.file import config_text_of, read_json
 from flodl_hf.config.label_thresholds import LABEL_THRESHOLDS, thresholds_of
-from flodl_hf.config.shared_keys import COMMON_INERT, FOREIGN
 from flodl_hf.families import model_types, named, row_of, that_claims
 from flodl_hf.family import Family
 from flodl_hf.family.config_rows import REQUIRED, Triage, boolean, one_of, read_rows, refuse
 from flodl_hf.family.config_rows import Row as Row
-from flodl_hf.hub.folders import CONFIG_NAME, resolve_folder
-from flodl_hf.model.foreign_keywords import CONFIG, taking
+from flodl_hf.family.shared_keys import COMMON_INERT, FOREIGN
+from flodl_hf.hub.folders import resolve_folder
+from flodl_hf.keywords.loading import CONFIG
+from flodl_hf.keywords.taking import taking
+from flodl_hf.weights.file_names import CONFIG_NAME
 
 __all__ = ["MAX_LABELS", "PROBLEM_TYPES", "ModelConfig", "family_of", "listed_texts", "read_config", "read_config_file"]
 

@@ -6,6 +6,7 @@
     parts        tensors of a file that hold several of ours, and products by them
     layer        the one layer of all families: what is computed, in which order
     bodies       the few shapes that a task's classifier comes in
+    losses       as transformers computes them
 
 How a layer's operations are computed is decided in `flodl_hf.backends`; attention is `flodl_hf.attention`.
 """

@@ -25,17 +25,18 @@ from flodl.checkpoint import Checkpoint, load_tensors
 from flodl.errors import CheckpointError, capped, printable
 from flodl.graph.fingerprint import structural_hash
 from flodl_hf.config.file import MAX_CONFIG_BYTES
-from flodl_hf.config.head_names import names_of
 from flodl_hf.config.model_config import ModelConfig, read_config_file
 from flodl_hf.encoder.parts import joined
 from flodl_hf.errors import ExportError
 from flodl_hf.export.convert import model_files
 from flodl_hf.export.json_text import patch_json
 from flodl_hf.export.state import plan_state, write_state
-from flodl_hf.hub.folders import CONFIG_NAME, MODEL_FILES, resolve_folder
+from flodl_hf.family.head_names import names_of
+from flodl_hf.hub.folders import resolve_folder
 from flodl_hf.sentence.routing import transformer_folder
 from flodl_hf.weights import checkpoint as stored
 from flodl_hf.weights.checkpoint.members import read_member
+from flodl_hf.weights.file_names import CONFIG_NAME, MODEL_FILES
 from flodl_hf.weights.loading import canonical_names, head_of
 
 if TYPE_CHECKING:

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flodl_hf.config.head_names import names_of
 from flodl_hf.encoder.parts import joined
 from flodl_hf.errors import ExportError
 from flodl_hf.export.json_text import patch_json
 from flodl_hf.export.publish import publish_folder
 from flodl_hf.export.state import WritePlan, plan_state, write_state
 from flodl_hf.export.write import WrittenFile, verify_files, write_bytes
+from flodl_hf.family.head_names import names_of
 from flodl_hf.weights.checksums import write_checksums
 from flodl_hf.weights.loading import canonical_names
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flodl.errors import ConfigError, nearest
-from flodl_hf.config.head_names import HEAD_NAMES
 from flodl_hf.family import Family
 from flodl_hf.family.config_rows import Row
+from flodl_hf.family.head_names import HEAD_NAMES
 
 if TYPE_CHECKING:
     FAMILIES: tuple[Family, ...]

@@ -13,7 +13,6 @@ from __future__ import annotations
 from flodl.graph import Graph
 from flodl_hf.attention.disentangled import DisentangledAttention, RelativePositions
 from flodl_hf.attention.disentangled.parts import MaskedEmbeddings
-from flodl_hf.config.sizes import BASE_SIZES
 from flodl_hf.encoder.graphs import stack
 from flodl_hf.encoder.layer import EncoderLayer, FeedForward
 from flodl_hf.encoder.norms import StepwiseNorm
@@ -22,6 +21,7 @@ from flodl_hf.families.deberta_v2 import DebertaConfig
 from flodl_hf.family import FamilyTokenizer
 from flodl_hf.family.config_rows import Inert
 from flodl_hf.family.keys import KeyRow, rows_under
+from flodl_hf.family.sizes import BASE_SIZES
 
 __all__ = ["FAMILY"]
 

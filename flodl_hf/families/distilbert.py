@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 
 from flodl.graph import Graph
 from flodl_hf.attention.dot_product import SelfAttention
-from flodl_hf.config.sizes import BASE_SIZES, EncoderSizes
 from flodl_hf.encoder import bodies
 from flodl_hf.encoder.graphs import Embeddings, chain, post_norm_block, stack
 from flodl_hf.encoder.layer import EncoderLayer, FeedForward
@@ -22,6 +21,7 @@ from flodl_hf.families import bert
 from flodl_hf.family import Family, FamilyHead, Ignored
 from flodl_hf.family.config_rows import Inert, Row, activation, count, fraction, padding_id
 from flodl_hf.family.keys import KeyRow, Tie
+from flodl_hf.family.sizes import BASE_SIZES, EncoderSizes
 
 __all__ = ["FAMILY", "DistilBertConfig"]
 

@@ -19,8 +19,6 @@ from flodl.graph import FlowBuilder, Graph
 from flodl_hf.attention.disentangled.parts import Shift
 from flodl_hf.attention.dot_product import SelfAttention
 from flodl_hf.attention.rotary import Rotary, StatedRotary, wavelength
-from flodl_hf.config.shared_keys import HEAD_WIDTH
-from flodl_hf.config.sizes import BASE_SIZES, SIZES, EncoderSizes
 from flodl_hf.encoder import bodies
 from flodl_hf.encoder.activations import Activation
 from flodl_hf.encoder.graphs import Embeddings, chain, pooler, stack
@@ -40,6 +38,8 @@ from flodl_hf.family.config_rows import (
     within_vocabulary,
 )
 from flodl_hf.family.keys import KeyRow, Tie, rows_under
+from flodl_hf.family.shared_keys import HEAD_WIDTH
+from flodl_hf.family.sizes import BASE_SIZES, SIZES, EncoderSizes
 from flodl_hf.layout.layouts import Layout
 
 __all__ = ["FAMILY", "EsmConfig"]

@@ -18,7 +18,6 @@ from torch import nn
 from flodl.graph import FlowBuilder, Graph
 from flodl_hf.attention.dot_product import SelfAttention
 from flodl_hf.attention.rotary import Rotary, RotarySettings, rotary_rows
-from flodl_hf.config.sizes import BASE_SIZES, SIZES, EncoderSizes
 from flodl_hf.encoder import bodies
 from flodl_hf.encoder.activations import Activation
 from flodl_hf.encoder.graphs import Embeddings, MeanToken, chain, stack
@@ -38,6 +37,7 @@ from flodl_hf.family.config_rows import (
     within_vocabulary,
 )
 from flodl_hf.family.keys import KeyRow, Tie
+from flodl_hf.family.sizes import BASE_SIZES, SIZES, EncoderSizes
 
 __all__ = ["FAMILY", "EuroBertConfig"]
 

@@ -20,8 +20,6 @@ from torch import nn
 from flodl.graph import Graph
 from flodl_hf.attention.dot_product import SelfAttention
 from flodl_hf.attention.rotary import Rotary, RotarySettings, rotary_settings, wavelength
-from flodl_hf.config.shared_keys import HEAD_WIDTH
-from flodl_hf.config.sizes import BASE_SIZES, SIZES, EncoderSizes
 from flodl_hf.encoder import bodies
 from flodl_hf.encoder.graphs import Embeddings, chain, stack
 from flodl_hf.encoder.layer import EncoderLayer, FeedForward
@@ -41,6 +39,8 @@ from flodl_hf.family.config_rows import (
     within_vocabulary,
 )
 from flodl_hf.family.keys import KeyRow, Tie
+from flodl_hf.family.shared_keys import HEAD_WIDTH
+from flodl_hf.family.sizes import BASE_SIZES, SIZES, EncoderSizes
 
 __all__ = ["FAMILY", "ModernBertConfig"]
 

@@ -2,7 +2,10 @@
 
     record       `Family` and what belongs to it: heads, tokenizer, tensors that are ignored or kept
     config_rows  how one key of ``config.json`` becomes one field, and what is done with every other key
+    sizes        the sizes that every encoder has, as fields and rows
+    shared_keys  keys of ``config.json`` that mean the same in every family
     keys         how tensors are named, read both ways
+    head_names   what tasks are called, without their classes
 
 The families themselves are in `flodl_hf.families`.
 """

@@ -4,7 +4,7 @@ A key is *used* (a row reads it into a field), *inert* (known to change nothing 
 sometimes only at one value), *refused* (it changes the numbers and is not understood), or *noted*: unknown
 to every family, of a plain value, and so of no effect on numbers here or in transformers. Faults of a whole
 file are collected and raised once. What a family's fields are stands in the family's file; the keys that
-all families share stand in ``config/shared_keys.py``.
+all families share stand in ``family/shared_keys.py``.
 """
 
 from __future__ import annotations

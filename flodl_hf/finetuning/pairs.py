@@ -21,12 +21,12 @@ from flodl.errors import ConfigError, DataError, capped
 from flodl.metrics import Classification, Metric, Perplexity
 from flodl.train import Loss
 from flodl_hf.columns import Columns, pair_columns
+from flodl_hf.encoder.losses import IGNORED_LABEL, token_loss
 from flodl_hf.finetuning.masked import words_of
 from flodl_hf.finetuning.options import Options
 from flodl_hf.finetuning.rows import RELATED, EncodedRows, RowBuilder
 from flodl_hf.finetuning.step import Kind, Objective, run_model
 from flodl_hf.finetuning.task import CHUNK, Examples, LengthLimits, Prepared, check_texts
-from flodl_hf.model.losses import IGNORED_LABEL, token_loss
 
 if TYPE_CHECKING:
     from flodl_hf.tokenizer import Tokenizer

@@ -17,10 +17,10 @@ from torch.nn import functional as F
 
 from flodl.train import Loss
 from flodl_hf.adapter_layers.prompts import lead_of
+from flodl_hf.encoder.losses import IGNORED_LABEL, classification_loss, span_loss, token_loss
 from flodl_hf.finetuning.noise import noisy
 from flodl_hf.finetuning.user_loss import LossFunction, own_loss
 from flodl_hf.layout.layouts import Layout, Packed, Padded
-from flodl_hf.model.losses import IGNORED_LABEL, classification_loss, span_loss, token_loss
 
 __all__ = ["Objective", "layout_of", "rows_of_scores", "run_model", "score"]
 

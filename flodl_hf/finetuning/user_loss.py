@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flodl.errors import TrainError
 from flodl.train import Loss
-from flodl_hf.model.losses import IGNORED_LABEL
+from flodl_hf.encoder.losses import IGNORED_LABEL
 
 __all__ = ["LossFunction", "own_loss"]
 

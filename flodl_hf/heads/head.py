@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from flodl_hf.config.head_names import HeadNames
+from flodl_hf.family.head_names import HeadNames
 
 if TYPE_CHECKING:
     from flodl_hf.model.encoder_model import EncoderModel

@@ -12,12 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flodl_hf.config import head_names
+from flodl_hf.encoder.losses import check_labels, token_loss
 from flodl_hf.errors import PredictError
+from flodl_hf.family import head_names
 from flodl_hf.heads.head import Head
+from flodl_hf.heads.prediction_keywords import MASKS
 from flodl_hf.heads.scoring import ScoringModel
-from flodl_hf.model.foreign_keywords import MASKS, taking
-from flodl_hf.model.losses import check_labels, token_loss
+from flodl_hf.keywords.taking import taking
 from flodl_hf.model.outputs import MaskedLMOutput
 from flodl_hf.results.lists import Fill
 

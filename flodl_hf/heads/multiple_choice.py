@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 from torch import Tensor
 from torch.nn import functional as F
 
-from flodl_hf.config import head_names
+from flodl_hf.encoder.losses import check_labels
 from flodl_hf.errors import PredictError
+from flodl_hf.family import head_names
 from flodl_hf.heads.head import Head
+from flodl_hf.heads.prediction_keywords import CHOICES
 from flodl_hf.heads.scoring import ScoringModel
-from flodl_hf.model.foreign_keywords import CHOICES, taking
-from flodl_hf.model.losses import check_labels
+from flodl_hf.keywords.taking import taking
 from flodl_hf.model.outputs import MultipleChoiceOutput
 
 if TYPE_CHECKING:

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 from torch import Tensor
 from torch.nn import functional as F
 
-from flodl_hf.config import head_names
+from flodl_hf.encoder.losses import check_labels, token_loss
+from flodl_hf.family import head_names
 from flodl_hf.heads.head import Head
 from flodl_hf.heads.masked_lm import MaskedLM
 from flodl_hf.heads.next_sentence import FOLLOWS, judged
-from flodl_hf.model.foreign_keywords import PAIRS, taking
-from flodl_hf.model.losses import check_labels, token_loss
+from flodl_hf.heads.prediction_keywords import PAIRS
+from flodl_hf.keywords.taking import taking
 from flodl_hf.model.outputs import PretrainingOutput
 
 if TYPE_CHECKING:

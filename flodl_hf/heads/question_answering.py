@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Unpack
 
 from torch import Tensor
 
-from flodl_hf.config import head_names
+from flodl_hf.encoder.losses import span_loss
 from flodl_hf.errors import PredictError
+from flodl_hf.family import head_names
 from flodl_hf.heads.head import Head
+from flodl_hf.heads.prediction_keywords import ANSWER
+from flodl_hf.keywords.taking import taking
 from flodl_hf.model.encoder_model import EncoderModel
-from flodl_hf.model.foreign_keywords import ANSWER, taking
-from flodl_hf.model.losses import span_loss
 from flodl_hf.model.outputs import QuestionAnsweringOutput
 
 if TYPE_CHECKING:

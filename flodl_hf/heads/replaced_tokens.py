@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flodl_hf.config import head_names
+from flodl_hf.family import head_names
 from flodl_hf.heads.head import Head
+from flodl_hf.heads.prediction_keywords import MASKS
 from flodl_hf.heads.scoring import ScoringModel
-from flodl_hf.model.foreign_keywords import MASKS, taking
+from flodl_hf.keywords.taking import taking
 from flodl_hf.model.outputs import ReplacedTokensOutput
 
 if TYPE_CHECKING:

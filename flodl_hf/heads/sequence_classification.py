@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from flodl.errors import printable, shown
-from flodl_hf.config import head_names
+from flodl_hf.encoder.losses import check_labels, classification_loss
 from flodl_hf.errors import PredictError
+from flodl_hf.family import head_names
 from flodl_hf.heads.head import Head
+from flodl_hf.heads.prediction_keywords import CLASSES, RERANK, ZERO_SHOT
 from flodl_hf.heads.scoring import ScoringModel
-from flodl_hf.model.foreign_keywords import CLASSES, RERANK, ZERO_SHOT, taking
-from flodl_hf.model.losses import check_labels, classification_loss
+from flodl_hf.keywords.taking import taking
 from flodl_hf.model.outputs import SequenceClassificationOutput
 
 if TYPE_CHECKING:

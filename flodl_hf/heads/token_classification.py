@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Unpack
 
 from torch import Tensor
 
-from flodl_hf.config import head_names
+from flodl_hf.encoder.losses import check_labels, token_loss
+from flodl_hf.family import head_names
 from flodl_hf.heads.head import Head
+from flodl_hf.heads.prediction_keywords import ENTITIES
 from flodl_hf.heads.scoring import ScoringModel
-from flodl_hf.model.foreign_keywords import ENTITIES, taking
-from flodl_hf.model.losses import check_labels, token_loss
+from flodl_hf.keywords.taking import taking
 from flodl_hf.model.outputs import TokenClassificationOutput
 
 if TYPE_CHECKING:

@@ -9,10 +9,8 @@ building       the graph of a configuration and a task: put together, tied, give
 routed         encoders of routes beside that of the usual route
 adapted        methods for adapters
 transformers_methods  methods that people know from transformers' models
-foreign_keywords      keywords of other libraries: put into ours, passed over, or refused with the reason
 hidden_states  what one call goes through: states, attention weights, embeddings in place of ids
 outputs        what calls return
-losses         as transformers computes them
 index_checks   what a call says of indices outside of the model's tables
 after_fork     a process that was forked after models ran in it
 freezing       which parts learn, by short paths

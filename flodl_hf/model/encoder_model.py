@@ -17,9 +17,10 @@ from torch import Tensor
 
 from flodl_hf.config.model_config import ModelConfig
 from flodl_hf.errors import ExportError, PredictError
+from flodl_hf.keywords.loading import SAVE
+from flodl_hf.keywords.taking import taking
 from flodl_hf.model.adapted import Adapted
 from flodl_hf.model.building import build_graph, declared_ties, initialise, tie_tensors
-from flodl_hf.model.foreign_keywords import SAVE, taking
 from flodl_hf.model.opening import Opened
 from flodl_hf.model.other_tasks import told
 from flodl_hf.model.transformers_methods import Familiar

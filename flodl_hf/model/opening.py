@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self, TypedDict
 
 from flodl.errors import ConfigError
-from flodl_hf.model.foreign_keywords import LOAD, taking
+from flodl_hf.keywords.loading import LOAD
+from flodl_hf.keywords.taking import taking
 
 if TYPE_CHECKING:
     import torch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flodl.errors import nearest
-from flodl_hf.config import head_names as names
+from flodl_hf.family import head_names as names
 
 __all__ = ["FAMILIAR", "METHODS", "told"]
 

@@ -28,7 +28,7 @@ from flodl_hf.config.model_config import MAX_LABELS, ModelConfig, listed_texts, 
 from flodl_hf.config.told import warn_of
 from flodl_hf.encoder.parts import as_whole, parts_from
 from flodl_hf.family import Kept
-from flodl_hf.hub.folders import MODEL_FILES, VOCABULARY_FILES, holds_adapter, resolve_folder
+from flodl_hf.hub.folders import holds_adapter, resolve_folder
 from flodl_hf.model.building import assign, empty_graph, initialise, tie_tensors
 from flodl_hf.model.filling import FiniteCheck, check_dtype, check_duplicates, fill, settle_dtype, settle_ties
 from flodl_hf.model.graph_model import GraphModel
@@ -39,6 +39,7 @@ from flodl_hf.sentence.routing import transformer_folder
 from flodl_hf.weights.checkpoint import Checkpoint, SourceManifest, StoredTensor
 from flodl_hf.weights.checkpoint.folder import SAFETENSORS_INDEX
 from flodl_hf.weights.checkpoint.members import is_entry
+from flodl_hf.weights.file_names import MODEL_FILES, VOCABULARY_FILES
 from flodl_hf.weights.loading import Plan, class_of, head_of, plan_load
 from flodl_hf.weights.on_disk import OnDisk, Weights, stays_on_disk
 from flodl_hf.weights.source import Source

@@ -16,13 +16,13 @@ from typing import Any
 
 from flodl.errors import nearest, printable, shown
 from flodl_hf.errors import PredictError
-from flodl_hf.hub.folders import BOUNDS
 from flodl_hf.sentence.dense import Dense, read_dense
 from flodl_hf.sentence.multivector import LateRecipe, m3_layer, multivector_recipe, pylate_recipe
 from flodl_hf.sentence.routing import Modules, kind_of, routing_of, transformer_folder
 from flodl_hf.sentence.small_files import bytes_of, place_in, settings_in, wrong
 from flodl_hf.sentence.sparse import SpladePooling
 from flodl_hf.weights.checkpoint.members import is_entry
+from flodl_hf.weights.file_names import BOUNDS
 
 __all__ = ["POOLINGS", "SentenceRecipe", "read_recipe", "recipe_on"]
 

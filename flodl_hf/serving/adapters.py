@@ -10,8 +10,8 @@ import os
 from pathlib import Path
 
 from flodl.errors import ConfigError, FlodlError, capped, nearest
-from flodl_hf.hub.folders import ADAPTER_CONFIG
 from flodl_hf.serving.settings import Settings
+from flodl_hf.weights.file_names import ADAPTER_CONFIG
 
 __all__ = ["find_adapters"]
 

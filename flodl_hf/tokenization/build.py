@@ -25,7 +25,7 @@ from flodl.errors import capped, printable, shown
 from flodl_hf.errors import TokenizerError
 from flodl_hf.families import families
 from flodl_hf.family import Family, FamilyTokenizer
-from flodl_hf.hub.folders import vocabularies_below
+from flodl_hf.weights.file_names import vocabularies_below
 
 from . import pipeline
 from .added import add_missing, add_roles, add_stated, frame

@@ -5,6 +5,7 @@ pickle_free  ``pytorch_model.bin``, read without executing it
 loading      which stored tensor is which of ours, decided from headers
 on_disk      weights that stay in their files
 early        what is begun while torch is imported
+file_names   what the files of a folder are called
 source       what a model was read from, kept with it
 checksums    what a folder says its files are
 """

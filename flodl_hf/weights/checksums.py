@@ -206,7 +206,7 @@ def _states(
 
 def reads_file(name: str) -> bool:
     """Return whether loading a folder reads a file of that name; a model's card, for one, may be edited."""
-    from flodl_hf.hub.folders import MODEL_FILES
+    from flodl_hf.weights.file_names import MODEL_FILES
 
     inside = name.partition("/")[2]
     if name in (CHECKSUMS, RECEIPT):

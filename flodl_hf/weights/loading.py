@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from flodl.errors import CheckpointError, capped, nearest, printable
-from flodl_hf.config.head_names import HEAD_NAMES
 from flodl_hf.encoder.parts import named_part, part_of
 from flodl_hf.family import Family
+from flodl_hf.family.head_names import HEAD_NAMES
 from flodl_hf.family.keys import KeyMap, Tie
 
 __all__ = ["LoadReport", "Plan", "Stored", "canonical_names", "class_of", "head_of", "plan_load"]

@@ -12,7 +12,7 @@ import flodl_hf
 from flodl_hf.finetuning import finetune
 from flodl_hf.finetuning.options import Options
 from flodl_hf.finetuning.training_arguments import INERT, REFUSED, TAKEN
-from flodl_hf.model import foreign_keywords
+from flodl_hf.keywords.loading import LOAD
 from flodl_hf.model.opening import LoadKeywords
 
 PAGE = Path(__file__).parents[2] / "docs" / "coming-from-transformers.md"
@@ -32,7 +32,7 @@ def keywords(cell: str) -> list[str]:
 
 
 def test_every_word_of_loading_is_known() -> None:
-    known = {*foreign_keywords.LOAD, *LoadKeywords.__annotations__}
+    known = {*LOAD, *LoadKeywords.__annotations__}
     named = [name for there, *_ in rows("Loading") for name in keywords(there)]
     assert len(named) > 12
     assert [name for name in named if name not in known] == []
@@ -41,11 +41,7 @@ def test_every_word_of_loading_is_known() -> None:
 def test_what_loading_refuses_is_refused() -> None:
     refused = [name for there, here, *_ in rows("Loading") if here.startswith("refused") for name in keywords(there)]
     assert len(refused) >= 3
-    assert [
-        name
-        for name in refused
-        if foreign_keywords.LOAD[name].ours is not None or not foreign_keywords.LOAD[name].reason
-    ] == []
+    assert [name for name in refused if LOAD[name].ours is not None or not LOAD[name].reason] == []
 
 
 def test_every_word_of_the_trainer_is_known() -> None:

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flodl.train import Loss
+from flodl_hf.encoder.losses import IGNORED_LABEL, token_loss
 from flodl_hf.finetuning.generator.sampling import drawn
 from flodl_hf.finetuning.step import Kind, Objective, layout_of, score
-from flodl_hf.model.losses import IGNORED_LABEL, token_loss
 
 __all__ = ["JointObjective", "Scored"]
 

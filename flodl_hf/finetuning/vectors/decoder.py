@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from flodl.errors import ConfigError
 from flodl_hf.attention.dot_product import SelfAttention
 from flodl_hf.encoder.layer import EncoderLayer
+from flodl_hf.encoder.losses import IGNORED_LABEL
 from flodl_hf.layout.layouts import Padded
-from flodl_hf.model.losses import IGNORED_LABEL
 
 if TYPE_CHECKING:
     from flodl_hf.model.encoder_model import EncoderModel

@@ -16,9 +16,10 @@ import flodl_hf
 from flodl.errors import CheckpointError, ConfigError
 from flodl_hf.auto import load
 from flodl_hf.errors import ExportError, HubError, PredictError, TokenizerError
-from flodl_hf.model import foreign_keywords
+from flodl_hf.heads import prediction_keywords as words
+from flodl_hf.keywords import loading
+from flodl_hf.keywords.taking import Word, _own
 from flodl_hf.model.encoder_model import EncoderModel
-from flodl_hf.model.foreign_keywords import Word
 from flodl_hf.model.opening import LoadKeywords
 
 Maker = Callable[..., Any]
@@ -27,14 +28,14 @@ NLI = {"0": "contradiction", "1": "neutral", "2": "entailment"}
 TEXT = "ada lives in paris"
 # Each method that predicts: its table, and how it is asked with some keywords.
 METHODS: dict[str, tuple[dict[str, Word], str, Callable[..., Any]]] = {
-    "predict a class": (foreign_keywords.CLASSES, "sequence_classification", lambda m, **k: m.predict(TEXT, **k)),
-    "zero_shot": (foreign_keywords.ZERO_SHOT, "sequence_classification", lambda m, **k: m.zero_shot(TEXT, **{"labels": ["a", "b"], **k})),
-    "rerank": (foreign_keywords.RERANK, "sequence_classification", lambda m, **k: m.rerank("who?", [TEXT], **k)),
-    "predict entities": (foreign_keywords.ENTITIES, "token_classification", lambda m, **k: m.predict(TEXT, **k)),
-    "answer": (foreign_keywords.ANSWER, "question_answering", lambda m, **k: m.answer("who?", TEXT, **k)),
-    "answer_batch": (foreign_keywords.ANSWER, "question_answering", lambda m, **k: m.answer_batch([("who?", TEXT)], **k)),
-    "fill_mask": (foreign_keywords.MASKS, "masked_lm", lambda m, **k: m.fill_mask("ada [MASK] in paris", **k)),
-    "embed": (foreign_keywords.EMBED, "base", lambda m, **k: m.embed(TEXT, **k)),
+    "predict a class": (words.CLASSES, "sequence_classification", lambda m, **k: m.predict(TEXT, **k)),
+    "zero_shot": (words.ZERO_SHOT, "sequence_classification", lambda m, **k: m.zero_shot(TEXT, **{"labels": ["a", "b"], **k})),
+    "rerank": (words.RERANK, "sequence_classification", lambda m, **k: m.rerank("who?", [TEXT], **k)),
+    "predict entities": (words.ENTITIES, "token_classification", lambda m, **k: m.predict(TEXT, **k)),
+    "answer": (words.ANSWER, "question_answering", lambda m, **k: m.answer("who?", TEXT, **k)),
+    "answer_batch": (words.ANSWER, "question_answering", lambda m, **k: m.answer_batch([("who?", TEXT)], **k)),
+    "fill_mask": (words.MASKS, "masked_lm", lambda m, **k: m.fill_mask("ada [MASK] in paris", **k)),
+    "embed": (words.EMBED, "base", lambda m, **k: m.embed(TEXT, **k)),
 }  # fmt: skip
 REFUSED = [
     (name, word)
@@ -75,7 +76,7 @@ def test_a_value_that_changes_nothing_is_passed_over(name: str, word: str, value
 @pytest.mark.parametrize("name", METHODS)
 def test_every_word_of_ours_exists(name: str, make: Maker) -> None:
     method = getattr(model_for(name, make), name.split()[0])
-    own = foreign_keywords._own(inspect.signature(method))
+    own = _own(inspect.signature(method))
     assert {word.ours for word in METHODS[name][0].values() if word.ours} <= own
     assert not set(METHODS[name][0]) & own, "ours, and never read from the table"
 
@@ -85,7 +86,7 @@ def test_every_way_to_run_is_known() -> None:
 
     def like(**run: Any) -> None: ...
 
-    assert foreign_keywords._own(inspect.signature(like)) == set(get_type_hints(RunKeywords))
+    assert _own(inspect.signature(like)) == set(get_type_hints(RunKeywords))
 
 
 SAME: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
@@ -121,8 +122,8 @@ def test_a_word_of_the_same_meaning_is_taken(
 
 def test_batch_size_bounds_tokens_and_no_more(make: Maker) -> None:
     model = make("bert", "base")
-    assert foreign_keywords._budget(1, model) == 40
-    assert foreign_keywords._budget(10_000, model) == 1024
+    assert words._budget(1, model) == 40
+    assert words._budget(10_000, model) == 1024
     for wrong in (0, -1, "8", True):
         with pytest.raises(PredictError, match=r"batch_size=.*integer"):
             model.embed(TEXT, batch_size=wrong)
@@ -186,7 +187,7 @@ def test_words_of_loading_are_taken(door: Callable[..., Any], theirs: dict[str, 
 
 @doors
 @pytest.mark.parametrize(
-    "word", [name for name, word in foreign_keywords.LOAD.items() if word.ours is None and word.harmless is not None]
+    "word", [name for name, word in loading.LOAD.items() if word.ours is None and word.harmless is not None]
 )
 def test_words_of_loading_with_another_meaning_are_refused(door: Callable[..., Any], word: str, saved: Saved) -> None:
     with pytest.raises(ConfigError, match=rf"{word}='x': \w+"):
@@ -242,9 +243,9 @@ def test_the_doors_name_their_keywords(door: Callable[..., Any]) -> None:
 # --- tokenizers, configurations, saving --------------------------------------------------------------
 
 OTHERS: dict[str, tuple[dict[str, Word], type[Exception], Callable[..., Any]]] = {
-    "AutoTokenizer": (foreign_keywords.TOKENIZER, TokenizerError, lambda folder, **k: flodl_hf.AutoTokenizer.from_pretrained(folder, **k)),
-    "AutoConfig": (foreign_keywords.CONFIG, ConfigError, lambda folder, **k: flodl_hf.AutoConfig.from_pretrained(folder, **k)),
-    "save_pretrained": (foreign_keywords.SAVE, ExportError, lambda folder, **k: load(folder).save_pretrained(**{"folder": folder.parent / "out", **k})),
+    "AutoTokenizer": (loading.TOKENIZER, TokenizerError, lambda folder, **k: flodl_hf.AutoTokenizer.from_pretrained(folder, **k)),
+    "AutoConfig": (loading.CONFIG, ConfigError, lambda folder, **k: flodl_hf.AutoConfig.from_pretrained(folder, **k)),
+    "save_pretrained": (loading.SAVE, ExportError, lambda folder, **k: load(folder).save_pretrained(**{"folder": folder.parent / "out", **k})),
 }  # fmt: skip
 
 

@@ -1,0 +1,131 @@
+"""Keywords of prediction in transformers and sentence-transformers, and what each is here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flodl_hf.keywords.loading import device_of
+from flodl_hf.keywords.taking import Word
+from flodl_hf.runtime.plan import usual_budget
+
+__all__ = [
+    "ANSWER",
+    "CHOICES",
+    "CLASSES",
+    "EMBED",
+    "ENCODE",
+    "ENTITIES",
+    "MASKS",
+    "PAIRS",
+    "RERANK",
+    "ZERO_SHOT",
+]
+
+
+def _budget(size: Any, model: Any) -> int | None:
+    """Return how many tokens so many texts have at most, and no more than suits the device: less is only slower."""
+    if size is None:
+        return None
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise ValueError("expected an integer of at least 1")
+    return min(usual_budget(model.device.type), size * (model.max_tokens or 512))
+
+
+def _devices(value: Any, model: Any) -> Any:
+    if value is None or value == "auto":
+        return value
+    return [device_of(one) for one in (value if isinstance(value, (list, tuple)) else [value])]
+
+
+def _split(value: Any, _: Any) -> Any:
+    # As the pipeline reads it: a string is a list with commas.
+    return [label.strip() for label in value.split(",") if label.strip()] if isinstance(value, str) else value
+
+
+def _grouped(value: Any, _: Any) -> str:
+    return "simple" if value else "none"
+
+
+_WINDOWS = (
+    "longer texts are read in windows, none of their tokens is lost, so nothing is cut; strict=True refuses texts of "
+    "more than one window, and flodl_hf.pipeline cuts as transformers' pipelines do"
+)
+_RUN = {
+    "batch_size": Word("token_budget", _budget),
+    "device": Word("devices", _devices),
+    "show_progress_bar": Word("progress"),
+    "num_workers": Word(harmless=None),
+    "padding": Word(harmless=None),
+    "truncation": Word(reason=_WINDOWS, harmless=(None, False, "do_not_truncate")),
+    "max_length": Word(reason=_WINDOWS),
+    "return_tensors": Word(reason="call the model itself for tensors: model(**model.tokenizer(text))"),
+    "tokenizer_kwargs": Word(reason="the tokenizer's settings are those of its folder", harmless=(None, {})),
+    "convert_to_tensor": Word(reason="answers are records; call the model itself for tensors"),
+    "convert_to_numpy": Word(reason="answers are records; call the model itself for tensors"),
+}  # fmt: skip
+_TEXTS = {name: Word("texts") for name in ("inputs", "sentences", "sequences")}
+CLASSES = {
+    **_RUN,
+    **_TEXTS,
+    "return_all_scores": Word("top_k", lambda value, _: None if value else 1),
+    "apply_softmax": Word("function_to_apply", lambda value, _: "softmax" if value else None),
+    "activation_fn": Word(reason='name the function instead: function_to_apply="softmax", "sigmoid" or "none"'),
+    "activation_fct": Word(reason='name the function instead: function_to_apply="softmax", "sigmoid" or "none"'),
+}
+ZERO_SHOT = {
+    **_RUN,
+    **_TEXTS,
+    "candidate_labels": Word("labels", _split),
+    "hypothesis_template": Word("template"),
+    "multi_class": Word("multi_label"),
+}
+RERANK = {
+    **_RUN,
+    "return_documents": Word(harmless=None),  # each Ranked has its text
+    "activation_fn": Word(reason="the configuration says how scores are read"),
+    "activation_fct": Word(reason="the configuration says how scores are read"),
+}
+ENTITIES = {
+    **_RUN,
+    **_TEXTS,
+    "aggregation_strategy": Word("aggregation"),
+    "grouped_entities": Word("aggregation", _grouped),
+    "is_split_into_words": Word("words"),
+    "ignore_subwords": Word(
+        reason='aggregation="first", "average" or "max" judges whole words, "simple" and "none" each token',
+        harmless=(None,),
+    ),
+    "delimiter": Word(reason="words are joined by a space; give texts as they are", harmless=(None, " ")),
+    "offset_mapping": Word(reason="the tokenizer of the folder counts characters itself"),
+}
+ANSWER = {
+    **_RUN,
+    "topk": Word("top_k"),
+    "doc_stride": Word("stride"),
+    "max_answer_len": Word("max_answer_length"),
+    "max_seq_len": Word("window_tokens"),
+    "handle_impossible_answer": Word("no_answer"),
+    "align_to_words": Word("whole_words"),
+    "max_question_len": Word(reason="questions are never cut", harmless=(None, 64)),
+}
+MASKS = {**_RUN, **_TEXTS}
+CHOICES = {**_RUN, "inputs": Word("items")}
+PAIRS = {**_RUN, "inputs": Word("pairs"), "sentences": Word("pairs")}
+EMBED = {
+    **_RUN,
+    **_TEXTS,
+    "normalize_embeddings": Word("normalize"),
+    "max_seq_length": Word(reason=_WINDOWS),
+    "output_value": Word(reason="embed gives a vector a text; call the model for states of tokens",
+                         harmless=(None, "sentence_embedding")),
+    "convert_to_tensor": Word(reason="embed gives a tensor, encode an array", harmless=(None, True)),
+    "convert_to_numpy": Word(reason="embed gives a tensor, encode an array"),
+    "prompt_name": Word("prompt"),
+}  # fmt: skip
+ENCODE = {
+    **{name: word for name, word in _RUN.items() if not name.startswith("convert")},
+    **{name: Word("sentences") for name in ("inputs", "texts", "sequences")},
+    "output_value": EMBED["output_value"],
+    "pool": Word(reason="devices=[...] shares texts among devices"),
+    "chunk_size": Word(harmless=None),
+}

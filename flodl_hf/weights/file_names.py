@@ -1,0 +1,76 @@
+"""What the files of a model's folder are called, and which of them are fetched for a model."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+__all__ = [
+    "ADAPTER_CONFIG",
+    "BASE_OF_ADAPTER",
+    "BIN_FILES",
+    "BOUNDS",
+    "CONFIG_NAME",
+    "MODEL_FILES",
+    "RECIPE_FILES",
+    "VOCABULARY_FILES",
+    "is_vocabulary_in",
+    "vocabularies_below",
+]
+
+CONFIG_NAME = "config.json"
+ADAPTER_CONFIG = "adapter_config.json"
+BASE_OF_ADAPTER = "base_model_name_or_path"
+# A folder with one of these has a tokenizer; asked here so that folders without one import none.
+VOCABULARY_FILES = (
+    "tokenizer.json",
+    "vocab.txt",
+    "vocab.json",
+    "sentencepiece.bpe.model",
+    "spm.model",
+    "spiece.model",
+)
+BIN_FILES = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
+BOUNDS = tuple(
+    f"sentence_{family}_config.json"
+    for family in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
+"""Names of the file that says how many tokens a folder of sentence-transformers reads; the first of them counts."""
+RECIPE_FILES = (
+    "modules.json",
+    "router_config.json",
+    "*/router_config.json",
+    "*/config.json",
+    *BOUNDS,
+    "config_sentence_transformers.json",
+    "*_Dense/model.safetensors",
+    "*_Dense/pytorch_model.bin",
+    "artifact.metadata",
+    "colbert_linear.pt",
+    "sparse_linear.pt",
+)
+"""What says how states become vectors."""
+MODEL_FILES = (
+    *VOCABULARY_FILES,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "merges.txt",
+    CONFIG_NAME,
+    "model.safetensors",  # for the weights in whatever parts they come, pickled ones where there are no others
+    "checksums.json",
+    *RECIPE_FILES,
+)
+
+
+def is_vocabulary_in(folder: Path) -> bool:
+    """Return whether a folder holds a file that a vocabulary is read from."""
+    return any(os.path.lexists(folder / name) for name in VOCABULARY_FILES)
+
+
+def vocabularies_below(folder: Path) -> list[str]:
+    """Return the names of folders directly below one that hold a vocabulary."""
+    try:
+        return sorted(path.name for path in folder.iterdir() if path.is_dir() and is_vocabulary_in(path))
+    except OSError:
+        return []
