@@ -106,8 +106,8 @@ class Loop(TrainerCore):
 
     def _after_step(self, turn: int, result: StepResult) -> None:
         round_ = self.policy.after_step(turn, result.samples, result.compute_ms, self._flags())
-        if self.average is not None:
-            self.average.update(self.policy.lr_step)
+        if self.average is not None and result.moved():
+            self.average.update()
         about: Any = {"epoch": self.epoch_number, "lr": self.rates.first, "wall_ms": self.watch.restart()}
         self.log.note(self.tally, result, step=self.policy.lr_step, **about)
         self.graphs.end_step()
@@ -300,6 +300,7 @@ class Loop(TrainerCore):
         self.log.settle(self.tally)
         if self.evaluator.at_step != self.policy.steps:
             evaluate_now(self)  # the run ended inside an epoch
+        self.saves.settle_best()
         if self.keeper and (self.saves.at_step != self.policy.steps or self.saves.best_due):
             self.save()
         if self.average is not None:

@@ -41,7 +41,10 @@ class Settings:
         knobs: settings of the policy.
         precision: ``"fp32"``, ``"tf32"``, ``"bf16"`` or ``"fp16"``.
         max_grad_norm: clip the whole gradient to this 2-norm.
-        on_nan: ``"stop"`` or ``"skip"`` when loss or gradient is not finite.
+        on_nan: ``"stop"`` or ``"skip"`` when loss or gradient is not finite. A step that is left out, for that or for a
+            float16 gradient that overflowed, changes neither weights nor the optimiser's state (its own step count
+            included) nor ``ema``, and its loss is in no mean. It counts as a step in all else, as in a loop around
+            ``torch.amp.GradScaler``: ``schedule``, ``max_steps``, ``save_every``, ``eval_every``, and it is told.
         sum_of_means: add up the means of micro-batches and ranks without dividing, so that the gradient is too large
             by accumulation times processes; for recipes that were tuned to it.
         deterministic: ask torch for deterministic kernels, and fail where there is none.

@@ -94,6 +94,7 @@ class Keeper:
         self._lock: int | None = None
         self._given_up = threading.Event()
         self._best: dict[str, Any] | None = None  # signed value, step and metric of the best that was saved
+        self._best_path: Path | None = None  # on rank 0; None while it is being written, and where it could not be
         self._damaged: set[Path] = set()
         if ranks.rank == 0:
             try:
@@ -149,16 +150,36 @@ class Keeper:
         """Whether a save is under way."""
         return self._thread is not None and self._thread.is_alive()
 
-    def is_best(self, metrics: Mapping[str, float]) -> bool:
-        """Return whether weights with these figures would be the best saved so far."""
+    def is_best(self, metrics: Mapping[str, float], step: int) -> bool:
+        """Return whether weights of ``step`` with these figures would be the best saved so far; all ranks call this."""
         value = signed(self.best or "", metrics)
-        return value is not None and (self._best is None or value > self._best["value"])
+        if value is None or self._is_better(value):
+            return value is not None
+        if self._best is None or self._best["step"] == step:
+            return False
+        self.settle_best()  # less than what may not be there
+        return self._is_better(value)
+
+    def _is_better(self, value: float) -> bool:
+        return self._best is None or value > self._best["value"]
 
     def note_best(self, metrics: Mapping[str, float], step: int) -> None:
-        """Be told what is saved next."""
-        value = signed(self.best or "", metrics)
-        if value is not None and self.is_best(metrics):
-            self._best = {"value": value, "step": step, "metric": self.best}
+        """Be told what is saved next; all ranks call this."""
+        if self.is_best(metrics, step):
+            self._best = {"value": signed(self.best or "", metrics), "step": step, "metric": self.best}
+            self._best_path = None
+
+    def settle_best(self) -> None:
+        """Go by what is in the folder where the best could not be written, or is gone; all ranks call this."""
+        if self._best is None:
+            return
+        found = self._best
+        if self.ranks.rank == 0:
+            if self._best_path is None:
+                self.join()
+            if self._best_path is None or not self._best_path.exists():
+                found, _ = self._whole_best()
+        self._best = self.ranks.tell(found)
 
     def best_record(self) -> dict[str, Any] | None:
         """Return value, step and metric of the best, as JSON values that `resume_best` takes."""
@@ -192,6 +213,7 @@ class Keeper:
         for value, step, path in self.judged():
             try:
                 open_checkpoint(path)
+                self._best_path = path
                 return {"value": value, "step": step, "metric": self.best}, said
             except CheckpointError as error:
                 self._damaged.add(path)
@@ -264,6 +286,8 @@ class Keeper:
             target = self._free_name(step)
             os.rename(stage, target)
             sync_folder(self.folder)
+            if self._is_noted(step):
+                self._best_path = target
             size = sum(entry["bytes"] for entry in listed.values())
             self._events.append(
                 Saved(step=step, path=str(target), bytes=size, wall_ms=(time.monotonic() - begin) * 1e3)
@@ -271,7 +295,12 @@ class Keeper:
             self._prune()
         except Exception as error:
             shutil.rmtree(stage, ignore_errors=True)
-            self._events.append(SaveFailed(step=step, path=str(self.folder), reason=str(error)))
+            lost = f"; it would have been the best ({self.best}) and does not count as that" * self._is_noted(step)
+            self._events.append(SaveFailed(step=step, path=str(self.folder), reason=f"{error}{lost}"))
+
+    def _is_noted(self, step: int) -> bool:
+        """Return whether the checkpoint of ``step`` is the best."""
+        return self._best is not None and self._best["step"] == step
 
     def _others(self, key: str, patience_s: float = 300.0) -> list[dict[str, Any]]:
         reports, until = [], time.monotonic() + patience_s

@@ -105,6 +105,7 @@ def snapshot(trainer: TrainerCore, past: Past, best: Any) -> dict[str, Any]:
             "stopped": trainer.stopping and (trainer.evaluator.is_spent or trainer.observing.deciding.stopped),
             "recipe": recipe(trainer),
             "best": best,
+            **({"ema updates": trainer.average.updates} if trainer.average is not None else {}),
         }
         files["losses"] = {"losses": torch.tensor(past.losses, dtype=torch.float64)}
         files["past"] = {"evaluations": past.evaluations, "seconds": past.seconds, "changes": past.changes}
@@ -152,7 +153,8 @@ def restore(trainer: TrainerCore, saved: Checkpoint) -> list[dict[str, object]]:
     load_model(trainer.model, whole_model(saved.tensors))
     trainer.hooks.load_state_dict(run.get("callbacks", []))
     if trainer.average is not None:
-        trainer.average.load_state_dict(saved.tensors.get("ema", saved.tensors["model"]))
+        updates = run.get("ema updates", run["policy"]["steps"])  # earlier versions counted every step
+        trainer.average.load_state_dict(saved.tensors.get("ema", saved.tensors["model"]), updates)
     if "optimizer" in own[mine]:
         part = {name.removeprefix("optimizer/"): t for name, t in tensors.items() if name.startswith("optimizer/")}
         rest = own[mine]["optimizer"]

@@ -57,8 +57,8 @@ class Saves:
 
     @property
     def best_due(self) -> bool:
-        """Whether the model was judged just now and found the best so far."""
-        return self.keeper is not None and self.keeper.is_best(self.trainer.evaluator.of_step(self.step))
+        """Whether the model was judged just now and found the best so far; all ranks ask this."""
+        return self.keeper is not None and self.keeper.is_best(self.trainer.evaluator.of_step(self.step), self.step)
 
     @property
     def at_epochs_end(self) -> bool:
@@ -82,6 +82,7 @@ class Saves:
             return
         trainer.ranks.phase("checkpoint")
         self.keeper.join()  # before copies are made, so that there are never two sets of them
+        self.keeper.settle_best()
         figures = trainer.evaluator.of_step(self.step)
         self.keeper.note_best(figures, self.step)
         self.at_step = self.step
@@ -115,6 +116,11 @@ class Saves:
         self.at_step = self.step
         self.resumed_from = str(found.path)
         return True
+
+    def settle_best(self) -> None:
+        """Wait until it is known whether the best checkpoint could be written; all ranks call this."""
+        if self.keeper is not None:
+            self.keeper.settle_best()
 
     def begin(self) -> None:
         """Note that the run begins now."""

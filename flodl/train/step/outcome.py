@@ -118,6 +118,13 @@ class StepResult:
     outcome: Outcome | None = None
     arrived: bool | None = None
 
+    def moved(self) -> bool:
+        """Return whether parameters moved, waiting for the device where it alone knows."""
+        if self.outcome is None:
+            return self.applied
+        figures = self.outcome.read(self.outcome.row.tolist())
+        return bool(figures.count) and figures.fault is None
+
     def settle(
         self, figures: Figures, compute_ms: float, *, raising: Callable[[str, float], TrainError] | None
     ) -> None:

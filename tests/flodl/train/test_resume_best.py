@@ -12,7 +12,8 @@ import torch
 from test_resume import _damage, apart, builder, finished, make_model, same_bits
 
 from flodl.errors import CheckpointError, TrainError
-from flodl.train import Warned, adamw
+from flodl.train import Saved, SaveFailed, Warned, adamw
+from flodl.train.saving import keeper
 from flodl.train.saving.reading import list_checkpoints, read_checkpoint, read_manifest
 
 torch.set_num_threads(1)
@@ -210,3 +211,57 @@ def test_a_schedule_is_known_by_its_values_and_not_by_where_it_lies(tmp_path):
         builder(tmp_path / "b", schedule=lambda ranks: Falling(2e-2)).run()
     builder(tmp_path / "b", schedule=Falling(1e-2)).run().join()
     assert same_bits(finished(tmp_path / "a"), finished(tmp_path / "b"))
+
+
+def refusing(monkeypatch, broken):
+    """Have the disk refuse checkpoints of these steps."""
+    write = keeper._write
+
+    def limited(path, chunks):
+        if any(f".stage-{step:08d}-" in str(path) for step in broken):
+            raise OSError(28, "No space left on device")
+        return write(path, chunks)
+
+    monkeypatch.setattr(keeper, "_write", limited)
+
+
+FIGURES = {4: 0.1, 8: 0.9, 12: 0.5, 16: 0.3, 20: 0.7, 24: 0.2}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("broken", "kept", "last"), [((), 8, 24), ((8,), 20, 24), ((8, 20), 12, 24), ((8, 12, 20), 16, 24)]
+)
+def test_a_best_that_could_not_be_written_is_none(tmp_path, monkeypatch, ranks, broken, kept, last):
+    refusing(monkeypatch, broken)
+    said = []
+    settings = {"figures": iter(FIGURES.values()), "eval_every": 4, "save_every": None, "save_epochs": False}
+    judged(tmp_path, ranks=ranks, told=[said.append], **settings).run().join()
+    assert [int(path.name[5:]) for path in list_checkpoints(tmp_path)] == [kept, last]
+    failed = [event for event in said if isinstance(event, SaveFailed)]
+    assert {event.step for event in failed} == set(broken)
+    assert all("would have been the best (score) and does not count as that" in event.reason for event in failed)
+
+
+def test_a_last_best_that_could_not_be_written_is_tried_again(tmp_path, monkeypatch):
+    write, left = keeper._write, [24]
+
+    def limited(path, chunks):
+        if left and f"-{left[0]:08d}-" in str(path):
+            left.clear()
+            raise OSError(28, "No space left on device")
+        return write(path, chunks)
+
+    monkeypatch.setattr(keeper, "_write", limited)
+    judged(tmp_path, figures=iter([0.1, 0.2, 0.9]), save_every=None, save_epochs=False).run().join()
+    assert best_of(tmp_path) == (0.9, -24)
+
+
+def test_a_best_that_is_gone_is_none(tmp_path):
+    def remove(event):
+        if isinstance(event, Saved) and event.step == 8:
+            shutil.rmtree(event.path)
+
+    settings = {"figures": iter(FIGURES.values()), "eval_every": 4, "save_epochs": False}
+    judged(tmp_path, told=[remove], **settings).run().join()
+    assert best_of(tmp_path) == (0.7, -20)
