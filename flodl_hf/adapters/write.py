@@ -96,20 +96,18 @@ def save_adapter(
     tensors = stored_adapter(model, adapter)
     others = {CONFIG: _json(_settings(model, adapter)), HEAD: _json(_head(model, adapter))} | _recipe(model, adapter)
     others |= dict(extra_files or {})
-    written: list[WrittenFile] = []
 
     def write(stage: Path) -> None:
-        written.append(write_safetensors(stage / WEIGHTS, tensors.items(), {"format": "pt"}))
+        written = [write_safetensors(stage / WEIGHTS, tensors.items(), {"format": "pt"})]
         for name, data in others.items():
             (stage / name).parent.mkdir(exist_ok=True)
             file = write_bytes(stage / name, data)
             written.append(WrittenFile(name, file.size, file.sha256))
         write_checksums(stage, ((file.name, file.size, file.sha256) for file in written))
+        verify_files(stage, written)
 
     needed = sum(t.numel() * t.element_size() for t in tensors.values()) + sum(map(len, others.values()))
-    target = publish_folder(folder, write, overwrite=overwrite, needed_bytes=needed)
-    verify_files(target, written)
-    return target
+    return publish_folder(folder, write, overwrite=overwrite, needed_bytes=needed)
 
 
 def _recipe(model: GraphModel, adapter: Adapter) -> dict[str, bytes]:

@@ -91,7 +91,7 @@ def runs(folder: Path, head: str, device: str, precision: Any) -> Explanation:
     """
     from flodl.devices import parse_device
     from flodl_hf.config.model_config import read_config_file
-    from flodl_hf.model.filling import stored_dtype
+    from flodl_hf.model.filling import settle_dtype
     from flodl_hf.model.pretrained import open_weights, plan_folder
     from flodl_hf.runtime.explain import explain_graph
     from flodl_hf.runtime.precision import check_name, dtype_of
@@ -99,9 +99,9 @@ def runs(folder: Path, head: str, device: str, precision: Any) -> Explanation:
     check_name(precision)
     config = read_config_file(folder)
     with open_weights(folder, config) as opened:
-        stored = opened.manifest.tensors
-        _, graph = plan_folder(config, head, stored, str(folder))
-    return explain_graph(graph, parse_device(device), dtype_of(precision) or stored_dtype(stored), precision)
+        plan, graph = plan_folder(config, head, opened.manifest.tensors, str(folder))
+    dtype = dtype_of(precision) or settle_dtype(None, config, plan, opened.manifest)
+    return explain_graph(graph, parse_device(device), dtype, precision)
 
 
 def describe(name: str, head: str, hub: dict[str, Any]) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from flodl_hf.encoder.parts import joined
 from flodl_hf.errors import ExportError
 from flodl_hf.export.convert import model_files
 from flodl_hf.export.json_text import patch_json
+from flodl_hf.export.model import export_model
 from flodl_hf.export.state import plan_state, write_state
 from flodl_hf.family.head_names import names_of
 from flodl_hf.hub.folders import resolve_folder
@@ -133,10 +134,12 @@ def export_graph_file(
             (stage / name).write_bytes(data)
         weights = transformer_folder(stage)
         write_state(weights, plan_state(tensors, metadata={"format": "pt"}))
-        model = load(stage, head=task, dtype=dtype)
+        model = load(stage, head=task, dtype=dtype or (kinds or [None])[0])
         checked = _check(found, model, style)
-        folder = model.save_pretrained(Path(out), overwrite=overwrite, max_shard_size=max_shard_size)
-    _compare(tensors, folder, model.dtype if dtype is not None else None, str(file))
+        folder = export_model(
+            model, Path(out), overwrite=overwrite, max_shard_size=max_shard_size,
+            check=lambda written: _compare(tensors, written, model.dtype, str(file)),
+        )  # fmt: skip
     return GraphFile(folder, task, len(found.tensors), style, checked, model)
 
 
@@ -257,8 +260,8 @@ def _check(found: Checkpoint, model: EncoderModel, style: str) -> bool:
     return True
 
 
-def _compare(tensors: Mapping[str, Tensor], folder: Path, dtype: torch.dtype | None, file: str) -> None:
-    """Read the folder again and compare it with the checkpoint, bit for bit.
+def _compare(tensors: Mapping[str, Tensor], folder: Path, dtype: torch.dtype, file: str) -> None:
+    """Read the written folder and compare it with the checkpoint cast to ``dtype``, bit for bit.
 
     Raises:
         ExportError: names or values differ.
@@ -267,14 +270,14 @@ def _compare(tensors: Mapping[str, Tensor], folder: Path, dtype: torch.dtype | N
         there = written.read_all()
     wrong = sorted(set(tensors) ^ set(there))
     for name in set(tensors) & set(there):
-        cast = dtype is not None and tensors[name].is_floating_point()
-        if not _same(there[name], tensors[name].to(dtype) if cast else tensors[name]):
+        expected = tensors[name].to(dtype) if tensors[name].is_floating_point() else tensors[name]
+        if not _same(there[name], expected):
             wrong.append(name)
     if wrong:
         raise ExportError(
-            f"{folder}: {len(wrong)} tensors are not those of {file}: {', '.join(wrong[:10])}; expected equal values. "
-            "The folder was written and should not be used; please report this",
-            path=str(folder),
+            f"export: {len(wrong)} tensors would not be those of {file}: {', '.join(wrong[:10])}; expected equal "
+            "values. Nothing was written; please report this",
+            path=file,
             problems=wrong,
         )
 

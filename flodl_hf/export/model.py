@@ -47,8 +47,9 @@ def export_model(
     max_shard_size: int | str | None = None,
     extra_files: Mapping[str, bytes] | None = None,
     extra_models: Mapping[str, GraphModel] | None = None,
+    check: Callable[[Path], object] | None = None,
 ) -> Path:
-    """Write ``model`` to ``folder`` in one step, reopen it and compare every byte; return the folder.
+    """Write ``model`` to ``folder``, every byte read again and compared before it is put in place; return the folder.
 
     ``checksums.json`` lists length and SHA-256 of every file, for `load` with ``verified=True`` and `flodl-hf verify`.
 
@@ -63,6 +64,7 @@ def export_model(
         max_shard_size: cut the weights above this size, as ``"5GB"`` or bytes; None keeps the source's layout.
         extra_files: further files to put beside, by name.
         extra_models: further models, each by the folder inside that it gets with its configuration and tokenizer.
+        check: given the written folder before it is put in place; what it raises keeps the folder out.
 
     Raises:
         ExportError: the folder is in use or not empty, the disk is full or refuses, or what was written
@@ -80,15 +82,12 @@ def export_model(
     others = surroundings(model) | dict(extra_files or {})
     for inside, part in (extra_models or {}).items():
         others |= {f"{inside}/{name}": data for name, data in surroundings(part).items()}
-    written: list[WrittenFile] = []
-    target = publish_folder(
+    return publish_folder(
         folder,
-        _writer(plans, others, written),
+        _writer(plans, others, check),
         overwrite=overwrite,
         needed_bytes=sum(plan.nbytes for plan in plans.values()) + sum(map(len, others.values())),
     )
-    verify_files(target, written)
-    return target
 
 
 def surroundings(model: GraphModel) -> dict[str, bytes]:
@@ -110,9 +109,10 @@ def _parts(model: GraphModel) -> dict[str, GraphModel]:
 
 
 def _writer(
-    plans: Mapping[str, WritePlan], others: Mapping[str, bytes], written: list[WrittenFile]
+    plans: Mapping[str, WritePlan], others: Mapping[str, bytes], check: Callable[[Path], object] | None
 ) -> Callable[[Path], None]:
     def write(stage: Path) -> None:
+        written: list[WrittenFile] = []
         for inside, plan in plans.items():
             (stage / inside).mkdir(parents=True, exist_ok=True)
             files = write_state(stage / inside, plan)
@@ -123,6 +123,9 @@ def _writer(
             file = write_bytes(place, data)
             written.append(WrittenFile(name, file.size, file.sha256))
         write_checksums(stage, ((file.name, file.size, file.sha256) for file in written))
+        verify_files(stage, written)
+        if check is not None:
+            check(stage)
 
     return write
 

@@ -19,10 +19,10 @@ from flodl.errors import CheckpointError, ConfigError, capped, nearest, printabl
 from flodl.graph import Graph
 from flodl_hf.config.model_config import ModelConfig
 from flodl_hf.model.building import assign
-from flodl_hf.weights.checkpoint.manifest import DTYPES, StoredTensor
+from flodl_hf.weights.checkpoint.manifest import DTYPES, SourceManifest
 from flodl_hf.weights.loading import LoadReport, Plan
 
-__all__ = ["FiniteCheck", "check_dtype", "check_duplicates", "fill", "settle_dtype", "settle_ties", "stored_dtype"]
+__all__ = ["FiniteCheck", "check_dtype", "check_duplicates", "fill", "settle_dtype", "settle_ties"]
 
 _FLOATS = ("float32", "float16", "bfloat16", "float64")
 
@@ -42,39 +42,27 @@ def check_dtype(dtype: torch.dtype | str | None) -> torch.dtype | str | None:
     return found
 
 
-def stored_dtype(stored: Mapping[str, StoredTensor]) -> torch.dtype:
-    """Return half precision where all numbers are stored so, else float32."""
-    kinds = {tensor.dtype for tensor in stored.values()}
-    return {frozenset({"F16"}): torch.float16, frozenset({"BF16"}): torch.bfloat16}.get(frozenset(kinds), torch.float32)
-
-
-def settle_dtype(given: torch.dtype | str | None, config: ModelConfig, plan: Plan) -> torch.dtype:
-    """Return the one dtype of the loaded model; what was decided against the file is told in the report.
+def settle_dtype(
+    given: torch.dtype | str | None, config: ModelConfig, plan: Plan, manifest: SourceManifest
+) -> torch.dtype:
+    """Return the one dtype of the loaded model; a cast that nobody asked for is told in the report.
 
     Args:
-        given: the caller's; None keeps what is stored, "auto" takes the configuration's word before that.
-        config: whose ``dtype`` or ``torch_dtype`` decides for "auto", and where several are stored.
-        plan: which tensors are used, with their headers.
+        given: the caller's; None and "auto" take the configuration's, else the files', as transformers does.
+        config: whose ``dtype`` or ``torch_dtype`` decides.
+        plan: which tensors are used.
+        manifest: of the files.
     """
     if isinstance(given, torch.dtype):
         return given
-    used = sorted(set(plan.placed.values()))
-    kinds = list(dict.fromkeys(DTYPES[plan.stored[name].dtype] for name in used))
-    key, stated = _stated(config)
-    if not kinds:
-        return stated or torch.float32
-    # Of several, transformers takes the first by name.
-    chosen = stated if stated is not None and (given == "auto" or len(kinds) > 1) else kinds[0]
-    if len(kinds) > 1:
-        why = f"as {key} in config.json says" if stated is not None else f"the dtype of {used[0]}"
+    kinds = sorted({_word(DTYPES[plan.stored[name].dtype]) for name in plan.placed.values()})
+    key, chosen = _stated(config.source, ("dtype", "torch_dtype"))
+    why = f"as {key} in config.json says"
+    if chosen is None:
+        why, chosen = _first_stored(manifest)
+    if set(kinds) - {_word(chosen)}:
         plan.report.notes.append(
-            f"weights are stored in {' and '.join(sorted(map(_word, kinds)))}; all are cast to {_word(chosen)}, {why}, "
-            "as transformers does"
-        )
-    elif stated is not None and stated != kinds[0]:
-        kept = "kept; dtype='auto' takes config.json's, as transformers does" if chosen == kinds[0] else "cast to that"
-        plan.report.notes.append(
-            f"{key} in config.json says {_word(stated)} and weights are stored in {_word(kinds[0])}, which is {kept}"
+            f"weights are stored in {' and '.join(kinds)}; all are cast to {_word(chosen)}, {why}, as transformers does"
         )
     return chosen
 
@@ -83,15 +71,33 @@ def _word(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _stated(config: ModelConfig) -> tuple[str, torch.dtype | None]:
-    """Return the key and the dtype that a configuration states; None where it states none that weights can have."""
-    for key in ("dtype", "torch_dtype"):
-        value = config.source.get(key)
+def _stated(source: Mapping[str, Any], keys: Iterable[str]) -> tuple[str, torch.dtype | None]:
+    """Return the key and the dtype that JSON states; None where it states none that weights can have."""
+    for key in keys:
+        value = source.get(key)
         if isinstance(value, str):
             found = getattr(torch, value.removeprefix("torch."), None)
-            if isinstance(found, torch.dtype) and found.is_floating_point:
+            if isinstance(found, torch.dtype) and found in _BITS:
                 return key, found
     return "dtype", None
+
+
+def _first_stored(manifest: SourceManifest) -> tuple[str, torch.dtype]:
+    """Return the dtype by which transformers knows files that nothing is said of, and why it is that one.
+
+    It is the index's word, else that of the first floating tensor of the first file, used or not: by name in
+    safetensors, by place in files of torch.
+    """
+    _, stated = _stated(manifest.index_metadata, ("dtype",))
+    if stated is not None:
+        return f"as {manifest.index_name} says", stated
+    first = manifest.files[0].name
+    names = [name for name, stored in manifest.tensors.items() if stored.file == first]
+    for name in sorted(names) if first.endswith(".safetensors") else names:
+        found = DTYPES[manifest.tensors[name].dtype]
+        if found in _BITS:
+            return f"the dtype of {printable(name)[1:-1]}", found
+    return "the usual dtype", torch.float32
 
 
 # By dtype: the bits of a number without its sign, and the least of them that are not finite.

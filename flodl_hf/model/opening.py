@@ -81,8 +81,8 @@ class Opened:
             token: Hub token; None takes the environment's.
             cache_dir: where downloads are kept; None takes the Hub's cache.
             local_files_only: open no connection.
-            dtype: cast the weights to this; None keeps what is stored, "auto" takes what ``config.json`` states, as
-                transformers does. Files of several dtypes are cast to one: the configuration's, else the first's.
+            dtype: cast the weights to this; None and "auto" take what ``config.json`` states, else what is stored (of
+                several dtypes the first tensor's), as transformers does.
             device: where to put the model; None is torch's default device, usually the CPU, "auto" the best there is.
             attention: "sdpa" (fused kernels) or "eager" (plain products).
             labels: names of a new head's labels; a classifier of another size starts fresh.

@@ -269,7 +269,7 @@ def _read_folder(
         if checkpoint.manifest.passed_over:
             warnings.warn(f"{folder}: {checkpoint.manifest.passed_over}", stacklevel=2)
             plan.report.notes.append(checkpoint.manifest.passed_over)
-        dtype = settle_dtype(asked.dtype, config, plan)
+        dtype = settle_dtype(asked.dtype, config, plan, checkpoint.manifest)
         if warming is not None:
             warming.layers(graph, dtype)
         same_head = plan.report.source_head == head and not plan.report.new

@@ -147,7 +147,7 @@ def _faults(
     if other:
         word = str(dtype).removeprefix("torch.")
         faults.append(
-            f"weights are stored in {', '.join(sorted(kinds))} and are to be {word}, which takes copies; leave dtype= "
-            "out, and predict with precision= to compute in another"
+            f"weights are stored in {', '.join(sorted(kinds))} and are to be {word}, which takes copies; say dtype= as "
+            "they are stored, and predict with precision= to compute in another"
         )
     return faults

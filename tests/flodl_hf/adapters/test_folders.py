@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from flodl.errors import CheckpointError, ConfigError
 from flodl_hf import AutoModelForQuestionAnswering, AutoModelForSequenceClassification, load
 from flodl_hf.cli.app import app
+from flodl_hf.errors import ExportError
 
 IDS = torch.tensor([[2, 5, 6, 7, 3], [2, 9, 8, 11, 3]])
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -40,6 +41,29 @@ def logits(model: Any) -> torch.Tensor:
 @pytest.fixture
 def folder(adapted: Callable[..., Any], tmp_path: Path) -> Path:
     return adapted().save_pretrained(tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_what_does_not_read_back_never_stands_in_place(
+    adapted: Any, tmp_path: Path, merged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files that a disk changed as they were written; an adapter's alone, and a whole model's."""
+    model = adapted()
+    if merged:
+        model.merge_adapter()
+    old = model.save_pretrained(tmp_path / "out")
+    before = {file.name: file.read_bytes() for file in old.iterdir()}
+
+    def differ(folder: Path, files: Any) -> None:
+        raise ExportError(f"{folder}: read again, 1 files are not what was written", path=str(folder), problems=["x"])
+
+    for module in ("flodl_hf.export.model", "flodl_hf.adapters.write"):
+        monkeypatch.setattr(f"{module}.verify_files", differ)
+    for place in (old, tmp_path / "new"):
+        with pytest.raises(ExportError, match="read again"):
+            model.save_pretrained(place, overwrite=True)
+    assert {file.name: file.read_bytes() for file in old.iterdir()} == before
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name in ("out", "new")) == ["out"]
 
 
 def edit(folder: Path, **changes: Any) -> Path:

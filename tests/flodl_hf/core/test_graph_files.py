@@ -168,6 +168,22 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(run: tuple[EncoderM
     assert not (place / "out").exists()
 
 
+@pytest.mark.parametrize("there_before", [False, True])
+def test_what_is_not_the_file_never_stands_in_place(
+    run: tuple[EncoderModel, Path], there_before: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, place = run
+    model.graph.save_checkpoint(place / "run.fdl")
+    if there_before:
+        model.save_pretrained(place / "out")
+    before = {file.name: file.read_bytes() for file in (place / "out").glob("*")}
+    monkeypatch.setattr("flodl_hf.export.graph_file._same", lambda one, other: False)
+    with pytest.raises(ExportError, match="Nothing was written"):
+        export_graph_file(place / "run.fdl", place / "out", like=place / "like", overwrite=True)
+    assert (place / "out").exists() == there_before
+    assert {file.name: file.read_bytes() for file in (place / "out").glob("*")} == before
+
+
 def test_the_command_line(run: tuple[EncoderModel, Path]) -> None:
     pytest.importorskip("typer")
     from typer.testing import CliRunner
