@@ -115,8 +115,14 @@ def capped(items: Sequence[str], limit: int = 20, indent: str = "  ") -> str:
     return "\n".join(lines)
 
 
+# Spellings of more characters are compared with none: that takes seconds for what a stranger may send.
+NEAREST = 500
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return ``", did you mean 'x'?"`` for the closest known spelling, or an empty string."""
+    if len(name) > NEAREST:
+        return ""
     match = get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f", did you mean {match[0]!r}?" if match else ""
 
@@ -146,5 +152,7 @@ def printable(text: str, limit: int = 120) -> str:
 
 def shown(value: object, limit: int = 120) -> str:
     """Return a value as Python writes it, cut to ``limit``: for messages about values rather than texts."""
+    if isinstance(value, (str, bytes, list, tuple)) and len(value) > limit:
+        value = value[:limit]  # written out it is longer than the limit all the same
     text = repr(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -1,7 +1,12 @@
-"""Answers as bytes: JSON, or what the client says it takes: an array as ``.npy`` or Arrow, anything as MessagePack."""
+"""Answers as bytes: JSON, or what the client says it takes: an array as ``.npy`` or Arrow, anything as MessagePack.
+
+A large answer is written in pieces, between which others are served: a library that writes one as a whole keeps the
+interpreter from all else, for seconds where it has millions of numbers.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import io
 from collections.abc import Callable
 from functools import lru_cache
@@ -11,15 +16,17 @@ import numpy as np
 
 from flodl_hf.serving.doors.door import Reply
 from flodl_hf.serving.faults import RefusedError
-from flodl_hf.serving.frames import as_json
+from flodl_hf.serving.frames import PIECE, as_json, from_json, json_pieces
 
-__all__ = ["accepted", "written"]
+__all__ = ["accepted", "written", "written_in_pieces"]
 
 JSON = "application/json"
+# So much of an answer is sent at once: pieces of one number each would be a packet each.
+SENT = 1 << 18
 
 
 def _json(reply: Reply) -> bytes:
-    return as_json(reply.data)
+    return as_json(reply.data) if reply.text is None else reply.text
 
 
 def _npy(reply: Reply) -> bytes:
@@ -55,7 +62,8 @@ def _arrow(reply: Reply) -> bytes:
 def _msgpack(reply: Reply) -> bytes:
     import msgpack
 
-    packed: Any = msgpack.packb(reply.data, default=_plain)
+    data = reply.data if reply.text is None else from_json(reply.text)
+    packed: Any = msgpack.packb(data, default=_plain)
     return packed
 
 
@@ -113,3 +121,29 @@ def written(reply: Reply, form: str) -> bytes:
         RefusedError: it has no such form.
     """
     return _FORMS[form](reply)
+
+
+async def written_in_pieces(reply: Reply, form: str, size: int) -> list[bytes]:
+    """Return an answer in a form that `accepted` gave, in parts; a large one gives way to others while it is written.
+
+    Args:
+        reply: the answer.
+        form: what to write.
+        size: about how many numbers and words it has.
+
+    Raises:
+        RefusedError: it has no such form.
+    """
+    if size <= PIECE or form != JSON or reply.text is not None:
+        return [written(reply, form)]
+    parts, held, length = list[bytes](), list[bytes](), 0
+    for piece in json_pieces(reply.data):
+        held.append(piece)
+        length += len(piece)
+        if length >= SENT:
+            parts.append(b"".join(held))
+            held, length = [], 0
+        if len(piece) >= PIECE:
+            await asyncio.sleep(0)
+    parts.append(b"".join(held))
+    return parts

@@ -30,7 +30,7 @@ from flodl_hf.serving.faults import RefusedError
 from flodl_hf.serving.frames import as_json
 from flodl_hf.serving.ledger import Ledger
 from flodl_hf.serving.metrics import Metrics
-from flodl_hf.serving.openapi import openapi
+from flodl_hf.serving.openapi import below_model, openapi
 from flodl_hf.serving.page import page
 from flodl_hf.serving.processes import Processes
 from flodl_hf.serving.settings import Settings
@@ -162,9 +162,7 @@ def _answered(doors: Mapping[str, Endpoint]) -> list[Route]:
 def _answered_below(house: House) -> list[Route]:
     """Return the doors once more, below a model's name."""
     return [
-        Route(
-            f"/models/{{name:path}}/-{'' if door.path == '/' else door.path}", Endpoint(house, door), methods=["POST"]
-        )
+        Route(below_model(door.path).replace("{name}", "{name:path}"), Endpoint(house, door), methods=["POST"])
         for door in DOORS
     ]
 
@@ -225,17 +223,26 @@ def _told(house: House) -> list[Route]:
         return 200, metrics.text().encode()
 
     text = "text/plain; version=0.0.4; charset=utf-8"
+
+    def described() -> tuple[int, Any]:
+        said = [(path, says, told.open_to_all) for path, says, told in listed]
+        return 200, openapi(DOORS, said, keys=bool(house.settings.api_keys))
+
     listed = [
-        ("/health", _Told(house, ready)),
-        ("/ready", _Told(house, ready)),
-        ("/live", _Told(house, lambda: (200, {"live": True}))),
-        ("/metrics", _Told(house, counted, text)),
-        ("/info", _Told(house, lambda: (200, _info(house)), open_to_all=False)),
-        ("/v1/models", _Told(house, lambda: (200, _models(house)), open_to_all=False)),
-        ("/openapi.json", _Told(house, lambda: (200, openapi(DOORS, keys=bool(house.settings.api_keys))))),
-        ("/", _Told(house, lambda: (200, page(house.workers.models).encode()), "text/html; charset=utf-8")),
+        ("/health", "200 where requests are answered", _Told(house, ready)),
+        ("/ready", "200 where requests are answered", _Told(house, ready)),
+        ("/live", "200 while this process runs", _Told(house, lambda: (200, {"live": True}))),
+        ("/metrics", "for Prometheus", _Told(house, counted, text)),
+        ("/info", "models, limits and version", _Told(house, lambda: (200, _info(house)), open_to_all=False)),
+        ("/v1/models", "the models that are served", _Told(house, lambda: (200, _models(house)), open_to_all=False)),
+        ("/openapi.json", "this document", _Told(house, described)),
+        (
+            "/",
+            "a page to try each model",
+            _Told(house, lambda: (200, page(house.workers.models).encode()), "text/html; charset=utf-8"),
+        ),
     ]
-    return [Route(path, told, methods=["GET"]) for path, told in listed]
+    return [Route(path, told, methods=["GET"]) for path, _, told in listed]
 
 
 def _models(house: House) -> dict[str, Any]:

@@ -12,9 +12,10 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
+from flodl.garbage_collection import gc_paused
 from flodl_hf.serving.admission import known_key
-from flodl_hf.serving.answering import accepted, written
-from flodl_hf.serving.doors.door import Call, Door, House, Reply
+from flodl_hf.serving.answering import accepted, written_in_pieces
+from flodl_hf.serving.doors.door import Call, Door, House
 from flodl_hf.serving.doors.fields import read
 from flodl_hf.serving.faults import RefusedError, Style, told
 from flodl_hf.serving.frames import as_json, from_json
@@ -29,6 +30,7 @@ LOG = logging.getLogger("flodl_hf.serving")
 DISCARD_S = 2.0
 # Whether a client is still there is looked at after so long, by a task of its own: most have their answer by then.
 PATIENCE_S = 0.25
+LARGE_BODY = 1 << 18
 
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
@@ -80,15 +82,24 @@ async def send_whole(
     send: Send, status: int, kind: str, body: bytes, headers: Iterable[tuple[bytes, bytes]] = ()
 ) -> None:
     """Send an answer in one piece."""
+    await send_parts(send, status, kind, [body], headers)
+
+
+async def send_parts(
+    send: Send, status: int, kind: str, parts: list[bytes], headers: Iterable[tuple[bytes, bytes]] = ()
+) -> None:
+    """Send an answer in parts, of which each is let go when it is on its way; ``parts`` is empty afterwards."""
     listed = [
         (b"content-type", kind.encode()),
-        (b"content-length", b"%d" % len(body)),
+        (b"content-length", b"%d" % sum(map(len, parts))),
         (b"x-content-type-options", b"nosniff"),
         (b"cache-control", b"no-store"),
         *headers,
     ]
     await send({"type": "http.response.start", "status": status, "headers": listed})
-    await send({"type": "http.response.body", "body": body})
+    parts.reverse()
+    while parts:
+        await send({"type": "http.response.body", "body": parts.pop(), "more_body": bool(parts)})
 
 
 async def fault_answer(send: Send, fault: RefusedError, style: Style, *, close: bool = False) -> int:
@@ -138,7 +149,7 @@ class Endpoint:
             call = Call(
                 house,
                 door,
-                read(door.fields, _parsed(body), strict=door.strict),
+                read(door.fields, _parsed(body), strict=door.strict, most=house.settings.max_inputs),
                 key,
                 time.monotonic() + _timeout(headers, house.settings.timeout_s),
                 scope.get("path_params", {}).get("name"),
@@ -146,11 +157,8 @@ class Endpoint:
                 trace,
             )
             del body
-            reply = await self._unless_gone(door.answer(call), receive)
-            if trace is not None:
-                trace.answering()
-            data = written(reply, form)
-            await send_whole(send, 200, form, data, self._figures(call, started))
+            parts = await self._unless_gone(self._answered(call, form), receive)
+            await send_parts(send, 200, form, parts, self._figures(call, started))
         except RefusedError as fault:
             word = fault.kind
             status = await fault_answer(send, fault, door.style, close=fault.kind in ("size", "slow", "key"))
@@ -165,6 +173,13 @@ class Endpoint:
         # The answer leaves when the loop turns, and is counted behind that.
         took = time.perf_counter() - started
         asyncio.get_running_loop().call_soon(self._tally.gone, call, status, word, took)
+
+    async def _answered(self, call: Call, form: str) -> list[bytes]:
+        """Return the answer to a call, in parts."""
+        reply = await self.door.answer(call)
+        if call.trace is not None:
+            call.trace.answering()
+        return await written_in_pieces(reply, form, call.size)
 
     async def _body(self, headers: Headers, receive: Receive) -> bytes:
         most = self.house.settings.max_body
@@ -212,7 +227,7 @@ class Endpoint:
                     size += len(message.get("body", b""))
                     more = message.get("more_body", False)
 
-    async def _unless_gone(self, answering: Awaitable[Reply], receive: Receive) -> Reply:
+    async def _unless_gone(self, answering: Awaitable[list[bytes]], receive: Receive) -> list[bytes]:
         """Return the answer; a client that goes away takes it back."""
         cut = _Cut()
         watch: asyncio.Task[None] | None = None
@@ -280,7 +295,11 @@ class _Cut:
 
 def _parsed(body: bytes) -> Any:
     try:
-        return from_json(body)
+        if len(body) < LARGE_BODY:
+            return from_json(body)
+        # Millions of small lists would be looked through again and again while they are made, for seconds.
+        with gc_paused():
+            return from_json(body)
     except (ValueError, RecursionError) as fault:
         raise RefusedError(f"the body is no JSON: {str(fault)[:200]}", "body") from None
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from flodl.errors import FlodlError
 
-__all__ = ["RefusedError", "Style", "told"]
+__all__ = ["RefusedError", "Style", "statuses", "told"]
 
 Style = Literal["tei", "openai", "cohere"]
 
@@ -53,6 +53,11 @@ class RefusedError(FlodlError):
 
     def __init__(self, message: str, kind: str = "refused", **details: Any) -> None:
         super().__init__(message, **{"kind": kind, "param": None, "after_s": None, **details})
+
+
+def statuses(style: Style) -> list[int]:
+    """Return the statuses of faults at doors of a style; that of a client that has gone is seen in logs alone."""
+    return sorted({row[0 if style == "tei" else 1] for row in _KINDS.values()} - {499})
 
 
 def told(fault: RefusedError, style: Style) -> tuple[int, dict[str, Any], dict[str, str]]:

@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from struct import Struct
 from typing import Any
 
 import numpy as np
 
-__all__ = ["HEAD", "as_json", "from_json", "packed", "unpacked"]
+__all__ = ["HEAD", "PIECE", "as_json", "from_json", "json_pieces", "packed", "unpacked"]
 
 HEAD = Struct("<QI")
 """Bytes of the whole message behind this, and of its JSON."""
 
-_KINDS = ("float32", "float16", "int64", "int32")
+PIECE = 16_384
+"""Most numbers that are written as JSON at once: half a millisecond in which a loop does nothing else."""
+
+_KINDS = ("float32", "float16", "int64", "int32", "uint8")
 _NAMES = {np.dtype(kind): kind for kind in _KINDS}  # numpy puts a dtype's name together anew each time
 
 as_json: Callable[[Any], bytes]
@@ -61,6 +64,74 @@ else:
         return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
 
     as_json, from_json = _dumped, orjson.loads
+
+
+def json_pieces(value: Any) -> Iterator[bytes]:
+    """Yield a value as JSON piece by piece; together they are what `as_json` gives.
+
+    Args:
+        value: JSON types and arrays.
+    """
+    if _room(value, PIECE) >= 0 or not isinstance(value, (np.ndarray, list, tuple, dict)):
+        yield as_json(value)
+    elif isinstance(value, dict):
+        for at, (name, part) in enumerate(value.items()):
+            yield (b"," if at else b"{") + as_json({name: None})[1:-5]
+            yield from json_pieces(part)
+        yield b"}"
+    else:
+        before = b"["
+        for part, whole in _parts(value):
+            yield before
+            if whole:
+                yield as_json(part)[1:-1]
+            else:
+                yield from json_pieces(part)
+            before = b","
+        yield b"]"
+
+
+def _parts(value: Any) -> Iterator[tuple[Any, bool]]:
+    """Yield members of an array or a list: as many as fit together, or one that does not fit."""
+    if isinstance(value, np.ndarray):
+        step = PIECE // max(1, value.size // len(value))
+        if step:
+            yield from ((value[at : at + step], True) for at in range(0, len(value), step))
+        else:
+            yield from ((row, False) for row in value)
+        return
+    held: list[Any] = []
+    left = PIECE
+    for part in value:
+        left = _room(part, left)
+        if left < 0:
+            if held:
+                yield held, True
+                held = []
+            left = _room(part, PIECE)
+            if left < 0:
+                yield part, False
+                left = PIECE
+                continue
+        held.append(part)
+    if held:
+        yield held, True
+
+
+def _room(value: Any, room: int) -> int:
+    """Return how many numbers have room behind a value; below 0, as soon as that is known, where it has none itself."""
+    if isinstance(value, np.ndarray):
+        return room - value.size
+    if isinstance(value, str):
+        return room - 1 - len(value) // 8
+    if isinstance(value, (list, tuple, dict)):
+        room -= 1
+        for part in value.values() if isinstance(value, dict) else value:
+            room = _room(part, room)
+            if room < 0:
+                break
+        return room
+    return room - 1
 
 
 def packed(message: dict[str, Any], arrays: Sequence[np.ndarray] = ()) -> list[bytes | memoryview]:

@@ -27,7 +27,7 @@ from flodl_hf.errors import TokenizerError
 from flodl_hf.serving.adapted import Together, open_adapters, put_together
 from flodl_hf.serving.admission import weigh
 from flodl_hf.serving.batching import Batcher
-from flodl_hf.serving.frames import HEAD, packed, unpacked
+from flodl_hf.serving.frames import HEAD, as_json, packed, unpacked
 from flodl_hf.serving.handing import handed
 from flodl_hf.serving.peak import Pace, peak_of
 from flodl_hf.serving.tasks import TASKS, check_head, describe, warm_items
@@ -253,6 +253,8 @@ class _Requests:
             try:
                 ticket.check()
                 reply["data"], arrays = worker.answer(message, ticket)
+                if "as_text" in message:
+                    arrays, reply["data"] = [np.frombuffer(as_json(reply["data"]), np.uint8)], None
             except Exception as fault:
                 reply["fault"] = _fault(fault)
                 if reply["fault"]["kind"] == "internal":

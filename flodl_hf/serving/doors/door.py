@@ -32,10 +32,12 @@ class Reply:
     Attributes:
         data: JSON types; arrays in it are written as lists.
         vectors: the array that binary answers hold; None where there is none.
+        text: all of it as JSON, where a worker wrote it; ``data`` is None then.
     """
 
     data: Any
     vectors: np.ndarray | None = None
+    text: bytes | None = None
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,8 @@ class Call:
     dropped: int = 0
     waited_s: float = 0.0
     inferred_s: float = 0.0
+    size: int = 0
+    """About how many numbers and words its answer has."""
     started: float = field(default_factory=time.perf_counter)
 
     def info(self, *tasks: str) -> dict[str, Any]:
@@ -155,7 +159,13 @@ class Call:
         return models[able[0]]
 
     async def ask(
-        self, task: str, items: list[Any], options: dict[str, Any] | None = None, *, texts: int = 0
+        self,
+        task: str,
+        items: list[Any],
+        options: dict[str, Any] | None = None,
+        *,
+        texts: int = 0,
+        as_text: bool = False,
     ) -> Answer:
         """Return a worker's answer.
 
@@ -164,6 +174,7 @@ class Call:
             items: what is asked of.
             options: of the task.
             texts: how many texts these are where that is not the number of items.
+            as_text: have the worker write its data as JSON, which is then the one array of the answer.
 
         Raises:
             RefusedError: a limit is broken, or the worker did not answer.
@@ -171,15 +182,16 @@ class Call:
         house = self.house
         self.info(task)
         settings, admission = house.settings, house.admission
-        count, characters = texts or len(items), weigh(items)
+        count = texts or len(items)
         self.texts += count
-        self.characters += characters
         if not items:
             raise RefusedError("there are no inputs; expected at least one", "empty")
         if count > settings.max_inputs:
             raise RefusedError(
                 f"there are {count} inputs; expected at most {settings.max_inputs} in a request", "limit"
             )
+        characters = weigh(items)
+        self.characters += characters
         weight = admission.tokens_of(characters)
         if weight > settings.max_tokens:
             raise RefusedError(
@@ -197,6 +209,7 @@ class Call:
                     weight=weight,
                     priority=self.priority,
                     traced=self.trace is not None and self.trace.recording,
+                    as_text=as_text,
                 )
         except OverloadedError as fault:
             raise RefusedError(fault.message, "overloaded", after_s=fault.after_s) from None
@@ -206,12 +219,27 @@ class Call:
             self.trace.worked(found.timeline)
         if task not in ("tokenize", "decode"):
             admission.learn(characters, found.tokens)
+        self.size += characters + found.tokens + sum(array.size for array in found.arrays)
         self.tokens += found.tokens
         self.windows += found.rows
         self.dropped += found.dropped
         self.waited_s += found.waited_s
         self.inferred_s += max(0.0, found.took_s - found.waited_s)
         return found
+
+    async def passed_on(self, task: str, items: list[Any], options: dict[str, Any]) -> Reply:
+        """Return what a worker answers as it is: nobody here reads it, and none of it is written twice.
+
+        Args:
+            task: of `flodl_hf.serving.tasks`.
+            items: what is asked of.
+            options: of the task.
+
+        Raises:
+            RefusedError: a limit is broken, or the worker did not answer.
+        """
+        found = await self.ask(task, items, options, as_text=True)
+        return Reply(None, text=found.arrays[0].tobytes())
 
     def usage(self) -> dict[str, int]:
         """Return what the call came to."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from flodl.errors import nearest, shown
@@ -38,22 +39,18 @@ def _texts(value: Any) -> list[str] | None:
     return found if isinstance(found, list) and set(map(type, found)) <= {str} else None
 
 
-def _ids(value: Any) -> bool:
-    return isinstance(value, list) and all(type(part) is int for part in value)
-
-
 def _inputs(value: Any) -> list[Any] | None:
-    if isinstance(value, list) and value and _ids(value):
-        return [value]
-    if isinstance(value, list) and value and all(map(_ids, value)):
-        return value
-    return _texts(value)
+    found = _rows(value)
+    return _texts(value) if value == [] or found is None else found
 
 
 def _rows(value: Any) -> list[list[int]] | None:
-    if isinstance(value, list) and value and all(map(_ids, value)):
-        return value
-    return [value] if _ids(value) else None
+    if not isinstance(value, list):
+        return None
+    kinds = set(map(type, value))
+    if kinds == {list}:
+        return value if set(map(type, chain.from_iterable(value))) <= {int} else None
+    return [value] if kinds <= {int} else None
 
 
 def _pairs(value: Any) -> list[Any] | None:
@@ -150,13 +147,17 @@ KINDS: dict[str, tuple[dict[str, Any], str, Callable[[Any], Any]]] = {
 """By name: JSON schema, in words, and what a value becomes; None where it is none."""
 
 
-def read(fields: Sequence[Field], body: Any, *, strict: bool) -> dict[str, Any]:
+_LISTED = ("inputs", "rows", "pairs", "documents", "questions", "any")
+
+
+def read(fields: Sequence[Field], body: Any, *, strict: bool, most: int) -> dict[str, Any]:
     """Return the fields of a request in one form; those that are not there, or null, are None.
 
     Args:
         fields: what the door takes.
         body: the JSON.
         strict: refuse fields that the door does not know; conventions of others pass over them.
+        most: inputs of a request; of a list with more, nothing is looked at.
 
     Raises:
         RefusedError: a field is missing, wrong or not known.
@@ -173,6 +174,10 @@ def read(fields: Sequence[Field], body: Any, *, strict: bool) -> dict[str, Any]:
                 )
             found[field.name] = None
             continue
+        if field.kind in _LISTED and isinstance(value, list) and len(value) > most and type(value[0]) is not int:
+            raise RefusedError(
+                f"{field.name} has {len(value)} inputs; expected at most {most} in a request", "limit", param=field.name
+            )
         _, words, check = KINDS[field.kind]
         found[field.name] = checked = check(value)
         if checked is None:

@@ -83,8 +83,7 @@ async def _embed_all(call: Call) -> Reply:
 
 async def _embed_sparse(call: Call) -> Reply:
     call.info("embed_sparse")
-    found = await call.ask("embed_sparse", _texts(call), cutting(call))
-    return Reply(found.data)
+    return await call.passed_on("embed_sparse", _texts(call), cutting(call))
 
 
 def _pairs_of(value: Any) -> tuple[list[Any], bool]:
@@ -134,7 +133,7 @@ async def _rerank(call: Call) -> Reply:
 async def _similarity(call: Call) -> Reply:
     given, parameters = call.fields["inputs"], call.fields["parameters"] or {}
     source, sentences = given.get("source_sentence"), given.get("sentences")
-    right = isinstance(source, str) and isinstance(sentences, list) and all(isinstance(s, str) for s in sentences)
+    right = isinstance(source, str) and isinstance(sentences, list) and set(map(type, sentences)) <= {str}
     if not right:
         raise RefusedError(
             'inputs: expected {"source_sentence": "...", "sentences": ["..."]}', "field", param="inputs"
@@ -150,13 +149,11 @@ async def _similarity(call: Call) -> Reply:
 async def _tokenize(call: Call) -> Reply:
     call.info("tokenize")
     special = call.fields["add_special_tokens"]
-    found = await call.ask("tokenize", _texts(call), {"special": special})
-    return Reply(found.data)
+    return await call.passed_on("tokenize", _texts(call), {"special": special})
 
 
 async def _decode(call: Call) -> Reply:
-    found = await call.ask("decode", call.fields["ids"], {"special": call.fields["skip_special_tokens"]})
-    return Reply(found.data)
+    return await call.passed_on("decode", call.fields["ids"], {"special": call.fields["skip_special_tokens"]})
 
 
 _INPUTS = Field("inputs", "inputs", "texts, or ids as they are", True)

@@ -282,12 +282,57 @@ def test_binary_answers(http: Any) -> None:
         http.post("/embed", json={"model": "embed", "inputs": TEXTS}, headers={"accept": "application/msgpack"}).content
     )
     assert np.abs(np.frombuffer(found["data"], found["dtype"]).reshape(found["shape"]) - expected).max() < CLOSE
+    tokens = http.post("/tokenize", json={"model": "embed", "inputs": "a"}, headers={"accept": "application/msgpack"})
+    assert msgpack.unpackb(tokens.content) == asked(http, "/tokenize", model="embed", inputs="a")
     rows = http.post("/v1/entities", json={"inputs": TEXTS[0]}, headers={"accept": "application/msgpack"})
     assert msgpack.unpackb(rows.content)["model"] == "ner"
     assert http.post("/v1/entities", json={"inputs": "a"}, headers={"accept": "application/x-npy"}).status_code == 406
     assert (
         http.post("/embed", json={"model": "embed", "inputs": "a"}, headers={"accept": "image/png"}).status_code == 406
     )
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/embed", {"model": "embed", "inputs": TEXTS}),
+        ("/embed_all", {"model": "embed", "inputs": TEXTS}),
+        ("/v1/embeddings", {"model": "embed", "input": TEXTS}),
+        ("/v1/late-interaction", {"inputs": TEXTS}),
+        ("/v1/entities", {"inputs": TEXTS, "aggregation": "none", "ignore_labels": []}),
+        ("/tokenize", {"model": "embed", "inputs": TEXTS}),
+    ],
+)
+def test_a_large_answer_is_that_in_one_piece(
+    http: Any, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    from flodl_hf.serving import answering, frames
+
+    whole = http.post(path, json=body)
+    for module, name, least in ((answering, "PIECE", 8), (frames, "PIECE", 8), (answering, "SENT", 100)):
+        monkeypatch.setattr(module, name, least)
+    pieces = http.post(path, json=body)
+    assert pieces.content == whole.content
+    assert pieces.headers["content-length"] == whole.headers["content-length"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/embed", {"inputs": [[]] * 3000}),
+        ("/decode", {"ids": [[]] * 3000}),
+        ("/predict", {"inputs": ["a"] * 3000}),
+        ("/v1/classify", {"inputs": [["a", "b"]] * 3000}),
+        ("/v1/answer", {"inputs": [{}] * 3000}),
+        ("/v2/rerank", {"query": "a", "documents": [{}] * 3000}),
+        ("/", {"inputs": [["a"]] * 3000}),
+    ],
+)
+def test_of_too_many_inputs_none_is_looked_at(http: Any, path: str, body: dict[str, Any]) -> None:
+    """Looked at one by one, those of a full body would keep all other requests waiting."""
+    answer = http.post(path, json={"model": "embed", **body})
+    assert answer.status_code == (400 if path == "/v2/rerank" else 413)
+    assert "3000 inputs; expected at most 2048" in answer.text
 
 
 @pytest.mark.parametrize(
@@ -372,7 +417,10 @@ def test_what_is_said_of_the_server(http: Any, served: tuple[str, Any]) -> None:
     assert info["max_input_length"] == 64
     assert [row["id"] for row in http.get("/v1/models").json()["data"]] == list(info["models"])
     document = http.get("/openapi.json").json()
-    assert {door.path for door in DOORS} <= set(document["paths"])
+    routes = {(route.path.replace(":path", ""), *route.methods - {"HEAD"}) for route in served[1].routes}
+    assert {(path, method.upper()) for path, said in document["paths"].items() for method in said} == routes
+    names = [one["operationId"] for said in document["paths"].values() for one in said.values() if "operationId" in one]
+    assert len(names) == len(set(names)) == 2 * len(DOORS)
     assert document["paths"]["/v1/classify"]["post"]["requestBody"]["content"]["application/json"]["schema"][
         "required"
     ] == ["inputs"]

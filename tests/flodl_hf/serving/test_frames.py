@@ -48,3 +48,26 @@ def test_numbers_that_are_not_finite_are_null(module: Any) -> None:
         "b": [None],
         "c": 2,
     }
+
+
+VALUES = {
+    "rows": np.linspace(-1, 1, 60, dtype=np.float32).reshape(20, 3),
+    "rows of texts": [np.ones((rows, 3), np.float32) for rows in (0, 1, 2, 3, 50)],
+    "long rows": np.arange(200, dtype=np.float32).reshape(2, 100),
+    "no rows": [np.zeros((0, 7), np.float32), np.zeros((90, 0), np.float32)],
+    "records": {
+        'a "ä"': [{"index": i, "text": "x" * (i % 30)} for i in range(40)], "b": np.zeros((3, 3, 9)), "c": None, 7: []
+    },
+    "lists": [list(range(40)), [], [[]] * 30, "a", ("b", [1.5, float("nan")])],
+    "a text": "ü" * 500,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_pieces_are_the_whole(module: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(module, "PIECE", 12)
+    pieces = list(module.json_pieces(VALUES[name]))
+    assert b"".join(pieces) == module.as_json(VALUES[name])
+    if name not in ("a text", "no rows"):
+        assert len(pieces) > 4
+        assert max(map(len, pieces)) < 400

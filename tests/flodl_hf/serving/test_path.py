@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flodl_hf.serving.frames import packed
+from flodl_hf.serving.answering import written_in_pieces
+from flodl_hf.serving.doors.door import Reply
+from flodl_hf.serving.frames import PIECE, as_json, packed
 from flodl_hf.serving.link import Link
 from flodl_hf.serving.log import Lines, Log, told
 from flodl_hf.serving.patience import Patience
@@ -70,6 +72,28 @@ def test_messages_are_whole_however_they_come(size: int) -> None:
     for (_, arrays), (_, expected) in zip(found, MESSAGES, strict=True):
         assert [one.dtype for one in arrays] == [one.dtype for one in expected]
         assert all(np.array_equal(one, other) for one, other in zip(arrays, expected, strict=True))
+
+
+def test_others_have_their_turn_while_a_large_answer_is_written() -> None:
+    vectors = np.zeros((40, PIECE // 4), np.float32)
+    reply = Reply({"vectors": [vectors, vectors]})
+
+    async def seen(size: int) -> tuple[bytes, int]:
+        turns = 0
+
+        async def other() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        task = asyncio.ensure_future(other())
+        parts = await written_in_pieces(reply, "application/json", size)
+        task.cancel()
+        return b"".join(parts), turns
+
+    assert asyncio.run(seen(2 * vectors.size)) == (as_json(reply.data), 20)
+    assert asyncio.run(seen(8)) == (as_json(reply.data), 0)  # a small one is written at once
 
 
 def test_a_worker_that_sends_nonsense_loses_its_connection(caplog: pytest.LogCaptureFixture) -> None:
