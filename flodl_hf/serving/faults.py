@@ -57,7 +57,7 @@ class RefusedError(FlodlError):
 
 def statuses(style: Style) -> list[int]:
     """Return the statuses of faults at doors of a style; that of a client that has gone is seen in logs alone."""
-    return sorted({row[0 if style == "tei" else 1] for row in _KINDS.values()} - {499})
+    return sorted({(row[0] if style == "tei" else row[1]) for row in _KINDS.values()} - {499})
 
 
 def told(fault: RefusedError, style: Style) -> tuple[int, dict[str, Any], dict[str, str]]:
