@@ -218,6 +218,6 @@ def _check(
     if fault := path_fault(out):
         faults.append(f"no file can be written to {printable(str(out), 400)}, because {fault}; name another output")
     elif os.path.exists(path) and os.path.exists(out) and path.samefile(out):
-        faults.append("input and output are one file; name another output")
+        faults.append(f"input and output are one file, {printable(str(out), 400)}; name another output")
     if faults:
         raise PredictError(f"predict_file: {'; '.join(faults)}", problems=faults)

@@ -112,9 +112,12 @@ class Parts:
             PredictError: the output is there, or parts of a run of something else are.
         """
         manifest = self.known()
-        if self.target.is_dir() or not self.target.parent.is_dir():
-            what = "a folder" if self.target.is_dir() else "a file in a folder that does not exist"
-            raise PredictError(f"{self.target}: is {what}; expected the name of a file", path=str(self.target))
+        if self.target.is_dir():
+            raise PredictError(f"{self.target}: is a folder; expected the name of a file", path=str(self.target))
+        if not self.target.parent.is_dir():
+            raise PredictError(
+                f"{self.target}: there is no folder {self.target.parent}; make it first", path=str(self.target)
+            )
         may_replace = replace if manifest is None else manifest["replace"] or (self.folder / JOINING).exists()
         if self.target.exists() and not may_replace:
             raise PredictError(

@@ -188,7 +188,8 @@ def device_names(devices: int | str | Sequence[str]) -> list[str]:
         return [str(find_device(name)) for name in names]
     there = cuda_count()
     if devices < 1 or (there and devices > there):
-        raise DeviceError(f"devices: {devices} were asked for and {there} are there; expected 1 to {max(there, 1)}")
+        expected = f"1 to {there}, one for each CUDA device here" if there else "a number of processes, 1 or more"
+        raise DeviceError(f"devices: found {devices}; expected {expected}")
     return [f"cuda:{k}" for k in range(devices)] if there else ["cpu"] * devices
 
 

@@ -298,11 +298,12 @@ class Run:
     def _refusal(self, rows: Sequence[Row], faults: Mapping[int, str]) -> DataError:
         places = sorted(faults)
         lines = [f"{rows[place].place}: {faults[place]}" for place in places]
+        undecoded = any("expected UTF-8" in fault for fault in faults.values())
         return DataError(
             f"{self._plan.source}: {len(lines)} row{'s' * (len(lines) > 1)} cannot be answered:\n{capped(lines)}\n"
             "expected a text in every row; leave such rows out with --on-error skip, which goes on from the finished "
-            "parts, write them without an answer with --on-error null, or correct the file and start over with "
-            "--restart",
+            "parts, write them without an answer with --on-error null, or correct the file "
+            f"{'(iconv -f LATIN1 -t UTF-8 converts one) ' if undecoded else ''}and start over with --restart",
             rows=[rows[place].number for place in places],
             problems=lines,
         )

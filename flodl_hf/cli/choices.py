@@ -25,7 +25,7 @@ __all__ = [
 
 
 class HeadWord(StrEnum):
-    """Tasks by their short names, and what the file was written for."""
+    """Tasks by our names for them and by those of transformers' pipelines, and what the file was written for."""
 
     auto = "auto"
     base = "base"
@@ -45,6 +45,12 @@ class HeadWord(StrEnum):
     next_sentence = "next_sentence"
     pretraining = "pretraining"
     replaced_tokens = "replaced_tokens"
+    text_classification = "text-classification"
+    hyphened_token_classification = "token-classification"
+    ner = "ner"
+    hyphened_question_answering = "question-answering"
+    fill_mask = "fill-mask"
+    feature_extraction = "feature-extraction"
 
 
 class PrecisionWord(StrEnum):
@@ -132,7 +138,8 @@ Head = Annotated[
     typer.Option(
         "--head",
         metavar="auto|base|seqcls|tokcls|qa|mlm",
-        help="The task to load it for, short or by its long name; auto is what the file was written for.",
+        help="The task to load it for, short, by its long name, or as transformers' pipelines call it; auto is what "
+        "the file was written for.",
     ),
 ]
 

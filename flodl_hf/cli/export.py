@@ -90,7 +90,9 @@ def command(
     written = loaded.save_pretrained(out, overwrite=force, max_shard_size=max_shard_size)
     _show(written, loaded.head, json_output)
     if not json_output:
-        say("check it with: " + command_line("flodl-hf", "verify-export", out, "--source", model))
+        # A cast changes what a source is compared by, so that one would only be told that it did.
+        beside = ["--no-source"] if dtype is not None else ["--source", model]
+        say("check it with: " + command_line("flodl-hf", "verify-export", out, *beside))
 
 
 def _show(folder: Path, head: str, json_output: bool) -> None:

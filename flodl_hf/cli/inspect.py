@@ -65,7 +65,7 @@ def command(
         elif isinstance(value, list):
             tell(f"{key:<22}{', '.join(map(str, value)) if value else 'none'}")
         else:
-            tell(f"{key:<22}{value:,}" if isinstance(value, int) else f"{key:<22}{value}")
+            tell(f"{key:<22}{value:,}" if isinstance(value, int) else f"{key:<22}{'none' if value is None else value}")
     if explained is not None:
         tell(str(explained))
 

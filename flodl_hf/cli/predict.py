@@ -170,7 +170,13 @@ def command(
         _file(model, source, out, {**files, **said, **options}, loading, device, json_output)
         return
     if source is not None or out is not None:
-        _misused("--in and --out belong together, and leave no room for texts: --in FILE --out FILE")
+        _misused(
+            "--in and --out leave no room for texts beside them"
+            if text
+            else f"--in needs --out FILE as well, or --out - for standard output: --in {source} --out -"
+            if source is not None
+            else "--out needs --in FILE as well; standard input is --in - --format text"
+        )
     if files or restart or on_error != "stop":
         named = [f"--{name.replace('_', '-')}" for name in files] or ["--restart" if restart else "--on-error"]
         _misused(f"{', '.join(named)}: needs --in FILE and --out FILE")
@@ -261,10 +267,11 @@ def answer(
         if model.head == "masked_lm":
             return model.fill_mask(chunk, **options)
         if model.head == "base":
-            return [[round(x, 6) for x in row] for row in model.embed(chunk, **options).tolist()]
+            # The shortest numbers that read back as the same 32-bit ones.
+            return [[float(str(x)) for x in row] for row in model.embed(chunk, **options).float().numpy()]
         return model.predict(chunk, **options)
 
-    _known(model, options)
+    _known(model, {**options, **({} if question is None else {"question": question})})
     chunk: list[str] = []
     size = 1 if sys.stdin.isatty() else WINDOW
     for text in texts:
@@ -288,7 +295,7 @@ def _threshold(given: str | None) -> float | str | None:
 
 def _known(model: Any, options: dict[str, Any]) -> None:
     takes = {
-        "question_answering": {"top_k", "strict", "no_answer"},
+        "question_answering": {"top_k", "strict", "no_answer", "question"},
         "masked_lm": {"top_k"},
         "base": {"strict"},
         "token_classification": {"strict", "aggregation"},
@@ -419,7 +426,7 @@ def _tell(result: FileResult, empty: str, called: str) -> None:
     figures = result.to_dict()
     if result.is_whole:
         tell(
-            f"{called}: {result.written:,} rows in {result.seconds:.1f} s "
+            f"{called}: {result.written:,} row{'' if result.written == 1 else 's'} in {result.seconds:.1f} s "
             f"({figures['rows_per_s']:,.0f} rows/s, {figures['tokens_per_s']:,.0f} tokens/s)"
         )
     if result.resumed:

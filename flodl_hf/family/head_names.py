@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from flodl.errors import ConfigError, nearest
 
-__all__ = ["HEAD_NAMES", "HeadNames", "names_of"]
+__all__ = ["HEAD_NAMES", "OTHER_WORDS", "HeadNames", "names_of"]
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,19 @@ HEAD_NAMES: tuple[HeadNames, ...] = (
     REPLACED_TOKENS,
 )
 
+OTHER_WORDS = {
+    "text-classification": SEQUENCE_CLASSIFICATION,
+    "token-classification": TOKEN_CLASSIFICATION,
+    "ner": TOKEN_CLASSIFICATION,
+    "question-answering": QUESTION_ANSWERING,
+    "fill-mask": MASKED_LM,
+    "feature-extraction": BASE,
+}
+"""What transformers' pipelines call tasks."""
+
 
 def names_of(word: str) -> HeadNames:
-    """Return the task that a word means: its name, its short name or its class suffix.
+    """Return the task that a word means: its name, its short name, its class suffix, or what pipelines call it.
 
     Raises:
         ConfigError: there is none; the nearest is suggested.
@@ -61,6 +71,8 @@ def names_of(word: str) -> HeadNames:
     for names in HEAD_NAMES:
         if word in (names.name, names.short, names.hf_suffix):
             return names
+    if word in OTHER_WORDS:
+        return OTHER_WORDS[word]
     known = [word for names in HEAD_NAMES for word in (names.short, names.name)]
     raise ConfigError(
         f"no head {word!r}{nearest(word, known)}; expected one of {', '.join(names.short for names in HEAD_NAMES)}",

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from flodl.errors import FlodlError, capped, printable
+from flodl.errors import FlodlError, capped, nearest, printable
 from flodl.files import read_regular
 from flodl_hf.errors import HubError
 from flodl_hf.hub.choosing import CHECKPOINT_FILES, WEIGHTS, any_present, lacking, select, select_modules
@@ -114,8 +114,8 @@ def resolve(
         )
     if isinstance(name_or_path, os.PathLike) or text.startswith((".", "/", "~", "\\")) or text.count("/") > 1:
         raise HubError(
-            f"{text[:400]}: no such folder; expected one that exists: check the path, or pass a repository as "
-            "'owner/name'",
+            f"{text[:400]}: no such folder{_alike(text)}; expected one that exists: check the path, or pass a "
+            "repository as 'owner/name'",
             name=text,
         )
     name, wanted = _repository(text, revision)
@@ -207,6 +207,14 @@ def _local(path: Path, subfolder: str, revision: str | None) -> Resolved:
     return Resolved(folder)
 
 
+def _alike(path: str) -> str:
+    """Return ``", did you mean 'x'?"`` for the folder beside whose name is nearest to one that is not there."""
+    beside, name = os.path.split(path.rstrip("/"))
+    with suppress(OSError), os.scandir(beside or ".") as entries:
+        return nearest(name, [entry.name for entry in entries if entry.is_dir()])
+    return ""
+
+
 # From the cache
 
 
@@ -215,7 +223,7 @@ def _from_cache(request: HubRequest, why: str) -> Resolved:
     remedy = (
         f"expected there: download it once with a network: `hf download {request.name}"
         + (f" --revision {request.revision}" if request.revision != "main" else "")
-        + "`, or pass a folder: here is none of that name"
+        + f"`, or pass a folder: here is none of that name{_alike(request.name)}"
     )
     commit = request.revision
     if not _COMMIT.fullmatch(commit):

@@ -169,7 +169,7 @@ class GraphModel(nn.Module):
             raise PredictError(
                 f"{task}: {len(fresh)} tensors of this model are new and untrained ({', '.join(fresh[:4])}"
                 f"{', ...' if len(fresh) > 4 else ''}), so its answers would be random. Load a checkpoint that was "
-                "written for this task, train the model, or pass untrained=True.",
+                "written for this task, train the model, or, from Python, pass untrained=True.",
                 untrained=fresh,
             )
         if self.tokenizer is None:

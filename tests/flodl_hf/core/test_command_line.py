@@ -41,6 +41,7 @@ def test_words_of_options_are_those_of_the_tables() -> None:
     from docs.generate import words_of
     from flodl_hf.decode.entities import Aggregation
     from flodl_hf.export.model import DTYPE_NAMES
+    from flodl_hf.family.head_names import OTHER_WORDS
     from flodl_hf.finetuning.options import SCHEDULES, Options
     from flodl_hf.heads import HEADS
     from flodl_hf.runtime import Precision
@@ -48,7 +49,8 @@ def test_words_of_options_are_those_of_the_tables() -> None:
     assert list(choices.PrecisionWord) == list(get_args(Precision))
     assert set(choices.AggregationWord) == set(get_args(Aggregation))
     assert set(choices.DtypeWord) == set(DTYPE_NAMES.values())
-    assert set(choices.HeadWord) == {"auto", *(head.short for head in HEADS), *(head.name for head in HEADS)}
+    ours = {name for head in HEADS for name in (head.short, head.name)}
+    assert set(choices.HeadWord) == {"auto", *ours, *OTHER_WORDS}
     options = {p.name: p for p in commands()["finetune"].params}
     for name, field in Options.__dataclass_fields__.items():
         if "among" in field.metadata:

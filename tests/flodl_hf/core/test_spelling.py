@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 typer_testing = pytest.importorskip("typer.testing")
 
@@ -59,9 +60,9 @@ def test_a_labelled_file_is_told_which_option_keeps_the_rest(folder: Path, tmp_p
     told = json.loads(run("predict", folder, *files, "--json", code=1).stdout)
     assert told["error"] == "DataError"
     assert "--keep text" in told["message"]
-    assert "out.csv: 1 rows" in run("predict", folder, *files, "--keep", "text", code=0).stdout
+    assert "out.csv: 1 row in" in run("predict", folder, *files, "--keep", "text", code=0).stdout
     onto = run("predict", folder, "--in", tmp_path / "a b.csv", "--out", "-", "--keep", "text", code=0).stderr
-    assert "standard output: 1 rows" in onto
+    assert "standard output: 1 row in" in onto
     assert ".jsonl" not in onto
 
 
@@ -70,6 +71,33 @@ def test_hints_can_be_pasted_where_paths_have_spaces(folder: Path, tmp_path: Pat
     hint = run("export", folder, "--out", out, code=0).stderr.strip().rpartition("check it with: ")[2]
     assert shlex.split(hint) == ["flodl-hf", "verify-export", str(out), "--source", str(folder)]
     assert "--force" in run("export", folder, "--out", out, code=1).stderr
+
+
+def test_a_hint_after_a_cast_asks_for_no_equal_bytes(folder: Path, tmp_path: Path) -> None:
+    hint = run("export", folder, "--out", tmp_path / "half", "--dtype", "float16", code=0).stderr
+    assert hint.strip().endswith("half --no-source")
+
+
+def test_what_has_no_use_is_said(folder: Path, tmp_path: Path) -> None:
+    assert "has no use for --question" in run("predict", folder, "the cat", "--question", "who?", code=1).stderr
+    assert "from Python, pass untrained=True" in run("predict", folder, "a", "--head", "ner", code=1).stderr
+    (tmp_path / "in.txt").write_text("the cat\n")
+    assert f"--in {tmp_path}/in.txt --out -" in run("predict", folder, "--in", tmp_path / "in.txt", code=2).stderr
+    assert "--out needs --in" in run("predict", folder, "--out", "-", code=2).stderr
+    absent = tmp_path / "absent" / "out.csv"
+    done = run("predict", folder, "--in", tmp_path / "in.txt", "--out", absent, code=1)
+    assert f"there is no folder {absent.parent}" in done.stderr
+    near = folder.with_name(folder.name + "s")
+    assert f"did you mean '{folder.name}'?" in run("predict", near, "the cat", code=1).stderr
+
+
+def test_vectors_are_told_to_the_last_bit(saved: Callable[..., Path]) -> None:
+    from flodl_hf import AutoModel
+
+    encoder = saved("bert", "base")
+    line = json.loads(run("predict", encoder, "the cat", "--json", code=0).stdout)
+    said = torch.tensor(line["result"], dtype=torch.float32)
+    assert torch.equal(said, AutoModel.from_pretrained(encoder).embed(["the cat"])[0])
 
 
 def test_standard_input_is_utf_8(folder: Path) -> None:
