@@ -239,8 +239,8 @@ def test_the_command_counts_and_names_faulty_rows(folder: Any, jsonl: Any, tmp_p
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["--in", "x.csv"], "--in and --out belong together"),
-        (["--out", "x.csv"], "--in and --out belong together"),
+        (["--in", "x.csv"], "--in needs --out FILE"),
+        (["--out", "x.csv"], "--out needs --in FILE"),
         (["a text", "--in", "x.csv", "--out", "y.csv"], "leave no room for texts"),
         (["a text", "--keep", "none"], "--keep: needs --in FILE and --out FILE"),
         (["a text", "--restart"], "--restart: needs --in"),
