@@ -22,10 +22,10 @@ from typing import Any
 import torch
 
 from flodl.data import DataLoader
-from flodl_hf.export.model import stored_tensors
 from flodl_hf.finetuning.job import Job, plan_job
 from flodl_hf.finetuning.options import make_options
 from flodl_hf.finetuning.run import train_job
+from flodl_hf.saving.model import stored_tensors
 
 
 @dataclass

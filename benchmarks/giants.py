@@ -34,7 +34,7 @@ def make(folder: Path, hidden: int, layers: int, shard: str) -> None:
 
     from flodl_hf import AutoModel
     from flodl_hf.config import ModelConfig
-    from flodl_hf.tokenization.train import train_wordpiece
+    from flodl_hf.demo import train_wordpiece
 
     config = ModelConfig.for_model(
         "xlm-roberta-xl", vocab_size=1000, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=32,

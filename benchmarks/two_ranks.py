@@ -207,7 +207,7 @@ def make_model(folder: Path, words: Sequence[str], size: dict[str, int]) -> Path
 
     from flodl_hf import AutoModelForSequenceClassification
     from flodl_hf.config import ModelConfig
-    from flodl_hf.tokenization.train import train_wordpiece
+    from flodl_hf.demo import train_wordpiece
 
     torch.manual_seed(0)
     tokenizer = train_wordpiece(list(words), vocab_size=min(8_000, 4 * len(words)), max_length=512)

@@ -81,7 +81,9 @@ def __getattr__(name: str) -> Any:
 _FORMER = {
     "bodies": "encoder.bodies",
     "config_rows": "family.config_rows",
-    "encoder_layer": "encoder.layer",
+    "config.sizes": "family.sizes",
+    "encoder.layer": "layers.encoder_layer",
+    "encoder_layer": "layers.encoder_layer",
     "endpoints": "endpoint_checks",
     "keys": "family.keys",
     "late": "similarity",
@@ -92,7 +94,7 @@ class _Former(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        return getattr(import_module(f"{__name__}.{_FORMER[self.__name__.rpartition('.')[2]]}"), name)
+        return getattr(import_module(f"{__name__}.{_FORMER[self.__name__.removeprefix(f'{__name__}.')]}"), name)
 
 
 sys.modules.update({f"{__name__}.{former}": _Former(f"{__name__}.{former}") for former in _FORMER})

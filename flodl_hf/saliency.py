@@ -21,7 +21,7 @@ from torch import Tensor
 
 from flodl.errors import nearest
 from flodl_hf.errors import PredictError
-from flodl_hf.model.hidden_states import embedded
+from flodl_hf.graph_model.hidden_states import embedded
 
 if TYPE_CHECKING:
     from flodl_hf.model.encoder_model import EncoderModel

@@ -26,7 +26,7 @@ from flodl_hf.attention.prefixes import (
     ShiftedPositions,
     ShiftPart,
 )
-from flodl_hf.model.graph_model import GraphModel
+from flodl_hf.graph_model.model import GraphModel
 from flodl_hf.sentence.recipe import SentenceRecipe
 
 __all__ = ["Adapter", "Adapters", "Part", "adapters_of"]

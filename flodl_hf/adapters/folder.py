@@ -26,10 +26,10 @@ from flodl_hf.adapters.settings import IA3, Lora, Prefix, Prompt, Settings
 from flodl_hf.adapters.targets import Names, Site, sites_of
 from flodl_hf.config.file import MAX_CONFIG_BYTES, read_json
 from flodl_hf.config.model_config import ModelConfig
-from flodl_hf.encoder.parts import as_whole, part_of, split
 from flodl_hf.family import Family
+from flodl_hf.graph_model.model import GraphModel
 from flodl_hf.hub.folders import resolve_folder
-from flodl_hf.model.graph_model import GraphModel
+from flodl_hf.layers.parts import as_whole, part_of, split
 from flodl_hf.sentence.recipe import read_recipe
 from flodl_hf.weights.checkpoint.members import Folder, is_entry, read_member
 from flodl_hf.weights.checkpoint.shard import SafetensorsShard, Shard

@@ -16,7 +16,7 @@ from flodl_hf.adapters.attach import Adapter, Part
 from flodl_hf.adapters.settings import IA3, Lora, Prefix, Prompt, Settings
 from flodl_hf.adapters.targets import Site, chosen
 from flodl_hf.attention.prefixes import MadePrefixPart, PrefixMaker, PrefixPart, ShiftPart
-from flodl_hf.model.graph_model import GraphModel
+from flodl_hf.graph_model.model import GraphModel
 
 __all__ = ["check_places", "kept_names", "new_adapter", "prefix_parts"]
 

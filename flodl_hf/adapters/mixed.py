@@ -20,8 +20,8 @@ from flodl_hf.adapters.attach import Adapter, Adapters
 from flodl_hf.adapters.settings import IA3, Lora, Prefix, Prompt
 from flodl_hf.attention.disentangled.attention import DisentangledAttention
 from flodl_hf.errors import PredictError
+from flodl_hf.graph_model.model import GraphModel
 from flodl_hf.layout.layouts import Packed
-from flodl_hf.model.graph_model import GraphModel
 from flodl_hf.runtime.batch import batch_of, check_rows
 from flodl_hf.runtime.engine import facts
 from flodl_hf.runtime.inputs import Encoded

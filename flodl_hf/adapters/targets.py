@@ -9,8 +9,8 @@ from torch import nn
 
 from flodl.errors import ConfigError, capped, nearest
 from flodl_hf.adapters.settings import ALL_LINEAR, IA3, Lora, fits
-from flodl_hf.encoder.parts import as_whole, part_of
-from flodl_hf.model.graph_model import GraphModel
+from flodl_hf.graph_model.model import GraphModel
+from flodl_hf.layers.parts import as_whole, part_of
 
 __all__ = ["Names", "Site", "chosen", "sites_of"]
 

@@ -7,26 +7,25 @@ jina-embeddings-v3's first files hold five low-rank differences for each weight,
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from flodl.errors import nearest
-from flodl_hf.encoder.parts import as_whole, part_of, split
 from flodl_hf.errors import PredictError
-
-if TYPE_CHECKING:
-    from flodl_hf.model.encoder_model import EncoderModel
+from flodl_hf.graph_model.model import GraphModel
+from flodl_hf.layers.parts import as_whole, part_of, split
 
 __all__ = ["adapted", "instruction_of"]
 
 ORIGINAL = "parametrizations.weight.original"
+M = TypeVar("M", bound=GraphModel)
 _KEPT: WeakKeyDictionary[Any, dict[str, tuple[tuple[int, ...], Any]]] = WeakKeyDictionary()
 
 
-def adapted(model: EncoderModel, task: str) -> EncoderModel:
+def adapted(model: M, task: str) -> M:
     """Return a copy of the model whose weights have one task's differences added; made once while weights stay.
 
     Args:
@@ -55,14 +54,14 @@ def adapted(model: EncoderModel, task: str) -> EncoderModel:
     return found
 
 
-def instruction_of(model: EncoderModel, task: str) -> str:
+def instruction_of(model: GraphModel, task: str) -> str:
     """Return what is put before texts for a task."""
     said = model.config.source.get("task_instructions")
     text = said.get(task, "") if isinstance(said, dict) else ""
     return text if isinstance(text, str) else ""
 
 
-def _index(model: EncoderModel, task: str) -> int:
+def _index(model: GraphModel, task: str) -> int:
     tasks = getattr(model.config.encoder, "tasks", ())
     held = model.source is not None and any(name.endswith(".lora_A") for name in model.source.carried)
     if task not in tasks or not held:
@@ -71,7 +70,7 @@ def _index(model: EncoderModel, task: str) -> int:
     return tasks.index(task)
 
 
-def _merged(model: EncoderModel, index: int) -> EncoderModel:
+def _merged(model: M, index: int) -> M:
     assert model.source is not None
     settings = model.config.encoder
     names = model.config.family.key_map(settings, model.head)

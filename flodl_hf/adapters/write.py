@@ -19,12 +19,12 @@ from flodl_hf.adapters.peft_file import every_value, ia3_values, lora_values, vi
 from flodl_hf.adapters.settings import IA3, Prefix, Prompt
 from flodl_hf.adapters.targets import Names, Site
 from flodl_hf.attention.prefixes import PrefixPart
-from flodl_hf.encoder.parts import join, joined, part_of
-from flodl_hf.export.publish import publish_folder
-from flodl_hf.export.sentence_files import recipe_files
-from flodl_hf.export.write import WrittenFile, verify_files, write_bytes, write_safetensors
 from flodl_hf.family.head_names import names_of
-from flodl_hf.model.graph_model import GraphModel
+from flodl_hf.graph_model.model import GraphModel
+from flodl_hf.layers.parts import join, joined, part_of
+from flodl_hf.saving.publish import publish_folder
+from flodl_hf.saving.sentence_files import recipe_files
+from flodl_hf.saving.write import WrittenFile, verify_files, write_bytes, write_safetensors
 from flodl_hf.sentence.multivector import pylate_files
 from flodl_hf.weights.checksums import write_checksums
 

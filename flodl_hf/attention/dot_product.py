@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from flodl.errors import ConfigError, nearest
 from flodl_hf.attention.rotary import Rotary
-from flodl_hf.encoder.parts import products
+from flodl_hf.layers.parts import products
 from flodl_hf.layout.layouts import Layout, Packed
 
 __all__ = ["IMPLEMENTATIONS", "Bias", "SelfAttention", "attend", "attend_first", "check_implementation"]

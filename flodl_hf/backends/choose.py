@@ -21,11 +21,11 @@ from flodl_hf.backends.cpu import MakeProduct, ProcessorTable
 from flodl_hf.backends.cuda import CudaTable, norm_kind
 from flodl_hf.backends.cuda_float32 import WIDEST_SPLIT, SplitTable
 from flodl_hf.backends.cuda_training import TrainingTable
-from flodl_hf.backends.reference import TORCH, Table
 from flodl_hf.backends.trials import SPLIT_BOUND, LayerSizes, prediction, split_prediction, training
 from flodl_hf.encoder.graphs import FirstToken
-from flodl_hf.encoder.layer import EncoderLayer, FeedForward
 from flodl_hf.kernels.trust import trusted
+from flodl_hf.layers.encoder_layer import EncoderLayer, FeedForward
+from flodl_hf.layers.table import TORCH, Table
 from flodl_hf.layout.layouts import Layout
 
 __all__ = [

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from flodl_hf.attention.disentangled.attention import DisentangledAttention
 from flodl_hf.attention.dot_product import SelfAttention, attend_first
 from flodl_hf.attention.prefixes import PrefixedAttention
-from flodl_hf.backends.reference import Layer, Table, watched
-from flodl_hf.encoder.layer import FeedForward
-from flodl_hf.encoder.norms import normalised
-from flodl_hf.encoder.parts import joined_bias
+from flodl_hf.layers.encoder_layer import FeedForward
+from flodl_hf.layers.norms import normalised
+from flodl_hf.layers.parts import joined_bias
+from flodl_hf.layers.table import Layer, Table, watched
 from flodl_hf.layout.layouts import Layout
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flodl_hf.encoder.activations import ACTIVATIONS
+from flodl_hf.layers.activations import ACTIVATIONS
 
 __all__ = [
     "CpuLinear",

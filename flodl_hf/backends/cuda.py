@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from flodl_hf.attention.distances import DistanceBias
 from flodl_hf.attention.dot_product import SelfAttention
 from flodl_hf.backends.cpu import plain_parts
-from flodl_hf.backends.reference import Layer, Table
-from flodl_hf.encoder.activations import GELUS
-from flodl_hf.encoder.norms import StepwiseNorm, normalised
-from flodl_hf.encoder.parts import joined_bias
+from flodl_hf.layers.activations import GELUS
+from flodl_hf.layers.norms import StepwiseNorm, normalised
+from flodl_hf.layers.parts import joined_bias
+from flodl_hf.layers.table import Layer, Table
 from flodl_hf.layout.layouts import Layout, Packed
 
 __all__ = ["GATES", "HEAD_WIDTHS", "OFFSETS", "SHORT", "WIDEST", "Branch", "CudaTable", "norm_kind", "walks"]

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from flodl_hf.backends.cuda import Branch, CudaTable
-from flodl_hf.backends.reference import Layer
-from flodl_hf.encoder.activations import GELUS
+from flodl_hf.layers.activations import GELUS
+from flodl_hf.layers.table import Layer
 from flodl_hf.layout.layouts import Layout
 
 if TYPE_CHECKING:

@@ -20,9 +20,9 @@ from flodl_hf.attention.disentangled.attention import DisentangledAttention
 from flodl_hf.attention.dot_product import SelfAttention
 from flodl_hf.backends.cpu import layer_linears, plain_parts
 from flodl_hf.backends.cuda import HEAD_WIDTHS, OFFSETS, WIDEST, norm_kind, walks
-from flodl_hf.backends.reference import TORCH, Layer, Table, watched
-from flodl_hf.encoder.activations import GELUS
-from flodl_hf.encoder.layer import FeedForward
+from flodl_hf.layers.activations import GELUS
+from flodl_hf.layers.encoder_layer import FeedForward
+from flodl_hf.layers.table import TORCH, Layer, Table, watched
 from flodl_hf.layout.layouts import Layout, Packed
 
 __all__ = ["TrainingTable", "trains_walking"]

@@ -17,9 +17,9 @@ from flodl_hf.attention.rotary import Rotary
 from flodl_hf.backends.cuda import CudaTable
 from flodl_hf.backends.cuda_float32 import SplitTable
 from flodl_hf.backends.cuda_training import TrainingTable
-from flodl_hf.backends.reference import TORCH
-from flodl_hf.encoder.activations import GELUS
-from flodl_hf.encoder.layer import EncoderLayer, FeedForward, Order
+from flodl_hf.layers.activations import GELUS
+from flodl_hf.layers.encoder_layer import EncoderLayer, FeedForward, Order
+from flodl_hf.layers.table import TORCH
 from flodl_hf.layout.buckets import Buffer, bucket_of
 from flodl_hf.layout.layouts import Packed
 

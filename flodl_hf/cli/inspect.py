@@ -41,7 +41,7 @@ def command(
     """Show family, head, dtypes, tensors, tokenizer and labels; no weight is read."""
     facts = describe(model, head, {"revision": revision, "local_files_only": local_files_only})
     if tokenizer:
-        from flodl_hf.tokenization.compare import compare_sources
+        from flodl_hf.parity.tokenizers import compare_sources
 
         facts["tokenizer_differences"] = [str(d) for d in compare_sources(Path(facts["folder"]))]
     explained = None

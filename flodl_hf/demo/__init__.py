@@ -7,7 +7,7 @@ tiny, and stands in for a downloaded one wherever there is no network.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from flodl_hf.heads.sequence_classification import SequenceClassifier
     from flodl_hf.tokenizer import Tokenizer
 
-__all__ = ["LABELS", "UNSEEN", "demo_model", "learn_vocabulary", "sentences", "train", "write_demo"]
+__all__ = ["LABELS", "UNSEEN", "demo_model", "learn_vocabulary", "sentences", "train", "train_wordpiece", "write_demo"]
 
 LABELS = ("complaint", "praise")
 MAX_TOKENS = 64
@@ -47,9 +47,18 @@ def sentences() -> list[tuple[str, int]]:
 
 def learn_vocabulary(size: int = 600) -> Tokenizer:
     """Return a WordPiece tokenizer learned from the training sentences."""
-    from flodl_hf.tokenization.train import train_wordpiece
-
     return train_wordpiece([text for text, _ in sentences()], vocab_size=size, max_length=MAX_TOKENS)
+
+
+def train_wordpiece(
+    texts: Iterable[str], *, vocab_size: int = 2000, lowercase: bool = True, max_length: int = 512
+) -> Tokenizer:
+    """Return a BERT tokenizer with a vocabulary learned from ``texts``, see `flodl_hf.tokenization.train`."""
+    from flodl_hf.tokenization.train import wordpiece_files
+    from flodl_hf.tokenizer import Tokenizer
+
+    files = wordpiece_files(texts, vocab_size, lowercase=lowercase, max_length=max_length)
+    return Tokenizer.from_files(files, folder="trained", model_type="bert")
 
 
 def demo_model(tokenizer: Tokenizer, seed: int = 0) -> SequenceClassifier:

@@ -1,14 +1,12 @@
 """What the families' encoders consist of.
 
     graphs       the shared encoder as graphs: embeddings, stacks of layers, poolers
-    activations  the functions that ``hidden_act`` may name
-    norms        layer norms whose reference computes them otherwise than torch
-    parts        tensors of a file that hold several of ours, and products by them
-    layer        the one layer of all families: what is computed, in which order
     bodies       the few shapes that a task's classifier comes in
+    deberta      what DeBERTa's has of its own beside attention
     losses       as transformers computes them
 
-How a layer's operations are computed is decided in `flodl_hf.backends`; attention is `flodl_hf.attention`.
+A layer is `flodl_hf.layers`; how its operations are computed is decided in `flodl_hf.backends`; attention is
+`flodl_hf.attention`.
 """
 
 from __future__ import annotations

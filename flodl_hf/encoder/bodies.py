@@ -9,8 +9,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from flodl.graph import FlowBuilder, Graph
-from flodl_hf.encoder.activations import Activation
 from flodl_hf.encoder.graphs import FirstToken, MeanToken
+from flodl_hf.layers.activations import Activation
 
 __all__ = [
     "Relation",

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from flodl.graph import FlowBuilder, Graph
 from flodl_hf.attention.dot_product import SelfAttention
-from flodl_hf.encoder.activations import Activation
-from flodl_hf.encoder.layer import EncoderLayer, FeedForward
+from flodl_hf.layers.activations import Activation
+from flodl_hf.layers.encoder_layer import EncoderLayer, FeedForward
 from flodl_hf.layout.layouts import Layout
 
 __all__ = [

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flodl_hf.encoder.activations import GELUS, Activation
 from flodl_hf.endpoint_checks.targets import QUERY, by_label
 from flodl_hf.errors import PredictError
+from flodl_hf.layers.activations import GELUS, Activation
 
 __all__ = ["Reference", "Way"]
 

@@ -1,18 +1,27 @@
-"""Writing a checkpoint folder: the source repeated where nothing changed, all of it at once.
+"""What is made of a model for others, and the proof of it. How a model's own folder is written is `flodl_hf.saving`.
 
-state      which tensors under which names, in which order and files
-write      safetensors bytes, hashed on the way
-json_text  a JSON text with some values changed
-publish    a folder put in place in one step
-convert    a ``.bin`` checkpoint written as safetensors
+verify        a folder that was written, compared with what it came from and with transformers
+convert       a ``.bin`` checkpoint written as safetensors
+engine        files for other engines: ONNX, torch.export, each proved
+traced        the modules that are traced for them
+onnx_session  an ONNX file, run
+graph_file    a graph's own ``.fdl`` file, to a folder and back
 """
 
-from .convert import convert_bin
-from .json_text import patch_json
-from .model import export_model
-from .publish import is_model_file, publish_folder
-from .state import WritePlan, plan_state, write_state
-from .write import WrittenFile, verify_files, write_bytes, write_safetensors
+from flodl_hf.export.convert import convert_bin
+from flodl_hf.saving import (
+    WritePlan,
+    WrittenFile,
+    export_model,
+    is_model_file,
+    patch_json,
+    plan_state,
+    publish_folder,
+    verify_files,
+    write_bytes,
+    write_safetensors,
+    write_state,
+)
 
 __all__ = [
     "WritePlan",

@@ -12,14 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from flodl_hf.errors import ExportError
+from flodl_hf.saving.publish import is_model_file, publish_folder
+from flodl_hf.saving.state import WritePlan, plan_state, write_state
+from flodl_hf.saving.write import WrittenFile, verify_files, write_bytes
 from flodl_hf.sentence.routing import module_folders, routing_of, transformer_folders
 from flodl_hf.weights.checkpoint import Checkpoint
 from flodl_hf.weights.checkpoint.members import Folder
 from flodl_hf.weights.checksums import CHECKSUMS, write_checksums
-
-from .publish import is_model_file, publish_folder
-from .state import WritePlan, plan_state, write_state
-from .write import WrittenFile, verify_files, write_bytes
 
 __all__ = ["convert_bin", "kept_names", "model_files"]
 

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from flodl_hf.errors import ExportError, PredictError
 from flodl_hf.export.onnx_session import OnnxModel, require
-from flodl_hf.export.publish import is_model_file, publish_folder
 from flodl_hf.export.traced import Traced, undisturbed
 from flodl_hf.export.verify import ENGINE_FILES, RECEIPT, Check, Verification
-from flodl_hf.export.write import WrittenFile, write_bytes
+from flodl_hf.saving.publish import is_model_file, publish_folder
+from flodl_hf.saving.write import WrittenFile, write_bytes
 from flodl_hf.sentence.routing import WEIGHT_FILES
 from flodl_hf.version import own_version
 
@@ -253,7 +253,7 @@ class _Export:
 
     def _surround(self, stage: Path) -> None:
         """Write what stands beside: configuration, tokenizer, small files of sentence-transformers."""
-        from flodl_hf.export.model import surroundings
+        from flodl_hf.saving.model import surroundings
 
         for name, data in surroundings(self.traced.model).items():
             place = stage / name

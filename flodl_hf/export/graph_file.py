@@ -26,14 +26,14 @@ from flodl.errors import CheckpointError, capped, printable
 from flodl.graph.fingerprint import structural_hash
 from flodl_hf.config.file import MAX_CONFIG_BYTES
 from flodl_hf.config.model_config import ModelConfig, read_config_file
-from flodl_hf.encoder.parts import joined
 from flodl_hf.errors import ExportError
 from flodl_hf.export.convert import model_files
-from flodl_hf.export.json_text import patch_json
-from flodl_hf.export.model import export_model
-from flodl_hf.export.state import plan_state, write_state
 from flodl_hf.family.head_names import names_of
 from flodl_hf.hub.folders import resolve_folder
+from flodl_hf.layers.parts import joined
+from flodl_hf.saving.json_text import patch_json
+from flodl_hf.saving.model import export_model
+from flodl_hf.saving.state import plan_state, write_state
 from flodl_hf.sentence.routing import transformer_folder
 from flodl_hf.weights import checkpoint as stored
 from flodl_hf.weights.checkpoint.members import read_member

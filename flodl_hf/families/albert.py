@@ -20,11 +20,11 @@ from flodl.graph import Graph
 from flodl_hf.attention.dot_product import SelfAttention
 from flodl_hf.encoder import bodies
 from flodl_hf.encoder.graphs import Embeddings, Repeated, chain, pooler, post_norm_block
-from flodl_hf.encoder.layer import EncoderLayer, FeedForward
 from flodl_hf.family import Family, FamilyHead, FamilyTokenizer, Ignored
 from flodl_hf.family.config_rows import Inert, Row, activation, count, epsilon, fraction, optional, padding_id
 from flodl_hf.family.keys import KeyRow, Tie
 from flodl_hf.family.sizes import SIZES, EncoderSizes
+from flodl_hf.layers.encoder_layer import EncoderLayer, FeedForward
 
 __all__ = ["FAMILY", "AlbertConfig"]
 

@@ -22,11 +22,9 @@ from torch.nn import functional as F
 from flodl.errors import ConfigError
 from flodl.graph import FlowBuilder, Graph
 from flodl_hf.attention.disentangled import DisentangledAttention, RelativePositions
-from flodl_hf.attention.disentangled.parts import Convolution, ConvolvedLayer, MaskedEmbeddings, Shift
 from flodl_hf.encoder import bodies
-from flodl_hf.encoder.activations import Activation
+from flodl_hf.encoder.deberta import Convolution, ConvolvedLayer, MaskedEmbeddings, Shift
 from flodl_hf.encoder.graphs import post_norm_block, stack
-from flodl_hf.encoder.layer import EncoderLayer, FeedForward
 from flodl_hf.encoder.losses import check_labels
 from flodl_hf.family import Family, FamilyHead, FamilyTokenizer, Ignored
 from flodl_hf.family.config_rows import (
@@ -44,6 +42,8 @@ from flodl_hf.family.config_rows import (
 )
 from flodl_hf.family.keys import KeyRow, Tie
 from flodl_hf.family.sizes import SIZES, EncoderSizes
+from flodl_hf.layers.activations import Activation
+from flodl_hf.layers.encoder_layer import EncoderLayer, FeedForward
 
 __all__ = ["FAMILY", "DebertaConfig"]
 

@@ -19,9 +19,7 @@ from flodl.graph import FlowBuilder, Graph
 from flodl_hf.attention.dot_product import SelfAttention
 from flodl_hf.attention.rotary import Rotary, RotarySettings, rotary_rows
 from flodl_hf.encoder import bodies
-from flodl_hf.encoder.activations import Activation
 from flodl_hf.encoder.graphs import Embeddings, MeanToken, chain, stack
-from flodl_hf.encoder.layer import EncoderLayer, FeedForward
 from flodl_hf.family import Family, FamilyHead, FamilyTokenizer
 from flodl_hf.family.config_rows import (
     Inert,
@@ -38,6 +36,8 @@ from flodl_hf.family.config_rows import (
 )
 from flodl_hf.family.keys import KeyRow, Tie
 from flodl_hf.family.sizes import BASE_SIZES, SIZES, EncoderSizes
+from flodl_hf.layers.activations import Activation
+from flodl_hf.layers.encoder_layer import EncoderLayer, FeedForward
 
 __all__ = ["FAMILY", "EuroBertConfig"]
 

@@ -18,10 +18,10 @@ from flodl.graph import Graph
 from flodl_hf.attention.distances import SlopedBias
 from flodl_hf.attention.dot_product import SelfAttention
 from flodl_hf.encoder.graphs import Embeddings, chain, post_norm_block, stack
-from flodl_hf.encoder.layer import EncoderLayer, FeedForward
 from flodl_hf.families import bert
 from flodl_hf.family.config_rows import Inert, Row, changed, one_of
 from flodl_hf.family.keys import KeyRow, rows_under
+from flodl_hf.layers.encoder_layer import EncoderLayer, FeedForward
 
 __all__ = ["FAMILY", "JinaBertConfig"]
 

@@ -19,12 +19,12 @@ from flodl.graph import Graph
 from flodl_hf.attention.dot_product import SelfAttention
 from flodl_hf.attention.rotary import Rotary, RotarySettings, rotary_rows, wavelength
 from flodl_hf.encoder.graphs import Embeddings, chain, post_norm_block, stack
-from flodl_hf.encoder.layer import EncoderLayer, FeedForward
 from flodl_hf.families import bert, roberta
 from flodl_hf.family import Ignored
 from flodl_hf.family.config_rows import Check, Inert, Row, boolean, changed, count, padding_id
 from flodl_hf.family.keys import KeyRow
 from flodl_hf.family.shared_keys import HEAD_WIDTH
+from flodl_hf.layers.encoder_layer import EncoderLayer, FeedForward
 
 __all__ = ["FAMILY", "TASKED", "JinaEmbeddingsV3Config", "TaskedConfig"]
 

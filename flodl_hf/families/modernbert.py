@@ -22,7 +22,6 @@ from flodl_hf.attention.dot_product import SelfAttention
 from flodl_hf.attention.rotary import Rotary, RotarySettings, rotary_settings, wavelength
 from flodl_hf.encoder import bodies
 from flodl_hf.encoder.graphs import Embeddings, chain, stack
-from flodl_hf.encoder.layer import EncoderLayer, FeedForward
 from flodl_hf.family import Family, FamilyHead, FamilyTokenizer
 from flodl_hf.family.config_rows import (
     Check,
@@ -41,6 +40,7 @@ from flodl_hf.family.config_rows import (
 from flodl_hf.family.keys import KeyRow, Tie
 from flodl_hf.family.shared_keys import HEAD_WIDTH
 from flodl_hf.family.sizes import BASE_SIZES, SIZES, EncoderSizes
+from flodl_hf.layers.encoder_layer import EncoderLayer, FeedForward
 
 __all__ = ["FAMILY", "ModernBertConfig"]
 

@@ -19,10 +19,10 @@ from flodl.graph import Graph
 from flodl_hf.attention.dot_product import SelfAttention
 from flodl_hf.attention.rotary import Rotary, rotary_settings, wavelength
 from flodl_hf.encoder.graphs import Embeddings, chain, post_norm_block, stack
-from flodl_hf.encoder.layer import EncoderLayer, FeedForward
 from flodl_hf.families import bert, gte
 from flodl_hf.family.config_rows import Inert, Row, activation, count, epsilon, fraction, one_of, optional, padding_id
 from flodl_hf.family.keys import KeyRow, rows_under
+from flodl_hf.layers.encoder_layer import EncoderLayer, FeedForward
 
 __all__ = ["FAMILY", "NomicBertConfig"]
 

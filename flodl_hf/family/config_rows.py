@@ -16,7 +16,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from flodl.errors import ConfigError, capped, nearest, shown
-from flodl_hf.encoder.activations import ACTIVATIONS
+from flodl_hf.layers.activations import ACTIVATIONS
 
 __all__ = [
     "REQUIRED",

@@ -20,7 +20,7 @@ __all__ = ["KeyMap", "KeyRow", "Tie", "rows_under", "translated"]
 class KeyRow:
     """``ours`` and ``theirs`` are prefixes (modules) or whole tensor names, with ``{holes}`` for repeated parts.
 
-    ``[0/3]`` behind a module of theirs names a part of its tensors (`flodl_hf.encoder.parts`).
+    ``[0/3]`` behind a module of theirs names a part of its tensors (`flodl_hf.layers.parts`).
     """
 
     ours: str

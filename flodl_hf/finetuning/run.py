@@ -1,7 +1,7 @@
 """``finetune``: data and a model in, a trained model and its folder out.
 
 Puts together what others decide: the task (`data` and the task's file), the training (`flodl.train`), the folder
-(`flodl_hf.export`) and the papers that go with it (`card`). The order of things here is what a user waits for:
+(`flodl_hf.saving`) and the papers that go with it (`card`). The order of things here is what a user waits for:
 everything that can be wrong is looked at before anything is computed.
 """
 
@@ -26,8 +26,6 @@ from flodl.train.saving.reading import list_checkpoints
 from flodl.train.trackers import Tracker, make_tracker
 from flodl_hf.adapters.settings import Settings, adapter_words
 from flodl_hf.errors import ExportError
-from flodl_hf.export.model import export_model
-from flodl_hf.export.publish import GENERATOR, is_model_file
 from flodl_hf.finetuning.batch_size import as_before
 from flodl_hf.finetuning.best import Best, take_best
 from flodl_hf.finetuning.card import papers
@@ -42,6 +40,8 @@ from flodl_hf.finetuning.task import name_of
 from flodl_hf.finetuning.thresholds import tune_thresholds
 from flodl_hf.finetuning.training import CHECKPOINTS, make_builder, settings_of_torch, train_job
 from flodl_hf.finetuning.user_code import Own
+from flodl_hf.saving.model import export_model
+from flodl_hf.saving.publish import GENERATOR, is_model_file
 
 if TYPE_CHECKING:
     from flodl_hf.model.encoder_model import EncoderModel

@@ -25,7 +25,7 @@ from flodl_hf.finetuning.job import Job
 from flodl_hf.finetuning.observation import observed_of
 from flodl_hf.finetuning.options import Options
 from flodl_hf.finetuning.start import BESIDE
-from flodl_hf.model.graph_model import GraphModel
+from flodl_hf.graph_model.model import GraphModel
 
 if TYPE_CHECKING:
     from flodl.train.builder import TrainerBuilder

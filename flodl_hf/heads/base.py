@@ -17,12 +17,12 @@ from torch import Tensor
 from flodl.errors import nearest
 from flodl_hf.errors import PredictError
 from flodl_hf.family import head_names
+from flodl_hf.graph_model.routed import route_within
 from flodl_hf.heads.head import Head
 from flodl_hf.heads.prediction_keywords import EMBED, ENCODE
 from flodl_hf.keywords.taking import taking
 from flodl_hf.model.encoder_model import EncoderModel
 from flodl_hf.model.outputs import BaseOutput
-from flodl_hf.model.routed import route_within
 
 if TYPE_CHECKING:
     from flodl_hf.decode.pooling import Pooling

@@ -1,18 +1,13 @@
-"""A model: a graph with what belongs to it, and the methods that people know.
+"""The model that people use: `flodl_hf.graph_model` with the methods that they know.
 
 encoder_model  the class that all tasks share: made, loaded, run, written
-graph_model    what loading, export and the runtime know of it: graph, configuration, tokenizer, source
 opening        `from_pretrained` and its keywords
 pretrained     from a name to a filled model: the way through all files of a folder
 filling        stored values: one dtype, finite, ties compared, put into the model
 building       the graph of a configuration and a task: put together, tied, given values
-routed         encoders of routes beside that of the usual route
 adapted        methods for adapters
 transformers_methods  methods that people know from transformers' models
-hidden_states  what one call goes through: states, attention weights, embeddings in place of ids
 outputs        what calls return
-index_checks   what a call says of indices outside of the model's tables
-after_fork     a process that was forked after models ran in it
 freezing       which parts learn, by short paths
 other_tasks    what is said where a method is another model's
 protein_contacts      which residues of a protein touch

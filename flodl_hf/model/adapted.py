@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from flodl_hf.model.graph_model import GraphModel
+from flodl_hf.graph_model.model import GraphModel
 
 if TYPE_CHECKING:
     from flodl_hf.adapters.attach import Adapters

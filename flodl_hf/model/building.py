@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from flodl.errors import CheckpointError, ConfigError
 from flodl.graph import FlowBuilder, Graph
 from flodl_hf.config.model_config import ModelConfig
-from flodl_hf.encoder.activations import Activation
+from flodl_hf.layers.activations import Activation
 
 __all__ = ["assign", "build_graph", "declared_ties", "empty_graph", "initialise", "tie_tensors"]
 

@@ -27,7 +27,7 @@ from flodl_hf.model.transformers_methods import Familiar
 
 if TYPE_CHECKING:
     from flodl_hf.runtime.explain import Explanation
-    from flodl_hf.runtime.options import RunKeywords
+    from flodl_hf.runtime.options import RunKeywords, RunOptions
     from flodl_hf.runtime.precision import Precision
 
 __all__ = ["EncoderModel"]
@@ -64,6 +64,13 @@ class EncoderModel(Opened, Adapted, Familiar):
         if dtype is not None:
             model.to(dtype)
         return model
+
+    @property
+    def run_options(self) -> RunOptions:
+        """How predictions of this model run where a call does not say."""
+        from flodl_hf.runtime.options import options_of
+
+        return options_of(self)
 
     def runtime(self, **run: Unpack[RunKeywords]) -> Self:
         """Set how predictions run where a call does not say; returns the model.
@@ -127,13 +134,13 @@ class EncoderModel(Opened, Adapted, Familiar):
         max_shard_size: int | str | None = None,
         extra_files: Mapping[str, bytes] | None = None,
     ) -> Path:
-        """Write the model as a Hugging Face folder; see `flodl_hf.export.export_model`.
+        """Write the model as a Hugging Face folder; see `flodl_hf.saving.export_model`.
 
         With an adapter in it the adapter and its head are written, see `save_adapter`; merged, the whole model is.
         """
         if self.active_adapter is not None and not self._held_adapters.merged:
             return self.save_adapter(folder, overwrite=overwrite, extra_files=extra_files)
-        from flodl_hf.export import export_model
+        from flodl_hf.saving import export_model
 
         return export_model(
             self, folder, overwrite=overwrite, max_shard_size=max_shard_size, extra_files=extra_files

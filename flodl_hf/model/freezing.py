@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Sequence
 
 from flodl.errors import ConfigError, nearest
-from flodl_hf.model.graph_model import GraphModel
+from flodl_hf.graph_model.model import GraphModel
 
 __all__ = ["freeze", "frozen_paths"]
 

@@ -26,13 +26,13 @@ from flodl_hf.adapters.attach import adapters_of
 from flodl_hf.attention.dot_product import check_implementation
 from flodl_hf.config.model_config import MAX_LABELS, ModelConfig, listed_texts, read_config_file
 from flodl_hf.config.told import warn_of
-from flodl_hf.encoder.parts import as_whole, parts_from
 from flodl_hf.family import Kept
+from flodl_hf.graph_model.model import GraphModel
+from flodl_hf.graph_model.routed import Routed, recipe_behind
 from flodl_hf.hub.folders import holds_adapter, resolve_folder
+from flodl_hf.layers.parts import as_whole, parts_from
 from flodl_hf.model.building import assign, empty_graph, initialise, tie_tensors
 from flodl_hf.model.filling import FiniteCheck, check_dtype, check_duplicates, fill, settle_dtype, settle_ties
-from flodl_hf.model.graph_model import GraphModel
-from flodl_hf.model.routed import Routed, recipe_behind
 from flodl_hf.sentence.multivector import colbert_recipe
 from flodl_hf.sentence.recipe import SentenceRecipe, read_recipe
 from flodl_hf.sentence.routing import transformer_folder

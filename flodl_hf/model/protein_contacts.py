@@ -14,7 +14,7 @@ from torch import Tensor
 from flodl_hf.errors import PredictError
 
 if TYPE_CHECKING:
-    from flodl_hf.model.graph_model import GraphModel
+    from flodl_hf.graph_model.model import GraphModel
 
 __all__ = ["contacts_of_texts", "contacts_of_tokens"]
 

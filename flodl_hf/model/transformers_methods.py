@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from flodl.errors import ConfigError
+from flodl_hf.graph_model.model import GraphModel
 from flodl_hf.model.freezing import frozen_paths
-from flodl_hf.model.graph_model import GraphModel
 
 __all__ = ["Familiar", "size_text"]
 

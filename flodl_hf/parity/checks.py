@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flodl_hf.encoder.parts import as_whole
+from flodl_hf.layers.parts import as_whole
 from flodl_hf.layout.layouts import Packed
 from flodl_hf.parity.adapters import adapters
 from flodl_hf.parity.cell import Bench

@@ -28,7 +28,7 @@ from flodl_hf.backends.cpu_products import (
     has_onednn,
     sums_in_32_bits,
 )
-from flodl_hf.backends.reference import TORCH
+from flodl_hf.layers.table import TORCH
 from flodl_hf.runtime import cpu_features
 
 if TYPE_CHECKING:

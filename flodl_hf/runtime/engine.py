@@ -30,7 +30,7 @@ from flodl_hf.runtime.precision import multiplying
 from flodl_hf.runtime.prepared import Prepared, holder
 
 if TYPE_CHECKING:
-    from flodl_hf.model.graph_model import GraphModel
+    from flodl_hf.graph_model.model import GraphModel
 
 __all__ = ["Engine", "Pending"]
 

@@ -26,7 +26,7 @@ from flodl_hf.runtime.precision import Precision, check_precision, dtype_of
 from flodl_hf.runtime.prepared import shadow
 
 if TYPE_CHECKING:
-    from flodl_hf.model.graph_model import GraphModel
+    from flodl_hf.graph_model.model import GraphModel
 
 __all__ = ["Explanation", "LayerGroup", "explain", "explain_graph"]
 

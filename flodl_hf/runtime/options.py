@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 
@@ -16,7 +16,10 @@ from flodl.errors import nearest
 from flodl_hf.errors import PredictError
 from flodl_hf.runtime.precision import Precision, check_name
 
-__all__ = ["RunKeywords", "RunOptions"]
+if TYPE_CHECKING:
+    from flodl_hf.graph_model.model import GraphModel
+
+__all__ = ["RunKeywords", "RunOptions", "options_of"]
 
 
 class RunKeywords(TypedDict, total=False):
@@ -82,3 +85,8 @@ class RunOptions:
                 raise PredictError(f"{name}={value!r}; expected an integer of at least 1, or None", **{name: value})
         check_name(found.precision)
         return found
+
+
+def options_of(model: GraphModel) -> RunOptions:
+    """Return how predictions of a model run where a call does not say."""
+    return model._run_options or RunOptions()

@@ -29,7 +29,7 @@ from flodl_hf.runtime.module_copies import arranged, shadow, tensors_of, told
 from flodl_hf.runtime.precision import Precision
 
 if TYPE_CHECKING:
-    from flodl_hf.model.graph_model import GraphModel
+    from flodl_hf.graph_model.model import GraphModel
     from flodl_hf.weights.on_disk import OnDisk
 
 __all__ = ["Prepared", "Stamp", "forget", "prepared", "shadow"]

@@ -13,21 +13,21 @@ from torch import Tensor
 
 from flodl_hf.decode.rows import TokenTable
 from flodl_hf.errors import PredictError
-from flodl_hf.model.after_fork import entered
+from flodl_hf.graph_model.after_fork import entered
 from flodl_hf.results.lists import Found, results_of
 from flodl_hf.runtime.engine import Engine, Pending
 from flodl_hf.runtime.fleet import Fleet
 from flodl_hf.runtime.global_settings import plainly, undisturbed
 from flodl_hf.runtime.inputs import Encoded
 from flodl_hf.runtime.items import found_by
-from flodl_hf.runtime.options import RunKeywords, RunOptions
+from flodl_hf.runtime.options import RunKeywords, RunOptions, options_of
 from flodl_hf.runtime.passes import Work
 from flodl_hf.runtime.pending import COUNTED
 from flodl_hf.runtime.progress import seen
 from flodl_hf.runtime.stream import WINDOW, Job, stream
 
 if TYPE_CHECKING:
-    from flodl_hf.model.graph_model import GraphModel
+    from flodl_hf.graph_model.model import GraphModel
     from flodl_hf.runtime.workers import Call
 
 __all__ = ["SENDING", "Session"]
@@ -67,7 +67,7 @@ class Session:
     def __init__(self, model: GraphModel, given: RunKeywords) -> None:
         entered()
         self.model = model
-        options: RunOptions = model.run_options
+        options = options_of(model)
         self.options = options.changed(dict(given)) if given else options
         if len(self.options.devices or ()) > 1 and model.weights_on_disk is not None:
             raise PredictError(

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from flodl_hf.runtime.engine import Engine
 from flodl_hf.runtime.inputs import encode, split_pairs
-from flodl_hf.runtime.options import RunKeywords
+from flodl_hf.runtime.options import RunKeywords, options_of
 from flodl_hf.runtime.passes import Scores, States
 
 if TYPE_CHECKING:
-    from flodl_hf.model.graph_model import GraphModel
+    from flodl_hf.graph_model.model import GraphModel
 
 __all__ = ["Spread", "spread"]
 
@@ -50,7 +50,7 @@ def spread(model: GraphModel, texts: Sequence[Any], **run: Any) -> Spread:
         PredictError: the model has no tokenizer.
     """
     given: RunKeywords = run  # type: ignore[assignment]
-    options = model.run_options.changed(dict(given))
+    options = options_of(model).changed(dict(given))
     tokenizer = model.ready("spread", untrained=True)
     firsts, seconds = split_pairs(list(texts), "spread")
     table = encode(tokenizer, firsts, seconds, max_tokens=model.max_tokens).table

@@ -33,7 +33,7 @@ from flodl_hf.runtime.worker_messages import packed, receive, send
 from flodl_hf.tokenization.threads import cores
 
 if TYPE_CHECKING:
-    from flodl_hf.model.graph_model import GraphModel
+    from flodl_hf.graph_model.model import GraphModel
 
 __all__ = ["Call", "Workers", "call_of"]
 

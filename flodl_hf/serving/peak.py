@@ -44,7 +44,7 @@ def peak_of(device: Any, dtype: Any) -> float:
 
 def operations_of_token(model: Any) -> int:
     """Return the operations that the projections of a model's encoder take for a token, without those of attention."""
-    from flodl_hf.encoder.layer import EncoderLayer
+    from flodl_hf.layers.encoder_layer import EncoderLayer
 
     encoder = model.graph.get_submodule("encoder")
     layers = [part for part in encoder.modules() if isinstance(part, EncoderLayer)]

@@ -14,17 +14,13 @@ from itertools import pairwise
 from tokenizers import Tokenizer as Inner
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from flodl_hf.tokenizer import Tokenizer
-
-__all__ = ["train_wordpiece"]
+__all__ = ["wordpiece_files"]
 
 _SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
-def train_wordpiece(
-    texts: Iterable[str], *, vocab_size: int = 2000, lowercase: bool = True, max_length: int = 512
-) -> Tokenizer:
-    """Return a BERT tokenizer with a vocabulary learned from ``texts``, the same for the same texts.
+def wordpiece_files(texts: Iterable[str], vocab_size: int, *, lowercase: bool, max_length: int) -> dict[str, bytes]:
+    """Return the files of a BERT tokenizer with a vocabulary learned from ``texts``, the same for the same texts.
 
     Args:
         texts: training texts.
@@ -59,12 +55,11 @@ def train_wordpiece(
         "mask_token": "[MASK]",
     }
     by_id = sorted(vocab, key=vocab.__getitem__)
-    files = {
+    return {
         "tokenizer.json": inner.to_str(pretty=True).encode("utf-8"),
         "tokenizer_config.json": json.dumps(settings, indent=2).encode("utf-8"),
         "vocab.txt": "".join(f"{token}\n" for token in by_id).encode("utf-8"),
     }
-    return Tokenizer.from_files(files, folder="trained", model_type="bert")
 
 
 def _learn(words: Counter[str], size: int) -> dict[str, int]:

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from flodl.errors import CheckpointError, capped, nearest, printable
-from flodl_hf.encoder.parts import named_part, part_of
 from flodl_hf.family import Family
 from flodl_hf.family.head_names import HEAD_NAMES
 from flodl_hf.family.keys import KeyMap, Tie
+from flodl_hf.layers.parts import named_part, part_of
 
 __all__ = ["LoadReport", "Plan", "Stored", "canonical_names", "class_of", "head_of", "plan_load"]
 

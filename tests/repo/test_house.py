@@ -326,13 +326,7 @@ def test_no_circle_of_imports_is_left(nodes: dict[str, Nodes]) -> None:
 ENTANGLED = [
     {"flodl.graph", "flodl.observe"},
     {"flodl.monitor", "flodl.train"},
-    {"flodl_hf.attention", "flodl_hf.backends", "flodl_hf.encoder", "flodl_hf.family"},
-    {"flodl_hf.tokenization", "flodl_hf.tokenizer"},
-    {
-        "flodl_hf.adapters", "flodl_hf.auto", "flodl_hf.demo", "flodl_hf.export", "flodl_hf.heads", "flodl_hf.model",
-        "flodl_hf.parity", "flodl_hf.runtime",
-    },
-]  # fmt: skip
+]
 
 
 def test_rooms_stand_one_above_another(nodes: dict[str, Nodes]) -> None:

@@ -19,7 +19,7 @@ from flodl_hf.attention.disentangled.launch import attend_by_kernel
 from flodl_hf.attention.disentangled.positions import Relative, RelativePositions
 from flodl_hf.attention.disentangled.probe import has_kernel
 from flodl_hf.attention.disentangled.scores import PositionTables, disentangled_scores, query_scaled_scores, score_scale
-from flodl_hf.encoder.parts import joined_bias, products_by_head
+from flodl_hf.layers.parts import joined_bias, products_by_head
 from flodl_hf.layout.layouts import Layout
 
 __all__ = ["DisentangledAttention", "hold_positions", "release_positions"]

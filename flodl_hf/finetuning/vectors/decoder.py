@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from flodl.errors import ConfigError
 from flodl_hf.attention.dot_product import SelfAttention
-from flodl_hf.encoder.layer import EncoderLayer
 from flodl_hf.encoder.losses import IGNORED_LABEL
+from flodl_hf.layers.encoder_layer import EncoderLayer
 from flodl_hf.layout.layouts import Padded
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from flodl_hf.decode.pooling import finish_embeddings, pool_bucketed, pool_packe
 from flodl_hf.finetuning.step import score
 from flodl_hf.finetuning.vectors.gathered import gather, shares_of_ranks
 from flodl_hf.finetuning.vectors.rows import TABLE
-from flodl_hf.model.hidden_states import watched
+from flodl_hf.graph_model.hidden_states import watched
 
 __all__ = ["VectorObjective"]
 

@@ -213,7 +213,7 @@ class EmbeddingTask:
             kept = "config_sentence_transformers.json"
             made = replace(before, pooling=names, normalize=scaled, files={})
             if kept in before.files:
-                from flodl_hf.export.sentence_files import recipe_files
+                from flodl_hf.saving.sentence_files import recipe_files
 
                 files = recipe_files(made, model.config.encoder.hidden_size)
                 made = replace(made, files={**files, kept: before.files[kept]})

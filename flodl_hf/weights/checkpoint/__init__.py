@@ -1,7 +1,7 @@
 """A folder of weights, opened: what it holds, and its tensors, checked before they are believed.
 
 This package knows tensors, files and names. What a name means to a model is for the key tables, which
-tensors must be there is for the caller, and writing folders is for :mod:`flodl_hf.export`.
+tensors must be there is for the caller, and writing folders is for `flodl_hf.saving`.
 
     members    which files of a folder may be opened, and how
     manifest   what the files say they hold: names, dtypes, shapes, order, metadata

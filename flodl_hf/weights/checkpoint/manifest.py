@@ -1,7 +1,7 @@
 """What a folder of weights says it holds: records without behaviour, enough to write the same folder again.
 
 Decides which facts of a source are kept. Reading them is for :mod:`flodl_hf.weights.checkpoint.folder`, using them
-to write is for :mod:`flodl_hf.export.state`.
+to write is for :mod:`flodl_hf.saving.state`.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import torch
 
 from flodl_hf import demo
 from flodl_hf.backends.choose import arrange_cuda
-from flodl_hf.encoder.layer import EncoderLayer
+from flodl_hf.layers.encoder_layer import EncoderLayer
 from flodl_hf.layout.layouts import Packed
 from flodl_hf.runtime.prepared import shadow
 

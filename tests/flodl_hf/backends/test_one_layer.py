@@ -25,13 +25,13 @@ from flodl_hf.backends.choose import arrange_cuda, arrange_training
 from flodl_hf.config.model_config import ModelConfig
 from flodl_hf.encoder import bodies
 from flodl_hf.encoder.graphs import Embeddings, stack
-from flodl_hf.encoder.layer import EncoderLayer, FeedForward
 from flodl_hf.families import register
 from flodl_hf.family import Family, FamilyHead
 from flodl_hf.family.config_rows import Row, activation, count
 from flodl_hf.family.keys import KeyRow
 from flodl_hf.heads.sequence_classification import SequenceClassifier
 from flodl_hf.heads.token_classification import TokenClassifier
+from flodl_hf.layers.encoder_layer import EncoderLayer, FeedForward
 from flodl_hf.layout.buckets import Buffer, bucket_of
 from flodl_hf.layout.layouts import Layout, Packed, Padded
 from flodl_hf.runtime import cpu

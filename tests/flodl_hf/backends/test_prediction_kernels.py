@@ -26,10 +26,10 @@ from flodl_hf.backends.cuda import CudaTable, walks
 from flodl_hf.backends.cuda_training import trains_walking
 from flodl_hf.backends.trials import LayerSizes
 from flodl_hf.config.model_config import ModelConfig
-from flodl_hf.encoder.layer import EncoderLayer
 from flodl_hf.families import FAMILIES
 from flodl_hf.finetuning.factory import checkpoint_layers, set_dropout
 from flodl_hf.kernels import trust
+from flodl_hf.layers.encoder_layer import EncoderLayer
 from flodl_hf.layout.buckets import Buffer, bucket_of
 from flodl_hf.layout.layouts import Packed
 from flodl_hf.parity.shapes import settings_of

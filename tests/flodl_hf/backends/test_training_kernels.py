@@ -20,12 +20,12 @@ from torch.nn import functional as F
 from flodl_hf.backends import choose, trials
 from flodl_hf.backends.choose import arrange_training
 from flodl_hf.backends.cuda_training import TrainingTable
-from flodl_hf.backends.reference import TORCH
 from flodl_hf.backends.trials import LayerSizes
 from flodl_hf.config.model_config import ModelConfig
-from flodl_hf.encoder.layer import EncoderLayer
 from flodl_hf.heads.sequence_classification import SequenceClassifier
 from flodl_hf.kernels import trust
+from flodl_hf.layers.encoder_layer import EncoderLayer
+from flodl_hf.layers.table import TORCH
 from flodl_hf.layout.layouts import Packed
 
 HAS_TRITON = find_spec("triton") is not None

@@ -16,9 +16,9 @@ from flodl_hf.attention.dot_product import attend
 from flodl_hf.backends import choose, cuda, cuda_training, trials
 from flodl_hf.backends.choose import arrange_training
 from flodl_hf.backends.cuda_training import STREAMS, TrainingTable
-from flodl_hf.backends.reference import TORCH
 from flodl_hf.backends.trials import LayerSizes
 from flodl_hf.kernels import trust
+from flodl_hf.layers.table import TORCH
 from flodl_hf.layout.layouts import Packed
 
 CPU = torch.device("cpu")

@@ -186,18 +186,18 @@ def test_layers_that_are_no_chain_are_told_apart() -> None:
 def test_commands_take_where_weights_stay(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     testing = pytest.importorskip("typer.testing")
     from flodl_hf.cli.app import app
-    from flodl_hf.model import graph_model
+    from flodl_hf.graph_model.model import GraphModel
 
     folder, source = saved("bert", "sequence_classification"), tmp_path / "texts.txt"
     source.write_text("\n".join(TEXTS))
     seen: list[bool] = []
-    ready = graph_model.GraphModel.ready
+    ready = GraphModel.ready
 
     def noted(self: Any, *given: Any, **how: Any) -> Any:
         seen.append(self.weights_on_disk is not None)
         return ready(self, *given, **how)
 
-    monkeypatch.setattr(graph_model.GraphModel, "ready", noted)
+    monkeypatch.setattr(GraphModel, "ready", noted)
 
     def said(*arguments: Any) -> str:
         done = testing.CliRunner().invoke(app, [*map(str, arguments), "--device", "cpu"])

@@ -13,8 +13,8 @@ import pytest
 
 from flodl.errors import FlodlError, UnsafeFileError
 from flodl_hf import load
-from flodl_hf.export.sentence_files import recipe_files
 from flodl_hf.hub.download import resolve
+from flodl_hf.saving.sentence_files import recipe_files
 
 Saved = Callable[..., Path]
 POOLED = ("modules.json", "1_Pooling/config.json", "sentence_bert_config.json")

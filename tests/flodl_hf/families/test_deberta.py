@@ -14,9 +14,9 @@ from flodl.errors import CheckpointError
 from flodl_hf import load
 from flodl_hf.auto import head_named
 from flodl_hf.config.model_config import ModelConfig
-from flodl_hf.encoder.norms import StepwiseNorm
-from flodl_hf.encoder.parts import part_of, split
 from flodl_hf.families import named
+from flodl_hf.layers.norms import StepwiseNorm
+from flodl_hf.layers.parts import part_of, split
 from flodl_hf.parity.shapes import settings_of
 from flodl_hf.tokenizer import Tokenizer
 

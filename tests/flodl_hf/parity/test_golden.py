@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from flodl_hf import AutoTokenizer, load
-from flodl_hf.encoder.parts import as_whole
 from flodl_hf.families import FAMILIES
 from flodl_hf.heads import HEADS
+from flodl_hf.layers.parts import as_whole
 from flodl_hf.model.encoder_model import EncoderModel
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden"

@@ -22,9 +22,9 @@ from flodl_hf.backends.cpu_products import (
     sums_in_32_bits,
 )
 from flodl_hf.config.model_config import ModelConfig
-from flodl_hf.encoder.activations import ACTIVATIONS
-from flodl_hf.encoder.layer import EncoderLayer
 from flodl_hf.families import FAMILIES
+from flodl_hf.layers.activations import ACTIVATIONS
+from flodl_hf.layers.encoder_layer import EncoderLayer
 from flodl_hf.layout.layouts import Layout, Packed, Padded
 from flodl_hf.model.encoder_model import EncoderModel
 from flodl_hf.runtime import cpu, cpu_features

@@ -8,8 +8,8 @@ import torch
 from flodl_hf.auto import head_named
 from flodl_hf.backends.cpu_products import has_int8, has_onednn
 from flodl_hf.config.model_config import ModelConfig
-from flodl_hf.encoder.layer import EncoderLayer
 from flodl_hf.errors import PredictError
+from flodl_hf.layers.encoder_layer import EncoderLayer
 from flodl_hf.layout.layouts import Packed
 from flodl_hf.model.encoder_model import EncoderModel
 from flodl_hf.runtime import cpu, cpu_features

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from flodl_hf.demo import train_wordpiece
 from flodl_hf.errors import TokenizerError
-from flodl_hf.tokenization.compare import PROBES, compare_sources
-from flodl_hf.tokenization.train import train_wordpiece
+from flodl_hf.parity.tokenizers import PROBES, compare_sources
 from flodl_hf.tokenizer import Tokenizer
 
 from .conftest import AWKWARD, CORPUS, byte_level, wordpiece

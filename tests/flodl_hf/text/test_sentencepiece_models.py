@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from tokenizers import normalizers
 
 from flodl_hf.errors import TokenizerError
+from flodl_hf.parity.tokenizers import PROBES
 from flodl_hf.tokenization.charsmap import CharsMap
-from flodl_hf.tokenization.compare import PROBES
 from flodl_hf.tokenization.pipeline import lowercase
 from flodl_hf.tokenization.sentencepiece import BPE, UNIGRAM, read_model
 from flodl_hf.tokenizer import Tokenizer

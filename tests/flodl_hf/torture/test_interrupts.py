@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from flodl.garbage_collection import gc_frozen, gc_paused
-from flodl_hf.export.publish import publish_folder
+from flodl_hf.saving.publish import publish_folder
 from flodl_hf.torture import interrupts
 from flodl_hf.torture.ctrl_c import CtrlC
 from flodl_hf.torture.runner import run_cases

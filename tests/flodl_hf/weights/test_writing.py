@@ -27,8 +27,8 @@ from flodl_hf.export import (
     write_safetensors,
     write_state,
 )
-from flodl_hf.export import write as write_module
-from flodl_hf.export.state import parse_size
+from flodl_hf.saving import write as write_module
+from flodl_hf.saving.state import parse_size
 from flodl_hf.weights.checkpoint import Checkpoint
 
 

@@ -18,7 +18,7 @@ __all__ = ["TORCH", "Layer", "Table", "watched"]
 
 
 class Layer(Protocol):
-    """What a table reads of a layer: `flodl_hf.encoder.layer.EncoderLayer`."""
+    """What a table reads of a layer: `flodl_hf.layers.encoder_layer.EncoderLayer`."""
 
     @property
     def attention(self) -> nn.Module: ...  # noqa: D102

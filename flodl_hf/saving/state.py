@@ -2,7 +2,7 @@
 
 Decides that a source is repeated: its names, their order, its shards, and whether a tied tensor stands there
 once or twice. Without a source the order is the one that the safetensors library writes. Bytes are
-:mod:`flodl_hf.export.write`'s; how our names become stored names is the key tables'.
+:mod:`flodl_hf.saving.write`'s; how our names become stored names is the key tables'.
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .source import read_source
+from flodl_hf.tokenization.source import read_source
+from flodl_hf.tokenizer import Tokenizer
 
 __all__ = ["PROBES", "Difference", "compare_sources"]
 
@@ -78,8 +79,6 @@ def compare_sources(
     Raises:
         TokenizerError: if one of the sources is damaged.
     """
-    from flodl_hf.tokenizer import Tokenizer
-
     path = Path(folder)
     by_json = Tokenizer.from_folder(path, model_type=model_type)
     files = read_source(path)

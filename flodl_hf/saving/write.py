@@ -2,8 +2,8 @@
 
 Decides the bytes: the order given is the order written, in headers that the format's own library would write
 too, and a header that came from a source file is used again as it stands. Which tensors are written under
-which names is :mod:`flodl_hf.export.state`'s; making a folder of the files in one step is
-:mod:`flodl_hf.export.publish`'s.
+which names is :mod:`flodl_hf.saving.state`'s; making a folder of the files in one step is
+:mod:`flodl_hf.saving.publish`'s.
 """
 
 from __future__ import annotations

@@ -19,15 +19,14 @@ from flodl_hf.attention.dot_product import check_implementation
 from flodl_hf.attention.prefixes import ShiftedPositions
 from flodl_hf.config.model_config import ModelConfig
 from flodl_hf.errors import PredictError
+from flodl_hf.graph_model.after_fork import entered
+from flodl_hf.graph_model.hidden_states import given_embeddings, ids_for, watched
+from flodl_hf.graph_model.index_checks import beyond_tables, check_rows
+from flodl_hf.graph_model.routed import Routed
 from flodl_hf.layout.layouts import Padded
-from flodl_hf.model.after_fork import entered
-from flodl_hf.model.hidden_states import given_embeddings, ids_for, watched
-from flodl_hf.model.index_checks import beyond_tables, check_rows
-from flodl_hf.model.routed import Routed
 from flodl_hf.weights.loading import LoadReport
 
 if TYPE_CHECKING:
-    from flodl_hf.runtime.options import RunOptions
     from flodl_hf.sentence.recipe import SentenceRecipe
     from flodl_hf.tokenizer import Tokenizer
     from flodl_hf.weights.on_disk import OnDisk
@@ -70,7 +69,8 @@ class GraphModel(nn.Module):
         self.routed: Routed | None = None
         self._on_disk: OnDisk | None = None
         self._untouched: dict[str, int] = {}
-        self._run_options: RunOptions | None = None
+        # `flodl_hf.runtime.RunOptions`, which those put in who run it.
+        self._run_options: Any = None
 
     def run_graph(
         self,
@@ -208,15 +208,6 @@ class GraphModel(nn.Module):
         """What shows the weights where layers are read from disk for each prediction; None where they are in memory."""
         on_disk = self._on_disk
         return on_disk if on_disk is not None and on_disk.holds(self.graph.get_submodule("encoder.layers")) else None
-
-    @property
-    def run_options(self) -> RunOptions:
-        """How predictions of this model run where a call does not say."""
-        if self._run_options is None:
-            from flodl_hf.runtime.options import RunOptions
-
-            self._run_options = RunOptions()
-        return self._run_options
 
     def on_route(self, route: str | None = None) -> Self:
         """Return the model that texts of a route go through: this one, unless the route has a transformer of its own.

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flodl_hf.encoder.activations import Activation
-from flodl_hf.encoder.layer import EncoderLayer
+from flodl_hf.layers.activations import Activation
+from flodl_hf.layers.encoder_layer import EncoderLayer
 from flodl_hf.layout.layouts import Layout
 
 __all__ = ["Convolution", "ConvolvedLayer", "MaskedEmbeddings", "Shift"]
@@ -84,7 +84,7 @@ class Convolution(nn.Module):
         hidden_size: width of a state.
         kernel_size: tokens seen, odd, so that texts keep their length.
         groups: groups of channels; divides ``hidden_size``.
-        activation: a name of `flodl_hf.encoder.activations.ACTIVATIONS`.
+        activation: a name of `flodl_hf.layers.activations.ACTIVATIONS`.
         norm_eps: epsilon of the layer norm.
         dropout: probability of dropping a mixed value, in [0, 1).
     """

@@ -16,18 +16,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flodl_hf.encoder.parts import joined
 from flodl_hf.errors import ExportError
-from flodl_hf.export.json_text import patch_json
-from flodl_hf.export.publish import publish_folder
-from flodl_hf.export.state import WritePlan, plan_state, write_state
-from flodl_hf.export.write import WrittenFile, verify_files, write_bytes
 from flodl_hf.family.head_names import names_of
+from flodl_hf.layers.parts import joined
+from flodl_hf.saving.json_text import patch_json
+from flodl_hf.saving.publish import publish_folder
+from flodl_hf.saving.state import WritePlan, plan_state, write_state
+from flodl_hf.saving.write import WrittenFile, verify_files, write_bytes
 from flodl_hf.weights.checksums import write_checksums
 from flodl_hf.weights.loading import canonical_names
 
 if TYPE_CHECKING:
-    from flodl_hf.model.graph_model import GraphModel
+    from flodl_hf.graph_model.model import GraphModel
 
 __all__ = ["architecture", "config_text", "export_model", "stored_tensors", "surroundings"]
 
@@ -245,7 +245,7 @@ def _tokenizer_files(model: GraphModel) -> dict[str, bytes]:
 
 
 def _recipe(model: GraphModel) -> dict[str, bytes]:
-    from flodl_hf.export.sentence_files import recipe_files
+    from flodl_hf.saving.sentence_files import recipe_files
 
     # A classifier that was trained on such an encoder keeps them too: its encoder still makes vectors.
     recipe = model.sentence_recipe

@@ -12,9 +12,9 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flodl_hf.backends.reference import TORCH, Table
-from flodl_hf.encoder.activations import Activation
-from flodl_hf.encoder.parts import products
+from flodl_hf.layers.activations import Activation
+from flodl_hf.layers.parts import products
+from flodl_hf.layers.table import TORCH, Table
 from flodl_hf.layout.layouts import Layout
 
 __all__ = ["EncoderLayer", "FeedForward", "Order"]
@@ -28,7 +28,7 @@ class FeedForward(nn.Module):
     Args:
         hidden_size: width in and out.
         intermediate_size: width between.
-        activation: a name of `flodl_hf.encoder.activations.ACTIVATIONS`.
+        activation: a name of `flodl_hf.layers.activations.ACTIVATIONS`.
         dropout: probability of dropping an output value, in [0, 1).
         gated: multiply by a third projection: ``down(activation(gate(x)) * up(x))`` (Shazeer 2020) in place of
             ``down(activation(up(x)))``.
