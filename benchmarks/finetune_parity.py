@@ -79,6 +79,7 @@ def compare(model: str | Path, train: Any, steps: int, options: Mapping[str, Any
     between = time.perf_counter()
     with ExitStack() as stack:
         trained = train_job(job, lambda event: None, stack)
+    assert trained is not None  # of another rank alone
     seconds = (time.perf_counter() - between, between - began)
     mine = {name: tensor.cpu() for name, tensor in stored_tensors(trained).items()}
     other = {name: tensor.detach().cpu() for name, tensor in reference.state_dict().items() if name in mine}
@@ -110,7 +111,7 @@ def load_reference(folder: Path, job: Job, *, dropout: bool = False) -> Any:
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
         if isinstance(getattr(module, "dropout_prob", None), float):
-            module.dropout_prob = 0.0
+            module.dropout_prob = 0.0  # type: ignore[assignment]
     return model
 
 
