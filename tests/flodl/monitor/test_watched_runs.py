@@ -114,8 +114,8 @@ def test_looking_on_changes_no_number(monkeypatch, recorded):
     if recorded:
         monkeypatch.setattr("flodl.train.route.make_capturer", lambda device, settings: Repeats())
         assert capture.Capturer is not None
-    monkeypatch.setattr("flodl.monitor.probe.EVERY_S", 0.0)
-    monkeypatch.setattr("flodl.monitor.probe.REST", 0.0)
+    monkeypatch.setattr("flodl.train.monitored.layer_probe.EVERY_S", 0.0)
+    monkeypatch.setattr("flodl.train.monitored.layer_probe.REST", 0.0)
     plain = builder(None).run().join()
     looks: list[LayersTimed] = []
     with quiet() as monitor:
@@ -318,7 +318,7 @@ class Dies(Callback):
 
 
 def test_a_rank_that_dies_is_seen(tmp_path, monkeypatch):
-    monkeypatch.setattr("flodl.monitor.rank_activity.EVERY_S", 0.01)
+    monkeypatch.setattr("flodl.train.monitored.rank_work.EVERY_S", 0.01)
     failures: list[RunFailed] = []
     with quiet(folder=tmp_path) as monitor:
         run = ranks_of(monitor, "sync", dying, callbacks=(Dies(),)).subscribe(failures.append, RunFailed)

@@ -1,6 +1,9 @@
 """The setting ``monitor`` made true: a page beside the run, told of its events and of what each rank does.
 
 The monitor itself is in `flodl.monitor` and knows no trainer; here the two meet.
+
+layer_probe  where the time of a pass goes and how large gradients are, layer by layer
+rank_work    what each rank spends its time on
 """
 
 from __future__ import annotations
@@ -45,8 +48,8 @@ def callbacks_of(settings: Settings) -> tuple[Callback, ...]:
     """Return the callbacks of a run, with those that tell of each rank's work where a monitor looks on."""
     if settings.monitor is None or settings.monitor is False:
         return tuple(settings.callbacks)
-    from flodl.monitor.probe import LayerProbe
-    from flodl.monitor.rank_activity import TellWork
+    from flodl.train.monitored.layer_probe import LayerProbe
+    from flodl.train.monitored.rank_work import TellWork
 
     return (*settings.callbacks, TellWork(), LayerProbe())
 
