@@ -16,13 +16,17 @@ import html
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, Protocol, Self, TextIO
 
 from flodl.verbosity import Verbosity, verbosity
 
-__all__ = ["Progress", "clock", "count"]
+__all__ = ["Progress", "clock", "count", "in_words", "worded"]
+
+_WORDING: ContextVar[Callable[[str], str]] = ContextVar("_WORDING", default=str)
 
 AFTER_S = 1.0
 """What is over by then shows nothing."""
@@ -41,6 +45,21 @@ def clock(seconds: float) -> str:
     hours, rest = divmod(whole, 3600)
     minutes, left = divmod(rest, 60)
     return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"
+
+
+@contextmanager
+def worded(by: Callable[[str], str]) -> Iterator[None]:
+    """Have remarks said as ``by`` returns them while inside, such as in the words of a command line."""
+    before = _WORDING.set(by)
+    try:
+        yield
+    finally:
+        _WORDING.reset(before)
+
+
+def in_words(text: str) -> str:
+    """Return a remark as it is to be said here; see `worded`."""
+    return _WORDING.get()(text)
 
 
 def count(number: float) -> str:

@@ -130,7 +130,7 @@ def _format_of(path: Path) -> Format:
     if kind is None:
         raise DataError(
             f"{path}: the suffix {''.join(suffixes) or '(none)'!r} names no format; known suffixes are "
-            f"{sorted(_SUFFIXES)}; or say format=",
+            f"{sorted(_SUFFIXES)}; rename it, or say format=",
             path=str(path),
         )
     return kind
@@ -185,7 +185,10 @@ def _read_cells(
     path: Path, delimiter: str, quoted: bool, columns: Sequence[str] | None, header: bool | None
 ) -> Iterator[dict[str, Any]]:
     faults = Faults(path)
-    advice = "mend these lines, or say header=, columns= or delimiter= if the file is laid out another way"
+    advice = (
+        "mend these lines, or read a file that is laid out another way (no header, another delimiter) with "
+        "flodl.data.load_rows"
+    )
     if csv.field_size_limit() < _FIELD_BYTES:
         csv.field_size_limit(_FIELD_BYTES)
     with _open(path) as file:

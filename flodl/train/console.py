@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from flodl.progress import AFTER_S, Progress, figures_of
+from flodl.progress import AFTER_S, Progress, figures_of, in_words
 from flodl.train.events import (
     Decided,
     EpochMetrics,
@@ -46,7 +46,7 @@ class ShowProgress:
         level = verbosity()
         if level == Verbosity.QUIET and isinstance(event, (Warned, SaveFailed)):
             told = event.message if isinstance(event, Warned) else f"step {event.step:,} was not saved: {event.reason}"
-            print(f"warning: {told}", file=sys.stderr, flush=True)
+            print(f"warning: {in_words(told)}", file=sys.stderr, flush=True)
         if level >= Verbosity.TRACE:
             print(json.dumps(event.to_dict(), default=str), file=sys.stderr, flush=True)
         if isinstance(event, RunStarted):
@@ -74,7 +74,7 @@ class ShowProgress:
         elif isinstance(event, Decided):
             self._say(f"step {event.step:,}: {event.rule} ({event.reason})")
         elif isinstance(event, Warned):
-            self._say(f"warning: {event.message}")
+            self._say(f"warning: {in_words(event.message)}")
         elif isinstance(event, SaveFailed):
             self._say(f"warning: the checkpoint of step {event.step:,} could not be written: {event.reason}")
         elif isinstance(event, RunDone):

@@ -16,7 +16,26 @@ from flodl.train.events import Subscriber
 from flodl.train.rules import Rule, as_rule
 from flodl.train.trackers import make_trackers
 
-__all__ = ["Settings", "make_settings"]
+__all__ = ["MAY_CHANGE", "Settings", "make_settings"]
+
+_LENGTH = "how long the run is; a schedule that was made for a length is compared"
+_SAVING = "which checkpoints there are"
+_SHOWN = "what is told of the run"
+_ROUNDING = "how the same is computed: it rounds another way at most, as another device does"
+_WAITING = "how long ranks wait"
+MAY_CHANGE: Mapping[str, str] = {
+    **dict.fromkeys(("num_epochs", "max_steps", "early_stopping"), _LENGTH),
+    **dict.fromkeys(("folder", "save_every", "save_epochs", "keep_last", "keep_best", "checkpoint_every"), _SAVING),
+    **dict.fromkeys(("resume", "allow_change", "max_restarts"), "how a run is taken up again"),
+    **dict.fromkeys(("remarks", "timeline", "progress", "log_every", "monitor", "trackers", "tracker_folder"), _SHOWN),
+    **dict.fromkeys(("watch", "eval_start"), f"{_SHOWN}; rules are compared"),
+    **dict.fromkeys(("deterministic", "checkpoint_activations", "arrange", "compile", "backend"), _ROUNDING),
+    **dict.fromkeys(("capture", "capture_num_rows"), "captured steps are those that are not, to the bit"),
+    **dict.fromkeys(("timeout_s", "frozen_after_s", "slowdown"), _WAITING),
+    "check_every": "it compares ranks, and changes nothing",
+}
+"""Fields of `Settings` and `Knobs` that a run which is taken up again may have otherwise, and why; all others are
+compared with those of its checkpoint, as far as they are in use."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +214,12 @@ class Settings:
         if self.rules:
             values["rules"] = [str(as_rule(rule)) for rule in self.rules]
             values["trend_every"] = self.trend_every
+            values |= self.judging()
         return values
+
+    def judging(self) -> dict[str, Any]:
+        """Return when figures are taken, which decide numbers where rules or a schedule go by them."""
+        return {"eval_every": self.eval_every, "eval_delay": self.eval_delay}
 
 
 def make_settings(given: Mapping[str, Any], base: Settings | None = None) -> Settings:

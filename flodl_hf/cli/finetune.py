@@ -167,7 +167,7 @@ def _try(trial: str, model: str, data: Mapping[str, Any], values: Mapping[str, A
         found: Any = dry_run(model, **data, **values)
         text = str(found)
     else:
-        found = find_lr(model, train=data["train"], **values)
+        found = find_lr(model, **data, **values)
         rates = f"{found.rates[0]:.1e} to {found.rates[-1]:.1e}"
         best = "the loss did not fall" if found.suggestion is None else f"try --lr {found.suggestion:.1e}"
         text = f"{len(found.rates)} steps at rates of {rates}, lowest loss {min(found.smoothed):.4f}: {best}"
@@ -292,15 +292,22 @@ def _command() -> Callable[..., None]:
 
     def command(**said: Any) -> None:
         given = {name: parse(name, said.pop(name)) for name in table}
+        if said["data"] is not None and said["train"] is not None:
+            raise ConfigError(
+                f"train: found {said['data']!r} after MODEL and {said['train']!r}; expected one of them",
+                problems=["train"],
+            )
         run(
-            said["model"], said["train"], said["eval"], said["out"], said["overwrite"], said["recipe"], said["env"],
-            given, said["json_output"], "dry-run" if said["dry_run"] else "find-lr" if said["find_lr"] else None,
+            said["model"], said["train"] or said["data"], said["eval"], said["out"], said["overwrite"], said["recipe"],
+            said["env"], given, said["json_output"],
+            "dry-run" if said["dry_run"] else "find-lr" if said["find_lr"] else None,
             said["dashboard"], said["dashboard_control"],
         )  # fmt: skip
 
     command.__doc__ = HELP
     parameters = [
         _parameter("model", str | None, typer.Argument(metavar="[MODEL]", help="A local folder or a Hub name.")),
+        _parameter("data", str | None, typer.Argument(metavar="[TRAIN]", help="Training data, as of --train.")),
         _parameter("train", str | None, typer.Option("--train", "-t", help="Training data: CSV, TSV, JSON lines, "
                    "Parquet, CoNLL, SQuAD JSON or text; for vectors also several as name=file,name=file.")),
         _parameter("eval", str | None, typer.Option("--eval", help="Held-out data, judged after each epoch: a file, "

@@ -15,9 +15,10 @@ from typing import Annotated, Any, NoReturn, ParamSpec, TypeVar
 import typer
 
 from flodl.errors import DataError, FlodlError, printable, visible
+from flodl.progress import worded
 from flodl.verbosity import Verbosity, verbosity
 from flodl_hf.cli.choices import words_of
-from flodl_hf.cli.spelling import in_options, option_names
+from flodl_hf.cli.spelling import begun_with_options, in_options, option_names
 from flodl_hf.cli.streams import NO_ROOM, encodable, lost
 
 __all__ = [
@@ -58,7 +59,7 @@ def reporting(command: Callable[P, R]) -> Callable[P, R]:
     @wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         said = {name: words_of(value) for name, value in kwargs.items()}
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), worded(partial(in_options, options=option_names(command))):
             warnings.showwarning = partial(_warn, command)
             try:
                 return command(*args, **said)  # type: ignore[arg-type]
@@ -85,7 +86,8 @@ def reporting(command: Callable[P, R]) -> Callable[P, R]:
 
 
 def _failed(command: Callable[..., Any], kind: str, text: str, json_output: bool) -> NoReturn:
-    text = in_options(text, option_names(command))
+    options = option_names(command)
+    text = in_options(begun_with_options(text, options) if kind == "ConfigError" else text, options)
     if json_output:
         with suppress(OSError):  # where writing it is what failed
             emit_json({"error": kind, "message": text})

@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 
 from typer.models import OptionInfo
 
-__all__ = ["command_line", "in_options", "option_names"]
+__all__ = ["begun_with_options", "command_line", "in_options", "option_names"]
 
 _VALUE = r"""(?:'[^']*'|"[^"]*"|\{[^{}]*\}|\[[^\[\]]*\]|\.\.\.|[\w+-]+(?:\.[\w+-]+)*)"""
 _QUOTED = r"""(?<![\w=])(?:'[^']*'|"[^"]*")"""
@@ -64,6 +64,16 @@ def in_options(text: str, options: Mapping[str, tuple[str, str | None]]) -> str:
     # Where a message gives both spellings already, one is enough.
     text = re.sub(rf"{_QUOTED}|(?<![\w.=/-])(?P<name>{names})=(?P<value>{_VALUE})?", said, text)
     return re.sub(r"(--[\w-]+) \((\1(?: \S+)?)\)", r"\2", text)
+
+
+def begun_with_options(text: str, options: Mapping[str, tuple[str, str | None]]) -> str:
+    """Return what is said of choices, ``name: what is wrong`` in each line, with their names as options."""
+    lines = [line.partition(": ") for line in text.split("\n")]
+    named = [(head.strip(), head, colon + rest) for head, colon, rest in lines]
+    return "\n".join(
+        (head.replace(name, options[name][0]) if said and name in options else head) + said
+        for name, head, said in named
+    )
 
 
 def _plain(value: str) -> str:

@@ -28,6 +28,7 @@ from flodl_hf.finetuning.pairs import plan_pairs
 from flodl_hf.finetuning.ranking import plan_ranking
 from flodl_hf.finetuning.replaced import plan_replaced
 from flodl_hf.finetuning.sequence import SequenceTask
+from flodl_hf.finetuning.streams import stream_part
 from flodl_hf.finetuning.task import Task
 from flodl_hf.finetuning.task_names import task_named
 from flodl_hf.finetuning.tokens import TokenTask, tag_names
@@ -77,6 +78,7 @@ class Tables:
         facts: for each of them what the model card says: name, rows, and the hash of a file.
         source: the training data as the caller gave it, asked for names of its labels.
         parts: training tables by name, where there are several.
+        is_shared: whether the held-out rows are some of what was given to train on.
     """
 
     train: list[dict[str, Any]]
@@ -84,19 +86,26 @@ class Tables:
     facts: dict[str, dict[str, Any]]
     source: Any = None
     parts: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    is_shared: bool = False
+
+    @property
+    def labelled(self) -> list[dict[str, Any]]:
+        """The rows whose labels there are: those to train on, and those that were held out of them."""
+        return [*self.train, *self.evals[""]] if self.is_shared else self.train
 
 
-def read_tables(train: Any, held_out: Any, *, seed: int = 42) -> Tables:
-    """Return the rows of the given files or objects.
+def read_tables(train: Any, held_out: Any, options: Options | None = None) -> Tables:
+    """Return the rows of the given files or objects; of a stream as many as the run can use.
 
     Args:
         held_out: data like ``train``; several by name; or a share (below 1) or number of training rows to hold out.
-        seed: decides which rows are held out.
+        options: the choices of the run.
 
     Raises:
         DataError: a file is absent or faulty, or holds no rows; all files are read before it is raised.
-        ConfigError: a share that leaves nothing.
+        ConfigError: a share that leaves nothing, or an option that does not say how much of a stream is needed.
     """
+    options = options or Options()
     share = None if isinstance(held_out, bool) or not isinstance(held_out, (int, float)) else held_out
     whole: dict[str, Any] = {} if held_out is None or share is not None else {"": held_out}
     named = dict(held_out) if is_several(held_out) else whole
@@ -113,9 +122,9 @@ def read_tables(train: Any, held_out: Any, *, seed: int = 42) -> Tables:
     learned = {f"train {name}": source for name, source in several.items()} if several else {"train": train}
     for name, source in {**learned, **{f"eval {k}".strip(): source for k, source in named.items()}}.items():
         try:
-            rows[name] = load_rows(source)
+            rows[name] = load_rows(stream_part(source, options, share) if name == "train" else source)
         except DataError as fault:
-            faults.append(fault)
+            faults.append(DataError(fault.message.replace(", or say format=", ""), **fault.details))
             continue
         facts[name] = {"rows": len(rows[name]), **_facts(source)}
     if len(faults) == 1:
@@ -129,11 +138,11 @@ def read_tables(train: Any, held_out: Any, *, seed: int = 42) -> Tables:
         parts = {name: rows[f"train {name}"] for name in several}
         return Tables([row for part in parts.values() for row in part], evals, facts, train, parts)
     if share is not None:
-        rows["train"], evals[""] = _held_out(rows["train"], share, seed)
+        rows["train"], evals[""] = _held_out(rows["train"], share, options.seed)
         name = f"{facts['train']['name']}, {len(evals['']):,} rows held out"
         facts["eval"] = {**facts["train"], "name": name, "rows": len(evals[""])}
         facts["train"]["rows"] = len(rows["train"])
-    return Tables(rows["train"], evals, facts, train)
+    return Tables(rows["train"], evals, facts, train, is_shared=share is not None)
 
 
 def is_several(source: Any) -> TypeGuard[Mapping[str, Any]]:
@@ -303,7 +312,7 @@ def _same_columns(columns: Columns, rows: Sequence[Mapping[str, Any]], where: st
 def _sequence(tables: Tables, columns: Columns, options: Options, known: Known) -> SequenceTask:
     if columns.label is None:
         raise DataError(f"train: found no column of labels among {list(tables.train[0])}; say columns={{'label': ...}}")
-    values = [row.get(columns.label) for row in tables.train]
+    values = [row.get(columns.label) for row in tables.labelled]
     if columns.label.lower() not in NAMES["label"] and columns.label in values:
         raise DataError(
             f"train: column {columns.label!r} has its own name among its labels, so the first line of the file seems "
@@ -348,7 +357,7 @@ def _targets(values: Sequence[Any], kind: Any) -> Targets:
 def _tokens(tables: Tables, columns: Columns, options: Options, known: Known) -> TokenTask:
     if options.problem_type:
         raise ConfigError("problem_type: labels of words have none; expected nothing", problems=["problem_type"])
-    found = tag_names(tables.train, columns)
+    found = tag_names(tables.labelled, columns)
     own = known.labels if known.head == "token_classification" else ()
     stored, names = _names(found, options.labels, _feature_names(tables.source, columns.tags), own)
     return TokenTask(columns, names, None if stored == names else stored)

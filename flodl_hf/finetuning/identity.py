@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from flodl.train.settings import MAY_CHANGE
 from flodl_hf.finetuning.evaluation import Evaluations
 from flodl_hf.finetuning.rows import EncodedRows
 
@@ -42,26 +43,15 @@ BY_THE_TRAINER = (
     ),
 )
 BY_HASH = ("columns", "revision")
-CHANGES_NO_NUMBER = (
-    *("epochs", "max_steps"),  # how long the run is; a schedule that depends on it is compared
-    *("eval_batch_size", "gradient_checkpointing", "deterministic", "capture", "fused", "compile", "backend"),
-    *(
-        "log_every",
-        "save_every",
-        "checkpoints",
-        "keep_checkpoints",
-        "resume",
-        "allow_change",
-        "local_files_only",
-        "keep_last",
-        "eval_start",
-        "trackers",
-        "watch",
-        "log_dir",
-        "profile",
-        "report",
-    ),
-)
+CHANGES_NO_NUMBER: Mapping[str, str] = {
+    **dict.fromkeys(("epochs", "max_steps"), MAY_CHANGE["num_epochs"]),
+    **dict.fromkeys(("gradient_checkpointing", "deterministic", "fused", "compile", "backend"), MAY_CHANGE["compile"]),
+    **dict.fromkeys(("save_every", "checkpoints", "keep_checkpoints", "keep_last"), MAY_CHANGE["folder"]),
+    **dict.fromkeys(("log_every", "trackers", "log_dir", "profile", "report"), MAY_CHANGE["trackers"]),
+    **{name: MAY_CHANGE[name] for name in ("capture", "resume", "allow_change", "watch", "eval_start")},
+    "eval_batch_size": "how many rows are judged at once",
+    "local_files_only": "where the start is read from, which is compared itself",
+}
 
 
 def identity_of(job: Job) -> dict[str, Any]:

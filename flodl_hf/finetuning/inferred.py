@@ -12,9 +12,10 @@ from typing import Any
 
 from flodl.errors import ConfigError, DataError, printable
 from flodl_hf.columns import NAMES, Columns, column_names
+from flodl_hf.finetuning.rows import EncodedRows
 from flodl_hf.finetuning.task import Task, name_of
 
-__all__ = ["alike_labels", "guessed_columns", "refuse_lost_labels", "task_line"]
+__all__ = ["alike_labels", "guessed_columns", "refuse_lost_labels", "task_line", "unlearned_labels"]
 
 LOOKED_AT = 200
 NAMED = 8  # labels that a line names
@@ -87,8 +88,7 @@ def guessed_columns(columns: Columns, said: Mapping[str, str] | None) -> list[st
     if not guessed:
         return []
     read = " and ".join(f"{name!r} as the {role}" for role, name in guessed.items())
-    option = ",".join(f"{role}={name}" for role, name in guessed.items())
-    return [f"columns are read by what they hold: {read} (columns={guessed!r} or --columns {option!r} would say so)"]
+    return [f"columns are read by what they hold: {read} (columns={guessed!r} would say so)"]
 
 
 def alike_labels(names: Sequence[str]) -> list[str]:
@@ -100,6 +100,15 @@ def alike_labels(names: Sequence[str]) -> list[str]:
     if not several:
         return []
     return [f"labels that differ by case or spaces alone are several labels: {'; '.join(several[:NAMED])}"]
+
+
+def unlearned_labels(task: Task, rows: EncodedRows) -> list[str]:
+    """Return, as notes, labels of texts that no training row has, as when all that have them were held out."""
+    counts = (task.label_counts(rows) if task.head == "sequence_classification" else None) or ()
+    absent = [printable(name, 40) for name, count in zip(task.labels or (), counts, strict=False) if not count]
+    if not absent:
+        return []
+    return [f"no training row has the label {', '.join(absent[:NAMED])}, of which nothing is learned"]
 
 
 def task_line(task: Task, rows: Sequence[Any], asked: str | None) -> str:
@@ -125,7 +134,7 @@ def task_line(task: Task, rows: Sequence[Any], asked: str | None) -> str:
         parts.append("the words behind masks are learned, no label")
     parts.append(f"{len(rows):,} row{'s' * (len(rows) != 1)}")
     line = "; ".join(parts)
-    return line if asked else f"{line} (as the columns say; --task or task= names another)"
+    return line if asked else f"{line} (as the columns say; task= names another)"
 
 
 def _named(name: Any) -> str:

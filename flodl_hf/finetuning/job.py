@@ -23,7 +23,7 @@ from flodl_hf.finetuning.evaluation import Evaluation, Evaluations
 from flodl_hf.finetuning.factory import FixedModel, ModelFactory
 from flodl_hf.finetuning.flag_columns import with_listed_flags
 from flodl_hf.finetuning.generator.task import GeneratorTask
-from flodl_hf.finetuning.inferred import alike_labels, guessed_columns, task_line
+from flodl_hf.finetuning.inferred import alike_labels, guessed_columns, task_line, unlearned_labels
 from flodl_hf.finetuning.options import Options
 from flodl_hf.finetuning.pairs import PretrainingObjective
 from flodl_hf.finetuning.ranking import RankTask
@@ -139,7 +139,7 @@ def plan_job(
         DataError, ConfigError, CheckpointError, HubError, TokenizerError: as in `finetune`.
     """
     own = own or Own()
-    tables, options = with_listed_flags(read_tables(train, held_out, seed=options.seed), options)
+    tables, options = with_listed_flags(read_tables(train, held_out, options), options)
     known = known_of(model, options)
     asked = options.task
     task, options = choose_task(tables, options, known, own.loss)
@@ -187,6 +187,7 @@ def plan_job(
         check_tunable(task)
     if isinstance(task, HEADED):
         notes += [*guessed_columns(task.columns, options.columns), *alike_labels(task.labels or ())]
+        notes += unlearned_labels(task, rows) if tables.is_shared else []
     notes += _cut_texts(prepared, limits, task)
     filled = replace(options, task=name_of(task), labels=task.labels, problem_type=task.problem_type)
     job = Job(

@@ -151,6 +151,7 @@ def find_lr(
     model: str | Path | EncoderModel,
     *,
     train: Any,
+    eval: Any = None,
     low: float = 1e-7,
     high: float = 1.0,
     steps: int = 100,
@@ -163,6 +164,7 @@ def find_lr(
 
     Args:
         train: data, as for `flodl_hf.finetuning.finetune`.
+        eval: held-out data, likewise; nothing is judged, and rows that the run would hold out are not learned from.
         steps: optimiser steps at most; rates rise by the same factor at each.
 
     Raises:
@@ -171,7 +173,7 @@ def find_lr(
     """
     with ExitStack() as stack:
         stack.enter_context(_vectors_kept(model))
-        job = plan_job(model, train, None, make_options(options), where="find_lr", own=Own(loss))
+        job = plan_job(model, train, eval, make_options(options), where="find_lr", own=Own(loss))
         stack.enter_context(settings_of_torch())
         if not job.named and job.options.adapter is not None:
             stack.callback(job.model.remove_adapter)

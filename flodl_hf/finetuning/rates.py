@@ -69,7 +69,8 @@ def make_schedule(
         return InverseSqrt(base, rise, **given)
     if kind == "warmup_stable_decay":
         return _three_stages(base, rise, total, given)
-    return WarmedUp(kind, base, rise, total)
+    # A constant rate does not depend on the length of a run, which may then change when it is gone on with.
+    return WarmedUp(kind, base, rise, rise if kind == "constant" else total)
 
 
 def _three_stages(base: float, rise: int, total: int, given: dict[str, Any]) -> WarmupStableDecay:

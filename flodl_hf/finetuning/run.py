@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from flodl.errors import ConfigError, TrainError, printable, visible
 from flodl.files import path_fault
+from flodl.progress import in_words
 from flodl.train import Callback, EvalDone, RunDone, RunStarted, StepDone
 from flodl.train.events import Past
 from flodl.train.saving.reading import list_checkpoints
@@ -271,8 +272,8 @@ def _checkpoint_folder(job: Job, target: Path | None, stack: ExitStack) -> Path 
         return None
     if not options.resume and folder.is_dir() and list_checkpoints(folder):
         raise TrainError(
-            f"finetune: {folder} holds the checkpoints of a run that did not end. Go on from them with resume=True "
-            "(--resume), or remove the folder.",
+            f"finetune: {folder} holds the checkpoints of a run that did not end. Go on from them with resume=True, or "
+            "remove the folder.",
             folder=str(folder),
         )
     return folder
@@ -299,7 +300,7 @@ def _take_best(job: Job, model: EncoderModel, folder: Path | None, notes: _Notes
 
 def _say(text: str) -> None:
     """Say what a run will do, beside its results."""
-    print(visible(text), file=sys.stderr, flush=True)
+    print(visible(in_words(text)), file=sys.stderr, flush=True)
 
 
 def _under_torchrun() -> bool:

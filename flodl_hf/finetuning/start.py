@@ -56,11 +56,7 @@ def settle_head(known: Known, task: Task, options: Options) -> tuple[Options, li
         return options, []
     kept = options.new_head is False
     pairs = ", ".join(f"{visible(a)} -> {visible(b)}" for a, b in list(zip(old, new, strict=True))[:8])
-    what = (
-        "goes on under these names (new_head=False)"
-        if kept
-        else "is drawn anew (new_head=False or --no-new-head keeps it)"
-    )
+    what = "goes on under these names (new_head=False)" if kept else "is drawn anew (new_head=False keeps it)"
     return replace(options, new_head=not kept), [f"the start was trained with other labels ({pairs}); its head {what}"]
 
 

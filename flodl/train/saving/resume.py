@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from flodl.distributed.rounds import Knobs
 from flodl.distributed.sharded import local, whole_parts
 from flodl.errors import TrainError, capped
 from flodl.train.core import TrainerCore
@@ -30,6 +31,7 @@ from flodl.train.saving.state import (
     whole_model,
 )
 from flodl.train.saving.tensor_stream import copies
+from flodl.train.settings import MAY_CHANGE
 
 __all__ = ["past_of", "restore", "snapshot"]
 
@@ -46,10 +48,25 @@ def recipe(trainer: TrainerCore) -> dict[str, Any]:
         "policy": trainer.policy.name,
         "world_size": trainer.ranks.world,
         "optimizer": type(trainer.optimizer).__name__,
+        **_schedule(trainer),
+        **({} if trainer.ranks.solo else _knobs(trainer.settings.knobs)),
         **({"callbacks": [type(c).__name__ for c in trainer.hooks.around]} if trainer.hooks.around else {}),
     }
     # As it comes back from a file: tuples are lists there.
     return json.loads(json.dumps(found))
+
+
+def _schedule(trainer: TrainerCore) -> dict[str, Any]:
+    """Return what a schedule goes by that is told figures."""
+    if not hasattr(trainer.rates.schedule, "observe"):
+        return {}
+    return {"schedule_metric": trainer.settings.schedule_metric, **trainer.settings.judging()}
+
+
+def _knobs(knobs: Knobs) -> dict[str, Any]:
+    """Return settings of the policy that are not the usual ones."""
+    usual = vars(Knobs())
+    return {n: value for n, value in vars(knobs).items() if n not in MAY_CHANGE and value != usual[n]}
 
 
 def snapshot(trainer: TrainerCore, past: Past, best: Any) -> dict[str, Any]:

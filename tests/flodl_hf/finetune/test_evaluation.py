@@ -54,3 +54,19 @@ def test_batches_have_every_window_once_and_units_share_no_example(batch_size: i
     assert max(len(batch) for batch in batches) <= batch_size
     examples = [{int(owners[i]) for _, batch in unit for i in batch} for unit in units]
     assert sum(map(len, examples)) == len(set().union(*examples))
+
+
+@pytest.mark.parametrize("name", ["sequence_classification", "token_classification"])
+def test_a_label_that_was_held_out_whole_is_a_label(name: str, base: Path) -> None:
+    rows = TABLES[name](20)
+    held_out = set(np.random.default_rng(42).permutation(20)[:4].tolist())
+    rare = min(held_out)
+    rows[rare] = {**rows[rare], **({"label": "rare"} if "label" in rows[rare] else {"tags": ["B-RARE"] * 20})}
+    rows[rare] |= {} if "label" in rows[rare] else {"words": ["the"] * 20}
+    job = plan_job(base, rows, 0.2, make_options(SMALL))
+    assert job.task.labels is not None
+    assert any("rare" in label.lower() for label in job.task.labels)
+    assert job.evaluation is not None
+    assert job.evaluation(job.model.eval())
+    said = [note for note in job.notes if "no training row has the label 'rare'" in note]
+    assert len(said) == (name == "sequence_classification")

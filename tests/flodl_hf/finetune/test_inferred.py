@@ -120,7 +120,7 @@ def test_what_is_learned_is_said_in_a_line_with_its_columns(task: str, said: str
         "batch_size: 4 (12 rows: 9 steps in place of 3; batch_size=32 to overrule)",
         "9 optimiser steps are few for a head that is new: more epochs or more rows would make more of them",
     ]
-    learned = f"task {task} {said} (as the columns say; --task or task= names another)"
+    learned = f"task {task} {said} (as the columns say; task= names another)"
     assert lines == [learned, *(few if task != "masked_lm" else [])]
     lines.clear()
     for enough in ({"epochs": 2000}, {"max_steps": 1}):
@@ -283,7 +283,7 @@ def test_the_command_says_what_it_learns_before_the_model_is_opened(base: Path, 
     told = said.stderr.splitlines()
     [at] = [i for i, line in enumerate(told) if line.startswith("task ")]
     assert "masked_lm from text 'text'; the words behind masks are learned, no label; 9 rows" in told[at]
-    assert told[at + 1].startswith("ConfigError: metric: found 'perplexed', did you mean 'perplexity'?")
+    assert told[at + 1].startswith("ConfigError: --metric: found 'perplexed', did you mean 'perplexity'?")
     refused = CliRunner().invoke(app, [*call, str(table)])
     assert refused.exit_code == 1
     assert "did you mean 'label'?" in refused.stderr
