@@ -7,9 +7,10 @@ them to another carried it along.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 from urllib.parse import urlsplit
@@ -43,13 +44,14 @@ def at_home(endpoint: str, authorization: str | None = None) -> Iterator[None]:
         endpoint: its address.
         authorization: the header that goes there alone meanwhile, in threads too that the client starts by itself.
     """
-    from huggingface_hub.utils import get_session
+    from huggingface_hub import utils
 
-    session: Any = get_session()
-    # The client of older releases has no such hooks, and drops tokens by itself where host or port change.
-    hooks = getattr(session, "event_hooks", None)
-    if hooks is not None and _without_token not in hooks["request"]:
-        session.event_hooks = {**hooks, "request": [*hooks["request"], _without_token]}
+    # Where a connection fails, huggingface_hub closes its client and has its factory make another for the next try.
+    http: Any = getattr(utils, "_http", None)
+    factory = getattr(http, "_GLOBAL_CLIENT_FACTORY", None)
+    if factory is not None and not isinstance(factory, _Guarding):
+        http._GLOBAL_CLIENT_FACTORY = _Guarding(factory)
+    _guarded(utils.get_session())
     before = _home.set(endpoint)
     key = (authorization or "", endpoint)
     with _lock:
@@ -62,6 +64,24 @@ def at_home(endpoint: str, authorization: str | None = None) -> Iterator[None]:
             _bound[key] -= 1
             if not _bound[key]:
                 del _bound[key]
+
+
+@dataclass(frozen=True, slots=True)
+class _Guarding:
+    """Makes clients as another factory does, which take tokens to one server alone."""
+
+    factory: Callable[[], Any]
+
+    def __call__(self) -> Any:
+        return _guarded(self.factory())
+
+
+def _guarded(client: Any) -> Any:
+    # The client of older releases has no such hooks, and drops tokens by itself where host or port change.
+    hooks = getattr(client, "event_hooks", None)
+    if hooks is not None and _without_token not in hooks["request"]:
+        client.event_hooks = {**hooks, "request": [*hooks["request"], _without_token]}
+    return client
 
 
 def _without_token(request: Any) -> None:

@@ -555,6 +555,38 @@ def test_a_token_follows_no_redirect_to_another_port(
         other.close()
 
 
+@pytest.mark.parametrize("moved", ["/api/", "/ada/"])
+def test_a_token_follows_no_redirect_after_a_connection_that_failed(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moved: str
+) -> None:
+    """huggingface_hub makes its client anew then; another thread's failure is enough."""
+    from huggingface_hub.utils import _http, close_session
+
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    other, failed = Hub(), []
+
+    def fails(client: Any, method: str, url: str, **options: Any) -> Any:
+        if len(failed) < 3 and method in ("GET", "HEAD"):
+            failed.append(url)
+            close_session()
+            client = _http.get_session()
+        return as_it_was(client, method, url, **options)
+
+    client = type(_http.get_session())
+    as_it_was = client.request
+    monkeypatch.setattr(client, "request", fails)
+    try:
+        hub.moved = {moved: other.url}
+        if hasattr(_http, "_HUB_ORIGINS"):
+            monkeypatch.setattr(_http, "_HUB_ORIGINS", {*_http._HUB_ORIGINS, _http._url_origin(other.url)})
+        assert resolve("ada/tiny", token="hf_secret", cache_dir=tmp_path).commit == COMMIT
+        assert failed
+        assert hub.tokens == {"Bearer hf_secret"}
+        assert other.tokens == {None}
+    finally:
+        other.close()
+
+
 def test_a_token_is_not_sent_where_an_answer_names_another_server_for_keys(hub: Hub, tmp_path: Path) -> None:
     hub.headers = {"X-Xet-Hash": "0" * 64, "X-Xet-Refresh-Route": "http://127.0.0.1:9/api/key"}
     with pytest.raises(HubError, match=r"sends the token to 'http://127\.0\.0\.1:9/api/key'.*check HF_ENDPOINT"):
