@@ -404,9 +404,7 @@ class BaseModel(EncoderModel):
         if recipe is not None and recipe.lower_case:
             texts = [text.lower() for text in texts]
         # What is cut is cut at the last token that fits, as elsewhere, be it inside a word.
-        encoded = encode(tokenizer, texts, max_tokens=limit, strict=strict, snap=not truncate)
-        if truncate:
-            return encoded.first_windows()
+        encoded = encode(tokenizer, texts, max_tokens=limit, strict=strict, truncate=truncate)
         if not told and len(encoded.owners) >= MANY_WINDOWS:
             windows = np.bincount(encoded.owners)
             longest = int(windows.argmax())

@@ -82,7 +82,7 @@ class SequenceClassifier(ScoringModel):
                 labels those that hold, of two the one that does. None gives all labels, whatever the model keeps.
             function_to_apply: "softmax", "sigmoid" or "none" instead of what the configuration says.
             strict: raise on a text that does not fit into one window.
-            truncate: keep only the first window of a long text.
+            truncate: cut a long text to one window, of a pair the longer of the two, as transformers does.
             untrained: predict although parts of the model hold random values.
             compat: "transformers" gives the dictionaries of its pipeline.
             **run: how to run (``precision``, ``devices``, ``batch_invariant``, ``token_budget``, ...), see
@@ -231,7 +231,7 @@ class SequenceClassifier(ScoringModel):
             top_k: most documents; None for all.
             function_to_apply: "sigmoid" or "none" instead of what the configuration says.
             strict: raise on a document that does not fit into one window with the query.
-            truncate: keep only the first window of a long document.
+            truncate: cut a long pair to one window, the longer of the two first, as sentence-transformers does.
             untrained: rank although parts of the model hold random values.
             **run: how to run (``precision``, ``devices``, ``batch_invariant``, ``token_budget``, ...), see
                 `flodl_hf.runtime.RunOptions`; what is not given is as `runtime` set it.
@@ -281,8 +281,7 @@ class SequenceClassifier(ScoringModel):
         assert tokenizer is not None
         firsts, seconds = split_pairs(items, "predict")
         limit = self.max_tokens
-        encoded = encode(tokenizer, firsts, seconds, max_tokens=limit, strict=strict, cut=cut, snap=not truncate)
-        return encoded.first_windows() if truncate else encoded
+        return encode(tokenizer, firsts, seconds, max_tokens=limit, strict=strict, cut=cut, truncate=truncate)
 
 
 def ranking_activation(config: Mapping[str, Any], given: str | None = None) -> Activation:

@@ -14,7 +14,6 @@ from flodl_hf.runtime.items import plain_pairs
 from flodl_hf.runtime.token_table import (
     Flat,
     Frame,
-    chosen_rows,
     frame_of,
     framed,
     joined,
@@ -58,11 +57,6 @@ class Encoded:
     def counts(self) -> np.ndarray:
         """Content tokens of each window, ``(rows,)``."""
         return self.table.counts
-
-    def first_windows(self) -> Encoded:
-        """Return the first window of each text alone."""
-        keep = self.table.window == 0
-        return self if bool(keep.all()) else Encoded(chosen_rows(self.table, keep), self.texts)
 
 
 def split_pairs(items: Sequence[Any], task: str) -> tuple[Sequence[str], list[str] | None]:
@@ -121,6 +115,7 @@ def encode(
     offsets: bool = False,
     cut: str | None = None,
     snap: bool = True,
+    truncate: bool = False,
     records: bool = False,
 ) -> Encoded:
     """Return the windows of all texts.
@@ -128,7 +123,8 @@ def encode(
     Args:
         tokenizer: whose tokens.
         texts: texts, or lists of words with ``words``.
-        pairs: second texts, which are the ones that are cut into windows unless ``cut`` says otherwise.
+        pairs: second texts, which are the ones that are cut into windows unless ``cut`` says otherwise; with
+            ``truncate`` the longer of the two gives way, as in transformers and sentence-transformers.
         max_tokens: most tokens of a window, specials included.
         stride: tokens that neighbouring windows share.
         strict: raise on a text that needs several windows.
@@ -136,12 +132,15 @@ def encode(
         offsets: note where each token stands in its text.
         cut: "first" or "second": which text of a pair is cut.
         snap: let windows begin and end between words.
+        truncate: keep what fits into one window, up to the last token.
         records: also return the windows as records, which compatible outputs read.
     """
 
+    if truncate and pairs is not None:
+        cut = cut or "longest"
     given: dict[str, Any] = {
-        "max_tokens": max_tokens, "stride": stride, "cut": cut, "snap": snap,
-        "overflow": "error" if strict else "windows",
+        "max_tokens": max_tokens, "stride": stride, "cut": cut, "snap": snap and not truncate,
+        "overflow": "error" if strict else "truncate" if truncate else "windows",
     }  # fmt: skip
     if not records and not words and len(texts) and stride >= 0 and (max_tokens is None or max_tokens > 0):
         check_batch(texts, "text", False)
@@ -263,7 +262,8 @@ def _cut_ids(
         chosen, tokenizer._backend.encodings([texts[i] for i in chosen], special=False, fast=not snap), strict=True
     ):
         ids = np.array(found.ids, np.int32)
-        for number, (start, stop) in enumerate(plan_windows(len(ids), room, stride, found.word_ids if snap else None)):
+        windows = plan_windows(len(ids), room, stride, found.word_ids if snap else None)
+        for number, (start, stop) in enumerate(windows[:1] if given["overflow"] == "truncate" else windows):
             parts.append(ids[start:stop])
             told.append((place, start, number))
     counts = np.fromiter(map(len, parts), np.int64, len(parts))

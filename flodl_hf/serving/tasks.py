@@ -53,7 +53,7 @@ def _dropped(model: Any, ticket: Ticket, texts: Sequence[str], pairs: Sequence[s
     if limit is None or 2 * ticket.longest < limit:
         return 0
     whole = encode(model.tokenizer, texts, pairs, max_tokens=None).table.lengths
-    read = encode(model.tokenizer, texts, pairs, max_tokens=limit, snap=False).first_windows().table.lengths
+    read = encode(model.tokenizer, texts, pairs, max_tokens=limit, truncate=True).table.lengths
     return int(whole.sum() - read.sum())
 
 
@@ -170,11 +170,8 @@ def _embed_all(model: Any, items: list[str], options: Mapping[str, Any], ticket:
     from flodl_hf.runtime.passes import States
 
     tokenizer = model.ready("embed_all")
-    cutting = _cutting(options)
-    cut = "truncate" in cutting
-    encoded = encode(tokenizer, items, max_tokens=_limit(model), strict="strict" in cutting, snap=not cut)
-    if cut:
-        encoded = encoded.first_windows()
+    cutting: dict[str, Any] = _cutting(options)
+    encoded = encode(tokenizer, items, max_tokens=_limit(model), **cutting)
     placed = Session(model, {}).start(encoded.table, States()).placed()
     rows = placed.rows(encoded.table)
     order = np.lexsort((encoded.table.window, encoded.owners))

@@ -371,3 +371,16 @@ def test_reranking_sorts_by_the_best_window(make: Maker, padded: Padded) -> None
     assert [r.score for r in found] == pytest.approx(sorted(scores.tolist(), reverse=True), abs=1e-5)
     assert model.rerank("cat", documents, top_k=2) == found[:2]
     assert {r.windows for r in model.rerank("cat", ["the cat " * 60])} == {4}
+
+
+def test_a_pair_that_is_cut_loses_of_its_longer_text_first(make: Maker) -> None:
+    """As transformers' pipeline with ``truncation=True`` and sentence-transformers' cross-encoders cut it."""
+    for long, short in (("the cat sat " * 30, "a good film"), ("a good film", "the cat sat " * 30), ("cat " * 40,) * 2):
+        model = make("bert", "sequence_classification", num_labels=1, problem_type="multi_label_classification")
+        tokens = model.tokenizer([long], [short], truncation=True, max_length=model.max_tokens, return_tensors="pt")
+        with torch.no_grad():
+            expected = model(**tokens).logits.sigmoid().item()
+        ((label,),) = model.predict([(long, short)], truncate=True, precision="exact")
+        assert label.score == pytest.approx(expected, abs=1e-6)
+        (found,) = model.rerank(long, [short], truncate=True, precision="exact", function_to_apply="sigmoid")
+        assert found.score == pytest.approx(expected, abs=1e-6)

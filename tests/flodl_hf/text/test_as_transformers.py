@@ -7,8 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import hypothesis
+import numpy as np
 import pytest
+from hypothesis import strategies as st
 
+from flodl_hf.runtime.inputs import encode
 from flodl_hf.tokenizer import Tokenizer
 
 from .conftest import byte_level, wordpiece
@@ -102,6 +106,28 @@ def test_windows_begin_at_the_side_that_is_kept(kind: str, side: str, tmp_path: 
         for overflowing in (False, True):
             options = {"max_length": length, "truncation": True, "stride": 2, "return_overflowing_tokens": overflowing}
             assert ours(TEXT, **options).input_ids == theirs(TEXT, **options)["input_ids"], options
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_long_pair_is_cut_as_by_pipelines_and_cross_encoders(kind: str, side: str, tmp_path: Path) -> None:
+    """The longer text gives way, whatever lengths the two have; a text alone at its end."""
+    theirs, ours = both(tmp_path, kind, truncation_side=side)
+    some = st.lists(st.sampled_from(["Ada", "lives", "in", "Köln", "12,345", "😀", "unbelievably"]), max_size=30)
+
+    @hypothesis.settings(max_examples=60, deadline=None)
+    @hypothesis.given(st.lists(st.tuples(some, some), min_size=1, max_size=3), st.integers(4, 60), st.booleans())
+    def check(pairs: list[tuple[list[str], list[str]]], most: int, alone: bool) -> None:
+        firsts, seconds = ([" ".join(words) for words in texts] for texts in zip(*pairs, strict=True))
+        others = None if alone else seconds
+        table = encode(ours, firsts, others, max_tokens=most, truncate=True).table
+        expected = theirs(firsts, others, truncation=True, max_length=most)["input_ids"]
+        found = np.split(table.ids, np.cumsum(table.lengths)[:-1])
+        assert {int(owner): row.tolist() for owner, row in zip(table.owners, found, strict=True)} == dict(
+            enumerate(expected)
+        )
+
+    check()
 
 
 @pytest.mark.parametrize("stated", [{}, {"padding_side": "right"}, {"truncation_side": "right"}])
