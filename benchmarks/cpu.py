@@ -195,7 +195,7 @@ def peaks(width: int, clock: Callable[[], float]) -> dict[str, float]:
         half = OneDnnLinear(weight.bfloat16(), bias.bfloat16(), at_once=True)
         kinds["bf16"] = [partial(half, x.bfloat16())]
     if has_int8():
-        product = Int8Linear(weight, bias, Scratch(), 8 if sums_in_32_bits() else 7)
+        product = Int8Linear(weight, bias, 8 if sums_in_32_bits() else 7)
         kinds["int8"] = [partial(product.multiplied, product.quantised(x)[0].clone())]
     found = {}
     with torch.inference_mode():

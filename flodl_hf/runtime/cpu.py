@@ -61,7 +61,7 @@ def prepare_cpu(graph: nn.Module, precision: Precision | None) -> dict[str, str]
 
 def _products(precision: str | None, scratch: Scratch) -> MakeProduct:
     if precision == "int8":
-        return partial(Int8Linear, scratch=scratch, bits=8 if sums_in_32_bits() else 7)
+        return partial(Int8Linear, bits=8 if sums_in_32_bits() else 7)
     return partial(_product, scratch)
 
 

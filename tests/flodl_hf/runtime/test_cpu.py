@@ -192,7 +192,18 @@ def test_int8_sums_do_not_saturate() -> None:
     # Two products of the largest numbers pass 16 bits; kernels without VNNI add them there.
     bits = 8 if sums_in_32_bits() else 7
     weight, x = torch.full((16, 64), 0.5), torch.full((3, 64), 2.0)
-    assert Int8Linear(weight, None, Scratch(), bits)(x) == pytest.approx(torch.full((3, 16), 64.0), rel=1e-4)
+    x[:, 0] = 0.0  # a token of one number is all step and no bytes
+    assert Int8Linear(weight, None, bits)(x) == pytest.approx(torch.full((3, 16), 63.0), rel=1e-4)
+
+
+@needs_int8
+def test_int8_tokens_have_ranges_of_their_own_to_half_a_step() -> None:
+    x = torch.randn(5, 40) * torch.tensor([[1e-3], [1.0], [30.0], [0.0], [1.0]]) + torch.tensor([[0.0]] * 4 + [[9.0]])
+    whole, step, low = Int8Linear(torch.randn(8, 40), None).quantised(x)
+    assert whole.dtype == torch.uint8
+    assert torch.equal(low, x.amin(1, keepdim=True))
+    assert step == pytest.approx((x.amax(1, keepdim=True) - low) / 255, rel=1e-5)
+    assert bool(((low + step * whole - x).abs() <= 0.501 * step + 1e-6).all())
 
 
 @needs_int8
@@ -202,7 +213,7 @@ def test_int8_takes_tokens_of_any_range() -> None:
     for row in x:
         wanted = nn.functional.linear(row[None], weight)
         bound = 0.02 * float(row.abs().max()) * float(weight.abs().sum(1).max()) + 1e-6
-        assert Int8Linear(weight, None, Scratch(), 7)(row[None]) == pytest.approx(wanted, abs=bound)
+        assert Int8Linear(weight, None, 7)(row[None]) == pytest.approx(wanted, abs=bound)
 
 
 # --- what the processor and torch have ----------------------------------------------------------------
@@ -300,6 +311,6 @@ def test_plain_products_without_a_bias() -> None:
     weight, x, other = torch.randn(5, 3), torch.randn(2, 3), torch.randn(2, 5)
     make: Callable[..., Any]
     for make in (TorchLinear, Int8Linear) if has_int8() else (TorchLinear,):
-        plain, close = make(weight, None, Scratch()), 1e-5 if make is TorchLinear else 0.1
+        plain, close = (make(weight, None, Scratch()), 1e-5) if make is TorchLinear else (make(weight, None), 0.1)
         assert plain(x, "b") == pytest.approx(nn.functional.linear(x, weight), abs=close)
         assert plain.plus(x, other) == pytest.approx(nn.functional.linear(x, weight) + other, abs=close)
