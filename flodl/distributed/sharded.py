@@ -7,7 +7,8 @@ state; a layer is whole on it while it computes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from flodl.checkpoint.stored_rows import StoredRows
 from flodl.distributed.average import model_tensors
 from flodl.distributed.group import Ranks
 from flodl.errors import TrainError
+from flodl.nested import map_leaves
 
 __all__ = ["is_sharded", "like", "local", "put", "shard_model", "spread", "whole", "whole_parts"]
 
@@ -25,14 +27,15 @@ def shard_model(model: nn.Module, ranks: Ranks) -> None:
     """Cut the parameters of a model into a part for each rank, in place; they are on the ranks' devices then.
 
     Args:
-        model: the same on all ranks, in host memory; a layer at a time is moved.
+        model: the same on all ranks, in host memory; a layer at a time is moved. Besides itself, those of its methods
+            that ``forward_methods`` names are passes of the model.
         ranks: at least two.
 
     Raises:
         TrainError: there is nothing to cut.
     """
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
     if not any(True for _ in model.parameters()):
         raise TrainError("shard: the model has no parameters; expected some to cut into a part for each rank.")
@@ -44,7 +47,20 @@ def shard_model(model: nn.Module, ranks: Ranks) -> None:
         # Sums over ranks, which the step divides by what all of them counted.
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
+    for name in ("forward", *getattr(root, "forward_methods", ())):
+        setattr(root, name, partial(_without_views, getattr(root, name)))
+        if name != "forward":
+            register_fsdp_forward_method(root, name)
     model.to(ranks.device)
+
+
+def _without_views(call: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    """Return what ``call`` gives, views as tensors of their own: torch warns of each that a shard's pass returns."""
+    return map_leaves(
+        call(*args, **named),
+        lambda part: part.clone() if isinstance(part, Tensor) and part._is_view() else part,
+        lambda part: isinstance(part, Mapping),
+    )
 
 
 def _root(model: nn.Module) -> nn.Module:

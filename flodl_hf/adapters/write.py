@@ -22,13 +22,12 @@ from flodl_hf.attention.prefixes import PrefixPart
 from flodl_hf.family.head_names import names_of
 from flodl_hf.graph_model.model import GraphModel
 from flodl_hf.layers.parts import join, joined, part_of
-from flodl_hf.saving.publish import publish_folder
+from flodl_hf.saving.model import Contents, model_contents, write_contents
 from flodl_hf.saving.sentence_files import recipe_files
-from flodl_hf.saving.write import WrittenFile, verify_files, write_bytes, write_safetensors
+from flodl_hf.saving.state import FilePlan, WritePlan
 from flodl_hf.sentence.multivector import pylate_files
-from flodl_hf.weights.checksums import write_checksums
 
-__all__ = ["save_adapter", "stored_adapter"]
+__all__ = ["contents_of", "save_adapter", "stored_adapter"]
 
 PARTS = (".lora.", ".ia3.", ".prompt.", ".prefix.")
 """Where modules hold their parts."""
@@ -93,21 +92,21 @@ def save_adapter(
         ExportError: the folder is in use or not empty, the disk is full or refuses, or what was written does not read
             back as the same bytes.
     """
+    return write_contents(folder, {"": _contents(model, adapter)}, overwrite=overwrite, extra_files=extra_files)
+
+
+def contents_of(model: GraphModel) -> Contents:
+    """Return what a model's folder holds: the adapter that is in it; the whole where none is, or it is merged."""
+    held = adapters_of(model)
+    if held.active is None or held.merged:
+        return model_contents(model)
+    return _contents(model, held.known[held.active])
+
+
+def _contents(model: GraphModel, adapter: Adapter) -> Contents:
     tensors = stored_adapter(model, adapter)
     others = {CONFIG: _json(_settings(model, adapter)), HEAD: _json(_head(model, adapter))} | _recipe(model, adapter)
-    others |= dict(extra_files or {})
-
-    def write(stage: Path) -> None:
-        written = [write_safetensors(stage / WEIGHTS, tensors.items(), {"format": "pt"})]
-        for name, data in others.items():
-            (stage / name).parent.mkdir(exist_ok=True)
-            file = write_bytes(stage / name, data)
-            written.append(WrittenFile(name, file.size, file.sha256))
-        write_checksums(stage, ((file.name, file.size, file.sha256) for file in written))
-        verify_files(stage, written)
-
-    needed = sum(t.numel() * t.element_size() for t in tensors.values()) + sum(map(len, others.values()))
-    return publish_folder(folder, write, overwrite=overwrite, needed_bytes=needed)
+    return Contents({"": WritePlan((FilePlan(WEIGHTS, tuple(tensors), {"format": "pt"}),), tensors, None)}, others)
 
 
 def _recipe(model: GraphModel, adapter: Adapter) -> dict[str, bytes]:

@@ -26,6 +26,7 @@ from flodl.train.events import Past
 from flodl.train.saving.reading import list_checkpoints
 from flodl.train.trackers import Tracker, make_tracker
 from flodl_hf.adapters.settings import Settings, adapter_words
+from flodl_hf.adapters.write import contents_of
 from flodl_hf.errors import ExportError
 from flodl_hf.finetuning.batch_size import as_before
 from flodl_hf.finetuning.best import Best, take_best
@@ -41,7 +42,7 @@ from flodl_hf.finetuning.task import name_of
 from flodl_hf.finetuning.thresholds import tune_thresholds
 from flodl_hf.finetuning.training import CHECKPOINTS, make_builder, settings_of_torch, train_job
 from flodl_hf.finetuning.user_code import Own
-from flodl_hf.saving.model import export_model
+from flodl_hf.saving.model import write_contents
 from flodl_hf.saving.publish import GENERATOR, is_model_file
 
 if TYPE_CHECKING:
@@ -365,9 +366,8 @@ def _write(job: Job, result: FinetuneResult, target: Path, overwrite: bool, judg
     files = papers(job, result, judged)
     if result.generator is None:
         return result.model.save_pretrained(target, overwrite=overwrite, extra_files=files)
-    return export_model(
-        result.model, target, overwrite=overwrite, extra_files=files, extra_models={GENERATOR: result.generator}
-    )  # fmt: skip
+    both = {"": contents_of(result.model), GENERATOR: contents_of(result.generator)}
+    return write_contents(target, both, overwrite=overwrite, extra_files=files)
 
 
 def _trackers(options: Options, target: Path | None) -> list[Tracker]:

@@ -6,7 +6,7 @@ what it offers to those who use it, is `flodl_hf.model`'s; loading, export and t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -52,6 +52,8 @@ class GraphModel(nn.Module):
     head: ClassVar[str] = "base"
     per_text: ClassVar[bool] = False
     """Whether the head scores whole texts rather than tokens."""
+    forward_methods: ClassVar[tuple[str, ...]] = ("one_pass",)
+    """Methods besides the model itself that are passes of it, for which sharded weights are gathered."""
     config: ModelConfig
     load_report: LoadReport | None
 
@@ -124,6 +126,10 @@ class GraphModel(nn.Module):
         if lead is not None and not self.per_text:
             result = layout.behind(lead.count, result)
         return result, named, {name: tuple(values) for name, values in seen.items()}
+
+    def one_pass(self, call: Callable[[Self, Any], Any], batch: Any) -> Any:
+        """Return what ``call`` computes of this model, of what stands beside it, and of a batch."""
+        return call(self, batch)
 
     def set_attention(self, implementation: str) -> Self:
         """Choose "sdpa", "eager" or "fast" attention in every layer; returns the model.

@@ -234,7 +234,7 @@ class Adapted(GraphModel):
 
     def fixed_names(self) -> frozenset[str]:
         """Return the names of tensors that training leaves as they are, so that checkpoints need not hold them."""
-        if self.active_adapter is None:
-            return frozenset()
-        found: Any = self._held_adapters.base_names(self)
-        return frozenset(f"network.{name}" for name in found)
+        beside = self.beside
+        fixed = beside.fixed_names() if isinstance(beside, Adapted) else ()
+        found: Any = () if self.active_adapter is None else self._held_adapters.base_names(self)
+        return frozenset([*(f"network.{name}" for name in found), *(f"beside.{name}" for name in fixed)])

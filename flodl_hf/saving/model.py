@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,16 @@ from flodl_hf.weights.loading import canonical_names
 if TYPE_CHECKING:
     from flodl_hf.graph_model.model import GraphModel
 
-__all__ = ["architecture", "config_text", "export_model", "stored_tensors", "surroundings"]
+__all__ = [
+    "Contents",
+    "architecture",
+    "config_text",
+    "export_model",
+    "model_contents",
+    "stored_tensors",
+    "surroundings",
+    "write_contents",
+]
 
 DTYPE_NAMES = {
     torch.float32: "float32",
@@ -39,6 +48,19 @@ DTYPE_NAMES = {
 }
 
 
+@dataclass(frozen=True)
+class Contents:
+    """What a folder will hold.
+
+    Attributes:
+        plans: its weights, by the folder inside that they lie in.
+        others: its other files, by name.
+    """
+
+    plans: Mapping[str, WritePlan]
+    others: Mapping[str, bytes]
+
+
 def export_model(
     model: GraphModel,
     folder: str | Path,
@@ -46,7 +68,6 @@ def export_model(
     overwrite: bool = False,
     max_shard_size: int | str | None = None,
     extra_files: Mapping[str, bytes] | None = None,
-    extra_models: Mapping[str, GraphModel] | None = None,
     check: Callable[[Path], object] | None = None,
 ) -> Path:
     """Write ``model`` to ``folder``, every byte read again and compared before it is put in place; return the folder.
@@ -63,13 +84,18 @@ def export_model(
         overwrite: replace a folder that holds a model.
         max_shard_size: cut the weights above this size, as ``"5GB"`` or bytes; None keeps the source's layout.
         extra_files: further files to put beside, by name.
-        extra_models: further models, each by the folder inside that it gets with its configuration and tokenizer.
         check: given the written folder before it is put in place; what it raises keeps the folder out.
 
     Raises:
         ExportError: the folder is in use or not empty, the disk is full or refuses, or what was written
             does not read back as the same bytes. An older folder is then as it was.
     """
+    contents = model_contents(model, max_shard_size=max_shard_size)
+    return write_contents(folder, {"": contents}, overwrite=overwrite, extra_files=extra_files, check=check)
+
+
+def model_contents(model: GraphModel, *, max_shard_size: int | str | None = None) -> Contents:
+    """Return what a model's folder holds: weights, configuration, tokenizer; arguments as of `export_model`."""
     if (recipe := model.sentence_recipe) is not None and not recipe.routes:
         model = model.on_route()  # one route's recipe was put in the place of all
     plans = {
@@ -77,17 +103,44 @@ def export_model(
             stored_tensors(part), part.source.manifest if part.source and _keeps_names(part) else None,
             ties=stored_ties(part), max_shard_size=max_shard_size, metadata={"format": "pt"},
         )
-        for inside, part in (_parts(model) | dict(extra_models or {})).items()
+        for inside, part in _parts(model).items()
     }  # fmt: skip
-    others = surroundings(model) | dict(extra_files or {})
-    for inside, part in (extra_models or {}).items():
-        others |= {f"{inside}/{name}": data for name, data in surroundings(part).items()}
+    return Contents(plans, surroundings(model))
+
+
+def write_contents(
+    folder: str | Path,
+    parts: Mapping[str, Contents],
+    *,
+    overwrite: bool = False,
+    extra_files: Mapping[str, bytes] | None = None,
+    check: Callable[[Path], object] | None = None,
+) -> Path:
+    """Write a folder, every byte read again and compared before it is put in place; return it.
+
+    Args:
+        folder: where to; parents are made.
+        parts: what it holds, by the folder inside; "" for itself.
+        overwrite: replace a folder that holds a model.
+        extra_files: further files to put beside, by name.
+        check: as of `export_model`.
+
+    Raises:
+        ExportError: as of `export_model`.
+    """
+    plans = {_inside(at, name): plan for at, part in parts.items() for name, plan in part.plans.items()}
+    others = {_inside(at, name): data for at, part in parts.items() for name, data in part.others.items()}
+    others |= dict(extra_files or {})
     return publish_folder(
         folder,
         _writer(plans, others, check),
         overwrite=overwrite,
         needed_bytes=sum(plan.nbytes for plan in plans.values()) + sum(map(len, others.values())),
     )
+
+
+def _inside(folder: str, name: str) -> str:
+    return f"{folder}/{name}" if folder and name else folder or name
 
 
 def surroundings(model: GraphModel) -> dict[str, bytes]:

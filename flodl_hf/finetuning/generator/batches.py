@@ -137,7 +137,7 @@ class CollateMasked(CollateRows):
             filler = IGNORE if name == "mask_labels" else 0
             batch[name] = torch.from_numpy(np.pad(value, (0, room - len(flat)), constant_values=filler))
         batch["attended"] = torch.from_numpy(attended)
-        batch["words_share"] = torch.tensor([self._share(int(lengths.sum()), len(flat), where)], dtype=torch.float32)
+        batch["words_share"] = torch.tensor([self._share(int(lengths.sum()), len(flat), where)], dtype=torch.float64)
         return batch
 
     def _share(self, tokens: int, masked: int, where: Where) -> float:

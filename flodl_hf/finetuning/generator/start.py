@@ -12,6 +12,7 @@ from flodl.errors import ConfigError
 from flodl_hf.model.building import tie_tensors
 
 if TYPE_CHECKING:
+    from flodl_hf.adapters.settings import Settings
     from flodl_hf.heads.masked_lm import MaskedLM
     from flodl_hf.model.encoder_model import EncoderModel
 
@@ -28,20 +29,22 @@ class GeneratorStart:
         name: folder or Hub name.
         seed: of what is drawn where the folder has no head of masked words.
         options: further options of ``from_pretrained``.
+        adapter: added to the generator, to learn in place of its own weights; None for none.
     """
 
     name: str
     seed: int
     options: dict[str, Any]
+    adapter: Settings | None = None
 
     def __call__(self, model: EncoderModel) -> None:
         """Give the model its generator.
 
         Raises:
-            ConfigError: the two are of different families or read different words.
+            ConfigError: the two are of different families or read different words, or the adapter does not fit.
         """
         there: Any = model.beside
-        if there is not None and there.source.name == self.name:
+        if there is not None and there.__dict__.get("begun_from") == self:
             return
         from flodl_hf.auto import head_named
 
@@ -51,11 +54,21 @@ class GeneratorStart:
             generator = kind.from_pretrained(
                 self.name, dtype=torch.float32, **{"weights": "memory", **self.options}
             )  # fmt: skip
-        self._check(model, generator)
-        if generator.tokenizer is None:
-            generator.tokenizer = model.tokenizer
-        _share(model, generator)
+            self._check(model, generator)
+            if generator.tokenizer is None:
+                generator.tokenizer = model.tokenizer
+            if self.adapter is not None:
+                self._adapt(generator)
+        if model.active_adapter is None and generator.active_adapter is None:
+            _share(model, generator)  # those of a base stay its own, or its adapter would belong to another
+        generator.__dict__["begun_from"] = self
         model.beside = generator
+
+    def _adapt(self, generator: MaskedLM) -> None:
+        try:
+            generator.add_adapter(self.adapter)
+        except ConfigError as fault:
+            raise ConfigError(f"generator: {self.name}: {fault.message}", problems=fault.problems) from None
 
     def _check(self, model: EncoderModel, generator: MaskedLM) -> None:
         """Refuse a generator whose words mean something else to the discriminator.

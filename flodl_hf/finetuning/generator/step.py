@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flodl.train import Loss
+from flodl_hf.adapter_layers.prompts import lead_of
 from flodl_hf.encoder.losses import IGNORED_LABEL, token_loss
 from flodl_hf.finetuning.generator.sampling import drawn
 from flodl_hf.finetuning.step import Kind, Objective, layout_of, score
@@ -47,6 +48,9 @@ class JointObjective(Objective):
 
     def score(self, model: Any, batch: Any) -> Any:
         """Return `Scored`."""
+        return model.one_pass(self._scored, batch)
+
+    def _scored(self, model: Any, batch: Any) -> Scored:
         ids, labels = batch["input_ids"], batch["labels"]
         words = _words(model.beside, batch)
         chosen = drawn(words.detach(), batch["mask_seeds"], batch["mask_offsets"])
@@ -60,11 +64,11 @@ class JointObjective(Objective):
     def of(self, scores: Any, batch: Any) -> Loss:
         """Return the loss of scores that are known already, with both parts of it as further figures."""
         labels = batch["mask_labels"]
-        words = token_loss(scores.words, labels, upcast=True)
+        words = token_loss(scores.words, labels, upcast=scores.words.dtype != torch.float64)
         tokens = self._replaced(
             scores.tokens.reshape(-1), scores.replaced.reshape(-1), settled="places" in batch or scores.tokens.is_cuda
         )
-        value = words * batch["words_share"][0] + self.weight * tokens.as_mean()
+        value = words * batch["words_share"][0].to(words.dtype) + self.weight * tokens.as_mean()
         masks = (labels != IGNORED_LABEL).sum()
         parts = {"generator_loss": (words * masks, masks), "discriminator_loss": (tokens.as_sum(), tokens.count)}
         return Loss.mean(value, tokens.count, parts)
@@ -87,8 +91,11 @@ class JointObjective(Objective):
 def _words(generator: Any, batch: Any) -> Tensor:
     """Return the generator's scores of words at the masks of a batch, and of no other tokens."""
     layout, graph = layout_of(batch), generator.graph
-    states = graph.get_submodule("encoder")(
-        batch["input_ids"], token_type_ids=batch.get("token_type_ids"), layout=layout
-    )
+    ids, types, led, lead = batch["input_ids"], batch.get("token_type_ids"), layout, lead_of(graph)
+    if lead is not None:
+        ids, types, led = lead.rows(ids, types, layout)
+    states = graph.get_submodule("encoder")(ids, token_type_ids=types, layout=led)
+    if lead is not None:
+        states = layout.behind(lead.count, states)
     flat = states.reshape(-1, states.shape[-1])
     return graph.get_submodule("head")(flat.index_select(0, batch["mask_places"]), layout=layout)

@@ -54,7 +54,8 @@ class GeneratorTask(MaskedTask):
         """What puts the generator beside a model, on every rank."""
         options = self.options
         opening = {"attention": options.attention, "local_files_only": options.local_files_only}
-        return GeneratorStart(str(options.generator), options.seed, opening)
+        shown = {"mapped": True} if options.shard and options.ranks > 1 else {}  # as the discriminator is opened
+        return GeneratorStart(str(options.generator), options.seed, {**shown, **opening}, options.adapter)
 
     def settle(self, model: EncoderModel) -> list[str]:
         """Give the model its generator; return what is to be said of it."""
@@ -63,6 +64,9 @@ class GeneratorTask(MaskedTask):
         shared = shared_names(model, generator)
         own, other = model.config.encoder, generator.config.encoder
         widths = f"the generator is {other.hidden_size} wide, the discriminator {own.hidden_size}"
+        adapted = [name for name, part in (("discriminator", model), ("generator", generator)) if part.active_adapter]
+        if adapted:
+            return [f"{widths}; embeddings are not shared: an adapter of the {' and of the '.join(adapted)} learns"]
         if not shared:
             return [f"{widths}; embeddings are not shared, since one has {other.embedding_size} features, the other "
                     f"{own.embedding_size}"]  # fmt: skip
@@ -138,7 +142,7 @@ class _Scorer:
         }
 
 
-NOT_TAKEN = ("labels", "problem_type", "class_weights", "label_smoothing", "neftune", "shard")
+NOT_TAKEN = ("labels", "problem_type", "class_weights", "label_smoothing", "neftune")
 
 
 def plan_generator(rows: Sequence[Mapping[str, Any]], options: Options) -> GeneratorTask:
@@ -149,8 +153,6 @@ def plan_generator(rows: Sequence[Mapping[str, Any]], options: Options) -> Gener
     """
     problems = [f"{name}: with a generator there is no place for it; leave it out" for name in NOT_TAKEN
                 if getattr(options, name)]  # fmt: skip
-    if options.adapter is not None:
-        problems.append("generator: both models learn whole; expected no adapter")
     columns = infer_columns(rows, **dict(options.columns or {}))
     text = columns.text if columns.words is None else None
     if text is None:

@@ -320,13 +320,21 @@ def test_what_does_not_fit_is_refused(starts: dict[str, Path], base: Path, tmp_p
     other.save_pretrained(vocabulary)
     text = (vocabulary / "tokenizer.json").read_text()
     (vocabulary / "tokenizer.json").write_text(text.replace('"the"', '"teh"'))
-    mine = str(starts["shared"])
+    mine, flat = str(starts["shared"]), str(tmp_path / "flat")
+    values = dict(other.config.source) | {"num_hidden_layers": 1}
+    shallow = type(other).from_config(ModelConfig.for_model(values.pop("model_type"), **values))
+    shallow.tokenizer = other.tokenizer
+    shallow.save_pretrained(flat)
     cases: list[tuple[dict[str, Any], str]] = [
         ({"generator": str(base)}, "found a bert model; expected electra"),
         ({"generator": str(vocabulary)}, "words under other numbers .* 'teh'"),
         ({"generator": mine, "task": "mlm"}, "masked_lm has none"),
-        ({"generator": mine, "neftune": 5.0, "lora": 2}, "neftune: .*no adapter"),
-        ({"generator": mine, "shard": "fsdp"}, "shard: with a generator"),
+        ({"generator": mine, "neftune": 5.0}, "neftune: with a generator"),
+        (
+            {"generator": mine, "lora": 2, "lora_targets": ["layers.1.attention.queri"]},
+            "targets that are no projections",
+        ),
+        ({"generator": flat, "lora": 2, "lora_targets": ["layers.1.attention.query"]}, f"generator: {flat}: .*targets"),
         ({"discriminator_weight": 5}, "there is no generator"),
     ]
     for options, said in cases:
@@ -336,6 +344,59 @@ def test_what_does_not_fit_is_refused(starts: dict[str, Path], base: Path, tmp_p
         finetune(starts["discriminator"], train=lines(4), generator=mine, loss=F.mse_loss)
     with pytest.raises(ConfigError, match="expected texts"):
         finetune(starts["discriminator"], train=[{"words": ["a"], "tags": [0]}], task="replaced", generator=mine)
+
+
+ADAPTERS: list[dict[str, Any]] = [
+    {"lora": 2}, {"lora": 2, "lora_kinds": ("dora",)}, {"ia3": ("usual",)}, {"prompt_tokens": 3}, {"prefix_tokens": 3},
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:prediction. 2 layers run on torch's own")
+@pytest.mark.parametrize("adapter", ADAPTERS, ids=lambda adapter: "-".join(adapter))
+def test_both_learn_by_adapters_whose_folders_are_read_again(
+    adapter: dict[str, Any], starts: dict[str, Path], tmp_path: Path
+) -> None:
+    given: dict[str, Any] = {**FIXED, "generator": str(starts["shared"]), "lr": 1e-3, "max_steps": 4} | adapter
+    result = finetune(starts["discriminator"], train=lines(24), eval=lines(8), out=tmp_path / "out", **given)
+    made: Any = result.generator
+    begun = load(starts["discriminator"]), load(starts["shared"])
+    again: Any = (load(tmp_path / "out"), load(tmp_path / "out" / "generator"))
+    for ours, before, read in zip((result.model, made), begun, again, strict=True):
+        assert [type(kind) for kind in read.adapters.values()] == [type(kind) for kind in ours.adapters.values()]
+        assert read.active_adapter == "default"
+        named = dict(read.graph.named_parameters())
+        assert all(torch.equal(p, named[name]) for name, p in ours.graph.named_parameters())
+        with ours.without_adapter():  # the base, its embeddings too, is what it was
+            own = dict(ours.graph.named_parameters())
+            kept = [name for name, p in before.graph.named_parameters() if torch.equal(p, own[name])]
+            assert len(kept) == len(own)
+    assert again[0].predict(["It was cold."], replaced_only=False) == result.model.predict(
+        ["It was cold."], replaced_only=False
+    )
+    assert again[1].fill_mask("The [MASK] was cold.") == made.fill_mask("The [MASK] was cold.")
+    assert not (tmp_path / "out" / "generator" / "model.safetensors").exists()
+    plain = {name: value for name, value in given.items() if name not in adapter}
+    further = finetune(again[0], train=lines(24), **plain | {"generator": str(tmp_path / "out" / "generator")})
+    assert further.generator is not None
+    assert further.model.active_adapter == further.generator.active_adapter == "default"
+
+
+@pytest.mark.transformers
+def test_what_adapters_learned_is_what_transformers_computes_with_them_merged(
+    starts: dict[str, Path], tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    given: dict[str, Any] = {**FIXED, "generator": str(starts["shared"]), "lora": 2, "lora_targets": ("all-linear",)}
+    result = finetune(starts["discriminator"], train=lines(24), out=tmp_path / "out", **given)
+    ids = torch.tensor([result.model.tokenizer.encode("The room was cold.")])  # type: ignore[union-attr]
+    both = ((result.model, "ElectraForPreTraining"), (result.generator, "ElectraForMaskedLM"))
+    for number, (ours, name) in enumerate(both):
+        model: Any = ours
+        merged = tmp_path / f"merged-{number}"
+        model.merge_adapter().save_pretrained(merged)
+        with torch.no_grad():
+            theirs = getattr(transformers, name).from_pretrained(merged).eval()(ids).logits
+            torch.testing.assert_close(theirs, model.unmerge_adapter().eval()(ids).logits, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.gpu

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from finetune_tables import labelled
+from finetune_tables import labelled, lines
 
-from flodl_hf import load
-from flodl_hf.finetuning import finetune
+from flodl.train import StepDone, Trainer, sgd
+from flodl_hf import demo, load
+from flodl_hf.auto import head_named
+from flodl_hf.config.model_config import ModelConfig
+from flodl_hf.finetuning import finetune, plan_job
+from flodl_hf.finetuning.factory import set_dropout
+from flodl_hf.finetuning.options import make_options
 
 ROWS = labelled(28)
 OPTIONS: dict[str, Any] = {
@@ -62,3 +68,71 @@ def test_what_shards_wrote_is_what_transformers_reads(base: Path, tmp_path: Path
     assert set(names.values()) == set(theirs)
     for name, parameter in ours.graph.named_parameters():
         assert torch.equal(parameter.detach(), theirs[names[name]]), name
+
+
+@dataclass(frozen=True)
+class InDouble:
+    """Opens a discriminator with its generator, in float64.
+
+    Args:
+        start: folder of the discriminator.
+        options: of the run.
+    """
+
+    start: Path
+    options: dict[str, Any]
+
+    def __call__(self, device: torch.device) -> Any:
+        """Return the model."""
+        model = self.job().model
+        set_dropout(model, 0.0)
+        return model.double()
+
+    def job(self) -> Any:
+        """Return the job, planned."""
+        return plan_job(self.start, lines(24), None, make_options(self.options))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("adapter", "width"), [({}, 32), ({}, 48), ({"lora": 2}, 32), ({"prompt_tokens": 3}, 48)])
+def test_a_step_of_a_generator_in_shards_has_the_loss_and_gradients_of_one_device(
+    adapter: dict[str, Any], width: int, tmp_path: Path
+) -> None:
+    tokenizer = demo.learn_vocabulary()
+    sizes: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 64}
+    sizes |= {"vocab_size": tokenizer.vocab_size, "type_vocab_size": 2, "embedding_size": 16, "initializer_range": 0.2}
+    for head, hidden, embedding in (("replaced_tokens", 32, 32), ("masked_lm", 16, width)):
+        config = ModelConfig.for_model(
+            "electra", **sizes | {"hidden_size": hidden, "intermediate_size": 2 * hidden, "embedding_size": embedding}
+        )
+        model: Any = head_named(head).model.from_config(config)
+        model.tokenizer = tokenizer
+        model.save_pretrained(tmp_path / head)
+    given = {
+        "task": "replaced",
+        "generator": str(tmp_path / "masked_lm"),
+        "batch_size": 24,
+        "max_steps": 1,
+        "max_length": 40,
+    }
+    start = InDouble(tmp_path / "replaced_tokens", given | adapter)
+    job, found = start.job(), []
+    before = {name: value.double() for name, value in job.model.state_dict().items()}
+    assert bool(job.model.fixed_names()) is bool(adapter)
+    for more in ({}, {"shard": "fsdp"}):
+        losses: list[float] = []
+        run = Trainer.builder(start, sgd(1.0), job.objective).dataset(
+            job.rows, collate=job.collate, batches=job.batches
+        )
+        run.set(max_steps=1, max_grad_norm=None, micro_batch_size=5, progress=False, **more)
+        run.subscribe(lambda event, losses=losses: losses.append(event.loss), StepDone)
+        if more:
+            run.devices(["cpu", "cpu"], start="fork")
+        found.append((run.run().join().state_dict(), losses))
+    (one, loss), (other, shared) = found
+    assert shared == pytest.approx(loss, rel=1e-7)  # what is reported is summed in float32
+    assert one.keys() == other.keys() == before.keys() - job.model.fixed_names()
+    gradients = {name: before[name] - value for name, value in one.items()}  # at a rate of 1
+    most = max(float(gradient.abs().max()) for gradient in gradients.values())
+    assert most > 0.1
+    assert max(float((one[name] - other[name]).abs().max()) for name in one) < 1e-13 * most
