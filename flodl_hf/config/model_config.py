@@ -481,12 +481,13 @@ def _consistent(fields: Mapping[str, Any], source: Mapping[str, Any], rows: Sequ
 
     def key(field: str) -> str:
         keys = [name for row in rows if row.field == field for name in (row.key, *row.aliases)]
-        return next((name for name in keys if name in source), field)
+        return next((name for name in keys if name in source), (*keys, field)[0])
 
     hidden, heads = fields.get("hidden_size"), fields.get("num_heads")
     if hidden and heads and hidden % heads:
+        found = "found" if key("num_heads") in source else "absent, taken as"
         problems.append(
-            f"{key('num_heads')}: found {heads}; expected a divisor of the hidden size {hidden} ({key('hidden_size')})"
+            f"{key('num_heads')}: {found} {heads}; expected a divisor of the hidden size {hidden} ({key('hidden_size')})"
         )
     pad, vocab = fields.get("pad_token_id"), fields.get("vocab_size")
     if pad is not None and vocab is not None and pad >= vocab:

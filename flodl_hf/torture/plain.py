@@ -86,14 +86,14 @@ def _in_order(ids: Tensor) -> Tensor:
 def _bert_stack(c: Mapping[str, Any], w: Weights, ids: Tensor, prefix: str, places: Tensor) -> Tensor:
     eps, curve = c.get("layer_norm_eps", 1e-12), _CURVES[c.get("hidden_act", "gelu")]
     x = _embedded(w, f"{prefix}.embeddings", ids, places, eps, types=True)
-    for layer in range(c["num_hidden_layers"]):
+    for layer in range(c.get("num_hidden_layers", 12)):
         at = f"{prefix}.encoder.layer.{layer}"
         names = {
             **{part: f"{at}.attention.self.{part}" for part in ("query", "key", "value")},
             "out": f"{at}.attention.output.dense", "norm": f"{at}.attention.output.LayerNorm",
             "up": f"{at}.intermediate.dense", "down": f"{at}.output.dense", "norm2": f"{at}.output.LayerNorm",
         }  # fmt: skip
-        x = _block(w, names, x, c["num_attention_heads"], curve, eps)
+        x = _block(w, names, x, c.get("num_attention_heads", 12), curve, eps)
     return x
 
 
@@ -110,19 +110,19 @@ def _roberta(c: Mapping[str, Any], w: Weights, ids: Tensor) -> Tensor:
 
 
 def _distilbert(c: Mapping[str, Any], w: Weights, ids: Tensor) -> Tensor:
-    def stated(*keys: str) -> Any:
-        return next(c[key] for key in keys if key in c)
+    def stated(*keys: str, usual: int) -> Any:
+        return next((c[key] for key in keys if key in c), usual)
 
     x = _embedded(w, "distilbert.embeddings", ids, _in_order(ids), 1e-12, types=False)
     curve = _CURVES[c.get("activation", "gelu")]
-    for layer in range(stated("n_layers", "num_hidden_layers")):
+    for layer in range(stated("n_layers", "num_hidden_layers", usual=6)):
         at = f"distilbert.transformer.layer.{layer}"
         names = {
             "query": f"{at}.attention.q_lin", "key": f"{at}.attention.k_lin", "value": f"{at}.attention.v_lin",
             "out": f"{at}.attention.out_lin", "norm": f"{at}.sa_layer_norm", "up": f"{at}.ffn.lin1",
             "down": f"{at}.ffn.lin2", "norm2": f"{at}.output_layer_norm",
         }  # fmt: skip
-        x = _block(w, names, x, stated("n_heads", "num_attention_heads"), curve, 1e-12)
+        x = _block(w, names, x, stated("n_heads", "num_attention_heads", usual=12), curve, 1e-12)
     return _linear(w, "classifier", F.relu(_linear(w, "pre_classifier", x[:, 0])))
 
 
@@ -130,7 +130,7 @@ def _albert(c: Mapping[str, Any], w: Weights, ids: Tensor) -> Tensor:
     eps, curve = c.get("layer_norm_eps", 1e-12), _CURVES[c.get("hidden_act", "gelu_new")]
     x = _embedded(w, "albert.embeddings", ids, _in_order(ids), eps, types=True)
     x = _linear(w, "albert.encoder.embedding_hidden_mapping_in", x)
-    layers, groups = c["num_hidden_layers"], c.get("num_hidden_groups", 1)
+    layers, groups = c.get("num_hidden_layers", 12), c.get("num_hidden_groups", 1)
     for layer in range(layers):
         for inner in range(c.get("inner_group_num", 1)):
             at = f"albert.encoder.albert_layer_groups.{layer * groups // layers}.albert_layers.{inner}"
@@ -139,7 +139,7 @@ def _albert(c: Mapping[str, Any], w: Weights, ids: Tensor) -> Tensor:
                 "out": f"{at}.attention.dense", "norm": f"{at}.attention.LayerNorm", "up": f"{at}.ffn",
                 "down": f"{at}.ffn_output", "norm2": f"{at}.full_layer_layer_norm",
             }  # fmt: skip
-            x = _block(w, names, x, c["num_attention_heads"], curve, eps)
+            x = _block(w, names, x, c.get("num_attention_heads", 64), curve, eps)
     return _linear(w, "classifier", torch.tanh(_linear(w, "albert.pooler", x[:, 0])))
 
 

@@ -99,6 +99,17 @@ def test_the_second_computation_counts_positions_past_padding(pad: int, tmp_path
     assert torch.allclose(scores.double(), plain, atol=1e-5)
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_sizes_that_are_left_out_are_told_apart_or_named() -> None:
+    from flodl_hf.torture import config
+
+    sizes = ("num_hidden_layers", "n_layers", "num_attention_heads", "n_heads")
+    cases = {str(case.what): case for case in config.cases(0, 6000) if case.what.get("drop") in sizes}
+    found = run_cases(config, list(cases.values()), Ours())
+    assert [(case.line, verdict.text) for case, verdict in found if not verdict.good] == []
+    assert len(cases) == 2 * len(config.FAMILIES)
+
+
 def test_definitions_nested_as_deeply_as_they_come_can_be_written() -> None:
     from flodl_hf.torture import tokenizer
 
