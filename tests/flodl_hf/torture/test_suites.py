@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from flodl_hf import load
-from flodl_hf.torture import runs
+from flodl_hf.torture import config, runs
+from flodl_hf.torture.case import Case, Fault
 from flodl_hf.torture.checkpoints import checkpoint, write_files
 from flodl_hf.torture.comparing import IDS
 from flodl_hf.torture.runner import load_suite, run_cases
@@ -101,13 +102,13 @@ def test_the_second_computation_counts_positions_past_padding(pad: int, tmp_path
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_sizes_that_are_left_out_are_told_apart_or_named() -> None:
-    from flodl_hf.torture import config
-
     sizes = ("num_hidden_layers", "n_layers", "num_attention_heads", "n_heads")
-    cases = {str(case.what): case for case in config.cases(0, 6000) if case.what.get("drop") in sizes}
-    found = run_cases(config, list(cases.values()), Ours())
-    assert [(case.line, verdict.text) for case, verdict in found if not verdict.good] == []
+    absent = [(family, key) for family in config.FAMILIES for key in sizes if key in config.settings(family)]
+    faults = [Fault({"family": family, "drop": key}, config.FILES, (key, *config.OTHERWISE)) for family, key in absent]
+    cases = [Case(config.NAME, 0, number, "absent", fault) for number, fault in enumerate(faults)]
     assert len(cases) == 2 * len(config.FAMILIES)
+    found = run_cases(config, cases, Ours())
+    assert [(case.what, verdict.text) for case, verdict in found if not verdict.good] == []
 
 
 def test_definitions_nested_as_deeply_as_they_come_can_be_written() -> None:
