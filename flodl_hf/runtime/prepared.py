@@ -7,7 +7,8 @@ Weights are cast, and each layer is run by the device's table of operations (`fl
 on disk only what surrounds the layers is made ready here; layers come and go (`flodl_hf.runtime.layers_from_disk`).
 
 A change of the model is noticed by identity, version counter and address of each tensor, and by the modules
-that hold them. Code that writes weights behind torch's back (a replayed CUDA graph does) has to say so, by
+that hold them; on the processor by one number of each tensor besides, because writes to ``parameter.data`` or by NumPy
+count no version. Code that writes weights elsewhere behind torch's back (a replayed CUDA graph does) has to say so, by
 ``torch.autograd.graph.increment_version(parameters)`` or by `forget`.
 """
 
@@ -20,6 +21,7 @@ from itertools import chain
 from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -62,12 +64,13 @@ class Stamp:
 
     Args:
         graph: the graph to remember.
+        numbers: look at the weights' memory too; not where looking would read files.
 
     Attributes:
         tensors: its parameters and buffers.
     """
 
-    def __init__(self, graph: nn.Module) -> None:
+    def __init__(self, graph: nn.Module, *, numbers: bool = True) -> None:
         modules = list(graph.modules())
         self._branches = [m._modules for m in modules if m._modules]
         self._children = self._below()
@@ -78,6 +81,8 @@ class Stamp:
         self._counted = [tensor for tensor in self.tensors if not tensor.is_inference()]
         self._versions = list(map(_version, self._counted))
         self._places = list(map(_address, self.tensors))
+        self._numbers = [cell for tensor in self.tensors if numbers and (cell := _middle(tensor)) is not None]
+        self._values = list(map(_value, self._numbers))
         self._ways = [(m.__dict__, m.__dict__["implementation"]) for m in modules if "implementation" in m.__dict__]
 
     def _now(self) -> Iterator[Tensor | None]:
@@ -92,11 +97,25 @@ class Stamp:
             all(map(is_, chain(self._now(), (None,)), chain(self._held, (None,))))
             and list(map(_version, self._counted)) == self._versions
             and list(map(_address, self.tensors)) == self._places
+            and list(map(_value, self._numbers)) == self._values
             and self._below() == self._children
             and all(table.get("implementation") == seen for table, seen in self._ways)
         )
 
 
+def _middle(tensor: Tensor) -> np.ndarray | None:
+    """Return the bytes of one number of a tensor, where they stand; None of memory that is not the processor's.
+
+    Most writes change every number. Not the first, which may be of a row that never learns. The memory stays while
+    it may be read, so that a thread which puts other weights there does no harm.
+    """
+    if tensor.device.type != "cpu" or not tensor.numel():
+        return None
+    number = tensor.numel() // 2 if tensor.is_contiguous() else 0
+    return tensor.detach().as_strided((1,), (1,), tensor.storage_offset() + number).view(torch.uint8).numpy()
+
+
+_value: Callable[[np.ndarray], bytes] = np.ndarray.tobytes
 _address = Tensor.data_ptr
 _version: Callable[[Tensor], int] = attrgetter("_version")
 
@@ -119,7 +138,7 @@ class Prepared:
         self, source: Graph, precision: Precision | None, device: torch.device, on_disk: OnDisk | None = None
     ) -> None:
         self.precision = precision
-        self.stamp = Stamp(source)
+        self.stamp = Stamp(source, numbers=on_disk is None)
         self.graph = shadow(source)
         self.layered = None if on_disk is None else Layered(self.graph, precision, device, on_disk)
         self.lacking = arranged(self.graph, precision, device)

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from flodl_hf.attention.dot_product import attend
 from flodl_hf.backends import trials
+from flodl_hf.backends.cpu_products import has_int8
 from flodl_hf.errors import PredictError
 from flodl_hf.families import FAMILIES
 from flodl_hf.heads import HEADS
@@ -181,12 +182,22 @@ def changes() -> dict[str, Callable[[EncoderModel], None]]:
         weight = model.graph.get_parameter("encoder.layers.0.attention.value.weight")
         weight.data = torch.randn_like(weight)
 
+    def behind(model: EncoderModel) -> None:
+        for parameter in model.parameters():
+            parameter.data.mul_(1.5)
+
+    def by_numpy(model: EncoderModel) -> None:
+        weight = model.graph.get_parameter("encoder.layers.0.attention.value.weight")
+        weight.detach().numpy()[:] = 0.5
+
     return {
         "an optimiser's step": step,
         "load_state_dict": load,
         "a new parameter": replace,
         "a module": swap,
         ".data": data,
+        "writes to .data": behind,
+        "writes by NumPy": by_numpy,
     }
 
 
@@ -211,6 +222,20 @@ def test_moving_and_casting_remake_the_graph(make: Make) -> None:
     assert prepared(model) is not first
     forget(model)
     values(model, engine_of(model), TEXTS)
+
+
+@pytest.mark.skipif(not has_int8(), reason="the processor multiplies no integers")
+@pytest.mark.parametrize("change", list(changes()))
+def test_weights_in_eight_bits_follow_the_model(make: Make, change: str) -> None:
+    model = make("bert", "token_classification")
+    before = values(model, engine_of(model, precision="int8"), TEXTS)
+    changes()[change](model)
+    found = values(model, engine_of(model, precision="int8"), TEXTS)
+    forget(model)
+    expected = values(model, engine_of(model, precision="int8"), TEXTS)
+    for mine, other, old in zip(found, expected, before, strict=True):
+        assert torch.equal(mine, other)
+        assert not torch.allclose(mine, old)
 
 
 def test_writes_that_torch_does_not_see_have_to_be_told(make: Make) -> None:
