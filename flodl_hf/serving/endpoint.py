@@ -12,7 +12,6 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
-from flodl.garbage_collection import gc_paused
 from flodl_hf.serving.admission import known_key
 from flodl_hf.serving.answering import accepted, written_in_pieces
 from flodl_hf.serving.doors.door import Call, Door, House
@@ -30,6 +29,7 @@ LOG = logging.getLogger("flodl_hf.serving")
 DISCARD_S = 2.0
 # Whether a client is still there is looked at after so long, by a task of its own: most have their answer by then.
 PATIENCE_S = 0.25
+# Of bodies with fewer bytes the parts are not counted.
 LARGE_BODY = 1 << 18
 
 Scope = dict[str, Any]
@@ -149,7 +149,12 @@ class Endpoint:
             call = Call(
                 house,
                 door,
-                read(door.fields, _parsed(body), strict=door.strict, most=house.settings.max_inputs),
+                read(
+                    door.fields,
+                    _parsed(body, house.settings.max_tokens),
+                    strict=door.strict,
+                    most=house.settings.max_inputs,
+                ),
                 key,
                 time.monotonic() + _timeout(headers, house.settings.timeout_s),
                 scope.get("path_params", {}).get("name"),
@@ -293,13 +298,24 @@ class _Cut:
         return self._called
 
 
-def _parsed(body: bytes) -> Any:
+def _parsed(body: bytes, most: int) -> Any:
+    """Return the JSON of a body.
+
+    Args:
+        body: as it came.
+        most: tokens of a request. Lists, objects and names are a token each at least, also in a text: what has more of
+            them is refused unread, as millions of them keep all others waiting for seconds.
+
+    Raises:
+        RefusedError: it is none, or has too many parts.
+    """
+    if len(body) > LARGE_BODY and (marks := sum(map(body.count, (b"[", b"{", b":")))) > most:
+        raise RefusedError(
+            f"the body has {marks} brackets and colons; expected at most {most}, as many as tokens, in a request",
+            "limit",
+        )
     try:
-        if len(body) < LARGE_BODY:
-            return from_json(body)
-        # Millions of small lists would be looked through again and again while they are made, for seconds.
-        with gc_paused():
-            return from_json(body)
+        return from_json(body)
     except (ValueError, RecursionError) as fault:
         raise RefusedError(f"the body is no JSON: {str(fault)[:200]}", "body") from None
 

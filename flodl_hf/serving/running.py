@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import signal
 import socket
 import threading
@@ -30,9 +31,12 @@ def _bound(host: str, port: int) -> socket.socket:
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         held.bind((host, port))
-    except OSError as fault:
+    except (OSError, UnicodeError) as fault:
         held.close()
-        raise DeviceError(f"serve: {host}:{port} cannot be had ({fault.strerror}); choose another --port") from None
+        elsewhere = isinstance(fault, (socket.gaierror, UnicodeError)) or fault.errno == errno.EADDRNOTAVAIL
+        choose = "--host, an address of this machine" if elsewhere else "--port"
+        said = fault.strerror if isinstance(fault, OSError) else fault
+        raise DeviceError(f"serve: {host}:{port} cannot be had ({said}); choose another {choose}") from None
     return held
 
 

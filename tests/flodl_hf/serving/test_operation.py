@@ -239,6 +239,9 @@ def test_what_cannot_be_served_is_said_before_anybody_asks(tmp_path: Path, folde
         taken.listen()
         with pytest.raises(DeviceError, match="--port"):
             serve(str(folders["embed"]), port=taken.getsockname()[1])
+    for host in ("no host", f"{'a' * 80}.b", "192.0.2.1"):  # no name, no name either, of no machine
+        with pytest.raises(DeviceError, match="choose another --host"):
+            serve(str(folders["embed"]), host=host, port=0)
     with pytest.raises(ConfigError, match="no model"):
         serve([])
     with pytest.raises(ConfigError, match="twice"):

@@ -86,6 +86,15 @@ def test_bodies_that_are_no_request_are_refused(wire: socket.socket, body: bytes
     assert len(told["error"]) < 600
 
 
+@pytest.mark.parametrize(("part", "count"), [(b"[]", 310_000), (b'{"":[]}', 110_000)], ids=["lists", "objects"])
+def test_a_body_of_very_many_parts_is_refused_unread(wire: socket.socket, part: bytes, count: int) -> None:
+    body = b'{"inputs": [' + b",".join([part] * count)  # read, it would be no JSON
+    wire.sendall(post("/models/embed/-/embed", body, "connection: close"))
+    answer = until_closed(wire)
+    assert status(answer) == 413
+    assert b"brackets and colons; expected at most 300000" in answer
+
+
 def test_a_body_that_is_too_large_is_refused_however_it_comes(wire: socket.socket, served: tuple[str, Any]) -> None:
     chunk = b"a" * (1 << 20)
     wire.sendall(
