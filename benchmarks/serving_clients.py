@@ -117,6 +117,10 @@ async def client(
     try:
         while (now := time.perf_counter()) < until:
             place = draw.randrange(len(requests))
+            if reader.at_eof():
+                # A server closes a connection that asks nothing for a while; a client opens another.
+                writer.close()
+                reader, writer = await asyncio.open_connection(load.host, load.port)
             async with asyncio.timeout(ANSWER_S):
                 status, tokens, body = await ask(reader, writer, requests[place])
             took = time.perf_counter() - now

@@ -12,6 +12,7 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.routing import Route
 
+from flodl.errors import nearest
 from flodl_hf.serving.admission import Admission
 from flodl_hf.serving.doors import DOORS
 from flodl_hf.serving.doors.door import Gathered, House
@@ -170,11 +171,13 @@ def _answered_below(house: House) -> list[Route]:
 async def _nowhere(request: Any, fault: Any) -> Any:
     from starlette.responses import Response
 
-    body = {
-        "error": f"{request.method} {request.url.path[:200]} leads nowhere; see /openapi.json",
-        "error_type": "Validation",
-    }
-    return Response(as_json(body), status_code=fault.status_code, media_type="application/json")
+    path, headers = request.url.path[:200], dict(fault.headers or {})
+    if taken := ", ".join(sorted(filter(None, headers.get("Allow", "").split(", ")))):
+        said = f"{request.method} is not what {path} takes; expected {taken}"
+    else:
+        said = f"{request.method} {path} leads nowhere{nearest(path, [door.path for door in DOORS])}; see /openapi.json"
+    body = {"error": said, "error_type": "Validation"}
+    return Response(as_json(body), status_code=fault.status_code, headers=headers, media_type="application/json")
 
 
 class _Told:

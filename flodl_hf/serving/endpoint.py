@@ -218,6 +218,9 @@ class Endpoint:
             raise RefusedError(f"the body has more than {most} bytes; send fewer texts in a request", "size")
         if "json" not in kind.lower():
             raise RefusedError(f"content-type is {kind[:60]!r}; expected application/json", "media")
+        packed = headers.get(b"content-encoding", "identity")
+        if packed.strip().lower() != "identity":
+            raise RefusedError(f"content-encoding is {packed[:60]!r}; expected a body that is not compressed", "media")
         return b"".join(parts)
 
     async def _discarded(self, receive: Receive, most: int) -> None:

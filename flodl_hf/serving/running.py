@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from flodl.errors import DeviceError
 from flodl_hf.serving.app import create_app, reload_on
-from flodl_hf.serving.http import http_server, logged, runner, settled
+from flodl_hf.serving.http import http_server, listened, logged, runner, settled
 from flodl_hf.serving.settings import Settings
 from flodl_hf.serving.several.parent import Parent
 
@@ -60,16 +60,18 @@ class _Alone:
 
     async def serve(self, held: socket.socket, here: Callable[[], None]) -> None:
         processes, server = self.app.state.processes, self._server
-        await processes.start()
-        reloading = asyncio.ensure_future(reload_on(processes, self._asked))
-        task = asyncio.ensure_future(server.serve([held]))
-        while not server.started and not task.done():
-            await asyncio.sleep(0.005)
-        here()
-        try:
-            await task
-        finally:
-            reloading.cancel()
+        # From the beginning: a reload that is asked for while models are loaded comes after that, and is no end.
+        with listened({signal.SIGHUP: self._asked.set}):
+            await processes.start()
+            reloading = asyncio.ensure_future(reload_on(processes, self._asked))
+            task = asyncio.ensure_future(server.serve([held]))
+            while not server.started and not task.done():
+                await asyncio.sleep(0.005)
+            here()
+            try:
+                await task
+            finally:
+                reloading.cancel()
 
     def stop(self) -> None:
         self._server.should_exit = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 from flodl.errors import nearest, shown
@@ -165,12 +165,15 @@ def read(fields: Sequence[Field], body: Any, *, strict: bool, most: int) -> dict
     if not isinstance(body, Mapping):
         raise RefusedError(f"found {shown(body, 60)}; expected a JSON object with fields", "body")
     found: dict[str, Any] = {}
+    known = [field.name for field in fields]
     for field in fields:
         value = body.get(field.name)
         if value is None:
             if field.needed:
+                others = [shown(name, 40) for name in islice(body, 9) if name not in known]
+                beside = f" beside {', '.join(others[:3])}" if others else ""
                 raise RefusedError(
-                    f"{field.name} is missing; expected {KINDS[field.kind][1]}", "field", param=field.name
+                    f"{field.name} is missing{beside}; expected {KINDS[field.kind][1]}", "field", param=field.name
                 )
             found[field.name] = None
             continue
@@ -182,12 +185,20 @@ def read(fields: Sequence[Field], body: Any, *, strict: bool, most: int) -> dict
         found[field.name] = checked = check(value)
         if checked is None:
             raise RefusedError(
-                f"{field.name} is {shown(value, 60)}; expected {words}", "field", param=field.name
+                f"{field.name}{_wrong(field.kind, value, check)}; expected {words}", "field", param=field.name
             )  # fmt: skip
     if strict and (unknown := [name for name in body if name not in found]):
-        known = [field.name for field in fields]
         raise RefusedError(
             f"unknown field {shown(unknown[0], 60)}{nearest(unknown[0], known)}; expected {', '.join(known)}", "field",
             param=unknown[0],
         )  # fmt: skip
     return found
+
+
+def _wrong(kind: str, value: Any, check: Callable[[Any], Any]) -> str:
+    """Return what is wrong of a value: of a list the first entry that is wrong by itself."""
+    if kind in (*_LISTED, "texts") and isinstance(value, list):
+        for at, part in enumerate(islice(value, 10_000)):
+            if check([part]) is None:
+                return f": entry {at} is {shown(part, 60)}"
+    return f" is {shown(value, 60)}"

@@ -126,13 +126,15 @@ class Parent:
         """
         self._loop, self._held = asyncio.get_running_loop(), held
         asked = asyncio.Event()
-        reloading = asyncio.ensure_future(reload_on(self.processes, asked))
+        reloading: asyncio.Future[None] | None = None
         calls = {signal.SIGINT: self._stop, signal.SIGTERM: self._stop, signal.SIGHUP: asked.set}
         try:
             begun = [self._begin(number) for number in range(self.settings.http_processes)]
             self._starting = [asyncio.ensure_future(made) for made in (self.processes.start(), *begun)]
-            await asyncio.gather(*self._starting)
+            with listened({signal.SIGHUP: asked.set}):  # a reload asked for before all is warm comes after that
+                await asyncio.gather(*self._starting)
             with listened(calls):
+                reloading = asyncio.ensure_future(reload_on(self.processes, asked))
                 held.setblocking(False)
                 held.listen(BACKLOG)
                 self._serving = True
@@ -140,7 +142,8 @@ class Parent:
                 here()
                 await self._end.wait()
         finally:
-            reloading.cancel()
+            if reloading is not None:
+                reloading.cancel()
             await self._close()
 
     def stop(self) -> None:

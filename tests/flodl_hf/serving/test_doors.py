@@ -338,7 +338,14 @@ def test_of_too_many_inputs_none_is_looked_at(http: Any, path: str, body: dict[s
 @pytest.mark.parametrize(
     ("path", "body", "status", "word"),
     [
-        ("/embed", {}, 422, "inputs is missing"),
+        ("/embed", {}, 422, "inputs is missing; "),
+        ("/embed", {"text": "a", "model": "embed"}, 422, "inputs is missing beside 'text'; expected a string"),
+        ("/embed", {"inputs": ["a"] * 200 + [None, "a"]}, 422, "inputs: entry 200 is None; expected a string"),
+        ("/embed", {"inputs": [[1], [2, 0.5]]}, 422, "inputs: entry 1 is [2, 0.5]; expected"),
+        ("/embed", {"inputs": [[1], "a"]}, 422, "inputs is [[1], 'a']; expected"),
+        ("/v1/answer", {"inputs": [{"question": "a", "context": "b"}, {"question": "a"}]}, 422, "inputs: entry 1 is"),
+        ("/embed/", {}, 404, "did you mean '/embed'?"),
+        ("/health", {}, 405, "POST is not what /health takes; expected GET"),
         ("/embed", {"inputs": 3}, 422, "expected a string"),
         ("/embed", {"inputs": ["a", 3]}, 422, "expected a string"),
         ("/embed", {"inputs": "a", "truncate": "yes"}, 422, "true or false"),
@@ -441,4 +448,10 @@ def test_what_is_said_of_the_server(http: Any, served: tuple[str, Any]) -> None:
     assert "access-control-allow-origin" not in page.headers
     assert "server" not in page.headers
     assert http.get("/health").json() == {"ready": True}
-    assert http.get("/embed").status_code == 405
+    get = http.get("/embed")
+    assert (get.status_code, get.headers["allow"]) == (405, "POST")
+    packed = http.post(
+        "/embed", content=b"{}", headers={"content-type": "application/json", "content-encoding": "gzip"}
+    )
+    assert packed.status_code == 415
+    assert "not compressed" in packed.text

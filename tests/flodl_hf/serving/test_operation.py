@@ -202,6 +202,10 @@ def test_the_command_drains_and_ends(folders: dict[str, Path], processes: str) -
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         try:
+            assert next(process.stderr).startswith("loading")
+            while not children_of(process.pid):
+                time.sleep(0.01)
+            process.send_signal(signal.SIGHUP)  # a reload asked for too early is one afterwards, and no end
             url = next(line for line in process.stderr if line.startswith("ready: ")).split()[1]
             with httpx.Client(base_url=url, timeout=30) as client, ThreadPoolExecutor(1) as pool:
                 client.post("/embed", json={"inputs": "a secret"})
