@@ -23,6 +23,7 @@ TESTS = (
     "tests/flodl_hf/core/test_prediction_speed.py",
     "tests/flodl_hf/runtime/test_cpu.py",
     "tests/flodl_hf/runtime/test_cpu_prepared.py",
+    "tests/flodl_hf/runtime/test_cpu_attention.py",
     "tests/flodl_hf/backends/test_one_layer.py",
 )
 # With two threads fewer: what threads change is in which order a product adds.

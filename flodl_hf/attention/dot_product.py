@@ -22,13 +22,24 @@ from flodl_hf.attention.rotary import Rotary
 from flodl_hf.layers.parts import products
 from flodl_hf.layout.layouts import Layout, Packed
 
-__all__ = ["IMPLEMENTATIONS", "Bias", "SelfAttention", "attend", "attend_first", "check_implementation"]
+__all__ = [
+    "IMPLEMENTATIONS",
+    "Bias",
+    "Kernel",
+    "SelfAttention",
+    "attend",
+    "attend_first",
+    "check_implementation",
+    "fused",
+]
 
 # "fast" is what a family has beside the reference arithmetic; where it has nothing, it is "sdpa".
 IMPLEMENTATIONS = ("sdpa", "eager", "fast")
 
 Bias = Callable[[int, int, torch.dtype, torch.device], Tensor]
 """``bias(texts, length, dtype, device)`` is added to scores, ``(texts or 1, N or 1, length, length)``."""
+Kernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, float, float], Tensor]
+"""``kernel(q, k, v, mask, bias, dropout, scale)`` is what `fused` is: ``(B, N, S, H)`` each."""
 
 
 def check_implementation(name: str) -> str:
@@ -108,7 +119,7 @@ class SelfAttention(nn.Module):
 
     def mixed(
         self, query: Tensor, key: Tensor, value: Tensor, layout: Layout, bias: Bias | None = None, *,
-        fast: bool = False, placed: bool = False,
+        fast: bool = False, placed: bool = False, kernel: Kernel | None = None,
     ) -> Tensor:  # fmt: skip
         """Return the mixed values of projected states, ``(..., N*H)``, heads side by side.
 
@@ -118,6 +129,7 @@ class SelfAttention(nn.Module):
             bias: added to the scores; None for nothing.
             fast: take fused kernels where ``implementation`` leaves the choice.
             placed: queries and keys know their places already.
+            kernel: takes the place of torch's fused attention; None for none.
         """
         scale = None
         if not placed:
@@ -141,6 +153,7 @@ class SelfAttention(nn.Module):
             divides=not self.fused,
             seen=self.seen,
             lead=self.lead(),
+            kernel=kernel,
         )
 
     def lead(self) -> tuple[Tensor, Tensor] | None:
@@ -170,6 +183,7 @@ def attend(
     divides: bool = False,
     seen: Sequence[list[Tensor]] = (),
     lead: tuple[Tensor, Tensor] | None = None,
+    kernel: Kernel | None = None,
 ) -> Tensor:
     """Return ``softmax(q k^T / sqrt(H) + bias) v`` within each text, all heads side by side.
 
@@ -188,6 +202,7 @@ def attend(
         seen: each takes the weights of eager attention, ``(B, N, S, S)``.
         lead: keys and values that every token of a text attends to besides, ``(count, N*H)`` each, as wide as their
             heads; with neither bias nor window.
+        kernel: takes the place of torch's fused attention; None for none.
     """
     assert lead is None or (bias is None and window is None)
     kv_heads = kv_heads or num_heads
@@ -200,7 +215,7 @@ def attend(
         if _has_efficient(q) and window is None and kv_heads == num_heads:
             return _efficient(q, k, v, layout, dropout, factor).reshape(query.shape)
     eager = partial(_eager, divisor=math.sqrt(width) if divides else None, seen=seen)
-    kernel = eager if implementation == "eager" else _fused
+    mix = eager if implementation == "eager" else kernel or fused
 
     def rows(keep: Tensor | None, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         q, k, v = (
@@ -217,7 +232,7 @@ def attend(
             keep = None if keep is None else torch.cat([keep.new_ones(len(keep), len(lead[0])), keep], 1)
         mask = _mask(keep, window, q)
         added = None if bias is None else bias(q.shape[0], q.shape[2], q.dtype, q.device)
-        return kernel(q, k, v, mask, added, dropout, factor).transpose(1, 2).reshape(query.shape)
+        return mix(q, k, v, mask, added, dropout, factor).transpose(1, 2).reshape(query.shape)
 
     return layout.by_rows(rows, query, key, value)
 
@@ -283,9 +298,10 @@ def _added(mask: Tensor | None, bias: Tensor) -> Tensor:
     return bias if mask is None else bias.masked_fill(~mask, torch.finfo(bias.dtype).min)
 
 
-def _fused(
+def fused(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, dropout: float, scale: float
 ) -> Tensor:
+    """Return ``softmax(q k^T * scale + bias) v`` by torch's fused attention, ``(B, N, S, H)``."""
     if bias is not None:
         mask = _added(mask, bias)
     grouped = q.shape[1] != k.shape[1]

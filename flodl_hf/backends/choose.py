@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from flodl.graph import Graph
 from flodl_hf.attention.disentangled.attention import DisentangledAttention
 from flodl_hf.attention.distances import RelativeBias, SlopedBias
-from flodl_hf.attention.dot_product import SelfAttention
+from flodl_hf.attention.dot_product import Kernel, SelfAttention
 from flodl_hf.backends.cpu import MakeProduct, ProcessorTable
 from flodl_hf.backends.cuda import CudaTable, norm_kind
 from flodl_hf.backends.cuda_float32 import WIDEST_SPLIT, SplitTable
@@ -46,15 +46,18 @@ def layers_of(graph: nn.Module) -> Iterator[tuple[str, EncoderLayer]]:
     yield from ((name, module) for name, module in graph.named_modules() if isinstance(module, EncoderLayer))
 
 
-def arrange_processor(graph: nn.Module, make: MakeProduct, *, joined: bool) -> dict[str, str]:
+def arrange_processor(
+    graph: nn.Module, make: MakeProduct, *, joined: bool, kernel: Kernel | None = None
+) -> dict[str, str]:
     """Have a graph's layers run by a processor's table, in place; return why where not, by path.
 
     Args:
         graph: for prediction alone; its parameters are read at the first use.
         make: makes the product of a weight and a bias.
         joined: one product for query, key and value.
+        kernel: takes the place of torch's fused attention; None for none.
     """
-    return _arrange(graph, ProcessorTable(make, joined=joined))
+    return _arrange(graph, ProcessorTable(make, joined=joined, kernel=kernel))
 
 
 def arrange_cuda(graph: nn.Module, *, split: bool = False) -> dict[str, str]:

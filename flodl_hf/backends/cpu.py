@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from flodl_hf.attention.disentangled.attention import DisentangledAttention
-from flodl_hf.attention.dot_product import SelfAttention, attend_first
+from flodl_hf.attention.dot_product import Kernel, SelfAttention, attend_first
 from flodl_hf.attention.prefixes import PrefixedAttention
 from flodl_hf.layers.encoder_layer import FeedForward
 from flodl_hf.layers.norms import normalised
@@ -71,12 +71,14 @@ class ProcessorTable(Table):
     Args:
         make: makes the product of a weight and a bias.
         joined: one product for query, key and value; costs a copy of their weights.
+        kernel: takes the place of torch's fused attention; None for none.
     """
 
     name = "processor"
 
-    def __init__(self, make: MakeProduct, *, joined: bool) -> None:
+    def __init__(self, make: MakeProduct, *, joined: bool, kernel: Kernel | None = None) -> None:
         self._make = make
+        self._kernel = kernel
         self.joined = joined
         self.products: dict[tuple[int, ...], Product] = {}
 
@@ -100,7 +102,8 @@ class ProcessorTable(Table):
             return _Branch(mixed, attention.output)
         parts = self._projected(flat, attention.query, attention.key, attention.value)
         query, key, value = (x.view(*hidden.shape[:-1], -1) for x in parts)
-        mixed = attention.mixed(query, key, value, layout, **given, fast=True)
+        more: dict[str, Any] = {"kernel": self._kernel} if type(attention) is SelfAttention else {}
+        mixed = attention.mixed(query, key, value, layout, **given, fast=True, **more)
         return _Branch(_flat(layout.first(mixed) if first else mixed), attention.output)
 
     def transform(self, layer: Layer, hidden: Tensor, layout: Layout) -> _Branch:

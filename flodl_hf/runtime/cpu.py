@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from flodl_hf.backends.choose import arrange_processor, layers_of
 from flodl_hf.backends.cpu import MakeProduct
+from flodl_hf.backends.cpu_attention import HalfAttention, has_half_attention
 from flodl_hf.backends.cpu_products import (
     CpuLinear,
     Int8Linear,
@@ -51,8 +52,11 @@ def prepare_cpu(graph: nn.Module, precision: Precision | None) -> dict[str, str]
     """
     if precision is None:
         _widen(graph)
-    make = _products(precision, Scratch())
-    lacking = arrange_processor(graph, make, joined=precision in ("bf16", "int8") or _reorders())
+    scratch = Scratch()
+    make = _products(precision, scratch)
+    half = next(graph.parameters()).dtype == torch.bfloat16 and _attends_in_half()
+    kernel = HalfAttention(scratch) if half else None
+    lacking = arrange_processor(graph, make, joined=precision in ("bf16", "int8") or _reorders(), kernel=kernel)
     if precision == "int8" or _reorders():
         # Heads are a small part of the work and the answer itself, so int8 leaves them alone.
         _linears(graph.get_submodule("encoder") if precision == "int8" else graph, make)
@@ -113,6 +117,11 @@ def products_of(precision: str | None) -> str:
 
 
 # --- what the processor has ---------------------------------------------------------------------------
+
+
+def _attends_in_half() -> bool:
+    # Measured with AVX512-BF16; for AMX, torch's fused attention has products of its own.
+    return cpu_features.multiplies_bf16() and not cpu_features.has_tiles() and has_half_attention()
 
 
 @cache

@@ -8,7 +8,7 @@ import torch
 
 from flodl_hf.backends.cpu_products import has_int8, has_onednn
 
-__all__ = ["missing", "multiplies_bf16"]
+__all__ = ["has_tiles", "missing", "multiplies_bf16"]
 
 
 def missing(precision: str) -> str | None:
@@ -26,6 +26,11 @@ def multiplies_bf16() -> bool:
     has = _capabilities()
     named = has("avx512_bf16") or has("amx_tile") or has("amx_bf16")
     return named and has_onednn(torch.bfloat16)
+
+
+def has_tiles() -> bool:
+    """Return whether the processor multiplies matrices by tiles (AMX), for which torch has kernels of its own."""
+    return _capabilities()("amx_tile")
 
 
 class _Capabilities:
