@@ -202,9 +202,13 @@ def _ours(sizes: Iterable[LayerSizes]) -> Iterator[str]:
 
 def _processor(graph: Graph, named: str, precision: Precision | None) -> Explanation:
     from flodl_hf.runtime.cpu import products_of
+    from flodl_hf.runtime.cpu_features import missing
 
     groups = _grouped({path: plain_parts(layer) for path, layer in layers_of(graph)}, "processor")
     kernels = (f"products: {products_of(precision)}", f"processor: {torch.backends.cpu.get_cpu_capability()}")
+    if precision == "fp32" or named == "float32":
+        lower = [repr(name) for name in ("bf16", "int8") if missing(name) is None]
+        kernels += (f"faster here, and less exact: precision={' or '.join(lower)}",) if lower else ()
     return Explanation("cpu", named, False, groups, kernels, "no: processors record nothing")
 
 

@@ -229,6 +229,17 @@ def test_precisions_are_refused_by_what_the_processor_lacks(monkeypatch: pytest.
     assert [cpu_features.missing(name) for name in ("fp32", "bf16", "int8")] == [None, None, None]
 
 
+def test_what_is_faster_here_is_named_beside_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = made("bert", "base")
+    for lacking, said in (((), "'bf16' or 'int8'"), (("bf16",), "'int8'"), (("bf16", "int8"), None)):
+        monkeypatch.setattr(cpu_features, "missing", lambda name, lacking=lacking: "none" if name in lacking else None)
+        for precision in (None, "fp32"):
+            found = [line for line in model.explain("cpu", precision).kernels if "faster" in line]
+            assert found == ([] if said is None else [f"faster here, and less exact: precision={said}"])
+        if not lacking:
+            assert "faster" not in str(model.explain("cpu", "int8"))
+
+
 @pytest.fixture
 def without_operators(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Take torch's private operators away, as another build of it would."""
