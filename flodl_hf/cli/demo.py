@@ -10,6 +10,7 @@ import typer
 from flodl_hf.cli.shared import Json, emit_json, progress, reporting, say, tell
 from flodl_hf.cli.spelling import command_line
 from flodl_hf.cli.verify_export import MARKS
+from flodl_hf.errors import ExportError
 
 
 @reporting
@@ -17,6 +18,7 @@ def command(
     out: Annotated[Path, typer.Option("--out", "-o", help="Where to write the model.")] = Path("demo-model"),
     steps: Annotated[int, typer.Option(help="Training steps.", min=1)] = 200,
     seed: Annotated[int, typer.Option(help="Seed of weights, order and dropout.")] = 0,
+    force: Annotated[bool, typer.Option("--force", help="Replace a folder that the demo did not write.")] = False,
     json_output: Json = False,
 ) -> None:
     """Train a small sentiment model, predict with it, export it and verify the export. No network.
@@ -26,6 +28,11 @@ def command(
     from flodl_hf import demo
     from flodl_hf.export.verify import verify_export
 
+    if not force and out.is_dir() and not (demo.is_demo(out) or _is_empty(out)):
+        raise ExportError(
+            f"{out}: holds what the demo did not write; expected a new folder, an empty one, or a demo's to replace. "
+            "Give another, or allow it: overwrite=True"
+        )
     data = demo.sentences()
     say(f"1. learning a vocabulary from {len(data)} sentences")
     tokenizer = demo.learn_vocabulary()
@@ -59,7 +66,15 @@ def command(
         for check in result.checks:
             tell(f"   {MARKS[check.status]}  {check.name}: {check.detail}")
         tell(NEXT.format(out=command_line(out)))
+    if right < len(texts):
+        say(
+            f"failed: {len(texts) - right} of {len(texts)} sentences are answered wrongly; train longer: --steps 200 or more"
+        )
     raise typer.Exit(0 if result.passed and right == len(texts) else 1)
+
+
+def _is_empty(folder: Path) -> bool:
+    return next(folder.iterdir(), None) is None
 
 
 NEXT = """

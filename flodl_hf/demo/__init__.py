@@ -7,6 +7,7 @@ tiny, and stands in for a downloaded one wherever there is no network.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator
 from importlib.resources import files
 from pathlib import Path
@@ -18,7 +19,17 @@ if TYPE_CHECKING:
     from flodl_hf.heads.sequence_classification import SequenceClassifier
     from flodl_hf.tokenizer import Tokenizer
 
-__all__ = ["LABELS", "UNSEEN", "demo_model", "learn_vocabulary", "sentences", "train", "train_wordpiece", "write_demo"]
+__all__ = [
+    "LABELS",
+    "UNSEEN",
+    "demo_model",
+    "is_demo",
+    "learn_vocabulary",
+    "sentences",
+    "train",
+    "train_wordpiece",
+    "write_demo",
+]
 
 LABELS = ("complaint", "praise")
 MAX_TOKENS = 64
@@ -136,3 +147,21 @@ def write_demo(folder: str | Path, steps: int = STEPS) -> Path:
     model = demo_model(learn_vocabulary())
     train(model, steps)
     return model.save_pretrained(folder, overwrite=True)
+
+
+def is_demo(folder: Path) -> bool:
+    """Return whether a folder holds a demo's model and nothing else, such as what fine-tuning leaves beside a model."""
+    files = {path.name for path in folder.iterdir()}
+    if not {"config.json", "model.safetensors"} <= files <= _FILES:
+        return False
+    try:
+        labels = json.loads((folder / "config.json").read_text("utf-8"))["id2label"]
+        return [labels[str(number)] for number in range(len(labels))] == [*LABELS]
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
+
+
+_FILES = {
+    *("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "vocab.txt"),
+    *("checksums.json", "verification.json"),
+}

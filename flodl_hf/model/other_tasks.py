@@ -35,6 +35,7 @@ FAMILIAR = {
     "get_sentence_embedding_dimension": "config.hidden_size is the width of its states",
     "get_max_seq_length": "max_tokens is the longest row that it takes",
     "max_seq_length": "max_tokens is the longest row that it takes",
+    "save": "save_pretrained writes a folder",
     "tokenize": "tokenizer(texts, padding=True, return_tensors='pt') gives what a call takes",
     "encode_multi_process": "encode(texts, devices=[...]) uses several devices",
     "start_multi_process_pool": "encode(texts, devices=[...]) uses several devices",

@@ -185,7 +185,7 @@ def cut_rows(
         return [_whole(row, sequence)]
     if overflow == "error":
         raise _too_long(
-            where, total, max_tokens, "and overflow is 'error'", "shorten it, or let it be cut into windows"
+            where, total, max_tokens, "and nothing may be cut", "shorten it, or let it be read in windows or cut"
         )
     if cut == "longest":
         return [_truncate_longest(row, max_tokens, side, where)]
