@@ -67,9 +67,7 @@ def command(
             tell(f"   {MARKS[check.status]}  {check.name}: {check.detail}")
         tell(NEXT.format(out=command_line(out)))
     if right < len(texts):
-        say(
-            f"failed: {len(texts) - right} of {len(texts)} sentences are answered wrongly; train longer: --steps 200 or more"
-        )
+        say(f"failed: {len(texts) - right} of {len(texts)} answers are wrong; train longer: --steps 200 or more")
     raise typer.Exit(0 if result.passed and right == len(texts) else 1)
 
 
