@@ -23,6 +23,7 @@ _SAVING = "which checkpoints there are"
 _SHOWN = "what is told of the run"
 _ROUNDING = "how the same is computed: it rounds another way at most, as another device does"
 _WAITING = "how long ranks wait"
+_MEETING = "when ranks meet that step on their own, which follows measured times: no two such runs are alike"
 MAY_CHANGE: Mapping[str, str] = {
     **dict.fromkeys(("num_epochs", "max_steps", "early_stopping"), _LENGTH),
     **dict.fromkeys(("folder", "save_every", "save_epochs", "keep_last", "keep_best", "checkpoint_every"), _SAVING),
@@ -32,6 +33,8 @@ MAY_CHANGE: Mapping[str, str] = {
     **dict.fromkeys(("deterministic", "checkpoint_activations", "arrange", "compile", "backend"), _ROUNDING),
     **dict.fromkeys(("capture", "capture_num_rows"), "captured steps are those that are not, to the bit"),
     **dict.fromkeys(("timeout_s", "frozen_after_s", "slowdown"), _WAITING),
+    **dict.fromkeys(("anchor", "max_anchor", "overhead_target", "speed_hint"), _MEETING),
+    **dict.fromkeys(("max_batch_diff", "max_overshoot", "divergence_threshold"), _MEETING),
     "check_every": "it compares ranks, and changes nothing",
 }
 """Fields of `Settings` and `Knobs` that a run which is taken up again may have otherwise, and why; all others are

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flodl.errors import ConfigError
+from flodl.errors import ConfigError, DataError
 from flodl_hf.finetuning.batch_size import few_steps, settle_batch_size
 from flodl_hf.finetuning.batching import Batching, batch_rows, count_steps, micro_batch_rows
 from flodl_hf.finetuning.choices import ChoiceTask
@@ -179,7 +179,13 @@ def plan_job(
     own.check(task, weights, options.label_smoothing)
     objective, collate = _objective(task, options, own, weights, laid_out, rows)
     for name, examples in tables.evals.items():
-        prepared[f"eval {name}".strip()] = task.prepare(examples, tokenizer, limits, training=False)
+        where = f"eval {name}".strip()
+        try:
+            prepared[where] = task.prepare(examples, tokenizer, limits, training=False)
+        except DataError as fault:
+            # Tasks do not know which set they read.
+            said = f"{where}: {fault.message.removeprefix('finetune: ')}"
+            raise DataError(said, **fault.details) from None
     parts = {name: prepared[f"eval {name}".strip()] for name in tables.evals}
     evaluation = _evaluation(task, options, own, parts, objective, collate, laid_out.layout)
     _need_evaluation(options, evaluation)

@@ -190,7 +190,7 @@ def make_optimizer(
     if isinstance(made, torch.optim.LBFGS):
         raise TrainError(
             "optimizer: LBFGS computes the loss several times in a step, and a step here computes it once. Expected "
-            "an optimiser whose step() needs no closure."
+            "an optimiser whose step() needs no closure, such as AdamW."
         )
     own = {id(p) for p in model.parameters()}
     foreign = [id(p) not in own for group in made.param_groups for p in group["params"]]

@@ -257,6 +257,27 @@ def test_a_last_best_that_could_not_be_written_is_tried_again(tmp_path, monkeypa
     assert best_of(tmp_path) == (0.9, -24)
 
 
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+def test_ranks_that_meet_now_and_then_know_what_was_not_written(tmp_path, monkeypatch, policy):
+    write, left = keeper._write, [True, True]
+
+    def limited(path, chunks):
+        if path.name == "manifest.json" and left and left.pop():
+            raise OSError(28, "No space left on device")
+        return write(path, chunks)
+
+    monkeypatch.setattr(keeper, "_write", limited)
+    said, figures = [], iter([0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2])
+    judged(
+        tmp_path, ranks=2, policy=policy, figures=figures, eval_every=4, save_every=None, told=[said.append]
+    ).run().join()
+    failed = {event.step for event in said if isinstance(event, SaveFailed)}
+    figures = {event.step: event.metrics["score"] for event in said if type(event).__name__ == "EvalDone"}
+    assert len(failed) == 2
+    best = max((value, -step) for step, value in figures.items() if step not in failed)
+    assert best_of(tmp_path) == best
+
+
 def test_a_best_that_is_gone_is_none(tmp_path):
     def remove(event):
         if isinstance(event, Saved) and event.step == 8:

@@ -168,7 +168,7 @@ def test_one_name_with_two_values_is_refused() -> None:
 
 def test_held_out_sentences_with_tags_that_are_no_labels_are_named_as_such(base: Path) -> None:
     held_out = [*tagged(2), {"words": ["nowhere"], "tags": ["B-NEW"]}]
-    with pytest.raises(DataError, match="finetune: held-out sentences that cannot be labelled") as caught:
+    with pytest.raises(DataError, match="eval: held-out sentences that cannot be labelled") as caught:
         finetune(base, train=tagged(8), eval=held_out, **QUICK)
     assert "row 2" in str(caught.value)
     assert "'B-NEW'" in str(caught.value)

@@ -109,6 +109,14 @@ def test_a_file_that_is_no_table_is_told_without_keywords(base: Path, table: Pat
     assert "rename it\n" in run(base, other, code=1).stderr
 
 
+def test_a_held_out_row_that_cannot_be_is_told_with_its_set(base: Path, table: Path, tmp_path: Path) -> None:
+    (tmp_path / "dev.csv").write_text("text,label\nhello,other\n")
+    said = run(base, table, "--eval", tmp_path / "dev.csv", code=1).stderr
+    assert "DataError: eval: labels in column 'label' that cannot be:\n  row 0: labels: 'other' is not one of" in said
+    said = run(base, table, "--eval", f"easy={table},hard={tmp_path / 'dev.csv'}", code=1).stderr
+    assert "DataError: eval hard: labels in column" in said
+
+
 def test_a_rate_is_searched_with_the_options_of_the_run(base: Path, table: Path) -> None:
     said = run(base, table, "--eval", "0.25", "--early-stopping", "2", "--find-lr", "--batch-size", "8").stdout
     assert "steps at rates of 1.0e-07" in said
