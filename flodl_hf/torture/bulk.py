@@ -11,8 +11,8 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Iterator, Mapping
-from functools import cache
+from collections.abc import Mapping
+from functools import cache, partial
 from pathlib import Path
 from random import Random
 from typing import Any, NoReturn
@@ -77,10 +77,7 @@ KINDS = (
     Kind("killed", 6, _killed, {"wall_s": 60.0}),
 )
 
-
-def cases(seed: int, count: int) -> Iterator[Case]:
-    """Yield cases."""
-    return dealt(NAME, KINDS, seed, count)
+cases = partial(dealt, NAME, KINDS)
 
 
 def prepare(_subject: Subject) -> None:

@@ -8,8 +8,8 @@ change an encoder without changing its tensors may have changed.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from functools import cache
+from collections.abc import Mapping
+from functools import cache, partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -263,10 +263,7 @@ KINDS = (
     Kind("other-type", 4, _other_type),
 )
 
-
-def cases(seed: int, count: int) -> Iterator[Case]:
-    """Yield cases."""
-    return dealt(NAME, KINDS, seed, count)
+cases = partial(dealt, NAME, KINDS)
 
 
 def prepare(_subject: Subject) -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import errno
 import tempfile
-from collections.abc import Iterator, Sequence
-from functools import cache
+from collections.abc import Sequence
+from functools import cache, partial
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
@@ -69,10 +69,7 @@ WAYS = (
 
 KINDS = kinds_of_acts(SHARES, "place")
 
-
-def cases(seed: int, count: int) -> Iterator[Case]:
-    """Yield the faults of each act in turn; the seed decides in which order."""
-    return dealt_in_order(NAME, KINDS, seed, count)
+cases = partial(dealt_in_order, NAME, KINDS)
 
 
 def prepare(subject: Subject) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -191,10 +191,7 @@ def _kind(name: str) -> Kind:
 
 KINDS = tuple(_kind(name) for name in ACTS)
 
-
-def cases(seed: int, count: int) -> Iterator[Case]:
-    """Yield cases."""
-    return dealt(NAME, KINDS, seed, count)
+cases = partial(dealt, NAME, KINDS)
 
 
 def together(case: Case) -> str:

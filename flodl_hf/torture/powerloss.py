@@ -8,8 +8,7 @@ as if nothing had happened.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from random import Random
 
@@ -34,10 +33,7 @@ SHARES = {
 
 KINDS = kinds_of_acts(SHARES, "state")
 
-
-def cases(seed: int, count: int) -> Iterator[Case]:
-    """Yield states of each act in turn; the seed decides in which order."""
-    return dealt_in_order(NAME, KINDS, seed, count)
+cases = partial(dealt_in_order, NAME, KINDS)
 
 
 def prepare(subject: Subject) -> None:

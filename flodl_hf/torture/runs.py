@@ -13,8 +13,9 @@ import shutil
 import signal
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any, NoReturn
@@ -98,10 +99,7 @@ def _kind(number: int) -> Kind:
 
 KINDS = tuple(_kind(number) for number in range(40))
 
-
-def cases(seed: int, count: int) -> Iterator[Case]:
-    """Yield cases."""
-    return dealt(NAME, KINDS, seed, count)
+cases = partial(dealt, NAME, KINDS)
 
 
 def together(case: Case) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -123,10 +123,7 @@ KINDS = (
     *(Kind(name, share, _table(name), _LIMITS) for name, share in SHARES.items()),
 )
 
-
-def cases(seed: int, count: int) -> Iterator[Case]:
-    """Yield cases."""
-    return dealt(NAME, KINDS, seed, count)
+cases = partial(dealt, NAME, KINDS)
 
 
 def prepare(_subject: Subject) -> None:

@@ -7,8 +7,8 @@ links, pipes and devices. Right is the whole checkpoint to the bit, and nothing 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from functools import cache
+from collections.abc import Mapping
+from functools import cache, partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -151,10 +151,7 @@ KINDS = (
     Kind("entry", 6, _entry, {"wall_s": 20.0}),
 )
 
-
-def cases(seed: int, count: int) -> Iterator[Case]:
-    """Yield cases."""
-    return dealt(NAME, KINDS, seed, count)
+cases = partial(dealt, NAME, KINDS)
 
 
 def prepare(_subject: Subject) -> None:

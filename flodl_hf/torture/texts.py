@@ -8,7 +8,7 @@ has to get what it gets alone, and after a change of the weights the next answer
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from random import Random
@@ -86,10 +86,7 @@ KINDS = (
     Kind("threads", 4, _threads, {"cpu_s": 30.0, "wall_s": 180.0, "memory_mb": 400}),
 )
 
-
-def cases(seed: int, count: int) -> Iterator[Case]:
-    """Yield cases."""
-    return dealt(NAME, KINDS, seed, count)
+cases = partial(dealt, NAME, KINDS)
 
 
 def prepare(_subject: Subject) -> None:

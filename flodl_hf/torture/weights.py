@@ -7,8 +7,8 @@ file validly says other numbers, the model must hold just those.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping
-from functools import cache
+from collections.abc import Mapping
+from functools import cache, partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -126,10 +126,7 @@ KINDS = (
     Kind("live", 4, _live),
 )
 
-
-def cases(seed: int, count: int) -> Iterator[Case]:
-    """Yield cases."""
-    return dealt(NAME, KINDS, seed, count)
+cases = partial(dealt, NAME, KINDS)
 
 
 def prepare(_subject: Subject) -> None:
