@@ -1,8 +1,7 @@
 """What the decoders read of a tokenised text, and how logits of any layout line up with it.
 
-This file decides how the rows of a batch become flat arrays: which positions are content, where each of them
-    stands
-in its text, and which row of the logits belongs to it. It leaves to the text room how rows are made, to
+This file decides how the rows of a batch become flat arrays: which positions are content, where each of them stands in
+its text, and which row of the logits belongs to it. It leaves to the text room how rows are made, to
 ``windows.py`` which of several views of one token counts, and to every other file what an answer is.
 """
 
@@ -29,6 +28,7 @@ __all__ = [
     "as_tensor",
     "content_of",
     "flat_logits",
+    "integers",
     "null_columns",
     "owners_of",
 ]
@@ -168,10 +168,17 @@ def as_tensor(values: Tensor | np.ndarray) -> Tensor:
     return values.detach() if isinstance(values, Tensor) else torch.as_tensor(np.ascontiguousarray(values))
 
 
-def _integers(parts: Iterable[Sequence[int | None]], total: int) -> np.ndarray:
-    """Return the parts joined as int64, ``None`` as -1."""
-    values = (-1 if value is None else value for value in chain.from_iterable(parts))
-    return np.fromiter(values, np.int64, total)
+def integers(values: Iterable[int | None], total: int) -> np.ndarray:
+    """Return ``total`` values as int64, None as -1."""
+    found = np.fromiter(values, object, total)
+    found[found == None] = -1  # noqa: E711
+    return found.astype(np.int64)
+
+
+def _lengths(rows: Rows) -> np.ndarray:
+    if isinstance(rows, TokenTable):
+        return rows.lengths
+    return np.fromiter((len(row.ids) for row in rows), np.int64, len(rows))
 
 
 def content_of(rows: Rows, sequence: int = 0) -> Content:
@@ -182,43 +189,30 @@ def content_of(rows: Rows, sequence: int = 0) -> Content:
     Raises:
         PredictError: a row came without offsets.
     """
+    lengths = _lengths(rows)
     if isinstance(rows, TokenTable):
-        return _content_of_table(rows, sequence)
-    lengths = np.fromiter((len(row.ids) for row in rows), np.int64, len(rows))
-    total = int(lengths.sum())
-    kept = np.flatnonzero(_integers((row.sequence_ids for row in rows), total) == sequence)
-    if any(len(row.offsets) != len(row.ids) for row in rows):
+        offsets, word_ids = rows.offsets, rows.word_ids
+        sequences, first = rows.sequence, rows.first_token
+    else:
+        total, offsets, word_ids = int(lengths.sum()), None, None
+        if all(len(row.offsets) == len(row.ids) for row in rows):
+            pairs = chain.from_iterable(chain.from_iterable(row.offsets for row in rows))
+            offsets = np.fromiter(pairs, np.int64, 2 * total).reshape(total, 2)
+            word_ids = integers(chain.from_iterable(row.word_ids for row in rows), total)
+        sequences = integers(chain.from_iterable(row.sequence_ids for row in rows), total)
+        first = np.fromiter((row.first_token for row in rows), np.int64, len(rows))
+    if offsets is None or word_ids is None:
         raise PredictError("decoding: rows without offsets; expected one span per token; encode the texts with offsets")
-    starts = np.cumsum(lengths) - lengths
+    kept = np.flatnonzero(sequences == sequence)
     row_of = np.repeat(np.arange(len(rows)), lengths)[kept]
     counts = np.bincount(row_of, minlength=len(rows)).astype(np.int64)
     rank = np.arange(len(kept)) - np.repeat(np.cumsum(counts) - counts, counts)
-    first = np.fromiter((row.first_token for row in rows), np.int64, len(rows))
-    pairs = chain.from_iterable(chain.from_iterable(row.offsets for row in rows))
-    offsets = np.fromiter(pairs, np.int64, 2 * total).reshape(total, 2)
     return Content(
         row=row_of,
-        column=kept - starts[row_of],
+        column=kept - (np.cumsum(lengths) - lengths)[row_of],
         position=first[row_of] + rank,
         offsets=offsets[kept],
-        word_ids=_integers((row.word_ids for row in rows), total)[kept],
-        counts=counts,
-    )
-
-
-def _content_of_table(table: TokenTable, sequence: int) -> Content:
-    if table.offsets is None or table.word_ids is None:
-        raise PredictError("decoding: rows without offsets; expected one span per token; encode the texts with offsets")
-    kept = np.flatnonzero(table.sequence == sequence)
-    row_of = np.repeat(np.arange(len(table)), table.lengths)[kept]
-    counts = np.bincount(row_of, minlength=len(table)).astype(np.int64)
-    rank = np.arange(len(kept)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return Content(
-        row=row_of,
-        column=kept - table.starts[row_of],
-        position=table.first_token[row_of] + rank,
-        offsets=table.offsets[kept],
-        word_ids=table.word_ids[kept],
+        word_ids=word_ids[kept],
         counts=counts,
     )
 
@@ -237,10 +231,7 @@ def flat_logits(logits: Logits, rows: Rows, trailing: int) -> tuple[Tensor, np.n
     """
     if isinstance(logits, Placed):
         return logits.values, logits.starts
-    if isinstance(rows, TokenTable):
-        lengths = rows.lengths
-    else:
-        lengths = np.fromiter((len(row.ids) for row in rows), np.int64, len(rows))
+    lengths = _lengths(rows)
     if not isinstance(logits, (Tensor, np.ndarray)):
         parts = [as_tensor(part) for part in logits]
         sizes = np.fromiter((part.shape[0] for part in parts), np.int64, len(parts))

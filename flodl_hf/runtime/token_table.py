@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from flodl_hf.decode.rows import TokenTable
+from flodl_hf.decode.rows import TokenTable, integers
 
 if TYPE_CHECKING:
     from flodl_hf.tokenizer import Row, Tokenizer
@@ -203,7 +203,7 @@ def of_encodings(
     else:
         frame = None
         special = np.fromiter(each("special_tokens_mask"), bool, total)
-        sequence = _numbers(each("sequence_ids"), total).astype(np.int8)
+        sequence = integers(each("sequence_ids"), total).astype(np.int8)
         counts = _per_row(~special, lengths)
         nulls = _first_true(special, lengths, starts)
     spans = words = None
@@ -211,7 +211,7 @@ def of_encodings(
         spans = np.fromiter(chain.from_iterable(each("offsets")), np.int64, 2 * total).reshape(total, 2)
         words = None if frame is None else _content_words(encodings, sequence, frame, first)
         if words is None:
-            words = _numbers(each("word_ids"), total)
+            words = integers(each("word_ids"), total)
     owners = np.arange(rows) if owners is None else owners
     return TokenTable(ids, types, lengths, owners, counts, zeros, zeros, sequence, spans, words, nulls)
 
@@ -254,13 +254,6 @@ def _laid_out(values: np.ndarray, sizes: list[Any], rows: int, dtype: Any) -> np
     return np.repeat(np.tile(values.astype(dtype), rows), np.stack(columns, 1).ravel())
 
 
-def _numbers(values: Iterable[int | None], total: int) -> np.ndarray:
-    """Return the values as int64, None as -1."""
-    found = np.fromiter(values, object, total)
-    found[found == None] = -1  # noqa: E711
-    return found.astype(np.int64)
-
-
 def _per_row(flags: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Return how many flags each row has set, ``(rows,)``; a row may be empty."""
     before = np.concatenate([_ZERO, np.cumsum(flags)])
@@ -291,7 +284,7 @@ def table_of(rows: Sequence[Row], owners: Sequence[int], *, offsets: bool = True
     if offsets:
         pairs = chain.from_iterable(chain.from_iterable(row.offsets for row in rows))
         spans = np.fromiter(pairs, np.int64, 2 * total).reshape(total, 2)
-        words = _numbers(chain.from_iterable(row.word_ids for row in rows), total)
+        words = integers(chain.from_iterable(row.word_ids for row in rows), total)
     types = np.fromiter(chain.from_iterable(row.type_ids for row in rows), np.int32, total)
     return TokenTable(
         np.fromiter(chain.from_iterable(row.ids for row in rows), np.int32, total),
@@ -301,7 +294,7 @@ def table_of(rows: Sequence[Row], owners: Sequence[int], *, offsets: bool = True
         _per_row(~special, lengths),
         np.fromiter((row.first_token for row in rows), np.int64, len(rows)),
         np.fromiter((row.window for row in rows), np.int64, len(rows)),
-        _numbers(chain.from_iterable(row.sequence_ids for row in rows), total).astype(np.int8),
+        integers(chain.from_iterable(row.sequence_ids for row in rows), total).astype(np.int8),
         spans,
         words,
         _first_true(special, lengths, starts),
