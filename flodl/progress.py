@@ -200,7 +200,7 @@ class Progress:
                 # A call inside of one that is seen; it may outlive it, as one that answers a stream does.
                 self._next = self._now() + AFTER_S
                 return
-            self._screen = _screen(self._stream or sys.stderr, self._started)
+            self._screen = _screen(self._stream or sys.stderr)
             _shown.append(self)
         self._screen.draw(self, last=False)
         self._next = self._now() + self._screen.every_s
@@ -215,7 +215,7 @@ def figures_of(figures: Mapping[str, Any]) -> list[str]:
     return [f"{name} {count(value) if isinstance(value, (int, float)) else value}" for name, value in figures.items()]
 
 
-def _screen(stream: TextIO, started: float) -> _Screen:
+def _screen(stream: TextIO) -> _Screen:
     notebook = _notebook()
     if notebook is not None:
         return _Notebook(notebook)

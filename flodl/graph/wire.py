@@ -58,7 +58,6 @@ class Draft:
     memory: list[str] = field(default_factory=list)
     internal: dict[str, int] = field(default_factory=dict)
     label: str | None = None
-    label_position: int = 0
     output: int = 0
     faults: list[Fault] = field(default_factory=list)
 
@@ -307,7 +306,7 @@ class _Wiring:
         if not isinstance(label, str) or not label:
             self._fault(f"the label is {label!r}; give a non-empty string")
             return
-        self.draft.label, self.draft.label_position = label, self.step.position
+        self.draft.label = label
 
     def _internal(self, tags: tuple[str, ...]) -> None:
         for tag in tags:

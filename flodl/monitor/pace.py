@@ -37,7 +37,6 @@ class Pace:
         self.step, self.total = 0, None
         self._steps: deque[tuple[float, int, float]] = deque(maxlen=4096)  # time, step, rows of it
         self._marks: deque[tuple[float, int]] = deque(maxlen=1024)  # pauses included
-        self._told_s = 0.0
         self._began_s = 0.0
         self._over = False
 
@@ -47,7 +46,7 @@ class Pace:
         self._steps.clear()
         self._marks.clear()
         self._marks.append((now, step))
-        self._began_s = self._told_s = now
+        self._began_s = now
 
     def step_done(self, t: float, step: int, rows: float) -> None:
         """Be told of a step."""

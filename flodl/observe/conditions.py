@@ -408,7 +408,7 @@ class _Reader:
         args: list[Any] = []
         named: dict[str, Any] = {}
         while not self.take(")"):
-            self.argument(token.text, args, named)
+            self.argument(args, named)
             if not self.take(","):
                 if not self.take(")"):
                     self.fail("',' or ')'")
@@ -420,7 +420,7 @@ class _Reader:
                 f"condition {self.text!r}: {'; '.join(fault.problems)}", problems=fault.problems
             ) from None
 
-    def argument(self, word: str, args: list[Any], named: dict[str, Any]) -> None:
+    def argument(self, args: list[Any], named: dict[str, Any]) -> None:
         token = self.token
         if token is None or token.kind == "mark":
             self.fail("a name or a number")

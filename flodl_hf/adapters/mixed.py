@@ -123,7 +123,7 @@ class Mixed:
         """
         table, device = encoded.table, self._model.device
         check_rows(table)
-        pending = Pending(len(table), work.per_text)
+        pending = Pending(len(table))
         owners = np.asarray(encoded.owners)
         with torch.inference_mode():
             for rows in plan_batches(table.lengths, usual_budget(device.type)):

@@ -206,7 +206,7 @@ def faulty_items(model: Any, answerer: Answerer, items: Sequence[Any]) -> dict[i
     """
     found: dict[int, str] = {}
     if answerer.strict and model.max_tokens is not None:
-        found = _too_long(model, answerer, items)
+        found = _too_long(model, items)
     rest = [place for place in range(len(items)) if place not in found]
     stack = [rest] if rest else []
     while stack:
@@ -223,7 +223,7 @@ def faulty_items(model: Any, answerer: Answerer, items: Sequence[Any]) -> dict[i
     return found
 
 
-def _too_long(model: Any, answerer: Answerer, items: Sequence[Any]) -> dict[int, str]:
+def _too_long(model: Any, items: Sequence[Any]) -> dict[int, str]:
     # One pass of the tokenizer instead of a search: where texts are long, many are.
     found: dict[int, str] = {}
     for place, item in enumerate(items):

@@ -102,7 +102,7 @@ class Engine:
             places: for `ScoresAt`: which tokens of each row.
         """
         check_rows(table)
-        pending = Pending(len(table), work.per_text)
+        pending = Pending(len(table))
         batches = self.batches(table)
         with torch.inference_mode(), multiplying(self.options.precision, self.device), current(self.device):
             if self.prepared.layered is not None:

@@ -36,7 +36,7 @@ class Fleet:
 
     def start(self, table: TokenTable, work: Work, places: Sequence[Sequence[int]] | None = None) -> Pending:
         """Send all rows on their way and return at once; see `Engine.start`."""
-        pending = Pending(len(table), work.per_text)
+        pending = Pending(len(table))
         budget = min(engine.budget for engine in self.engines)
         smallest = min(self.engines, key=lambda engine: engine.budget)
         smallest.budget = budget

@@ -31,11 +31,9 @@ class Pending:
 
     Args:
         rows: how many rows there are.
-        per_text: whether there is one result a row.
     """
 
-    def __init__(self, rows: int, per_text: bool) -> None:
-        self._per_text = per_text
+    def __init__(self, rows: int) -> None:
         self._rows = rows
         self._parts: list[tuple[np.ndarray, np.ndarray, Tensor, Any]] = []
         self.threads: list[Thread] = []
@@ -73,9 +71,9 @@ class Pending:
         return [(rows, sizes, values.numpy()) for rows, sizes, values, _ in self._parts]
 
     @classmethod
-    def arrived(cls, rows: int, per_text: bool, arrays: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> Pending:
+    def arrived(cls, rows: int, arrays: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> Pending:
         """Return what `arrays` gave, as results that are here."""
-        found = cls(rows, per_text)
+        found = cls(rows)
         for chosen, sizes, values in arrays:
             found.add(chosen, sizes, torch.from_numpy(values), None)
         return found

@@ -198,9 +198,9 @@ def _sent(job: Job[Any, Any], call: Call) -> Job[Any, Any]:
 
     def finish(chunk: list[Any], encoded: Any, running: Any) -> Any:
         if isinstance(encoded, Future):
-            encoded, per_text, arrays = encoded.result()
+            encoded, arrays = encoded.result()
             _count(encoded.table)
-            running = Pending.arrived(len(encoded.table), per_text, arrays)
+            running = Pending.arrived(len(encoded.table), arrays)
         return job.finish(chunk, encoded, running)
 
     return Job(encode, start, finish, job.join)

@@ -111,7 +111,7 @@ class Worker:
             try:
                 if isinstance(found, tuple):
                     encoded, work, pending = found
-                    found = (slim(encoded) if work.per_text else encoded, work.per_text, pending.arrays())
+                    found = (slim(encoded) if work.per_text else encoded, pending.arrays())
             except BaseException as fault:
                 found = self._told(fault)
             try:

@@ -164,7 +164,7 @@ class Batcher:
         check_rows(table)
         if ticket.timeline is not None:
             ticket.timeline.sent()
-        pending = Awaited(len(table), work.per_text, ticket)
+        pending = Awaited(len(table), ticket)
         if not len(table):
             return pending
         ends = np.cumsum(table.lengths)

@@ -37,7 +37,7 @@ class Ledger:
         self, keys: Sequence[str] = ("",), processes: int = 1, number: int = 0, descriptor: int | None = None
     ) -> None:
         self._places = {key: place for place, key in enumerate(keys)}
-        self._processes, self._number = processes, number
+        self._number = number
         cells = cells_of(len(keys), processes)
         memory = bytearray(cells * _SIZE) if descriptor is None else mmap.mmap(descriptor, cells * _SIZE)
         whole, times = memoryview(memory).cast("q"), memoryview(memory).cast("d")

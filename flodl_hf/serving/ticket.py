@@ -94,12 +94,11 @@ class Awaited(Pending):
 
     Args:
         rows: how many rows there are.
-        per_text: whether there is one result a row.
         ticket: whose they are.
     """
 
-    def __init__(self, rows: int, per_text: bool, ticket: Ticket) -> None:
-        super().__init__(rows, per_text)
+    def __init__(self, rows: int, ticket: Ticket) -> None:
+        super().__init__(rows)
         self.left = rows
         self.here = Event()
         self._ticket = ticket

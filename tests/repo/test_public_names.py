@@ -72,6 +72,13 @@ def loaded(module: str) -> ModuleType:
     return importlib.import_module(module)
 
 
+@pytest.mark.parametrize("former", flodl_hf._FORMER)
+def test_former_names_of_modules_still_import(former: str) -> None:
+    found, here = (importlib.import_module(f"flodl_hf.{name}") for name in (former, flodl_hf._FORMER[former]))
+    assert here.__all__
+    assert all(getattr(found, name) is getattr(here, name) for name in here.__all__)
+
+
 @pytest.mark.parametrize("module", modules())
 def test_all_is_sorted_and_there(module: str) -> None:
     found = loaded(module)

@@ -43,7 +43,7 @@ class Engine:
         self.batches.append(firsts.tolist())
         if BAD in firsts:
             raise PredictError("a bad row")
-        pending = Pending(len(table), work.per_text)
+        pending = Pending(len(table))
         # In two parts and not in order, as an engine's batches may be.
         order = np.argsort(-table.lengths, kind="stable")
         starts = np.cumsum(table.lengths) - table.lengths
@@ -381,4 +381,4 @@ def test_a_request_that_is_given_up_before_its_rows_wait_waits_for_nothing() -> 
     ticket = Ticket(until=time.monotonic() + 0.05)
     ticket.give_up()
     with pytest.raises(GivenUpError):
-        Awaited(1, True, ticket).parts()
+        Awaited(1, ticket).parts()
