@@ -75,6 +75,8 @@ def _stated(source: Mapping[str, Any], keys: Iterable[str]) -> tuple[str, torch.
     """Return the key and the dtype that JSON states; None where it states none that weights can have."""
     for key in keys:
         value = source.get(key)
+        if isinstance(value, Mapping):  # one for each part of a model; of an encoder that is all of it
+            value = value.get("", "float32")
         if isinstance(value, str):
             found = getattr(torch, value.removeprefix("torch."), None)
             if isinstance(found, torch.dtype) and found in _BITS:

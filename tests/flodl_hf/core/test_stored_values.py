@@ -108,6 +108,8 @@ STATED: list[dict[str, Any]] = [
     *({key: value} for key in ("dtype", "torch_dtype") for value in ("float32", "bfloat16", "float16")),
     {"dtype": None, "torch_dtype": "float16"},
     {"dtype": "bfloat16", "torch_dtype": "float32"},
+    {"dtype": {"": "bfloat16", "text_config": "float16"}},
+    {"dtype": {"text_config": "float16"}},
     {"text_config": {"dtype": "float64"}, "torch_dtype": "float32"},
 ]
 
