@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -73,7 +73,9 @@ def command(
 
     if format != EngineWord.safetensors:
         dtype = DtypeWord.float32
-    loaded = load(model, head=head, dtype=dtype, revision=revision, local_files_only=local_files_only)
+    # What is only written again is shown from its files, however large it is.
+    shown: dict[str, Any] = {"mapped": True, "weights": "memory"} if format == EngineWord.safetensors else {}
+    loaded = load(model, head=head, dtype=dtype, revision=revision, local_files_only=local_files_only, **shown)
     report = loaded.load_report
     if report is not None and report.new:
         say(f"note: {len(report.new)} tensors are new and untrained: {', '.join(report.new)}")

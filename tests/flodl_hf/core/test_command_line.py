@@ -16,6 +16,7 @@ typer_testing = pytest.importorskip("typer.testing")
 
 from flodl_hf.cli import choices, shared  # noqa: E402
 from flodl_hf.cli.app import NAMES, app, app_for  # noqa: E402
+from flodl_hf.weights.checkpoint import folder as checkpoint_folder  # noqa: E402
 
 
 def run(*arguments: Any, code: int = 0, **more: Any) -> Any:
@@ -92,6 +93,26 @@ def test_shells_are_told_of_all_commands(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("COMP_CWORD", "1")
     offered = typer_testing.CliRunner().invoke(app_for(["predict"]), [], prog_name="flodl-hf").output.split()
     assert [name for name in offered if name in NAMES] == list(NAMES)
+
+
+@pytest.mark.parametrize("dtype", [None, "float64"])
+def test_an_export_shows_the_files_that_it_writes_again(
+    dtype: str | None, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that is only written again takes no memory of its own, whatever its size."""
+    read: list[bool] = []
+    usual = checkpoint_folder.Checkpoint.read_all
+
+    def noted(self: Any, names: Any = None, *, mapped: bool = False) -> Any:
+        read.append(mapped)
+        return usual(self, names, mapped=mapped)
+
+    monkeypatch.setattr(checkpoint_folder.Checkpoint, "read_all", noted)
+    run("export", folder, "--out", tmp_path / "out", *(() if dtype is None else ("--dtype", dtype)))
+    assert read
+    assert all(read)
+    before, after = (place / "model.safetensors" for place in (folder, tmp_path / "out"))
+    assert (before.read_bytes() == after.read_bytes()) is (dtype is None)
 
 
 def test_a_word_that_is_none_is_wrong_usage(folder: Path) -> None:
