@@ -102,7 +102,7 @@ def test_what_cannot_be_sent_to_a_new_process_is_told_so():
 def sleeper(ranks, path):
     with open(f"{path}/{ranks.rank}", "w") as file:
         file.write(str(os.getpid()))
-    time.sleep(60)
+    time.sleep(120)
 
 
 def boss(path):
@@ -114,14 +114,14 @@ def test_no_rank_outlives_a_launcher_that_was_killed(tmp_path):
         warnings.simplefilter("ignore", DeprecationWarning)
         process = multiprocessing.get_context("fork").Process(target=boss, args=(str(tmp_path),))
         process.start()
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while len([p for p in tmp_path.iterdir() if p.read_text()]) < 2 and time.monotonic() < until:
         time.sleep(0.05)
     process.kill()
     process.join()
     pids = [int(p.read_text()) for p in tmp_path.iterdir()]
     assert len(pids) == 2
-    until = time.monotonic() + 30  # half of what they sleep
+    until = time.monotonic() + 60  # half of what they sleep
     while any(map(runs, pids)) and time.monotonic() < until:
         time.sleep(0.05)
     assert not any(map(runs, pids))
@@ -233,7 +233,7 @@ def test_a_signal_while_ranks_start_is_no_failure_of_a_rank(tmp_path, builds, nu
         warnings.simplefilter("ignore", DeprecationWarning)
         process = multiprocessing.get_context("fork").Process(target=two_ranks, args=(tmp_path, 100.0, saving))
         process.start()
-    until = time.monotonic() + 30
+    until = time.monotonic() + 60
     while len(list(tmp_path.glob("*builds"))) < builds and time.monotonic() < until:
         time.sleep(0.005)
     os.kill(process.pid, number)

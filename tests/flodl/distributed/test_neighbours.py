@@ -37,7 +37,7 @@ def rank_one(pipe: Any) -> None:
     pipe.recv()
     board.enter(1, "optimiser", 42)
     pipe.send("done")
-    time.sleep(60)
+    time.sleep(600)
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def test_a_rank_that_was_killed_leaves_phase_and_step(other: Any) -> None:
     pipe.send("go on")
     pipe.recv()
     os.kill(process.pid, signal.SIGKILL)
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while not (dead := near.dead()):
         assert time.monotonic() < until
     assert dead == {1: f"its process ended in phase 'optimiser', step 42, pid {process.pid}"}
@@ -71,7 +71,7 @@ def test_a_rank_that_was_killed_leaves_phase_and_step(other: Any) -> None:
 def test_a_rank_that_ended_is_given_up_after_a_while_unless_it_was_done(other: Any) -> None:
     near, process, _ = other
     os.kill(process.pid, signal.SIGKILL)
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while not near.dead():
         assert time.monotonic() < until
     assert near.ended(0.2) == {}
@@ -93,7 +93,7 @@ def test_only_ranks_on_gpus_leave_by_themselves_when_another_ends(
     ranks._neighbours = near
     pulse = group._Pulse(ranks, None)
     os.kill(process.pid, signal.SIGKILL)
-    until = time.monotonic() + (20 if leaves else 1.5)
+    until = time.monotonic() + (60 if leaves else 1.5)
     while not left and time.monotonic() < until:
         time.sleep(0.05)
     pulse.stop()
@@ -108,7 +108,7 @@ def test_a_rank_that_stands_still_is_told_from_one_that_is_slow(other: Any) -> N
     near, process, _ = other
     assert near.frozen(0.0) == {}
     os.kill(process.pid, signal.SIGSTOP)
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while not (frozen := near.frozen(0.2)):
         assert time.monotonic() < until
     assert re.search(r"for \d+\.\d s in phase 'backward', step 41", frozen[1])
