@@ -43,7 +43,7 @@ from flodl_hf.finetuning.thresholds import tune_thresholds
 from flodl_hf.finetuning.training import CHECKPOINTS, make_builder, settings_of_torch, train_job
 from flodl_hf.finetuning.user_code import Own
 from flodl_hf.saving.model import write_contents
-from flodl_hf.saving.publish import GENERATOR, is_model_file
+from flodl_hf.saving.publish import GENERATOR, check_space, is_model_file
 
 if TYPE_CHECKING:
     from flodl_hf.model.encoder_model import EncoderModel
@@ -126,6 +126,8 @@ def finetune(
         _check_free(target, overwrite)
     tell = _say if progress and _is_first_rank() else None
     job = plan_job(model, train, eval, chosen, own=Own(loss, metrics, tuple(callbacks)), tell=tell)
+    if target is not None and _is_first_rank():
+        check_space(target, sum(plan.nbytes for plan in contents_of(job.model).plans.values()))
     for tracker in trackers:
         tracker.config.update(_settings(job.options))  # with what the data decided
     recipe = {"model": _named(model), "train": _named(train), "eval": _named(eval), **_recipe(job)}

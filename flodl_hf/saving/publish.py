@@ -28,7 +28,7 @@ from flodl.errors import capped, printable
 from flodl.files import make_folders, path_fault
 from flodl_hf.errors import ExportError
 
-__all__ = ["GENERATOR", "is_model_file", "publish_folder"]
+__all__ = ["GENERATOR", "check_space", "is_model_file", "publish_folder"]
 
 GENERATOR = "generator"
 """The folder inside of a discriminator's for the generator that it was trained with."""
@@ -122,7 +122,7 @@ def publish_folder(
     published = False
     stage = _Stage(place)
     try:
-        _check_space(place, needed_bytes)
+        check_space(place, needed_bytes)
         _sweep(place)
         try:
             stage.make()
@@ -203,8 +203,17 @@ def _make_parents(place: Path) -> list[Path]:
         raise _refused(place, error, 0) from error
 
 
-def _check_space(place: Path, needed: int) -> None:
-    free = shutil.disk_usage(place.parent).free
+def check_space(place: Path, needed: int) -> None:
+    """Refuse a folder for which the disk has no room.
+
+    Args:
+        place: the folder, which need not be there.
+        needed: bytes that it will hold.
+
+    Raises:
+        ExportError: fewer are free.
+    """
+    free = shutil.disk_usage(next(folder for folder in place.absolute().parents if folder.is_dir())).free
     if needed > free:
         raise ExportError(
             f"{place}: needs {needed:,} bytes, found {free:,} free; expected room for the whole new folder "

@@ -296,7 +296,7 @@ def test_columns_that_cannot_be_told_are_refused_at_once(
         ("in.json", "out.csv", {}, "one JSON object a line"),
         ("in.jsonl", "out.xlsx", {}, "names no format that can be written"),
         ("in.jsonl", "in.jsonl", {"restart": True}, "are one file"),
-        ("in.jsonl", "no/out.csv", {}, "does not exist"),
+        ("in.jsonl", "no/out.csv", {}, "there is no folder .*no; make it first"),
         ("in.jsonl", "out.csv", {"on_error": "ignore"}, "expected stop, skip or null"),
         ("in.jsonl", "out.csv", {"part_rows": 0}, "expected at least 1"),
         ("in.jsonl", "out.csv", {"topk": 2}, "topk, did you mean 'top_k'"),

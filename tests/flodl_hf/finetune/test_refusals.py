@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +13,8 @@ from finetune_tables import labelled, sentences, tagged
 
 from flodl.errors import ConfigError, DataError
 from flodl_hf import load
-from flodl_hf.finetuning import finetune, plan_job
+from flodl_hf.errors import ExportError
+from flodl_hf.finetuning import finetune, plan_job, run
 from flodl_hf.finetuning.options import make_options
 
 TEXTS = sentences()
@@ -124,6 +127,20 @@ def test_another_order_of_the_same_names_has_a_new_head_too(trained: dict[str, P
 def test_a_new_head_for_a_model_in_memory_is_refused(trained: dict[str, Path]) -> None:
     with pytest.raises(ConfigError, match="folder or name"):
         finetune(load(trained["texts"]), train=labelled(16), new_head=True, **QUICK)
+
+
+@pytest.mark.parametrize("options", [{}, {"lora": 2}])
+def test_a_disk_without_room_is_refused_before_training(
+    options: dict[str, Any], base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "train_job", lambda *given, **words: pytest.fail("it trained"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=1000))
+    rows = [{"text": text, "label": str(place % 2)} for place, text in enumerate(TEXTS)]
+    with pytest.raises(ExportError, match="found 1,000 free") as caught:
+        finetune(base, train=rows, out=tmp_path / "new" / "out", **options, **QUICK)
+    whole = sum(file.stat().st_size for file in base.glob("*.safetensors"))
+    assert (caught.value.needed_bytes > 0.9 * whole) is not bool(options)
+    assert not (tmp_path / "new").exists()
 
 
 # ---- the command line --------------------------------------------------------------------------------
