@@ -237,6 +237,7 @@ class Loop(TrainerCore):
             self.save()
         self.wishes.heed(left_over[2:] or (0.0, 0.0, 0.0))  # the end of an epoch is judged and saved as was asked for
         self.saves.report_saves()
+        self._serve_snapshots()  # ranks that meet seldom may be equal nowhere else
 
     def _evaluate(self) -> None:
         if self.policy.steps >= self.settings.eval_delay or self._over():
