@@ -23,6 +23,7 @@ from flodl_hf.families import FAMILIES, index
 from flodl_hf.family import Family
 from flodl_hf.family.config_rows import REQUIRED, Inert, Row
 from flodl_hf.family.keys import KeyRow
+from flodl_hf.family.passed_over import PASSED_OVER
 from flodl_hf.family.shared_keys import COMMON_INERT, FOREIGN
 from flodl_hf.heads import HEADS
 from flodl_hf.parity.published import checkpoints_of
@@ -100,6 +101,9 @@ def families_page() -> str:
         *map(family_section, FAMILIES),
         "## Inert in every family",
         inert,
+        "## Tensors passed over in every family",
+        "Where a file holds one of them beside the weights, or one of whole numbers that no family names:",
+        table(("a name that ends in", "why it changes nothing"), ((code(name), why) for name, why in PASSED_OVER)),
         "## Refused in every family",
         table(("key", "because"), ((code(entry.key), entry.what) for entry in FOREIGN)),
     )

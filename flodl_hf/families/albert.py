@@ -20,7 +20,7 @@ from flodl.graph import Graph
 from flodl_hf.attention.dot_product import SelfAttention
 from flodl_hf.encoder import bodies
 from flodl_hf.encoder.graphs import Embeddings, Repeated, chain, pooler, post_norm_block
-from flodl_hf.family import Family, FamilyHead, FamilyTokenizer, Ignored
+from flodl_hf.family import Family, FamilyHead, FamilyTokenizer
 from flodl_hf.family.config_rows import Inert, Row, activation, count, epsilon, fraction, optional, padding_id
 from flodl_hf.family.keys import KeyRow, Tie
 from flodl_hf.family.sizes import SIZES, EncoderSizes
@@ -108,11 +108,6 @@ MASKED_LM_KEYS = (
     KeyRow("head.norm",         "predictions.LayerNorm"),
     KeyRow("head.decoder",      "predictions.decoder"),
     KeyRow("head.decoder.bias", "predictions.bias"),
-)
-
-IGNORED = (
-    Ignored("albert.embeddings.position_ids",   "positions are counted, not stored"),
-    Ignored("albert.embeddings.token_type_ids", "zeros are made when needed"),
 )
 # fmt: on
 
@@ -218,7 +213,6 @@ FAMILY = Family(
     rows=CONFIG,
     inert=INERT,
     keys=KEYS,
-    ignored=IGNORED,
     encoder=encoder,
     pooler=lambda c: pooler(c.hidden_size),
     heads=HEADS,

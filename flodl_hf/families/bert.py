@@ -83,8 +83,6 @@ MASKED_LM_KEYS = (
 )
 
 IGNORED = (
-    Ignored("bert.embeddings.position_ids",   "positions are counted, not stored"),
-    Ignored("bert.embeddings.token_type_ids", "zeros are made when needed"),
     Ignored("linear.weight",                  "ColBERT's projection, which `embed_tokens` reads"),
 )
 # fmt: on

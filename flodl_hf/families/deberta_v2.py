@@ -242,7 +242,6 @@ _NEW = "the masked-word head of `legacy: false`; set that in config.json to use 
 _NO_TABLE = "position_biased_input is off: only distances count"
 
 IGNORED = (
-    Ignored("deberta.embeddings.position_ids",               "positions are counted, not stored"),
     Ignored("deberta.embeddings.position_embeddings.weight", _NO_TABLE),
     *(
         Ignored(f"mask_predictions.{name}", _REPLACED)

@@ -17,7 +17,7 @@ from flodl_hf.attention.dot_product import SelfAttention
 from flodl_hf.encoder import bodies
 from flodl_hf.encoder.graphs import Embeddings, chain, post_norm_block, stack
 from flodl_hf.families import bert
-from flodl_hf.family import Family, FamilyHead, Ignored
+from flodl_hf.family import Family, FamilyHead
 from flodl_hf.family.config_rows import Inert, Row, activation, count, fraction, padding_id
 from flodl_hf.family.keys import KeyRow, Tie
 from flodl_hf.family.sizes import BASE_SIZES, EncoderSizes
@@ -89,10 +89,6 @@ MASKED_LM_KEYS = (
     KeyRow("head.norm",    "vocab_layer_norm"),
     KeyRow("head.decoder", "vocab_projector"),
 )
-
-IGNORED = (
-    Ignored("distilbert.embeddings.position_ids", "positions are counted, not stored"),
-)
 # fmt: on
 
 
@@ -150,7 +146,6 @@ FAMILY = Family(
     rows=CONFIG,
     inert=INERT,
     keys=KEYS,
-    ignored=IGNORED,
     encoder=encoder,
     heads=HEADS,
     uses_token_types=False,

@@ -19,7 +19,7 @@ from flodl.graph import Graph
 from flodl_hf.encoder import bodies
 from flodl_hf.encoder.graphs import bert_block, chain, stack
 from flodl_hf.families import bert
-from flodl_hf.family import FamilyHead, Ignored
+from flodl_hf.family import FamilyHead
 from flodl_hf.family.config_rows import Row, activation, boolean, count, fraction, one_of, optional
 from flodl_hf.family.keys import KeyRow, Tie, rows_under
 
@@ -63,11 +63,6 @@ MASKED_LM_KEYS = (
     KeyRow("head.activation", "generator_predictions.activation"),
     KeyRow("head.norm",       "generator_predictions.LayerNorm"),
     KeyRow("head.decoder",    "generator_lm_head"),
-)
-
-IGNORED = (
-    Ignored("electra.embeddings.position_ids",   "positions are counted, not stored"),
-    Ignored("electra.embeddings.token_type_ids", "zeros are made when needed"),
 )
 # fmt: on
 
@@ -135,7 +130,7 @@ HEADS = {
 
 FAMILY = bert.FAMILY.renamed(
     "electra", "Electra", base_prefix="electra", config=ElectraConfig, rows=CONFIG, keys=KEYS,
-    ignored=IGNORED, encoder=encoder, pooler=None, heads=HEADS, pretraining={},
+    ignored=(), encoder=encoder, pooler=None, heads=HEADS, pretraining={},
     left_out={**bert.FAMILY.left_out, "hidden_size": 256, "num_heads": 4, "intermediate_size": 1024},
     tiny={"base": {"embedding_size": 16}, "one width": {"embedding_size": 32}}, real={"base": {"embedding_size": 768}},
 )  # fmt: skip

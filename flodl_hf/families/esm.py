@@ -114,7 +114,6 @@ MOVED = {
 KEYS = (*rows_under("esm", bert.KEYS, MOVED), KeyRow("encoder.norm", "esm.encoder.emb_layer_norm_after"))
 
 IGNORED = (
-    Ignored("esm.embeddings.position_ids",               "positions are counted, not stored"),
     Ignored("esm.embeddings.position_embeddings.weight", "position_embedding_type is rotary: there is no table"),
     Ignored("esm.encoder.layer.{i}.attention.self.rotary_embeddings.inv_freq", "the first layer's serve all"),
 )

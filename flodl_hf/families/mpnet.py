@@ -20,7 +20,7 @@ from flodl_hf.attention.dot_product import SelfAttention
 from flodl_hf.encoder import bodies
 from flodl_hf.encoder.graphs import Embeddings, chain, post_norm_block, stack
 from flodl_hf.families import bert, roberta
-from flodl_hf.family import Family, FamilyHead, Ignored
+from flodl_hf.family import Family, FamilyHead
 from flodl_hf.family.config_rows import Inert, Row, activation, count, epsilon, fraction
 from flodl_hf.family.keys import KeyRow, rows_under
 from flodl_hf.family.sizes import BASE_SIZES, SIZES, EncoderSizes
@@ -79,10 +79,6 @@ KEYS = (
     *rows_under("mpnet", bert.KEYS, MOVED),
     KeyRow("encoder.relative.table", "mpnet.encoder.relative_attention_bias"),
 )
-
-IGNORED = (
-    Ignored("mpnet.embeddings.position_ids", "positions are counted, not stored"),
-)
 # fmt: on
 
 
@@ -137,7 +133,6 @@ FAMILY = Family(
     rows=CONFIG,
     inert=INERT,
     keys=KEYS,
-    ignored=IGNORED,
     encoder=encoder,
     pooler=bert.FAMILY.pooler,
     heads=HEADS,

@@ -17,7 +17,7 @@ from flodl.graph import Graph
 from flodl_hf.encoder import bodies
 from flodl_hf.encoder.graphs import Embeddings, bert_block, chain, stack
 from flodl_hf.families import bert
-from flodl_hf.family import FamilyHead, FamilyTokenizer, Ignored
+from flodl_hf.family import FamilyHead, FamilyTokenizer
 from flodl_hf.family.config_rows import changed, count
 from flodl_hf.family.keys import KeyRow, Tie, rows_under
 
@@ -47,11 +47,6 @@ MASKED_LM_KEYS = (
     KeyRow("head.norm",         "lm_head.layer_norm"),
     KeyRow("head.decoder",      "lm_head.decoder"),
     KeyRow("head.decoder.bias", "lm_head.bias"),
-)
-
-IGNORED = (
-    Ignored("roberta.embeddings.position_ids",   "positions are counted, not stored"),
-    Ignored("roberta.embeddings.token_type_ids", "zeros are made when needed"),
 )
 # fmt: on
 
@@ -126,7 +121,7 @@ def pieces(first: tuple[str, ...], skipped: int) -> FamilyTokenizer:
 PIECES = pieces(("bos_token", "pad_token", "eos_token", "unk_token"), skipped=3)
 
 FAMILY = bert.FAMILY.renamed(
-    "roberta", "Roberta", base_prefix="roberta", config=RobertaConfig, rows=CONFIG, keys=KEYS, ignored=IGNORED,
+    "roberta", "Roberta", base_prefix="roberta", config=RobertaConfig, rows=CONFIG, keys=KEYS,
     encoder=encoder, heads=HEADS, pretraining={}, unused_positions=lambda c: c.pad_token_id + 1, uses_token_types=False,
     tokenizer=TOKENIZER, left_out={**bert.FAMILY.left_out, "vocab_size": 50265},
     real={"base": REAL | {"vocab_size": 50265}},

@@ -7,6 +7,7 @@ Nothing of a model is touched before all of them are known to be good.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from threading import Thread
 from typing import Any
@@ -219,20 +220,30 @@ def fill(graph: Graph, plan: Plan, values: dict[str, Tensor], dtype: torch.dtype
 
 
 def settle_ties(plan: Plan, values: Mapping[str, Tensor], report: LoadReport) -> list[Any]:
-    """Return the ties whose two stored tensors are equal; record the others as untied."""
+    """Return the ties whose two stored tensors are equal; record the others as untied, and warn of them."""
     equal = []
     for tie, kept, also in plan.compare:
         if torch.equal(values[kept], values[also]):
             equal.append(tie)
         else:
             report.untied = (*report.untied, tie.also)
+            said = f"{also} differs from {kept}, which config.json ties it to; both are used as they are, as by"
+            _warn_of_two(
+                report, f"{said} transformers. If that is meant, set tie_word_embeddings to false in config.json"
+            )
     report.tied = (*report.tied, *(tie.also for tie in equal))
     return equal
 
 
 def check_duplicates(plan: Plan, values: Mapping[str, Tensor], carried_names: list[str]) -> None:
-    """Keep repeated tensors whose values differ, so that export writes what was read."""
+    """Keep repeated tensors whose values differ, so that export writes what was read, and warn of them."""
     for repeated, kept in plan.duplicates:
         if not torch.equal(values[repeated], values[kept]):
-            plan.report.notes.append(f"{repeated} differs from {kept}; the latter is used, as transformers does")
+            said = f"{repeated} differs from {kept}; the latter is used, as transformers does"
+            plan.report.notes.append(said)
+            _warn_of_two(plan.report, f"{said}. One of them is stale: remove it from the file, or fetch it again")
             carried_names.append(repeated)
+
+
+def _warn_of_two(report: LoadReport, said: str) -> None:
+    warnings.warn(f"{report.source}: {said}.", stacklevel=2)

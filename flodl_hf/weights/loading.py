@@ -14,7 +14,9 @@ from flodl.errors import CheckpointError, capped, nearest, printable
 from flodl_hf.family import Family
 from flodl_hf.family.head_names import HEAD_NAMES
 from flodl_hf.family.keys import KeyMap, Tie
+from flodl_hf.family.passed_over import reason_to_pass_over, repeated_bias
 from flodl_hf.layers.parts import named_part, part_of
+from flodl_hf.weights.load_report import LoadReport
 
 __all__ = ["LoadReport", "Plan", "Stored", "canonical_names", "class_of", "head_of", "plan_load"]
 
@@ -33,64 +35,6 @@ class Stored(Protocol):
     def shape(self) -> tuple[int, ...]: ...  # noqa: D102
     @property
     def dtype(self) -> str: ...  # noqa: D102
-
-
-@dataclass
-class LoadReport:
-    """What became of every tensor of the source, and of the model.
-
-    Attributes:
-        source: where the tensors came from.
-        head: the task the model was loaded for.
-        source_head: the task the file was written for, or None when it does not say.
-        matched: our names that were filled, with the stored name each came from.
-        renamed: stored names that are not today's Hugging Face names, with today's.
-        ignored: stored names that this model does not use, with the reason.
-        new: our names that the file does not have; they hold fresh random values.
-        tied: our names that share the tensor of another.
-        untied: ties that the configuration asks for and the file's values contradict.
-        dtypes: how many tensors of each stored dtype were used.
-        prefixed: whether encoder tensors carry the family's prefix in the file.
-        notes: anything else worth knowing.
-    """
-
-    source: str
-    head: str
-    source_head: str | None = None
-    matched: dict[str, str] = field(default_factory=dict)
-    renamed: dict[str, str] = field(default_factory=dict)
-    ignored: dict[str, str] = field(default_factory=dict)
-    new: tuple[str, ...] = ()
-    tied: tuple[str, ...] = ()
-    untied: tuple[str, ...] = ()
-    dtypes: dict[str, int] = field(default_factory=dict)
-    prefixed: bool = True
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def trained(self) -> bool:
-        """Whether every tensor came from the file, so that predictions mean something."""
-        return not self.new
-
-    def __repr__(self) -> str:
-        named = {"new": self.new, "ignored": self.ignored, "renamed": self.renamed, "notes": self.notes}
-        more = "".join(f", {len(found)} {name}" for name, found in named.items() if found)
-        return f"LoadReport({self.head} from {self.source}: {len(self.matched)} tensors{more})"
-
-    def __str__(self) -> str:
-        lines = [f"{self.source}: {len(self.matched)} tensors for {self.head}"]
-        if self.tied:
-            lines.append(f"tied: {', '.join(self.tied)}")
-        if self.untied:
-            lines.append(f"not tied, because the file's values differ: {', '.join(self.untied)}")
-        if self.renamed:
-            lines.append(f"{len(self.renamed)} names in an older style")
-        if self.new:
-            lines.append(f"new, untrained:\n{capped(list(self.new))}")
-        if self.ignored:
-            lines.append(f"not used:\n{capped([f'{name}: {why}' for name, why in self.ignored.items()])}")
-        lines += self.notes
-        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -193,7 +137,7 @@ class _Names:
         prefix = self.family.base_prefix + "."
         parts = {row.theirs.removeprefix(prefix).partition(".")[0] for row in self.family.keys}
         parts |= {self.family.base_prefix, *self.family.prefixes}
-        return any(name.removeprefix(wrapper).partition(".")[0] in parts for wrapper in ("", *_WRAPPERS))
+        return any(one.partition(".")[0] in parts for one in (name, *_unwrapped(name)))
 
     def reason(self, name: str) -> str | None:
         """Return why a tensor of this canonical name is not used, or None if it is not known at all."""
@@ -208,7 +152,7 @@ class _Names:
     def canonical(self, stored: str) -> str | None:
         """Return today's full name of a stored one, or None if it is nobody's."""
         prefix = self.family.base_prefix + "."
-        shapes = [stored, *(stored[len(w) :] for w in _WRAPPERS if stored.startswith(w))]
+        shapes = [stored, *_unwrapped(stored)]
         others = [other + "." for other in self.family.prefixes]
         shapes += [s.removeprefix(other) for s in shapes for other in others if s.startswith(other)]
         for name in [*shapes, *(prefix + s for s in shapes)]:
@@ -221,6 +165,18 @@ class _Names:
             if found := next((one for one in meant if self.known(one)), None):
                 return found
         return None
+
+
+def _unwrapped(stored: str) -> list[str]:
+    """Return a name without what wrappers put before it, one layer of them after another."""
+    found: list[str] = []
+    left = [stored]
+    while left:
+        name = left.pop()
+        within = [name[len(w) :] for w in _WRAPPERS if name.startswith(w)]
+        found += within
+        left += within
+    return found
 
 
 def canonical_names(family: Family, key_map: KeyMap, targets: Iterable[str], *, bare: bool) -> dict[str, str]:
@@ -279,6 +235,7 @@ def plan_load(
     ties, compare = _tied(family.heads[head].ties if head != "base" and tie_words else (), matching.placed)
     covered = {tie.also for tie in ties}
     matching.complete(covered)
+    matching.settle_biases(stored)
     if any(matching.problems.values()):
         files = sorted({getattr(tensor, "file", "") for tensor in stored.values()} - {""})
         headless = matching.is_headless(covered)
@@ -307,6 +264,7 @@ class _Matching:
         custom: the class the file was written for, where it is none of ours.
         placed: our names with the stored tensor that fills each.
         repeated: stored tensors that must equal another, with that one.
+        biases: stored tensors of a decoder that repeat a head's bias, with its canonical name.
         fresh: our tensors that the file does not fill.
         misfits: ours that are in the file, but not as they should be: named once, not also as missing.
         problems: lines by kind.
@@ -319,6 +277,7 @@ class _Matching:
     custom: str | None
     placed: dict[str, str] = field(default_factory=dict)
     repeated: list[tuple[str, str]] = field(default_factory=list)
+    biases: dict[str, str] = field(default_factory=dict)
     fresh: set[str] = field(default_factory=set)
     misfits: set[str] = field(default_factory=set)
     problems: dict[str, list[str]] = field(
@@ -335,11 +294,7 @@ class _Matching:
         """Place a stored tensor, or note why it is not used or what is wrong with it."""
         canonical = self.names.canonical(name)
         if canonical is None:
-            if self.custom is not None and not self.names.of_encoder(name):
-                self.report.ignored[name] = f"belongs to {printable(self.custom, 60)}, which is none of our classes"
-            else:
-                hint = nearest(name, self.names.wanted)
-                self.problems["unexpected"].append(f"{name} {list(tensor.shape)}{hint}")
+            self._unknown(name, tensor)
             return
         ours = self.names.wanted.get(self.names.aliases.get(canonical) or canonical)
         if ours is None:
@@ -350,6 +305,19 @@ class _Matching:
             self.report.ignored[name] = f"written for the {written} head, and this is {self.report.head}"
         elif self._fits(ours, name, tensor):
             self._place(ours, name, canonical)
+
+    def _unknown(self, name: str, tensor: Stored) -> None:
+        """Note why a tensor that no row names changes nothing, or that it was not expected."""
+        repeated = repeated_bias(name)
+        if (why := reason_to_pass_over(name, tensor.dtype)) is not None:
+            self.report.ignored[name] = why
+        elif repeated and (bias := self.names.canonical(repeated)) is not None:
+            self.biases[name] = bias
+        elif self.custom is not None and not self.names.of_encoder(name):
+            self.report.ignored[name] = f"belongs to {printable(self.custom, 60)}, which is none of our classes"
+        else:
+            hint = nearest(name, self.names.wanted)
+            self.problems["unexpected"].append(f"{name} {list(tensor.shape)}{hint}")
 
     def _fits(self, ours: str, name: str, tensor: Stored) -> bool:
         expected = list(self.targets[ours])
@@ -404,6 +372,15 @@ class _Matching:
                 self.fresh.add(ours)
             else:
                 self.problems["missing"].append(f"{self.names.key_map.theirs(ours)} {list(self.targets[ours])}")
+
+    def settle_biases(self, stored: Mapping[str, Stored]) -> None:
+        """Say of each bias that repeats another whether its values are compared with those, or why it is not used."""
+        for name, canonical in self.biases.items():
+            kept = self.placed.get(self.names.wanted.get(canonical, ""))
+            if kept is not None and tuple(stored[name].shape) == tuple(stored[kept].shape):
+                self.repeated.append((name, kept))
+            else:
+                self.report.ignored[name] = self.names.reason(canonical) or f"{canonical} is what is read"
 
     def is_headless(self, covered: set[str]) -> bool:
         """Return whether nothing is wrong but that the whole head is missing."""
