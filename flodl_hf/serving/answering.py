@@ -1,39 +1,51 @@
 """Answers as bytes: JSON, or what the client says it takes: an array as ``.npy`` or Arrow, anything as MessagePack.
 
 A large answer is written in pieces, between which others are served: a library that writes one as a whole keeps the
-interpreter from all else, for seconds where it has millions of numbers.
+interpreter from all else, for seconds where it has millions of numbers. Numbers that leave as they lie in memory are
+not copied before they are sent.
 """
 
 from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import Callable
+import sys
+from collections.abc import Awaitable, Callable, Iterable
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 
 from flodl_hf.serving.doors.door import Reply
 from flodl_hf.serving.faults import RefusedError
-from flodl_hf.serving.frames import PIECE, as_json, from_json, json_pieces
+from flodl_hf.serving.frames import PIECE, as_json, json_pieces
+from flodl_hf.serving.packing import msgpack_pieces
 
-__all__ = ["accepted", "written", "written_in_pieces"]
+__all__ = ["Part", "accepted", "written_in_pieces"]
 
-JSON = "application/json"
+JSON, MSGPACK = "application/json", "application/msgpack"
 # So much of an answer is sent at once: pieces of one number each would be a packet each.
 SENT = 1 << 18
 
 
-def _json(reply: Reply) -> bytes:
-    return as_json(reply.data) if reply.text is None else reply.text
+Part = bytes | memoryview
+"""A part of an answer; a view is of single bytes."""
 
 
-def _npy(reply: Reply) -> bytes:
-    if reply.vectors is None:
-        raise RefusedError("this answer is no array; ask for application/json or application/msgpack", "accept")
-    array = np.ascontiguousarray(reply.vectors)
-    return b"".join((_npy_head(array.dtype.str, array.shape), array.data))
+def _cut(whole: Part) -> list[Part]:
+    """Return views of all of it, each as large as what is sent at once."""
+    view = memoryview(whole)
+    return [view[at : at + SENT] for at in range(0, len(view), SENT)]
+
+
+async def _json(reply: Reply, large: bool) -> list[Part]:
+    if reply.text is not None:
+        return _cut(reply.text)
+    return await _gathered(json_pieces(reply.data)) if large else [as_json(reply.data)]
+
+
+async def _npy(reply: Reply, large: bool) -> list[Part]:
+    array = np.ascontiguousarray(_array(reply))
+    return [_npy_head(array.dtype.str, array.shape), *_cut(array.reshape(-1).view(np.uint8).data)]
 
 
 @lru_cache(maxsize=256)
@@ -44,41 +56,64 @@ def _npy_head(kind: str, shape: tuple[int, ...]) -> bytes:
     return file.getvalue()
 
 
-def _arrow(reply: Reply) -> bytes:
+async def _arrow(reply: Reply, large: bool) -> list[Part]:
+    vectors = _array(reply)
+    if not large and "pyarrow" in sys.modules:
+        return _cut(_stream(vectors))
+    # In a thread: Arrow lets go of the interpreter while it copies, and takes a while to load.
+    return _cut(await asyncio.to_thread(_stream, vectors))
+
+
+def _stream(vectors: np.ndarray) -> memoryview:
     """Return vectors as an Arrow stream: one column, ``vector``, of lists of one length."""
-    if reply.vectors is None:
-        raise RefusedError("this answer is no array; ask for application/json or application/msgpack", "accept")
     import pyarrow as pa
 
-    numbers = pa.array(np.ascontiguousarray(reply.vectors).reshape(-1))
-    column = pa.FixedSizeListArray.from_arrays(numbers, reply.vectors.shape[1])
+    numbers = pa.array(np.ascontiguousarray(vectors).reshape(-1))
+    column = pa.FixedSizeListArray.from_arrays(numbers, vectors.shape[1])
     batch = pa.record_batch([column], names=["vector"])
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batch.schema) as writer:
         writer.write_batch(batch)
-    return sink.getvalue().to_pybytes()
+    return memoryview(sink.getvalue())
 
 
-def _msgpack(reply: Reply) -> bytes:
-    import msgpack
-
-    data = reply.data if reply.text is None else from_json(reply.text)
-    packed: Any = msgpack.packb(data, default=_plain)
-    return packed
+def _array(reply: Reply) -> np.ndarray:
+    if reply.vectors is None:
+        raise RefusedError("this answer is no array; ask for application/json or application/msgpack", "accept")
+    return reply.vectors
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return {"dtype": value.dtype.str, "shape": list(value.shape), "data": np.ascontiguousarray(value).tobytes()}
-    raise TypeError(f"{type(value).__name__} has no form in MessagePack")
+async def _msgpack(reply: Reply, large: bool) -> list[Part]:
+    if reply.text is not None:
+        return _cut(reply.text)
+    return await _gathered(msgpack_pieces(reply.data))
 
 
-_FORMS: dict[str, Callable[[Reply], bytes]] = {
+async def _gathered(pieces: Iterable[Part]) -> list[Part]:
+    """Return pieces put together to what is sent at once; others have their turn while that is done."""
+    parts, held, length = list[Part](), list[Part](), 0
+    for piece in pieces:
+        if isinstance(piece, memoryview):
+            parts += (b"".join(held), *_cut(piece))
+            held, length = [], 0
+            continue
+        held.append(piece)
+        length += len(piece)
+        if length >= SENT:
+            parts.append(b"".join(held))
+            held, length = [], 0
+        if len(piece) >= PIECE:
+            await asyncio.sleep(0)
+    parts.append(b"".join(held))
+    return parts
+
+
+_FORMS: dict[str, Callable[[Reply, bool], Awaitable[list[Part]]]] = {
     JSON: _json,
     "application/x-npy": _npy,
     "application/npy": _npy,
     "application/vnd.apache.arrow.stream": _arrow,
-    "application/msgpack": _msgpack,
+    MSGPACK: _msgpack,
     "application/x-msgpack": _msgpack,
 }
 _ANY = ("*/*", "application/*", "")
@@ -114,16 +149,7 @@ def _there(form: str) -> bool:
     return library is None or find_spec(library) is not None
 
 
-def written(reply: Reply, form: str) -> bytes:
-    """Return an answer in a form that `accepted` gave.
-
-    Raises:
-        RefusedError: it has no such form.
-    """
-    return _FORMS[form](reply)
-
-
-async def written_in_pieces(reply: Reply, form: str, size: int) -> list[bytes]:
+async def written_in_pieces(reply: Reply, form: str, size: int) -> list[Part]:
     """Return an answer in a form that `accepted` gave, in parts; a large one gives way to others while it is written.
 
     Args:
@@ -134,16 +160,7 @@ async def written_in_pieces(reply: Reply, form: str, size: int) -> list[bytes]:
     Raises:
         RefusedError: it has no such form.
     """
-    if size <= PIECE or form != JSON or reply.text is not None:
-        return [written(reply, form)]
-    parts, held, length = list[bytes](), list[bytes](), 0
-    for piece in json_pieces(reply.data):
-        held.append(piece)
-        length += len(piece)
-        if length >= SENT:
-            parts.append(b"".join(held))
-            held, length = [], 0
-        if len(piece) >= PIECE:
-            await asyncio.sleep(0)
-    parts.append(b"".join(held))
-    return parts
+    if size > PIECE:
+        return await _FORMS[form](reply, True)
+    parts = await _FORMS[form](reply, False)
+    return parts if len(parts) == 1 else [b"".join(parts)]

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 from flodl_hf.serving.admission import known_key
-from flodl_hf.serving.answering import accepted, written_in_pieces
+from flodl_hf.serving.answering import Part, accepted, written_in_pieces
 from flodl_hf.serving.doors.door import Call, Door, House
 from flodl_hf.serving.doors.fields import read
 from flodl_hf.serving.faults import RefusedError, Style, told
@@ -86,7 +86,7 @@ async def send_whole(
 
 
 async def send_parts(
-    send: Send, status: int, kind: str, parts: list[bytes], headers: Iterable[tuple[bytes, bytes]] = ()
+    send: Send, status: int, kind: str, parts: list[Part], headers: Iterable[tuple[bytes, bytes]] = ()
 ) -> None:
     """Send an answer in parts, of which each is let go when it is on its way; ``parts`` is empty afterwards."""
     listed = [
@@ -99,7 +99,7 @@ async def send_parts(
     await send({"type": "http.response.start", "status": status, "headers": listed})
     parts.reverse()
     while parts:
-        await send({"type": "http.response.body", "body": parts.pop(), "more_body": bool(parts)})
+        await send({"type": "http.response.body", "body": bytes(parts.pop()), "more_body": bool(parts)})
 
 
 async def fault_answer(send: Send, fault: RefusedError, style: Style, *, close: bool = False) -> int:
@@ -160,6 +160,7 @@ class Endpoint:
                 scope.get("path_params", {}).get("name"),
                 _priority(headers),
                 trace,
+                form,
             )
             del body
             parts = await self._unless_gone(self._answered(call, form), receive)
@@ -179,7 +180,7 @@ class Endpoint:
         took = time.perf_counter() - started
         asyncio.get_running_loop().call_soon(self._tally.gone, call, status, word, took)
 
-    async def _answered(self, call: Call, form: str) -> list[bytes]:
+    async def _answered(self, call: Call, form: str) -> list[Part]:
         """Return the answer to a call, in parts."""
         reply = await self.door.answer(call)
         if call.trace is not None:
@@ -235,7 +236,7 @@ class Endpoint:
                     size += len(message.get("body", b""))
                     more = message.get("more_body", False)
 
-    async def _unless_gone(self, answering: Awaitable[list[bytes]], receive: Receive) -> list[bytes]:
+    async def _unless_gone(self, answering: Awaitable[list[Part]], receive: Receive) -> list[Part]:
         """Return the answer; a client that goes away takes it back."""
         cut = _Cut()
         watch: asyncio.Task[None] | None = None

@@ -13,7 +13,17 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["HEAD", "PIECE", "as_json", "from_json", "json_pieces", "packed", "unpacked"]
+__all__ = [
+    "HEAD",
+    "PIECE",
+    "as_json",
+    "from_json",
+    "json_pieces",
+    "packed",
+    "parts_of",
+    "room_behind",
+    "unpacked",
+]
 
 HEAD = Struct("<QI")
 """Bytes of the whole message behind this, and of its JSON."""
@@ -72,7 +82,7 @@ def json_pieces(value: Any) -> Iterator[bytes]:
     Args:
         value: JSON types and arrays.
     """
-    if _room(value, PIECE) >= 0 or not isinstance(value, (np.ndarray, list, tuple, dict)):
+    if room_behind(value, PIECE) >= 0 or not isinstance(value, (np.ndarray, list, tuple, dict)):
         yield as_json(value)
     elif isinstance(value, dict):
         for at, (name, part) in enumerate(value.items()):
@@ -81,7 +91,7 @@ def json_pieces(value: Any) -> Iterator[bytes]:
         yield b"}"
     else:
         before = b"["
-        for part, whole in _parts(value):
+        for part, whole in parts_of(value):
             yield before
             if whole:
                 yield as_json(part)[1:-1]
@@ -91,7 +101,7 @@ def json_pieces(value: Any) -> Iterator[bytes]:
         yield b"]"
 
 
-def _parts(value: Any) -> Iterator[tuple[Any, bool]]:
+def parts_of(value: Any) -> Iterator[tuple[Any, bool]]:
     """Yield members of an array or a list: as many as fit together, or one that does not fit."""
     if isinstance(value, np.ndarray):
         step = PIECE // max(1, value.size // len(value))
@@ -103,12 +113,12 @@ def _parts(value: Any) -> Iterator[tuple[Any, bool]]:
     held: list[Any] = []
     left = PIECE
     for part in value:
-        left = _room(part, left)
+        left = room_behind(part, left)
         if left < 0:
             if held:
                 yield held, True
                 held = []
-            left = _room(part, PIECE)
+            left = room_behind(part, PIECE)
             if left < 0:
                 yield part, False
                 left = PIECE
@@ -118,7 +128,7 @@ def _parts(value: Any) -> Iterator[tuple[Any, bool]]:
         yield held, True
 
 
-def _room(value: Any, room: int) -> int:
+def room_behind(value: Any, room: int) -> int:
     """Return how many numbers have room behind a value; below 0, as soon as that is known, where it has none itself."""
     if isinstance(value, np.ndarray):
         return room - value.size
@@ -127,7 +137,7 @@ def _room(value: Any, room: int) -> int:
     if isinstance(value, (list, tuple, dict)):
         room -= 1
         for part in value.values() if isinstance(value, dict) else value:
-            room = _room(part, room)
+            room = room_behind(part, room)
             if room < 0:
                 break
         return room

@@ -105,7 +105,9 @@ def logged() -> Iterator[None]:
 
 def runner() -> asyncio.Runner:
     """Return what runs an event loop: uvloop's where it is installed."""
-    return asyncio.Runner(loop_factory=uvicorn.Config(runner).get_loop_factory())
+    # A configuration of uvicorn's own would have requests logged, beside what `logged` says.
+    quiet = uvicorn.Config(runner, log_config=None, access_log=False)
+    return asyncio.Runner(loop_factory=quiet.get_loop_factory())
 
 
 def settled() -> None:

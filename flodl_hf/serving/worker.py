@@ -29,6 +29,7 @@ from flodl_hf.serving.admission import weigh
 from flodl_hf.serving.batching import Batcher
 from flodl_hf.serving.frames import HEAD, as_json, packed, unpacked
 from flodl_hf.serving.handing import handed
+from flodl_hf.serving.packing import as_msgpack
 from flodl_hf.serving.peak import Pace, peak_of
 from flodl_hf.serving.tasks import TASKS, check_head, describe, warm_items
 from flodl_hf.serving.ticket import DeadlineError, GivenUpError, Ticket
@@ -254,7 +255,8 @@ class _Requests:
                 ticket.check()
                 reply["data"], arrays = worker.answer(message, ticket)
                 if "as_text" in message:
-                    arrays, reply["data"] = [np.frombuffer(as_json(reply["data"]), np.uint8)], None
+                    write = as_msgpack if message["as_text"].endswith("msgpack") else as_json
+                    arrays, reply["data"] = [np.frombuffer(write(reply["data"]), np.uint8)], None
             except Exception as fault:
                 reply["fault"] = _fault(fault)
                 if reply["fault"]["kind"] == "internal":

@@ -199,7 +199,7 @@ class Workers:
         weight: int,
         priority: int = 0,
         traced: bool = False,
-        as_text: bool = False,
+        as_text: str | None = None,
     ) -> Answer:
         """Return a worker's answer; cancelled, the request leaves its batch.
 
@@ -213,7 +213,8 @@ class Workers:
             weight: about how many tokens it has.
             priority: 1 goes before others of its key, -1 behind them.
             traced: whether to say what is done when.
-            as_text: have it write its data as JSON, which is then the one array of the answer.
+            as_text: the form, JSON or MessagePack, in which it writes its data, which is then the one array of the
+                answer.
 
         Raises:
             TaskError: it was refused, was too late, or its worker ended.
@@ -232,8 +233,8 @@ class Workers:
         }  # fmt: skip
         if traced:
             message["traced"] = True
-        if as_text:
-            message["as_text"] = True
+        if as_text is not None:
+            message["as_text"] = as_text
         try:
             worker.link.send(message)
             if worker.link.full:

@@ -32,12 +32,12 @@ class Reply:
     Attributes:
         data: JSON types; arrays in it are written as lists.
         vectors: the array that binary answers hold; None where there is none.
-        text: all of it as JSON, where a worker wrote it; ``data`` is None then.
+        text: all of it in the form that the call asks for, where a worker wrote it; ``data`` is None then.
     """
 
     data: Any
     vectors: np.ndarray | None = None
-    text: bytes | None = None
+    text: bytes | memoryview | None = None
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,7 @@ class Call:
         path_model: the model of its path, or None.
         priority: 1 goes before others of its key, -1 behind them.
         trace: of OpenTelemetry, where there is one.
+        form: the form of the answer.
     """
 
     house: House
@@ -108,6 +109,7 @@ class Call:
     path_model: str | None = None
     priority: int = 0
     trace: Trace | None = None
+    form: str = "application/json"
     model: str = ""
     tokens: int = 0
     windows: int = 0
@@ -165,7 +167,7 @@ class Call:
         options: dict[str, Any] | None = None,
         *,
         texts: int = 0,
-        as_text: bool = False,
+        as_text: str | None = None,
     ) -> Answer:
         """Return a worker's answer.
 
@@ -174,7 +176,8 @@ class Call:
             items: what is asked of.
             options: of the task.
             texts: how many texts these are where that is not the number of items.
-            as_text: have the worker write its data as JSON, which is then the one array of the answer.
+            as_text: the form, JSON or MessagePack, in which the worker writes its data, which is then the one array of
+                the answer.
 
         Raises:
             RefusedError: a limit is broken, or the worker did not answer.
@@ -238,8 +241,8 @@ class Call:
         Raises:
             RefusedError: a limit is broken, or the worker did not answer.
         """
-        found = await self.ask(task, items, options, as_text=True)
-        return Reply(None, text=found.arrays[0].tobytes())
+        found = await self.ask(task, items, options, as_text=self.form)
+        return Reply(None, text=found.arrays[0].data)
 
     def usage(self) -> dict[str, int]:
         """Return what the call came to."""

@@ -116,6 +116,8 @@ class _Answers:
         if "settings" in message:
             self._given.set_result(message)
         if "workers" in message:
+            # At once: what `/metrics` says here is what the parent knows, as in every process.
+            self._house.workers.restarts = message["restarts"]
             self._task(self._use(message["workers"], message["restarts"]))
         if "count" in message:
             self._tell()

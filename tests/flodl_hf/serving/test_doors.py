@@ -15,6 +15,9 @@ from serving_models import MASKED, QUESTIONS, TEXTS
 CLOSE = 2e-5
 
 
+ARROW = "application/vnd.apache.arrow.stream"
+
+
 def asked(http: Any, path: str, **body: Any) -> Any:
     if path in ("/embed", "/embed_all", "/similarity"):
         body = {"model": "embed", **body}
@@ -303,15 +306,19 @@ def test_binary_answers(http: Any) -> None:
         ("/tokenize", {"model": "embed", "inputs": TEXTS}),
     ],
 )
+@pytest.mark.parametrize("form", ["application/json", "application/msgpack", "application/x-npy", ARROW])
 def test_a_large_answer_is_that_in_one_piece(
-    http: Any, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+    http: Any, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], form: str
 ) -> None:
-    from flodl_hf.serving import answering, frames
+    from flodl_hf.serving import answering, frames, packing
 
-    whole = http.post(path, json=body)
-    for module, name, least in ((answering, "PIECE", 8), (frames, "PIECE", 8), (answering, "SENT", 100)):
-        monkeypatch.setattr(module, name, least)
-    pieces = http.post(path, json=body)
+    headers = {"accept": form}
+    whole = http.post(path, json=body, headers=headers)
+    least = ((answering, "PIECE", 8), (frames, "PIECE", 8), (packing, "PIECE", 8), (answering, "SENT", 100))
+    for module, name, few in least:
+        monkeypatch.setattr(module, name, few)
+    pieces = http.post(path, json=body, headers=headers)
+    assert pieces.status_code == whole.status_code
     assert pieces.content == whole.content
     assert pieces.headers["content-length"] == whole.headers["content-length"]
 

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flodl_hf.serving.answering import written_in_pieces
+from flodl_hf.serving.answering import SENT, written_in_pieces
 from flodl_hf.serving.doors.door import Reply
 from flodl_hf.serving.frames import PIECE, as_json, packed
 from flodl_hf.serving.link import Link
 from flodl_hf.serving.log import Lines, Log, told
+from flodl_hf.serving.packing import as_msgpack, msgpack_pieces
 from flodl_hf.serving.patience import Patience
 from flodl_hf.serving.settings import Settings, served
 
@@ -74,26 +75,70 @@ def test_messages_are_whole_however_they_come(size: int) -> None:
         assert all(np.array_equal(one, other) for one, other in zip(arrays, expected, strict=True))
 
 
+async def turns_of_another(reply: Reply, form: str, size: int) -> tuple[list[Any], int]:
+    """Return an answer's parts, and how often another task ran while they were made."""
+    turns = 0
+
+    async def other() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    task = asyncio.ensure_future(other())
+    parts = await written_in_pieces(reply, form, size)
+    task.cancel()
+    return parts, turns
+
+
 def test_others_have_their_turn_while_a_large_answer_is_written() -> None:
     vectors = np.zeros((40, PIECE // 4), np.float32)
     reply = Reply({"vectors": [vectors, vectors]})
+    parts, turns = asyncio.run(turns_of_another(reply, "application/json", 2 * vectors.size))
+    assert (b"".join(parts), turns) == (as_json(reply.data), 20)
+    parts, turns = asyncio.run(turns_of_another(reply, "application/json", 8))
+    assert (parts, turns) == ([as_json(reply.data)], 0)  # a small one is written at once
 
-    async def seen(size: int) -> tuple[bytes, int]:
-        turns = 0
 
-        async def other() -> None:
-            nonlocal turns
-            while True:
-                turns += 1
-                await asyncio.sleep(0)
+VECTORS = np.random.default_rng(0).standard_normal((3, PIECE, 5), np.float32)
 
-        task = asyncio.ensure_future(other())
-        parts = await written_in_pieces(reply, "application/json", size)
-        task.cancel()
-        return b"".join(parts), turns
 
-    assert asyncio.run(seen(2 * vectors.size)) == (as_json(reply.data), 20)
-    assert asyncio.run(seen(8)) == (as_json(reply.data), 0)  # a small one is written at once
+def array_in(value: np.ndarray) -> dict[str, Any]:
+    return {"dtype": value.dtype.str, "shape": list(value.shape), "data": value.tobytes()}
+
+
+@pytest.mark.parametrize("value", [
+    VECTORS, VECTORS[:, ::2], list(VECTORS), {"data": [{"vector": row} for row in VECTORS], "model": "x"},
+    [VECTORS[0, :3], "a" * 70_000, None, 1.5, [{"a": [1] * PIECE}] * 3, {}], VECTORS[:0], VECTORS[0, :1], [], "a", None,
+    {"id": list(range(100_000)), "more": tuple(range(20))},
+])  # fmt: skip
+def test_messagepack_in_pieces_is_what_the_library_writes(value: Any) -> None:
+    msgpack = pytest.importorskip("msgpack")
+    parts = list(msgpack_pieces(value))
+    assert b"".join(parts) == msgpack.packb(value, default=array_in)
+    # Nothing large is copied at once: it is a view of the numbers, or a part of a list.
+    assert max(len(part) for part in parts if isinstance(part, bytes)) < 10 * PIECE
+
+
+def test_messagepack_of_a_worker_says_what_json_does() -> None:
+    msgpack = pytest.importorskip("msgpack")
+    assert msgpack.unpackb(as_msgpack({"a": [float("nan"), np.arange(2), "é"]})) == {"a": [None, [0, 1], "é"]}
+
+
+@pytest.mark.parametrize("form", ["application/x-npy", "application/vnd.apache.arrow.stream", "application/msgpack"])
+def test_large_arrays_are_sent_in_parts_that_are_no_copies(form: str) -> None:
+    pytest.importorskip("msgpack")
+    pytest.importorskip("pyarrow")
+    numbers = VECTORS.reshape(-1, 5)
+    parts, turns = asyncio.run(turns_of_another(Reply(numbers, numbers), form, numbers.size))
+    assert b"".join(parts).count(VECTORS.tobytes()) == 1
+    assert max(map(len, parts)) <= SENT
+    views = [np.frombuffer(part, np.uint8) for part in parts if isinstance(part, memoryview)]
+    assert sum(view.nbytes for view in views) >= numbers.nbytes
+    if "arrow" in form:
+        assert turns > 1  # Arrow copies them, in a thread
+    else:
+        assert all(np.shares_memory(view, VECTORS) for view in views)
 
 
 def test_a_worker_that_sends_nonsense_loses_its_connection(caplog: pytest.LogCaptureFixture) -> None:
