@@ -28,7 +28,8 @@ def shard_model(model: nn.Module, ranks: Ranks) -> None:
 
     Args:
         model: the same on all ranks, in host memory; a layer at a time is moved. Besides itself, those of its methods
-            that ``forward_methods`` names are passes of the model.
+            that ``forward_methods`` names are passes of the model. Its ``dtype_in_shards``, if it has one, is what
+            floating parameters are cast to, so that pages of a file in half precision are never whole in another.
         ranks: at least two.
 
     Raises:
@@ -41,7 +42,10 @@ def shard_model(model: nn.Module, ranks: Ranks) -> None:
         raise TrainError("shard: the model has no parameters; expected some to cut into a part for each rank.")
     root = _root(model)
     mesh = init_device_mesh(ranks.device.type, (ranks.world,))
+    dtype: torch.dtype | None = getattr(model, "dtype_in_shards", None)
     for module in [*_layers(root), root]:
+        if dtype is not None:
+            _cast(module, dtype)
         # The root too, or its parameters would be whole after an evaluation, and others than the optimiser's.
         sharded: Any = fully_shard(module, mesh=mesh, reshard_after_forward=True)
         # Sums over ranks, which the step divides by what all of them counted.
@@ -52,6 +56,13 @@ def shard_model(model: nn.Module, ranks: Ranks) -> None:
         if name != "forward":
             register_fsdp_forward_method(root, name)
     model.to(ranks.device)
+
+
+def _cast(module: nn.Module, dtype: torch.dtype) -> None:
+    """Cast the floating parameters of a module that are whole yet, themselves: what is tied stays tied."""
+    for parameter in module.parameters():
+        if parameter.is_floating_point() and not hasattr(parameter, "full_tensor"):
+            parameter.data = parameter.data.to(dtype)
 
 
 def _without_views(call: Callable[..., Any], *args: Any, **named: Any) -> Any:

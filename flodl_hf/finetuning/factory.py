@@ -6,23 +6,24 @@ in `flodl_hf.model.pretrained`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from flodl.train.saving.state import check_fits
 from flodl_hf.model.freezing import freeze
 
 if TYPE_CHECKING:
     from flodl_hf.adapters.settings import Settings
     from flodl_hf.model.encoder_model import EncoderModel
 
-__all__ = ["ModelFactory", "checkpoint_layers", "restore_layers", "set_dropout"]
+__all__ = ["ModelFactory", "cast_stored", "checkpoint_layers", "restore_layers", "set_dropout", "take"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,8 @@ class ModelFactory:
         adapter: added, to learn in place of the base; None for none.
         seed: of what is drawn; None leaves the generator as it is.
         start: gives the model further parts that learn; None for none.
+        as_stored: leave weights in half precision as they are, for shards that are made float32 as they are cut: pages
+            of a file that ranks share, instead of the whole in float32 on each.
     """
 
     name: str | Path
@@ -54,6 +57,7 @@ class ModelFactory:
     adapter: Settings | None = None
     seed: int | None = None
     start: Callable[[EncoderModel], Any] | None = None
+    as_stored: bool = False
 
     def __call__(self, device: torch.device) -> EncoderModel:
         """Return the model, on the CPU: the trainer moves it."""
@@ -61,27 +65,51 @@ class ModelFactory:
 
     def open(self) -> EncoderModel:
         """Return the model as it is in its folder, with the head and labels of this run."""
-        from flodl_hf.auto import head_named
-
-        if self.seed is not None:
-            torch.manual_seed(self.seed)  # every rank draws the same
         # Weights that learn are kept in float32; a run in half precision casts as it computes.
-        model = head_named(self.head).model.from_pretrained(
-            self.name,
-            labels=self.labels,
-            problem_type=self.problem_type,
-            dtype=torch.float32,
-            **{"weights": "memory", **self.options},
-        )
+        model = self._as_stored() if self.as_stored else self._read(torch.float32)
         if self.new_head:
-            from flodl_hf.model.building import initialise
-
-            drawn = [name for name, _ in model.graph.named_parameters() if name.startswith("head.")]
-            initialise(model.graph, drawn, float(model.config.source.get("initializer_range", 0.02)))
+            _draw(model, [name for name, _ in model.graph.named_parameters() if name.startswith("head.")])
         if self.adapter is not None:
             model.add_adapter(self.adapter)
         if self.start is not None:
             self.start(model)
+        return model
+
+    def _read(self, dtype: torch.dtype | str) -> EncoderModel:
+        from flodl_hf.auto import head_named
+
+        if self.seed is not None:
+            torch.manual_seed(self.seed)  # every rank draws the same
+        opened: EncoderModel = head_named(self.head).model.from_pretrained(
+            self.name,
+            labels=self.labels,
+            problem_type=self.problem_type,
+            dtype=dtype,
+            **{"weights": "memory", **self.options},
+        )
+        return opened
+
+    def _as_stored(self) -> EncoderModel:
+        """Return the model in the one dtype of its files, with what they lack drawn in float32 as always."""
+        from flodl_hf.layers.parts import as_whole
+        from flodl_hf.weights.checkpoint.manifest import DTYPES
+
+        model = self._read("auto")
+        assert model.source is not None
+        stored = model.source.manifest.tensors
+        kinds = {DTYPES[stored[as_whole(name)].dtype] for name in model.source.placed.values()}
+        if kinds != {model.dtype}:
+            # What config.json says of them is not what a run begins with.
+            model = self._read(kinds.pop() if kinds in ({torch.bfloat16}, {torch.float16}) else torch.float32)
+        if model.dtype not in (torch.bfloat16, torch.float16):
+            return model
+        new = () if model.load_report is None else model.load_report.new
+        if new:
+            if self.seed is not None:
+                torch.manual_seed(self.seed)
+            _draw(model, new)
+            model.mark_untrained(new)
+        model.dtype_in_shards = torch.float32
         return model
 
     def ready(self, model: EncoderModel) -> EncoderModel:
@@ -90,6 +118,40 @@ class ModelFactory:
         if self.dropout is not None:
             set_dropout(model, self.dropout)
         return model
+
+
+def _draw(model: EncoderModel, names: Iterable[str]) -> None:
+    """Draw parameters of a model's graph anew, in float32: other numbers would be drawn in half precision."""
+    from flodl_hf.model.building import assign, initialise
+
+    half = [name for name in names if model.graph.get_parameter(name).dtype != torch.float32]
+    assign(model.graph, {name: torch.empty(model.graph.get_parameter(name).shape) for name in half})
+    initialise(model.graph, names, float(model.config.source.get("initializer_range", 0.02)))
+
+
+def cast_stored(model: EncoderModel, replaced: Container[str] = ()) -> None:
+    """Cast the parameters of a model that was opened as it is stored; those that are ``replaced`` hold nothing then."""
+    dtype, model.dtype_in_shards = model.dtype_in_shards, None
+    if dtype is None:
+        return
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.dtype != dtype and parameter.is_floating_point():
+            empty = torch.zeros(1, dtype=dtype).expand(parameter.shape)
+            parameter.data = empty if name in replaced else parameter.data.to(dtype)
+
+
+def take(model: EncoderModel, state: Mapping[str, Tensor]) -> None:
+    """Give a model trained tensors for its own, which are let go: there are never two of the whole.
+
+    Raises:
+        CheckpointError: they are not its own by name, shape and dtype.
+    """
+    cast_stored(model, state)
+    check_fits(model, state)
+    own = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    with torch.no_grad():
+        for name, value in state.items():
+            own[name].set_(value.to(own[name].device))  # noted as written to, unlike an exchange of ``data``
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,7 @@ def identity_of(job: Job) -> dict[str, Any]:
         beside = job.model.beside
         for name, tensor in [*job.model.graph.state_dict().items(), *(beside.state_dict().items() if beside else ())]:
             start.update(name.encode())
+            tensor = tensor.to(job.model.dtype_in_shards or tensor.dtype)  # a run's start is one, in shards or not
             start.update(memoryview(tensor.detach().contiguous().view(-1).view(_BYTES).numpy()))
     whole = job.evaluation
     sets = {} if whole is None else whole.sets if isinstance(whole, Evaluations) else {"": whole}

@@ -13,6 +13,7 @@ import numpy as np
 
 from flodl.train import RateSearch, Rehearsal
 from flodl_hf.finetuning.evaluation import Evaluation, Evaluations
+from flodl_hf.finetuning.factory import cast_stored
 from flodl_hf.finetuning.job import Job, plan_job
 from flodl_hf.finetuning.keywords import FinetuneWords
 from flodl_hf.finetuning.options import make_options
@@ -90,6 +91,7 @@ def dry_run(
     with ExitStack() as stack:
         stack.enter_context(_vectors_kept(model))
         job = plan_job(model, train, eval, make_options(options), where="dry_run", own=Own(loss, metrics))
+        cast_stored(job.model)  # tried here, on one device
         stack.enter_context(settings_of_torch())
         if not job.named and job.options.adapter is not None:
             stack.callback(job.model.remove_adapter)
@@ -174,6 +176,7 @@ def find_lr(
     with ExitStack() as stack:
         stack.enter_context(_vectors_kept(model))
         job = plan_job(model, train, eval, make_options(options), where="find_lr", own=Own(loss))
+        cast_stored(job.model)  # tried here, on one device
         stack.enter_context(settings_of_torch())
         if not job.named and job.options.adapter is not None:
             stack.callback(job.model.remove_adapter)

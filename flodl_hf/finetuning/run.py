@@ -127,7 +127,7 @@ def finetune(
     tell = _say if progress and _is_first_rank() else None
     job = plan_job(model, train, eval, chosen, own=Own(loss, metrics, tuple(callbacks)), tell=tell)
     if target is not None and _is_first_rank():
-        check_space(target, sum(plan.nbytes for plan in contents_of(job.model).plans.values()))
+        check_space(target, _bytes_to_write(job.model))
     for tracker in trackers:
         tracker.config.update(_settings(job.options))  # with what the data decided
     recipe = {"model": _named(model), "train": _named(train), "eval": _named(eval), **_recipe(job)}
@@ -146,6 +146,11 @@ def finetune(
         if ended.folder is not None and not chosen.keep_checkpoints and chosen.checkpoints is None:
             shutil.rmtree(ended.folder, ignore_errors=True)
     return result
+
+
+def _bytes_to_write(model: EncoderModel) -> int:
+    size = sum(plan.nbytes for plan in contents_of(model).plans.values())
+    return size if model.dtype_in_shards is None else size * model.dtype_in_shards.itemsize // model.dtype.itemsize
 
 
 @dataclass(frozen=True)

@@ -69,12 +69,14 @@ def open_start(model: Any, task: Task, options: Options) -> tuple[EncoderModel, 
     """
     if isinstance(model, (str, os.PathLike)):
         # Ranks that keep a part look at the file, whose pages they share, rather than read a whole model each.
-        shown = {"mapped": True} if options.shard and options.ranks > 1 else {}
+        cut = bool(options.shard) and options.ranks > 1
+        shown = {"mapped": True} if cut else {}
         factory = ModelFactory(
             os.fspath(model), task.head, task.labels, task.problem_type, options.freeze, options.dropout,
             {**shown, "attention": options.attention, **_hub(options)}, bool(options.new_head), options.adapter,
             options.seed,
             task.start if isinstance(task, BESIDE) else None,
+            as_stored=cut and not isinstance(task, BESIDE),
         )  # fmt: skip
         return factory.open(), factory
     wrong = ["a new head is made of a folder or name alone"] if options.new_head else []

@@ -18,8 +18,14 @@ import torch
 from flodl.errors import ConfigError
 from flodl.train import Profiler, Trainer, adamw, parameter_groups, sgd
 from flodl.train.optim.optimizers import layerwise_decay
-from flodl.train.saving.state import check_fits
-from flodl_hf.finetuning.factory import FixedModel, ModelFactory, checkpoint_layers, restore_layers, set_dropout
+from flodl_hf.finetuning.factory import (
+    FixedModel,
+    ModelFactory,
+    checkpoint_layers,
+    restore_layers,
+    set_dropout,
+    take,
+)
 from flodl_hf.finetuning.identity import identity_of
 from flodl_hf.finetuning.job import Job
 from flodl_hf.finetuning.observation import observed_of
@@ -84,17 +90,8 @@ def train_job(
         return trained
     if not state.whole:
         return None
-    _take(job.model, state.state_dict())
+    take(job.model, state.state_dict())
     return job.model
-
-
-def _take(model: EncoderModel, state: dict[str, Any]) -> None:
-    """Give a model trained tensors for its own, which are let go: there are never two of the whole."""
-    check_fits(model, state)
-    own = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
-    with torch.no_grad():
-        for name, value in state.items():
-            own[name].set_(value.to(own[name].device))  # noted as written to, unlike an exchange of ``data``
 
 
 def make_builder(

@@ -47,6 +47,7 @@ class GraphModel(nn.Module):
         sentence_recipe: how its states become the vector of a text, where the folder says so.
         beside: what learns beside the graph in a run: a projection of token vectors, a decoder.
         routed: encoders of the folder's other routes, where routes have transformers of their own.
+        dtype_in_shards: what weights are cast to, a layer at a time, when they are cut into shards; None leaves them.
     """
 
     head: ClassVar[str] = "base"
@@ -69,6 +70,7 @@ class GraphModel(nn.Module):
         self.sentence_recipe: SentenceRecipe | None = None
         self.beside: nn.Module | None = None
         self.routed: Routed | None = None
+        self.dtype_in_shards: torch.dtype | None = None
         self._on_disk: OnDisk | None = None
         self._untouched: dict[str, int] = {}
         # `flodl_hf.runtime.RunOptions`, which those put in who run it.

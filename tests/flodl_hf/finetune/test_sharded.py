@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from flodl_hf import demo, load
 from flodl_hf.auto import head_named
 from flodl_hf.config.model_config import ModelConfig
 from flodl_hf.finetuning import finetune, plan_job
-from flodl_hf.finetuning.factory import set_dropout
+from flodl_hf.finetuning.factory import cast_stored, set_dropout, take
+from flodl_hf.finetuning.identity import identity_of
 from flodl_hf.finetuning.options import make_options
 
 ROWS = labelled(28)
@@ -136,3 +138,75 @@ def test_a_step_of_a_generator_in_shards_has_the_loss_and_gradients_of_one_devic
     most = max(float(gradient.abs().max()) for gradient in gradients.values())
     assert most > 0.1
     assert max(float((one[name] - other[name]).abs().max()) for name in one) < 1e-13 * most
+
+
+@pytest.fixture(scope="module", params=["base", "seqcls"])
+def half(base: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """A folder in bfloat16: an encoder alone, whose head is new, and one with a head that has other labels."""
+    whole: Any = load(base, head="seqcls")
+    model: Any = whole
+    if request.param == "base":
+        model = head_named("base").model.from_config(whole.config)
+        model.tokenizer = whole.tokenizer
+        model.mark_untrained(())
+    return model.to(torch.bfloat16).save_pretrained(tmp_path_factory.mktemp("half") / "model")
+
+
+def planned(start: Path, **more: Any) -> Any:
+    """A job whose ranks have not been started."""
+    return plan_job(start, ROWS[:20], None, make_options({**OPTIONS, "metric": None, **more}))
+
+
+@pytest.mark.parametrize("more", [{}, {"lora": 2}, {"new_head": True}])
+def test_what_is_to_be_cut_is_opened_as_it_is_stored(more: dict[str, Any], half: Path) -> None:
+    whole = planned(half, devices="cpu", **more).model
+    cut = planned(half, devices=["cpu", "cpu"], shard="fsdp", **more).model
+    assert (whole.dtype, whole.dtype_in_shards) == (torch.float32, None)
+    assert (cut.dtype, cut.dtype_in_shards) == (torch.bfloat16, torch.float32)
+    # What is drawn is drawn in float32, and the numbers are those of one device.
+    one, other = weights(whole), weights(cut)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(value, other[name].float()) for name, value in one.items())
+    cast_stored(cut)
+    assert cut.dtype_in_shards is None
+    assert {value.dtype for value in weights(cut).values()} == {torch.float32}
+    assert all(torch.equal(value, one[name]) for name, value in weights(cut).items())
+
+
+def test_a_start_has_one_identity_in_shards_or_not(half: Path) -> None:
+    whole, cut = planned(half, devices="cpu"), planned(half, devices=["cpu", "cpu"], shard="fsdp")
+    assert identity_of(whole)["model"] == identity_of(cut)["model"]
+
+
+def test_trained_weights_replace_stored_ones(half: Path) -> None:
+    cut = planned(half, devices=["cpu", "cpu"], shard="fsdp").model
+    state = {name: torch.full(value.shape, 0.3) for name, value in cut.state_dict().items()}
+    take(cut, state)
+    assert {value.dtype for value in weights(cut).values()} == {torch.float32}
+    assert all(torch.equal(value, state[name]) for name, value in cut.state_dict().items())
+    assert not cut.untrained
+
+
+def test_files_of_float32_are_opened_in_float32_whatever_their_configuration_says(base: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    load(base).save_pretrained(folder)
+    told = json.loads((folder / "config.json").read_text()) | {"dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(told))
+    (folder / "checksums.json").unlink(missing_ok=True)
+    model = planned(folder, devices=["cpu", "cpu"], shard="fsdp").model
+    assert (model.dtype, model.dtype_in_shards) == (torch.float32, None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [{}, {"lora": 2}])
+def test_a_start_in_half_precision_trains_in_shards_as_on_one_device(
+    more: dict[str, Any], half: Path, tmp_path: Path
+) -> None:
+    given: dict[str, Any] = {"train": ROWS[:20], "eval": ROWS[20:], **OPTIONS, **more}
+    alone = finetune(half, devices="cpu", **given)
+    shared = finetune(half, devices=["cpu", "cpu"], shard="fsdp", out=tmp_path / "out", **given)
+    one, other = weights(alone.model), weights(shared.model)
+    assert one.keys() == other.keys()
+    assert {value.dtype for value in other.values()} == {torch.float32}
+    assert max(float((one[name] - other[name]).abs().max()) for name in one) < 1e-3
+    assert shared.metrics["eval_loss"] == pytest.approx(alone.metrics["eval_loss"], rel=1e-3)
