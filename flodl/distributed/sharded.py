@@ -44,13 +44,14 @@ def shard_model(model: nn.Module, ranks: Ranks) -> None:
     mesh = init_device_mesh(ranks.device.type, (ranks.world,))
     dtype: torch.dtype | None = getattr(model, "dtype_in_shards", None)
     for module in [*_layers(root), root]:
-        if dtype is not None:
-            _cast(module, dtype)
+        before = _cast(module, dtype)
         # The root too, or its parameters would be whole after an evaluation, and others than the optimiser's.
         sharded: Any = fully_shard(module, mesh=mesh, reshard_after_forward=True)
         # Sums over ranks, which the step divides by what all of them counted.
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
+        for parameter, value in before:
+            parameter.data = value
     for name in ("forward", *getattr(root, "forward_methods", ())):
         setattr(root, name, partial(_without_views, getattr(root, name)))
         if name != "forward":
@@ -58,11 +59,17 @@ def shard_model(model: nn.Module, ranks: Ranks) -> None:
     model.to(ranks.device)
 
 
-def _cast(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast the floating parameters of a module that are whole yet, themselves: what is tied stays tied."""
-    for parameter in module.parameters():
-        if parameter.is_floating_point() and not hasattr(parameter, "full_tensor"):
-            parameter.data = parameter.data.to(dtype)
+def _cast(module: nn.Module, dtype: torch.dtype | None) -> list[tuple[nn.Parameter, Tensor]]:
+    """Cast the floating parameters of a module that are whole yet, themselves: what is tied stays tied.
+
+    Returns:
+        them with what they held, to be given back: others may know them, which would keep what was cast.
+    """
+    whole_yet = [p for p in module.parameters() if p.is_floating_point() and not hasattr(p, "full_tensor")]
+    before = [(p, p.data) for p in whole_yet if dtype is not None and p.dtype != dtype]
+    for parameter, value in before:
+        parameter.data = value.to(dtype)
+    return before
 
 
 def _without_views(call: Callable[..., Any], *args: Any, **named: Any) -> Any:
