@@ -141,7 +141,8 @@ def load(shape: Shape) -> dict[str, Any]:
     import flodl_hf
 
     found: dict[str, Any] = {}
-    for way, given in (("shown", {"mapped": True}), ("on disk", {"weights": "disk"})):
+    ways: dict[str, dict[str, Any]] = {"shown": {"mapped": True}, "on disk": {"weights": "disk"}}
+    for way, given in ways.items():
         start = time.perf_counter()
         model: Any = flodl_hf.load(str(shape.source), **given)
         found[f"{way}, s"] = round(time.perf_counter() - start, 2)
@@ -319,7 +320,7 @@ def steps(shape: Shape, own: list[str]) -> dict[str, Step]:
         return [
             sys.executable, *launcher, "finetune", source, "--train", str(room / "train.jsonl"),
             "--out", str(room / out), "--devices", shape.device, "--shard", "fsdp", "--lora", "8",
-            "--precision", "bf16", "--max-steps", str(until),
+            "--precision", "bf16", "--gradient-checkpointing", "--max-steps", str(until),
             "--batch-size", str(shape.batch), "--max-length", "16", "--lr", "1e-3", "--schedule", "constant",
             "--checkpoints", str(room / "checkpoints"), "--keep-checkpoints", "--no-report", "--json", *more,
         ]  # fmt: skip

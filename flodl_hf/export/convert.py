@@ -90,7 +90,8 @@ def _parts_in_bin(root: Path, copies: Mapping[str, bytes]) -> list[str]:
 def _planned(folder: Path, ties: Mapping[str, str], max_shard_size: int | str | None) -> WritePlan:
     with Checkpoint.open(folder, layout="bin") as source:
         aliases = kept_names(source.manifest.ties, ties)
-        tensors = {name: tensor for name, tensor in source.read_all().items() if name not in aliases}
+        # Shown, for they are only written: pages of files are no memory that must be there.
+        tensors = {name: tensor for name, tensor in source.read_all(mapped=True).items() if name not in aliases}
         return plan_state(tensors, ties=ties, max_shard_size=max_shard_size)
 
 

@@ -148,7 +148,8 @@ def take(model: EncoderModel, state: Mapping[str, Tensor]) -> None:
     """
     cast_stored(model, state)
     check_fits(model, state)
-    own = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    own: dict[str, Any] = dict(named)
     with torch.no_grad():
         for name, value in state.items():
             own[name].set_(value.to(own[name].device))  # noted as written to, unlike an exchange of ``data``

@@ -59,9 +59,8 @@ def test_what_shards_wrote_is_what_transformers_reads(base: Path, tmp_path: Path
     parted = tmp_path / "parted"
     load(base, head="seqcls").save_pretrained(parted, max_shard_size=20_000)
     out = tmp_path / "out"
-    trained = finetune(
-        parted, train=ROWS[:20], devices=["cpu", "cpu"], shard="fsdp", out=out, **OPTIONS | {"metric": None}
-    )
+    given: dict[str, Any] = {**OPTIONS, "metric": None}
+    trained = finetune(parted, train=ROWS[:20], devices=["cpu", "cpu"], shard="fsdp", out=out, **given)
     assert len(list(out.glob("model-*.safetensors"))) > 1
     theirs = AutoModelForSequenceClassification.from_pretrained(out).state_dict()
     ours = load(out, mapped=False)
