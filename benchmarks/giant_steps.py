@@ -183,7 +183,7 @@ def whole(shape: Shape) -> dict[str, Any]:
     from flodl_hf.finetuning import finetune
 
     result = finetune(
-        shape.source, train=rows(shape.batch), devices="cuda", optimizer="sgd", beta1=0.0, lr=1e-3, max_steps=3,
+        shape.source, train=rows(shape.batch), devices="cuda", optimizer="sgd", beta1=0.0, lr=0.1, max_steps=3,
         schedule="constant", precision="bf16", batch_size=shape.batch, max_length=16, dropout=0.0, report=False,
         progress=False,
     )  # fmt: skip
