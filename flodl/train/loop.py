@@ -227,13 +227,22 @@ class Loop(TrainerCore):
             # The weights that were judged, as in evaluations.
             with self.average.applied() if self.average is not None else contextlib.nullcontext():
                 self._call("checkpoint_fn", done + 1, self.model)
-        rows = self.ranks.table([float(wanted is False or self.wishes.flags()[0]), float(not self.saves.at_epochs_end)])
+        rows = self.ranks.table(
+            [
+                float(wanted is False or self.wishes.flags()[0]),
+                float(not self.saves.at_epochs_end),
+                float(self.saves.needless_at_end),
+            ]
+        )
         self.stopping = self.stopping or any(row[0] for row in rows)
         self.stopping = self.stopping or self.out_of_steps
+        left_out = (self.stopping or self._over()) and rows[0][2]  # what the end of the run is saved for, or not
         left_over, self._left_over = self._left_over, ()
         if any(left_over[:3]):
             self._at_rest(left_over)
-        elif self.stopping or self.saves.best_due or any(left_over[4:]) or not any(row[1] for row in rows):
+        elif any(left_over[4:]) or (
+            not left_out and (self.stopping or self.saves.best_due or not any(row[1] for row in rows))
+        ):
             self.save()
         self.wishes.heed(left_over[2:] or (0.0, 0.0, 0.0))  # the end of an epoch is judged and saved as was asked for
         self.saves.report_saves()
@@ -301,9 +310,7 @@ class Loop(TrainerCore):
         self.log.settle(self.tally)
         if self.evaluator.at_step != self.policy.steps:
             evaluate_now(self)  # the run ended inside an epoch
-        self.saves.settle_best()
-        if self.keeper and (self.saves.at_step != self.policy.steps or self.saves.best_due):
-            self.save()
+        self.saves.end()
         if self.average is not None:
             self.average.put()
         self.hooks.call("on_train_end")

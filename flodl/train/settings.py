@@ -26,7 +26,9 @@ _WAITING = "how long ranks wait"
 _MEETING = "when ranks meet that step on their own, which follows measured times: no two such runs are alike"
 MAY_CHANGE: Mapping[str, str] = {
     **dict.fromkeys(("num_epochs", "max_steps", "early_stopping"), _LENGTH),
-    **dict.fromkeys(("folder", "save_every", "save_epochs", "keep_last", "keep_best", "checkpoint_every"), _SAVING),
+    **dict.fromkeys(
+        ("folder", "save_every", "save_epochs", "save_end", "keep_last", "keep_best", "checkpoint_every"), _SAVING
+    ),
     **dict.fromkeys(("resume", "allow_change", "max_restarts"), "how a run is taken up again"),
     **dict.fromkeys(("remarks", "timeline", "progress", "log_every", "monitor", "trackers", "tracker_folder"), _SHOWN),
     **dict.fromkeys(("watch", "eval_start"), f"{_SHOWN}; rules are compared"),
@@ -84,6 +86,9 @@ class Settings:
         save_epochs: save after each epoch; ``"idle"`` leaves out epochs whose end comes while the save before is still
             being written, unless they are the best so far (``keep_best``), so that training never waits for the
             disk. The end of a run is saved either way.
+        save_end: save where a run ends, False where the model goes elsewhere at once. Seconds leave it out where less
+            than that was worked since the newest checkpoint that is written, or the start; a checkpoint that is being
+            written is then given up as well, unless it is the best.
         keep_last: checkpoints kept.
         keep_best: metric whose best checkpoint is kept as well; a leading ``-`` where less is better.
         resume: go on from the newest whole checkpoint in ``folder`` if there is one.
@@ -153,6 +158,7 @@ class Settings:
     folder: str | None = None
     save_every: int | None = None
     save_epochs: bool | Literal["idle"] = True
+    save_end: bool | float = True
     keep_last: int = 2
     keep_best: str | None = None
     resume: bool = False

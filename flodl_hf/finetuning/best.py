@@ -52,6 +52,12 @@ def take_best(
     A better evaluation whose checkpoint is damaged or could not be written is warned of.
     """
     taken, fault = None, ""
+    history = [row for row in history if row["step"]]  # what was judged before the first step decides nothing
+    values = [(value, row) for row in history if (value := signed(metric, row)) is not None]
+    best = max((value for value, _ in values), default=None)
+    first = next((row for value, row in values if value == best), None)
+    if first is not None and first["step"] == last_step:  # the model at hand
+        return last_step, {name: value for name, value in first.items() if name not in ("step", "epoch")}
     for _, step, path in judged(folder, metric):
         try:
             saved = read_checkpoint(path, weights_only=True)
@@ -62,11 +68,9 @@ def take_best(
             load_model(model, averaged_state(saved.tensors))
         taken = step, dict(saved.metrics)
         break
-    history = [row for row in history if row["step"]]  # what was judged before the first step decides nothing
-    best = max((value for row in history if (value := signed(metric, row)) is not None), default=None)
     found = None if taken is None else signed(metric, taken[1])
     if best is not None and (found is None or found < best):
-        step = next(row["step"] for row in history if signed(metric, row) == best)
+        step = first["step"] if first is not None else last_step
         warnings.warn(
             f"finetune: the best evaluation was that of step {step} ({metric.lstrip('-')} {abs(best):.6g}), whose "
             f"checkpoint is damaged or was not kept; the model is that of step {taken[0] if taken else last_step}. "

@@ -43,6 +43,10 @@ CHECKPOINTS = ".checkpoints"  # after the name of the folder that a run writes
 NO_DECAY = ("*bias", "*norm.weight", "*norm*.weight")
 
 
+UNSAVED_S = 30.0
+"""Seconds of work that a run may lose whose model cannot be written at its end; more is saved before it is tried."""
+
+
 @dataclass(frozen=True)
 class _Groups:
     """The optimiser's groups: no decay on biases and norms, and falling rates towards the input if asked for."""
@@ -153,7 +157,11 @@ def make_builder(
             keep_best=job.metric if options.keep_best else None,
             resume=options.resume,
             allow_change=options.allow_change,
-        ).set(save_epochs="idle", identity=identity_of(job) if _is_kept(job, folder) else {})
+        ).set(
+            save_epochs="idle",
+            save_end=_saved_at_end(job, folder),
+            identity=identity_of(job) if _is_kept(job, folder) else {},
+        )
     if options.places is not None:
         builder.devices(options.places)
     if options.policy is not None:
@@ -169,6 +177,13 @@ def make_builder(
     if options.backend is not None:
         builder.backend(options.backend)
     return builder
+
+
+def _saved_at_end(job: Job, folder: Path) -> bool | float:
+    """Return when the trainer saves the end of a run, where the model is written at once and checkpoints removed."""
+    if job.options.keep_checkpoints or job.options.checkpoints is not None:
+        return True
+    return UNSAVED_S if _is_kept(job, folder) else False
 
 
 def _is_kept(job: Job, folder: Path) -> bool:

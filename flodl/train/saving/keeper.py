@@ -15,7 +15,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,14 @@ def _write(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, Any]:
         file.flush()
         os.fsync(file.fileno())
     return {"bytes": size, "sha256": digest.hexdigest()}
+
+
+def _until(dropped: threading.Event, chunks: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
+    """Give the chunks while they are wanted."""
+    for chunk in chunks:
+        if dropped.is_set():
+            raise InterruptedError("the checkpoint is not wanted any more")
+        yield chunk
 
 
 def _format(content: Any, ready: torch.cuda.Event | None = None) -> tuple[str, Iterable[bytes | memoryview]]:
@@ -92,7 +100,8 @@ class Keeper:
         self._events: list[Event] = []
         self._serial = 0
         self._lock: int | None = None
-        self._given_up = threading.Event()
+        self._given_up, self._dropped = threading.Event(), threading.Event()
+        self._covered = time.monotonic()
         self._best: dict[str, Any] | None = None  # signed value, step and metric of the best that was saved
         self._best_path: Path | None = None  # on rank 0; None while it is being written, and where it could not be
         self._damaged: set[Path] = set()
@@ -138,12 +147,21 @@ class Keeper:
         self._serial += 1
         self._thread = threading.Thread(
             target=self._save,
-            args=(dict(files), step, dict(metrics), self._serial, _made(files)),
+            args=(dict(files), step, dict(metrics), self._serial, _made(files), time.monotonic()),
             name="flodl-save",
         )
         self._thread.start()
         if wait:
             self.join()
+
+    def drop(self) -> None:
+        """Give up the save under way, if any, of which then nothing is left; all ranks call this, and save no more."""
+        self._dropped.set()
+
+    @property
+    def uncovered_s(self) -> float:
+        """Seconds whose work would be lost if the run broke now, as the first rank knows."""
+        return time.monotonic() - self._covered
 
     @property
     def is_writing(self) -> bool:
@@ -254,16 +272,16 @@ class Keeper:
         step: int,
         metrics: dict[str, float],
         serial: int,
-        ready: torch.cuda.Event | None = None,
+        ready: torch.cuda.Event | None,
+        begin: float,
     ) -> None:
-        begin = time.monotonic()
         stage = self.folder / f".stage-{step:08d}-{self.ranks.attempt}-{serial}"
         report: dict[str, Any] = {"files": {}}
         try:
             stage.mkdir(parents=True, exist_ok=True)
             for stem, content in files.items():
                 suffix, chunks = _format(content, ready)
-                report["files"][stem + suffix] = _write(stage / (stem + suffix), chunks)
+                report["files"][stem + suffix] = _write(stage / (stem + suffix), _until(self._dropped, chunks))
         except Exception as error:
             report["error"] = f"rank {self.ranks.rank}: {type(error).__name__}: {error}{_space(self.folder, error)}"
         key = f"save/{self.ranks.attempt}/{serial}"
@@ -286,6 +304,7 @@ class Keeper:
             target = self._free_name(step)
             os.rename(stage, target)
             sync_folder(self.folder)
+            self._covered = begin
             if self._is_noted(step):
                 self._best_path = target
             size = sum(entry["bytes"] for entry in listed.values())
@@ -295,6 +314,8 @@ class Keeper:
             self._prune()
         except Exception as error:
             shutil.rmtree(stage, ignore_errors=True)
+            if self._dropped.is_set():
+                return
             lost = f"; it would have been the best ({self.best}) and does not count as that" * self._is_noted(step)
             self._events.append(SaveFailed(step=step, path=str(self.folder), reason=f"{error}{lost}"))
 
@@ -307,7 +328,7 @@ class Keeper:
         for rank in range(1, self.ranks.world):
             # Asking again and again, since a blocking request would keep the loop from the store.
             while not self.ranks.store.check([f"{key}/{rank}"]):
-                if time.monotonic() > until or self._given_up.wait(0.01):
+                if time.monotonic() > until or self._dropped.is_set() or self._given_up.wait(0.01):
                     raise OSError(f"rank {rank} did not write its part")
             reports.append(json.loads(self.ranks.store.get(f"{key}/{rank}")))
         return reports

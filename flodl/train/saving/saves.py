@@ -61,6 +61,14 @@ class Saves:
         return self.keeper is not None and self.keeper.is_best(self.trainer.evaluator.of_step(self.step), self.step)
 
     @property
+    def needless_at_end(self) -> bool:
+        """Whether a run that ended now would leave its end out; the first rank's word counts."""
+        wanted = self.settings.save_end
+        if self.keeper is None or wanted is True:
+            return False
+        return wanted is False or self.keeper.uncovered_s < wanted
+
+    @property
     def at_epochs_end(self) -> bool:
         """Whether this epoch's end is saved; it need not be while a save is under way that would be waited for."""
         if not self.settings.save_epochs or self.keeper is None:
@@ -117,10 +125,18 @@ class Saves:
         self.resumed_from = str(found.path)
         return True
 
-    def settle_best(self) -> None:
-        """Wait until it is known whether the best checkpoint could be written; all ranks call this."""
-        if self.keeper is not None:
-            self.keeper.settle_best()
+    def end(self) -> None:
+        """Save where the run ends, unless it is left out; all ranks call this."""
+        if self.keeper is None:
+            return
+        left_out = self.trainer.ranks.tell(self.needless_at_end)
+        best_is_here = self.best_due
+        if left_out and (best_is_here or self.keeper.best_record() is None):
+            self.keeper.drop()
+            return
+        self.keeper.settle_best()
+        if not left_out and (self.at_step != self.step or self.best_due):
+            self.save()
 
     def begin(self) -> None:
         """Note that the run begins now."""

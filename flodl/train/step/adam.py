@@ -303,11 +303,13 @@ def _found(device: torch.device, decoupled: bool, decays: bool, divided: bool) -
 def _waiting_allowed() -> Iterator[None]:
     """Have nobody take the trial's waiting for the device for the step's."""
     mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode(0)
+    if mode:
+        torch.cuda.set_sync_debug_mode(0)
     try:
         yield
     finally:
-        torch.cuda.set_sync_debug_mode(mode)
+        if mode:  # torch warns of its prototype at every call
+            torch.cuda.set_sync_debug_mode(mode)
 
 
 COUNTS = tuple(range(1, 640, 20))

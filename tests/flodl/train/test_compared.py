@@ -25,7 +25,7 @@ CHANGED: dict[str, Any] = {
     "on_nan": "skip", "sum_of_means": True, "deterministic": True, "checkpoint_activations": lambda model: None,
     "arrange": lambda model: lambda: None, "schedule": Constant(0.1), "schedule_metric": "score", "lr_scale_ratio": 0.5,
     "parameter_groups": lambda model: [{"params": list(model.parameters()), "weight_decay": 0.5}], "folder": None,
-    "save_every": 7, "save_epochs": "idle", "keep_last": 4, "keep_best": "score", "resume": True,
+    "save_every": 7, "save_epochs": "idle", "save_end": False, "keep_last": 4, "keep_best": "score", "resume": True,
     "allow_change": ("seed",), "remarks": ("a",), "identity": {"data": 1}, "eval_every": 3, "eval_start": True,
     "eval_delay": 4, "early_stopping": ("score", 2), "checkpoint_every": 2, "slowdown": {0: 1.0}, "timeline": "t",
     "timeout_s": 5.0, "frozen_after_s": 5.0, "capture": False, "capture_num_rows": False, "compile": True,

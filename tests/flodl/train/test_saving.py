@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load as parse_tensors
 from torch import nn
 
-from flodl.train import Saved, Trainer, sgd
+from flodl.train import Saved, SaveFailed, Trainer, sgd
 from flodl.train.saving import keeper
 from flodl.train.saving.reading import list_checkpoints, read_checkpoint
 from flodl.train.saving.tensor_stream import copies, safetensors_chunks
@@ -118,3 +118,58 @@ def test_every_epoch_is_saved_where_that_was_asked_for(tmp_path, monkeypatch):
 
     monkeypatch.setattr(keeper, "_write", slow)
     assert run(tmp_path, epochs=3)[1] == [2, 4, 6]
+
+
+def small(device):
+    return nn.Linear(4, 2)
+
+
+def ended(folder, *, ranks=1, epochs=1, figures=None, **settings):
+    """Return the steps that were saved, failures to save, and the trained weights."""
+    made = (
+        Trainer.builder(small, sgd(0.1), mean)
+        .dataset({"x": torch.ones(8, 4)})
+        .checkpoints(str(folder), keep_last=9, keep_best="score" if figures else None)
+        .set(batch_size=4, num_epochs=epochs, seed=3, **settings)
+    )
+    if figures:
+        made.eval_fn(lambda model: {"score": next(figures)})
+    if ranks > 1:
+        made.devices(["cpu"] * ranks)
+    failed = []
+    trained = made.subscribe(failed.append, SaveFailed).run().join()
+    assert not list(folder.glob(".stage-*"))
+    return [read_checkpoint(path).step for path in list_checkpoints(folder)], failed, trained.parameters["weight"]
+
+
+@pytest.mark.parametrize(("save_end", "steps"), [(True, [2]), (0.0, [2]), (1e9, []), (False, [])])
+@pytest.mark.parametrize(("ranks", "save_epochs"), [(1, True), (1, False), (1, "idle"), (2, "idle")])
+def test_the_end_of_a_run_is_saved_where_too_much_would_be_lost(tmp_path, ranks, save_end, steps, save_epochs):
+    found, failed, weight = ended(tmp_path / "a", ranks=ranks, save_end=save_end, save_epochs=save_epochs)
+    assert (found, failed) == (steps, [])
+    assert torch.equal(weight, ended(tmp_path / "b", ranks=ranks)[2])
+
+
+def test_a_run_that_leaves_its_end_out_gives_up_what_is_being_written(tmp_path, monkeypatch):
+    go, write, drop = threading.Event(), keeper._write, keeper.Keeper.drop
+
+    def held(path, chunks):
+        assert go.wait(20)
+        return write(path, chunks)
+
+    def dropped(self):
+        drop(self)
+        go.set()
+
+    monkeypatch.setattr(keeper, "_write", held)
+    monkeypatch.setattr(keeper.Keeper, "drop", dropped)
+    assert ended(tmp_path, epochs=2, save_epochs="idle", save_end=False)[:2] == ([], [])
+
+
+@pytest.mark.parametrize("save_end", [False, 1e9])
+@pytest.mark.parametrize(("figures", "steps"), [((0.9, 0.1, 0.2), {2}), ((0.1, 0.9, 0.9), {4})])
+def test_the_best_is_kept_where_the_end_is_left_out(tmp_path, figures, steps, save_end):
+    found, failed, _ = ended(tmp_path, epochs=3, figures=iter(figures), save_epochs="idle", save_end=save_end)
+    assert steps <= set(found)
+    assert 6 not in found
+    assert not failed
