@@ -273,6 +273,8 @@ def attend_first(
             mask = _added(mask, bias(texts, length, q.dtype, q.device)[..., :1, :])
         parts.append(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=kv_heads != num_heads))
         done += texts
+    if done < len(query):  # slots without tokens
+        parts.append(parts[0].new_zeros(len(query) - done, *parts[0].shape[1:]))
     return torch.cat(parts).view(query.shape)
 
 

@@ -150,7 +150,8 @@ class Packed:
         lengths: the lengths of the texts that have tokens, as Python numbers, known without asking the
             device; empty where they are unknown, and then only ``longest`` bounds them.
         longest: upper bound of the lengths; 0 takes their maximum.
-        places: each token's place in its own text, ``(tokens,)``, int64; None counts them when asked.
+        places: each token's place in its own text, ``(tokens,)``, int64; None counts them when asked. There may be
+            more of them than tokens of texts (`flodl_hf.layout.rounded`): the rows behind belong to no text.
         opens: index of each text's first token, ``(texts,)``, int64, within the tokens even for a slot
             without any; None takes ``offsets``.
         ends: index after the last token of each token's text, ``(tokens,)``, int32; None where nobody noted it.
@@ -308,8 +309,9 @@ class Packed:
     def rows(self, *tensors: Tensor) -> Iterator[tuple[Tensor | None, tuple[Tensor, ...]]]:
         """Yield rows of texts ``(texts, seq, ...)`` of each tensor, behind the mask of what is kept of them.
 
-        Texts of one length that stand side by side come together, and nothing of them is masked. Where lengths are
-        unknown to the host, all texts come at once in rows of the longest: shapes then follow from the layout alone.
+        Rows that belong to no text are left out. Texts of one length that stand side by side come together, and
+        nothing of them is masked. Where lengths are unknown to the host, all texts come at once in rows of the longest:
+        shapes then follow from the layout alone.
         """
         if self.lengths:
             for start, count, length in equal_runs(self.lengths):
@@ -327,6 +329,9 @@ class Packed:
         if not self.lengths:
             return self._from_rows(parts[0])
         parts = [part.reshape(-1, *part.shape[2:]) for part in parts]
+        behind = self.num_tokens - sum(self.lengths)
+        if behind:  # rows of no text, which nothing reads
+            parts.append(parts[0].new_zeros(behind, *parts[0].shape[1:]))
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def _from_rows(self, rows: Tensor) -> Tensor:

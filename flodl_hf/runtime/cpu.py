@@ -35,7 +35,7 @@ from flodl_hf.runtime import cpu_features
 if TYPE_CHECKING:
     from flodl_hf.runtime.precision import Precision
 
-__all__ = ["prepare_cpu", "products_of"]
+__all__ = ["keeps_kernels", "prepare_cpu", "products_of"]
 
 
 def prepare_cpu(graph: nn.Module, precision: Precision | None) -> dict[str, str]:
@@ -76,6 +76,17 @@ def _product(scratch: Scratch, weight: Tensor, bias: Tensor | None) -> Product:
     if weight.dtype == torch.bfloat16 and has_onednn(torch.bfloat16):
         return OneDnnLinear(weight, bias, at_once=not first_is_later(torch.bfloat16))
     return TorchLinear(weight, bias, scratch)
+
+
+def keeps_kernels(graph: nn.Module, precision: Precision | None) -> bool:
+    """Return whether what multiplies weights here keeps a kernel for each count of rows, as oneDNN does.
+
+    Args:
+        graph: made ready by `prepare_cpu`.
+        precision: that it was made ready for.
+    """
+    dtype = next(graph.parameters()).dtype
+    return precision == "int8" or (_reorders() if dtype == torch.float32 else has_onednn(dtype))
 
 
 def _widen(graph: nn.Module) -> None:

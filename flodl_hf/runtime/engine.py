@@ -15,10 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flodl_hf.adapter_layers.prompts import lead_of
 from flodl_hf.decode.rows import TokenTable
 from flodl_hf.errors import PredictError
 from flodl_hf.layout.buckets import Buffer, bucket_of
 from flodl_hf.layout.layouts import Layout, Packed, Padded
+from flodl_hf.layout.rounded import laid_out, rounded
 from flodl_hf.runtime.batch import Batch, batch_of, check_rows
 from flodl_hf.runtime.cuda_graphs import SMALL, WAIT, Recorder
 from flodl_hf.runtime.layers_from_disk import Given
@@ -188,6 +190,13 @@ class Engine:
             lengths = buffer.write(batch.ids, batch.types, batch.lengths)
             packed = buffer.packed.to(self.device, non_blocking=True)
             return Given(*buffer.on(packed, lengths, len(batch.lengths)), self._chosen(batch))
+        if self.prepared.rounded:
+            lead = lead_of(self.graph)
+            types = batch.types if self.types else None
+            if self.types and types is None:
+                types = np.zeros_like(batch.ids)
+            ids, kinds, laid = laid_out(batch.ids, types, batch.lengths, lead=0 if lead is None else lead.count)
+            return Given(ids, kinds, laid, self._chosen(batch))
         layout: Layout
         shape: tuple[int, ...] = (-1,)
         if self.exact:
@@ -205,7 +214,10 @@ class Engine:
     def _chosen(self, batch: Batch) -> Tensor | None:
         if batch.at is None:
             return None
-        found = torch.from_numpy(batch.at)
+        chosen = batch.at
+        if self.prepared.rounded:
+            chosen = np.pad(chosen, (0, rounded(len(chosen)) - len(chosen)))
+        found = torch.from_numpy(chosen)
         return (found.pin_memory() if self.cuda else found).to(self.device, non_blocking=True)
 
     def _bucket(self, batch: Batch) -> Any:

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from flodl.graph import Graph
+from flodl_hf.runtime.cpu import keeps_kernels
 from flodl_hf.runtime.layers_from_disk import Layered
 from flodl_hf.runtime.module_copies import arranged, shadow, tensors_of, told
 from flodl_hf.runtime.precision import Precision
@@ -128,6 +129,7 @@ class Prepared:
         device: where it is.
         lacking: why torch's operations run a layer, by its path, where another table does not.
         bucketed: whether batches are brought to a few shapes, which a device's kernels must be trusted with.
+        rounded: whether counts of rows are rounded up on a processor, because kernels are kept for each.
         precision: what was asked for.
         layered: runs its layers where they are read from disk for each call; None where they are in memory.
         stamp: the source when it was made.
@@ -147,6 +149,7 @@ class Prepared:
         self.device = device
         like = next(self.graph.parameters())
         self.bucketed = device.type == "cuda" and precision != "exact" and _trusts_buckets(source, like)
+        self.rounded = device.type == "cpu" and precision != "exact" and keeps_kernels(self.graph, precision)
         self.recorded: dict[Any, Any] = {}
         read = {tensor.data_ptr() for tensor in tensors_of(self.graph)}
         self._lent = [tensor for tensor in self.stamp.tensors if tensor.data_ptr() in read]
