@@ -159,7 +159,7 @@ def packed(message: dict[str, Any], arrays: Sequence[np.ndarray] = ()) -> list[b
     return [HEAD.pack(len(text) + sum(len(body) for body in bodies), len(text)), text, *bodies]
 
 
-def unpacked(text_size: int, body: bytes | bytearray) -> tuple[dict[str, Any], list[np.ndarray]]:
+def unpacked(text_size: int, body: bytes | bytearray | memoryview) -> tuple[dict[str, Any], list[np.ndarray]]:
     """Return the message and its arrays, which share the memory of ``body``.
 
     Args:

@@ -12,11 +12,15 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from flodl_hf.serving.frames import HEAD, packed, unpacked
 
 __all__ = ["Heard", "Link", "linked"]
 
 LOG = logging.getLogger("flodl_hf.serving")
+# A message of so many bytes is put together as its parts come: all of it at once would take the loop's time.
+LARGE = 1 << 20
 
 Heard = Callable[[dict[str, Any], list[Any]], None]
 """Who is told of each message: what it says, and its arrays."""
@@ -36,6 +40,7 @@ class Link(asyncio.Protocol):
         self._transport: Any = None
         self._held: list[bytes] = []
         self._size, self._wanted = 0, HEAD.size
+        self._large: memoryview | None = None
         self._room: asyncio.Future[None] | None = None
         self._turn: asyncio.Handle | None = None
         self._waiting: list[Any] = []
@@ -52,7 +57,16 @@ class Link(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Hand on what is whole, and keep the rest."""
-        if self._held:
+        if self._large is not None:
+            room = len(self._large) - self._size
+            self._large[self._size : self._size + len(data)] = data[:room]
+            self._size += len(data)
+            if self._size < len(self._large):
+                return
+            whole, self._large, data = self._large, None, data[room:]
+            if not self._told(HEAD.unpack_from(whole)[1], whole[HEAD.size :]):
+                return
+        elif self._held:
             self._held.append(data)
             self._size += len(data)
             if self._size < self._wanted:
@@ -67,16 +81,27 @@ class Link(asyncio.Protocol):
             if last > end:
                 self._wanted = last - at
                 break
-            try:
-                self.heard(*unpacked(text, memoryview(data)[at + HEAD.size : last]))
-            except Exception:
-                LOG.exception("a message of another process is not understood; its connection ends")
-                self._transport.abort()
+            if not self._told(text, memoryview(data)[at + HEAD.size : last]):
                 return
             at = last
-        if at < end:
+        if at == end:
+            return
+        self._size = end - at
+        if self._wanted < LARGE:
             self._held.append(data[at:])
-            self._size = end - at
+        else:
+            self._large = np.empty(self._wanted, np.uint8).data
+            self._large[: self._size] = data[at:]
+
+    def _told(self, text: int, body: memoryview) -> bool:
+        """Hand a message on; return whether it was understood."""
+        try:
+            self.heard(*unpacked(text, body))
+        except Exception:
+            LOG.exception("a message of another process is not understood; its connection ends")
+            self._transport.abort()
+            return False
+        return True
 
     def pause_writing(self) -> None:
         """Let those wait that send more: the worker does not read as fast."""

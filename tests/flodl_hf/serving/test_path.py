@@ -153,6 +153,23 @@ def test_a_worker_that_sends_nonsense_loses_its_connection(caplog: pytest.LogCap
     assert "not understood" in caplog.text
 
 
+def test_messages_come_whole_however_they_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flodl_hf.serving.link.LARGE", 100)
+    sent = [({"id": at}, [np.full(at * 7 % 61, at, np.int32)]) for at in range(40)]
+    data = b"".join(bytes(part) for message, arrays in sent for part in packed(dict(message), arrays))
+
+    async def seen(step: int) -> list[Any]:
+        told: list[Any] = []
+        link = Link(lambda message, arrays: told.append((message, [array.tolist() for array in arrays])))
+        for at in range(0, len(data), step):
+            link.data_received(data[at : at + step])
+        return told
+
+    expected = [(message, [array.tolist() for array in arrays]) for message, arrays in sent]
+    for step in (1, 7, 50, 111, 1000, len(data)):
+        assert asyncio.run(seen(step)) == expected
+
+
 def test_messages_of_one_turn_go_together_and_the_first_at_once() -> None:
     async def seen() -> list[int]:
         wire: Any = Wire()
