@@ -94,7 +94,7 @@ def run(code: str, *args: object) -> str:
     root = Path(ray.__file__).parents[1]
     done = subprocess.run(
         [sys.executable, "-c", code, *map(str, args)], capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0",
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")]), "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0",
              "PYSPARK_PYTHON": sys.executable},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
