@@ -14,6 +14,7 @@ from typing import Any
 
 from flodl.errors import ConfigError, nearest, printable, shown
 from flodl_hf.config.file import config_text_of, read_json
+from flodl_hf.config.label_names import MAX_LABELS, PROBLEM_TYPES, label_names, without_unknown_problem
 from flodl_hf.config.label_thresholds import LABEL_THRESHOLDS, thresholds_of
 from flodl_hf.families import model_types, named, row_of, that_claims
 from flodl_hf.family import Family
@@ -27,8 +28,6 @@ from flodl_hf.weights.file_names import CONFIG_NAME
 
 __all__ = ["MAX_LABELS", "PROBLEM_TYPES", "ModelConfig", "family_of", "listed_texts", "read_config", "read_config_file"]
 
-MAX_LABELS = 100_000
-PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
 _SHARED_ROWS = (
     Row("problem_type", "problem_type", one_of(None, *PROBLEM_TYPES), None),
     Row("tie_words", "tie_word_embeddings", boolean(), True),
@@ -159,11 +158,11 @@ class ModelConfig:
         fields = read_rows(source, family.rows, problems, overruled, usual)
         absent = (row for row in family.rows if row.field in usual and not source.keys() & {row.key, *row.aliases})
         left_out = {row.key: fields[row.field] for row in absent if row.default is REQUIRED}
-        shared = read_rows(source, _SHARED_ROWS, problems)
+        shared = read_rows(without_unknown_problem(source, overruled), _SHARED_ROWS, problems)
         if "tie_word_embeddings" not in source:
             shared["tie_words"] = family.ties_words
         notes: list[str] = []
-        labels = _labels(source, problems, notes)
+        labels = label_names(source, problems, notes, overruled)
         thresholds = thresholds_of(source.get(LABEL_THRESHOLDS), labels, notes)
         decide = Triage(
             (*family.rows, *_SHARED_ROWS),
@@ -326,13 +325,13 @@ class ModelConfig:
 
     def label_changes(self) -> dict[str, Any]:
         """Return ``id2label`` and ``label2id`` where the labels differ from what the source says, else nothing."""
-        if self.source and tuple(_labels(self.source, [], [])) == self.labels:
+        if self.source and tuple(label_names(self.source, [], [], [])) == self.labels:
             return {}
         return {"id2label": {str(k): v for k, v in self.id2label.items()}, "label2id": self.label2id}
 
     def threshold_changes(self) -> tuple[dict[str, Any], list[str]]:
         """Return the key of thresholds where they differ from what the source says, and the key where they are gone."""
-        read = thresholds_of(self.source.get(LABEL_THRESHOLDS), _labels(self.source, [], []), [])
+        read = thresholds_of(self.source.get(LABEL_THRESHOLDS), label_names(self.source, [], [], []), [])
         if read == self.label_thresholds:
             return {}, []
         return (
@@ -439,41 +438,6 @@ def family_of(source: Mapping[str, Any], where: str) -> Family:
         problems=["model_type"],
         known=known,
     )
-
-
-def _labels(source: Mapping[str, Any], problems: list[str], notes: list[str]) -> list[str]:
-    """Return label names by id: gaps and absent names become LABEL_i, as transformers names them."""
-    names = source.get("id2label")
-    stated = source.get("num_labels")
-    if stated is not None and (isinstance(stated, bool) or not isinstance(stated, int) or not 0 < stated <= MAX_LABELS):
-        problems.append(f"num_labels: found {shown(stated, 40)}; expected an integer from 1 to {MAX_LABELS}")
-        return []
-    if names is None:
-        return [f"LABEL_{i}" for i in range(stated or 2)]
-    if not isinstance(names, Mapping) or len(names) > MAX_LABELS:
-        problems.append(f"id2label: found {shown(names, 60)}; expected a table of at most {MAX_LABELS} names by id")
-        return []
-    by_id: dict[int, str] = {}
-    if stated is not None and set(map(str, names)) > set(map(str, range(stated))):
-        # Transformers lets the number win and forgets all names, so that none is given to a wrong class.
-        notes.append(f"id2label: names {len(names)} labels and num_labels is {stated}; the number holds, without names")
-        return [f"LABEL_{i}" for i in range(stated)]
-    if stated is not None and names and len(names) < stated:
-        notes.append(f"id2label: names {len(names)} of num_labels = {stated} labels; the others are LABEL_i")
-    for key, name in names.items():
-        index = int(key) if str(key).isascii() and str(key).isdigit() and len(str(key)) < 8 else -1
-        if index < 0 or index >= (stated or MAX_LABELS) or not isinstance(name, (str, int, float)) or index in by_id:
-            problems.append(
-                f"id2label: found {printable(str(key), 40)}: {shown(name, 40)}; expected one name for each "
-                f"id from 0{'' if stated is None else f' to num_labels - 1 = {stated - 1}'}"
-            )
-            return []
-        by_id[index] = str(name)
-    size = stated or (max(by_id) + 1 if by_id else 2)
-    if size > MAX_LABELS or size > 4 * len(by_id) + 64:
-        problems.append(f"id2label: ids reach {size - 1} but only {len(by_id)} are named; expected ids 0 to n-1")
-        return []
-    return [by_id.get(i, f"LABEL_{i}") for i in range(size)]
 
 
 def _consistent(fields: Mapping[str, Any], source: Mapping[str, Any], rows: Sequence[Row], problems: list[str]) -> None:

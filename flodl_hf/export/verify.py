@@ -22,6 +22,7 @@ from torch import Tensor
 from flodl.errors import FlodlError
 from flodl_hf.config.model_config import read_config_file
 from flodl_hf.errors import ExportError
+from flodl_hf.model.pretrained import open_weights
 from flodl_hf.sentence.routing import WEIGHT_FILES, transformer_folder, transformer_folders
 from flodl_hf.version import own_version
 from flodl_hf.weights.checkpoint import Checkpoint
@@ -194,7 +195,7 @@ class _Run:
         from flodl_hf.parity.reference import load_reference
 
         if folder not in self._references:
-            with Checkpoint.open(folder) as opened:
+            with open_weights(folder, read_config_file(folder)) as opened:
                 pooler = any("pooler" in name for name in opened.manifest.tensors)
             self._references[folder] = load_reference(folder, self.architecture, pooler=pooler)
         return self._references[folder]
@@ -224,7 +225,7 @@ def _bytes(run: _Run) -> Iterator[Check]:
     if run.base is None:
         yield Check("tensors equal the source's", "not run", "no source was given")
         return
-    with Checkpoint.open(run.place) as ours, Checkpoint.open(run.base) as theirs:
+    with Checkpoint.open(run.place) as ours, open_weights(run.base, read_config_file(run.base)) as theirs:
         a, b = ours.manifest.tensors, theirs.manifest.tensors
         lost, added = [n for n in b if n not in a], [n for n in a if n not in b]
         other = [n for n in a if n in b and (a[n].dtype != b[n].dtype or a[n].shape != b[n].shape)]

@@ -23,11 +23,7 @@ COMMON_INERT: tuple[Inert, ...] = (
     Inert("transformers_version", "records who wrote the file"),
     Inert("architectures", "read by the dispatch"),
     Inert("model_type", "read by the dispatch"),
-    Inert(
-        "transformers_weights",
-        "the file that holds the weights; rename another one, and its shards, to the usual name",
-        ("model.safetensors", "model.safetensors.index.json", None),
-    ),
+    Inert("transformers_weights", "names the file that holds the weights, where it is not the usual one"),
     Inert("auto_map", _CODE, said=True),
     Inert("custom_pipelines", _CODE),
     Inert("attn_implementation", _ATTENTION, said=True),
@@ -81,7 +77,11 @@ COMMON_INERT: tuple[Inert, ...] = (
     Inert("output_attentions", _OUTPUT, said=True),
     Inert("output_hidden_states", _OUTPUT, said=True),
     Inert("torchscript", "an export option"),
-    Inert("pruned_heads", "the tensors would not fit", ({}, [], None)),
+    Inert(
+        "pruned_heads",
+        "transformers prunes no heads since its version 5; tensors without them would not fit",
+        said=True,
+    ),
     Inert("use_bfloat16", "an option of TPU training"),
     Inert("chunk_size_feed_forward", "trades memory for time and changes no number"),
     Inert(

@@ -37,9 +37,8 @@ from flodl_hf.sentence.multivector import colbert_recipe
 from flodl_hf.sentence.recipe import SentenceRecipe, read_recipe
 from flodl_hf.sentence.routing import transformer_folder
 from flodl_hf.weights.checkpoint import Checkpoint, SourceManifest, StoredTensor
-from flodl_hf.weights.checkpoint.folder import SAFETENSORS_INDEX
 from flodl_hf.weights.checkpoint.members import is_entry
-from flodl_hf.weights.file_names import MODEL_FILES, VOCABULARY_FILES
+from flodl_hf.weights.file_names import MODEL_FILES, VOCABULARY_FILES, WEIGHTS_KEY, weights_named
 from flodl_hf.weights.loading import Plan, class_of, head_of, plan_load
 from flodl_hf.weights.on_disk import OnDisk, Weights, stays_on_disk
 from flodl_hf.weights.source import Source
@@ -417,9 +416,12 @@ def _warming(device: torch.device | str | None) -> Warming | None:
 
 
 def open_weights(folder: Path, config: ModelConfig) -> Checkpoint:
-    """Return a folder's weights, opened: of several that lie there those which its configuration names."""
-    named = config.source.get("transformers_weights")
-    return Checkpoint.open(folder, layout="safetensors-index" if named == SAFETENSORS_INDEX else None)
+    """Return a folder's weights, opened: those which its configuration names, else those of the usual names.
+
+    Raises:
+        ConfigError: what the configuration names is no file of the folder that could hold weights.
+    """
+    return Checkpoint.open(folder, named=weights_named(config.source.get(WEIGHTS_KEY), config.where))
 
 
 def plan_folder(

@@ -23,7 +23,9 @@ from flodl_hf.saving.json_text import patch_json
 from flodl_hf.saving.publish import publish_folder
 from flodl_hf.saving.state import WritePlan, plan_state, write_state
 from flodl_hf.saving.write import WrittenFile, verify_files, write_bytes
+from flodl_hf.weights.checkpoint.folder import SAFETENSORS, SAFETENSORS_INDEX
 from flodl_hf.weights.checksums import write_checksums
+from flodl_hf.weights.file_names import WEIGHTS_KEY
 from flodl_hf.weights.loading import canonical_names
 
 if TYPE_CHECKING:
@@ -278,6 +280,8 @@ def config_text(model: GraphModel) -> str:
         changes["architectures"] = [architecture(model)]
     thresholds, gone = config.threshold_changes()
     changes |= thresholds
+    if config.source.get(WEIGHTS_KEY) not in (None, SAFETENSORS, SAFETENSORS_INDEX):
+        gone = [*gone, WEIGHTS_KEY]  # they are written under their usual names
     dtype = DTYPE_NAMES.get(model.dtype)
     for key in ("dtype", "torch_dtype"):
         if dtype is not None and config.source.get(key) not in (None, dtype):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
+
+from flodl.errors import ConfigError, printable, shown
 
 __all__ = [
     "ADAPTER_CONFIG",
@@ -14,12 +17,16 @@ __all__ = [
     "MODEL_FILES",
     "RECIPE_FILES",
     "VOCABULARY_FILES",
+    "WEIGHTS_KEY",
     "is_vocabulary_in",
     "vocabularies_below",
+    "weights_named",
 ]
 
 CONFIG_NAME = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
+WEIGHTS_KEY = "transformers_weights"
+"""The key of ``config.json`` that names the file of the weights."""
 BASE_OF_ADAPTER = "base_model_name_or_path"
 # A folder with one of these has a tokenizer; asked here so that folders without one import none.
 VOCABULARY_FILES = (
@@ -74,3 +81,33 @@ def vocabularies_below(folder: Path) -> list[str]:
         return sorted(path.name for path in folder.iterdir() if path.is_dir() and is_vocabulary_in(path))
     except OSError:
         return []
+
+
+def weights_named(found: Any, where: str) -> str | None:
+    """Return the file of weights that a configuration names, relative to its folder; None where it names none.
+
+    Args:
+        found: what stands at `WEIGHTS_KEY`.
+        where: the configuration, for messages.
+
+    Raises:
+        ConfigError: it is no name of a safetensors file, or of an index of such, in the folder or below it.
+    """
+    if found in (None, ""):
+        return None
+    parts = found.split("/") if isinstance(found, str) else []
+    if not parts or any(part in ("", ".", "..") or set(part) & set('\\:*?"<>|') for part in parts):
+        why = "expected the name of a file in the folder"
+    elif not found.endswith((".safetensors", ".safetensors.index.json")):
+        why = "expected the name of a .safetensors file, or of a .safetensors.index.json"
+    elif len(parts) > 1 and not found.endswith(".safetensors"):
+        why = "expected an index beside config.json, since its shards are looked for there"
+    else:
+        return found
+    what = shown(found, 80) if not isinstance(found, str) else printable(found, 80)
+    raise ConfigError(
+        f"{where}: {WEIGHTS_KEY}: found {what}; {why}. Name the file that holds the weights, relative to the folder of "
+        "config.json, or remove the key where they have their usual name",
+        where=where,
+        problems=[WEIGHTS_KEY],
+    )

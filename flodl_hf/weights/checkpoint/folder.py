@@ -19,7 +19,7 @@ from flodl.errors import CheckpointError, capped, nearest, printable
 
 from .index import INDEX_LIMIT, ShardIndex, check_shards, parse_index
 from .manifest import DTYPE_NAMES, Layout, SourceManifest, StoredTensor
-from .members import Folder
+from .members import Folder, inside
 from .shard import SafetensorsShard, Shard
 
 __all__ = ["Checkpoint"]
@@ -53,6 +53,7 @@ class Checkpoint:
         *,
         allow_pickle_free_bin: bool = True,
         layout: Literal["safetensors", "safetensors-index", "bin"] | None = None,
+        named: str | None = None,
     ) -> Checkpoint:
         """Return the checkpoint in ``folder``, its headers read and checked.
 
@@ -66,6 +67,8 @@ class Checkpoint:
             allow_pickle_free_bin: read ``.bin`` files, by a reader that executes nothing; otherwise they are
                 refused.
             layout: take this layout where several are present.
+            named: the file to read in place of the usual ones: a ``.safetensors`` file, or an index whose name ends
+                in ``.index.json``, in the folder or in one below it.
 
         Raises:
             UnsafeFileError: the index or a link leads out of the folder, or a ``.bin`` file holds more than
@@ -73,9 +76,14 @@ class Checkpoint:
             CheckpointError: no weights, missing shards, damaged files, or an index that contradicts its shards.
         """
         with ExitStack() as stack:
-            opened = Folder(folder)
+            inner, _, leaf = (named or "").rpartition("/")
+            opened = Folder(inside(folder, inner) if inner else folder)
             stack.callback(opened.close)
-            chosen, passed_over = _choose(opened, layout, allow_pickle_free_bin)
+            if not leaf:
+                chosen, passed_over = _choose(opened, layout, allow_pickle_free_bin)
+            else:
+                chosen = _index_in(opened, leaf, SAFETENSORS) if leaf.endswith(".index.json") else leaf
+                passed_over = ""
             if isinstance(chosen, str):
                 index, shards = None, {chosen: _open_shard(opened, chosen, stack)}
             else:

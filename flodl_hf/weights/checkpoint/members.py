@@ -15,7 +15,7 @@ from pathlib import Path
 
 from flodl.errors import CheckpointError, FlodlError, UnsafeFileError, printable
 
-__all__ = ["Folder", "is_entry", "plain_name_fault", "read_member"]
+__all__ = ["Folder", "inside", "is_entry", "plain_name_fault", "read_member"]
 
 _NONBLOCK = getattr(os, "O_NONBLOCK", 0)  # a pipe without a writer would hang a blocking open for ever
 _NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
@@ -45,6 +45,24 @@ def is_entry(folder: Path, name: str) -> bool:
     return os.path.lexists(folder / name)
 
 
+def inside(folder: str | os.PathLike[str], name: str) -> Path:
+    """Return a folder below another.
+
+    Raises:
+        UnsafeFileError: it leads out of that folder.
+    """
+    home = Path(folder)
+    below = home / name
+    if name and not below.resolve().is_relative_to(home.resolve()):
+        raise UnsafeFileError(
+            f"{below}: leads to {below.resolve()}, outside the folder; copy what it holds into the folder",
+            path=str(below),
+            problems=[f"link to {below.resolve()}"],
+            target=str(below.resolve()),
+        )
+    return below
+
+
 def read_member(folder: Path, name: str, limit: int, fault: type[FlodlError] = CheckpointError) -> bytes:
     """Return the bytes of one file of a folder, through the same door as its weights; see `Folder.open`.
 
@@ -59,14 +77,7 @@ def read_member(folder: Path, name: str, limit: int, fault: type[FlodlError] = C
         UnsafeFileError: the file is a link out of the folder.
     """
     inner, _, leaf = name.rpartition("/")
-    below = folder / inner
-    if inner and not below.resolve().is_relative_to(folder.resolve()):
-        raise UnsafeFileError(
-            f"{below}: leads to {below.resolve()}, outside the folder; copy what it holds into the folder",
-            path=str(below),
-            problems=[f"link to {below.resolve()}"],
-            target=str(below.resolve()),
-        )
+    below = inside(folder, inner)
     try:
         opened = Folder(below)
         try:

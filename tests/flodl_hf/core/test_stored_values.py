@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from flodl.errors import CheckpointError, ConfigError
+from flodl.errors import CheckpointError
 from flodl_hf import AutoModel, AutoModelForSequenceClassification, load
 from flodl_hf.families import FAMILIES
 from flodl_hf.family.head_names import names_of
@@ -284,5 +284,3 @@ def test_of_weights_that_lie_there_twice_those_of_transformers_are_read(named: s
     said += "is passed over: delete what is stale"
     assert [str(one.message) for one in told] == ([f"{folder}: {said}"] if named is None else [])
     assert ours.load_report.notes == ([said] if named is None else [])
-    with pytest.raises(ConfigError, match=r"transformers_weights: found 'other.safetensors', which is not supported"):
-        AutoModel.from_pretrained(rewrite(folder, lambda held: None, transformers_weights="other.safetensors"))

@@ -1,0 +1,79 @@
+"""Labels as ``config.json`` states them: as many as transformers counts, by the names that are there.
+
+Decides what becomes of tables with gaps, numbers that contradict them, and problem types that nobody knows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from flodl.errors import printable, shown
+
+__all__ = ["MAX_LABELS", "PROBLEM_TYPES", "label_names", "without_unknown_problem"]
+
+MAX_LABELS = 100_000
+PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
+
+
+def without_unknown_problem(source: Mapping[str, Any], overruled: list[str] | None) -> Mapping[str, Any]:
+    """Return the file without a problem type that transformers takes for none; told in ``overruled``, if not empty."""
+    found = source.get("problem_type")
+    if not isinstance(found, str) or found in PROBLEM_TYPES or (found and overruled is None):
+        return source
+    if found and overruled is not None:
+        overruled.append(
+            f"problem_type: {shown(found, 40)}, which is none of {', '.join(PROBLEM_TYPES)}; none is taken"
+        )
+    return {key: value for key, value in source.items() if key != "problem_type"}
+
+
+def label_names(
+    source: Mapping[str, Any], problems: list[str], notes: list[str], overruled: list[str] | None = None
+) -> list[str]:
+    """Return label names by id: as many as transformers counts, absent names as LABEL_i.
+
+    Args:
+        source: the file.
+        problems: gets what is refused.
+        notes: gets what a reader should know of.
+        overruled: gets names that are no label's; None where the file has to be without them.
+    """
+    overruled = problems if overruled is None else overruled
+    names = source.get("id2label")
+    stated = source.get("num_labels")
+    if stated is not None and (isinstance(stated, bool) or not isinstance(stated, int) or not 0 < stated <= MAX_LABELS):
+        problems.append(f"num_labels: found {shown(stated, 40)}; expected an integer from 1 to {MAX_LABELS}")
+        return []
+    if names is None:
+        return [f"LABEL_{i}" for i in range(stated or 2)]
+    if not isinstance(names, Mapping) or len(names) > MAX_LABELS:
+        problems.append(f"id2label: found {shown(names, 60)}; expected a table of at most {MAX_LABELS} names by id")
+        return []
+    if stated is not None and set(map(str, names)) > set(map(str, range(stated))):
+        # Transformers lets the number win and forgets all names, so that none is given to a wrong class.
+        notes.append(f"id2label: names {len(names)} labels and num_labels is {stated}; the number holds, without names")
+        return [f"LABEL_{i}" for i in range(stated)]
+    if stated is not None and names and len(names) < stated:
+        notes.append(f"id2label: names {len(names)} of num_labels = {stated} labels; the others are LABEL_i")
+    by_id: dict[int, str] = {}
+    for key, name in names.items():
+        index = int(key) if re.fullmatch(r"-?[0-9]{1,7}", str(key)) else None
+        beyond = stated is not None and index is not None and not 0 <= index < stated
+        if index is None or beyond or not isinstance(name, (str, int, float)) or index in by_id:
+            problems.append(
+                f"id2label: found {printable(str(key), 40)}: {shown(name, 40)}; expected one name for each "
+                f"id from 0{'' if stated is None else f' to num_labels - 1 = {stated - 1}'}"
+            )
+            return []
+        by_id[index] = str(name)
+    size = stated or len(by_id) or 2
+    if strays := sorted(by_id.keys() - set(range(size))):
+        # Transformers counts the names, whatever their numbers.
+        ids = ", ".join(map(str, strays[:5])) + (", ..." if len(strays) > 5 else "")
+        overruled.append(
+            f"id2label: names {size} labels, and their ids are not 0 to {size - 1}: there are {size} labels, the names "
+            f"of {ids} are no label's, and labels without a name are LABEL_i"
+        )
+    return [by_id.get(i, f"LABEL_{i}") for i in range(size)]
