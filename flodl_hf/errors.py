@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from flodl.errors import FlodlError
 
-__all__ = ["ExportError", "HubError", "ParityError", "PredictError", "TokenizerError"]
+__all__ = ["ExportError", "HubError", "ParityError", "PredictError", "TokenizerError", "no_tokenizer"]
 
 
 class TokenizerError(FlodlError):
@@ -33,3 +33,12 @@ class ExportError(FlodlError):
 
 class ParityError(FlodlError):
     """Two sides that were to be equal and are not."""
+
+
+def no_tokenizer(task: str) -> PredictError:
+    """Return what is said of a model without a tokenizer where ``task`` has texts for it."""
+    return PredictError(
+        f"{task}: the model has no tokenizer, because its folder holds none; expected tokenizer.json (or "
+        "vocab.txt, vocab.json and merges.txt, a sentencepiece model) beside the weights; put it there, or set "
+        "model.tokenizer."
+    )

@@ -123,7 +123,9 @@ def predict_file(
         parts.clear()
     if isinstance(model, (str, os.PathLike)):
         from flodl_hf.auto import load
+        from flodl_hf.hub.folders import expect_tokenizer
 
+        expect_tokenizer(model, "predict_file")
         hub = {"revision": revision, "local_files_only": local_files_only}
         model = load(str(model), head=head, device=device or rank.device, weights=weights, **hub)
     model.ready("predict_file", untrained=bool(options.get("untrained")))

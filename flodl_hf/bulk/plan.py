@@ -38,6 +38,7 @@ class Plan:
     on_error: str
     part_rows: int
     columns: tuple[str, ...] | None
+    read: tuple[str, ...]
     identity: dict[str, Any]
 
     def open(self, rows: Rows) -> Rows:
@@ -112,4 +113,4 @@ def make_plan(
     }  # fmt: skip
     # As it comes back from the folder, so that equal things compare equal.
     identity = json.loads(json.dumps(identity, default=str))
-    return Plan(model, source, answerer, writer, item_of(choice), on_error, size, wanted, identity)
+    return Plan(model, source, answerer, writer, item_of(choice), on_error, size, wanted, choice.read, identity)

@@ -47,6 +47,7 @@ class FileResult:
         seconds: time this run took, loading left out.
         new_rows: rows answered in this run, by all ranks.
         tokens: tokens that went through the models in this run, by all ranks.
+        columns: the columns of the input that the model read, in its order.
     """
 
     target: Path
@@ -61,12 +62,14 @@ class FileResult:
     seconds: float = 0.0
     new_rows: int = 0
     tokens: int = 0
+    columns: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result as JSON types, with rates."""
         rate = 1.0 / max(self.seconds, 1e-9)
         return {
-            **{name: value for name, value in self.__dict__.items() if name != "target"},
+            **{name: value for name, value in self.__dict__.items() if name not in ("target", "columns")},
+            "columns": list(self.columns),
             "out": str(self.target),
             "rows_per_s": round(self.new_rows * rate, 1),
             "tokens_per_s": round(self.tokens * rate, 1),

@@ -67,7 +67,7 @@ class Run:
 
     def go(self, before: Mapping[int, Mapping[str, Any]]) -> FileResult:
         """Do this rank's parts; the first rank then waits for the others and makes one file of all."""
-        result = FileResult(self._parts.target)
+        result = FileResult(self._parts.target, columns=self._plan.read)
         there: set[int] = set()
         number, stopped = self._walk(there)
         if not stopped and self._rank.rank == 0 and self._all_there(number, there, before):

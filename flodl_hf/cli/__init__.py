@@ -25,6 +25,11 @@ def main() -> None:
         from flodl_hf.cli.app import app_for
 
         app_for(sys.argv[1:])()
+    except SystemExit as fault:
+        if not isinstance(fault.__context__, BrokenPipeError):
+            raise
+        # Typer and rich end help and the version with 1 where the reader has seen enough (`--help | head`).
+        raise SystemExit(0) from None
     except OSError as fault:  # of help and the version, which are no command's
         if fault.errno not in NO_ROOM:
             raise

@@ -28,7 +28,9 @@ def command(
     format: Annotated[
         EngineWord, typer.Option(help="safetensors, or for another engine: onnx, torch-export.")
     ] = EngineWord.safetensors,
-    opset: Annotated[int | None, typer.Option(help="Of ONNX: the version of its operators; 18 by default.")] = None,
+    opset: Annotated[
+        int | None, typer.Option(min=1, help="Of ONNX: the version of its operators; 18 by default.")
+    ] = None,
     like: Annotated[
         str | None, typer.Option(help="For a graph's checkpoint: a folder with its configuration and tokenizer.")
     ] = None,

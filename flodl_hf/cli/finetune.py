@@ -9,7 +9,6 @@ import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
@@ -78,6 +77,10 @@ def run(
     name = values.pop("model")
     data = {"train": train_data(values.pop("train")), "eval": eval_data(values.pop("eval", None))}
     target = values.pop("out", None)
+    if target is None and trial is None:
+        target = usual_folder(name)
+        if _is_first_rank():
+            say(f"the model will be written to {target}; --out DIR names another folder")
     monitor = None if trial is not None else _monitor(dashboard, control)
     overwrite = bool(values.pop("overwrite", False)) or overwrite
     if not _is_first_rank():
@@ -89,7 +92,6 @@ def run(
         return
     if data["eval"] is None:
         say("no --eval was given: nothing will be measured, and the last model is kept")
-    kept = target is not None or values.get("checkpoints") is not None
     result = finetune(
         name,
         **data,
@@ -97,7 +99,7 @@ def run(
         overwrite=overwrite,
         progress=None if verbosity() == Verbosity.QUIET else True,
         monitor=monitor,
-        on_event=partial(_say_how_to_go_on, kept),
+        on_event=_say_how_to_go_on,
         **values,
     )
     record = getattr(monitor, "folder", None)
@@ -146,17 +148,21 @@ def _report(model: str, result: FinetuneResult, json_output: bool) -> None:
         return
     for figure, value in result.metrics.items():
         tell(f"{figure:<20} {value:.4f}")
-    if result.folder is None:
-        say("nothing was written; give --out DIR to keep the model")
+    tell(f"written to {result.folder} (step {result.best_step} of {result.steps}, {result.seconds:.0f} s)")
+    assert result.folder is not None
+    if result.generator is not None:
+        say(f"the generator lies in {result.folder / 'generator'}")
+    if result.model.active_adapter is not None:
+        merge = command_line("flodl-hf", "merge", model, result.folder, "--out", "DIR")
+        say(f"the adapter and its head alone; for a whole model: {merge}")
     else:
-        tell(f"written to {result.folder} (step {result.best_step} of {result.steps}, {result.seconds:.0f} s)")
-        if result.generator is not None:
-            say(f"the generator lies in {result.folder / 'generator'}")
-        if result.model.active_adapter is not None:
-            merge = command_line("flodl-hf", "merge", model, result.folder, "--out", "DIR")
-            say(f"the adapter and its head alone; for a whole model: {merge}")
-        else:
-            say("check it: " + command_line("flodl-hf", "verify-export", result.folder, "--no-source"))
+        say("check it: " + command_line("flodl-hf", "verify-export", result.folder, "--no-source"))
+
+
+def usual_folder(model: str | Path) -> Path:
+    """Return the folder that a run writes where nobody names one: beside where it was started, by the model's name."""
+    name = str(model).partition("@")[0] if not Path(model).exists() else str(Path(model).resolve())
+    return Path(f"{Path(name).name or 'model'}-finetuned")
 
 
 def _try(trial: str, model: str, data: Mapping[str, Any], values: Mapping[str, Any], json_output: bool) -> None:
@@ -212,13 +218,12 @@ class Command(OnceCommand):
         return super().parse_args(ctx, filled)
 
 
-def _say_how_to_go_on(kept: bool, event: Any) -> None:
-    """Say how a run that was stopped goes on; ``kept`` is whether its checkpoints outlive it."""
+def _say_how_to_go_on(event: Any) -> None:
+    """Say how a run that was stopped goes on."""
     from flodl.train import RunDone
 
     if isinstance(event, RunDone) and event.reason == "signal":
-        further = "run the same command with --resume to go on" if kept else "nothing is kept without --out"
-        say(f"stopped after step {event.step}; {further}")
+        say(f"stopped after step {event.step}; run the same command with --resume to go on")
 
 
 def train_data(text: Any) -> Any:
@@ -312,7 +317,8 @@ def _command() -> Callable[..., None]:
                    "Parquet, CoNLL, SQuAD JSON or text; for vectors also several as name=file,name=file.")),
         _parameter("eval", str | None, typer.Option("--eval", help="Held-out data, judged after each epoch: a file, "
                    "several as name=file,name=file, or a share of the training rows (0.2).")),
-        _parameter("out", Path | None, typer.Option("--out", "-o", help="Folder to write.")),
+        _parameter("out", Path | None, typer.Option("--out", "-o", help="Folder to write; by default "
+                   "MODEL-finetuned here, by the last part of the name.")),
         _parameter("overwrite", bool, typer.Option("--overwrite", help="Replace a model in that folder."), False),
         _parameter("recipe", Path | None, typer.Option("--recipe", "-r", help="YAML file with options; those on the "
                    "command line win.")),
@@ -334,9 +340,11 @@ def _command() -> Callable[..., None]:
         kind = list[str] if name in IN_PARTS else kind
         flags = [f"{flag}/--no-{flag[2:]}"] if kind is bool else [flag, *([SHORT[name]] if name in SHORT else [])]
         text = row.metadata["help"] + (f" (default {shown})" if shown else "")
+        bounds: dict[str, Any] = {word: row.metadata.get(key) for word, key in (("min", "least"), ("max", "most"))}
         option = typer.Option(
             *flags, help=text, show_default=False, rich_help_panel=group,
             metavar="seqcls|tokcls|qa|mlm|choice|..." if name == "task" else None,
+            **bounds if kind in (int, float) else {},
         )  # fmt: skip
         parameters.append(_parameter(name, kind | None, option))
     parameters.append(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flodl.errors import ConfigError
+from flodl.errors import ConfigError, printable
 from flodl_hf.cli.choices import AggregationWord, FaultWord, Head, HeadWord
 from flodl_hf.cli.options import (
     Device,
@@ -187,7 +187,9 @@ def command(
         raise ConfigError(f"--html: {page}: {what}", problems=["html"])
     with beginning(model, {"device": device, "weights": weights}):
         from flodl_hf.auto import load
+        from flodl_hf.hub.folders import expect_tokenizer
 
+        expect_tokenizer(model, "predict")
         loaded = load(model, head=head, **loading, device=device_said(device))
     texts = iter(text) if text is not None else stdin_lines()
     given = {name: value for name, value in options.items() if value is not None}
@@ -424,6 +426,8 @@ def _bar(bar: Any, signals: Any, doing: str) -> Callable[[Progress], None]:
 
 def _tell(result: FileResult, empty: str, called: str) -> None:
     figures = result.to_dict()
+    if result.columns:
+        say(f"read: column{'s' * (len(result.columns) > 1)} {', '.join(map(printable, result.columns))}")
     if result.is_whole:
         tell(
             f"{called}: {result.written:,} row{'' if result.written == 1 else 's'} in {result.seconds:.1f} s "

@@ -24,9 +24,10 @@ def command(
         str | None, typer.Option("--api-key", envvar="FLODL_HF_ENDPOINT_KEY", help="The key that the endpoint needs.")
     ] = None,
     tolerance: Annotated[
-        float | None, typer.Option(help="Largest difference that counts as equal, as a share of the largest number.")
+        float | None,
+        typer.Option(min=0.0, help="Largest difference that counts as equal, as a share of the largest number."),
     ] = None,
-    timeout: Annotated[float, typer.Option("--timeout-s", help="Give a request up after so long.")] = 60.0,
+    timeout: Annotated[float, typer.Option("--timeout-s", min=0.001, help="Give a request up after so long.")] = 60.0,
     local_files_only: Local = False,
     json_output: Json = False,
 ) -> None:

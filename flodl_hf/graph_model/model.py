@@ -18,7 +18,7 @@ from flodl_hf.adapter_layers.prompts import lead_of
 from flodl_hf.attention.dot_product import check_implementation
 from flodl_hf.attention.prefixes import ShiftedPositions
 from flodl_hf.config.model_config import ModelConfig
-from flodl_hf.errors import PredictError
+from flodl_hf.errors import PredictError, no_tokenizer
 from flodl_hf.graph_model.after_fork import entered
 from flodl_hf.graph_model.hidden_states import given_embeddings, ids_for, watched
 from flodl_hf.graph_model.index_checks import beyond_tables, check_rows
@@ -181,11 +181,7 @@ class GraphModel(nn.Module):
                 untrained=fresh,
             )
         if self.tokenizer is None:
-            raise PredictError(
-                f"{task}: the model has no tokenizer, because its folder holds none; expected tokenizer.json (or "
-                "vocab.txt, vocab.json and merges.txt, a sentencepiece model) beside the weights; put it there, or set "
-                "model.tokenizer."
-            )
+            raise no_tokenizer(task)
         return self.tokenizer
 
     @property

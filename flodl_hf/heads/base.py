@@ -190,6 +190,8 @@ class BaseModel(EncoderModel):
         prompt_name: str | None = None,
         task: str | None = None,
         route: str | None = None,
+        store: str | None = None,
+        ranges: Any = None,
         untrained: bool = False,
         **run: Unpack[RunKeywords],
     ) -> Any:
@@ -208,6 +210,11 @@ class BaseModel(EncoderModel):
             prompt_name: a prompt of the folder; None as the folder says.
             task: as in `embed`.
             route: as in `embed`.
+            store: how numbers come back: "float32", "float16", "int8", "uint8", "binary" or "ubinary", as
+                `flodl_hf.vectors.quantize_embeddings` makes them; None as they are. It is what sentence-transformers
+                calls ``precision``, which here says what the model computes in.
+            ranges: ``store`` in bytes: the least and greatest number of each feature, ``(2, size)``; None takes those
+                of these vectors.
             untrained: encode although the model holds random values.
             **run: how to run; see `flodl_hf.runtime.RunOptions`.
 
@@ -216,9 +223,19 @@ class BaseModel(EncoderModel):
         """
         from flodl_hf.decode.pooling import finish_embeddings
         from flodl_hf.runtime.items import several
+        from flodl_hf.vectors.quantize import check_store, quantize_embeddings
 
         texts = several(sentences, "encode")
         texts = texts if isinstance(texts, str) else list(texts)
+        if store is not None:
+            check_store(store)
+        elif run.get("precision") == "int8":
+            warnings.warn(
+                "encode: precision='int8' is what the model computes in, and vectors come back in float32; "
+                "store='int8' returns bytes, as precision= of sentence-transformers does; store='float32' says that "
+                "float32 is meant",
+                stacklevel=3,
+            )
         recipe = self.sentence_recipe
         prompts = recipe.prompts if recipe else {}
         if prompt_name is not None and prompt_name not in prompts:
@@ -245,6 +262,10 @@ class BaseModel(EncoderModel):
             **run,
         )
         found = finish_embeddings(found, truncate_dim=kept)
+        if store is not None:
+            kept_as = quantize_embeddings(found, store, ranges=ranges)
+            kept_as = kept_as[0] if found.dim() == 1 else kept_as
+            return torch.from_numpy(kept_as) if convert_to_tensor or not convert_to_numpy else kept_as
         return found if convert_to_tensor or not convert_to_numpy else found.numpy()
 
     @taking(ENCODE, like=encode)

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from flodl.errors import ConfigError, shown
-from flodl_hf.weights.file_names import ADAPTER_CONFIG, CONFIG_NAME
+from flodl_hf.errors import no_tokenizer
+from flodl_hf.weights.file_names import ADAPTER_CONFIG, CONFIG_NAME, is_vocabulary_in, vocabularies_below
 
-__all__ = ["holds_adapter", "resolve_folder"]
+__all__ = ["expect_tokenizer", "holds_adapter", "resolve_folder"]
 
 
 def holds_adapter(name_or_path: str | os.PathLike[str]) -> bool:
@@ -62,3 +63,21 @@ def _modules(folder: Path) -> Mapping[str, bool]:
     from flodl_hf.sentence.routing import module_folders
 
     return module_folders(folder)
+
+
+def expect_tokenizer(name_or_path: Any, task: str) -> None:
+    """Refuse a local folder without a tokenizer before its weights are read, which may take minutes.
+
+    Args:
+        name_or_path: what is to be loaded; names of the Hub and models are passed over.
+        task: what has texts for it, for the message.
+
+    Raises:
+        PredictError: the folder has a configuration and no file that a vocabulary is read from, nor has one below it.
+    """
+    if not isinstance(name_or_path, (str, os.PathLike)):
+        return
+    path = Path(os.path.expanduser(os.fspath(name_or_path)))
+    known = os.path.isdir(path) and os.path.lexists(path / CONFIG_NAME)
+    if known and not is_vocabulary_in(path) and not vocabularies_below(path):
+        raise no_tokenizer(task)

@@ -14,7 +14,7 @@ from flodl.errors import nearest
 from flodl_hf.errors import PredictError
 from flodl_hf.vectors.search import Found, as_vectors, search_blocks
 
-__all__ = ["PRECISIONS", "binary_search", "byte_search", "quantize_embeddings", "ranges_of"]
+__all__ = ["PRECISIONS", "binary_search", "byte_search", "check_store", "quantize_embeddings", "ranges_of"]
 
 PRECISIONS = ("float32", "float16", "int8", "uint8", "binary", "ubinary")
 BLOCK = 256
@@ -38,11 +38,7 @@ def quantize_embeddings(vectors: Any, precision: str, *, ranges: Any = None) -> 
     Raises:
         PredictError: there is no such precision, or one vector is to be bytes without ``ranges``.
     """
-    if precision not in PRECISIONS:
-        raise PredictError(
-            f"precision {precision!r}{nearest(precision, PRECISIONS)}; expected one of {', '.join(PRECISIONS)}",
-            precision=precision,
-        )
+    check_store(precision, "precision")
     found: NDArray[Any] = as_vectors(vectors, "vectors").float().cpu().numpy()
     if precision.startswith("float"):
         return found.astype(precision)
@@ -61,6 +57,22 @@ def quantize_embeddings(vectors: Any, precision: str, *, ranges: Any = None) -> 
     steps = (high - low) / 255
     counted = np.clip(np.floor((found - low) / np.where(steps == 0, 1, steps)), 0, 255)
     return counted.astype(np.uint8) if precision == "uint8" else (counted - 128).astype(np.int8)
+
+
+def check_store(found: str, name: str = "store") -> None:
+    """Refuse a precision that vectors cannot be kept in.
+
+    Args:
+        found: what was asked for.
+        name: of the argument, for the message.
+
+    Raises:
+        PredictError: it is none of `PRECISIONS`.
+    """
+    if found not in PRECISIONS:
+        raise PredictError(
+            f"{name} {found!r}{nearest(found, PRECISIONS)}; expected one of {', '.join(PRECISIONS)}", precision=found
+        )
 
 
 def binary_search(

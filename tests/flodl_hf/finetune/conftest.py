@@ -19,3 +19,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = folder / "config.json"
     config.write_text(config.read_text("utf-8").replace("BertForSequenceClassification", "BertModel"), "utf-8")
     return folder
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run where nothing is lost: the command writes a folder where it was started."""
+    monkeypatch.chdir(tmp_path)

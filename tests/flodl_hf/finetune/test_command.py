@@ -22,6 +22,7 @@ pytest.importorskip("typer")
 from typer.testing import CliRunner
 
 from flodl_hf.cli.app import app
+from flodl_hf.cli.finetune import usual_folder
 
 QUICK = ["--epochs", "1", "--batch-size", "16", "--lr", "1e-3"]
 
@@ -120,27 +121,47 @@ def test_show_reports_options_that_do_not_exist(tmp_path: Path) -> None:
         (["finetune", "x", "--train", "y", "--env", "ci"], "no --recipe"),
         (["finetune", "no/where", "--train", "y.csv", "--local-files-only"], "y.csv"),
         (["finetune", "x", "--train", "y", "--columns", "text"], "expected name=value"),
-        (["finetune", "x", "--train", "y", "--lr", "-1"], "lr: found -1.0"),
     ],
 )
 def test_faults_are_one_message_and_status_1(args: list[str], says: str) -> None:
     assert says in run(*args, code=1).stderr
 
 
+def test_a_run_without_a_folder_is_kept_under_the_models_name_and_overwrites_nothing(
+    base: Path, files: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = ["finetune", base, "--train", files[0], *QUICK]
+    said = run(*given)
+    target = f"{base.name}-finetuned"
+    assert f"the model will be written to {target}; --out DIR names another folder" in said.stderr
+    assert f"written to {tmp_path / target}" in said.stdout
+    assert load(tmp_path / target).config.labels == ("complaint", "praise")
+    assert f"{target} is not empty" in run(*given, code=1).stderr
+    run(*given, "--overwrite")
+
+
+@pytest.mark.parametrize(
+    ("model", "folder"), [("owner/name", "name"), ("owner/name@v1", "name"), ("name", "name"), ("./a/b/", "b")]
+)
+def test_the_usual_folder_has_the_last_part_of_the_models_name(model: str, folder: str) -> None:
+    assert usual_folder(model) == Path(f"{folder}-finetuned")
+
+
 @pytest.mark.parametrize("out", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_ctrl_c_says_how_to_go_on(base: Path, files: tuple[str, str], tmp_path: Path, out: bool) -> None:
     command = [sys.executable, "-m", "flodl_hf.cli", "finetune", str(base), "--train", files[0], "--epochs", "100000"]
     command += ["--out", str(tmp_path / "out")] if out else []
-    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as run:
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, cwd=tmp_path) as run:
         assert run.stderr is not None
         said = [next(line for line in run.stderr if line.startswith("epoch 1:"))]
         run.send_signal(signal.SIGINT)
         said += list(run.stderr)
     assert run.returncode == 130
     stopped = next(line for line in said if line.startswith("stopped after step "))
-    assert ("--resume" in stopped) == out
-    assert ("nothing is kept" in stopped) != out
-    assert bool(list(tmp_path.glob("out.checkpoints/step-*"))) == out
+    assert "--resume" in stopped
+    kept = "out" if out else f"{base.name}-finetuned"
+    assert list(tmp_path.glob(f"{kept}.checkpoints/step-*"))
 
 
 def test_a_dry_run_and_a_search_of_rates_write_nothing(base: Path, files: tuple[str, str], tmp_path: Path) -> None:

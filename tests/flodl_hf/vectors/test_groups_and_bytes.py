@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,10 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from flodl_hf import AutoModel
 from flodl_hf.errors import PredictError
 from flodl_hf.vectors.communities import community_detection
 from flodl_hf.vectors.mining import paraphrase_mining
-from flodl_hf.vectors.quantize import binary_search, byte_search, quantize_embeddings, ranges_of
+from flodl_hf.vectors.quantize import PRECISIONS, binary_search, byte_search, quantize_embeddings, ranges_of
 from flodl_hf.vectors.search import semantic_search
 
 
@@ -120,3 +123,31 @@ def test_groups_and_findings_are_the_same_on_a_gpu() -> None:
     ranges, counted = ranges_of(VECTORS), quantize_embeddings(VECTORS, "int8")
     found = [byte_search(VECTORS[:30], counted, ranges, top_k=3, device=device).indices for device in ("cuda", "cpu")]
     assert torch.equal(*found)
+
+
+def test_encode_returns_the_bytes_that_are_asked_for(demo_model: Path) -> None:
+    model = AutoModel.from_pretrained(demo_model)
+    texts = ["a good film", "a bad film", "the cat sat"]
+    whole = model.encode(texts)
+    for store in PRECISIONS:
+        found = model.encode(texts, store=store)
+        expected = quantize_embeddings(whole, store)
+        assert found.dtype == expected.dtype
+        assert (found == expected).all()
+        assert torch.equal(model.encode(texts, store=store, convert_to_tensor=True), torch.from_numpy(expected))
+    ranges = ranges_of(whole)
+    assert (
+        model.encode(texts[0], store="int8", ranges=ranges) == quantize_embeddings(whole, "int8", ranges=ranges)[0]
+    ).all()
+    with pytest.raises(PredictError, match="store 'int9', did you mean 'int8'"):
+        model.encode(texts, store="int9")
+
+
+def test_computing_in_int8_is_not_taken_for_vectors_in_int8(demo_model: Path) -> None:
+    model = AutoModel.from_pretrained(demo_model)
+    with pytest.warns(UserWarning, match="vectors come back in float32; store='int8' returns bytes"):
+        computed = model.encode(["a good film"], precision="int8")
+    assert computed.dtype == np.float32
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert (model.encode(["a good film"], precision="int8", store="float32") == computed).all()
