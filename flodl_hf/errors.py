@@ -38,7 +38,7 @@ class ParityError(FlodlError):
 def no_tokenizer(task: str) -> PredictError:
     """Return what is said of a model without a tokenizer where ``task`` has texts for it."""
     return PredictError(
-        f"{task}: the model has no tokenizer, because its folder holds none; expected tokenizer.json (or "
-        "vocab.txt, vocab.json and merges.txt, a sentencepiece model) beside the weights; put it there, or set "
+        f"{task}: the model has no tokenizer, because its folder holds none of use; expected tokenizer.json "
+        "(or vocab.txt, vocab.json and merges.txt, a sentencepiece model) beside the weights; put it there, or set "
         "model.tokenizer."
     )

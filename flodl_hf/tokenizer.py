@@ -32,7 +32,7 @@ from .tokenization.doctor import contradictions
 from .tokenization.encoded import Encoded, pad_rows
 from .tokenization.guard import guarded
 from .tokenization.rows import Cut, Overflow, Row, cut_each, cut_rows
-from .tokenization.settings import guess_model_type, read_settings
+from .tokenization.settings import cuts_by, guess_model_type, read_settings
 from .tokenization.source import (
     TOKENIZER_FILES,
     parse_json,
@@ -153,17 +153,19 @@ class Tokenizer(Vocabulary):
         size = (config or {}).get("vocab_size")
         rows = size if isinstance(size, int) else None
         notes: list[str] = []
+        family = model_type or guess_model_type(config or {}, stated)
         if "tokenizer.json" in files:
             backend = load_json(files["tokenizer.json"], f"{folder}/tokenizer.json")
             with guarded(f"{folder}/tokenizer_config.json", "the settings are damaged; fetch them again"):
                 notes = add_missing(backend, stated, mapped, added, rows, decoder=True)
+            if words := cuts_by(family, stated):
+                notes.append(f"tokenizer.json is taken as it stands; its class cuts words by {words}: ids may differ")
             for note in notes:
-                if note.startswith(("cls_token", "sep_token")):  # stands in every row
+                if note.startswith(("cls_token", "sep_token", "tokenizer.json is")):  # stands in every row
                     warnings.warn(f"{folder}: {note}", UserWarning, stacklevel=3)
         else:
             from .tokenization.build import build_backend
 
-            family = model_type or guess_model_type(config or {}, stated)
             backend = build_backend(
                 files, folder=str(folder), model_type=family, settings=stated, rows=rows, byte_fallback=byte_fallback
             )

@@ -136,6 +136,8 @@ class SelfAttention(nn.Module):
             if self.scale_first:
                 scale, query = 1.0, query * (query.shape[-1] // self.num_heads) ** -0.5
             query, key = self.placed(query, key, layout)
+            if self.rotary is not None and self.rotary.values:
+                value = self.rotary(value, layout, self.kv_heads)
         chosen = self.implementation
         plain = chosen == "eager" or (chosen == "sdpa" and not self.fused and not fast)
         return attend(

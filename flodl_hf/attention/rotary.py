@@ -9,13 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from flodl_hf.family.config_rows import Check, Row
 from flodl_hf.layout.layouts import Layout
 
-__all__ = ["Rotary", "RotarySettings", "StatedRotary", "rotary_rows", "rotary_settings", "wavelength"]
+__all__ = ["PairedRotary", "Rotary", "RotarySettings", "StatedRotary", "rotary_rows", "rotary_settings", "wavelength"]
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,14 @@ class Rotary(nn.Module):
         theta: base of the wavelengths.
         settings: how wavelengths are stretched, and their base where a file states it there; None for neither.
         widened: whether states of half precision are turned in float32.
+
+    Attributes:
+        halves: a pair is a feature of a head's first half and one of its second, as our kernels have it.
+        values: whether values are turned too.
     """
+
+    halves = True
+    values = False
 
     def __init__(
         self, width: int, theta: float = 10_000.0, settings: RotarySettings | None = None, *, widened: bool = False
@@ -174,3 +182,75 @@ class StatedRotary(Rotary):
     def frequencies(self, device: torch.device) -> Tensor:
         """Return the angle of one place for each pair of features, ``(H / 2,)``, in float32."""
         return super().frequencies(device) if self.bits is None else self.bits.view(torch.float32).to(device)
+
+
+class PairedRotary(Rotary):
+    """Rotations of neighbours, as in RoFormer: features 0 and 1 are a pair, 2 and 3 the next (Su et al. 2021).
+
+    Sines and cosines come from a table of places, which a file may state; layers of the same sizes take the rows that
+    are found here. No change of a model's dtype rounds the table.
+
+    Args:
+        width: H, of a head; even.
+        places: rows of the table.
+        values: whether values are turned too.
+        held: whether this one holds the table, and layers find its rows.
+    """
+
+    halves = False
+    table: Tensor | None
+
+    def __init__(self, width: int, places: int, *, values: bool = False, held: bool = False) -> None:
+        super().__init__(width)
+        self.places, self.values = places, values
+        self.register_buffer("table", sinusoids(places, width) if held else None, persistent=False)
+
+    def take(self, table: Tensor) -> None:
+        """Hold a table as a file states it, ``(places, H)``: sines of all pairs, then cosines.
+
+        Raises:
+            ValueError: it has another shape.
+        """
+        if table.shape != (self.places, self.width):
+            raise ValueError(f"found shape {list(table.shape)}; expected {[self.places, self.width]}")
+        self.table = table.detach().float().clone()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        held = self.table
+        super()._apply(fn, recurse)
+        if held is not None and self.table is not None:
+            self.table = held.to(self.table.device)
+        return self
+
+    def angles(self, hidden: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines for the places of ``hidden``, ``(..., 1, H)``, in its dtype."""
+        mixed = torch.is_autocast_enabled(hidden.device.type)
+        dtype = torch.float32 if mixed and hidden.dtype != torch.float64 else hidden.dtype
+        key = ("paired", self.width, self.places, dtype)
+        if key not in layout.memo:
+            given = layout.memo.get("places")  # position_ids of the call
+            places = layout.positions(hidden) if given is None else given
+            table = sinusoids(self.places, self.width) if self.table is None else self.table
+            rows = table.to(hidden.device)[places].to(dtype)
+            sin, cos = (half.repeat_interleave(2, -1)[..., None, :] for half in rows.chunk(2, -1))
+            layout.memo[key] = (cos, sin)
+        return layout.memo[key]
+
+    def forward(self, states: Tensor, layout: Layout, num_heads: int) -> Tensor:
+        """Return queries, keys or values ``(..., N*H)`` turned, in their dtype."""
+        cos, sin = self.angles(states, layout)
+        x = states.view(*states.shape[:-1], num_heads, self.width)
+        across = torch.stack([-x[..., 1::2], x[..., ::2]], -1).view(x.shape)
+        return (x * cos + across * sin).to(states.dtype).view(states.shape)
+
+
+def sinusoids(places: int, width: int) -> Tensor:
+    """Return sines of the angles of all pairs, then cosines, ``(places, H)``, computed in float64 as transformers does.
+
+    Args:
+        places: rows.
+        width: H; even.
+    """
+    angles = np.arange(places)[:, None] / np.power(10_000, 2 * (np.arange(width) // 2) / width)
+    table = np.concatenate([np.sin(angles[:, 0::2]), np.cos(angles[:, 1::2])], 1)
+    return torch.from_numpy(table.astype(np.float32))

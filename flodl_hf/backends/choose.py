@@ -17,11 +17,12 @@ from flodl.graph import Graph
 from flodl_hf.attention.disentangled.attention import DisentangledAttention
 from flodl_hf.attention.distances import RelativeBias, SlopedBias
 from flodl_hf.attention.dot_product import Kernel, SelfAttention
+from flodl_hf.attention.rotary import Rotary
 from flodl_hf.backends.cpu import MakeProduct, ProcessorTable
 from flodl_hf.backends.cuda import CudaTable, norm_kind
 from flodl_hf.backends.cuda_float32 import WIDEST_SPLIT, SplitTable
 from flodl_hf.backends.cuda_training import TrainingTable
-from flodl_hf.backends.trials import SPLIT_BOUND, LayerSizes, prediction, split_prediction, training
+from flodl_hf.backends.trials import SPLIT_BOUND, LayerSizes, Turns, prediction, split_prediction, training
 from flodl_hf.encoder.graphs import FirstToken
 from flodl_hf.kernels.trust import trusted
 from flodl_hf.layers.encoder_layer import EncoderLayer, FeedForward
@@ -150,9 +151,15 @@ def sizes_of(layer: EncoderLayer) -> LayerSizes | None:
         bias=feed_forward.up.bias is not None,
         window=attention.window,
         kv_heads=None if attention.kv_heads == attention.num_heads else attention.kv_heads,
-        turns=None if attention.rotary is None else "wide" if attention.rotary.widened else "stepwise",
+        turns=_turns(attention.rotary),
         dropout=any(dropped) or attention.attention_dropout > 0,
     )
+
+
+def _turns(rotary: Rotary | None) -> Turns | None:
+    if rotary is None:
+        return None
+    return "neighbours" if not rotary.halves else "wide" if rotary.widened else "stepwise"
 
 
 def _arrange(graph: nn.Module, table: Table) -> dict[str, str]:

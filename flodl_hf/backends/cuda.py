@@ -158,7 +158,9 @@ class CudaTable(Table):
 
     def _serves(self, attention: Any, layout: Layout) -> bool:
         """Return whether our kernels take queries and keys as they are."""
-        return self.kernels and type(attention) is SelfAttention and isinstance(layout, Packed)
+        if not self.kernels or type(attention) is not SelfAttention or not isinstance(layout, Packed):
+            return False
+        return attention.rotary is None or attention.rotary.halves
 
     def _mixes(self, attention: Any, hidden: Tensor, layout: Layout, given: Mapping[str, Any]) -> bool:
         """Return whether attention is a kernel of ours."""

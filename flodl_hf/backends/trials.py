@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from flodl_hf.attention.distances import SlopedBias
 from flodl_hf.attention.dot_product import SelfAttention, attend
-from flodl_hf.attention.rotary import Rotary
+from flodl_hf.attention.rotary import PairedRotary, Rotary
 from flodl_hf.backends.cuda import CudaTable
 from flodl_hf.backends.cuda_float32 import SplitTable
 from flodl_hf.backends.cuda_training import TrainingTable
@@ -26,6 +26,7 @@ from flodl_hf.layout.layouts import Packed
 __all__ = [
     "SPLIT_BOUND",
     "LayerSizes",
+    "Turns",
     "buckets",
     "multiply",
     "prediction",
@@ -39,6 +40,8 @@ TEXTS = (37, 5, 1, 70, 12)
 SPLIT_BOUND = 4e-6
 # With one that fills blocks of its own.
 TRAINED = (150, 37, 5, 1, 12)
+
+Turns = Literal["wide", "stepwise", "neighbours"]
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,8 @@ class LayerSizes:
         bias: whether projections have biases.
         window: of attention; None for none.
         kv_heads: heads of keys and values; None for ``heads``.
-        turns: how rotary positions are rounded: once ("wide") or after each operation; None without them.
+        turns: how rotary positions are rounded: once ("wide") or after each operation; "neighbours" where torch turns
+            them, since kernels turn halves; None without them.
         distances: whether scores are added something by distance.
         dropout: whether anything is dropped.
     """
@@ -69,7 +73,7 @@ class LayerSizes:
     bias: bool = True
     window: int | None = None
     kv_heads: int | None = None
-    turns: Literal["wide", "stepwise"] | None = None
+    turns: Turns | None = None
     distances: bool = False
     dropout: bool = False
 
@@ -84,6 +88,8 @@ def small_layer(
     buffer.write(np.zeros(int(lengths.sum()), np.int32), None, lengths)
     draw = torch.Generator().manual_seed(0)
     rotary = None if sizes.turns is None else Rotary(sizes.width // sizes.heads, widened=sizes.turns == "wide")
+    if sizes.turns == "neighbours":
+        rotary = PairedRotary(sizes.width // sizes.heads, max(texts))
     attention = SelfAttention(
         sizes.width, sizes.heads, p, p, bias=sizes.bias, window=sizes.window, kv_heads=sizes.kv_heads, rotary=rotary
     )

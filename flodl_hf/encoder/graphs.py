@@ -87,6 +87,13 @@ class Embeddings(nn.Module):
     ) -> Tensor:
         """Return the embedded tokens, ``(..., size)``. Absent ``token_type_ids`` are zeros."""
         assert layout is not None
+        states = self.summed(input_ids, token_type_ids, position_ids, layout)
+        return self.dropout(states if self.norm is None else self.norm(states))
+
+    def summed(
+        self, input_ids: Tensor, token_type_ids: Tensor | None, position_ids: Tensor | None, layout: Layout
+    ) -> Tensor:
+        """Return the sum of a token's embeddings, ``(..., size)``, before the norm."""
         states = self.word(input_ids)
         if self.token_type is not None:
             states = states + self.token_type(
@@ -96,7 +103,7 @@ class Embeddings(nn.Module):
             states = states + self.position(
                 self._positions(input_ids, layout) if position_ids is None else position_ids
             )
-        return self.dropout(states if self.norm is None else self.norm(states))
+        return states
 
     def _positions(self, ids: Tensor, layout: Layout) -> Tensor:
         if not self.positions_after_pad:

@@ -57,6 +57,8 @@ FILES = (
     "roberta_prelayernorm",
     "data2vec_text",
     "esm",
+    "roformer",
+    "ernie",
 )
 
 _INDEX = Path(__file__).with_name("index.json")

@@ -101,6 +101,8 @@ class FamilyTokenizer:
         first: tokens that are numbered before the pieces of a sentencepiece model; a role stands for its token, and
             the mask is numbered last. Empty where tokens have the model's own numbers.
         skipped: how many of the model's first pieces ``first`` stands for.
+        words: what the class cuts words by that stands in no file of a folder; empty where files say all. Such a
+            tokenizer is not built from ``vocab.txt``, and ``tokenizer.json`` is taken with a warning.
     """
 
     special: Mapping[str, str]
@@ -115,6 +117,7 @@ class FamilyTokenizer:
     cleaned: bool = False
     first: tuple[str, ...] = ()
     skipped: int = 0
+    words: str = ""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from flodl.devices import default_device, find_device
-from flodl.errors import CheckpointError, ConfigError, DeviceError, printable
+from flodl.errors import CheckpointError, ConfigError, DeviceError, FlodlError, printable
 from flodl.garbage_collection import gc_paused
 from flodl.graph import Graph
 from flodl_hf.adapters.attach import adapters_of
@@ -172,10 +172,9 @@ def _load(
     config, relabelled = _configured(folder, head, asked, adapter)
     read = _read_folder(folder, config, head, asked, warming, relabelled=relabelled)
     report, kept = read.plan.report, _kept(read.plan.report.ignored, config)
-    tokenizer = load_tokenizer(folder, config)
-    read.finite.wait(
-        str(folder / (read.manifest.index_name or read.manifest.files[0].name)), report, allowed=asked.allow_nonfinite
-    )
+    tokenizer = load_tokenizer(folder, config, strict=False)
+    stored = read.manifest.index_name or read.manifest.files[0].name
+    read.finite.wait(str(folder / stored), report, allowed=asked.allow_nonfinite)
     if tokenizer is not None:
         few = tokenizer.few_tokens(config.encoder.vocab_size)
         report.notes += (*tokenizer.notes, *([few] if few else ()))
@@ -482,8 +481,8 @@ def in_hub_cache(folder: Path) -> bool:
     return folder.parent.name == "snapshots" and (folder.parent.parent / "blobs").is_dir()
 
 
-def load_tokenizer(folder: Path, config: ModelConfig) -> Tokenizer | None:
-    """Return the folder's tokenizer, or None where there are no tokenizer files.
+def load_tokenizer(folder: Path, config: ModelConfig, *, strict: bool = True) -> Tokenizer | None:
+    """Return the folder's tokenizer, or None where there are no tokenizer files, or, unless strict, none that say all.
 
     Raises:
         TokenizerError: damaged files, or a token whose id has no row in the word table.
@@ -492,7 +491,12 @@ def load_tokenizer(folder: Path, config: ModelConfig) -> Tokenizer | None:
         return None
     from flodl_hf.tokenizer import Tokenizer
 
-    tokenizer = Tokenizer.from_folder(folder, model_type=config.model_type)
+    try:
+        tokenizer = Tokenizer.from_folder(folder, model_type=config.model_type)
+    except FlodlError as fault:
+        if strict or "words" not in fault.details:
+            raise
+        return warnings.warn(f"the model has no tokenizer: {fault.message}", UserWarning, stacklevel=2)
     types = getattr(config.encoder, "type_vocab_size", None) if config.family.uses_token_types else None
     tokenizer.check_fits(config.encoder.vocab_size, types or None)
     return tokenizer

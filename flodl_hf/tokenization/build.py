@@ -32,7 +32,7 @@ from .added import add_missing, add_roles, add_stated, frame
 from .guard import guarded
 from .plain_files import read_merges, read_vocab_json, read_vocab_txt
 from .sentencepiece import BPE, BYTE, CONTROL, NORMAL, USER_DEFINED, SentencePieceModel, read_model
-from .settings import ROLES, class_family, content, rules_of, said_of
+from .settings import ROLES, class_family, content, cuts_by, rules_of, said_of
 from .source import TOKENIZER_FILES, parse_json, vocabulary_file
 
 __all__ = ["build_backend"]
@@ -300,8 +300,16 @@ def build_backend(
             sentencepiece does; transformers gives the unknown token.
 
     Raises:
-        TokenizerError: if there are no vocabulary files, or they are damaged.
+        TokenizerError: if there are no vocabulary files, or they are damaged, or do not say how words are cut.
     """
+    if words := cuts_by(model_type, settings):
+        raise TokenizerError(
+            f"{folder}/{vocabulary_file(files)}: this tokenizer cuts words by {words}, which is not here; expected "
+            "tokenizer.json, or another tokenizer_class. Give ids that transformers' tokenizer makes, or put a "
+            "tokenizer.json there that cuts as you want.",
+            where=folder,
+            words=words,
+        )
     family = _choose(files, folder, model_type, settings)
     own = rules_of(family)
     mapped: Mapping[str, Any] = {}

@@ -24,6 +24,7 @@ __all__ = [
     "Settings",
     "class_family",
     "content",
+    "cuts_by",
     "extra_tokens",
     "guess_model_type",
     "read_settings",
@@ -87,6 +88,13 @@ def _class_word(tokenizer_config: Mapping[str, Any]) -> str | None:
     """Return ``tokenizer_class`` without its endings, in small letters, or ``None``."""
     name = tokenizer_config.get("tokenizer_class")
     return name.removesuffix("Fast").removesuffix("Tokenizer").lower() if isinstance(name, str) and name else None
+
+
+def cuts_by(model_type: str | None, tokenizer_config: Mapping[str, Any]) -> str:
+    """Return what a folder's tokenizer cuts words by that no file holds: its class decides, else the model's family."""
+    stated = _class_word(tokenizer_config)
+    word = model_type if stated is None else class_family(tokenizer_config)
+    return rules_of(named(word)).words
 
 
 def rules_of(family: Family | None) -> FamilyTokenizer:

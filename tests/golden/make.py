@@ -129,11 +129,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {key: value for key, value in _ROBERTA.items() if key != "type_vocab_size"}
         | {"position_embedding_type": "rotary", "token_dropout": True, "mask_token_id": 4, "emb_layer_norm_before": False},
     ),
+    "roformer": ("RoFormer", _SIZES | {"embedding_size": 8}),
+    "ernie": ("Ernie", _SIZES | {"use_task_id": True}),
 }  # fmt: skip
 # Families with every head; the others have those of classification and of masked words.
 WHOLE = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "albert", "deberta-v2")
 LENGTHS = {"one row": (7,), "mixed lengths": (6, 3, 9, 1), "single tokens": (1, 1), "second texts": (8, 5)}
-ROW = dict.fromkeys(
+ROW: dict[str, int] = dict.fromkeys(
     ("roberta", "xlm-roberta", "camembert", "mpnet", "xlm-roberta-xl", "roberta-prelayernorm", "data2vec-text", "esm"),
     18,
 )
@@ -236,7 +238,7 @@ def make(family: str, head: str) -> list[list[int]]:
                 targets = labels(head, inputs)
                 outputs = again(**inputs, **targets)
                 tensors = [v for v in outputs.to_tuple() if isinstance(v, torch.Tensor)]
-                loss = outputs.loss if targets else sum(t.square().sum() for t in tensors)
+                loss: Any = outputs.loss if targets else sum(t.square().sum() for t in tensors)
                 loss.backward()
                 held |= {f"label.{key}": value for key, value in targets.items()} | {"loss": loss.detach()}
                 known = dict(again.named_parameters(remove_duplicate=False))

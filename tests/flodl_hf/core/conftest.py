@@ -56,7 +56,7 @@ TINY: dict[str, dict[str, Any]] = {}
 for family in FAMILIES:
     sizes: dict[str, Any] = {
         "vocab_size": len(VOCABULARY), "hidden_size": 16, "num_layers": 2, "num_heads": 2, "intermediate_size": 24,
-        "max_positions": 40, "type_vocab_size": 2, "embedding_size": 8,
+        "max_positions": 40, "type_vocab_size": 2, "embedding_size": 8, "summary": "first",
     }  # fmt: skip
     TINY[family.model_type] = {row.key: sizes[row.field] for row in family.rows if row.field in sizes}
 

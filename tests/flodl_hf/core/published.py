@@ -137,6 +137,16 @@ ESM: Config = {
     "pad_token_id": 1, "position_embedding_type": "rotary", "token_dropout": True, "torch_dtype": "float32",
     "use_cache": True, "vocab_list": None, "vocab_size": 33,
 }  # fmt: skip
+ERNIE: Config = {
+    "model_type": "ernie", **BASE, **DROPOUT, "hidden_act": "gelu", "initializer_range": 0.02, "layer_norm_eps": 1e-5,
+    "max_position_embeddings": 2048, "task_type_vocab_size": 3, "type_vocab_size": 4, "use_task_id": True,
+    "vocab_size": 40000,
+}  # fmt: skip
+ROFORMER: Config = {
+    "model_type": "roformer", **BASE, **DROPOUT, "embedding_size": 768, "hidden_act": "gelu", "initializer_range": 0.02,
+    "layer_norm_eps": 1e-12, "max_position_embeddings": 1536, "pad_token_id": 0, "rotary_value": False,
+    "type_vocab_size": 2, "vocab_size": 50000,
+}  # fmt: skip
 MINILM: Config = BERT | sizes(384, 6, 12, 1536) | {"gradient_checkpointing": False} | RECENT
 IDENTITY = "torch.nn.modules.linear.Identity"
 CROSS = {"sbert_ce_default_activation_function": IDENTITY}
@@ -286,6 +296,8 @@ PUBLISHED: dict[str, tuple[Config, str]] = {
     "facebook/esm2_t33_650M_UR50D": (ESM | sizes(1280, 33, 20, 5120), "mlm"),
     "facebook/esm1b_t33_650M_UR50S": (ESM | sizes(1280, 33, 20, 5120) | {"emb_layer_norm_before": True, "position_embedding_type": "absolute", "token_dropout": True}, "mlm"),
     "blaze999/Medical-NER": (DEBERTA_TUNED | arch("DebertaV2ForTokenClassification") | labels(*(f"B-{i}" for i in range(83))), "tokcls"),
+    # --- ERNIE ---------------------------------------------------------------------------------------
+    "nghuyong/ernie-3.0-base-zh": (ERNIE | arch("ErnieForMaskedLM"), "mlm"),
 }  # fmt: skip
 
 # Other models under these families' names, and the key by which they are told.
@@ -316,6 +328,9 @@ FURTHER: dict[str, tuple[Config, str]] = {
     "jhu-clsp/ettin-encoder-150m": (MODERNBERT | arch("ModernBertForMaskedLM"), "mlm"),
     "tomaarsen/reranker-ModernBERT-base-gooaq-bce": (MODERNBERT | arch("ModernBertForSequenceClassification") | labels("LABEL_0") | {"classifier_pooling": "mean"}, "seqcls"),
     "EuroBERT/EuroBERT-2.1B": (EUROBERT | sizes(2304, 32, 18, 6144) | {"num_key_value_heads": 6, "head_dim": 128} | arch("EuroBertForMaskedLM"), "mlm"),
+    "nghuyong/ernie-2.0-base-en": (ERNIE | arch("ErnieModel") | {"max_position_embeddings": 512, "type_vocab_size": 4, "vocab_size": 30522}, "base"),
+    "junnyu/roformer_chinese_base": (ROFORMER | arch("RoFormerForMaskedLM"), "mlm"),
+    "junnyu/roformer_chinese_char_small": (ROFORMER | sizes(384, 6, 6, 1536) | arch("RoFormerForMaskedLM") | {"embedding_size": 384, "max_position_embeddings": 512, "tokenizer_class": "BertTokenizer", "vocab_size": 12000}, "mlm"),
     "facebook/esm2_t12_35M_UR50D": (ESM | sizes(480, 12, 20, 1920), "mlm"),
     "facebook/esm2_t30_150M_UR50D": (ESM | sizes(640, 30, 20, 2560), "mlm"),
     "facebook/esm2_t36_3B_UR50D": (ESM | sizes(2560, 36, 40, 10240), "mlm"),

@@ -33,7 +33,7 @@ from flodl_hf.runtime.prepared import shadow
 WIDTH, VOCABULARY = 32, 90
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_layers": 3, "num_heads": 4, "intermediate_size": 48,
-    "max_positions": 40, "type_vocab_size": 2, "embedding_size": 16,
+    "max_positions": 40, "type_vocab_size": 2, "embedding_size": 16, "summary": "first",
 }  # fmt: skip
 CELLS = [(family.model_type, head) for family in FAMILIES for head in ("base", *family.heads)]
 LENGTHS = (9, 9, 5, 5, 5, 1)
@@ -123,7 +123,7 @@ def test_the_model_keeps_its_graph_and_plain_products_share_its_weights() -> Non
 
 def test_a_part_that_someone_listens_to_stays_as_it_is() -> None:
     model = made("bert", "base")
-    heard: list[Tensor] = []
+    heard: list[Any] = []
     model.graph.get_submodule("encoder.layers.1.attention").register_forward_hook(lambda _m, _a, out: heard.append(out))
     graph = shadow(model.graph)
     cpu.prepare_cpu(graph, "fp32")
@@ -320,8 +320,8 @@ def test_threads_share_a_prepared_graph(product: str) -> None:
 
 def test_plain_products_without_a_bias() -> None:
     weight, x, other = torch.randn(5, 3), torch.randn(2, 3), torch.randn(2, 5)
-    make: Callable[..., Any]
-    for make in (TorchLinear, Int8Linear) if has_int8() else (TorchLinear,):
+    kinds: list[Callable[..., Any]] = [TorchLinear, Int8Linear] if has_int8() else [TorchLinear]
+    for make in kinds:
         plain, close = (make(weight, None, Scratch()), 1e-5) if make is TorchLinear else (make(weight, None), 0.1)
         assert plain(x, "b") == pytest.approx(nn.functional.linear(x, weight), abs=close)
         assert plain.plus(x, other) == pytest.approx(nn.functional.linear(x, weight) + other, abs=close)

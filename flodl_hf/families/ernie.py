@@ -1,0 +1,78 @@
+"""ERNIE 1.0 to 3.0 (Sun et al. 2019, https://arxiv.org/abs/1904.09223).
+
+BERT under another name. It departs from BERT in:
+
+* from 2.0 on the task of training is a number of its own, whose embedding is added to each token; no call of ours gives
+  one, and where a call gives none the reference takes task 0, as it stands here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from flodl.graph import Graph
+from flodl_hf.encoder.graphs import Embeddings, bert_block, chain, stack
+from flodl_hf.families import bert
+from flodl_hf.family.config_rows import Row, boolean, count
+from flodl_hf.family.keys import KeyRow, rows_under
+from flodl_hf.layout.layouts import Layout
+
+__all__ = ["FAMILY", "ErnieConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ErnieConfig(bert.BertConfig):
+    """The settings of an ERNIE encoder: BERT's, and the tasks of its training."""
+
+    task_types: int = 3
+    """Rows of the task table."""
+    uses_tasks: bool = False
+    """Whether there is one."""
+
+
+CONFIG = (
+    *bert.CONFIG,
+    Row("task_types", "task_type_vocab_size", count(), 3),
+    Row("uses_tasks", "use_task_id", boolean(), False),
+)
+
+
+class ErnieEmbeddings(Embeddings):
+    """Words, token types, positions and task 0 summed, normalised and dropped.
+
+    Args:
+        c: the settings.
+    """
+
+    def __init__(self, c: ErnieConfig) -> None:
+        super().__init__(
+            c.vocab_size, c.hidden_size, c.norm_eps, c.hidden_dropout,
+            max_positions=c.max_positions, type_vocab_size=c.type_vocab_size, pad_token_id=c.pad_token_id,
+        )  # fmt: skip
+        self.task = nn.Embedding(c.task_types, c.hidden_size)
+
+    def summed(
+        self, input_ids: Tensor, token_type_ids: Tensor | None, position_ids: Tensor | None, layout: Layout
+    ) -> Tensor:
+        """Return the sum of a token's embeddings, ``(..., size)``."""
+        states = super().summed(input_ids, token_type_ids, position_ids, layout)
+        return states + self.task(input_ids.new_zeros(()).expand_as(input_ids))
+
+
+def encoder(c: ErnieConfig) -> Graph:
+    """Return the graph from ids to token states."""
+    embeddings = ErnieEmbeddings(c) if c.uses_tasks else bert.embeddings(c)
+    return chain(embeddings, stack(bert_block(c) for _ in range(c.num_layers)))
+
+
+KEYS = rows_under("ernie", bert.KEYS)
+
+FAMILY = bert.FAMILY.renamed(
+    "ernie", "Ernie", base_prefix="ernie", config=ErnieConfig, rows=CONFIG, left_out=bert.FAMILY.left_out,
+    keys=(*KEYS[:3], KeyRow("encoder.embeddings.task", "ernie.embeddings.task_type_embeddings"), *KEYS[3:]),
+    encoder=encoder, pretraining={"ErnieForPreTraining": "masked_lm"},
+    tiny={"base": {"use_task_id": True}, "without tasks": {}},
+    real={"base": {"vocab_size": 40000, "max_position_embeddings": 2048, "type_vocab_size": 4, "use_task_id": True}},
+)  # fmt: skip

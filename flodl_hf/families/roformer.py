@@ -1,0 +1,148 @@
+"""RoFormer (Su et al. 2021, https://arxiv.org/abs/2104.09864), also AntiBERTa2's encoder of antibodies.
+
+BERT's encoder with rotary positions. It departs from BERT in:
+
+* queries and keys, and values where the settings say so, are turned by their places, each feature with its neighbour;
+* the file holds the table of sines and cosines, which is taken as it is;
+* words and token types may be narrower than states; a projection then widens them;
+* there is no pooler: classification reads the first token through a projection, multiple choice a summary;
+* scores are divided as the reference divides them: it has no fused attention;
+* its tokenizer cuts Chinese words by jieba's dictionary, which is not here: ``tokenizer.json`` is read, and what is
+  BERT's by ``tokenizer_class``.
+
+The second RoFormer (Su 2022) has no biases and other norms; its files are refused by their keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor, nn
+
+from flodl.graph import Graph
+from flodl_hf.attention.dot_product import SelfAttention
+from flodl_hf.attention.rotary import PairedRotary
+from flodl_hf.encoder import bodies
+from flodl_hf.encoder.graphs import Embeddings, FeedForward, chain, post_norm_block, stack
+from flodl_hf.families import bert, electra
+from flodl_hf.family import FamilyHead, Kept
+from flodl_hf.family.config_rows import Inert, Row, boolean, changed
+from flodl_hf.family.keys import KeyRow, rows_under
+from flodl_hf.layers.encoder_layer import EncoderLayer
+from flodl_hf.layout.layouts import Layout
+
+__all__ = ["FAMILY", "RoFormerConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoFormerConfig(electra.ElectraConfig):
+    """The settings of a RoFormer encoder: ELECTRA's, and what is turned."""
+
+    rotary_value: bool = False
+    """Whether values are turned by their places too."""
+
+
+# fmt: off
+CHANGED = {
+    "embedding_size":     {"default": lambda fields: fields["hidden_size"]},
+    "summary":            {"default": "last"},
+    "summary_projection": {"default": False},
+    "summary_activation": {"default": None},
+    "summary_dropout":    {"default": 0.0},
+}
+CONFIG = (
+    *(row for row in changed(electra.CONFIG, CHANGED) if row.field != "classifier_dropout"),
+    Row("rotary_value", "rotary_value", boolean(), False),
+)
+
+INERT = (
+    Inert("classifier_dropout", "classifiers drop as the states do"),
+    Inert("use_bias",           "RoFormer v2 is another architecture", (True,)),
+    Inert("norm_type",          "RoFormer v2 is another architecture", ("layer_norm",)),
+)
+
+KEYS = (
+    *rows_under("roformer", bert.KEYS, {"encoder.embeddings.position": None, "pooler.dense": None}),
+    KeyRow("encoder.projection", "roformer.embeddings_project"),
+)
+KEPT = (
+    Kept(
+        "roformer.encoder.embed_positions.weight", "sines and cosines of places, taken as they are",
+        module="encoder.embeddings.rotary",
+    ),
+)
+# fmt: on
+
+
+def _rotary(c: RoFormerConfig, *, held: bool = False) -> PairedRotary:
+    return PairedRotary(c.hidden_size // c.num_heads, c.max_positions, values=c.rotary_value, held=held)
+
+
+class RoFormerEmbeddings(Embeddings):
+    """Words and token types summed, normalised and dropped; holds the table that all layers turn by.
+
+    Args:
+        c: the settings.
+    """
+
+    def __init__(self, c: RoFormerConfig) -> None:
+        super().__init__(
+            c.vocab_size, c.embedding_size, c.norm_eps, c.hidden_dropout,
+            type_vocab_size=c.type_vocab_size, pad_token_id=c.pad_token_id,
+        )  # fmt: skip
+        self.rotary = _rotary(c, held=True)
+
+    def summed(
+        self, input_ids: Tensor, token_type_ids: Tensor | None, position_ids: Tensor | None, layout: Layout
+    ) -> Tensor:
+        """Return the sum of a token's embeddings, ``(..., size)``."""
+        states = super().summed(input_ids, token_type_ids, position_ids, layout)
+        self.rotary.angles(states, layout)  # which all layers of the call find
+        return states
+
+
+def block(c: RoFormerConfig) -> EncoderLayer:
+    """Return one layer: BERT's, with rotations of neighbours."""
+    attention = SelfAttention(
+        c.hidden_size, c.num_heads, c.attention_dropout, c.hidden_dropout, rotary=_rotary(c), fused=False
+    )
+    feed_forward = FeedForward(c.hidden_size, c.intermediate_size, c.activation, c.hidden_dropout)
+    return post_norm_block(attention, feed_forward, c.hidden_size, c.norm_eps)
+
+
+def encoder(c: RoFormerConfig) -> Graph:
+    """Return the graph from ids to token states."""
+    narrow = c.embedding_size != c.hidden_size
+    projection = nn.Linear(c.embedding_size, c.hidden_size) if narrow else None
+    return chain(RoFormerEmbeddings(c), stack(block(c) for _ in range(c.num_layers)), projection=projection)
+
+
+HEADS = {
+    "sequence_classification": FamilyHead(
+        body=lambda c, labels: bodies.first_token_mlp(
+            c.hidden_size, labels, dropout_in=c.hidden_dropout, activation=c.activation, dropout_out=c.hidden_dropout
+        ),
+        keys=(KeyRow("head.dense", "classifier.dense"), KeyRow("head.classifier", "classifier.out_proj")),
+        classifier="head.classifier",
+    ),
+    "token_classification": bert.HEADS["token_classification"],
+    "question_answering": bert.HEADS["question_answering"],
+    "masked_lm": replace(
+        bert.MASKED_LM,
+        body=lambda c, _: bodies.lm(c.hidden_size, c.embedding_size, c.vocab_size, c.activation, c.norm_eps),
+    ),
+    "multiple_choice": electra.HEADS["multiple_choice"],
+}
+
+TOKENIZER = replace(bert.TOKENIZER, words="jieba's dictionary of Chinese")
+
+FAMILY = bert.FAMILY.renamed(
+    "roformer", "RoFormer", base_prefix="roformer", takes_prefix=False, config=RoFormerConfig, rows=CONFIG,
+    inert=INERT, keys=KEYS, ignored=(), kept=KEPT, encoder=encoder, pooler=None, heads=HEADS, pretraining={},
+    tokenizer=TOKENIZER, left_out={**bert.FAMILY.left_out, "vocab_size": 50000, "max_positions": 1536},
+    tiny={
+        "base": {"embedding_size": 16, "summary_type": "first", "summary_use_proj": True, "summary_activation": "tanh"},
+        "values too": {"rotary_value": True, "summary_type": "first"},
+    },
+    real={"base": {"vocab_size": 50000, "max_position_embeddings": 1536, "summary_type": "first"}},
+)  # fmt: skip
