@@ -158,7 +158,7 @@ class Tokenizer(Vocabulary):
             backend = load_json(files["tokenizer.json"], f"{folder}/tokenizer.json")
             with guarded(f"{folder}/tokenizer_config.json", "the settings are damaged; fetch them again"):
                 notes = add_missing(backend, stated, mapped, added, rows, decoder=True)
-            if words := cuts_by(family, stated):
+            if words := cuts_by(None, stated):
                 notes.append(f"tokenizer.json is taken as it stands; its class cuts words by {words}: ids may differ")
             for note in notes:
                 if note.startswith(("cls_token", "sep_token", "tokenizer.json is")):  # stands in every row

@@ -102,7 +102,7 @@ class FamilyTokenizer:
             the mask is numbered last. Empty where tokens have the model's own numbers.
         skipped: how many of the model's first pieces ``first`` stands for.
         words: what the class cuts words by that stands in no file of a folder; empty where files say all. Such a
-            tokenizer is not built from ``vocab.txt``, and ``tokenizer.json`` is taken with a warning.
+            tokenizer is not built from ``vocab.txt``, and ``tokenizer.json`` of that class is taken with a warning.
     """
 
     special: Mapping[str, str]
