@@ -296,8 +296,6 @@ PUBLISHED: dict[str, tuple[Config, str]] = {
     "facebook/esm2_t33_650M_UR50D": (ESM | sizes(1280, 33, 20, 5120), "mlm"),
     "facebook/esm1b_t33_650M_UR50S": (ESM | sizes(1280, 33, 20, 5120) | {"emb_layer_norm_before": True, "position_embedding_type": "absolute", "token_dropout": True}, "mlm"),
     "blaze999/Medical-NER": (DEBERTA_TUNED | arch("DebertaV2ForTokenClassification") | labels(*(f"B-{i}" for i in range(83))), "tokcls"),
-    # --- ERNIE ---------------------------------------------------------------------------------------
-    "nghuyong/ernie-3.0-base-zh": (ERNIE | arch("ErnieForMaskedLM"), "mlm"),
 }  # fmt: skip
 
 # Other models under these families' names, and the key by which they are told.
@@ -328,6 +326,7 @@ FURTHER: dict[str, tuple[Config, str]] = {
     "jhu-clsp/ettin-encoder-150m": (MODERNBERT | arch("ModernBertForMaskedLM"), "mlm"),
     "tomaarsen/reranker-ModernBERT-base-gooaq-bce": (MODERNBERT | arch("ModernBertForSequenceClassification") | labels("LABEL_0") | {"classifier_pooling": "mean"}, "seqcls"),
     "EuroBERT/EuroBERT-2.1B": (EUROBERT | sizes(2304, 32, 18, 6144) | {"num_key_value_heads": 6, "head_dim": 128} | arch("EuroBertForMaskedLM"), "mlm"),
+    "nghuyong/ernie-3.0-base-zh": (ERNIE | arch("ErnieForMaskedLM"), "mlm"),
     "nghuyong/ernie-2.0-base-en": (ERNIE | arch("ErnieModel") | {"max_position_embeddings": 512, "type_vocab_size": 4, "vocab_size": 30522}, "base"),
     "junnyu/roformer_chinese_base": (ROFORMER | arch("RoFormerForMaskedLM"), "mlm"),
     "junnyu/roformer_chinese_char_small": (ROFORMER | sizes(384, 6, 6, 1536) | arch("RoFormerForMaskedLM") | {"embedding_size": 384, "max_position_embeddings": 512, "tokenizer_class": "BertTokenizer", "vocab_size": 12000}, "mlm"),
