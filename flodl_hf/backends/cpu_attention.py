@@ -4,6 +4,9 @@ torch's fused attention is no quicker there in bfloat16 than in float32. Its bat
 gives to bfloat16, too coarsely for scores: a second product adds up what the first one rounded off, and both together
 have 16 bits. Inference only.
 
+oneDNN makes kernels for each count of texts and tokens and keeps them, so both are rounded up as rows are
+(`flodl_hf.layout.rounded`). What is added has no weight.
+
 Shapes: B texts of S tokens each, N heads of width H.
 """
 
@@ -16,6 +19,7 @@ from torch import Tensor
 
 from flodl_hf.attention.dot_product import fused
 from flodl_hf.backends.cpu_products import Scratch
+from flodl_hf.layout.rounded import rounded
 
 __all__ = ["HalfAttention", "has_half_attention"]
 
@@ -52,23 +56,28 @@ class HalfAttention:
         return out
 
     def _mixed(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        texts, heads, length, _ = q.shape
+        texts, heads, length, width = q.shape
         query, key, value = (self._laid(name, x) for name, x in (("queries", q), ("keys", k), ("values", v)))
-        turned = key.transpose(1, 2)
+        turned, places = key.transpose(1, 2), key.shape[1]
         whole, half = (
-            self._scratch.take("scores", texts * heads * length, length, dtype).view(-1, length, length)
+            self._scratch.take("scores", len(key) * places, places, dtype).view(-1, places, places)
             for dtype in (torch.float32, torch.bfloat16)
         )
         whole.copy_(torch.bmm(query, turned, out=half))
         whole.sub_(half.baddbmm_(query, turned, alpha=-1)).mul_(scale)
+        whole[:, :, length:] = -torch.inf
         half.copy_(whole.softmax(-1))
-        return torch.bmm(half, value, out=query).view(q.shape)
+        return torch.bmm(half, value, out=query).view(-1, heads, places, width)[:texts, :, :length]
 
     def _laid(self, name: str, x: Tensor) -> Tensor:
-        """Return ``(B, N, S, H)`` head after head, ``(B * N, S, H)``."""
+        """Return ``(B, N, S, H)`` head after head, ``(B * N, S, H)`` with B and S rounded up by zeros."""
         texts, heads, length, width = x.shape
-        room = self._scratch.take(name, texts * heads * length, width, x.dtype)
-        return room.view(x.shape).copy_(x).view(-1, length, width)
+        count, places = rounded(texts), rounded(length)
+        room = self._scratch.take(name, count * heads * places, width, x.dtype).view(count, heads, places, width)
+        room[:texts, :, :length] = x
+        room[:texts, :, length:] = 0
+        room[texts:] = 0
+        return room.view(-1, places, width)
 
 
 @cache

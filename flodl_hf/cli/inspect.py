@@ -73,7 +73,7 @@ def command(
 def examined(folder: Path, config: ModelConfig) -> list[str]:
     """Return where a tokenizer's settings contradict ``tokenizer.json`` and which holds, or why it does not load."""
     from flodl_hf.errors import TokenizerError
-    from flodl_hf.model.pretrained import load_tokenizer
+    from flodl_hf.model.folder_tokenizer import load_tokenizer
 
     try:
         tokenizer = load_tokenizer(folder, config)

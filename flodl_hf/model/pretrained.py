@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from flodl.devices import default_device, find_device
-from flodl.errors import CheckpointError, ConfigError, DeviceError, FlodlError, printable
+from flodl.errors import CheckpointError, ConfigError, DeviceError, printable
 from flodl.garbage_collection import gc_paused
 from flodl.graph import Graph
 from flodl_hf.adapters.attach import adapters_of
@@ -33,12 +33,12 @@ from flodl_hf.hub.folders import holds_adapter, resolve_folder
 from flodl_hf.layers.parts import as_whole, parts_from
 from flodl_hf.model.building import assign, empty_graph, initialise, tie_tensors
 from flodl_hf.model.filling import FiniteCheck, check_dtype, check_duplicates, fill, settle_dtype, settle_ties
+from flodl_hf.model.folder_tokenizer import load_tokenizer
 from flodl_hf.sentence.multivector import colbert_recipe
 from flodl_hf.sentence.recipe import SentenceRecipe, read_recipe
 from flodl_hf.sentence.routing import transformer_folder
 from flodl_hf.weights.checkpoint import Checkpoint, SourceManifest, StoredTensor
-from flodl_hf.weights.checkpoint.members import is_entry
-from flodl_hf.weights.file_names import MODEL_FILES, VOCABULARY_FILES, WEIGHTS_KEY, weights_named
+from flodl_hf.weights.file_names import MODEL_FILES, WEIGHTS_KEY, weights_named
 from flodl_hf.weights.loading import Plan, class_of, head_of, plan_load
 from flodl_hf.weights.on_disk import OnDisk, Weights, stays_on_disk
 from flodl_hf.weights.source import Source
@@ -46,7 +46,6 @@ from flodl_hf.weights.source import Source
 if TYPE_CHECKING:
     from flodl_hf.adapters.folder import AdapterFolder
     from flodl_hf.runtime.cuda_warmup import Warming
-    from flodl_hf.tokenizer import Tokenizer
     from flodl_hf.weights.checksums import Held
 
 __all__ = ["load_model", "load_tokenizer", "numbered_labels", "open_weights", "plan_folder"]
@@ -479,24 +478,3 @@ def plan_folder(
 def in_hub_cache(folder: Path) -> bool:
     """Return whether a folder is a snapshot of the Hub's cache, whose files are links to blobs named by content."""
     return folder.parent.name == "snapshots" and (folder.parent.parent / "blobs").is_dir()
-
-
-def load_tokenizer(folder: Path, config: ModelConfig, *, strict: bool = True) -> Tokenizer | None:
-    """Return the folder's tokenizer, or None where there are no tokenizer files, or, unless strict, none that say all.
-
-    Raises:
-        TokenizerError: damaged files, or a token whose id has no row in the word table.
-    """
-    if not any(is_entry(folder, name) for name in VOCABULARY_FILES):
-        return None
-    from flodl_hf.tokenizer import Tokenizer
-
-    try:
-        tokenizer = Tokenizer.from_folder(folder, model_type=config.model_type)
-    except FlodlError as fault:
-        if strict or "words" not in fault.details:
-            raise
-        return warnings.warn(f"the model has no tokenizer: {fault.message}", UserWarning, stacklevel=2)
-    types = getattr(config.encoder, "type_vocab_size", None) if config.family.uses_token_types else None
-    tokenizer.check_fits(config.encoder.vocab_size, types or None)
-    return tokenizer

@@ -130,12 +130,11 @@ class Saves:
         if self.keeper is None:
             return
         left_out = self.trainer.ranks.tell(self.needless_at_end)
-        best_is_here = self.best_due
-        if left_out and (best_is_here or self.keeper.best_record() is None):
-            self.keeper.drop()
-            return
-        self.keeper.settle_best()
-        if not left_out and (self.at_step != self.step or self.best_due):
+        if not (self.best_due and left_out):
+            self.keeper.settle_best()
+        if left_out:
+            self.keeper.drop()  # what is being written is not the best, or the model at hand is better
+        elif self.at_step != self.step or self.best_due:
             self.save()
 
     def begin(self) -> None:

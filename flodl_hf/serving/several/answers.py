@@ -56,7 +56,7 @@ class _Answers:
         self._ends: dict[int, socket.socket] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._using = asyncio.Lock()
-        self._used = asyncio.Event()
+        self._made, self._used = asyncio.Event(), asyncio.Event()
         self._numbers = count()
         self._gathering: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._answers = 0
@@ -77,6 +77,7 @@ class _Answers:
         keys = words_of(settings.api_keys)
         self._ledger = Ledger(keys, settings.http_processes, self._number, self._memory)
         self._house = new_house(settings, self._ledger, self._gathered)
+        self._made.set()
         # Ctrl-C and a reload are the parent's; told to stop by itself, this one is given nothing more, then told again.
         calls = {
             signal.SIGTERM: lambda: link.send({"leaving": True}), signal.SIGINT: _nothing, signal.SIGHUP: _nothing,
@@ -116,8 +117,9 @@ class _Answers:
         if "settings" in message:
             self._given.set_result(message)
         if "workers" in message:
-            # At once: what `/metrics` says here is what the parent knows, as in every process.
-            self._house.workers.restarts = message["restarts"]
+            if self._made.is_set():
+                # At once: what `/metrics` says here is what the parent knows, as in every process.
+                self._house.workers.restarts = message["restarts"]
             self._task(self._use(message["workers"], message["restarts"]))
         if "count" in message:
             self._tell()
@@ -175,6 +177,7 @@ class _Answers:
 
     async def _use(self, listed: list[dict[str, Any]], restarts: int) -> None:
         """Ask these workers from now on, and let go of others when they have answered."""
+        await self._made.wait()  # a process that has just begun may hear of workers before it has taken its settings
         async with self._using:
             here = [await self._worker(said["number"], said["info"]) for said in listed]
             found = [worker for worker in here if worker is not None and not worker.link.closed.done()]

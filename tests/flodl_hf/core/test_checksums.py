@@ -184,11 +184,11 @@ def test_a_folder_that_is_written_to_while_it_is_loaded(saved: Saved, monkeypatc
 
     folder, real, times = saved("bert", HEAD), pretrained.load_tokenizer, iter((1, 2))
 
-    def meddling(*given: Any) -> Any:
+    def meddling(*given: Any, **more: Any) -> Any:
         data = (folder / "model.safetensors").read_bytes()
         (folder / "model.safetensors").write_bytes(data)
         os.utime(folder / "model.safetensors", ns=(1, next(times)))
-        return real(*given)
+        return real(*given, **more)
 
     monkeypatch.setattr(pretrained, "load_tokenizer", meddling)
     assert load(folder).head == HEAD

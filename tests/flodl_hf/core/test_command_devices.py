@@ -113,7 +113,7 @@ def test_training_says_where(folder: str, tmp_path: Path) -> None:
     from flodl_hf import finetune
 
     (tmp_path / "in.csv").write_text("text,label\nthe cat,bad\na dog,good\n")
-    train = ["finetune", folder, "--train", tmp_path / "in.csv", "--max-steps", "1"]
+    train = ["finetune", folder, "--train", tmp_path / "in.csv", "--max-steps", "1", "--out", tmp_path / "tuned"]
     assert "training on cpu (" in run(*train, "--device", "cpu").stderr
     done = finetune(folder, train=str(tmp_path / "in.csv"), max_steps=1, devices="auto", out=tmp_path / "new")
     assert done.steps == 1

@@ -205,11 +205,11 @@ def test_numbers_that_are_none_are_the_models_own(make: Make, tmp_path: Path, mo
 def test_an_opset_that_cannot_be_is_told(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make("bert", "sequence_classification")
     source = model.save_pretrained(tmp_path / "source")
-    for opset in (0, 99):
+    for opset, code, said in ((0, 2, "'--opset'"), (99, 1, "opset 99; expected 1 to ")):
         args = ["export", str(source), "--format", "onnx", "--opset", str(opset), "--out", str(tmp_path / "out")]
         done = CliRunner().invoke(app, args)
-        assert done.exit_code == 1
-        assert f"opset {opset}; expected 1 to " in " ".join(done.output.split())
+        assert done.exit_code == code
+        assert said in " ".join(done.output.split())
     # One that torch writes and ONNX Runtime fails to compute.
     monkeypatch.setattr(engine.Traced, "program", lambda self: None)
     monkeypatch.setattr(engine, "_write_onnx", lambda *args: None)

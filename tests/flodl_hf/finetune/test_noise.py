@@ -71,7 +71,7 @@ def test_a_step_with_noise_is_the_same_on_two_devices(base: Path) -> None:
 
 def test_a_resumed_run_has_the_same_noise(base: Path, tmp_path: Path) -> None:
     rows = TABLES["sequence_classification"](21)
-    given: dict[str, Any] = {"epochs": 2, "schedule": Constant(0.05), "resume": True}
+    given: dict[str, Any] = {"epochs": 2, "schedule": Constant(0.05), "resume": True, "keep_checkpoints": True}
 
     def go_on(most: int, neftune: float) -> Any:
         with ExitStack() as stack:

@@ -70,7 +70,8 @@ def test_files_that_are_faulty_name_no_keyword() -> None:
 
 
 def test_data_may_follow_the_model(base: Path, table: Path, tmp_path: Path) -> None:
-    first, second = (json.loads(run(base, *how, *QUICK, "--json").stdout) for how in ([table], ["--train", table]))
+    ways = ([table, "--out", tmp_path / "a"], ["--train", table, "--out", tmp_path / "b"])
+    first, second = (json.loads(run(base, *how, *QUICK, "--json").stdout) for how in ways)
     assert first["metrics"] == second["metrics"]
     assert first["steps"] == second["steps"] == 2
     assert "--train: found" in run(base, table, "--train", table, code=1).stderr
@@ -80,7 +81,6 @@ def test_data_may_follow_the_model(base: Path, table: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--epochs", "0"], "--epochs: found 0; expected 1 or more"),
         (["--early-stopping", "2"], "--early-stopping: there is no held-out data to judge by; give --eval"),
         (["--labels", "praise"], "--labels: the data has ['complaint'], which are not among ['praise']"),
         (["--eval", "0.9999"], "--eval: found 0.9999 of 32 training rows"),

@@ -48,6 +48,36 @@ def test_it_is_as_near_as_torchs_own(length: int, scale: float, monkeypatch: pyt
     assert off(found, wanted) <= 1.3 * off(own, wanted)
 
 
+@needs
+def test_products_are_of_few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, product = set(), torch.bmm
+
+    def watched(a: Tensor, b: Tensor, **given: Any) -> Tensor:
+        seen.add((a.shape[0], a.shape[1]))
+        return product(a, b, **given)
+
+    monkeypatch.setattr(torch, "bmm", watched)
+    kernel = HalfAttention(Scratch())
+    with torch.inference_mode():
+        for length in range(16, 257):
+            q, k, v = parts(1, length)
+            assert kernel(q, k, v, None, None, 0.0, 1.0).shape == (1, HEADS, length, WIDTH)
+    assert 30 < len({places for _, places in seen}) < 60
+
+
+@needs
+@pytest.mark.parametrize(("texts", "length"), [(1, 17), (9, 33), (11, 18), (5, 130)])
+def test_what_was_added_is_nobodys(texts: int, length: int) -> None:
+    dirty = Scratch()
+    q, k, v = parts(texts, length)
+    with torch.inference_mode():
+        for name in ("queries", "keys", "values"):
+            dirty.take(name, 64 * HEADS * 160, WIDTH, q.dtype).fill_(torch.nan)
+        wanted = HalfAttention(Scratch())(q, k, v, None, None, 0.0, 1.0)
+        assert torch.equal(HalfAttention(dirty)(q, k, v, None, None, 0.0, 1.0), wanted)
+    assert bool(wanted.isfinite().all())
+
+
 def test_what_it_does_not_compute_is_torchs_own() -> None:
     kernel, scale = HalfAttention(Scratch()), WIDTH**-0.5
     q, k, v = parts(2, 20)

@@ -1,0 +1,38 @@
+"""The tokenizer of a model's folder, fitted to the model."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flodl.errors import FlodlError
+from flodl_hf.config.model_config import ModelConfig
+from flodl_hf.weights.checkpoint.members import is_entry
+from flodl_hf.weights.file_names import VOCABULARY_FILES
+
+if TYPE_CHECKING:
+    from flodl_hf.tokenizer import Tokenizer
+
+__all__ = ["load_tokenizer"]
+
+
+def load_tokenizer(folder: Path, config: ModelConfig, *, strict: bool = True) -> Tokenizer | None:
+    """Return the folder's tokenizer, or None where there are no tokenizer files, or, unless strict, none that say all.
+
+    Raises:
+        TokenizerError: damaged files, or a token whose id has no row in the word table.
+    """
+    if not any(is_entry(folder, name) for name in VOCABULARY_FILES):
+        return None
+    from flodl_hf.tokenizer import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_folder(folder, model_type=config.model_type)
+    except FlodlError as fault:
+        if strict or "words" not in fault.details:
+            raise
+        return warnings.warn(f"the model has no tokenizer: {fault.message}", UserWarning, stacklevel=2)
+    types = getattr(config.encoder, "type_vocab_size", None) if config.family.uses_token_types else None
+    tokenizer.check_fits(config.encoder.vocab_size, types or None)
+    return tokenizer
