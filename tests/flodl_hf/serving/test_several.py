@@ -343,8 +343,9 @@ def test_one_that_is_killed_fails_its_requests_and_the_others_go_on(quiet: tuple
         assert [ask(way)[0] for way in ways] == [200, 200]
     until(lambda: len(parent.pids) == 2)
     assert killed not in parent.pids
+    until(lambda: not any(map(parent._open, parent._here)))  # those above are seen to have ended
     with connected(url, 2) as ways:
-        assert [parent._open(one) for one in parent._here] == [1, 1]
+        until(lambda: [parent._open(one) for one in parent._here] == [1, 1])
         assert [ask(way)[0] for way in ways] == [200, 200]
         assert counted(ways[0]) >= before + 5
         assert number_of(ask(ways[1], "GET", "/metrics")[1], "flodl_http_process_restarts_total") == 1
