@@ -106,12 +106,14 @@ class Rotary(nn.Module):
         widened: whether states of half precision are turned in float32.
 
     Attributes:
-        halves: a pair is a feature of a head's first half and one of its second, as our kernels have it.
+        halves: whether a pair is a feature of a head's first half and one of its second, rather than neighbours.
         values: whether values are turned too.
+        shares: whether layers of the call take the angles made here, in whatever dtype they compute.
     """
 
     halves = True
     values = False
+    shares = False
 
     def __init__(
         self, width: int, theta: float = 10_000.0, settings: RotarySettings | None = None, *, widened: bool = False
@@ -123,18 +125,31 @@ class Rotary(nn.Module):
         self.kind, self.factor = settings.kind, settings.factor
 
     def angles(self, hidden: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines for the places of ``hidden``, ``(..., 1, H)``, in its dtype."""
+        """Return cosines and sines for the places of ``hidden``, in its dtype.
+
+        They are ``(..., 1, H)``, whose second half repeats the first; of neighbours ``(..., 1, H / 2)``.
+        """
         # Mixed precision computes angles beside states of float32.
         mixed = torch.is_autocast_enabled(hidden.device.type)
         dtype = torch.float32 if mixed and hidden.dtype != torch.float64 else hidden.dtype
-        key = ("rotary", self.width, self.theta, self.kind, self.factor, dtype)
-        if key not in layout.memo:
+        name = self.name()
+        if (*name, dtype) not in layout.memo:
             given = layout.memo.get("places")  # position_ids of the call
-            places = (layout.positions(hidden) if given is None else given).float()
-            angles = places[..., None] * self.frequencies(hidden.device)
-            angles = torch.cat([angles, angles], -1)[..., None, :]
-            layout.memo[key] = (angles.cos().to(dtype), angles.sin().to(dtype))
-        return layout.memo[key]
+            found = layout.memo.get(name) or self.found(layout.positions(hidden) if given is None else given)
+            if self.shares:
+                layout.memo[name] = found
+            layout.memo[*name, dtype] = tuple(x.to(dtype) for x in found)
+        return layout.memo[*name, dtype]
+
+    def name(self) -> tuple[Any, ...]:
+        """Return what tells these angles from others of the call."""
+        return "rotary", self.width, self.theta, self.kind, self.factor
+
+    def found(self, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines for places, ``(...)``, in float32; shapes as of `angles`."""
+        angles = places.float()[..., None] * self.frequencies(places.device)
+        angles = torch.cat([angles, angles], -1)[..., None, :]
+        return angles.cos(), angles.sin()
 
     def frequencies(self, device: torch.device) -> Tensor:
         """Return the angle of one place for each pair of features, ``(H / 2,)``, in float32."""
@@ -163,6 +178,7 @@ class StatedRotary(Rotary):
     The numbers are kept as their bits, which no change of a model's dtype rounds.
     """
 
+    shares = True
     bits: Tensor | None
 
     def __init__(self, width: int, theta: float = 10_000.0, *, widened: bool = False) -> None:
@@ -202,7 +218,7 @@ class PairedRotary(Rotary):
 
     def __init__(self, width: int, places: int, *, values: bool = False, held: bool = False) -> None:
         super().__init__(width)
-        self.places, self.values = places, values
+        self.places, self.values, self.shares = places, values, held
         self.register_buffer("table", sinusoids(places, width) if held else None, persistent=False)
 
     def take(self, table: Tensor) -> None:
@@ -222,26 +238,22 @@ class PairedRotary(Rotary):
             self.table = held.to(self.table.device)
         return self
 
-    def angles(self, hidden: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines for the places of ``hidden``, ``(..., 1, H)``, in its dtype."""
-        mixed = torch.is_autocast_enabled(hidden.device.type)
-        dtype = torch.float32 if mixed and hidden.dtype != torch.float64 else hidden.dtype
-        key = ("paired", self.width, self.places, dtype)
-        if key not in layout.memo:
-            given = layout.memo.get("places")  # position_ids of the call
-            places = layout.positions(hidden) if given is None else given
-            table = sinusoids(self.places, self.width) if self.table is None else self.table
-            rows = table.to(hidden.device)[places].to(dtype)
-            sin, cos = (half.repeat_interleave(2, -1)[..., None, :] for half in rows.chunk(2, -1))
-            layout.memo[key] = (cos, sin)
-        return layout.memo[key]
+    def name(self) -> tuple[Any, ...]:
+        """Return what tells these angles from others of the call."""
+        return "paired", self.width, self.places
+
+    def found(self, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines for places, ``(...)``, in float32: ``(..., 1, H / 2)``, one for each pair."""
+        table = sinusoids(self.places, self.width) if self.table is None else self.table
+        sin, cos = table.to(places.device)[places][..., None, :].chunk(2, -1)
+        return cos, sin
 
     def forward(self, states: Tensor, layout: Layout, num_heads: int) -> Tensor:
         """Return queries, keys or values ``(..., N*H)`` turned, in their dtype."""
         cos, sin = self.angles(states, layout)
-        x = states.view(*states.shape[:-1], num_heads, self.width)
-        across = torch.stack([-x[..., 1::2], x[..., ::2]], -1).view(x.shape)
-        return (x * cos + across * sin).to(states.dtype).view(states.shape)
+        one, two = states.view(*states.shape[:-1], num_heads, self.width // 2, 2).unbind(-1)
+        turned = torch.stack([one * cos - two * sin, two * cos + one * sin], -1)
+        return turned.to(states.dtype).view(states.shape)
 
 
 def sinusoids(places: int, width: int) -> Tensor:

@@ -159,7 +159,9 @@ def sizes_of(layer: EncoderLayer) -> LayerSizes | None:
 def _turns(rotary: Rotary | None) -> Turns | None:
     if rotary is None:
         return None
-    return "neighbours" if not rotary.halves else "wide" if rotary.widened else "stepwise"
+    if not rotary.halves:
+        return "neighbours, values too" if rotary.values else "neighbours"
+    return "wide" if rotary.widened else "stepwise"
 
 
 def _arrange(graph: nn.Module, table: Table) -> dict[str, str]:

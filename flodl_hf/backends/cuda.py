@@ -125,11 +125,11 @@ class CudaTable(Table):
         rotary = attention.rotary if ours else None
         mixes = ours and joined.numel() < OFFSETS and self._mixes(attention, hidden, layout, given)
         angles = None if rotary is None else rotary.angles(joined, layout)
-        if rotary is not None and angles is not None and not (mixes and rotary.width >= 32):
+        if rotary is not None and angles is not None and not (mixes and rotary.width >= 32 and not rotary.values):
             from flodl_hf.kernels.operations import turn
 
-            heads = attention.num_heads + attention.kv_heads
-            turn(joined, *angles, heads=heads, width=rotary.width, wide=rotary.widened)
+            heads = attention.num_heads + attention.kv_heads * (1 + rotary.values)
+            turn(joined, *angles, heads=heads, width=rotary.width, wide=rotary.widened, halves=rotary.halves)
             angles = None
         query, key, value = joined.split(sizes, dim=-1)
         if mixes:
@@ -141,7 +141,7 @@ class CudaTable(Table):
             mixed = mix(
                 query, key, value, layout.places, layout.segment_ends(), heads=attention.num_heads,
                 kv_heads=attention.kv_heads, window=attention.window, angles=angles,
-                wide=rotary is not None and rotary.widened,
+                wide=rotary is not None and rotary.widened, halves=rotary is None or rotary.halves,
                 bias=None if distances is None else distances.along(layout.max_length, hidden.device),
             )  # fmt: skip
         else:
@@ -158,9 +158,7 @@ class CudaTable(Table):
 
     def _serves(self, attention: Any, layout: Layout) -> bool:
         """Return whether our kernels take queries and keys as they are."""
-        if not self.kernels or type(attention) is not SelfAttention or not isinstance(layout, Packed):
-            return False
-        return attention.rotary is None or attention.rotary.halves
+        return self.kernels and type(attention) is SelfAttention and isinstance(layout, Packed)
 
     def _mixes(self, attention: Any, hidden: Tensor, layout: Layout, given: Mapping[str, Any]) -> bool:
         """Return whether attention is a kernel of ours."""

@@ -112,8 +112,6 @@ class TrainingTable(Table):
         parts = [part for part in layer_linears(layer) if type(part) is AdaptedLinear]
         if any(part.lora.magnitude is not None for part in parts):
             return "its adapter has learned lengths (DoRA), which have no kernel"
-        if type(attention) is SelfAttention and attention.rotary is not None and not attention.rotary.halves:
-            return "its rotary positions turn neighbours, which have no kernel"
         asked = (attention.query, attention.key, attention.value)
         if type(attention) is DisentangledAttention and any(part in asked for part in parts):
             return "its attention computes positions by the projections that are adapted"
@@ -167,7 +165,7 @@ class TrainingTable(Table):
             and torch.is_grad_enabled()
             and torch.is_autocast_enabled(kind)
             and torch.get_autocast_dtype(kind) == self.dtype
-            and hidden.dtype == torch.float32
+            and hidden.dtype in (torch.float32, self.dtype)  # a projection before the layers leaves the latter
             and attention.query.weight.dtype == torch.float32
         )
 
@@ -250,9 +248,12 @@ class TrainingTable(Table):
         if angles is not None:
             from flodl_hf.kernels.operations import turned
 
-            assert attention.rotary is not None
-            heads, width = attention.num_heads + attention.kv_heads, attention.rotary.width
-            qkv = turned(qkv, *angles, heads=heads, width=width, wide=attention.rotary.widened)
+            rotary = attention.rotary
+            assert rotary is not None
+            heads = attention.num_heads + attention.kv_heads * (1 + rotary.values)
+            qkv = turned(
+                qkv, *angles, heads=heads, width=rotary.width, wide=rotary.widened, halves=rotary.halves
+            )  # fmt: skip
         ours = not given and attention.kv_heads == attention.num_heads and qkv.numel() < OFFSETS
         if ours and trains_walking(layout, attention.window):
             assert isinstance(layout, Packed)
@@ -307,7 +308,7 @@ class TrainingTable(Table):
     def norm(self, norm: nn.Module, hidden: Tensor, layout: Layout) -> Tensor:
         """Return the normalised states, float32."""
         with torch.autocast(hidden.device.type, enabled=False):
-            return norm(hidden)
+            return norm(hidden.float())
 
     def add_norm(self, layer: Layer, norm: nn.Module, branch: _Branch, residual: Tensor, layout: Layout) -> Tensor:
         """Return the normalised sum, float32; its half-precision copy is kept for what comes next."""
@@ -333,7 +334,7 @@ class TrainingTable(Table):
             x = projected(branch.states, *branch.halves, [linear.weight], [])
             (x,) = _adapted([x], branch.states, [linear], carried)
             states, half = added_and_normed(
-                x, residual.reshape(-1, width), weight, bias, linear.bias, carried.seed, eps=eps,
+                x, residual.reshape(-1, width).float(), weight, bias, linear.bias, carried.seed, eps=eps,
                 p=dropout.p if dropout.training else 0.0, stream=branch.stream, center=center, pre=pre,
             )  # fmt: skip
         states = states.view(residual.shape)

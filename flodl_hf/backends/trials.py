@@ -41,7 +41,7 @@ SPLIT_BOUND = 4e-6
 # With one that fills blocks of its own.
 TRAINED = (150, 37, 5, 1, 12)
 
-Turns = Literal["wide", "stepwise", "neighbours"]
+Turns = Literal["wide", "stepwise", "neighbours", "neighbours, values too"]
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class LayerSizes:
         bias: whether projections have biases.
         window: of attention; None for none.
         kv_heads: heads of keys and values; None for ``heads``.
-        turns: how rotary positions are rounded: once ("wide") or after each operation; "neighbours" where torch turns
-            them, since kernels turn halves; None without them.
+        turns: how rotary positions are rounded: once ("wide") or after each operation, as they are where neighbours
+            turn rather than halves; None without them.
         distances: whether scores are added something by distance.
         dropout: whether anything is dropped.
     """
@@ -88,8 +88,8 @@ def small_layer(
     buffer.write(np.zeros(int(lengths.sum()), np.int32), None, lengths)
     draw = torch.Generator().manual_seed(0)
     rotary = None if sizes.turns is None else Rotary(sizes.width // sizes.heads, widened=sizes.turns == "wide")
-    if sizes.turns == "neighbours":
-        rotary = PairedRotary(sizes.width // sizes.heads, max(texts))
+    if sizes.turns in ("neighbours", "neighbours, values too"):
+        rotary = PairedRotary(sizes.width // sizes.heads, max(texts), values=sizes.turns != "neighbours")
     attention = SelfAttention(
         sizes.width, sizes.heads, p, p, bias=sizes.bias, window=sizes.window, kv_heads=sizes.kv_heads, rotary=rotary
     )

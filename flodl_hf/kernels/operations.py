@@ -148,7 +148,7 @@ def projected(x: Tensor, weight: Tensor, bias: Tensor | None, weights: list[Tens
 def mix(
     query: Tensor, key: Tensor, value: Tensor, places: Tensor, ends: Tensor, *, heads: int, kv_heads: int | None = None,
     window: int | None = None, bias: Tensor | None = None, angles: tuple[Tensor, Tensor] | None = None,
-    wide: bool = False,
+    wide: bool = False, halves: bool = True,
 ) -> Tensor:  # fmt: skip
     """Return what attention within each text mixes, ``(T, N*H)``; without gradients.
 
@@ -165,6 +165,7 @@ def mix(
         angles: cosines and sines as `turn` takes them, by which queries and keys are turned first, H at least 32; None
             where they know their places.
         wide: see `turn`.
+        halves: see `turn`.
     """
     tokens, width = query.shape[0], query.shape[1] // heads
     out = torch.empty(tokens, heads * width, dtype=query.dtype, device=query.device)
@@ -174,8 +175,8 @@ def mix(
         query, key, value, places, ends, places, places if bias is None else bias, cos, sin, out, out, tokens,
         query.stride(0), key.stride(0), value.stride(0), cos.stride(0), width**-0.5, 0.0, 0, window or 0,
         0 if bias is None else bias.shape[1] // 2, heads, width, TILE, met, heads // (kv_heads or heads), False, False,
-        window is not None, bias is not None, angles is not None, wide or cos.dtype == torch.float32, num_warps=4,
-        num_stages=stages,
+        window is not None, bias is not None, angles is not None, wide or cos.dtype == torch.float32, halves,
+        num_warps=4, num_stages=stages,
     )  # fmt: skip
     return out
 
@@ -193,7 +194,7 @@ class _Mixed(Function):
         tile, met, warps, stages = FORWARD
         short_texts.mix[(triton.cdiv(tokens, tile), heads)](
             *qkv.chunk(3, 1), places, ends, seed, lse, qkv, qkv, out, lse, tokens, *strides, 0, width**-0.5, p, stream,
-            window or 0, 0, heads, width, tile, met, 1, p > 0, True, window is not None, False, False, False,
+            window or 0, 0, heads, width, tile, met, 1, p > 0, True, window is not None, False, False, False, True,
             num_warps=warps, num_stages=stages,
         )  # fmt: skip
         ctx.save_for_backward(qkv, places, ends, seed, out, lse)
@@ -239,8 +240,9 @@ def mixed(
 
 
 def _turn(
-    x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, heads: int, width: int, wide: bool, *, back: bool = False
-) -> None:
+    x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, heads: int, width: int, wide: bool, halves: bool, *,
+    back: bool = False,
+) -> None:  # fmt: skip
     """Write rows of ``x`` into ``out`` with their first heads turned; what lies behind them is copied to another."""
     rest = 0 if out is x else x.shape[1] - heads * width
     wide = wide or cos.dtype == torch.float32
@@ -248,32 +250,37 @@ def _turn(
     high = max(1, 2048 // pairs)
     rotary.turn[(triton.cdiv(x.shape[0], high),)](
         x, out, cos, sin, x.shape[0], x.stride(0), out.stride(0), cos.stride(0), heads, rest, width, high, pairs,
-        triton.next_power_of_2(rest) if rest else 0, wide, back, num_warps=4, enable_fp_fusion=False,
+        triton.next_power_of_2(rest) if rest else 0, wide, back, halves, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
 
-def turn(x: Tensor, cos: Tensor, sin: Tensor, *, heads: int, width: int, wide: bool) -> None:
-    """Turn queries and keys where they are; without gradients.
+def turn(
+    x: Tensor, cos: Tensor, sin: Tensor, *, heads: int, width: int, wide: bool, halves: bool = True
+) -> None:  # fmt: skip
+    """Turn queries and keys where they are, or values too; without gradients.
 
     Args:
         x: rows of one stride that begin with the heads to turn, side by side, ``(T, >= heads * width)``.
-        cos: cosines of each token, ``(T, ..., width)``, whose second half repeats the first; ``sin`` alike. In
-            float32 what is computed by them is so, too.
+        cos: cosines of each token, ``(T, ..., >= width / 2)``, one for each pair of features and then anything;
+            ``sin`` alike. In float32 what is computed by them is so, too.
         sin: see ``cos``.
         heads: how many to turn, of queries and keys together.
         width: H, of a head.
         wide: whether states are turned in float32 and rounded once, rather than after each operation.
+        halves: whether a pair is a feature of a head's first half and one of its second, rather than neighbours.
     """
-    _turn(x, x, cos, sin, heads, width, wide)
+    _turn(x, x, cos, sin, heads, width, wide, halves)
 
 
 class _Turned(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, heads: int, width: int, wide: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, heads: int, width: int, wide: bool, halves: bool
+    ) -> Tensor:
         out = torch.empty_like(x)
-        _turn(x, out, cos, sin, heads, width, wide)
+        _turn(x, out, cos, sin, heads, width, wide, halves)
         ctx.save_for_backward(cos, sin)
-        ctx.about = heads, width, wide
+        ctx.about = heads, width, wide, halves
         return out
 
     @staticmethod
@@ -283,12 +290,14 @@ class _Turned(Function):
         d_out = grads[0].contiguous()
         d_x = torch.empty_like(d_out)
         _turn(d_out, d_x, cos, sin, *ctx.about, back=True)
-        return d_x, None, None, None, None, None
+        return d_x, None, None, None, None, None, None
 
 
-def turned(x: Tensor, cos: Tensor, sin: Tensor, *, heads: int, width: int, wide: bool) -> Tensor:
+def turned(
+    x: Tensor, cos: Tensor, sin: Tensor, *, heads: int, width: int, wide: bool, halves: bool = True
+) -> Tensor:  # fmt: skip
     """Return a copy of ``x``, contiguous, with its first heads turned, and its gradient; arguments as of `turn`."""
-    return _Turned.apply(x, cos, sin, heads, width, wide)  # type: ignore[return-value]
+    return _Turned.apply(x, cos, sin, heads, width, wide, halves)  # type: ignore[return-value]
 
 
 def _warps(block: int) -> int:

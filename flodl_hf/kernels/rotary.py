@@ -8,7 +8,7 @@ end. Sums must not be contracted into fused multiply-adds, so launches ask for n
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportIndexIssue=false
-# pyright: reportMissingImports=false
+# pyright: reportMissingImports=false, reportPossiblyUnboundVariable=false
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["turn", "turned"]
 
 @triton.jit
 def turned(one, two, c, s, KIND: tl.constexpr, WIDE: tl.constexpr):
-    """Return both halves of states turned, all float32; with ``WIDE`` rounded once, else as states of dtype KIND."""
+    """Return both of all pairs turned, all float32; with ``WIDE`` rounded once, else as states of dtype KIND."""
     one_c, one_s, two_c, two_s = one * c, one * s, two * c, two * s
     if not WIDE:
         one_c, one_s = one_c.to(KIND).to(tl.float32), one_s.to(KIND).to(tl.float32)
@@ -32,12 +32,13 @@ def turned(one, two, c, s, KIND: tl.constexpr, WIDE: tl.constexpr):
 def turn(
     x, out, cos, sin, tokens, x_stride, out_stride, angle_stride, heads, rest,
     H: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, WIDE: tl.constexpr,
-    BACK: tl.constexpr,
+    BACK: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     """Write the first N heads of each row turned, and with ``REST`` copy what lies behind them.
 
-    ``cos`` and ``sin`` have H numbers a row, of which the second half repeats the first. ``WIDE`` computes in float32
-    and rounds once; ``BACK`` turns the other way, as gradients do.
+    A pair is a feature of a head's first half and one of its second with ``HALVES``, else two neighbours. ``cos`` and
+    ``sin`` begin each row with a number for each pair. ``WIDE`` computes in float32 and rounds once; ``BACK`` turns the
+    other way, as gradients do.
     """
     half: tl.constexpr = H // 2
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -50,13 +51,23 @@ def turn(
     angles = rows.to(tl.int64)[:, None] * angle_stride + (pairs % half)[None, :]
     c = tl.load(cos + angles, mask=live, other=0.0).to(tl.float32)
     s = tl.load(sin + angles, mask=live, other=0.0).to(tl.float32)
-    one = tl.load(x + at, mask=live, other=0.0).to(tl.float32)
-    two = tl.load(x + at + half, mask=live, other=0.0).to(tl.float32)
+    if HALVES:
+        one = tl.load(x + at, mask=live, other=0.0).to(tl.float32)
+        two = tl.load(x + at + half, mask=live, other=0.0).to(tl.float32)
+    else:
+        features = tl.arange(0, 2 * PAIRS)[None, :]
+        whole = there & (features < heads * H)
+        both = tl.load(x + rows.to(tl.int64)[:, None] * x_stride + features, mask=whole, other=0.0).to(tl.float32)
+        one, two = tl.split(tl.reshape(both, [ROWS, PAIRS, 2]))
     if BACK:
         s = -s
     first, second = turned(one, two, c, s, out.dtype.element_ty, WIDE)
-    tl.store(out + to, first, mask=live)
-    tl.store(out + to + half, second, mask=live)
+    if HALVES:
+        tl.store(out + to, first, mask=live)
+        tl.store(out + to + half, second, mask=live)
+    else:
+        joined = tl.reshape(tl.join(first, second), [ROWS, 2 * PAIRS])
+        tl.store(out + rows.to(tl.int64)[:, None] * out_stride + features, joined, mask=whole)
     if REST:
         columns = tl.arange(0, REST)
         kept = there & (columns < rest)[None, :]

@@ -42,12 +42,22 @@ def _block(places, ends, tokens, window, B: tl.constexpr, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def _turned(states, cos, sin, angles, live, H: tl.constexpr, WIDE: tl.constexpr):
-    """Return both halves of a tile of states, each turned by its place's angles."""
+def _turned(
+    states, rows, stride, cos, sin, angle_stride, live,
+    B: tl.constexpr, H: tl.constexpr, WIDE: tl.constexpr, HALVES: tl.constexpr,
+):  # fmt: skip
+    """Return both of all pairs of features of B rows, each turned by its place's angles; see `rotary.turn`."""
+    pairs = tl.arange(0, H // 2)
+    at = states + rows[:, None] * stride + pairs[None, :]
+    angles = rows[:, None] * angle_stride + pairs[None, :]
     c = tl.load(cos + angles, mask=live, other=0.0).to(tl.float32)
     s = tl.load(sin + angles, mask=live, other=0.0).to(tl.float32)
-    one = tl.load(states, mask=live, other=0.0)
-    two = tl.load(states + H // 2, mask=live, other=0.0)
+    if HALVES:
+        one = tl.load(at, mask=live, other=0.0)
+        two = tl.load(at + H // 2, mask=live, other=0.0)
+    else:
+        both = tl.load(states + rows[:, None] * stride + tl.arange(0, H)[None, :], mask=live, other=0.0)
+        one, two = tl.split(tl.reshape(both, [B, H // 2, 2]))
     return turned(one.to(tl.float32), two.to(tl.float32), c, s, one.dtype, WIDE)
 
 
@@ -57,13 +67,13 @@ def mix(
     stream, window, reach,
     N: tl.constexpr, H: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
     DROPOUT: tl.constexpr, LSE: tl.constexpr, WINDOW: tl.constexpr, BIAS: tl.constexpr, TURN: tl.constexpr,
-    WIDE: tl.constexpr,
+    WIDE: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     """Write the mixed values ``(tokens, N*H)``; with ``LSE`` the base-2 logarithms of rows' sums ``(N, tokens)``.
 
     Of keys and values each head serves ``GROUP`` of queries. With ``BIAS`` scores are added what ``bias``,
     ``(N, 2*reach + 1)``, has for the distance from query to key, which is at most ``reach``. With ``TURN`` queries and
-    keys are turned as they are read (`flodl_hf.kernels.rotary`), which halves of at least 16 numbers allow.
+    keys are turned as they are read (`flodl_hf.kernels.rotary`), which heads of at least 16 pairs allow.
     """
     head = tl.program_id(1)
     served = head // GROUP
@@ -72,11 +82,7 @@ def mix(
     if DROPOUT:
         one, two = keys_of(tl.load(seed), stream + head)
     if TURN:
-        pairs = tl.arange(0, H // 2)
-        first, second = _turned(
-            q + head * H + rows[:, None] * q_stride + pairs[None, :], cos, sin,
-            rows[:, None] * angle_stride + pairs[None, :], live[:, None], H, WIDE,
-        )  # fmt: skip
+        first, second = _turned(q + head * H, rows, q_stride, cos, sin, angle_stride, live[:, None], Q, H, WIDE, HALVES)
     else:
         queries = tl.load(q + head * H + rows[:, None] * q_stride + cols[None, :], mask=live[:, None], other=0.0)
     most = tl.full([Q], float("-inf"), tl.float32)
@@ -87,9 +93,8 @@ def mix(
         seen = places_of < high
         if TURN:
             ahead, behind = _turned(
-                k + served * H + places_of[:, None] * k_stride + pairs[None, :], cos, sin,
-                places_of[:, None] * angle_stride + pairs[None, :], seen[:, None], H, WIDE,
-            )  # fmt: skip
+                k + served * H, places_of, k_stride, cos, sin, angle_stride, seen[:, None], K, H, WIDE, HALVES
+            )
             scores = tl.dot(second, tl.trans(behind), tl.dot(first, tl.trans(ahead)))
         else:
             of_keys = k + served * H + places_of[:, None] * k_stride + cols[None, :]

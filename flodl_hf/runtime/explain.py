@@ -189,14 +189,14 @@ def _ours(sizes: Iterable[LayerSizes]) -> Iterator[str]:
     if others:
         found, known = (", ".join(map(str, widths)) for widths in (others, HEAD_WIDTHS))
         yield f"attention: torch's own, since heads of {found} features are none of {known}"
-    elif any(each.turns == "neighbours" for each in asked):
-        yield "attention: torch's own, since rotary positions turn neighbours, which have no kernel"
     elif any(each.distances for each in asked):
         yield "attention: one kernel, which reads what distances add from a table made once a pass"
     else:
         near = ", or that see a window," if any(each.window is not None for each in asked) else ""
         yield f"attention: one kernel among texts up to {SHORT} tokens{near}; torch's variable-length one for others"
-    if any(each.turns in ("wide", "stepwise") for each in asked):
+    if any(each.turns == "neighbours, values too" for each in asked):
+        yield "rotary positions: a kernel in the product of queries, keys and values"
+    elif any(each.turns for each in asked):
         yield "rotary positions: in the kernel of attention; for torch's, a kernel in the product of queries and keys"
     if any(each.gated and each.activation in GATES for each in asked):
         yield "gates: one product with what they open, one kernel for both"

@@ -18,13 +18,13 @@ from torch.nn import functional as F
 
 from flodl_hf.attention.distances import DistanceBias, RelativeBias, SlopedBias
 from flodl_hf.attention.dot_product import attend
-from flodl_hf.attention.rotary import Rotary
+from flodl_hf.attention.rotary import PairedRotary, Rotary
 from flodl_hf.auto import head_named
 from flodl_hf.backends import choose, trials
 from flodl_hf.backends.choose import arrange_cuda, layers_of
 from flodl_hf.backends.cuda import CudaTable, walks
 from flodl_hf.backends.cuda_training import trains_walking
-from flodl_hf.backends.trials import LayerSizes
+from flodl_hf.backends.trials import LayerSizes, Turns
 from flodl_hf.config.model_config import ModelConfig
 from flodl_hf.families import FAMILIES
 from flodl_hf.finetuning.factory import checkpoint_layers, set_dropout
@@ -51,23 +51,35 @@ def packed(lengths: tuple[int, ...] = LENGTHS) -> Packed:
     return buffer.on(buffer.packed.to(DEVICE))[2]
 
 
+def rotary_of(way: Turns, width: int) -> Rotary:
+    """Return what turns; neighbours by a table that is no longer of sines and cosines."""
+    if way in ("wide", "stepwise"):
+        return Rotary(width, 1000.0, widened=way == "wide")
+    rotary = PairedRotary(width, 160, values=way != "neighbours", held=True)
+    assert rotary.table is not None
+    rotary.take(rotary.table + torch.randn(160, width) * 0.1)
+    return rotary.to(DEVICE)
+
+
 @runs
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("widened", [True, False])
-@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(3, 3, 16), (4, 2, 64)])
+@pytest.mark.parametrize("way", ["wide", "stepwise", "neighbours", "neighbours, values too"])
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(3, 3, 16), (4, 2, 64), (2, 1, 10), (1, 1, 2), (5, 5, 80)])
 def test_rotations_are_the_reference_to_the_bit(
-    dtype: torch.dtype, widened: bool, heads: int, kv_heads: int, width: int
+    dtype: torch.dtype, way: Turns, heads: int, kv_heads: int, width: int
 ) -> None:
     from flodl_hf.kernels.operations import turn, turned
 
-    layout, rotary = packed(), Rotary(width, 1000.0, widened=widened)
-    tokens, both = layout.num_tokens, heads + kv_heads
-    given = torch.randn(tokens, (both + kv_heads) * width).to(DEVICE, dtype)
+    layout, rotary = packed(), rotary_of(way, width)
+    tokens, both = layout.num_tokens, heads + kv_heads * (1 + rotary.values)
+    wide = heads + kv_heads + kv_heads
+    given = torch.randn(tokens, wide * width).to(DEVICE, dtype)
     right = given.clone().requires_grad_()
     query, key, value = right.split([heads * width, kv_heads * width, kv_heads * width], -1)
-    expected = torch.cat([rotary(query, layout, heads), rotary(key, layout, kv_heads), value], -1)
+    last = rotary(value, layout, kv_heads) if rotary.values else value
+    expected = torch.cat([rotary(query, layout, heads), rotary(key, layout, kv_heads), last], -1)
     cos, sin = rotary.angles(given, layout)
-    about: dict[str, Any] = {"heads": both, "width": width, "wide": widened}
+    about: dict[str, Any] = {"heads": both, "width": width, "wide": rotary.widened, "halves": rotary.halves}
     mine = given.clone().requires_grad_()
     found = turned(mine, cos, sin, **about)
     assert torch.equal(found, expected)
@@ -83,22 +95,38 @@ def test_rotations_are_the_reference_to_the_bit(
 
 
 @runs
+@pytest.mark.parametrize("way", ["wide", "stepwise", "neighbours"])
+def test_what_computes_in_float32_is_turned_in_float32(way: Turns) -> None:
+    from flodl_hf.kernels.operations import turn
+
+    layout, rotary = packed(), rotary_of(way, 64)
+    given = torch.randn(layout.num_tokens, 5 * 64).to(DEVICE)
+    right = torch.cat([rotary(given[:, : 4 * 64], layout, 4), given[:, 4 * 64 :]], -1)
+    turn(given, *rotary.angles(given, layout), heads=4, width=64, wide=rotary.widened, halves=rotary.halves)
+    assert torch.equal(given, right)
+
+
+@runs
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("widened", [True, False])
+@pytest.mark.parametrize("way", ["wide", "stepwise", "neighbours"])
+@pytest.mark.parametrize("width", [32, 64])
 @pytest.mark.parametrize(("heads", "kv_heads", "window"), [(2, 2, None), (4, 2, 9)])
 def test_attention_turns_what_it_reads(
-    dtype: torch.dtype, widened: bool, heads: int, kv_heads: int, window: int | None
+    dtype: torch.dtype, way: Turns, width: int, heads: int, kv_heads: int, window: int | None
 ) -> None:
     from flodl_hf.kernels.operations import mix
 
     lengths = (150, 7, 64)
-    layout, rotary, width = packed(lengths), Rotary(32, 1000.0, widened=widened), 32
+    layout, rotary = packed(lengths), rotary_of(way, width)
     query, key, value = (torch.randn(layout.num_tokens, n * width) for n in (heads, kv_heads, kv_heads))
     query, key, value = (x.to(DEVICE, dtype) for x in (query, key, value))
     assert layout.places is not None
     about: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "window": window}
     angles = rotary.angles(query, layout)
-    found = mix(query, key, value, layout.places, layout.segment_ends(), angles=angles, wide=widened, **about)
+    found = mix(
+        query, key, value, layout.places, layout.segment_ends(), angles=angles, wide=rotary.widened,
+        halves=rotary.halves, **about,
+    )  # fmt: skip
     turned = rotary(query, layout, heads), rotary(key, layout, kv_heads)
     right = mix(*turned, value, layout.places, layout.segment_ends(), **about)
     assert distance(found, right) < {torch.float16: 1e-3, torch.bfloat16: 6e-3}[dtype]
@@ -148,7 +176,7 @@ def test_distances_are_added_within_the_kernel(
         found = mix(query, key, value, layout.places, layout.segment_ends(), heads=heads, kv_heads=kv_heads, bias=table)
         plain = Packed.of(lengths, DEVICE)
         parts = (x[:inside].float() for x in (query, key, value))
-        right = attend(*parts, plain, num_heads=heads, kv_heads=kv_heads, bias=bias, implementation="eager")
+        right = attend(*parts, plain, num_heads=heads, kv_heads=kv_heads, bias=bias, implementation="eager")  # type: ignore[call-arg]
     assert distance(found[:inside], right) < NEAREST[dtype]
 
 
@@ -163,15 +191,19 @@ def test_distances_are_read_from_one_table() -> None:
         assert bias.along(9, torch.device("cpu")) is along
 
 
-TURNING = ("modernbert", "nomic_bert", "gte", "eurobert", "jina_embeddings_v3", "esm")
+TURNING = ("modernbert", "nomic_bert", "gte", "eurobert", "jina_embeddings_v3", "esm", "roformer")
 ADDING = ("mpnet",)
 
 
-def made(model_type: str, width: int = 16) -> Any:
+def made(model_type: str, width: int = 16, variant: str = "base") -> Any:
     """Return a small model whose heads are as wide as our kernels take them."""
     family = next(f for f in FAMILIES if f.model_type == model_type)
     sizes = {row.field: row.key for row in family.rows}
-    settings = settings_of(family, "tiny") | {"num_labels": 3, sizes["hidden_size"]: 4 * width, sizes["num_heads"]: 4}
+    settings = settings_of(family, "tiny", variant) | {
+        "num_labels": 3,
+        sizes["hidden_size"]: 4 * width,
+        sizes["num_heads"]: 4,
+    }
     if model_type == "eurobert":
         settings |= {"num_key_value_heads": 2}
     head = "tokcls" if "token_classification" in family.heads else "mlm"
@@ -179,6 +211,9 @@ def made(model_type: str, width: int = 16) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
+        for module in model.modules():
+            if isinstance(module, PairedRotary) and module.table is not None:
+                module.take(module.table + torch.randn_like(module.table) * 0.1)
     return model.eval()
 
 
@@ -203,13 +238,18 @@ def test_layers_that_are_run_again_find_what_all_share(model_type: str, kind: st
 @runs
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("model_type", "width"), [(name, 16) for name in (*TURNING, *ADDING)] + [("modernbert", 32), ("eurobert", 32)]
+    ("model_type", "width", "variant"),
+    [
+        *((name, 16, "base") for name in (*TURNING, *ADDING)),
+        *((name, 32, "base") for name in ("modernbert", "eurobert", "roformer")),
+        ("roformer", 32, "values too"),
+    ],
 )
 def test_families_are_run_by_them(
-    model_type: str, width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    model_type: str, width: int, variant: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(choose, "trusted", lambda *_: True)
-    model = made(model_type, width).to(DEVICE)
+    model = made(model_type, width, variant).to(DEVICE)
     graph = shadow(model.graph)
     for module in graph.modules():
         for name, parameter in module._parameters.items():
@@ -234,18 +274,18 @@ def test_families_are_run_by_them(
         right = real(model.graph(ids, layout=batch("bucketed", DEVICE)[1]), "bucketed", "token_classification")
     assert distance(found, right) < {torch.float16: 2e-2, torch.bfloat16: 1e-1}[dtype]
     depth = len(list(layers_of(graph)))
-    assert called.count("turn") == (depth if model_type in TURNING and width == 16 else 0)
-    assert called.count("mix*") == (depth if model_type in TURNING and width == 32 else 0)
+    before = width == 16 or variant == "values too"
+    assert called.count("turn") == (depth if model_type in TURNING and before else 0)
+    assert called.count("mix*") == (depth if model_type in TURNING and not before else 0)
     assert called.count("mix+") == (depth if model_type in ADDING else 0)
-    assert called.count("mix") == (depth if model_type in TURNING and width == 16 else 0)
-    assert called.count("gated") == (0 if model_type in ("mpnet", "jina_embeddings_v3", "esm") else depth)
+    assert called.count("mix") == (depth if model_type in TURNING and before else 0)
+    assert called.count("gated") == (0 if model_type in ("mpnet", "jina_embeddings_v3", "esm", "roformer") else depth)
 
 
 def test_a_norm_is_kept_for_the_layer_that_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    layers: list[EncoderLayer] = []
-    for _ in range(3):
-        layer, states, layout, _ = trials.small_layer(torch.device("cpu"), LayerSizes(order="pre"))
-        layers.append(layer.eval())
+    parts = [trials.small_layer(torch.device("cpu"), LayerSizes(order="pre")) for _ in range(3)]
+    layers: list[EncoderLayer] = [layer.eval() for layer, *_ in parts]
+    _, states, layout, _ = parts[-1]
     table = CudaTable(kernels=True)
     summed: list[bool] = []
 
@@ -339,12 +379,12 @@ def test_a_bias_serves_calls_of_several_dtypes() -> None:
         assert bias(1, 3, dtype, torch.device("cpu")).dtype == dtype
 
 
-@pytest.mark.parametrize("model_type", ["modernbert", "mpnet", "bert"])
+@pytest.mark.parametrize("model_type", ["modernbert", "mpnet", "bert", "roformer"])
 def test_what_runs_is_explained(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     graph = made(model_type).graph
     said = "\n".join(explain_graph(graph, torch.device("cuda"), torch.bfloat16, "bf16").kernels)
-    assert ("rotary positions: in the kernel" in said) == (model_type == "modernbert")
+    assert ("rotary positions: in the kernel" in said) == (model_type in ("modernbert", "roformer"))
     assert ("gates: one product" in said) == (model_type == "modernbert")
     assert ("what distances add" in said) == (model_type == "mpnet")
     assert ("one kernel among texts up to 128" in said) == (model_type != "mpnet")
@@ -357,7 +397,21 @@ def test_what_runs_is_explained(model_type: str, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device without the interpreter")
-@pytest.mark.parametrize("model_type", ["modernbert", "eurobert", "mpnet"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("way", ["wide", "stepwise", "neighbours", "neighbours, values too"])
+@pytest.mark.parametrize("width", [10, 64, 80, 128])
+def test_a_device_turns_to_the_bit(way: Turns, width: int, dtype: torch.dtype) -> None:
+    test_rotations_are_the_reference_to_the_bit(dtype, way, 4, 2, width)
+    test_rotations_are_the_reference_to_the_bit(dtype, way, 12, 12, width)
+    test_what_computes_in_float32_is_turned_in_float32(way)
+    if width in (64, 128) and way != "neighbours, values too":
+        test_attention_turns_what_it_reads(dtype, way, width, 4, 2, 9)
+        test_attention_turns_what_it_reads(dtype, way, width, 2, 2, None)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device without the interpreter")
+@pytest.mark.parametrize("model_type", ["modernbert", "eurobert", "mpnet", "roformer"])
 def test_a_device_is_asked_once_and_runs_them(model_type: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLODL_HF_CACHE", str(tmp_path))
     trust.forget()

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from flodl_hf.backends import choose, trials
 from flodl_hf.backends.choose import arrange_training
 from flodl_hf.backends.cuda_training import TrainingTable
-from flodl_hf.backends.trials import LayerSizes
+from flodl_hf.backends.trials import LayerSizes, Turns
 from flodl_hf.config.model_config import ModelConfig
 from flodl_hf.heads.sequence_classification import SequenceClassifier
 from flodl_hf.kernels import trust
@@ -82,6 +82,8 @@ SHAPES = {
     "norms first": LayerSizes(order="pre"),
     "turned, norms first": LayerSizes(turns="wide", gated=True, bias=False, order="pre", window=9),
     "turned, heads of keys for two": LayerSizes(turns="stepwise", heads=4, kv_heads=2, gated=True, activation="silu"),
+    "neighbours turned": LayerSizes(turns="neighbours"),
+    "neighbours turned, values too": LayerSizes(turns="neighbours, values too", heads=4, kv_heads=2),
 }
 
 
@@ -325,12 +327,13 @@ def test_layers_that_the_kernels_do_not_know_are_left_alone_and_say_why(
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ["training", "prediction"])
+@pytest.mark.parametrize("turns", [None, "stepwise", "neighbours", "neighbours, values too"])
 def test_this_device_runs_the_kernels(
-    kind: str, dtype: torch.dtype, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    turns: Turns | None, kind: str, dtype: torch.dtype, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLODL_HF_CACHE", str(tmp_path))
     trust.forget()
-    sizes = LayerSizes(width=256, heads=2, inner=320, activation="gelu_pytorch_tanh", dropout=True)
+    sizes = LayerSizes(width=256, heads=2, inner=320, activation="gelu_pytorch_tanh", dropout=True, turns=turns)
     before = torch.cuda.get_rng_state(), torch.get_rng_state()
     assert trust.trusted(kind, torch.device("cuda", 0), dtype, sizes, getattr(trials, kind))
     after = torch.cuda.get_rng_state(), torch.get_rng_state()
@@ -338,5 +341,5 @@ def test_this_device_runs_the_kernels(
     assert list(tmp_path.glob("kernels-*.json"))
     # A later process asks nobody.
     trust.forget()
-    assert trust.trusted(kind, torch.device("cuda", 0), dtype, sizes, lambda *_: 1 / 0)
+    assert trust.trusted(kind, torch.device("cuda", 0), dtype, sizes, lambda *_: pytest.fail("asked again"))
     trust.forget()

@@ -14,9 +14,11 @@ from test_training_kernels import DEVICE, DTYPES, distance, runs, tables
 from torch import Tensor
 
 from flodl_hf.attention.disentangled import attention as attention_module
+from flodl_hf.attention.rotary import PairedRotary
 from flodl_hf.auto import head_named
 from flodl_hf.backends import choose
 from flodl_hf.backends.choose import arrange_training
+from flodl_hf.backends.cuda_training import TrainingTable
 from flodl_hf.config.model_config import ModelConfig
 from flodl_hf.layout.buckets import Buffer, bucket_of
 from flodl_hf.layout.layouts import Layout, Packed, Padded
@@ -35,6 +37,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "vocab_size": 60, "dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 48, "max_position_embeddings": 160,
         "dropout": 0.0, "attention_dropout": 0.0, "seq_classif_dropout": 0.0,
     },
+    "roformer": SIZES | TYPES | {"embedding_size": 16, "rotary_value": True, "initializer_range": 0.2},
     "deberta-v2": SIZES
     | {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "share_att_key": True, "position_buckets": 16}
     | {"type_vocab_size": 0, "norm_rel_ebd": "layer_norm", "max_relative_positions": 64},
@@ -72,9 +75,20 @@ def test_states_and_gradients_are_those_of_plain_layers(
         monkeypatch.setattr(choose, "trusted", lambda *_: True)
     torch.manual_seed(0)
     model = head_named("token_classification").model.from_config(ModelConfig.for_model(family, **FAMILIES[family]))
+    for module in model.modules():
+        if isinstance(module, PairedRotary) and module.table is not None:
+            module.take(module.table + torch.randn_like(module.table) * 0.2)
     graph = model.graph.to(DEVICE).train()
     ids, layout, real = batch(kind)
     results: list[dict[str, Tensor]] = []
+    ran: list[str] = []
+    attends = TrainingTable.attend
+
+    def noted(self: Any, *args: Any) -> Any:
+        ran.append(self.name)
+        return attends(self, *args)
+
+    monkeypatch.setattr(TrainingTable, "attend", noted)
     for way in ("plain", "fused"):
         undo = arrange_training(graph, dtype, anywhere=True)[0] if way == "fused" else None
         graph.zero_grad(set_to_none=True)
@@ -87,6 +101,7 @@ def test_states_and_gradients_are_those_of_plain_layers(
         results.append({"scores": scores.detach()} | grads)
         if undo is not None:
             assert set(tables(graph)) == {"cuda-training"}
+            assert len(ran) == 2  # layers, of which one may be there twice
             undo()
     bound = {torch.float16: 2e-2, torch.bfloat16: 1e-1}[dtype]
     assert list(results[0]) == list(results[1])

@@ -17,10 +17,11 @@ from flodl_hf.runtime.passes import Scores
 
 pytestmark = pytest.mark.gpu
 Make = Callable[..., EncoderModel]
-FAMILIES = ("bert", "roberta", "distilbert", "albert", "xlm-roberta", "deberta-v2")
+FAMILIES = ("bert", "roberta", "distilbert", "albert", "xlm-roberta", "deberta-v2", "roformer", "ernie")
 TEXTS = ["the cat sat on the mat", "a dog", "ada lives in paris", "", "good film. very good film! not bad"] * 5
 # Widths that the kernels take.
-WIDE = {"bert": {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 96}}
+SIZES = {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 96}
+WIDE = {"bert": SIZES, "roformer": SIZES | {"rotary_value": True}, "ernie": SIZES | {"use_task_id": True}}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -54,7 +55,7 @@ def test_attention_over_token_blocks_is_attention_within_texts(lengths: tuple[in
         qkv = torch.randn(bucket.tokens, 3 * 2 * width, device="cuda", dtype=torch.bfloat16)
         assert layout.places is not None
         assert layout.ends is not None
-        found = mix(*qkv.chunk(3, -1), layout.places, layout.ends, heads=2)
+        found = mix(*qkv.chunk(3, -1), layout.places, layout.ends, heads=2)  # type: ignore[call-arg]
         q, k, v = qkv.float().chunk(3, -1)
         expected = attend(q, k, v, layout, num_heads=2)
         real = sum(lengths)
@@ -104,7 +105,7 @@ def test_large_batches_are_recorded_and_their_replays_give_the_same(make: Make, 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_passes_of_each_family_can_be_recorded(make: Make, family: str) -> None:
-    model = make(family, "token_classification").to("cuda")
+    model = make(family, "token_classification", **WIDE.get(family, {})).to("cuda")
     for _ in range(4):
         model.predict(TEXTS[0], precision="bf16")  # type: ignore[attr-defined]
     recorder = Engine.of(model, RunOptions(precision="bf16")).recorder

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from flodl.errors import ConfigError
 from flodl_hf import AutoModel, AutoModelForMultipleChoice, AutoTokenizer, load
-from flodl_hf.attention.rotary import PairedRotary, Rotary, sinusoids
+from flodl_hf.attention.rotary import PairedRotary, Rotary, StatedRotary, sinusoids
 from flodl_hf.config.model_config import ModelConfig
 from flodl_hf.errors import TokenizerError
 from flodl_hf.layout import Padded
@@ -83,6 +83,24 @@ def test_neighbours_turn_as_halves_do_in_another_order() -> None:
 def test_a_change_of_dtype_rounds_states_alone() -> None:
     rotary = PairedRotary(8, 12, held=True).to(torch.bfloat16).float()
     assert torch.equal(rotary.table, sinusoids(12, 8))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["neighbours", "halves"])
+def test_layers_take_what_is_stated_in_whatever_dtype_they_compute(kind: str) -> None:
+    held, layer = (
+        (PairedRotary(8, 6, held=True), PairedRotary(8, 6)) if kind == "neighbours" else (StatedRotary(8), Rotary(8))
+    )
+    held.take(torch.rand(6, 8) if kind == "neighbours" else torch.rand(4))
+    layout = Padded(torch.ones(1, 6, dtype=torch.long))
+    # Mixed precision: float32 where they are made, and half where a table of operations computes without autocast.
+    exact = held.angles(torch.zeros(1, 6, 8), layout)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert all(
+            a is b for a, b in zip(layer.angles(torch.zeros(1, 6, 8, dtype=torch.bfloat16), layout), exact, strict=True)
+        )
+    found = layer.angles(torch.zeros(1, 6, 8, dtype=torch.bfloat16), layout)
+    assert all(torch.equal(a, b.to(torch.bfloat16)) for a, b in zip(found, exact, strict=True))
+    assert found[0].dtype == torch.bfloat16
 
 
 def test_a_table_of_another_size_is_refused(tmp_path: Path) -> None:

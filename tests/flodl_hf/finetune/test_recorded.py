@@ -119,14 +119,18 @@ def starts(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[st
 
     def start(task: str) -> Path:
         head = {"replaced_tokens": task, "generator": "masked_lm"}.get(task, "pretraining")
-        if head not in made:
+        key = task if task.startswith("neighbours") else head
+        if key not in made:
             torch.manual_seed(3)
             family, further = ("bert", {}) if head == "pretraining" else ("electra", {"embedding_size": 16})
+            if task in ("neighbours", "neighbours, values too"):
+                head = "sequence_classification"
+                family, further = "roformer", {"embedding_size": 16, "rotary_value": task != "neighbours"}
             config = ModelConfig.for_model(family, vocab_size=tokenizer.vocab_size, **sizes, **further)
             model: Any = head_named(head).model.from_config(config)
             model.tokenizer = tokenizer
-            made[head] = model.save_pretrained(tmp_path_factory.mktemp("starts") / head)
-        return made[head]
+            made[key] = model.save_pretrained(tmp_path_factory.mktemp("starts") / head)
+        return made[key]
 
     return start
 
@@ -305,3 +309,28 @@ def test_on_a_gpu_recorded_steps_are_ordinary_ones(cell: str, starts: Callable[[
     # sums of a text's losses are added in any order where its tokens are found one by one
     assert max(apart) == 0 or ("nois" in cell or ("damaged" in cell and max(apart) < 1e-5))
     assert not [message for message in found[0][2] if "one operation at a time" in message]
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
+@pytest.mark.parametrize("way", ["neighbours", "neighbours, values too"])
+def test_on_a_gpu_neighbours_turn_in_recorded_steps(way: str, starts: Callable[[str], Path]) -> None:
+    rows = CELLS["sequence_classification"][1]
+    options: Any = {**FIXED, "max_steps": 24, "precision": "bf16", "log_every": 5, "lr": 0.01}
+    told: list[str] = []
+
+    def note(event: Any) -> None:
+        if isinstance(event, Warned):
+            told.append(event.message)
+
+    recorded, launched, plain = (
+        finetune(starts(way), train=rows, on_event=note, capture=capture, fused=fused, **options)
+        for capture, fused in ((True, True), (False, True), (False, False))
+    )
+    assert recorded.losses == pytest.approx(launched.losses, rel=1e-6)
+    theirs = launched.model.graph.state_dict()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in recorded.model.graph.state_dict().items())
+    assert launched.losses == pytest.approx(plain.losses, rel=5e-2)
+    assert not [message for message in told if "one operation at a time" in message or "torch's own" in message]
+    (group,) = recorded.model.explain("cuda", "bf16", training=True).groups
+    assert group.table == "cuda-training"
