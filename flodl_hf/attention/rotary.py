@@ -175,32 +175,39 @@ class Rotary(nn.Module):
 class StatedRotary(Rotary):
     """Rotations whose frequencies a file may state; layers of the same width and base take the angles made here.
 
-    The numbers are kept as their bits, which no change of a model's dtype rounds.
+    No change of a model's dtype rounds them.
     """
 
     shares = True
-    bits: Tensor | None
+    table: Tensor | None
 
     def __init__(self, width: int, theta: float = 10_000.0, *, widened: bool = False) -> None:
         super().__init__(width, theta, widened=widened)
-        self.register_buffer("bits", None, persistent=False)
+        self.register_buffer("table", None, persistent=False)
 
-    def take(self, frequencies: Tensor) -> None:
-        """Hold frequencies, ``(H / 2,)``, as a file states them.
+    def take(self, numbers: Tensor) -> None:
+        """Hold numbers as a file states them: frequencies, ``(H / 2,)``.
 
         Raises:
             ValueError: they are not as many as a head has pairs.
         """
-        if frequencies.shape != (self.width // 2,):
-            raise ValueError(f"found shape {list(frequencies.shape)}; expected [{self.width // 2}]")
-        self.bits = frequencies.detach().float().contiguous().clone().view(torch.int32)
+        if numbers.shape != (self.width // 2,):
+            raise ValueError(f"found shape {list(numbers.shape)}; expected [{self.width // 2}]")
+        self.table = numbers.detach().float().clone()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        held = self.table
+        super()._apply(fn, recurse)
+        if held is not None and self.table is not None:
+            self.table = held.to(self.table.device)
+        return self
 
     def frequencies(self, device: torch.device) -> Tensor:
         """Return the angle of one place for each pair of features, ``(H / 2,)``, in float32."""
-        return super().frequencies(device) if self.bits is None else self.bits.view(torch.float32).to(device)
+        return super().frequencies(device) if self.table is None else self.table.to(device)
 
 
-class PairedRotary(Rotary):
+class PairedRotary(StatedRotary):
     """Rotations of neighbours, as in RoFormer: features 0 and 1 are a pair, 2 and 3 the next (Su et al. 2021).
 
     Sines and cosines come from a table of places, which a file may state; layers of the same sizes take the rows that
@@ -214,29 +221,21 @@ class PairedRotary(Rotary):
     """
 
     halves = False
-    table: Tensor | None
 
     def __init__(self, width: int, places: int, *, values: bool = False, held: bool = False) -> None:
         super().__init__(width)
         self.places, self.values, self.shares = places, values, held
-        self.register_buffer("table", sinusoids(places, width) if held else None, persistent=False)
+        self.table = sinusoids(places, width) if held else None
 
-    def take(self, table: Tensor) -> None:
-        """Hold a table as a file states it, ``(places, H)``: sines of all pairs, then cosines.
+    def take(self, numbers: Tensor) -> None:
+        """Hold a table of numbers as a file states it, ``(places, H)``: sines of all pairs, then cosines.
 
         Raises:
             ValueError: it has another shape.
         """
-        if table.shape != (self.places, self.width):
-            raise ValueError(f"found shape {list(table.shape)}; expected {[self.places, self.width]}")
-        self.table = table.detach().float().clone()
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        held = self.table
-        super()._apply(fn, recurse)
-        if held is not None and self.table is not None:
-            self.table = held.to(self.table.device)
-        return self
+        if numbers.shape != (self.places, self.width):
+            raise ValueError(f"found shape {list(numbers.shape)}; expected {[self.places, self.width]}")
+        self.table = numbers.detach().float().clone()
 
     def name(self) -> tuple[Any, ...]:
         """Return what tells these angles from others of the call."""

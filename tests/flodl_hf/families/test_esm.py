@@ -14,6 +14,7 @@ from flodl_hf import load
 from flodl_hf.auto import head_named
 from flodl_hf.config.model_config import ModelConfig
 from flodl_hf.errors import PredictError, TokenizerError
+from flodl_hf.export.engine import export_onnx, export_program
 from flodl_hf.families import named
 from flodl_hf.layout.layouts import Packed, Padded
 from flodl_hf.parity.shapes import settings_of
@@ -74,6 +75,19 @@ def test_another_head_keeps_them_and_no_dtype_rounds_them(older: Path, tmp_path:
     assert torch.equal(logits(load(folder)), expected)
     rotary: Any = model.to(torch.bfloat16).graph.get_submodule("encoder.embeddings.rotary")
     assert torch.equal(rotary.frequencies(torch.device("cpu")), stored["esm.rotary_embeddings.inv_freq"])
+
+
+@pytest.mark.parametrize("way", ["onnx", "program"])
+def test_frequencies_go_along_to_other_engines(older: Path, tmp_path: Path, way: str) -> None:
+    for name in ("onnx", "onnxscript", "onnxruntime") if way == "onnx" else ():
+        pytest.importorskip(name)
+    model: Any = load(older)
+    # What is compared there is this model; a table that is far from the formula shows that the file's is used.
+    model.graph.get_submodule("encoder.embeddings.rotary").take(torch.rand(4))
+    write = export_onnx if way == "onnx" else export_program
+    found = write(model, tmp_path / way)
+    assert found.receipt.passed
+    assert found.largest_difference <= (1e-4 if way == "onnx" else 0)
 
 
 def test_frequencies_of_other_heads_are_refused(older: Path) -> None:
