@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from flodl.checked_fields import Values, check_fields, choice, number, of_kind, pair, whole
 from flodl.distributed.cadence import ElChe
 
-__all__ = ["Knobs", "Round"]
+__all__ = ["KNOB_VALUES", "Knobs", "Round"]
+
+_SHARES = of_kind(
+    "a tuple with a part for each rank",
+    lambda value: isinstance(value, tuple) and bool(value) and all(number(least=0).fits(part) for part in value),
+)
+KNOB_VALUES: Mapping[str, Values] = {
+    "backend": choice("nccl", "cpu") | None,
+    "shares": choice("measured") | _SHARES | None,
+    "anchor": whole(1),
+    "max_anchor": whole(1) | None,
+    "overhead_target": number(above=0),
+    **dict.fromkeys(("max_batch_diff", "max_overshoot"), whole(0) | None),
+    "speed_hint": pair("a slow rank and a ratio of 1 or more, such as (1, 2.5)", whole(0), number(least=1)) | None,
+    "divergence_threshold": number(above=0) | None,
+    "check_every": whole(0),
+}
+"""What each field of `Knobs` may hold."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +44,9 @@ class Knobs:
         speed_hint: ``(slow rank, ratio)`` known before anything is measured.
         divergence_threshold: see `DivergenceGuard`; None turns the guard off.
         check_every: Sync: compare the parameters of all ranks bit by bit every so many steps; 0 never.
+
+    Raises:
+        TrainError: a value of the wrong kind or out of range; ``problems`` lists all of them.
     """
 
     backend: str | None = None
@@ -37,6 +59,10 @@ class Knobs:
     speed_hint: tuple[int, float] | None = None
     divergence_threshold: float | None = 0.05
     check_every: int = 200
+
+    def __post_init__(self) -> None:
+        """Refuse values that cannot be, before ranks are started."""
+        check_fields(self, KNOB_VALUES, "settings")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from flodl.distributed.group import Ranks
-from flodl.errors import TrainError
 from flodl.train.core import seed_all
 from flodl.train.evaluate import Callbacks
 from flodl.train.feed import as_feed, gives_batches
@@ -63,9 +62,7 @@ class RunPlan:
         device = ranks.device
         micro = settings.micro_batch_size
         if isinstance(micro, str):
-            if micro != "auto":
-                raise TrainError(f"micro_batch_size: found {micro!r}; expected a number, or 'auto'.", found=micro)
-            micro = None  # found out before the first step
+            micro = None  # "auto": found out before the first step
         feed = as_feed(
             self.data,
             device,

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from numbers import Integral
 from typing import Any, Literal
 
 from torch import nn
 
+from flodl.checked_fields import Values, check_fields, choice, listed, number, of_kind, pair, path, text, truth, whole
 from flodl.distributed.group import FROZEN_S
+from flodl.distributed.policy import POLICIES
 from flodl.distributed.rounds import Knobs
 from flodl.errors import TrainError, nearest
 from flodl.train.callback import Callback
 from flodl.train.events import Subscriber
+from flodl.train.precision import PRECISIONS
 from flodl.train.rules import Rule, as_rule
-from flodl.train.trackers import make_trackers
+from flodl.train.trackers import TRACKERS, make_trackers
 
-__all__ = ["MAY_CHANGE", "Settings", "make_settings"]
+__all__ = ["MAY_CHANGE", "VALUES", "Settings", "make_settings"]
 
 _LENGTH = "how long the run is; a schedule that was made for a length is compared"
 _SAVING = "which checkpoints there are"
@@ -41,6 +45,76 @@ MAY_CHANGE: Mapping[str, str] = {
 }
 """Fields of `Settings` and `Knobs` that a run which is taken up again may have otherwise, and why; all others are
 compared with those of its checkpoint, as far as they are in use."""
+
+
+def _is_monitor(value: Any) -> bool:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return 0 <= value < 65536
+    from flodl.monitor import Monitor
+
+    return isinstance(value, Monitor)
+
+
+def _is_schedule(value: Any) -> bool:
+    return callable(getattr(value, "lr", None)) or callable(value)
+
+
+_CALLED = of_kind("something that is called with the model", callable)
+_FACTORS = of_kind(
+    "a map of ranks to factors, such as {1: 2.0}",
+    lambda value: (
+        isinstance(value, Mapping)
+        and all(whole(0).fits(rank) and number(above=0).fits(factor) for rank, factor in value.items())
+    ),
+)
+_NAMED = of_kind("a map of names to values", lambda value: isinstance(value, Mapping) and all(map(text.fits, value)))
+_TEXTS = listed("a list of texts", text.fits)
+
+VALUES: Mapping[str, Values] = {
+    "num_epochs": whole(0),
+    **dict.fromkeys(("accumulate", "keep_last", "log_every"), whole(1)),
+    **dict.fromkeys(("eval_delay", "max_restarts"), whole(0)),
+    "seed": of_kind("an integer", lambda value: isinstance(value, Integral) and not isinstance(value, bool)),
+    **dict.fromkeys(
+        ("max_steps", "batch_size", "save_every", "eval_every", "checkpoint_every", "trend_every"), whole(1) | None
+    ),
+    "micro_batch_size": whole(1) | choice("auto") | None,
+    **dict.fromkeys(("shuffle", "drop_last", "sum_of_means", "deterministic", "resume", "eval_start"), truth),
+    **dict.fromkeys(("capture_num_rows", "compile", "ema_warmup"), truth),
+    "progress": truth | None,
+    "policy": choice(*POLICIES) | None,
+    "shard": choice("fsdp") | None,
+    "knobs": of_kind("flodl.distributed.rounds.Knobs", lambda value: isinstance(value, Knobs)),
+    "precision": choice(*PRECISIONS),
+    "on_nan": choice("stop", "skip"),
+    "capture": truth | choice("auto"),
+    "max_grad_norm": number(above=0) | None,
+    "ema": number(above=0, below=1) | None,
+    "lr_scale_ratio": number(),
+    **dict.fromkeys(("timeout_s", "frozen_after_s"), number(above=0)),
+    **dict.fromkeys(("checkpoint_activations", "arrange", "parameter_groups"), _CALLED | None),
+    "schedule": of_kind("an object with lr(step), or a function of the number of ranks", _is_schedule) | None,
+    "schedule_metric": text,
+    **dict.fromkeys(("folder", "timeline", "tracker_folder"), path | None),
+    "save_epochs": truth | choice("idle"),
+    "save_end": truth | replace(number(least=0), expected="seconds of 0 or more"),
+    "keep_best": text | None,
+    "early_stopping": pair("a metric and a patience, such as ('accuracy', 3)", text, whole(1)) | None,
+    "identity": _NAMED,
+    "slowdown": _FACTORS,
+    **dict.fromkeys(("allow_change", "remarks", "watch"), _TEXTS),
+    "callbacks": listed(
+        "instances of flodl.train.Callback; a function that looks on subscribes to events",
+        lambda value: isinstance(value, Callback),
+    ),
+    "rules": listed("a list of rules of flodl.train.rules, or of their texts", lambda value: True),
+    "trackers": listed(
+        f"one of {', '.join(TRACKERS)}, or what can be called with events, for each",
+        lambda v: callable(v) or v in TRACKERS,
+    ),
+    "monitor": truth | of_kind("a port, or a flodl.monitor.Monitor", _is_monitor) | None,
+}
+"""What each field of `Settings` may hold."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +205,10 @@ class Settings:
             the model holds in the end. See `flodl.train.optim.ema`.
         ema_warmup: let the average follow faster at first.
         max_restarts: how often ranks that we started are started again after a failure.
+
+    Raises:
+        TrainError: a value of the wrong kind or out of range; ``problems`` lists all of them.
+        ConfigError: a rule that is none.
     """
 
     num_epochs: int = 1
@@ -190,6 +268,12 @@ class Settings:
     ema_warmup: bool = True
     max_restarts: int = 0
 
+    def __post_init__(self) -> None:
+        """Refuse values that cannot be, before anything is read or trained."""
+        check_fields(self, VALUES, "settings")
+        for rule in self.rules:
+            as_rule(rule)
+
     def made_trackers(self) -> list[Subscriber]:
         """Return the trackers of the run, their packages found.
 
@@ -235,7 +319,7 @@ def make_settings(given: Mapping[str, Any], base: Settings | None = None) -> Set
     """Return ``base`` with the given values; names of `Knobs` fields go there.
 
     Raises:
-        TrainError: a name that is neither; ``names`` lists them.
+        TrainError: a name that is neither (``names`` lists them), or a value that cannot be (``problems``).
     """
     base = base or Settings()
     known, knobs = {f.name for f in fields(Settings)}, {f.name for f in fields(Knobs)}

@@ -17,8 +17,6 @@ def check_sharding(settings: Settings, callbacks: Callbacks) -> None:
     """
     if settings.shard is None:
         return
-    if settings.shard != "fsdp":
-        raise TrainError(f"shard: found {settings.shard!r}, expected 'fsdp' or None.", found=settings.shard)
     refused = {
         f"policy={settings.policy!r}: ranks hold different parts, so they step together; 'sync' does": (
             settings.policy not in (None, "sync")

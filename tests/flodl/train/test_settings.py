@@ -1,0 +1,74 @@
+"""Settings of a run are checked when they are made: each by one table, with what was found and what was expected."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import nn
+
+from flodl.checked_fields import Values
+from flodl.distributed.rounds import KNOB_VALUES, Knobs
+from flodl.errors import TrainError
+from flodl.train import Trainer, adamw
+from flodl.train.settings import VALUES, Settings, make_settings
+
+TABLES: tuple[tuple[type[Any], Mapping[str, Values]], ...] = ((Settings, VALUES), (Knobs, KNOB_VALUES))
+FIELDS = [(record, name) for record, table in TABLES for name in table]
+BEYOND = [(record, name) for record, table in TABLES for name, values in table.items() if values.beyond is not None]
+
+
+def made(**settings: Any) -> list[Any]:
+    """The ways in which settings are given; each must refuse."""
+    start = (nn.Linear(2, 2), adamw(0.1))
+    return [
+        lambda: make_settings(settings),
+        lambda: Trainer.setup(start[0], optimizer=start[1], **settings),
+        lambda: Trainer.builder(*start, lambda model, batch: model(batch).sum()).set(**settings),
+    ]
+
+
+@pytest.mark.parametrize(("record", "table"), TABLES)
+def test_every_field_is_in_the_table_and_its_default_fits(record: type[Any], table: Mapping[str, Values]) -> None:
+    assert {field.name for field in fields(record)} == set(table)
+    record()
+
+
+@pytest.mark.parametrize(("record", "name"), FIELDS)
+def test_a_value_of_the_wrong_kind_is_refused(record: type[Any], name: str) -> None:
+    for wrong in (object(), float("nan"), {"a": 1} if name != "identity" else {1: 2}):
+        with pytest.raises(TrainError, match=rf"^{name}: found .*; expected .+\.$"):
+            record(**{name: wrong})
+
+
+@pytest.mark.parametrize(("record", "name"), BEYOND)
+def test_a_value_out_of_range_is_refused_wherever_it_is_given(record: type[Any], name: str) -> None:
+    beyond = dict(TABLES)[record][name].beyond
+    for make in [lambda: record(**{name: beyond}), *made(**{name: beyond})]:
+        with pytest.raises(TrainError, match=rf"^{name}: found .*; expected .+\.$"):
+            make()
+
+
+NUMBERS = [(record, name) for record, name in FIELDS if dict(TABLES)[record][name].fits(3)]
+
+
+@pytest.mark.parametrize(("record", "name"), NUMBERS)
+def test_a_number_as_text_is_no_number_and_that_of_numpy_is_one(record: type[Any], name: str) -> None:
+    with pytest.raises(TrainError, match=f"^{name}: found '3'"):
+        record(**{name: "3"})
+    if name != "monitor":
+        record(**{name: np.int64(3)})
+
+
+def test_all_faults_are_said_at_once_with_the_nearest_word() -> None:
+    with pytest.raises(TrainError, match="did you mean 'bf16'") as told:
+        Settings(precision="bf61", save_end="yes", keep_last=0)  # type: ignore[arg-type]
+    assert [problem.partition(":")[0] for problem in told.value.problems] == ["keep_last", "precision", "save_end"]
+
+
+def test_bounds_themselves_fit() -> None:
+    Settings(save_end=0.0, num_epochs=0, early_stopping=("-loss", 1), max_grad_norm=float("inf"), monitor=0)
+    Knobs(max_batch_diff=0, check_every=0, shares=(0.0, 1.0), speed_hint=(0, 1.0))
