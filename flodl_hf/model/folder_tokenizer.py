@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flodl.errors import FlodlError
 from flodl_hf.config.model_config import ModelConfig
+from flodl_hf.hub.choosing import TOKENIZER_FILES
 from flodl_hf.weights.checkpoint.members import is_entry
 from flodl_hf.weights.file_names import VOCABULARY_FILES
 
 if TYPE_CHECKING:
     from flodl_hf.tokenizer import Tokenizer
 
-__all__ = ["load_tokenizer"]
+__all__ = ["load_tokenizer", "tokenizer_files"]
 
 
 def load_tokenizer(folder: Path, config: ModelConfig, *, strict: bool = True) -> Tokenizer | None:
@@ -36,3 +39,18 @@ def load_tokenizer(folder: Path, config: ModelConfig, *, strict: bool = True) ->
     types = getattr(config.encoder, "type_vocab_size", None) if config.family.uses_token_types else None
     tokenizer.check_fits(config.encoder.vocab_size, types or None)
     return tokenizer
+
+
+def tokenizer_files(folder: Path) -> dict[str, bytes]:
+    """Return the tokenizer files of a folder of which no tokenizer was made, by name, so that saving loses none.
+
+    Nothing was asked of them, so one that cannot be read is passed over.
+    """
+    found: dict[str, bytes] = {}
+    for name in TOKENIZER_FILES:
+        if os.path.lexists(folder / name):
+            from flodl_hf.tokenization.source import read_bytes
+
+            with contextlib.suppress(FlodlError, OSError):
+                found[name] = read_bytes(folder / name)
+    return found

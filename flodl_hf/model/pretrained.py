@@ -33,7 +33,7 @@ from flodl_hf.hub.folders import holds_adapter, resolve_folder
 from flodl_hf.layers.parts import as_whole, parts_from
 from flodl_hf.model.building import assign, empty_graph, initialise, tie_tensors
 from flodl_hf.model.filling import FiniteCheck, check_dtype, check_duplicates, fill, settle_dtype, settle_ties
-from flodl_hf.model.folder_tokenizer import load_tokenizer
+from flodl_hf.model.folder_tokenizer import load_tokenizer, tokenizer_files
 from flodl_hf.sentence.multivector import colbert_recipe
 from flodl_hf.sentence.recipe import SentenceRecipe, read_recipe
 from flodl_hf.sentence.routing import transformer_folder
@@ -195,6 +195,7 @@ def _load(
         kept=beside,
         same_head=read.same_head,
         config_text=config.text or "",
+        tokenizer_files=tokenizer_files(folder) if tokenizer is None else {},
     )
     if model.sentence_recipe is not None and model.sentence_recipe.routes:
         mapped = in_hub_cache(folder) if asked.mapped is None else asked.mapped

@@ -298,7 +298,9 @@ def architecture(model: GraphModel) -> str:
 
 
 def _tokenizer_files(model: GraphModel) -> dict[str, bytes]:
-    return {} if model.tokenizer is None else model.tokenizer.files()
+    if model.tokenizer is not None:
+        return model.tokenizer.files()
+    return {} if model.source is None else dict(model.source.tokenizer_files)
 
 
 def _recipe(model: GraphModel) -> dict[str, bytes]:

@@ -28,6 +28,7 @@ class Source:
         kept: those of them that any export writes, by the names that they have in new files.
         same_head: the file was written for the head that was loaded.
         config_text: the text of ``config.json``.
+        tokenizer_files: of a folder of which no tokenizer was made, by name, byte for byte.
     """
 
     name: str
@@ -40,3 +41,4 @@ class Source:
     kept: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
     same_head: bool = True
     config_text: str = field(default="", repr=False)
+    tokenizer_files: Mapping[str, bytes] = field(default_factory=dict, repr=False)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flodl.errors import CheckpointError, ConfigError, FlodlError
 from flodl_hf import load
+from flodl_hf.families import FAMILIES
 from flodl_hf.family.head_names import names_of
 
 Saved = Callable[..., Path]
@@ -191,3 +192,26 @@ def test_a_folder_below_that_leads_elsewhere_is_not_opened(saved: Saved, tmp_pat
     (folder / "below").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(CheckpointError, match="outside the folder"):
         load(folder)
+
+
+@pytest.mark.parametrize("model_type", [family.model_type for family in FAMILIES if family.tiny])
+def test_files_of_a_tokenizer_that_is_not_made_are_written_again(
+    model_type: str, make: Callable[..., Any], tmp_path: Path
+) -> None:
+    model = make(model_type)
+    model.tokenizer = None
+    folder = model.save_pretrained(tmp_path / "source")
+    stated = {"tokenizer_config.json": b'{"tokenizer_class": "XTokenizer"}\n', "merges.txt": b"#version: 0.2\na b\n"}
+    for name, data in stated.items():  # and no vocabulary
+        (folder / name).write_bytes(data)
+    (folder / "added_tokens.json").mkdir()  # which nobody can read, and nobody asks for
+    read: Any = load(folder)
+    assert read.tokenizer is None
+    for name in stated:
+        (folder / name).unlink()  # they are in memory, so that a folder may be written over
+    written = read.save_pretrained(tmp_path / "written")
+    assert {name: (written / name).read_bytes() for name in stated} == stated
+    assert not (written / "added_tokens.json").exists()
+    # A tokenizer that is put in takes their place.
+    read.tokenizer = make("bert").tokenizer
+    assert (read.save_pretrained(tmp_path / "other") / "merges.txt").exists() is False

@@ -131,6 +131,15 @@ def test_text_is_cut_where_files_say_all(tmp_path: Path) -> None:
         model: Any = load(place)
     assert model.tokenizer is None
     assert model(IDS, MASK)[0].shape == (2, 5, 16)
+    # Whoever has the dictionary finds the files again.
+    (place / "special_tokens_map.json").write_text('{"unk_token": "[UNK]"}', "utf-8")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        saved = load(load(place).save_pretrained(tmp_path / "once")).save_pretrained(tmp_path / "twice")
+    for name in ("vocab.txt", "special_tokens_map.json"):
+        assert (saved / name).read_bytes() == (place / name).read_bytes()
+    assert not (saved / "tokenizer.json").exists()
+    (place / "special_tokens_map.json").unlink()
     with pytest.raises(TokenizerError, match="cuts words by jieba's dictionary"):
         AutoTokenizer.from_pretrained(place)
     # Vocabularies of characters, as published.
