@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
@@ -78,7 +80,7 @@ def run(
     data = {"train": train_data(values.pop("train")), "eval": eval_data(values.pop("eval", None))}
     target = values.pop("out", None)
     if target is None and trial is None:
-        target = usual_folder(name)
+        target = usual_folder(name, again=bool(values.get("resume")) or overwrite or bool(values.get("overwrite")))
         if _is_first_rank():
             say(f"the model will be written to {target}; --out DIR names another folder")
     monitor = None if trial is not None else _monitor(dashboard, control)
@@ -159,10 +161,30 @@ def _report(model: str, result: FinetuneResult, json_output: bool) -> None:
         say("check it: " + command_line("flodl-hf", "verify-export", result.folder, "--no-source"))
 
 
-def usual_folder(model: str | Path) -> Path:
-    """Return the folder that a run writes where nobody names one: beside where it was started, by the model's name."""
+def usual_folder(model: str | Path, again: bool = False) -> Path:
+    """Return the folder that a run writes where nobody names one: beside where it was started, by the model's name.
+
+    A model that is there, or checkpoints of a run that was ended, stay as they are: a number is added, from 2 on.
+
+    Args:
+        model: what is trained.
+        again: the newest folder that is there, for a run that goes on or that may replace it.
+    """
     name = str(model).partition("@")[0] if not Path(model).exists() else str(Path(model).resolve())
-    return Path(f"{Path(name).name or 'model'}-finetuned")
+    usual = f"{Path(name).name or 'model'}-finetuned"
+    free: Path = Path(usual)
+    taken: Path | None = None
+    for number in count(2):
+        if not _is_taken(free):
+            break
+        taken, free = free, Path(f"{usual}-{number}")
+    return taken if again and taken is not None else free
+
+
+def _is_taken(folder: Path) -> bool:
+    """Return whether a run has written to a folder, or to its checkpoints beside it."""
+    kept = (folder, Path(f"{folder}.checkpoints"))
+    return any(os.path.lexists(place) and not (place.is_dir() and not any(place.iterdir())) for place in kept)
 
 
 def _try(trial: str, model: str, data: Mapping[str, Any], values: Mapping[str, Any], json_output: bool) -> None:
@@ -318,7 +340,7 @@ def _command() -> Callable[..., None]:
         _parameter("eval", str | None, typer.Option("--eval", help="Held-out data, judged after each epoch: a file, "
                    "several as name=file,name=file, or a share of the training rows (0.2).")),
         _parameter("out", Path | None, typer.Option("--out", "-o", help="Folder to write; by default "
-                   "MODEL-finetuned here, by the last part of the name.")),
+                   "MODEL-finetuned here, by the last part of the name, with -2, -3 and so on where that is taken.")),
         _parameter("overwrite", bool, typer.Option("--overwrite", help="Replace a model in that folder."), False),
         _parameter("recipe", Path | None, typer.Option("--recipe", "-r", help="YAML file with options; those on the "
                    "command line win.")),

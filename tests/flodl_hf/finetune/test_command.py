@@ -137,8 +137,14 @@ def test_a_run_without_a_folder_is_kept_under_the_models_name_and_overwrites_not
     assert f"the model will be written to {target}; --out DIR names another folder" in said.stderr
     assert f"written to {tmp_path / target}" in said.stdout
     assert load(tmp_path / target).config.labels == ("complaint", "praise")
-    assert f"{target} is not empty" in run(*given, code=1).stderr
-    run(*given, "--overwrite")
+    first = (tmp_path / target / "model.safetensors").stat().st_ino
+    for number in (2, 3):
+        assert f"written to {target}-{number}; --out DIR" in run(*given).stderr
+    assert (tmp_path / target / "model.safetensors").stat().st_ino == first
+    assert f"written to {target}-3;" in run(*given, "--overwrite").stderr
+    (tmp_path / f"{target}-4.checkpoints" / "step-1").mkdir(parents=True)  # of a run that was ended
+    assert usual_folder(base) == Path(f"{target}-5")
+    assert usual_folder(base, again=True) == Path(f"{target}-4")
 
 
 @pytest.mark.parametrize(
