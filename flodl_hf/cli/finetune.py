@@ -24,6 +24,7 @@ from flodl_hf.cli.shared import emit_json, reporting, say, tell, training_said
 from flodl_hf.cli.spelling import command_line
 from flodl_hf.finetuning.options import SCHEDULES, Options
 from flodl_hf.finetuning.task_names import TASK_WORDS, TASKS
+from flodl_hf.weights.early import beginning
 
 if TYPE_CHECKING:
     from flodl_hf.finetuning.result import FinetuneResult
@@ -72,10 +73,25 @@ def run(
     control: bool = False,
 ) -> None:
     """Train as the recipe and the command line say; the latter wins."""
-    from flodl_hf.finetuning.run import _is_first_rank, finetune
-
     said = {"model": model, "train": train, "eval": held_out, "out": out, **given}
     values = _values(said, recipe, env)
+    with beginning(values["model"], _loading(values)):
+        _run(values, trial, dashboard, control, overwrite, json_output)
+
+
+def _loading(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options of loading the model; no device where processes of their own have those."""
+    devices = values.get("devices")
+    device = "auto" if devices is None else devices if isinstance(devices, str) and devices != "auto" else None
+    return {"device": device, "mapped": values.get("shard") is not None}
+
+
+def _run(
+    values: dict[str, Any], trial: str | None, dashboard: str | None, control: bool, overwrite: bool, json_output: bool
+) -> None:
+    """Do what was asked for; ``values`` as of recipes."""
+    from flodl_hf.finetuning.run import _is_first_rank, finetune
+
     name = values.pop("model")
     data = {"train": train_data(values.pop("train")), "eval": eval_data(values.pop("eval", None))}
     target = values.pop("out", None)

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from flodl_hf.finetuning.metadata import PIPELINES, head_of_card, hub_name
 
 if TYPE_CHECKING:
-    from flodl_hf.finetuning.held_out import Judged
     from flodl_hf.finetuning.job import Job
+    from flodl_hf.finetuning.judged import Judged
     from flodl_hf.finetuning.result import FinetuneResult
     from flodl_hf.finetuning.thresholds import Tuned
 

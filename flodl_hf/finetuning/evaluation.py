@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count as count_from
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -33,6 +33,9 @@ from flodl_hf.finetuning.task import Prepared, Scorer, Task
 from flodl_hf.finetuning.user_code import OwnScorer
 from flodl_hf.finetuning.vectors.step import VectorObjective
 
+if TYPE_CHECKING:
+    from flodl_hf.finetuning.judged import Judged
+
 __all__ = ["Evaluation", "Evaluations"]
 
 Numbered = tuple[int, NDArray[np.int64]]
@@ -52,6 +55,7 @@ class Evaluation:
         precision: as in training.
         seed: decides what is masked.
         own: figures of the user's own, as in `flodl_hf.finetuning.user_code.Own`.
+        seen: is given predictions, truth and figures of each evaluation, where they are wanted again afterwards.
     """
 
     task: Task
@@ -62,11 +66,13 @@ class Evaluation:
     precision: str = "fp32"
     seed: int = 0
     own: Any = None
+    seen: Judged | None = None
 
     def scorer(self) -> Scorer:
         """Return a scorer that has seen nothing."""
         scorer = self.task.scorer(self.prepared)
-        return scorer if self.own is None else OwnScorer(scorer, self.task, self.own)
+        scorer = scorer if self.own is None else OwnScorer(scorer, self.task, self.own)
+        return scorer if self.seen is None else OwnScorer(scorer, self.task, self.seen)
 
     def __call__(self, model: Any) -> dict[str, float]:
         """Return the figures, ``eval_loss`` first; the model must be in evaluation mode."""
@@ -145,6 +151,8 @@ class Evaluation:
         figures = {"eval_loss": mean, **scorer.compute()}
         if self.task.kind == "words":
             figures["perplexity"] = math.exp(mean) if mean < 700 else math.inf
+        if self.seen is not None:
+            self.seen.figures = dict(figures)
         return figures
 
     def units(self) -> list[list[Numbered]]:

@@ -1,48 +1,47 @@
-"""What a model says of held-out examples, as the scorers of fine-tuning see it."""
+"""What a model says of held-out examples, asked for at the end of a run."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from flodl_hf.finetuning.judged import Judged
 
 if TYPE_CHECKING:
     from flodl_hf.finetuning.evaluation import Evaluation, Evaluations
     from flodl_hf.model.encoder_model import EncoderModel
 
-__all__ = ["Judged", "judge"]
+__all__ = ["judge"]
 
 
-@dataclass
-class Judged:
-    """Predictions and truth of all examples of one set.
-
-    Attributes:
-        name: of the set; empty where there is one.
-        predictions: scores ``(examples, labels)``, lists of tags, or answers.
-        truth: labels, lists of tags, or lists of accepted answers.
-    """
-
-    name: str
-    predictions: Any = None
-    truth: Any = None
-
-    def __call__(self, predictions: Any, truth: Any) -> dict[str, float]:
-        """Keep what a scorer gives, and give no figure."""
-        self.predictions, self.truth = predictions, truth
-        return {}
-
-
-def judge(model: EncoderModel, evaluation: Evaluation | Evaluations) -> Judged | None:
+def judge(
+    model: EncoderModel, evaluation: Evaluation | Evaluations, figures: Mapping[str, float] | None = None
+) -> Judged | None:
     """Return what the model says of the first set of held-out data; None for masked words, whose scores are too large
     to keep.
 
-    One more evaluation, on this process alone; the model is in evaluation mode.
+    One more evaluation, on this process alone, unless the last one came to the model's own figures; the model is in
+    evaluation mode.
+
+    Args:
+        model: to be judged.
+        evaluation: judges it.
+        figures: of the model, where it was judged before.
     """
     from flodl_hf.finetuning.evaluation import Evaluations
 
     name, one = next(iter(evaluation.sets.items())) if isinstance(evaluation, Evaluations) else ("", evaluation)
     if one.task.kind == "words":
         return None
+    if one.seen is not None and figures and _are_of(one.seen, figures):
+        return one.seen if one.seen.predictions is not None else None
     kept = Judged(name)
-    replace(one, own=kept)(model)
+    replace(one, own=kept, seen=None)(model)
     return kept if kept.predictions is not None else None
+
+
+def _are_of(seen: Judged, figures: Mapping[str, float]) -> bool:
+    """Return whether these figures, of all sets, hold those of the evaluation that was seen."""
+    at = f"{seen.name}/" if seen.name else ""
+    return bool(seen.figures) and seen.figures == {key: figures.get(at + key) for key in seen.figures or {}}

@@ -10,6 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -58,13 +60,11 @@ def identity_of(job: Job) -> dict[str, Any]:
     """Return what decides the numbers of a planned run besides what the trainer compares, as JSON values by name."""
     passed = {*BY_THE_TRAINER, *BY_HASH, *CHANGES_NO_NUMBER, "class_weights", "metric"}
     asked = {name: _plain(value) for name, value in job.options.to_dict().items() if name not in passed}
-    start = hashlib.sha256(repr(job.model.config.encoder).encode())
-    if job.named:
-        beside = job.model.beside
-        for name, tensor in [*job.model.graph.state_dict().items(), *(beside.state_dict().items() if beside else ())]:
-            start.update(name.encode())
-            tensor = tensor.to(job.model.dtype_in_shards or tensor.dtype)  # a run's start is one, in shards or not
-            start.update(memoryview(tensor.detach().contiguous().view(-1).view(_BYTES).numpy()))
+    with ThreadPoolExecutor(1) as beside:
+        start = beside.submit(_start, job)
+        if job.options.ranks == 1:
+            # The first optimiser of torch imports this, which keeps the interpreter busy; hashing does without it.
+            import_module("torch._dynamo")
     whole = job.evaluation
     sets = {} if whole is None else whole.sets if isinstance(whole, Evaluations) else {"": whole}
     judged = {
@@ -76,10 +76,22 @@ def identity_of(job: Job) -> dict[str, Any]:
         "loss": _plain(job.own.loss),
         "class_weights": job.objective.weights,
         "metric": job.metric,
-        "model": start.hexdigest()[:16],
+        "model": start.result(),
         "train rows": _digest(job.rows, None),
         **judged,
     }
+
+
+def _start(job: Job) -> str:
+    """Return a hash of where a run begins: the weights, where the start was given by name."""
+    start = hashlib.sha256(repr(job.model.config.encoder).encode())
+    if job.named:
+        beside = job.model.beside
+        for name, tensor in [*job.model.graph.state_dict().items(), *(beside.state_dict().items() if beside else ())]:
+            start.update(name.encode())
+            tensor = tensor.to(job.model.dtype_in_shards or tensor.dtype)  # a run's start is one, in shards or not
+            start.update(memoryview(tensor.detach().contiguous().view(-1).view(_BYTES).numpy()))
+    return start.hexdigest()[:16]
 
 
 def _digest(rows: EncodedRows, further: Any) -> str:

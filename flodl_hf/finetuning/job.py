@@ -24,6 +24,7 @@ from flodl_hf.finetuning.factory import FixedModel, ModelFactory
 from flodl_hf.finetuning.flag_columns import with_listed_flags
 from flodl_hf.finetuning.generator.task import GeneratorTask
 from flodl_hf.finetuning.inferred import alike_labels, guessed_columns, task_line, unlearned_labels
+from flodl_hf.finetuning.judged import Judged
 from flodl_hf.finetuning.options import Options
 from flodl_hf.finetuning.pairs import PretrainingObjective
 from flodl_hf.finetuning.ranking import RankTask
@@ -246,7 +247,10 @@ def _evaluation(
         made = judging
         if isinstance(task, GeneratorTask):
             judge, made = objective, task.judging(judging, part)
-        found[name] = Evaluation(task, part, made, judge, size, options.precision, options.seed, own.metrics)
+        # What the report says of the first set, kept where one process sees all of it.
+        kept = not found and options.ranks == 1 and task.kind != "words" and (options.report or options.tune_thresholds)
+        seen = Judged(name) if kept else None
+        found[name] = Evaluation(task, part, made, judge, size, options.precision, options.seed, own.metrics, seen)
     return found.get("") or (Evaluations(found) if found else None)
 
 

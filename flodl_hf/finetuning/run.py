@@ -32,8 +32,9 @@ from flodl_hf.finetuning.batch_size import as_before
 from flodl_hf.finetuning.best import Best, take_best
 from flodl_hf.finetuning.card import papers
 from flodl_hf.finetuning.data import is_several
-from flodl_hf.finetuning.held_out import Judged, judge
+from flodl_hf.finetuning.held_out import judge
 from flodl_hf.finetuning.job import Job, plan_job
+from flodl_hf.finetuning.judged import Judged
 from flodl_hf.finetuning.keywords import FinetuneWords
 from flodl_hf.finetuning.monitoring import monitor_of_job
 from flodl_hf.finetuning.options import Options, make_options
@@ -209,7 +210,7 @@ def _train(
         model = job.model if trained is None else trained
         best_step, metrics = _take_best(job, model, folder, notes)
         model.eval()
-        judged = _judged(job, model, target)
+        judged = _judged(job, model, target, metrics)
         beside = job.conclude(model)
     return _Ended(model, trained is not None, best_step, metrics, seconds, judged, folder, beside)
 
@@ -363,10 +364,12 @@ def _check_free(target: Path, overwrite: bool) -> None:
         raise ExportError(f"{target} is a file; expected a folder to write", path=str(target))
 
 
-def _judged(job: Job, model: EncoderModel, target: Path | None) -> Judged | None:
+def _judged(job: Job, model: EncoderModel, target: Path | None, metrics: dict[str, float]) -> Judged | None:
     """Return what the model says of held-out data, on the first rank, where somebody wants to know."""
     wanted = job.options.tune_thresholds or (job.options.report and target is not None)
-    return judge(model, job.evaluation) if wanted and job.evaluation is not None and _is_first_rank() else None
+    if not wanted or job.evaluation is None or not _is_first_rank():
+        return None
+    return judge(model, job.evaluation, metrics)
 
 
 def _write(job: Job, result: FinetuneResult, target: Path, overwrite: bool, judged: Judged | None) -> Path:

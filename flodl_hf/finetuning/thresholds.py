@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flodl.errors import ConfigError
-from flodl_hf.finetuning.held_out import Judged
+from flodl_hf.finetuning.judged import Judged
 from flodl_hf.report.figures import best_thresholds
 
 if TYPE_CHECKING:

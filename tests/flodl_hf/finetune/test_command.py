@@ -22,7 +22,7 @@ pytest.importorskip("typer")
 from typer.testing import CliRunner
 
 from flodl_hf.cli.app import app
-from flodl_hf.cli.finetune import usual_folder
+from flodl_hf.cli.finetune import _loading, usual_folder
 
 QUICK = ["--epochs", "1", "--batch-size", "16", "--lr", "1e-3"]
 
@@ -194,3 +194,12 @@ def test_several_sets_curves_and_logs_by_flags(base: Path, files: tuple[str, str
     assert "power: 2.0" in recipe
     assert "ema: 0.9" in recipe
     assert (tmp_path / "out.logs" / "figures.csv").is_file()
+
+
+@pytest.mark.parametrize(
+    ("devices", "device"),
+    [(None, "auto"), ("cpu", "cpu"), ("cuda:1", "cuda:1"), ("auto", None), (2, None), (["cuda:0", "cuda:1"], None)],
+)
+def test_a_device_is_made_ready_while_torch_is_imported_where_this_process_trains(devices: Any, device: Any) -> None:
+    assert _loading({"devices": devices}) == {"device": device, "mapped": False}
+    assert _loading({"shard": "fsdp"})["mapped"], "parts are read by the ranks that hold them"

@@ -11,7 +11,8 @@ import torch
 from finetune_tables import TABLES
 
 from flodl.distributed import Ranks, launch
-from flodl_hf.finetuning import plan_job
+from flodl_hf.finetuning import finetune, held_out, plan_job
+from flodl_hf.finetuning.evaluation import Evaluation
 from flodl_hf.finetuning.options import make_options
 
 SMALL: dict[str, Any] = {"batch_size": 5, "max_length": 16, "stride": 4, "epochs": 1}
@@ -45,7 +46,7 @@ def test_two_ranks_find_the_figures_of_one(name: str, base: Path) -> None:
 def test_batches_have_every_window_once_and_units_share_no_example(batch_size: int, base: Path) -> None:
     rows = TABLES["question_answering"](33)
     job = plan_job(base, rows, rows, make_options({**SMALL, "batch_size": batch_size}))
-    assert job.evaluation is not None
+    assert isinstance(job.evaluation, Evaluation)
     units, owners = job.evaluation.units(), job.evaluation.prepared.rows.owners
     assert np.bincount(owners).max() > 1
     batches = [batch for unit in units for _, batch in unit]
@@ -70,3 +71,60 @@ def test_a_label_that_was_held_out_whole_is_a_label(name: str, base: Path) -> No
     assert job.evaluation(job.model.eval())
     said = [note for note in job.notes if "no training row has the label 'rare'" in note]
     assert len(said) == (name == "sequence_classification")
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("name", ["sequence_classification", "token_classification", "question_answering"])
+def test_what_the_last_evaluation_saw_is_not_judged_again(
+    name: str, several: bool, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, judged, found = TABLES[name](12), [], []
+    inner, judge = Evaluation._judge, held_out.judge
+
+    def counted(self: Evaluation, *args: Any) -> Any:
+        judged.append(self)
+        return inner(self, *args)
+
+    def kept(model: Any, evaluation: Any, figures: Any = None) -> Any:
+        found.append((judge(model, evaluation, figures), len(judged), judge(model, evaluation)))
+        return found[-1][0]
+
+    monkeypatch.setattr(Evaluation, "_judge", counted)
+    monkeypatch.setattr("flodl_hf.finetuning.run.judge", kept)
+    held = {"a": rows[:7], "b": rows[5:]} if several else rows[:7]
+    options: dict[str, Any] = {**SMALL, "keep_best": False}
+    finetune(base, train=rows, eval=held, out=tmp_path / "out", **options)
+    [(first, count, again)] = found
+    assert count == (2 if several else 1), "one evaluation of each set"
+    assert len(judged) == count + 1, "without figures it is judged anew"
+    assert first is not None
+    assert again is not None
+    assert first is not again
+    assert first.name == again.name == ("a" if several else "")
+    assert np.array_equal(np.asarray(first.predictions, object), np.asarray(again.predictions, object))
+    assert np.array_equal(np.asarray(first.truth, object), np.asarray(again.truth, object))
+
+
+def test_what_was_seen_of_other_weights_is_judged_again(base: Path) -> None:
+    rows = TABLES["sequence_classification"](12)
+    job = plan_job(base, rows, rows, make_options(SMALL))
+    model = job.model.eval()
+    assert isinstance(job.evaluation, Evaluation)
+    figures = job.evaluation(model)
+    seen = held_out.judge(model, job.evaluation, figures)
+    assert seen is job.evaluation.seen
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1)
+    other = job.evaluation(model)
+    assert other != figures
+    again = held_out.judge(model, job.evaluation, figures)
+    assert again is not seen
+
+
+@pytest.mark.parametrize(("ranks", "report", "seen"), [(1, True, True), (1, False, False), (2, True, False)])
+def test_predictions_are_kept_by_one_process_for_a_report(ranks: int, report: bool, seen: bool, base: Path) -> None:
+    rows = TABLES["sequence_classification"](12)
+    job = plan_job(base, rows, rows, make_options({**SMALL, "report": report, "devices": ["cpu"] * ranks}))
+    assert isinstance(job.evaluation, Evaluation)
+    assert (job.evaluation.seen is not None) == seen

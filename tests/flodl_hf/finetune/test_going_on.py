@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from finetune_tables import labelled, questions, tagged
 from flodl.errors import TrainError
 from flodl.train.saving.reading import list_checkpoints
 from flodl_hf import load
-from flodl_hf.finetuning import finetune, plan_job
+from flodl_hf.finetuning import finetune, identity, plan_job
 from flodl_hf.finetuning.identity import BY_HASH, BY_THE_TRAINER, CHANGES_NO_NUMBER, identity_of
 from flodl_hf.finetuning.options import Options, make_options
 
@@ -40,10 +41,10 @@ def broken_off(at: int, base: Any, out: Path, rows: Any = ROWS[:40], held_out: A
 
 @pytest.mark.parametrize(("save", "judge"), [(7, 5), (5, 7), (3, 2), (None, 3)])
 def test_the_model_is_the_one_that_the_figures_are_of(save: int | None, judge: int, base: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {**BASIC, "lr": 2e-2, "schedule": "constant", "metric": "eval_loss"}
     result = finetune(
-        base, train=ROWS[:40], eval=ROWS[40:], out=tmp_path / "out", save_every=save, eval_every=judge,
-        metric="eval_loss", **{**BASIC, "lr": 2e-2, "schedule": "constant"},
-    )  # fmt: skip
+        base, train=ROWS[:40], eval=ROWS[40:], out=tmp_path / "out", save_every=save, eval_every=judge, **options
+    )
     best = min(result.history, key=lambda row: (row["eval_loss"], row["step"]))
     assert best["step"] == result.best_step
     assert best["eval_loss"] == result.metrics["eval_loss"]
@@ -195,10 +196,29 @@ def test_a_lost_best_is_told_at_the_end(base: Path, tmp_path: Path) -> None:
                 if json.loads((path / "manifest.json").read_bytes())["metrics"].get("eval_loss") == min(figures):
                     (path / "manifest.json").write_bytes(bytes(300))
 
+    options: dict[str, Any] = {**BASIC, "lr": 0.2, "schedule": "constant", "epochs": 3}
     with pytest.warns(RuntimeWarning, match="the best evaluation was that of step"):
-        result = finetune(
-            base, train=ROWS[:40], eval=ROWS[40:], out=out, on_event=lose, metric="eval_loss",
-            **{**BASIC, "lr": 0.2, "schedule": "constant", "epochs": 3},
-        )  # fmt: skip
+        result = finetune(base, train=ROWS[:40], eval=ROWS[40:], out=out, on_event=lose, metric="eval_loss", **options)
     assert result.metrics["eval_loss"] in figures
     assert result.metrics["eval_loss"] != min(figures)
+
+
+@pytest.mark.parametrize(("ranks", "imported"), [(1, ["torch._dynamo"]), (2, [])])
+def test_weights_are_hashed_beside_an_import_that_torch_needs(
+    ranks: int, imported: list[str], base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads, names = [], []
+    start = identity._start
+
+    def hashed(job: Any) -> str:
+        threads.append(threading.current_thread())
+        return start(job)
+
+    monkeypatch.setattr(identity, "_start", hashed)
+    monkeypatch.setattr(identity, "import_module", names.append)
+    job = plan_job(base, ROWS[:16], None, make_options({"devices": ["cpu"] * ranks}))
+    found = identity_of(job)
+    assert found["model"] == start(job)
+    assert names == imported, "ranks in other processes make the optimisers"
+    assert len(threads) == 1
+    assert threads[0] is not threading.main_thread()
