@@ -70,10 +70,12 @@ def command(
     from flodl_hf.bulk import encode_file
     from flodl_hf.cli.predict import file_to_file
     from flodl_hf.cli.vectors import check_target
+    from flodl_hf.hub.folders import expect_tokenizer
     from flodl_hf.vectors.files import SUFFIXES
     from flodl_hf.weights.early import beginning
 
     check_target(out, SUFFIXES)
+    expect_tokenizer(model, "encode")
     said: dict[str, Any] = {
         "text_column": text_column, "format": input_format, "keep": keep, "store": str(store), "truncate_dim": dim,
         "prompt": prompt or None, "prompt_name": prompt_name, "route": route, "part_rows": part_rows,

@@ -57,9 +57,11 @@ def command(
     from flodl_hf.cli.finetune import parse
     from flodl_hf.cli.vectors import check_target, encoder, texts_of
     from flodl_hf.finetuning.vectors.tables import read_table
+    from flodl_hf.hub.folders import expect_tokenizer
     from flodl_hf.vectors.mining import hard_negatives
 
     check_target(Path(out), (".jsonl",))
+    expect_tokenizer(model, "mine")
     table = read_table(load_rows(source), parse("columns", columns), source)
     if table.width < 2:
         raise DataError(

@@ -32,10 +32,12 @@ def command(
     """Find the texts of a file that are most like each query, exactly, by their vectors."""
     from flodl.errors import DataError
     from flodl_hf.cli.vectors import encoder, texts_of
+    from flodl_hf.hub.folders import expect_tokenizer
     from flodl_hf.vectors.files import ranges_path, read_vectors
     from flodl_hf.vectors.quantize import binary_search, byte_search
     from flodl_hf.vectors.search import semantic_search
 
+    expect_tokenizer(model, "search")
     queries = query or [line for line in stdin_lines() if line.strip()]
     if not queries:
         say("no query was given: as arguments, or one a line on standard input")

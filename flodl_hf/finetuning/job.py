@@ -38,6 +38,7 @@ from flodl_hf.finetuning.thresholds import check_tunable
 from flodl_hf.finetuning.user_code import Own
 from flodl_hf.finetuning.vectors.step import VectorObjective
 from flodl_hf.finetuning.vectors.task import EmbeddingTask
+from flodl_hf.hub.folders import lacks_tokenizer
 
 if TYPE_CHECKING:
     from flodl_hf.model.encoder_model import EncoderModel
@@ -114,6 +115,13 @@ class Job:
         )  # fmt: skip
 
 
+def _no_tokenizer(where: str) -> ConfigError:
+    return ConfigError(
+        f"{where}: the model has no tokenizer; put its tokenizer files beside the weights, or set model.tokenizer",
+        problems=["tokenizer"],
+    )
+
+
 def plan_job(
     model: str | Path | EncoderModel,
     train: Any,
@@ -139,6 +147,8 @@ def plan_job(
     Raises:
         DataError, ConfigError, CheckpointError, HubError, TokenizerError: as in `finetune`.
     """
+    if lacks_tokenizer(model):
+        raise _no_tokenizer(where)
     own = own or Own()
     tables, options = with_listed_flags(read_tables(train, held_out, options), options)
     known = known_of(model, options)
@@ -159,10 +169,7 @@ def plan_job(
     opened, factory = open_start(model, task, options)
     tokenizer = opened.tokenizer
     if tokenizer is None:
-        raise ConfigError(
-            f"{where}: the model has no tokenizer; put its tokenizer files beside the weights, or set model.tokenizer",
-            problems=["tokenizer"],
-        )
+        raise _no_tokenizer(where)
     if isinstance(task, BESIDE):
         notes += task.settle(opened)
     limits = _limits(task, opened, tokenizer, options)

@@ -11,7 +11,7 @@ from flodl.errors import ConfigError, shown
 from flodl_hf.errors import no_tokenizer
 from flodl_hf.weights.file_names import ADAPTER_CONFIG, CONFIG_NAME, is_vocabulary_in, vocabularies_below
 
-__all__ = ["expect_tokenizer", "holds_adapter", "resolve_folder"]
+__all__ = ["expect_tokenizer", "holds_adapter", "lacks_tokenizer", "resolve_folder"]
 
 
 def holds_adapter(name_or_path: str | os.PathLike[str]) -> bool:
@@ -66,18 +66,27 @@ def _modules(folder: Path) -> Mapping[str, bool]:
 
 
 def expect_tokenizer(name_or_path: Any, task: str) -> None:
-    """Refuse a local folder without a tokenizer before its weights are read, which may take minutes.
+    """Refuse a local folder without a tokenizer before its weights or any texts are read, which may take minutes.
 
     Args:
-        name_or_path: what is to be loaded; names of the Hub and models are passed over.
+        name_or_path: as of `lacks_tokenizer`.
         task: what has texts for it, for the message.
 
     Raises:
-        PredictError: the folder has a configuration and no file that a vocabulary is read from, nor has one below it.
+        PredictError: the folder lacks a tokenizer.
+    """
+    if lacks_tokenizer(name_or_path):
+        raise no_tokenizer(task)
+
+
+def lacks_tokenizer(name_or_path: Any) -> bool:
+    """Return whether a local folder has a configuration and no file that a vocabulary is read from, nor one below it.
+
+    Args:
+        name_or_path: what is to be loaded; of names of the Hub and of models nothing is known, so that it is False.
     """
     if not isinstance(name_or_path, (str, os.PathLike)):
-        return
+        return False
     path = Path(os.path.expanduser(os.fspath(name_or_path)))
     known = os.path.isdir(path) and os.path.lexists(path / CONFIG_NAME)
-    if known and not is_vocabulary_in(path) and not vocabularies_below(path):
-        raise no_tokenizer(task)
+    return known and not is_vocabulary_in(path) and not vocabularies_below(path)

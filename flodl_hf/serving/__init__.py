@@ -45,6 +45,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from flodl.errors import ConfigError
+from flodl_hf.hub.folders import expect_tokenizer
 from flodl_hf.serving.settings import Served, Settings, served
 
 __all__ = ["Served", "Settings", "serve", "served", "serving"]
@@ -102,7 +103,10 @@ def serving(
 
 def _settings(models: str | Served | Iterable[str | Served], head: str, given: dict[str, Any]) -> Settings:
     listed = [models] if isinstance(models, (str, Served)) else models
-    return Settings(models=served(listed, head), **given)
+    settings = Settings(models=served(listed, head), **given)
+    for model in settings.models:
+        expect_tokenizer(model.source, "serve")
+    return settings
 
 
 def _needed() -> Any:
