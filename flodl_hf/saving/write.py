@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,10 +91,11 @@ def write_safetensors(
             problems=["exists"],
         ) from error
     try:
-        with file:
+        with file, ThreadPoolExecutor(1) as hashing:
             for chunk in _chunks(composed, items):
+                hashed = hashing.submit(digest.update, chunk)
                 _write_fully(file.fileno(), chunk)
-                digest.update(chunk)
+                hashed.result()  # before the memory is another tensor's
                 size += len(chunk)
     except BaseException:
         place.unlink(missing_ok=True)
@@ -151,10 +153,9 @@ def verify_files(folder: str | os.PathLike[str], files: Iterable[WrittenFile]) -
     for written in files:
         place = Path(folder) / written.name
         try:
-            size, digest = place.stat().st_size, hashlib.sha256()
+            size = place.stat().st_size
             with open(place, "rb", buffering=0) as file:
-                while chunk := file.read(_CHUNK):
-                    digest.update(chunk)
+                digest = hashlib.file_digest(file, "sha256")
         except OSError as error:
             problems.append(f"{written.name}: {error.strerror}")
             continue

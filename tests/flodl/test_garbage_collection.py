@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from flodl.garbage_collection import gc_paused
+from flodl.garbage_collection import gc_frozen, gc_paused
 
 
 @pytest.mark.parametrize("settled", [False, True])
@@ -91,3 +91,19 @@ def test_a_program_that_ends_seeks_no_garbage_and_loses_nothing(tmp_path, flags,
     assert not done.stderr
     assert ((tmp_path / "text").read_text(), (tmp_path / "data").read_bytes()) == ("all of it", b"and this")
     assert more != LAST or (tmp_path / "last").read_text() == " and this"
+
+
+def test_what_is_frozen_is_not_counted_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = []
+    count = gc.get_freeze_count
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: counted.append(1) or count())
+    with gc_frozen():
+        del counted[:]
+        with gc_frozen(), gc_paused(settled=True):
+            assert count()
+        assert count(), "what lies inside leaves it frozen"
+        assert not counted
+    assert not count()
+    with gc_paused(settled=True):
+        pass
+    assert counted, "a program may have frozen something itself"
