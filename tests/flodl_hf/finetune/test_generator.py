@@ -321,7 +321,7 @@ def test_what_does_not_fit_is_refused(starts: dict[str, Path], base: Path, tmp_p
     text = (vocabulary / "tokenizer.json").read_text()
     (vocabulary / "tokenizer.json").write_text(text.replace('"the"', '"teh"'))
     mine, flat = str(starts["shared"]), str(tmp_path / "flat")
-    values = dict(other.config.source) | {"num_hidden_layers": 1}
+    values: dict[str, Any] = dict(other.config.source) | {"num_hidden_layers": 1}
     shallow = type(other).from_config(ModelConfig.for_model(values.pop("model_type"), **values))
     shallow.tokenizer = other.tokenizer
     shallow.save_pretrained(flat)
@@ -375,8 +375,9 @@ def test_both_learn_by_adapters_whose_folders_are_read_again(
     )
     assert again[1].fill_mask("The [MASK] was cold.") == made.fill_mask("The [MASK] was cold.")
     assert not (tmp_path / "out" / "generator" / "model.safetensors").exists()
-    plain = {name: value for name, value in given.items() if name not in adapter}
-    further = finetune(again[0], train=lines(24), **plain | {"generator": str(tmp_path / "out" / "generator")})
+    plain: dict[str, Any] = {name: value for name, value in given.items() if name not in adapter}
+    plain["generator"] = str(tmp_path / "out" / "generator")
+    further = finetune(again[0], train=lines(24), **plain)
     assert further.generator is not None
     assert further.model.active_adapter == further.generator.active_adapter == "default"
 
@@ -410,3 +411,44 @@ def test_both_learn_on_a_gpu(precision: str, whole_words: bool, starts: dict[str
         starts["discriminator"], train=lines(24), eval=lines(8), devices="cuda:0", precision=precision, **given
     )  # fmt: skip
     assert fast.losses == pytest.approx(plain.losses, rel=1e-3 if precision == "fp32" else 0.1)
+
+
+@pytest.mark.transformers
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "adapter", [*ADAPTERS, {"lora": 2, "lora_targets": ("all-linear",)}], ids=lambda a: "-".join(a)
+)
+@pytest.mark.parametrize("generator", ["shared", "apart"])
+def test_peft_reads_both_folders_and_gives_the_same_numbers(
+    generator: str, adapter: dict[str, Any], starts: dict[str, Path], tmp_path: Path
+) -> None:
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    given: dict[str, Any] = {**FIXED, "generator": str(starts[generator]), "lr": 0.02} | adapter
+    result = finetune(starts["discriminator"], train=lines(24), out=tmp_path / "out", **given)
+    ids = torch.tensor([result.model.tokenizer.encode("The room was cold.")])  # type: ignore[union-attr]
+    both = (
+        (result.model, "discriminator", "", "ElectraForPreTraining"),
+        (result.generator, generator, "generator", "ElectraForMaskedLM"),
+    )
+    for ours, start, inside, name in both:
+        model: Any = ours
+        base = getattr(transformers, name).from_pretrained(starts[start]).eval()
+        with torch.no_grad():
+            before = base(ids).logits
+            theirs = peft.PeftModel.from_pretrained(base, tmp_path / "out" / inside).eval()
+            found, right = _by_peft(theirs, ids), model.eval()(ids).logits
+        torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-5)
+        assert not torch.allclose(before, right, rtol=1e-3, atol=1e-3)
+
+
+def _by_peft(model: Any, ids: Tensor) -> Tensor:
+    """Return the logits of peft's model; it has no task for these heads, and puts virtual tokens in for tasks alone."""
+    settings = model.active_peft_config
+    if not settings.is_prompt_learning:
+        return model(input_ids=ids).logits
+    count, lead = settings.num_virtual_tokens, model.get_prompt(batch_size=len(ids))
+    mask = torch.ones(len(ids), count + ids.shape[1], dtype=torch.long)
+    if not isinstance(lead, Tensor):
+        return model.base_model(input_ids=ids, attention_mask=mask, past_key_values=lead).logits
+    states = torch.cat([lead, model.base_model.get_input_embeddings()(ids)], 1)
+    return model.base_model(inputs_embeds=states, attention_mask=mask).logits[:, count:]
