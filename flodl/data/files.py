@@ -54,6 +54,7 @@ def read_rows(
     columns: Sequence[str] | None = None,
     header: bool | None = None,
     delimiter: str | None = None,
+    blank_lines: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """Return the rows of ``source`` one by one, each a dict of column names to values.
 
@@ -70,6 +71,7 @@ def read_rows(
         header: whether the first line is a header; None decides by its looks.
         delimiter: between the cells of CSV and TSV files; by default a tab in TSV files, and in CSV files a comma, or
             the semicolon, tab or bar that divides a header without commas.
+        blank_lines: whether empty lines of a text file are rows too, so that rows are lines.
 
     Raises:
         DataError: the file is absent, of no known format, or faulty; ``path``, ``line`` and ``problems``
@@ -104,10 +106,14 @@ def read_rows(
     if kind == "jsonl":
         return _closing(path, lambda lines: _read_json_lines(lines, path))
     if kind == "text":
-        return _closing(path, lambda lines: ({"text": text.rstrip("\r\n")} for _, text in lines if text.strip()))
+        return _closing(path, lambda lines: _plain_rows(lines, blank_lines))
     if kind in ("json", "squad"):
         return _read_json(path, kind)
     return read_arrow_file(path, kind)
+
+
+def _plain_rows(lines: Iterator[tuple[int, str]], blank_lines: bool) -> Iterator[dict[str, Any]]:
+    return ({"text": text.rstrip("\r\n")} for _, text in lines if blank_lines or text.strip())
 
 
 def load_rows(source: Any, format: Format | None = None, **options: Any) -> list[dict[str, Any]]:

@@ -52,7 +52,7 @@ class Row:
     """One row.
 
     Attributes:
-        number: which row it is, from 1; a header and empty lines are no rows.
+        number: which row it is, from 1; a header and empty lines are no rows, but for those of plain text.
         line: the line of the file that it begins on, from 1; None where a file has no lines.
         values: its cells by column; None where they cannot be told.
         fault: what is wrong with it, or None.
@@ -214,7 +214,10 @@ class _TextRows(Rows):
 
 
 class _LineRows(_TextRows):
-    """A JSON object, or a text, on each line; empty lines are no rows."""
+    """A JSON object, or a text, on each line.
+
+    Each line of plain text is a row, so that answers are lines of the file; empty lines of JSON are no rows.
+    """
 
     def __init__(self, file: IO[bytes], name: str, size: int | None, hashed: bool, is_json: bool) -> None:
         super().__init__(file, name, size, hashed)
@@ -226,7 +229,7 @@ class _LineRows(_TextRows):
         passed = 0
         while passed < count:
             for _, raw in self._lines:
-                if not raw.isspace():
+                if not (self._json and raw.isspace()):
                     break
             else:
                 break
@@ -238,7 +241,7 @@ class _LineRows(_TextRows):
         rows: list[Row] = []
         while len(rows) < count and (found := next(self._lines, None)) is not None:
             line, raw = found
-            if not raw.isspace():
+            if not (self._json and raw.isspace()):
                 self.number += 1
                 rows.append(self._row(line, raw))
         return rows

@@ -28,7 +28,12 @@ class Stored(StrEnum):
 def command(
     model: Model,
     source: Annotated[
-        str, file_option("--in", "-i", says="CSV, TSV, JSON lines, Parquet, Arrow or text file; - is standard input.")
+        str,
+        file_option(
+            "--in",
+            "-i",
+            says="CSV, TSV, JSON lines, Parquet, Arrow or text file (a row a line); - is standard input.",
+        ),
     ],
     out: Annotated[Path, file_option("--out", "-o", says="File to write: .npy, .parquet, .arrow or .jsonl.")],
     text_column: TextColumn = None,

@@ -91,7 +91,11 @@ BatchInvariant = Annotated[
 ]
 In = Annotated[
     str | None,
-    file_option("--in", "-i", says="CSV, TSV, JSON lines, Parquet, Arrow or text file; - is standard input."),
+    file_option(
+        "--in",
+        "-i",
+        says="CSV, TSV, JSON lines, Parquet, Arrow or text file (a row a line); - is standard input.",
+    ),
 ]
 Out = Annotated[
     Path | None,

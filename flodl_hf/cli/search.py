@@ -43,15 +43,21 @@ def command(
         say("no query was given: as arguments, or one a line on standard input")
     texts, _ = texts_of(corpus, text_column)
     encode = encoder(model, revision, local_files_only, device, precision)
-    kept = encode(texts, "document") if vectors is None else read_vectors(vectors)
+    # Nobody looks for an empty line, which has a vector all the same.
+    places = [place for place, text in enumerate(texts) if text.strip()]
+    if not places:
+        raise DataError(f"{corpus}: all {len(texts)} texts are empty; expected some to search")
+    kept = encode([texts[place] for place in places], "document") if vectors is None else read_vectors(vectors)
     asked = encode(queries, "query", prompt=prompt or None)
     size = asked.shape[1]
     bits = kept.dtype.kind != "f" and kept.shape[1] == -(-size // 8)
-    if len(kept) != len(texts) or (kept.shape[1] != size and not bits):
+    if (vectors is not None and len(kept) != len(texts)) or (kept.shape[1] != size and not bits):
         raise DataError(
             f"{vectors}: {len(kept)} vectors of {kept.shape[1]} numbers ({kept.dtype}) for {len(texts)} texts and a "
             f"model of {size}; expected those of this file and model"
         )
+    if vectors is not None and len(places) < len(kept):
+        kept = kept[places]
     if bits:
         hits_of = binary_search(asked, kept, top_k=top_k)
     elif kept.dtype.kind != "f":
@@ -59,8 +65,8 @@ def command(
     else:
         hits_of = semantic_search(asked, kept, top_k=top_k)
     found = [
-        {"query": text, "found": [{"score": hit["score"], "index": hit["corpus_id"], "text": texts[hit["corpus_id"]]}
-                                  for hit in hits]}
+        {"query": text, "found": [{"score": hit["score"], "index": place, "text": texts[place]}
+                                  for hit in hits for place in (places[hit["corpus_id"]],)]}
         for text, hits in zip(queries, hits_of, strict=True)
     ]  # fmt: skip
     if json_output:

@@ -57,7 +57,7 @@ def encoder(model: str, revision: str | None, local: bool, device: str, precisio
 
 
 def texts_of(path: str, column: str | None) -> tuple[list[str], list[dict[str, Any]]]:
-    """Return the texts of a file, and its rows.
+    """Return the texts of a file, and its rows; each line of plain text is one, so that vectors of the file fit.
 
     Raises:
         DataError: no column of texts can be told.
@@ -65,7 +65,7 @@ def texts_of(path: str, column: str | None) -> tuple[list[str], list[dict[str, A
     from flodl.data import load_rows
     from flodl_hf.columns import NAMES
 
-    rows = load_rows(path)
+    rows = load_rows(path, blank_lines=True)
     names = list(rows[0])
     known = [name for name in names if name.lower() in NAMES["text"]]
     if column is None:

@@ -197,3 +197,13 @@ def test_memory_does_not_grow_with_the_file(store: str, folder: Any, tmp_path: P
         return int(done.stdout)
 
     assert peak(100_000) < peak(10_000) * 1.05
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", ""])
+def test_rows_of_plain_text_are_its_lines(end: str, model: Any, tmp_path: Path) -> None:
+    source, lines = tmp_path / "lines.txt", ["one", "", "  ", "two", "", "three"]
+    source.write_bytes((end or "\n").join(lines).encode() + end.encode())  # what ends a file is no row
+    for part_rows in (2, 100):
+        result = encode_file(model("base"), source, tmp_path / "v.npy", part_rows=part_rows, restart=True)
+        assert (result.rows, result.written, result.empty) == (6, 6, 3)
+        assert np.array_equal(read_vectors(tmp_path / "v.npy"), model("base").encode([*lines[:2], "  ", *lines[3:]]))

@@ -146,6 +146,19 @@ def test_files_of_vectors_by_the_command(base: Path, tmp_path: Path) -> None:
     assert TEXTS[3] in ran("search", base, TEXTS[3], "--in", texts, "--top-k", 1)
 
 
+@pytest.mark.parametrize("store", ["float32", "int8", "ubinary"])
+def test_vectors_of_a_text_file_are_its_lines_and_empty_ones_are_not_found(
+    base: Path, tmp_path: Path, store: str
+) -> None:
+    texts, lines = tmp_path / "texts.txt", ["", TEXTS[0], "", TEXTS[1], "  ", TEXTS[2]]
+    texts.write_text("".join(f"{line}\n" for line in lines))
+    ran("encode", base, "--in", texts, "--out", tmp_path / "v.npy", "--store", store)
+    assert len(read_vectors(tmp_path / "v.npy")) == len(lines)
+    for given in ((), ("--vectors", tmp_path / "v.npy")):
+        hits = ran("search", base, TEXTS[1], "--in", texts, *given, "--top-k", 6, "--json")[0]["found"]
+        assert {hit["index"]: hit["text"] for hit in hits} == {1: TEXTS[0], 3: TEXTS[1], 5: TEXTS[2]}
+
+
 def test_negatives_by_the_command(base: Path, tmp_path: Path) -> None:
     pairs = tmp_path / "pairs.jsonl"
     rows = [{"question": TEXTS[i], "context": TEXTS[12 + i // 2]} for i in range(12)]
