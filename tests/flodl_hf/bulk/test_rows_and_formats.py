@@ -180,3 +180,9 @@ def test_a_kept_json_object_stays_as_it_was_written(tmp_path: Path) -> None:
     written = out.line(out.keep(row), ("a", 0.5), None).decode()
     assert written == line.strip()[:-1].rstrip() + ', "label": "a", "score": 0.5}\n'
     assert json.loads(written)["text"] == "café"
+
+
+def test_a_folder_is_not_called_absent(tmp_path: Path) -> None:
+    for path, says in ((tmp_path, "is a folder; expected a path to a file"), (tmp_path / "a.csv", "no such file")):
+        with pytest.raises(DataError, match=says):
+            open_rows(path)
