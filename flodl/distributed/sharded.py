@@ -23,7 +23,7 @@ from flodl.nested import map_leaves
 __all__ = ["is_sharded", "like", "local", "put", "shard_model", "spread", "whole", "whole_parts"]
 
 
-def shard_model(model: nn.Module, ranks: Ranks) -> None:
+def shard_model(model: nn.Module, ranks: Ranks, products: torch.dtype | None = None) -> None:
     """Cut the parameters of a model into a part for each rank, in place; they are on the ranks' devices then.
 
     Args:
@@ -31,6 +31,9 @@ def shard_model(model: nn.Module, ranks: Ranks) -> None:
             that ``forward_methods`` names are passes of the model. Its ``dtype_in_shards``, if it has one, is what
             floating parameters are cast to, so that pages of a file in half precision are never whole in another.
         ranks: at least two.
+        products: in half precision, what autocast multiplies matrices in; None without. Matrices of `torch.nn.Linear`
+            that do not learn and are stored in it stay so, since they would be cast back for each product: a part takes
+            half the memory, and half as much is sent to gather a layer, with the same numbers.
 
     Raises:
         TrainError: there is nothing to cut.
@@ -43,8 +46,9 @@ def shard_model(model: nn.Module, ranks: Ranks) -> None:
     root = _root(model)
     mesh = init_device_mesh(ranks.device.type, (ranks.world,))
     dtype: torch.dtype | None = getattr(model, "dtype_in_shards", None)
+    kept = _fixed_matrices(model, products)
     for module in [*_layers(root), root]:
-        before = _cast(module, dtype)
+        before = _cast(module, dtype, kept)
         # The root too, or its parameters would be whole after an evaluation, and others than the optimiser's.
         sharded: Any = fully_shard(module, mesh=mesh, reshard_after_forward=True)
         # Sums over ranks, which the step divides by what all of them counted.
@@ -59,14 +63,28 @@ def shard_model(model: nn.Module, ranks: Ranks) -> None:
     model.to(ranks.device)
 
 
-def _cast(module: nn.Module, dtype: torch.dtype | None) -> list[tuple[nn.Parameter, Tensor]]:
+def _fixed_matrices(model: nn.Module, dtype: torch.dtype | None) -> set[nn.Parameter]:
+    """Return the weights of this dtype that do not learn and are multiplied by alone."""
+    fixed: set[nn.Parameter] = set()
+    others: set[nn.Parameter] = set()
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            alone = isinstance(module, nn.Linear) and name == "weight"
+            (fixed if alone and parameter.dtype == dtype and not parameter.requires_grad else others).add(parameter)
+    return fixed - others
+
+
+def _cast(module: nn.Module, dtype: torch.dtype | None, kept: set[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor]]:
     """Cast the floating parameters of a module that are whole yet, themselves: what is tied stays tied.
+
+    Args:
+        kept: parameters that stay as they are.
 
     Returns:
         them with what they held, to be given back: others may know them, which would keep what was cast.
     """
     whole_yet = [p for p in module.parameters() if p.is_floating_point() and not hasattr(p, "full_tensor")]
-    before = [(p, p.data) for p in whole_yet if dtype is not None and p.dtype != dtype]
+    before = [(p, p.data) for p in whole_yet if dtype is not None and p.dtype != dtype and p not in kept]
     for parameter, value in before:
         parameter.data = value.to(dtype)
     return before

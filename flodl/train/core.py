@@ -91,12 +91,14 @@ class TrainerCore:
             torch.use_deterministic_algorithms(True)
         if settings.checkpoint_activations is not None:
             settings.checkpoint_activations(model)
+        self.precision = Precision(settings.precision, ranks.device)
         if self.sharded:
-            shard_model(model, ranks)
+            # Layers arranged for a device may have kernels that want float32.
+            plain = settings.arrange is None or ranks.device.type == "cpu"
+            shard_model(model, ranks, self.precision.products if plain else None)
         self.observing = Observing(model, ranks, settings)
         self.optimizer = self.observing.optimizer(lambda: make_optimizer(model, optimizer, settings.parameter_groups))
         self._left_out = {name for name, _ in self._not_optimised()}
-        self.precision = Precision(settings.precision, ranks.device)
         # a copy, since a schedule that waits for plateaus changes, and the caller may run again
         schedule = copy.deepcopy(settings.schedule(ranks.world) if callable(settings.schedule) else settings.schedule)
         self.rates = Rates(self.optimizer, schedule, ranks.world, settings.lr_scale_ratio)

@@ -23,6 +23,7 @@ class Precision:
 
     Attributes:
         entered: whether the context was asked for.
+        products: what autocast multiplies matrices in; None without autocast.
 
     Raises:
         TrainError: another name.
@@ -34,6 +35,7 @@ class Precision:
         if name not in PRECISIONS:
             raise TrainError(f"precision: found {name!r}, expected one of {', '.join(PRECISIONS)}.", found=name)
         self.name, self.device = name, device
+        self.products = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
         self.scaler: torch.amp.GradScaler | None = None
         if name == "fp16":
             self.scaler = torch.amp.GradScaler(device.type)
@@ -43,9 +45,8 @@ class Precision:
     def context(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context in which forward and loss run."""
         self.entered = True
-        if self.name in ("bf16", "fp16"):
-            dtype = torch.bfloat16 if self.name == "bf16" else torch.float16
-            return torch.autocast(self.device.type, dtype=dtype)
+        if self.products is not None:
+            return torch.autocast(self.device.type, dtype=self.products)
         return contextlib.nullcontext()
 
     def state_dict(self) -> dict[str, Any]:

@@ -160,6 +160,8 @@ def _values(said: Mapping[str, Any], recipe: Path | None, env: str | None) -> di
 
 def _report(model: str, result: FinetuneResult, json_output: bool) -> None:
     """Print what came of a run, and what can be done with it."""
+    from flodl_hf.weights.file_names import ADAPTER_CONFIG
+
     if json_output:
         found = result.to_dict()
         emit_json({name: found[name] for name in SHOWN})
@@ -170,7 +172,7 @@ def _report(model: str, result: FinetuneResult, json_output: bool) -> None:
     assert result.folder is not None
     if result.generator is not None:
         say(f"the generator lies in {result.folder / 'generator'}")
-    if result.model.active_adapter is not None:
+    if (result.folder / ADAPTER_CONFIG).is_file():
         merge = command_line("flodl-hf", "merge", model, result.folder, "--out", "DIR")
         say(f"the adapter and its head alone; for a whole model: {merge}")
     else:

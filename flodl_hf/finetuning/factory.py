@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flodl.train.saving.state import check_fits
+from flodl.train.saving.state import check_fits, fixed_names
 from flodl_hf.model.freezing import freeze
 
 if TYPE_CHECKING:
@@ -129,13 +129,22 @@ def _draw(model: EncoderModel, names: Iterable[str]) -> None:
     initialise(model.graph, names, float(model.config.source.get("initializer_range", 0.02)))
 
 
-def cast_stored(model: EncoderModel, replaced: Container[str] = ()) -> None:
-    """Cast the parameters of a model that was opened as it is stored; those that are ``replaced`` hold nothing then."""
+def cast_stored(model: EncoderModel, replaced: Container[str] = (), left: Container[str] = ()) -> None:
+    """Cast the parameters of a model that was opened as it is stored.
+
+    Args:
+        model: as `ModelFactory` opens it with ``as_stored``; others are left as they are.
+        replaced: names of those that hold nothing then.
+        left: names of those that stay as they are stored, to be cast by a later call.
+    """
     dtype, model.dtype_in_shards = model.dtype_in_shards, None
     if dtype is None:
         return
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.dtype != dtype and parameter.is_floating_point():
+            if name in left:
+                model.dtype_in_shards = dtype
+                continue
             empty = torch.zeros(1, dtype=dtype).expand(parameter.shape)
             parameter.data = empty if name in replaced else parameter.data.to(dtype)
 
@@ -143,10 +152,12 @@ def cast_stored(model: EncoderModel, replaced: Container[str] = ()) -> None:
 def take(model: EncoderModel, state: Mapping[str, Tensor]) -> None:
     """Give a model trained tensors for its own, which are let go: there are never two of the whole.
 
+    What does not learn stays as it is stored, which `cast_stored` ends: an adapter is written without its base.
+
     Raises:
         CheckpointError: they are not its own by name, shape and dtype.
     """
-    cast_stored(model, state)
+    cast_stored(model, state, fixed_names(model))
     check_fits(model, state)
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     own: dict[str, Any] = dict(named)

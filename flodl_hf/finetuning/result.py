@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 from flodl.errors import TrainError
 from flodl.observe.curve import curve_svg
 from flodl.progress import clock, count
+from flodl_hf.finetuning.factory import cast_stored
 
 if TYPE_CHECKING:
     from flodl.distributed.summed import Summed
@@ -19,6 +20,28 @@ if TYPE_CHECKING:
     from flodl_hf.model.encoder_model import EncoderModel
 
 __all__ = ["FinetuneResult", "OnFirstRank"]
+
+
+class _WhenAsked:
+    """The trained model; a base in half precision that was in shards becomes float32 when somebody asks for it.
+
+    An adapter is written without its base, which in float32 may be more than the first rank has memory for.
+    """
+
+    @overload
+    def __get__(self, run: None, owner: type) -> NoReturn: ...
+    @overload
+    def __get__(self, run: FinetuneResult, owner: type) -> EncoderModel: ...
+    def __get__(self, run: FinetuneResult | None, owner: type) -> EncoderModel:
+        if run is None:
+            raise AttributeError("model")  # a field without a default
+        model: EncoderModel = vars(run)["model"]
+        if run.holds_model:
+            cast_stored(model)
+        return model
+
+    def __set__(self, run: FinetuneResult, model: EncoderModel) -> None:
+        vars(run)["model"] = model
 
 
 @dataclass(frozen=True)
@@ -47,7 +70,7 @@ class FinetuneResult:
             None without the option of that name.
     """
 
-    model: EncoderModel
+    model: _WhenAsked = _WhenAsked()
     folder: Path | None
     task: str
     metrics: dict[str, float]

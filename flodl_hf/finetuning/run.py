@@ -32,6 +32,7 @@ from flodl_hf.finetuning.batch_size import as_before
 from flodl_hf.finetuning.best import Best, take_best
 from flodl_hf.finetuning.card import papers
 from flodl_hf.finetuning.data import is_several
+from flodl_hf.finetuning.factory import cast_stored
 from flodl_hf.finetuning.held_out import judge
 from flodl_hf.finetuning.job import Job, plan_job
 from flodl_hf.finetuning.judged import Judged
@@ -136,14 +137,14 @@ def finetune(
     ended = _train(job, notes, target, recipe, progress=progress, trackers=trackers, monitor=monitor)
     tuned = _tuned(ended, chosen)
     found: Any = ended.model if ended.is_whole else OnFirstRank()
+    written = Path(os.path.abspath(target)) if target is not None and _is_first_rank() else None
     result = FinetuneResult(
-        found, None, name_of(job.task), ended.metrics, notes.history, notes.losses, notes.steps, ended.best_step,
+        found, written, name_of(job.task), ended.metrics, notes.history, notes.losses, notes.steps, ended.best_step,
         ended.seconds, recipe, list(notes.past.changes), tuned, notes.recorded, notes.summed, ended.is_whole,
         ended.beside if ended.is_whole else None,
     )  # fmt: skip
-    if target is not None and _is_first_rank():
-        written = _write(job, result, target, overwrite, ended.judged)
-        result = replace(result, folder=written)
+    if written is not None:
+        _write(job, ended.model, result, written, overwrite, ended.judged)
         if ended.folder is not None and not chosen.keep_checkpoints and chosen.checkpoints is None:
             shutil.rmtree(ended.folder, ignore_errors=True)
     return result
@@ -369,14 +370,18 @@ def _judged(job: Job, model: EncoderModel, target: Path | None, metrics: dict[st
     wanted = job.options.tune_thresholds or (job.options.report and target is not None)
     if not wanted or job.evaluation is None or not _is_first_rank():
         return None
+    cast_stored(model)
     return judge(model, job.evaluation, metrics)
 
 
-def _write(job: Job, result: FinetuneResult, target: Path, overwrite: bool, judged: Judged | None) -> Path:
+def _write(
+    job: Job, model: EncoderModel, result: FinetuneResult, target: Path, overwrite: bool, judged: Judged | None
+) -> Path:
+    """Write a model, as it was trained, with the papers of its run."""
     files = papers(job, result, judged)
     if result.generator is None:
-        return result.model.save_pretrained(target, overwrite=overwrite, extra_files=files)
-    both = {"": contents_of(result.model), GENERATOR: contents_of(result.generator)}
+        return model.save_pretrained(target, overwrite=overwrite, extra_files=files)
+    both = {"": contents_of(model), GENERATOR: contents_of(result.generator)}
     return write_contents(target, both, overwrite=overwrite, extra_files=files)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from finetune_tables import labelled, lines
 
+from flodl.distributed import sharded
 from flodl.train import StepDone, Trainer, sgd
 from flodl_hf import demo, load
 from flodl_hf.auto import head_named
@@ -19,6 +21,8 @@ from flodl_hf.finetuning import finetune, plan_job
 from flodl_hf.finetuning.factory import cast_stored, set_dropout, take
 from flodl_hf.finetuning.identity import identity_of
 from flodl_hf.finetuning.options import make_options
+from flodl_hf.finetuning.result import FinetuneResult, OnFirstRank
+from flodl_hf.finetuning.training import make_builder
 
 ROWS = labelled(28)
 OPTIONS: dict[str, Any] = {
@@ -209,3 +213,59 @@ def test_a_start_in_half_precision_trains_in_shards_as_on_one_device(
     assert {value.dtype for value in other.values()} == {torch.float32}
     assert max(float((one[name] - other[name]).abs().max()) for name in one) < 1e-3
     assert shared.metrics["eval_loss"] == pytest.approx(alone.metrics["eval_loss"], rel=1e-3)
+
+
+def test_a_base_is_cast_when_somebody_asks_for_the_model(half: Path) -> None:
+    cut = planned(half, devices=["cpu", "cpu"], shard="fsdp", lora=2).model
+    fixed = cut.fixed_names()
+    before = {name: value.clone() for name, value in cut.state_dict().items()}
+    take(cut, {name: torch.full(value.shape, 0.3) for name, value in before.items() if name not in fixed})
+    stored = {name: value for name, value in cut.state_dict().items() if name in fixed}
+    assert {value.dtype for value in stored.values() if value.is_floating_point()} == {torch.bfloat16}
+    elsewhere = FinetuneResult(OnFirstRank(), None, "seqcls", {}, [], [], 1, 1, 0.0, {}, holds_model=False)  # type: ignore[arg-type]
+    assert isinstance(elsewhere.model, OnFirstRank)
+    result = FinetuneResult(cut, None, "seqcls", {}, [], [], 1, 1, 0.0, {})
+    repr(result), result.to_dict()
+    assert cut.dtype_in_shards is torch.float32
+    asked = result.model
+    assert asked is cut
+    assert asked.dtype_in_shards is None
+    for name, value in asked.state_dict().items():
+        expected = before[name].float() if name in fixed else torch.full(value.shape, 0.3)
+        assert torch.equal(value, expected if value.is_floating_point() else before[name]), name
+
+
+ADAPTERS: list[dict[str, Any]] = [{"lora": 2}, {"lora": 2, "lora_kinds": ("dora",)}, {"ia3": ("usual",)}]
+
+
+@pytest.mark.parametrize("more", [{"lora": 2}, {}])
+def test_matrices_that_do_not_learn_may_stay_in_half_precision(more: dict[str, Any], half: Path) -> None:
+    model = planned(half, devices=["cpu", "cpu"], shard="fsdp", **more).model
+    names = {id(parameter): name for name, parameter in model.graph.named_parameters()}
+    kept = {names[id(parameter)] for parameter in sharded._fixed_matrices(model, torch.bfloat16)}
+    matrices = {name for name in names.values() if name.endswith(("dense.weight", "query.weight", "value.weight"))}
+    assert kept & matrices == ({name for name in matrices if not name.startswith("head.")} if more else set())
+    assert not any("embeddings" in name or "norm" in name or "lora" in name or name.endswith("bias") for name in kept)
+    assert not sharded._fixed_matrices(model, None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", ADAPTERS)
+def test_a_base_kept_in_half_precision_trains_to_the_bit_as_one_in_float32(
+    more: dict[str, Any], half: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for kept in (True, False):
+        if not kept:
+            monkeypatch.setattr(sharded, "_fixed_matrices", lambda model, dtype: set())
+        job = planned(half, devices=["cpu", "cpu"], shard="fsdp", precision="bf16", **more)
+        losses: list[float] = []
+        with ExitStack() as stack:
+            builder = make_builder(job, lambda event: None, stack).devices(["cpu", "cpu"], start="fork")
+            builder.set(progress=False).subscribe(lambda event, losses=losses: losses.append(event.loss), StepDone)
+            found.append((builder.run().join().state_dict(), losses))
+    (one, loss), (other, expected) = found
+    assert loss == expected
+    assert len(loss) == 3
+    assert one.keys() == other.keys()
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
