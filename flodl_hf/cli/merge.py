@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -28,7 +28,9 @@ def command(
     """
     from flodl_hf.auto import load
 
-    model = load(base, head=head, adapter=adapter, revision=revision, local_files_only=local_files_only)
+    # What the adapter does not change is shown from its files, however large it is.
+    shown: dict[str, Any] = {"mapped": True, "weights": "memory"}
+    model = load(base, head=head, adapter=adapter, revision=revision, local_files_only=local_files_only, **shown)
     model.merge_and_unload().save_pretrained(out, overwrite=force)
     if json_output:
         emit_json({"folder": str(out), "task": model.head})

@@ -92,7 +92,8 @@ class Opened:
             strict_config: refuse keys of ``config.json`` that no family knows; else the load report notes them.
             allow_nonfinite: load weights that hold NaN or infinite values, or such that do not fit into ``dtype``.
             mapped: show the weight file instead of copying it: ready at once, but the file must not be
-                changed while the model lives. None does so for the Hub's cache, whose files never change.
+                changed while the model lives. None does so for the Hub's cache, whose files never change, and for
+                weights in several files on their way to a device, where they are copied to.
             weights: "disk" leaves weights in their files: a prediction reads layer after layer, for all its texts at
                 once, with the same answers to the bit; two layers are in memory at a time. The files must not be
                 changed meanwhile. None does so, and says it, where the memory of the device is too small for the

@@ -313,7 +313,8 @@ def _read(
     """Return the stored tensors of these names, and where weights stay on disk what knows of those.
 
     Blobs of a Hub cache are never rewritten, so they may be shown instead of copied; a folder that someone may write to
-    is copied, so that no later change reaches the model.
+    is copied, so that no later change reaches the model. What goes to another device is copied there, so that weights in
+    several files, which are large, need not be in memory as well.
     """
     place = torch.device("cpu") if device is None else torch.device(device)
     used = map(as_whole, plan.placed.values())
@@ -322,7 +323,11 @@ def _read(
     )  # fmt: skip
     wholes = list(dict.fromkeys(map(as_whole, names)))
     if not stays:
-        values = checkpoint.read_all(wholes, mapped=in_hub_cache(folder) if mapped is None else mapped)
+        shown = in_hub_cache(folder) if mapped is None else mapped
+        copied_on = place.type != "cpu" and mapped is None and len(checkpoint.manifest.files) > 1
+        moved = set(map(as_whole, plan.placed.values())) if copied_on else set()
+        values = checkpoint.read_all([name for name in wholes if name in moved], mapped=True)
+        values |= checkpoint.read_all([name for name in wholes if name not in moved], mapped=shown)
         return parts_from(values, names), None
     layers = {as_whole(name) for ours, name in plan.placed.items() if ours.startswith("encoder.layers.")}
     values = checkpoint.read_all([name for name in wholes if name in layers], mapped=True)

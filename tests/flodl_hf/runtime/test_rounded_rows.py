@@ -47,6 +47,8 @@ def made(model_type: str, head: str, **settings: Any) -> EncoderModel:
     """Return a small model whose weights are large enough for its numbers to matter."""
     family = next(f for f in FAMILIES if f.model_type == model_type)
     keys = {row.key: (SIZES | settings)[row.field] for row in family.rows if row.field in SIZES}
+    if head == "multiple_choice":
+        keys |= {row.key: "first" for row in family.rows if row.field == "summary"}
     torch.manual_seed(0)
     model = head_named(head).model.from_config(ModelConfig.for_model(model_type, **keys))
     with torch.no_grad():

@@ -6,6 +6,8 @@ import gc
 import itertools
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -16,6 +18,7 @@ from torch import Tensor
 from weight_tables import TABLES, same
 
 from flodl.errors import CheckpointError
+from flodl_hf.model.pretrained import _read
 from flodl_hf.weights.checkpoint import Checkpoint, place, scatter
 
 
@@ -214,3 +217,24 @@ def test_read_into_checks_shape_and_dtype(single: Path, tensors: dict[str, Tenso
         into = torch.zeros(6, 3).t()
         source.read_into("classifier.weight", into, cast=True)
     assert torch.equal(into, tensors["classifier.weight"].float())
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("folder", ["single", "sharded"])
+def test_weights_in_several_files_are_shown_on_their_way_to_a_device(
+    folder: str, device: str, tensors: dict[str, Tensor], request: pytest.FixtureRequest
+) -> None:
+    path_of = request.getfixturevalue(folder)
+    *placed, beside = tensors
+    plan: Any = SimpleNamespace(placed={f"ours.{name}": name for name in placed}, report=SimpleNamespace(notes=[]))
+    with Checkpoint.open(path_of) as source:
+        values, _ = _read(source, plan, list(tensors), path_of, torch.float32, device, mapped=None, weights="memory")
+    assert all(same(values[name], value) for name, value in tensors.items())
+    for path in path_of.glob("*.safetensors"):
+        with path.open("r+b") as file:  # what is shown changes with its file
+            file.seek(-path.stat().st_size + 8 + int.from_bytes(path.read_bytes()[:8], "little"), os.SEEK_END)
+            file.write(bytes(255 for _ in range(path.stat().st_size - file.tell())))
+    shown = {name for name, value in tensors.items() if value.numel() and not same(values[name], value)}
+    expected = {name for name in placed if tensors[name].numel()} if (folder, device) == ("sharded", "cuda") else set()
+    assert shown == expected
+    assert beside not in shown
