@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, overload
+from typing import TYPE_CHECKING, Any
 
 from flodl.errors import TrainError
 from flodl.observe.curve import curve_svg
@@ -28,13 +28,9 @@ class _WhenAsked:
     An adapter is written without its base, which in float32 may be more than the first rank has memory for.
     """
 
-    @overload
-    def __get__(self, run: None, owner: type) -> NoReturn: ...
-    @overload
-    def __get__(self, run: FinetuneResult, owner: type) -> EncoderModel: ...
-    def __get__(self, run: FinetuneResult | None, owner: type) -> EncoderModel:
+    def __get__(self, run: FinetuneResult | None, owner: type) -> Any:
         if run is None:
-            raise AttributeError("model")  # a field without a default
+            return self
         model: EncoderModel = vars(run)["model"]
         if run.holds_model:
             cast_stored(model)
@@ -70,7 +66,7 @@ class FinetuneResult:
             None without the option of that name.
     """
 
-    model: _WhenAsked = _WhenAsked()
+    model: EncoderModel
     folder: Path | None
     task: str
     metrics: dict[str, float]
@@ -96,6 +92,9 @@ class FinetuneResult:
 
     def _repr_html_(self) -> str:
         return _run_page(self)
+
+
+FinetuneResult.model = _WhenAsked()  # type: ignore[assignment]
 
 
 class OnFirstRank:

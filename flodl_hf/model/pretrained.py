@@ -313,7 +313,7 @@ def _read(
     """Return the stored tensors of these names, and where weights stay on disk what knows of those.
 
     Blobs of a Hub cache are never rewritten, so they may be shown instead of copied; a folder that someone may write to
-    is copied, so that no later change reaches the model. What goes to another device is copied there, so that weights in
+    is copied, so that no later change reaches the model. What goes to another device is copied there, so weights in
     several files, which are large, need not be in memory as well.
     """
     place = torch.device("cpu") if device is None else torch.device(device)

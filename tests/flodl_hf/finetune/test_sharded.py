@@ -225,7 +225,8 @@ def test_a_base_is_cast_when_somebody_asks_for_the_model(half: Path) -> None:
     elsewhere = FinetuneResult(OnFirstRank(), None, "seqcls", {}, [], [], 1, 1, 0.0, {}, holds_model=False)  # type: ignore[arg-type]
     assert isinstance(elsewhere.model, OnFirstRank)
     result = FinetuneResult(cut, None, "seqcls", {}, [], [], 1, 1, 0.0, {})
-    repr(result), result.to_dict()
+    assert repr(result)
+    assert result.to_dict()
     assert cut.dtype_in_shards is torch.float32
     asked = result.model
     assert asked is cut
